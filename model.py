@@ -1,0 +1,795 @@
+"""The whole decoder: configuration, attention, vocabulary head, loss and KV cache. Imports torch alone.
+
+Copied alone into an empty folder this file trains and generates:
+
+    from model import Decoder, ModelConfig
+    decoder = Decoder(ModelConfig.preset("tiny"))
+    loss = decoder(tokens_BT, labels_BT)       # labels[:, t] is already the target of position t
+    loss.backward()
+
+The geometry is Qwen3's (pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU, rotary positions).
+Parallelism, checkpointing and compilation are applied from outside: nothing here knows of them.
+
+Letters: B batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value heads, K head dimension, D model width,
+F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters keep their own (fp32 master weights).
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100  # the label of a position without a target
+GIB = 2**30
+
+
+# --------------------------------------------------------------------------------------------------- configuration
+
+PRESETS = {  # what differs from the defaults of ModelConfig, which are those of the 4B
+    "tiny": dict(vocab_size=8192, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, ffn_size=768),
+    "0.6B": dict(hidden_size=1024, num_layers=28, num_heads=16, ffn_size=3072),
+    "1.7B": dict(hidden_size=2048, num_layers=28, num_heads=16, ffn_size=6144),
+    "4B": dict(),
+    "8B": dict(hidden_size=4096, ffn_size=12288, tie_embeddings=False),
+}
+CHOICES = {
+    "attention_type": ("standard", "nsa"),
+    "rope_scaling": ("none", "linear", "yarn"),
+    "loss": ("auto", "standard", "chunked"),
+    "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Geometry and numerics of a decoder; validated once, never mutated (use `dataclasses.replace`)."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 2560
+    num_layers: int = 36
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    ffn_size: int = 9728
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e6  # ABF (adjusted base frequency) is a larger theta
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0  # context extension of linear and yarn scaling
+    rope_original_context: int = 32_768  # yarn: the context that the weights were trained at
+    attention_type: str = "standard"
+    loss: str = "auto"
+    logits_threshold_gib: float = 10.0  # `auto` never builds logits larger than this
+    loss_chunk_size: int = 4096  # tokens of a tile of the chunked loss
+    compute_dtype: str = "float32"
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        above = dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size",
+                               "loss_chunk_size", "rope_original_context", "norm_eps", "init_std"), 0) | dict(rope_theta=1)
+        for name, bound in above.items():
+            if not bound < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give a number above {bound}")
+        if not 0 <= self.logits_threshold_gib < math.inf:
+            raise ValueError(f"logits_threshold_gib={self.logits_threshold_gib} is out of range: give a number of GiB, 0 or more")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
+        if self.num_heads % self.num_kv_heads:
+            divisors = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
+            raise ValueError(f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}: "
+                             f"choose num_kv_heads from {divisors}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs, choose an even head_dim")
+        if not 1 <= self.rope_factor < math.inf or (self.rope_scaling == "none") != (self.rope_factor == 1):
+            raise ValueError(f"rope_scaling={self.rope_scaling!r} with rope_factor={self.rope_factor}: give a factor above 1 "
+                             "with linear or yarn, and no factor with none")
+
+    @classmethod
+    def preset(cls, name: str, **overrides) -> "ModelConfig":
+        """The named preset with some fields replaced; ValueError lists the known presets or fields."""
+        if name not in PRESETS:
+            raise ValueError(f"model size {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+        known = [field.name for field in fields(cls)]
+        for key in overrides:
+            if key not in known:
+                raise ValueError(f"ModelConfig has no field {key!r}: choose from {', '.join(known)}")
+        return cls(**{**PRESETS[name], **overrides})
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.compute_dtype)
+
+    def layer_params(self) -> int:
+        """Parameters of one block: projections, feed-forward, the two norms and the q/k norms."""
+        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size + 2 * self.head_dim
+
+    def num_params(self) -> int:
+        """Parameters of the decoder, a tied embedding counted once; nothing is allocated."""
+        vocabularies = 1 if self.tie_embeddings else 2
+        return vocabularies * self.vocab_size * self.hidden_size + self.num_layers * self.layer_params() + self.hidden_size
+
+    def train_flops(self, tokens: int, causal_pairs: float) -> float:
+        """Floating-point operations of one forward and backward pass, recomputation excluded.
+
+        6 per matrix parameter and token, 12*H*K per layer and (query, visible key) pair (2 products of 2K, three passes):
+        a document of L tokens holds L(L+1)/2 pairs. Source: Narayanan et al. 2021, with the causal half counted exactly.
+        """
+        norms = self.num_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size
+        lookup = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size  # an untied embedding is no product
+        matrices = self.num_params() - norms - lookup
+        return 6.0 * matrices * tokens + 12.0 * self.num_layers * self.num_heads * self.head_dim * causal_pairs
+
+
+# ------------------------------------------------------------------------------------------------- rotary positions
+
+
+def rope_frequencies(config: ModelConfig, device) -> tuple[Tensor, float]:
+    """Inverse frequencies [K/2] in fp32 and the factor on cos and sin.
+
+    none: theta^(-2i/K). linear: the same divided by `factor` (position interpolation, Chen et al. 2023).
+    yarn: a ramp between the two over the dimensions whose wavelength turns between 1 and 32 times in the original context,
+    and cos, sin scaled by 0.1 ln(factor) + 1 (Peng et al. 2023).
+    """
+    exponent_k = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    plain_k = config.rope_theta**-exponent_k
+    if config.rope_scaling == "none":
+        return plain_k, 1.0
+    interpolated_k = plain_k / config.rope_factor
+    if config.rope_scaling == "linear":
+        return interpolated_k, 1.0
+
+    def dimension(turns: float) -> float:  # the index whose wavelength turns that often within the original context
+        ratio = config.rope_original_context / (turns * 2 * math.pi)
+        return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), config.head_dim - 1)
+    index_k = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
+    ramp_k = ((index_k - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return plain_k * (1 - ramp_k) + interpolated_k * ramp_k, 0.1 * math.log(config.rope_factor) + 1.0
+
+
+class RotaryCache:
+    """cos and sin [1, T, 1, K/2] in fp32, on the device that asks, grown by doubling when a longer sequence comes.
+
+    A plain object, not a buffer: `.to()`, `to_empty()` and meta construction cannot leave it on the wrong device or unfilled.
+    """
+
+    def __init__(self, config: ModelConfig):
+        self.config, self.cos, self.sin = config, None, None
+
+    def __call__(self, length: int, device, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Positions offset .. offset+length-1, from the cache."""
+        end = offset + length
+        if self.cos is None or self.cos.device != device or self.cos.shape[1] < end:
+            known = self.cos.shape[1] if self.cos is not None and self.cos.device == device else 0
+            size = max(end, 2 * known if known else 0)
+            with torch.inference_mode(False):  # tables made while sampling must serve training too
+                self.cos, self.sin = self.at(torch.arange(size, device=device)[None])
+        return self.cos[:, offset:end], self.sin[:, offset:end]
+
+    def at(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Any positions [B, T], computed directly: equal bit for bit to the cache's rows."""
+        frequencies_k, factor = rope_frequencies(self.config, positions_BT.device)
+        angles_BT1k = (positions_BT[..., None].float() * frequencies_k)[:, :, None]  # fp32: bf16 cannot count past 256
+        return angles_BT1k.cos() * factor, angles_BT1k.sin() * factor
+
+
+class _Rotate(torch.autograd.Function):
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in fp32; the backward turns the other way and saves nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x_BTHK, cos_BT1k, sin_BT1k):
+        ctx.save_for_backward(cos_BT1k, sin_BT1k)
+        return _rotated(x_BTHK, cos_BT1k, sin_BT1k)
+
+    @staticmethod
+    def backward(ctx, grad_BTHK):
+        cos_BT1k, sin_BT1k = ctx.saved_tensors
+        return _rotated(grad_BTHK, cos_BT1k, -sin_BT1k), None, None
+
+
+def _rotated(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
+    wide = torch.promote_types(x_BTHK.dtype, torch.float32)
+    x1, x2 = x_BTHK.to(wide).chunk(2, dim=-1)
+    return torch.cat((x1 * cos_BT1k - x2 * sin_BT1k, x2 * cos_BT1k + x1 * sin_BT1k), dim=-1).to(x_BTHK.dtype)
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
+    """cu_seqlens [documents+1], int64 on the host: ends of the runs of equal ids in the B*T flattened tokens.
+
+    A row always starts a document. Attention loops over documents, so it needs their lengths on the host: keep
+    `doc_ids` there (a CUDA tensor costs one synchronisation per forward).
+    """
+    ids_BT = doc_ids_BT.cpu()
+    starts_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+    starts_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
+    return torch.cat([starts_BT.flatten().nonzero()[:, 0], torch.tensor([ids_BT.numel()])])
+
+
+def document_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Positions [B, T] that restart at 0 with each document."""
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    return (torch.arange(int(cu_seqlens[-1])) - starts).view(shape)
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+def sdpa(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask_TS: Tensor | None = None) -> Tensor:
+    """Softmax attention in the [B, T, H, K] layout; memory-linear kernels on CPU and CUDA (no [T, T])."""
+    o_BHTK = F.scaled_dot_product_attention(
+        q_BTHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGK.transpose(1, 2), attn_mask=mask_TS, is_causal=causal,
+        enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2])
+    return o_BHTK.transpose(1, 2)
+
+
+def packed_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """One SDPA call per document. `split` and `cat`, not slices: a slice's backward zero-fills the whole row each time."""
+    lengths = cu_seqlens.diff().tolist()
+    parts = zip(*(x.flatten(0, 1)[None].split(lengths, dim=1) for x in (q_BTHK, k_BTGK, v_BTGK)))
+    return torch.cat([sdpa(q, k, v, causal=True) for q, k, v in parts], dim=1).view_as(q_BTHK)
+
+
+def standard_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, cu_seqlens: Tensor | None = None,
+                       packed=packed_attention) -> Tensor:
+    """Causal attention; with cu_seqlens (over the flattened B*T tokens) each document sees only itself.
+
+    `packed` serves rows of several documents; a compiled model passes an uncompiled one (lengths differ in every batch).
+    """
+    if cu_seqlens is None or len(cu_seqlens) == len(q_BTHK) + 1:  # as many documents as rows: every row is one
+        return sdpa(q_BTHK, k_BTGK, v_BTGK, causal=True)
+    return packed(q_BTHK, k_BTGK, v_BTGK, cu_seqlens)
+
+
+def cached_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, query_chunk: int = 256) -> Tensor:
+    """Causal attention of the last T of S positions, over chunks of queries so that a mask is [chunk, S] at most."""
+    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+    if T == S or T == 1:
+        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=T == S and T > 1)
+    key_S = torch.arange(S, device=q_BTHK.device)
+    outputs = []
+    for start in range(0, T, query_chunk):
+        q_chunk = q_BTHK[:, start : start + query_chunk]
+        last_C1 = torch.arange(q_chunk.shape[1], device=q_BTHK.device)[:, None] + (S - T + start)
+        outputs.append(sdpa(q_chunk, k_BSGK, v_BSGK, causal=False, mask_TS=key_S <= last_C1))
+    return torch.cat(outputs, dim=1)
+
+
+class LayerCache:
+    """Keys and values of one layer, [B, max_length, G, K], filled from the left."""
+
+    def __init__(self, shape: tuple[int, int, int, int], device, dtype):
+        self.k_BSGK = torch.empty(shape, device=device, dtype=dtype)
+        self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values; returns views of all of them."""
+        end = self.length + k_BTGK.shape[1]
+        if len(k_BTGK) != len(self.k_BSGK):
+            raise ValueError(f"the KV cache holds {len(self.k_BSGK)} rows and {len(k_BTGK)} are given: build it with "
+                             f"batch_size={len(k_BTGK)}")
+        if end > self.k_BSGK.shape[1]:
+            raise ValueError(f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: "
+                             f"build it with max_length >= {end}")
+        self.k_BSGK[:, self.length : end] = k_BTGK
+        self.v_BSGK[:, self.length : end] = v_BTGK
+        self.length = end
+        return self.k_BSGK[:, :end], self.v_BSGK[:, :end]
+
+
+class KVCache:
+    """One LayerCache per layer: 2 * L * B * max_length * G * K elements, allocated once."""
+
+    def __init__(self, config: ModelConfig, batch_size: int, max_length: int, device="cpu", dtype: torch.dtype | None = None):
+        if batch_size < 1 or max_length < 1:
+            raise ValueError(f"batch_size={batch_size}, max_length={max_length}: both must be at least 1")
+        shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+        self.layers = [LayerCache(shape, device, dtype or config.dtype) for _ in range(config.num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Positions stored so far."""
+        return self.layers[0].length
+
+
+# ----------------------------------------------------------------------------------------------------------- layers
+
+
+class Linear(nn.Linear):
+    """y = x W^T without bias; W is cast to the dtype of x on use, so that fp32 master weights serve bf16 activations."""
+
+    def __init__(self, fan_in: int, fan_out: int):
+        super().__init__(fan_in, fan_out, bias=False)
+
+    def reset_parameters(self):
+        pass  # Decoder.init_weights fills every parameter by name; drawing here too would double the start-up time
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x * rstd * w with the statistics in fp32; saves x and rstd [rows], as the fused CUDA kernel does.
+
+    dx = rstd * (g w - n mean(g w n)), dw = sum(g n), with n = x * rstd.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        wide = grad.to(rstd.dtype)
+        grad_weight = torch.linalg.vecdot(wide.flatten(0, -2), normed.flatten(0, -2), dim=0).to(weight.dtype)
+        wide = wide * weight
+        inner = torch.linalg.vecdot(wide, normed, dim=-1)[..., None] / x.shape[-1]
+        return wide.sub_(normed.mul_(inner)).mul_(rstd).to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in fp32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # one fused kernel there
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up; saves its two inputs alone (autograd would also keep silu(gate): 2.4 GiB per layer of the 4B at 131k)."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.ffn_size)
+        self.up_proj = Linear(config.hidden_size, config.ffn_size)
+        self.down_proj = Linear(config.ffn_size, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with RMSNorm on q and k; `core` is the seam that context parallelism wraps from outside."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.core = standard_attention
+
+    def forward(self, x_BTD, rope, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        heads = (-1, self.head_dim)
+        q_BTHK = _Rotate.apply(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
+        k_BTGK = _Rotate.apply(self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)), *rope)
+        v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
+        if cache is None:
+            o_BTHK = self.core(q_BTHK, k_BTGK, v_BTGK, cu_seqlens)
+        else:
+            o_BTHK = cached_attention(q_BTHK, *cache.append(k_BTGK, v_BTGK))
+        return self.o_proj(o_BTHK.flatten(-2))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the unit of checkpointing, compiling and sharding."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BTD, rope, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, cu_seqlens, cache)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+# -------------------------------------------------------------------------------------------- the vocabulary head
+
+
+class LMHead(nn.Module):
+    """Holds the output weight [V, D] and applies functions to it: send the function to the weight, not the weight out.
+
+    Whatever is computed over the vocabulary runs inside this module's forward, where a sharded weight is whole.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, hidden_ND: Tensor, function, *args):
+        """function(hidden_ND, weight_VD, *args): a tensor or a pytree of tensors."""
+        return function(hidden_ND, self.weight, *args)
+
+
+def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """All logits [N, V]: for short inputs and for the last position of a generation step."""
+    return F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
+
+
+def standard_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor) -> Tensor:
+    """sum over valid positions of -log p(label) / num_valid, through the full logits in fp32 (at least)."""
+    logits_NV = logits(hidden_ND, weight_VD)
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum") / num_valid
+
+
+# ------------------------------------------------------------------------- the loss, over tiles of the vocabulary
+
+COMPILE_TILES: bool | None = None  # compile the elementwise tile bodies; None: exactly when the caller is itself being compiled
+
+
+def tile_sizes(N: int, V: int, D: int, device: torch.device) -> tuple[int, int]:
+    """(token_tile, vocab_tile): the vocabulary tile spans all tokens; the token tile bounds the fp32 temporaries."""
+    if device.type == "cpu":
+        return 512, 2048 if N <= 4096 else 1024
+    return 8192, 8192 if N <= 16384 else 4096
+
+
+def tiles(size: int, tile: int):
+    return [(start, min(start + tile, size)) for start in range(0, size, tile)]
+
+
+def tile_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer: Tensor) -> Tensor:
+    """hidden @ weight^T into the reused flat buffer (a ragged last tile stays contiguous)."""
+    N, V = hidden_ND.shape[0], weight_VD.shape[0]
+    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[:N * V].view(N, V))
+
+
+def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
+    """x[n, target_n] = value_n wherever the target lies inside this tile; needs no host sync."""
+    V = x_NV.shape[1]
+    if torch.compiler.is_compiling():  # a comparison fuses, an index_put would split the kernel
+        return torch.where(torch.arange(V, device=x_NV.device) == target_N[:, None], value_N[:, None], x_NV)
+    inside_N = (target_N >= 0) & (target_N < V)
+    row_N, column_N = torch.arange(len(x_NV), device=x_NV.device), target_N.clamp(0, V - 1)
+    x_NV[row_N, column_N] = torch.where(inside_N, value_N, x_NV[row_N, column_N])
+    return x_NV
+
+
+def capped(z_NV: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """The tile in the accumulation type, always a copy that may be written in place."""
+    x_NV = z_NV.to(dtype, copy=True)
+    return x_NV if softcap is None else x_NV.div_(softcap).tanh_().mul_(softcap)
+
+
+def online_logsumexp(z_NV, target_N, max_N, sum_N, total_N, softcap, with_total):
+    """Fold one tile into the running (max, sum of exp(z - max), sum of z) of all logits but the target's."""
+    x_NV = capped(z_NV, softcap, max_N.dtype)
+    if with_total:
+        total_N = total_N + x_NV.sum(1)
+    x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
+    new_N = torch.maximum(max_N, x_NV.amax(1))
+    sum_N = sum_N * (max_N - new_N).exp() + x_NV.sub_(new_N[:, None]).exp_().sum(1)
+    return new_N, sum_N, total_N
+
+
+def gradient_tile(z_NV, target_N, lse_N, slope_N, shift_N, at_target_N, softcap):
+    """Overwrite logits z by dz = (slope * p + shift) * dsoftcap, and by at_target where the target is."""
+    x_NV = capped(z_NV, softcap, lse_N.dtype)
+    chain_NV = 1 if softcap is None else 1 - (x_NV / softcap).square()
+    x_NV = x_NV.sub_(lse_N[:, None]).exp_().mul_(slope_N[:, None])
+    if shift_N is not None:
+        x_NV = x_NV.add_(shift_N[:, None])
+    z_NV.copy_(put_target(x_NV.mul_(chain_NV) if softcap is not None else x_NV, target_N, at_target_N))
+
+
+_compiled = {}
+
+
+def _body(function, compiled: bool):
+    if not compiled:
+        return function
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, dynamic=True)
+    return _compiled[function]
+
+
+def _pack(labels_N: Tensor, ignore_index: int):
+    """Rows of valid tokens. On CUDA their count would cost a host sync: there all rows are kept and ignored ones get zero gradient."""
+    valid_N = labels_N != ignore_index
+    if labels_N.device.type != "cpu" or bool(valid_N.all()):
+        return slice(None), torch.where(valid_N, labels_N, -1), valid_N
+    rows = valid_N.nonzero()[:, 0]
+    return rows, labels_N[rows], valid_N[rows]
+
+
+def _check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
+    bad = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
+    if bad.any():
+        n = int(bad.nonzero()[0, 0])
+        raise IndexError(f"label {int(labels_N[n])} at position {n}: allowed are 0..{V - 1} and ignore_index={ignore_index}")
+
+
+@torch.library.custom_op("longhaul::vocab_nll", mutates_args=())
+def _vocab_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, ignore_index: int, token_tile: int, vocab_tile: int,
+               softcap: float | None, with_mean: bool, compiled: bool, validate: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(nll_N, lse_N, mean_N) in fp32 (fp64 for fp64), zero at ignored tokens."""
+    N, V = hidden_ND.shape[0], weight_VD.shape[0]
+    if validate or labels_N.device.type == "cpu":  # a host sync on CUDA only
+        _check_labels(labels_N, V, ignore_index)
+    out = [t for t in hidden_ND.new_zeros(3, N, dtype=_wide(hidden_ND.dtype))]
+    rows, target_n, valid_n = _pack(labels_N, ignore_index)
+    h_nD = hidden_ND[rows]
+    z_target_n = _target_logit(h_nD, weight_VD, target_n, softcap)
+    max_n, sum_n, total_n = z_target_n.clone(), torch.zeros_like(z_target_n), torch.zeros_like(z_target_n)
+    buffer = h_nD.new_empty(min(token_tile, len(h_nD)) * min(vocab_tile, V))
+    fold = _body(online_logsumexp, compiled)
+    for v, v_end in tiles(V, vocab_tile):
+        w_VD = weight_VD[v:v_end].to(h_nD.dtype)
+        for n, n_end in tiles(len(h_nD), token_tile):
+            t = slice(n, n_end)
+            max_n[t], sum_n[t], total_n[t] = fold(tile_logits(h_nD[t], w_VD, buffer), target_n[t] - v, max_n[t], sum_n[t],
+                                                  total_n[t], softcap, with_mean)
+    # softplus(lse of the others - z_target): exact also where p(target) is about 1 or the logits carry a large offset
+    nll_n = torch.logaddexp(max_n - z_target_n + sum_n.log(), torch.zeros_like(sum_n))
+    for t, value in zip(out, (nll_n, z_target_n + nll_n, total_n / V)):
+        t[rows] = value.where(valid_n, 0)
+    return out[0].clone(), out[1].clone(), out[2].clone()
+
+
+def _wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _target_logit(h_nD, weight_VD, target_n, softcap):
+    wide = _wide(h_nD.dtype)
+    w_nD = weight_VD.index_select(0, target_n.clamp(min=0)).to(h_nD.dtype)
+    return capped((h_nD.to(wide) * w_nD.to(wide)).sum(1), softcap, wide)
+
+
+@_vocab_nll.register_fake
+def _(hidden_ND, weight_VD, labels_N, ignore_index, token_tile, vocab_tile, softcap, with_mean, compiled, validate):
+    return tuple(hidden_ND.new_empty(hidden_ND.shape[0], dtype=_wide(hidden_ND.dtype)) for _ in range(3))
+
+
+@torch.library.custom_op("longhaul::vocab_nll_backward", mutates_args=())
+def _vocab_nll_backward(d_nll_N: Tensor, d_lse_N: Tensor, d_mean_N: Tensor, nll_N: Tensor, lse_N: Tensor, hidden_ND: Tensor,
+                        weight_VD: Tensor, labels_N: Tensor, ignore_index: int, token_tile: int, vocab_tile: int,
+                        softcap: float | None, with_mean: bool, compiled: bool, need_h: bool, need_w: bool) -> tuple[Tensor, Tensor]:
+    V = weight_VD.shape[0]
+    rows, target_n, valid_n = _pack(labels_N, ignore_index)
+    h_nD, lse_n, nll_n = hidden_ND[rows], lse_N[rows], nll_N[rows]
+    d_nll_n, d_lse_n, shift_n = (torch.where(valid_n, d[rows], 0) for d in (d_nll_N, d_lse_N, d_mean_N / V))
+    slope_n = d_nll_n + d_lse_n
+    # p - 1 = expm1(-nll), from the fp32 target logit: never mix it with the rounded one of the tile
+    at_target_n = d_nll_n * torch.expm1(-nll_n) + d_lse_n * torch.exp(-nll_n) + shift_n
+    if softcap is not None:
+        at_target_n = at_target_n * (1 - ((lse_n - nll_n) / softcap).square())
+    dh_nD = torch.zeros_like(h_nD, dtype=lse_N.dtype) if need_h else None
+    dw_VD = torch.empty_like(weight_VD) if need_w else weight_VD.new_empty(0)
+    buffer = h_nD.new_empty(len(h_nD) * min(vocab_tile, V))
+    fill = _body(gradient_tile, compiled)
+    for v, v_end in tiles(V, vocab_tile):
+        w_VD = weight_VD[v:v_end].to(h_nD.dtype)
+        z_nV = buffer[:len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
+        for n, n_end in tiles(len(h_nD), token_tile):
+            t = slice(n, n_end)
+            torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
+            fill(z_nV[t], target_n[t] - v, lse_n[t], slope_n[t], shift_n[t] if with_mean else None, at_target_n[t], softcap)
+            if need_h:
+                dh_nD[t] += z_nV[t] @ w_VD
+        if need_w:
+            dw_VD[v:v_end] = z_nV.t() @ h_nD  # one product over all tokens: rounded once
+    if not need_h:
+        return hidden_ND.new_empty(0), dw_VD
+    dh_ND = torch.zeros_like(hidden_ND)
+    dh_ND[rows] = dh_nD.to(hidden_ND.dtype)
+    return dh_ND, dw_VD
+
+
+@_vocab_nll_backward.register_fake
+def _(d_nll_N, d_lse_N, d_mean_N, nll_N, lse_N, hidden_ND, weight_VD, labels_N, ignore_index, token_tile, vocab_tile, softcap,
+      with_mean, compiled, need_h, need_w):
+    return (torch.empty_like(hidden_ND) if need_h else hidden_ND.new_empty(0),
+            torch.empty_like(weight_VD) if need_w else weight_VD.new_empty(0))
+
+
+def _setup(ctx, inputs, output):
+    hidden_ND, weight_VD, labels_N, *ctx.options, _ = inputs
+    ctx.save_for_backward(*output[:2], hidden_ND, weight_VD, labels_N)
+
+
+def _backward(ctx, *grads):
+    need_h, need_w = ctx.needs_input_grad[:2]
+    dh, dw = _vocab_nll_backward(*grads, *ctx.saved_tensors, *ctx.options, need_h, need_w)
+    return dh if need_h else None, dw if need_w else None, *[None] * 8
+
+
+_vocab_nll.register_autograd(_backward, setup_context=_setup)
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
+                         num_valid: Tensor | float | None = None, token_tile: int | None = None, vocab_tile: int | None = None,
+                         z_loss: float = 0.0, label_smoothing: float = 0.0, softcap: float | None = None,
+                         validate: bool = False) -> Tensor:
+    """Cross-entropy of softcap(hidden @ weight^T) against labels, without the logits.
+
+    loss_n = (1 - e) nll_n + e (lse_n - mean_v z_nv) + z_loss * lse_n^2
+    """
+    (N, D), V = hidden_ND.shape, weight_VD.shape[0]
+    auto_token, auto_vocab = tile_sizes(N, V, D, hidden_ND.device)
+    compiled = torch.compiler.is_compiling() if COMPILE_TILES is None else COMPILE_TILES
+    nll_N, lse_N, mean_N = _vocab_nll(hidden_ND, weight_VD, labels_N, ignore_index, token_tile or auto_token, vocab_tile or auto_vocab,
+                                      softcap, label_smoothing > 0, compiled, validate)
+    loss_N = nll_N
+    if label_smoothing:
+        loss_N = (1 - label_smoothing) * nll_N + label_smoothing * (lse_N - mean_N)
+    if z_loss:
+        loss_N = loss_N + z_loss * lse_N.square()
+    if reduction == "none":
+        return loss_N
+    loss = loss_N.sum()
+    if reduction == "sum":
+        return loss
+    if num_valid is None:
+        num_valid = (labels_N != ignore_index).sum()
+    return loss / torch.as_tensor(num_valid, device=loss.device).clamp(min=1)
+
+
+# ---------------------------------------------------------------------------------------------------------- decoder
+
+
+class Decoder(nn.Module):
+    """The model: token ids in; logits, or the mean loss where labels are given, out.
+
+    Built on the meta device it allocates nothing: materialise it with `to_empty(device=...)`, `tie_weights()` and
+    `init_weights(seed)`, which draws each parameter from a generator seeded by its name. So the values depend on neither
+    the order of construction nor the number of processes.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        super().__init__()
+        if config.attention_type == "nsa":
+            raise NotImplementedError("attention_type='nsa' is not built yet: use attention_type='standard'")
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(config)
+        self.rotary = RotaryCache(config)
+        self.tie_weights()
+        if not self.embed.weight.is_meta:
+            self.init_weights(seed)
+
+    def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None, positions: Tensor | None = None,
+                doc_ids: Tensor | None = None, cache: KVCache | None = None, num_valid: Tensor | float | None = None) -> Tensor:
+        """Logits [B, T, V] in the compute dtype, or with labels the scalar loss in fp32.
+
+        labels_BT: the target of each position (shifted by the loader), -100 where there is none.
+        positions, doc_ids: [B, T]; a change of id within a row starts a new document: positions restart at 0 there unless
+        they are given, and attention does not cross. cache: decoding; the tokens continue what it holds.
+        num_valid: divisor of the summed loss, by default the number of labels here that are not -100; a training
+        step over several ranks and micro-batches passes the global count, so that the loss is one mean, not a mean of means.
+        """
+        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache).flatten(0, 1)
+        if labels_BT is None:
+            return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
+        if labels_BT.shape != tokens_BT.shape:
+            raise ValueError(f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
+                             "give one target per position (labels[:, t] is the target of position t)")
+        if num_valid is None:
+            num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
+        return self.lm_head(hidden_ND, self.loss_function(*tokens_BT.shape), labels_BT.flatten(), num_valid)
+
+    def hidden(self, tokens_BT: Tensor, positions: Tensor | None = None, doc_ids: Tensor | None = None,
+               cache: KVCache | None = None) -> Tensor:
+        """Normalised hidden states [B, T, D]; see `forward` for the arguments."""
+        if tokens_BT.ndim != 2 or tokens_BT.shape[1] == 0:
+            raise ValueError(f"tokens have shape {tuple(tokens_BT.shape)}: give [batch, tokens] with at least one token")
+        if cache is not None and doc_ids is not None:
+            raise ValueError("cache and doc_ids together: decode one document per row, or drop the cache")
+        if doc_ids is not None and doc_ids.shape != tokens_BT.shape:
+            raise ValueError(f"doc_ids are {tuple(doc_ids.shape)} and tokens {tuple(tokens_BT.shape)}: give one id per token")
+        if positions is not None and positions.shape not in (tokens_BT.shape, tokens_BT[:1].shape):
+            raise ValueError(f"positions are {tuple(positions.shape)} and tokens {tuple(tokens_BT.shape)}: give [B, T] or [1, T]")
+        cu_seqlens = None if doc_ids is None else document_boundaries(doc_ids)
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, tokens_BT.shape)
+        rope = self._rope(tokens_BT, positions, cache)
+        x_BTD = self.embed(tokens_BT).to(self.config.dtype)
+        for index, layer in enumerate(self.layers):
+            x_BTD = layer(x_BTD, rope, cu_seqlens, cache.layers[index] if cache else None)
+        return self.norm(x_BTD)
+
+    def _rope(self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
+        if positions_BT is not None:
+            return self.rotary.at(positions_BT.to(tokens_BT.device, non_blocking=True))
+        return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset=cache.length if cache else 0)
+
+    # ---- the loss rule
+
+    def logits_gib(self, batch: int, seq: int) -> float:
+        """Size of the bf16 logits [batch*seq, V] in GiB: 37.09 at 131,072 tokens of the 4B."""
+        return batch * seq * self.config.vocab_size * 2 / GIB
+
+    def should_chunk(self, batch: int, seq: int) -> bool:
+        """Whether the loss runs over tiles: asked for, or `auto` with logits above the threshold."""
+        if self.config.loss != "auto":
+            return self.config.loss == "chunked"
+        return self.logits_gib(batch, seq) > self.config.logits_threshold_gib
+
+    def loss_function(self, batch: int, seq: int):
+        """The function that `lm_head` applies: (hidden_ND, weight_VD, labels_N, num_valid) -> scalar."""
+        if not self.should_chunk(batch, seq):
+            return standard_cross_entropy
+        return self._chunked_loss
+
+    def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid):
+        return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction="mean", num_valid=num_valid,
+                                    token_tile=self.config.loss_chunk_size)
+
+    # ---- parameters
+
+    def num_params(self) -> int:
+        """Parameters, a tied embedding counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def tie_weights(self):
+        """Make the head's weight the embedding's, where the configuration says so (again after `to_empty`)."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0):
+        """Norms 1, matrices normal(0, init_std), the two projections into the residual stream by a further 1/sqrt(2L).
+
+        Works on sharded parameters (DTensor) too: every rank draws the same whole tensor and keeps its shard.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(f"parameter {name} is on the meta device: call to_empty(device=...) and tie_weights() first")
+            full = self._initial_value(name, parameter.shape, parameter.device, seed)
+            if hasattr(parameter, "device_mesh"):
+                from torch.distributed.tensor import distribute_tensor
+                full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(full)
+
+    def _initial_value(self, name: str, shape, device, seed: int) -> Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=device)
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1.0)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

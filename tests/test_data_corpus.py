@@ -1,0 +1,146 @@
+"""The embedded corpus is verified source text, made once per setting and found again at once."""
+
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data import corpus
+from data.corpus import SourceFile, embedded_files, prepare_embedded, read_verified
+from data.loader import Loader
+from data.manifest import IntegrityError
+from data.shards import Dataset
+from data.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"vocab_size": 512, "max_bytes": 400_000, "workers": 1}
+
+
+def texts_of(dataset: Dataset) -> list[str]:
+    """The text of every document, training first."""
+    tokenizer = Tokenizer(dataset.tokenizer_path)
+    found = []
+    for split in dataset.splits.values():
+        for d in range(split.num_documents):
+            ids = split.read(d, 0, 10 ** 9).tolist()
+            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
+            found.append(tokenizer.decode(ids))
+    return found
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    prepare_embedded(folder, **SMALL)
+    return folder
+
+
+def test_the_embedded_corpus_is_made_once_and_then_found(cache):
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    begin = time.process_time()
+    dataset = prepare_embedded(cache, **SMALL)
+    assert time.process_time() - begin < 1.0
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == before
+    dataset.verify()
+    assert Loader(dataset, 2048, 4).batch(0).num_valid > 4000
+
+
+def test_another_setting_is_another_entry_of_the_cache(cache):
+    by_file = prepare_embedded(cache, documents="file", **SMALL)
+    by_directory = prepare_embedded(cache, **SMALL)
+    assert by_file.path != by_directory.path
+    assert by_file.split("train").num_documents > by_directory.split("train").num_documents
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_the_embedded_corpus_gives_its_files_back(cache):
+    texts = texts_of(prepare_embedded(cache, documents="file", **SMALL))
+    files = {read_verified(file).decode() for file in embedded_files(SMALL["max_bytes"]) if file.size}
+    assert set(texts) == files
+
+
+def test_the_embedded_corpus_records_where_it_comes_from(cache):
+    sources = {source["name"]: source for source in prepare_embedded(cache, **SMALL).manifest["sources"]}
+    assert set(sources) <= {"stdlib", "numpy", "torch"}
+    assert all(len(source["sha256"]) == 64 and source["version"] for source in sources.values())
+
+
+def test_every_file_of_numpy_has_the_hash_of_its_record():
+    files = [file for file in embedded_files() if file.package == "numpy"]
+    assert len(files) > 100
+    for file in files:
+        read_verified(file)
+
+
+def test_the_corpus_holds_python_torch_and_numpy_without_importing_torch():
+    script = ("import sys; from data.corpus import embedded_files; found = {f.package for f in embedded_files()}; "
+              "print(sorted(found), 'torch' in sys.modules)")
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.strip() == "['numpy', 'stdlib', 'torch'] False", result.stderr
+
+
+def test_a_changed_file_of_a_package_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    good = SourceFile("numpy", "a.py", tmp_path / "a.py", 6, corpus._base64(hashlib.sha256(b"x = 1\n")))
+    assert read_verified(good) == b"x = 1\n"
+    (tmp_path / "a.py").write_text("x = 2\n")
+    with pytest.raises(IntegrityError, match="reinstall numpy"):
+        read_verified(good)
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(IntegrityError, match="reinstall numpy"):
+        read_verified(good)
+
+
+def test_a_damaged_cache_says_what_to_delete(tmp_path):
+    dataset = prepare_embedded(tmp_path, **SMALL)
+    with open(dataset.path / "shard-00000.bin", "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(IntegrityError, match=f"delete {dataset.path} and it is prepared anew"):
+        prepare_embedded(tmp_path, **SMALL)
+
+
+def test_a_package_that_is_absent_or_without_record_is_said_and_left_out(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+    reports = []
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    assert {file.package for file in embedded_files(report=reports.append)} == {"stdlib"}
+    assert reports == ["embedded corpus: numpy is not installed and left out",
+                       "embedded corpus: torch is not installed and left out"]
+
+
+def test_an_unknown_grouping_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="allowed are directory, file"):
+        prepare_embedded(tmp_path / "c", documents="page")
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("LONGHAUL_CACHE", str(tmp_path))
+    assert corpus.default_cache() == tmp_path
+    monkeypatch.delenv("LONGHAUL_CACHE")
+    assert corpus.default_cache() == Path.home() / ".cache" / "longhaul"
+
+
+def test_two_processes_that_need_the_corpus_share_one_preparation(tmp_path):
+    command = [sys.executable, "-m", "data.prepare", "--vocab_size", "512", "--max_bytes", "200000", "--workers", "1"]
+    environment = {**os.environ, "LONGHAUL_CACHE": str(tmp_path)}
+    (tmp_path / ".tmp-embedded-of-a-killed-run").mkdir()
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_the_whole_embedded_corpus_is_long_context_data(tmp_path):
+    dataset = prepare_embedded(tmp_path)
+    train = dataset.split("train")
+    assert train.num_tokens > 15_000_000 and train.source_bytes / train.num_tokens > 3.2
+    assert 5.5 < train.unigram_entropy < 7.5
+    assert train.lengths[train.lengths >= 131_072].sum() > 0.4 * train.num_tokens
+    assert Loader(dataset, 131_072, 1).effective_context().warning is None

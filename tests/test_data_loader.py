@@ -1,0 +1,211 @@
+"""A batch is a pure function of its step; labels, positions and documents are what a reader would write by hand."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from data.loader import IGNORE, Loader
+from data.shards import IntegrityError, write_dataset
+
+VOCAB, EOD = 1000, 0
+
+
+def make(folder, lengths, **settings):
+    """Documents of the given lengths (the closing end-of-document id included), each id naming its document."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, VOCAB, length - 1) for length in lengths]
+    return write_dataset(documents, folder, vocab_size=VOCAB, eod_id=EOD, **{"val_fraction": 0, **settings})
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return make(tmp_path / "d", np.random.default_rng(1).integers(2, 200, 300), val_fraction=0.05, shard_tokens=5000)
+
+
+def all_rows(loader):
+    return loader.rows(range(loader.rows_per_epoch))
+
+
+def test_rows_are_what_the_plan_says_by_the_obvious_loop(dataset):
+    loader = Loader(dataset, 64, 4)
+    batch = all_rows(loader)
+    for r, position in enumerate(range(loader.rows_per_epoch)):
+        tokens, labels, positions, doc_ids = [], [], [], []
+        for n, (document, start, length) in enumerate(loader.plan.row(loader.row_index(position))):
+            text = loader.split.read(document, 0, 10 ** 9).tolist()
+            for t in range(start, start + length):
+                tokens.append(text[t])
+                labels.append(text[t + 1] if t + 1 < len(text) else IGNORE)
+                positions.append(t - start)
+                doc_ids.append(n)
+        padding = 64 - len(tokens)
+        assert batch.tokens[r].tolist() == tokens + [EOD] * padding
+        assert batch.labels[r].tolist() == labels + [IGNORE] * padding
+        assert batch.positions[r].tolist() == positions + list(range(padding))
+        assert batch.doc_ids[r].tolist() == doc_ids + [doc_ids[-1] + 1] * padding
+
+
+def test_shapes_and_types_are_the_models(dataset):
+    batch = Loader(dataset, 64, 4).batch(0)
+    assert all(part.shape == (4, 64) for part in batch[:4])
+    assert [part.dtype for part in batch[:4]] == [np.int64, np.int64, np.int64, np.int32]
+    assert batch.num_valid == (batch.labels != IGNORE).sum() > 0
+
+
+def test_every_token_is_an_input_once_per_epoch_and_a_label_once_unless_it_opens_a_document(dataset):
+    loader = Loader(dataset, 64, 4)
+    batch, split = all_rows(loader), loader.split
+    documents = [split.read(d, 0, 10 ** 9) for d in range(split.num_documents)]
+    count = lambda ids: np.bincount(ids, minlength=VOCAB).tolist()
+    inside = np.concatenate([row[:sum(n for _, _, n in loader.plan.row(loader.row_index(p)))]
+                             for p, row in enumerate(batch.tokens)])
+    assert count(inside) == count(np.concatenate(documents))
+    assert count(batch.labels[batch.labels != IGNORE]) == count(np.concatenate([d[1:] for d in documents]))
+
+
+def test_a_long_document_keeps_its_label_across_the_end_of_a_row(tmp_path):
+    loader = Loader(make(tmp_path / "d", [25]), 10, 1)
+    text = loader.split.read(0, 0, 25).tolist()
+    rows = {loader.plan.row(loader.row_index(p))[0][1]: loader.rows([p]) for p in range(3)}
+    assert rows[0].labels[0].tolist() == text[1:11] and rows[10].labels[0].tolist() == text[11:21]
+    assert rows[20].labels[0].tolist() == text[21:25] + [IGNORE] * 6
+    assert rows[10].positions[0].tolist() == list(range(10))
+
+
+def test_a_document_that_ends_with_the_row_has_no_last_label(tmp_path):
+    loader = Loader(make(tmp_path / "d", [20]), 10, 1)
+    assert sorted(all_rows(loader).labels[:, -1] == IGNORE) == [False, True]
+
+
+def test_no_label_comes_from_another_document(tmp_path):
+    batch = all_rows(Loader(make(tmp_path / "d", [5] * 40), 20, 1))
+    ends = batch.tokens == EOD
+    assert (batch.labels[ends] == IGNORE).all()
+    np.testing.assert_array_equal(batch.labels[:, :-1][~ends[:, :-1]], batch.tokens[:, 1:][~ends[:, :-1]])
+
+
+def test_padding_is_at_the_end_with_its_own_document_and_no_label(tmp_path):
+    batch = all_rows(Loader(make(tmp_path / "d", [6, 6, 6]), 8, 1))
+    assert (batch.tokens[:, 6:] == EOD).all() and (batch.labels[:, 6:] == IGNORE).all()
+    assert (batch.doc_ids[:, :6] == 0).all() and (batch.doc_ids[:, 6:] == 1).all()
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]] * 3
+    assert batch.num_valid == 15
+
+
+def test_a_row_of_padding_only_never_exists(dataset):
+    loader = Loader(dataset, 64, 4)
+    assert ((all_rows(loader).labels != IGNORE).sum(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_ranks_together_read_the_global_batch_whatever_their_number(dataset, world_size):
+    loader = Loader(dataset, 32, 6, seed=5)
+    for step in (0, 1, 100):
+        whole = loader.batch(step)
+        shares = [loader.batch(step, rank, world_size) for rank in range(world_size)]
+        for part in range(4):
+            np.testing.assert_array_equal(np.concatenate([share[part] for share in shares]), whole[part])
+        assert sum(share.num_valid for share in shares) == whole.num_valid
+
+
+def test_a_world_size_that_does_not_divide_the_batch_lists_those_that_do(dataset):
+    with pytest.raises(ValueError, match="does not divide over 4 ranks: allowed are 1, 2, 3, 6 ranks"):
+        Loader(dataset, 32, 6).batch(0, 0, 4)
+
+
+def test_each_epoch_reads_every_row_once_in_another_order(dataset):
+    loader = Loader(dataset, 32, 4)
+    n = loader.rows_per_epoch
+    epochs = [[loader.row_index(p) for p in range(e * n, (e + 1) * n)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_a_step_may_cross_the_end_of_an_epoch(dataset):
+    loader = Loader(dataset, 32, 7)
+    n = loader.rows_per_epoch
+    step = n // 7
+    assert n % 7, "choose a batch that does not divide the epoch"
+    epochs = {position // n for position in loader.positions(step)}
+    assert epochs == {0, 1} and len(loader.batch(step).tokens) == 7
+
+
+def test_batches_do_not_depend_on_what_was_read_before(dataset):
+    loader = Loader(dataset, 32, 4, seed=9)
+    once = [loader.batch(step).tokens for step in range(10)]
+    for step in (7, 2, 9, 0):
+        np.testing.assert_array_equal(Loader(dataset, 32, 4, seed=9).batch(step).tokens, once[step])
+
+
+def test_the_state_is_three_numbers_that_lead_back_to_the_step(dataset):
+    loader = Loader(dataset, 32, 4, seed=2 ** 31)
+    for step in (0, 1, loader.rows_per_epoch, 10 ** 6):
+        state = json.loads(json.dumps(loader.state(step)))
+        assert set(state) == {"seed", "epoch", "position"} and state["position"] < loader.rows_per_epoch
+        assert loader.step(state) == step
+    assert len(json.dumps(loader.state(10 ** 6))) <= 64
+
+
+def test_a_state_of_another_run_is_refused(dataset):
+    loader = Loader(dataset, 32, 4, seed=1)
+    for state in ({"seed": 2, "epoch": 0, "position": 0}, {"seed": 1, "epoch": 0, "position": 3}):
+        with pytest.raises(ValueError, match="is not at a step of this run"):
+            loader.step(state)
+
+
+def test_the_seed_changes_the_order_and_nothing_else(dataset):
+    a, b = Loader(dataset, 32, 4, seed=0), Loader(dataset, 32, 4, seed=1)
+    rows = lambda loader: [loader.row_index(p) for p in range(loader.rows_per_epoch)]
+    assert rows(a) != rows(b) and sorted(rows(a)) == sorted(rows(b))
+
+
+def test_train_and_validation_rows_share_no_document(dataset):
+    train, val = Loader(dataset, 64, 1), Loader(dataset, 64, 1, split="val")
+    found = lambda loader: {tuple(loader.split.read(d, 0, 10 ** 9)) for d, _, _ in
+                            (piece for r in range(loader.rows_per_epoch) for piece in loader.plan.row(r))}
+    assert found(val) and not found(train) & found(val)
+
+
+def test_too_little_data_for_a_batch_names_settings_that_work(tmp_path):
+    dataset = make(tmp_path / "d", [100] * 4)
+    with pytest.raises(ValueError, match=r"1 rows of 512, fewer than one global batch of 3.*at most 1 rows, "
+                                         r"or --context_length 128"):
+        Loader(dataset, 512, 3)
+    assert Loader(dataset, 512, 1).rows_per_epoch == 1
+    assert Loader(dataset, 128, 3).rows_per_epoch >= 3
+    with pytest.raises(ValueError, match="more text"):
+        Loader(dataset, 512, 10 ** 6)
+
+
+@pytest.mark.parametrize("context, rows, message", [(0, 1, "context_length is 0"), (-1, 1, "context_length is -1"),
+                                                    (8, 0, "global batch is 0 rows")])
+def test_numbers_that_are_not_positive_are_refused(dataset, context, rows, message):
+    with pytest.raises(ValueError, match=message):
+        Loader(dataset, context, rows)
+
+
+def test_an_id_damaged_on_disk_is_found_when_it_is_read(tmp_path):
+    dataset = make(tmp_path / "d", [50])
+    path = dataset.path / "shard-00000.bin"
+    ids = np.fromfile(path, dtype="<u2")
+    ids[7] = 60_000
+    ids.tofile(path)
+    with pytest.raises(IntegrityError, match="shard-00000.bin has the id 60000 at token 7"):
+        Loader(dataset, 16, 1).rows(range(4))
+
+
+def test_effective_context_warns_of_short_documents_at_a_long_context(dataset):
+    assert Loader(dataset, 16, 1).effective_context().warning is None
+    assert "this is not training at 4096" in Loader(dataset, 4096, 1).effective_context().warning
+
+
+def test_a_row_of_131072_tokens_takes_milliseconds_even_of_many_documents(tmp_path):
+    rng = np.random.default_rng(0)
+    loader = Loader(make(tmp_path / "d", rng.integers(50, 2000, 2000)), 131_072, 1)
+    loader.batch(0)
+    begin = time.process_time()
+    for step in range(10):
+        loader.batch(step)
+    assert (time.process_time() - begin) / 10 < 0.02  # 0.6 ms on an idle core

@@ -1,0 +1,322 @@
+"""Files become a dataset that gives every byte back; bad input is one line, exit code 2, and nothing written."""
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import pipeline
+from data.pipeline import build_dataset, encode, scan
+from data.prepare import main, parse
+from data.shards import Dataset, open_dataset
+from data.sources import Document, by_directory, list_files, read_documents, refuse
+from data.tokenizer import Tokenizer
+from data.worker import Worker
+
+ROOT = Path(__file__).parent.parent
+WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box and sing about long context\n"
+TRICKY = ["crlf\r\nline\r\n", "\ufeffbom first", "nul \x00 inside", "space mark \u2581\u2581 here", "<|endoftext|> is text",
+          "tab\tand  spaces   ", "\n\n\n", "\u00e9\u65e5\U0001f600"]
+
+
+def text_of(seed: int, words: int = 400) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS.split(), words)) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of text files, the tricky ones among them."""
+    root = tmp_path / "input"
+    (root / "b" / "deep").mkdir(parents=True)
+    for n in range(6):
+        (root / f"{n}.txt").write_text(text_of(n))
+        (root / "b" / f"{n}.txt").write_text(text_of(10 + n))
+    for n, text in enumerate(TRICKY):
+        (root / "b" / "deep" / f"{n}.txt").write_bytes(text.encode())
+    return root
+
+
+def run(*arguments, **settings) -> subprocess.CompletedProcess:
+    """The command line as a user runs it."""
+    return subprocess.run([sys.executable, "-m", "data.prepare", *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          text=True, **settings)
+
+
+def texts_of(dataset: Dataset) -> list[str]:
+    """The text of every document, training first."""
+    tokenizer = Tokenizer(dataset.tokenizer_path)
+    found = []
+    for split in dataset.splits.values():
+        for d in range(split.num_documents):
+            ids = split.read(d, 0, 10 ** 9).tolist()
+            assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
+            found.append(tokenizer.decode(ids))
+    return found
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+# --- reading
+
+def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / ".hidden").write_text("hidden")
+    names = [str(path.relative_to(folder)) for path in list_files([folder])]
+    assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [f"b/deep/{n}.txt" for n in range(8)]
+
+
+def test_a_link_to_a_folder_is_not_followed(folder):
+    (folder / "loop").symlink_to(folder)
+    assert len(list_files([folder])) == 20
+
+
+def test_every_byte_of_a_text_file_is_in_its_document(folder):
+    assert [d.text.encode() for d in read_documents([folder])] == [p.read_bytes() for p in list_files([folder])]
+
+
+def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
+    lines = "".join(json.dumps({"id": n, "body": text}) + "\n\n" for n, text in enumerate(TRICKY))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    documents = list(read_documents([tmp_path], text_field="body"))
+    assert [d.text for d in documents] == TRICKY * 2
+    assert documents[1].name == f"{tmp_path}/a.jsonl:3"
+
+
+def test_gzip_text_is_read(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("h\u00e9llo".encode()))
+    assert [d.text for d in read_documents([tmp_path])] == ["h\u00e9llo"]
+
+
+BAD_FILES = {
+    "utf8.txt": (b"ab\xe9cd", r"utf8.txt:2: byte 0xe9 is not UTF-8"),
+    "utf16.txt": ("text".encode("utf-16"), r"utf16.txt:0: byte 0xff is not UTF-8"),
+    "surrogate.txt": (b"a\xed\xa0\x80", r"surrogate.txt:1: byte 0xed is not UTF-8"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"broken.jsonl:2: this line is not JSON"),
+    "array.jsonl": (b"[1]\n", r"array.jsonl:1: there is no string field 'text' \(found: list\)"),
+    "field.jsonl": (b'{"body": "a"}\n', r"field.jsonl:1: there is no string field 'text' \(found: body\); set --text_field"),
+    "number.jsonl": (b'{"text": 3}\n', r"number.jsonl:1: there is no string field 'text'"),
+    "lone.jsonl": (b'{"text": "ab\\ud800"}\n', r"lone.jsonl:1: character 2 of 'text' is a lone surrogate"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep.jsonl:1: this line is not JSON"),
+    "bad.txt.gz": (b"not gzip", r"bad.txt.gz is damaged gzip"),
+    "cut.txt.gz": (gzip.compress(b"hello" * 100)[:-9], r"cut.txt.gz is damaged gzip"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 100)[:-9], r"cut.jsonl.gz is damaged gzip"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name):
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "zz.txt").write_text("fine")
+    with pytest.raises(ValueError, match=message) as error:
+        list(read_documents([tmp_path], report=refuse))
+    assert "--on_error skip" in str(error.value) and "\n" not in str(error.value)
+    reports = []
+    assert "fine" in [d.text for d in read_documents([tmp_path], report=reports.append)]
+    assert len(reports) == 1
+
+
+def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="nothing is not a file or folder"):
+        list_files([tmp_path / "nothing"])
+    with pytest.raises(ValueError, match="no files in"):
+        list_files([tmp_path])
+
+
+def test_the_files_of_a_directory_become_one_document_with_their_names():
+    documents = [Document("a/x.py", "1\n"), Document("a/y.py", "2"), Document("b/z.py", "3\n")]
+    assert list(by_directory(documents)) == [Document("a", "# a/x.py\n1\n# a/y.py\n2\n"), Document("b", "# b/z.py\n3\n")]
+    assert list(by_directory([])) == []
+
+
+# --- encoding
+
+def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(monkeypatch):
+    monkeypatch.setattr(pipeline, "SAMPLE_BYTES", 50_000)
+    monkeypatch.setattr(pipeline, "SAMPLE_CHUNK", 1000)
+    documents = [Document(str(n), chr(97 + n) * 40_000) for n in range(20)]
+    sample, num_chars = scan(documents)
+    assert num_chars == 800_000 and sum(map(len, sample)) == 50_000
+    assert len({chunk[0] for chunk in sample}) > 12
+    assert sample == scan(documents)[0]
+
+
+def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path, monkeypatch):
+    dataset = build_dataset(lambda: read_documents([folder]), tmp_path / "d", vocab_size=350)
+    documents = [Document(str(n), text_of(n, 50 * n)) for n in range(40)] + [Document("", "")]
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", 5000)
+    one = list(encode(documents, dataset.tokenizer_path, 1))
+    for workers in (2, 3):
+        many = list(encode(iter(documents), dataset.tokenizer_path, workers))
+        assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [(d.tokens.tolist(), d.source_bytes) for d in one]
+
+
+def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
+    dataset = build_dataset(lambda: read_documents([folder]), tmp_path / "d", vocab_size=350)
+    worker = Worker(dataset.tokenizer_path)
+    assert worker.encode([b"the fox"])[0].tolist() == Tokenizer(dataset.tokenizer_path).encode("the fox")
+    worker._process.kill()
+    with pytest.raises(ChildProcessError, match="--workers 1"):
+        worker.encode([b"the fox"])
+    worker.close()
+
+
+# --- the command line
+
+def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path):
+    result = run("--input", folder, "--output", tmp_path / "d", "--vocab-size", 350, "--val-fraction", 0.2)
+    assert result.returncode == 0, result.stderr
+    dataset = open_dataset(tmp_path / "d", verify=True)
+    expected = [path.read_bytes().decode() for path in list_files([folder])]
+    assert sorted(texts_of(dataset)) == sorted(expected)
+    assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
+    assert sum(split.source_bytes for split in dataset.splits.values()) == sum(len(t.encode()) for t in expected)
+    assert dataset.manifest["sources"][0]["files"] == 20 and "bytes/token" in result.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
+
+
+def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):
+    assert main(["--input", str(folder), "--output", str(tmp_path / "a"), "--vocab_size=350"]) == 0
+    model = tmp_path / "a" / "tokenizer.model"
+    assert main(["--input", str(folder / "0.txt"), "--output", str(tmp_path / "b"), "--tokenizer", str(model)]) == 0
+    assert Dataset(tmp_path / "a").tokenizer_sha256 == Dataset(tmp_path / "b").tokenizer_sha256
+    assert Dataset(tmp_path / "b").tokenizer_path.read_bytes() == model.read_bytes()
+
+
+def test_the_output_inside_the_input_does_not_read_itself(folder):
+    assert main(["--input", str(folder), "--output", str(folder / "out"), "--vocab_size", "350"]) == 0
+    assert sum(s.num_documents for s in Dataset(folder / "out").splits.values()) == 20
+
+
+def test_directories_as_documents_are_longer_and_fewer(folder, tmp_path):
+    assert main(["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350", "--documents", "directory"]) == 0
+    texts = texts_of(Dataset(tmp_path / "d"))
+    assert len(texts) == 3 and any(f"# {folder}/b/0.txt\n{text_of(10)}" in text for text in texts)
+
+
+def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
+    (folder / "bad.txt").write_bytes(b"ab\xff")
+    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
+    assert main(arguments) == 2 and not (tmp_path / "d").exists()
+    assert main([*arguments, "--on_error", "skip"]) == 0
+    assert capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2  # refused once, left out once
+    assert len(texts_of(Dataset(tmp_path / "d"))) == 20
+
+
+BAD_REQUESTS = {
+    "--inptu x": "unknown flag --inptu: did you mean --input?",
+    "--input IN --ouput=x --output OUT": "unknown flag --ouput=x: did you mean --output?",
+    "--zzz": "unknown flag --zzz: see --help",
+    "--input IN": "--input needs --output DIR",
+    "--input NOWHERE --output OUT": "is not a file or folder",
+    "--input EMPTY --output OUT": "no files in",
+    "--input BLANK --output OUT": "there is no text in the input",
+    "--input BAD --output OUT": "bad.txt:2: byte 0xff is not UTF-8",
+    "--input IN --output OUT --vocab_size 100": "use at least 259",
+    "--input IN --output OUT --vocab_size 50000": "use --vocab_size",
+    "--input IN --output OUT --vocab_size many": "invalid int value: 'many'",
+    "--input IN --output OUT --tokenizer BAD": "is not a sentencepiece model",
+    "--input IN --output OUT --tokenizer NOWHERE": "is not a file",
+    "--input IN --output OUT --tokenizer BAD --vocab_size 300": "exclude each other",
+    "--input IN --output OUT --val_fraction 1": "allowed are 0",
+    "--input IN --output OUT --workers 0": "workers is 0",
+    "--input IN --output OUT --documents page": "invalid choice: 'page'",
+    "--input IN --output OUT --max_bytes 5": "--max_bytes is for the embedded corpus",
+    "--input IN --output TAKEN": "is not empty: choose another --output",
+    "--input IN --output BAD": "is not a folder: choose another --output",
+    "--input IN --output BAD/below": "cannot be made",
+    "--tokenizer BAD": "--tokenizer needs --output DIR",
+    "--character_coverage 0.9": "--character_coverage needs --output DIR",
+    "--text_field body": "--text_field needs --input",
+    "--output OUT --on_error skip": "--on_error needs --input",
+    "--input IN --output OUT --tokenizer BAD --character_coverage 0.9": "exclude each other",
+    "--input IN --output OUT --character_coverage 7": "character_coverage is 7",
+}
+
+
+@pytest.fixture
+def places(tmp_path):
+    paths = {name: tmp_path / name for name in ("IN", "OUT", "NOWHERE", "EMPTY", "BLANK", "BAD", "TAKEN")}
+    for name in ("IN", "EMPTY", "BLANK", "TAKEN"):
+        paths[name].mkdir()
+    paths["BAD"] = tmp_path / "bad.txt"
+    (paths["IN"] / "a.txt").write_text(text_of(0))
+    (paths["BLANK"] / "a.txt").write_text("")
+    paths["BAD"].write_bytes(b"ab\xff")
+    (paths["TAKEN"] / "thesis.txt").write_text("mine")
+    return paths
+
+
+def fill(request_line: str, places: dict[str, Path]) -> list[str]:
+    words = (word.partition("/") for word in request_line.split())
+    return [str(places.get(head, head)) + slash + tail for head, slash, tail in words]
+
+
+def tree_of(folder: Path) -> list[tuple[str, bytes | None]]:
+    return [(str(path), path.read_bytes() if path.is_file() else None) for path in sorted(folder.rglob("*"))]
+
+
+@pytest.mark.parametrize("request_line", BAD_REQUESTS)
+def test_a_bad_request_is_one_line_exit_code_2_and_nothing_written(places, tmp_path, capsys, request_line):
+    before = tree_of(tmp_path)
+    assert main(fill(request_line, places)) == 2
+    error = capsys.readouterr().err
+    assert BAD_REQUESTS[request_line] in error and error.count("\n") == 1
+    assert tree_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("request_line", ["--inptu x", "--input NOWHERE --output OUT", "--input BAD --output OUT",
+                                          "--input IN --output TAKEN", "--input IN --output OUT --tokenizer BAD"])
+def test_the_process_itself_ends_with_2_and_one_line(places, request_line):
+    result = run(*fill(request_line, places))
+    assert result.returncode == 2 and result.stdout == ""
+    assert BAD_REQUESTS[request_line] in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_dataset_is_never_overwritten(folder, tmp_path, capsys):
+    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
+    assert main(arguments) == 0
+    before = contents_of(tmp_path / "d")
+    assert main(arguments) == 2
+    assert "already holds a dataset" in capsys.readouterr().err and contents_of(tmp_path / "d") == before
+
+
+def test_help_names_every_flag_and_ends_well():
+    result = run("--help")
+    assert result.returncode == 0
+    for flag in vars(parse([])):
+        assert f"--{flag}" in result.stdout
+
+
+def test_hyphens_and_underscores_in_flags_are_the_same():
+    assert parse(["--max-bytes=5"]) == parse(["--max_bytes", "5"])
+    assert parse(["--input", "a-b", "--output", "c-d"]).input == ["a-b"]
+
+
+def test_a_preparation_killed_midway_is_finished_by_a_rerun_to_the_same_bytes(folder, tmp_path):
+    for n in range(20, 60):
+        (folder / f"{n}.txt").write_text(text_of(n, 12_000))
+    arguments = ["--input", folder, "--vocab_size", 350, "--output"]
+    begin = time.monotonic()
+    assert run(*arguments, tmp_path / "whole").returncode == 0
+    duration = time.monotonic() - begin
+    for part in (0.4, 0.7, 0.9):
+        process = subprocess.Popen([sys.executable, "-m", "data.prepare", *map(str, arguments), str(tmp_path / "d")],
+                                   cwd=ROOT, stdout=subprocess.DEVNULL)
+        time.sleep(part * duration)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "d").exists() or contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    if not (tmp_path / "d").exists():
+        assert run(*arguments, tmp_path / "d").returncode == 0
+    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")

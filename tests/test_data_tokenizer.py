@@ -1,0 +1,165 @@
+"""The tokenizer gives every text back exactly, and no text encodes to a control piece."""
+
+import random
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from hypothesis import given, settings, strategies as st
+
+from data.tokenizer import EOD_PIECE, Tokenizer, train
+
+STDLIB = Path(sysconfig.get_paths()["stdlib"])
+TRAINING = [(STDLIB / name).read_text(encoding="utf-8") for name in ("argparse.py", "typing.py", "os.py")]
+DIFFICULT = ["", " ", "  a  b ", "\t\t\n", "\r\n", "a\r\nb\rc\n", "\ufeffbom", "\x00nul\x00", "\u2581", "a\u2581 \u2581\u2581b", "\u2585",
+             EOD_PIECE, f"a{EOD_PIECE}b", "<0x41>", "<unk>", "<s>", "\u00e9 e\u0301 \ufb01 \uff21 \u2460", "\U0001f600\U0001f468\u200d\U0001f469",
+             "\ufffd\ufffe\uffff\U0010ffff", "1234567890", "x" * 5000, "\n" * 9000, "\u65e5\u672c\u8a9e" * 4000]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return train(TRAINING, 600, tmp_path_factory.mktemp("tokenizer") / "t.model")
+
+
+@pytest.mark.parametrize("text", DIFFICULT, ids=range(len(DIFFICULT)))
+def test_difficult_strings_come_back_exactly(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(alphabet=st.characters(blacklist_categories=("Cs",))))
+def test_any_unicode_text_comes_back_exactly(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_plane_of_unicode_comes_back_exactly(tokenizer):
+    text = "".join(chr(c) for c in range(0, 0x110000, 7) if not 0xD800 <= c < 0xE000)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_standard_library_files_come_back_exactly(tokenizer):
+    files = random.Random(0).sample(sorted(STDLIB.glob("*.py")), 60)
+    for path in files:
+        text = path.read_bytes().decode()
+        assert tokenizer.decode(tokenizer.encode(text)) == text, path
+
+
+def test_no_text_encodes_to_the_end_of_document_or_unknown_id(tokenizer):
+    for text in (EOD_PIECE, f" {EOD_PIECE} ", f"{EOD_PIECE}{EOD_PIECE}", "<unk>", *DIFFICULT):
+        assert not {tokenizer.eod_id, 1} & set(tokenizer.encode(text))
+
+
+def test_the_end_of_document_id_decodes_to_nothing(tokenizer):
+    ids = tokenizer.encode("ab") + [tokenizer.eod_id] + tokenizer.encode("cd")
+    assert tokenizer.decode(ids) == "abcd"
+
+
+def test_training_text_that_holds_the_end_of_document_string_does_not_make_it_a_text_piece(tmp_path):
+    tokenizer = train([f"{EOD_PIECE} some words {EOD_PIECE}\n" * 500, *TRAINING], 600, tmp_path / "t.model")
+    assert tokenizer.eod_id not in tokenizer.encode(EOD_PIECE)
+    assert tokenizer.decode(tokenizer.encode(EOD_PIECE)) == EOD_PIECE
+
+
+def test_training_twice_gives_the_same_bytes(tokenizer, tmp_path):
+    assert train(iter(TRAINING), 600, tmp_path / "again.model").sha256 == tokenizer.sha256
+
+
+def test_decoding_one_id_at_a_time_equals_decoding_all(tokenizer):
+    text = "a\u00e9\u65e5\U0001f600\u2581 b\n" * 3
+    stream = tokenizer.stream()
+    parts = [stream.push(i) for i in tokenizer.encode(text)]
+    assert "".join(parts) + stream.finish() == text
+    assert "\ufffd" not in "".join(parts)
+
+
+def test_an_unfinished_character_shows_as_the_replacement_character(tokenizer):
+    stream = tokenizer.stream()
+    first_byte = tokenizer.encode("\U0001f600")[0]
+    assert stream.push(first_byte) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_a_long_text_is_encoded_in_parts_that_join_to_it(tokenizer):
+    text = "".join(TRAINING)
+    assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
+    assert tokenizer.bytes_per_token(text) > 2.0
+
+
+def test_a_lone_surrogate_is_refused_with_its_place(tokenizer):
+    with pytest.raises(ValueError, match=r"character 2 is the lone surrogate U\+D800"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_an_id_outside_the_vocabulary_is_refused(tokenizer):
+    for index in (-1, tokenizer.vocab_size):
+        with pytest.raises(ValueError, match="outside the tokenizer's vocabulary of 600"):
+            tokenizer.decode([index])
+
+
+def test_a_vocabulary_too_large_for_the_text_names_one_that_works(tmp_path):
+    with pytest.raises(ValueError, match=r"use --vocab_size (\d+) or less") as error:
+        train(["some small text\n" * 20], 8192, tmp_path / "t.model")
+    size = int(str(error.value).split("use --vocab_size ")[1].split()[0])
+    assert train(["some small text\n" * 20], size, tmp_path / "t.model").vocab_size == size
+
+
+def test_a_vocabulary_too_small_for_the_characters_names_the_remedy(tmp_path):
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 2000))) * 3
+    with pytest.raises(ValueError, match="--character_coverage"):
+        train([text], 1000, tmp_path / "t.model")
+    with pytest.raises(ValueError, match="use at least 259"):
+        train([text], 100, tmp_path / "t.model")
+
+
+def test_training_on_no_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot be trained"):
+        train([], 600, tmp_path / "t.model")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 100, b"\x80\x04pickle"])
+def test_a_file_that_is_no_model_is_refused(tmp_path, content):
+    (tmp_path / "bad.model").write_bytes(content)
+    with pytest.raises(ValueError, match="is not a sentencepiece model") as error:
+        Tokenizer(tmp_path / "bad.model")
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        Tokenizer(tmp_path / "none.model")
+
+
+def test_a_model_that_does_not_give_text_back_is_refused(tmp_path):
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TRAINING[0].splitlines()), minloglevel=2,
+                                             model_prefix=str(tmp_path / "lossy"), vocab_size=600, model_type="bpe")
+    with pytest.raises(ValueError, match="not lossless"):
+        Tokenizer(tmp_path / "lossy.model")
+
+
+def test_damaged_models_never_crash_the_process(tokenizer, tmp_path):
+    script = """
+import random, sys
+from pathlib import Path
+from data.tokenizer import Tokenizer
+model, path, rng = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), random.Random(0)
+outcomes = {"refused": 0, "opened": 0}
+for n in range(150):
+    damaged = bytearray(model)
+    for _ in range(rng.choice([1, 10, 100])):
+        damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+    path.write_bytes(damaged[:rng.choice([len(damaged), rng.randrange(len(damaged))])])
+    try:
+        Tokenizer(path)
+        outcomes["opened"] += 1
+    except ValueError as error:
+        assert "\\n" not in str(error)
+        outcomes["refused"] += 1
+print(outcomes)
+assert outcomes["refused"] > 30
+"""
+    result = subprocess.run([sys.executable, "-c", script, tokenizer.path, tmp_path / "damaged.model"],
+                            capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    assert result.returncode == 0, result.stderr[-2000:]

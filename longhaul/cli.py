@@ -1,0 +1,144 @@
+"""Command lines: dataclass -> argparse, both spellings of a flag, unknown flags answered with the nearest known one.
+
+Imports the standard library alone, so that a wrong flag is answered before torch is loaded.
+"""
+
+import argparse
+import difflib
+import sys
+import tomllib
+from dataclasses import MISSING, field, fields
+from pathlib import Path
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with no abbreviations, `--a-b` equal to `--a_b`, and one-line errors (exit code 2) that name the remedy."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def add_argument(self, *names, **kwargs):
+        names = [name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name in names]
+        return super().add_argument(*names, **kwargs)
+
+    def parse_args(self, args=None, namespace=None):
+        args = [_underscored(arg) for arg in (sys.argv[1:] if args is None else args)]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return parsed
+
+    def _unknown(self, given: str) -> str:
+        if not given.startswith("-"):
+            return f"{given!r} stands alone: every value follows its --flag (see --help)"
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        nearest = difflib.get_close_matches(given.split("=")[0], known, n=1, cutoff=0.0)[0]
+        return f"unknown flag {given.split('=')[0]}: did you mean {nearest}? (--help lists all)"
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _underscored(arg: str) -> str:
+    if not arg.startswith("--"):
+        return arg
+    name, equals, value = arg.partition("=")
+    return "--" + name[2:].replace("-", "_") + equals + value
+
+
+def flag(default, help: str, aliases: tuple[str, ...] = (), choices: tuple | None = None, bare=None, many: bool = False,
+         group: str = ""):
+    """A dataclass field that is also a command-line flag; `bare` is the value of the flag given without one."""
+    metadata = dict(help=help, aliases=aliases, choices=choices, bare=bare, many=many, group=group)
+    if many:
+        return field(default_factory=lambda: tuple(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def parse(cls, args: list[str] | None = None, description: str = ""):
+    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults, and the names that were given."""
+    parser = build_parser(cls, description)
+    given = {name: value for name, value in vars(parser.parse_args(args)).items() if value is not None}
+    from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in {**from_file, **given}.items()}
+    try:
+        return cls(**given), set(given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def build_parser(cls, description: str = "") -> Parser:
+    """One flag per field of `cls`; a flag that is not given stays None, so that given and default can be told apart."""
+    parser = Parser(description=description)
+    groups = {}
+    for spec in fields(cls):
+        title = spec.metadata["group"]
+        group = groups.setdefault(title, parser.add_argument_group(title))
+        _add_flag(group, spec)
+    return parser
+
+
+def _add_flag(group, spec):
+    meta = spec.metadata
+    default = spec.default if spec.default is not MISSING else " ".join(spec.default_factory()) or "none"
+    names = [f"--{name}" for name in (spec.name, *meta["aliases"])]
+    kind = dict(type=_type_of(spec), choices=meta["choices"], metavar=None if meta["choices"] else spec.name.upper().split("_")[-1])
+    if spec.type is bool:
+        names += [f"--no_{spec.name}"]
+        kind = dict(action=_Switch, nargs=0)
+    elif meta["bare"] is not None:
+        kind.update(nargs="?", const=meta["bare"])
+    elif meta["many"]:
+        kind.update(nargs="+")
+    group.add_argument(*names, dest=spec.name, default=None, help=f"{meta['help']} (default: {default})", **kind)
+
+
+class _Switch(argparse.Action):
+    """--name sets True, --no_name sets False."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, not option_string.startswith("--no_"))
+
+
+def _type_of(spec):
+    base = {"int": int, "float": float, "str": str}
+    name = spec.type if isinstance(spec.type, str) else getattr(spec.type, "__name__", str(spec.type))
+    return next((kind for key, kind in base.items() if key in name), str)
+
+
+def read_toml(cls, path: str, parser: Parser) -> dict:
+    """Values of a TOML file by field name or alias; tables only group keys. Errors name file and key."""
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        parser.error(f"--config {path}: {error}")
+    names = {alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])}
+    values = {}
+    for key, value in _flatten(table):
+        spec = names.get(key.replace("-", "_"))
+        if spec is None:
+            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            parser.error(f"--config {path}: unknown key {key!r}: did you mean {nearest!r}?")
+        values[spec.name] = _checked(spec, value, f"--config {path}: {key}", parser)
+    return values
+
+
+def _flatten(table: dict):
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value)
+        else:
+            yield key, value
+
+
+def _checked(spec, value, where: str, parser: Parser):
+    wanted = bool if spec.type is bool else _type_of(spec)
+    if spec.metadata["many"]:
+        return tuple(value) if isinstance(value, list) else parser.error(f"{where}={value!r}: give a list")
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not wanted:
+        parser.error(f"{where}={value!r} is a {type(value).__name__}: give a {wanted.__name__}")
+    if spec.metadata["choices"] and value not in spec.metadata["choices"]:
+        parser.error(f"{where}={value!r}: choose one of {', '.join(spec.metadata['choices'])}")
+    return value

@@ -1,0 +1,132 @@
+"""TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the keys of --config.
+
+Imports model.py (ModelConfig, PRESETS) and longhaul.cli of ours.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from longhaul.cli import flag
+from model import CHOICES, PRESETS, ModelConfig
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Frozen and validated once; sizes are in tokens, rows, steps or GiB as the help says."""
+
+    # ---- model
+    model_size: str = flag("4B", "preset of model.py", ("model",), tuple(PRESETS), group="model")
+    context_length: int = flag(4096, "tokens of a row", ("seq_len", "max_seq_len", "sequence_length"), group="model")
+    attention_type: str = flag("standard", "attention", ("attention",), CHOICES["attention_type"], group="model")
+    vocab_size: int = flag(0, "rows of the embedding; 0: the preset's", group="model")
+    rope_theta: float = flag(0.0, "base of the rotary frequencies (ABF: larger for longer contexts); 0: the preset's", group="model")
+    rope_scaling: str = flag("none", "extension of trained positions", (), CHOICES["rope_scaling"], group="model")
+    rope_factor: float = flag(1.0, "context extension of linear and yarn", group="model")
+    rope_original_context: int = flag(32768, "yarn: tokens that the weights were trained at", group="model")
+    model_overrides: str = flag((), "fields of ModelConfig as name=value, for shapes between the presets", many=True, group="model")
+    init_from: str = flag("", "folder of a Hugging Face Qwen3 model to start from", ("init_from_hf",), group="model")
+    # ---- data
+    data: str = flag("", "folder made by `python -m data.prepare`; empty: the embedded corpus", ("data_dir", "dataset"), group="data")
+    documents: str = flag("directory", "embedded corpus: one document per file, or per directory (long documents)", (), ("file", "directory"), group="data")
+    batch_size: int = flag(1, "rows of a micro-batch on each rank", ("micro_batch_size", "per_device_batch_size"), group="data")
+    gradient_accumulation_steps: int = flag(1, "micro-batches of a step", ("grad_accum", "accumulation_steps"), group="data")
+    global_batch_size: int = flag(0, "rows of a step over all ranks; 0: batch_size x accumulation x ranks. Sets the accumulation", group="data")
+    seed: int = flag(0, "seed of the weights and of the data order", group="data")
+    # ---- optimisation
+    max_steps: int = flag(1000, "optimizer steps of the run", ("steps", "train_steps"), group="optimisation")
+    lr: float = flag(3e-4, "peak learning rate", ("learning_rate",), group="optimisation")
+    schedule: str = flag("cosine", "learning rate after warmup", ("lr_schedule",), ("cosine", "wsd", "constant"), group="optimisation")
+    warmup_steps: int = flag(100, "steps of linear warmup", ("warmup",), group="optimisation")
+    decay_fraction: float = flag(0.2, "wsd: last part of the run that decays linearly", group="optimisation")
+    min_lr_ratio: float = flag(0.1, "final learning rate over the peak", group="optimisation")
+    weight_decay: float = flag(0.1, "decoupled decay, on matrices only", ("wd",), group="optimisation")
+    beta1: float = flag(0.9, "AdamW", ("adam_beta1",), group="optimisation")
+    beta2: float = flag(0.95, "AdamW", ("adam_beta2",), group="optimisation")
+    adam_eps: float = flag(1e-8, "AdamW", ("eps",), group="optimisation")
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", ("max_grad_norm", "clip"), group="optimisation")
+    # ---- memory and speed
+    dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32", ("precision",), tuple(DTYPES), group="memory and speed")
+    gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, or none", ("activation_checkpointing",), ("none", "full"), bare="full", group="memory and speed")
+    loss: str = flag("auto", "vocabulary loss: auto chunks when the logits would exceed the threshold", (), CHOICES["loss"], group="memory and speed")
+    logits_threshold_gib: float = flag(10.0, "GiB of logits above which --loss auto chunks", group="memory and speed")
+    loss_chunk_size: int = flag(4096, "tokens of a tile of the chunked loss", group="memory and speed")
+    compile: bool = flag(False, "compile each layer with torch.compile", ("torch_compile",), group="memory and speed")
+    dp_replicate: int = flag(1, "HSDP: groups of ranks that each hold all parameters", ("replicas",), group="memory and speed")
+    device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="memory and speed")
+    # ---- run
+    output_dir: str = flag("runs/default", "checkpoints, logs, TensorBoard", ("out", "save_dir"), group="run")
+    save_every: int = flag(500, "steps between checkpoints; the last step always saves", ("save_steps",), group="run")
+    keep_last: int = flag(2, "checkpoints kept, at least 2", ("save_total_limit",), group="run")
+    resume: str = flag("auto", "auto: the newest good checkpoint of output_dir; none: refuse an output folder that holds a run; or a checkpoint's folder", ("resume_from",), group="run")
+    eval_every: int = flag(100, "steps between validations, each with a text sample in TensorBoard; 0: never", ("eval_steps",), group="run")
+    eval_batches: int = flag(8, "global batches of a validation", group="run")
+    log_every: int = flag(1, "steps between progress lines and TensorBoard points (metrics.jsonl has every step)", ("logging_steps",), group="run")
+    config: str = flag("", "TOML file of these settings; flags win over it", group="run")
+    plan: bool = flag(False, "print what the run needs and what is there, then stop", ("dry_run",), group="run")
+
+    def __post_init__(self):
+        at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, save_every=1,
+                        keep_last=2, loss_chunk_size=1, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
+                        eval_batches=1, log_every=1, global_batch_size=0, vocab_size=0, rope_theta=0,
+                        logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise ValueError(f"--{name} {value} is out of range: give a number of at least {least}")
+        for name in ("beta1", "beta2", "min_lr_ratio", "decay_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
+        self.model()  # raises on a geometry that cannot be built
+
+    def model(self, vocab_size: int = 0) -> ModelConfig:
+        """The model's configuration; `vocab_size` fills in where neither the flag nor an override gives one."""
+        overrides = dict(
+            attention_type=self.attention_type, loss=self.loss, logits_threshold_gib=self.logits_threshold_gib,
+            loss_chunk_size=self.loss_chunk_size, compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling,
+            rope_factor=self.rope_factor, rope_original_context=self.rope_original_context)
+        overrides |= {name: getattr(self, name) for name in ("vocab_size", "rope_theta") if getattr(self, name)}
+        return ModelConfig.preset(self.model_size, **{**overrides, **_parsed_overrides(self.model_overrides)})
+
+    def accumulation(self, ranks: int) -> int:
+        """Micro-batches of a step on each of `ranks` data-parallel ranks."""
+        if not self.global_batch_size:
+            return self.gradient_accumulation_steps
+        rows = ranks * self.batch_size
+        if self.global_batch_size % rows:
+            sizes = [size for size in range(1, self.global_batch_size + 1) if self.global_batch_size % size == 0]
+            raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks x --batch_size "
+                             f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}")
+        return self.global_batch_size // rows
+
+    def rows_per_step(self, ranks: int) -> int:
+        """Rows of the global batch."""
+        return self.accumulation(ranks) * ranks * self.batch_size
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+
+def _parsed_overrides(pairs: tuple[str, ...]) -> dict:
+    known = {spec.name: spec.type for spec in dataclasses.fields(ModelConfig)}
+    values = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"--model_overrides {pair!r}: give name=value with a name of {', '.join(known)}")
+        values[name] = _converted(known[name], text, pair)
+    return values
+
+
+def _converted(kind: type, text: str, pair: str):
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"--model_overrides {pair!r}: give true or false")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"--model_overrides {pair!r}: give a {kind.__name__}") from None

@@ -1,0 +1,124 @@
+"""Processes: what torchrun says of this one, the device, the process group, the named mesh, reductions, printing, refusal.
+
+Imports nothing of ours. torch.distributed is loaded only where there is more than one process.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @classmethod
+    def from_environment(cls) -> "World":
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them; one process without it."""
+        names = dict(rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE")
+        return cls(**{field: int(os.environ[name]) for field, name in names.items() if name in os.environ})
+
+
+def choose_device(name: str, world: World) -> torch.device:
+    """`auto` takes this process's GPU where there is one. A GPU that is asked for and missing is an error."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and gpus == 0:
+        raise ValueError("--device cuda: torch sees no GPU here: use --device cpu, or install a CUDA build of torch")
+    if name == "cpu" or gpus == 0:
+        return torch.device("cpu")
+    if world.local_rank >= gpus:
+        raise ValueError(f"{world.local_size} processes on this machine for {gpus} GPU(s): use --nproc_per_node={gpus}")
+    return torch.device("cuda", world.local_rank)
+
+
+def keep_freed_memory():
+    """Ask glibc to keep what is freed for the next allocation instead of handing it back to the kernel.
+
+    Activations are freed and taken again every step; a fresh page costs a fault each time: 20-30% of a CPU step.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        top_pad, trim_threshold, mmap_max = -2, -1, -4  # mallopt(3)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(top_pad, 2**26)
+
+
+def start(world: World, device: torch.device):
+    """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:  # torchrun's default is one thread however many cores there are
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        keep_freed_memory()
+    if world.size > 1:
+        import torch.distributed as dist
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def stop():
+    """Leave the process group, where there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def data_mesh(world: World, device: torch.device, replicas: int):
+    """The mesh ("replicate", "shard") of all ranks, flattened to ("shard",) for one replica; None for one process."""
+    if world.size == 1:
+        return None
+    if world.size % replicas:
+        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} ranks: choose from {divisors}")
+    from torch.distributed.device_mesh import init_device_mesh
+    if replicas == 1:
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def all_sum(value: Tensor) -> Tensor:
+    """The sum over all ranks, in place; the value itself for one process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(value)
+    return value
+
+
+def barrier():
+    """Wait for all ranks."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def print0(*values, world: World | None = None, **kwargs):
+    """Print on rank 0."""
+    if (world or World.from_environment()).rank == 0:
+        print(*values, flush=True, **kwargs)
+
+
+def refuse(message: str, code: int = 2):
+    """End the program with `message` as the last thing on screen and exit code `code`.
+
+    torchrun prints a report of its own below a failed rank's words and exits 1 whatever the ranks return. What stands in
+    its error file ends that report; the other ranks wait for its SIGTERM, so that rank 0 is the one it quotes.
+    """
+    world, report = World.from_environment(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if world.rank:
+        time.sleep(10)
+        sys.exit(code)
+    print(message, file=sys.stderr, flush=True)
+    if report:
+        with open(report, "w", encoding="utf-8") as file:
+            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    sys.exit(code)

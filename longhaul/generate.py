@@ -1,0 +1,61 @@
+"""Sampling over the KV cache. Imports model.py of ours."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from model import Decoder, KVCache
+
+PREFILL_CHUNK = 512  # prompt tokens per forward: their logits [512, V] stay small however long the prompt is
+
+
+def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Probabilities [V] in fp32 after temperature, top-k and nucleus filtering (Holtzman et al. 2020), in this order.
+
+    top_k 0 and top_p 1 filter nothing. The nucleus is the smallest set of the most probable tokens with mass >= top_p.
+    """
+    logits_V = logits_V.float() / temperature
+    if top_k:
+        smallest = logits_V.topk(min(top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
+    p_V = logits_V.softmax(-1)
+    if top_p < 1:
+        sorted_p, order = p_V.sort(descending=True)
+        outside = sorted_p.cumsum(-1) - sorted_p >= top_p
+        p_V = p_V.index_fill(0, order[outside], 0.0)
+    return p_V / p_V.sum()
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float):
+    """ValueError for settings that cannot be sampled from; temperature 0 is greedy."""
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is greedy), "
+                         "top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)")
+
+
+@torch.no_grad()
+def generate(model: Decoder, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.8, top_k: int = 50,
+             top_p: float = 1.0, seed: int = 0, stop_id: int | None = None) -> Iterator[int]:
+    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on equal devices."""
+    check_sampling(temperature, top_k, top_p)
+    if not prompt or max_new_tokens < 1:
+        raise ValueError(f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be at least 1")
+    device = model.embed.weight.device
+    generator = torch.Generator(device).manual_seed(seed)
+    cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
+    tokens_1T = torch.tensor([prompt], device=device)
+    for part_1T in tokens_1T.split(PREFILL_CHUNK, dim=1):
+        logits_V = model(part_1T, cache=cache)[0, -1]
+    for _ in range(max_new_tokens):
+        token = int(_choose(logits_V, temperature, top_k, top_p, generator))
+        if token == stop_id:
+            return
+        yield token
+        logits_V = model(torch.tensor([[token]], device=device), cache=cache)[0, -1]
+
+
+def _choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits_V.argmax()
+    return torch.multinomial(filtered(logits_V, temperature, top_k, top_p), 1, generator=generator)

@@ -1,0 +1,87 @@
+"""The closed form of a training step's memory and time: instant answers before anything is allocated.
+
+All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of ours.
+Letters: N tokens of a micro-batch on one rank, P parameters, W ranks that share them; x, q, k, f below are the bytes of an
+[N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
+"""
+
+from dataclasses import dataclass
+
+from model import GIB, ModelConfig
+
+FP32 = 4
+PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
+CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
+CPU_FLOPS_PER_CORE = {"bfloat16": 60e9, "float32": 30e9}  # what small matrices reach on a server core: orders of magnitude only
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak live bytes of one rank, by stage of the step."""
+
+    static: int  # parameters, gradients that outlive a stage, optimizer states
+    stages: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return max(self.stages.values())
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=self.stages.get)
+
+
+def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
+    """Bytes that one layer keeps for its backward without checkpointing.
+
+    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms, attention's log-sum-exp.
+    """
+    x, q, k, f = _activations(config, tokens, element)
+    return 4 * x + 3 * q + 3 * k + 3 * f + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
+
+
+def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, int, int, int]:
+    widths = (config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.ffn_size)
+    return tuple(element * tokens * width for width in widths)
+
+
+def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
+    """The live peak of one rank's training step: fp32 weights, gradients and AdamW moments, `cfg.dtype` activations."""
+    tokens, element = cfg.batch_size * cfg.context_length, 2 if cfg.dtype == "bf16" else 4
+    shards = ranks // cfg.dp_replicate
+    P, layers = config.num_params(), config.num_layers
+    layer, vocabulary = config.layer_params(), config.vocab_size * config.hidden_size
+    x, q, k, f = _activations(config, tokens, element)
+    saved = saved_per_layer(config, tokens, element)
+    unsharded = element * (P - layers * layer + 2 * layer) if ranks > 1 else 0
+    static = 3 * FP32 * P // shards + unsharded + tokens * (24 + 2 * FP32 * config.head_dim)
+    gradients = FP32 * P // shards
+    kept = layers * (x if cfg.gradient_checkpointing == "full" else saved)
+    cast = 0 if cfg.dtype == "fp32" else element * layer
+    working = saved if cfg.gradient_checkpointing == "full" else 0
+    temporaries = max(2 * f + x, 2 * FP32 // element * q + 2 * k)
+    chunked = config.loss == "chunked" or config.loss == "auto" and tokens * config.vocab_size * 2 / GIB > config.logits_threshold_gib
+    logits = _chunked_loss(config, tokens, element) if chunked else tokens * config.vocab_size * (element + 3 * FP32)
+    stages = {
+        "loss": static + gradients // 8 + kept + 2 * x + logits + (element + FP32) * vocabulary // (1 if ranks == 1 else shards),
+        "layer backward": static + gradients + kept + working + temporaries + cast + (FP32 * layer if ranks > 1 else 0),
+        "optimizer": static + gradients,
+    }
+    return Estimate(static, stages)
+
+
+def _chunked_loss(config: ModelConfig, tokens: int, element: int) -> int:
+    tile = min(config.vocab_size, 4096)
+    return tokens * (FP32 * config.hidden_size + 5 * FP32) + tokens * tile * element + config.loss_chunk_size * tile * 2 * FP32
+
+
+def step_flops(cfg, config: ModelConfig, ranks: int) -> float:
+    """FLOP of one optimizer step over all ranks, recomputation included."""
+    tokens = cfg.rows_per_step(ranks) * cfg.context_length
+    useful = config.train_flops(tokens, causal_pairs=tokens * (cfg.context_length + 1) / 2)
+    return useful * (4 / 3 if cfg.gradient_checkpointing == "full" else 1)
+
+
+def cpu_step_seconds(cfg, config: ModelConfig, ranks: int, cores: int) -> float:
+    """Order of magnitude of a step's time on `cores` CPU cores."""
+    return step_flops(cfg, config, ranks) / (cores * CPU_FLOPS_PER_CORE[config.compute_dtype])

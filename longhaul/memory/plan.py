@@ -1,0 +1,127 @@
+"""Before a run: what it needs against what is here, and the closest command that runs here.
+
+Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config, longhaul.dist,
+longhaul.memory.estimate and model.py of ours.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import torch
+
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, cpu_step_seconds, estimate
+from model import GIB, PRESETS, ModelConfig
+
+PATIENCE = 900  # seconds per step beyond which a CPU run is not proposed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request beside the machine it would run on."""
+
+    cfg: TrainConfig
+    config: ModelConfig
+    world: World
+    device: torch.device
+    estimate: Estimate
+    available_gib: float  # for one rank
+
+    @property
+    def needed_gib(self) -> float:
+        """One rank's peak, with what no tensor shows (process, context)."""
+        hidden = PROCESS_GIB if self.device.type == "cpu" else CUDA_CONTEXT_GIB
+        return self.estimate.peak / GIB + hidden
+
+    @property
+    def fits(self) -> bool:
+        return self.needed_gib <= self.available_gib
+
+    def table(self) -> str:
+        """The plan, for the screen; every figure is computed."""
+        rows = [f"plan (computed): {self.cfg.model_size} ({self.config.num_params():,} parameters), context {self.cfg.context_length:,}, "
+                f"{self.cfg.attention_type} attention, {self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"]
+        rows += [f"  {stage:<16}{size / GIB:>10.2f} GiB per rank" for stage, size in self.estimate.stages.items()]
+        where = f"this machine's free memory / {self.world.local_size} rank(s)" if self.device.type == "cpu" else "the GPU"
+        rows += [f"  {'needed':<16}{self.needed_gib:>10.2f} GiB per rank (peak: {self.estimate.peak_stage})",
+                 f"  {'there':<16}{self.available_gib:>10.2f} GiB per rank ({where})"]
+        if self.device.type == "cpu":
+            rows += [f"  {'step':<16}{self.seconds:>10.3g} s, order of magnitude"]
+        return "\n".join(rows)
+
+    @property
+    def seconds(self) -> float:
+        """Order of magnitude of a step on this machine's CPU cores."""
+        return cpu_step_seconds(self.cfg, self.config, self.world.size, os.cpu_count() or 1)
+
+
+def available_gib(device: torch.device, world: World) -> float:
+    """Memory that one rank may use: free on the GPU, or its share of the host's available memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / GIB
+    return host_available_bytes() / world.local_size / GIB
+
+
+def host_available_bytes() -> int:
+    """MemAvailable on Linux (reclaimable caches count), within the cgroup's limit; physical memory elsewhere."""
+    try:
+        with open("/proc/meminfo") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            return min(free, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):  # no cgroup limit ("max")
+        return free
+
+
+def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> Plan:
+    """The request's plan; allocates nothing."""
+    return Plan(cfg, config, world, device, estimate(cfg, config, world.size), available_gib(device, world))
+
+
+def closest(request: Plan) -> Plan | None:
+    """The nearest request that fits here, or None.
+
+    First the same model with checkpointing, then with micro-batches of one row, then smaller models at the same context, then
+    shorter contexts. On CPU a proposal must also finish a step within 15 minutes.
+    """
+    return next((plan for plan in _proposals(request)
+                 if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)), None)
+
+
+def _proposals(request: Plan):
+    cfg = request.cfg
+    yield _changed(request, gradient_checkpointing="full")
+    one_row = dict(gradient_checkpointing="full", batch_size=1)
+    if not cfg.global_batch_size:
+        one_row |= dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
+    sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
+    for context in (cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())):
+        yield _changed(request, **one_row, context_length=context)
+        for size in sizes:
+            yield _changed(request, **one_row, context_length=context, model_size=size, model_overrides=(), vocab_size=0, init_from="")
+
+
+def _changed(request: Plan, **changes) -> Plan:
+    cfg = dataclasses.replace(request.cfg, **changes)
+    return plan(cfg, cfg.model(), request.world, request.device)
+
+
+def command(cfg: TrainConfig, world: World) -> str:
+    """The shell command of a configuration: what differs from the defaults."""
+    launcher = f"torchrun --nproc_per_node={world.local_size} train.py" if world.size > 1 else "python train.py"
+    words = [launcher]
+    for spec in dataclasses.fields(cfg):
+        value, default = getattr(cfg, spec.name), spec.default if spec.default is not dataclasses.MISSING else ()
+        if value == default or spec.name in ("plan", "config"):
+            continue
+        if spec.type is bool or spec.metadata["bare"] == value:
+            words.append(f"--{spec.name}" if value else f"--no_{spec.name}")
+        else:
+            words.append(f"--{spec.name} {' '.join(value) if spec.metadata['many'] else value}")
+    return " ".join(words)

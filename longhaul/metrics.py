@@ -1,0 +1,98 @@
+"""What a run reports: metrics.jsonl (one object per step), TensorBoard, one progress bar, tokens/s, MFU and memory.
+
+Imports nothing of ours. TensorBoard and tqdm are loaded by rank 0 alone.
+"""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+# Dense bf16 peak in FLOP/s by the vendors' data sheets; a device that is not here has no MFU.
+PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "A6000": 154.8e12, "L40S": 362e12,
+              "RTX 4090": 165.2e12, "RTX 3090": 71e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device, FLOP/s, where it is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far: the allocator's on CUDA, resident memory on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if os.uname().sysname == "Darwin" else 1024  # ru_maxrss is bytes there and KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def truncate_log(path: Path, last_step: int):
+    """Drop the steps after `last_step` from metrics.jsonl (a killed run logged further than it saved), atomically."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) is not None and _step_of(line) <= last_step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):  # the torn last line of a killed run
+        return None
+
+
+class Logger:
+    """Rank 0's log of a run; on other ranks every call does nothing."""
+
+    def __init__(self, folder: Path, first_step: int, last_step: int, active: bool, every: int = 1, config_text: str = ""):
+        self.active, self.every = active, every
+        if not active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+        truncate_log(folder / "metrics.jsonl", first_step)
+        self.file = open(folder / "metrics.jsonl", "a", buffering=1)
+        self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+        self.board.add_text("config", f"```\n{config_text}\n```", first_step)
+        self.bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+
+    def step(self, record: dict):
+        """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
+        if not self.active:
+            return
+        self.file.write(json.dumps(record) + "\n")
+        if record["step"] % self.every:
+            return
+        self.scalars(record["step"], {f"train/{key}": record[key] for key in record if key not in ("step", "time")})
+        self.bar.update(record["step"] - self.bar.n)
+        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB")
+
+    def scalars(self, step: int, values: dict):
+        """TensorBoard scalars; None and text are left out."""
+        if self.active:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str):
+        if self.active:
+            self.board.add_text(name, f"```\n{text}\n```", step)
+
+    def say(self, line: str):
+        """A line above the progress bar."""
+        if self.active:
+            self.bar.write(line)
+
+    def close(self):
+        if self.active:
+            self.bar.close()
+            self.board.close()
+            self.file.close()

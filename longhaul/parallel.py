@@ -1,0 +1,56 @@
+"""Parallelism and memory levers, applied from outside to a model that knows of none: each is a function taking the model.
+
+The order is fixed: checkpointing -> compile -> FSDP2. Imports model.py of ours.
+"""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from model import Decoder, packed_attention, standard_attention
+
+
+def apply(model: Decoder, cfg, mesh) -> Decoder:
+    """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may be on meta."""
+    if cfg.gradient_checkpointing == "full":
+        checkpoint_layers(model)
+    if cfg.compile:
+        compile_layers(model)
+    if mesh is not None:
+        shard(model, mesh, model.config.dtype)
+    return model
+
+
+def checkpoint_layers(model: Decoder):
+    """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al. 2016)."""
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def compile_layers(model: Decoder):
+    """torch.compile each layer in place; parameter names stay as they are.
+
+    Attention over packed documents stays eager: every batch has other lengths, and each would be compiled anew.
+    """
+    packed = torch.compiler.disable(packed_attention)
+    for layer in model.layers:
+        if layer.attention.core is standard_attention:
+            layer.attention.core = functools.partial(standard_attention, packed=packed)
+        layer.compile()
+
+
+def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
+    """FSDP2: shards of fp32 parameters, gathered layer by layer in the compute dtype, gradients reduced in fp32.
+
+    Embedding, final norm and head stay together in the root group: a tied weight in two groups is an error on torch 2.13
+    and silently untied on 2.11. Inputs are not cast: rotary angles are fp32 whatever the compute dtype. A two-dimensional
+    mesh ("replicate", "shard") is HSDP.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if compute_dtype == torch.float32:
+        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,107 @@
+"""THE path: `build` makes the model and its optimizer, `train_step` is one step. Training, simulation, profiling and tests
+all come through here, so none of them can drift from what runs.
+
+Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel of ours.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from longhaul import dist, optim, parallel
+from model import IGNORE, Decoder, ModelConfig
+
+
+@dataclass
+class TrainState:
+    """What a training step reads and changes."""
+
+    cfg: object  # TrainConfig
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    world: dist.World
+    mesh: object = None  # DeviceMesh of the data-parallel ranks; None for one process
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens seen, padding included
+    data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
+
+
+@dataclass
+class StepResult:
+    """One step's figures; `loss` and `grad_norm` are 0-d tensors on the device, read when they are logged."""
+
+    loss: Tensor  # mean over the global valid tokens, nats
+    grad_norm: Tensor  # before clipping
+    lr: float
+    num_valid: Tensor  # global count of positions with a target
+
+
+def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
+    """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta nothing is allocated."""
+    device = torch.device(device)
+    with torch.device("meta"):
+        model = Decoder(model_config)
+    parallel.apply(model, cfg, mesh)
+    if device.type != "meta":
+        model.to_empty(device=device)
+        model.tie_weights()
+        model.init_weights(cfg.seed)
+    return TrainState(cfg, model, optim.build_optimizer(model, cfg), device, world, mesh)
+
+
+def micro_batches(rows, size: int, device: torch.device) -> list[dict]:
+    """Micro-batches of `size` rows on `device` from the loader's arrays [R, T]; document ids stay on the host.
+
+    `rows` has numpy arrays tokens, labels, positions, doc_ids.
+    """
+    def on_device(name: str, part: slice) -> Tensor:
+        host = torch.from_numpy(getattr(rows, name)[part])
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+    parts = [slice(start, start + size) for start in range(0, len(rows.tokens), size)]
+    return [dict(tokens_BT=on_device("tokens", part), labels_BT=on_device("labels", part),
+                 positions=on_device("positions", part), doc_ids=torch.from_numpy(rows.doc_ids[part])) for part in parts]
+
+
+def count_valid(batch: list[dict], device: torch.device) -> Tensor:
+    """Positions with a target in all micro-batches of all ranks: the one divisor of the loss. No host synchronisation."""
+    local = torch.stack([(micro["labels_BT"] != IGNORE).sum() for micro in batch]).sum()
+    return dist.all_sum(local.to(device))
+
+
+def train_step(state: TrainState, batch: list[dict]) -> StepResult:
+    """One optimizer step over the micro-batches `batch` (keyword arguments of Decoder.forward).
+
+    The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens. FSDP2 averages gradients over
+    ranks, so each rank's share is multiplied by their number before the backward.
+    """
+    cfg, model = state.cfg, state.model
+    num_valid = count_valid(batch, state.device)
+    divisor = num_valid.clamp(min=1).float()
+    total = torch.zeros((), device=state.device)
+    for micro in batch:
+        loss = model(**micro, num_valid=divisor)
+        (loss * state.world.size).backward()
+        total += loss.detach()
+    norm = optim.clip_gradients(model, cfg.grad_clip)
+    lr = optim.learning_rate(state.step, cfg)
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * state.world.size
+    return StepResult(dist.all_sum(total), norm, lr, num_valid)
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: list[list[dict]]) -> tuple[float, int]:
+    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number."""
+    total, count = torch.zeros((), device=state.device, dtype=torch.float64), 0
+    for batch in batches:
+        for micro in batch:
+            total += state.model(**micro, num_valid=1.0).double()
+        count += int(count_valid(batch, state.device))
+    return float(dist.all_sum(total)) / max(count, 1), count

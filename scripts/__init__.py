@@ -1,0 +1,1 @@
+"""Programs run as `python -m scripts.NAME`."""

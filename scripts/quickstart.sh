@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# From clone to a trained model: install, prepare the embedded corpus, train `tiny` on 2 processes, evaluate, generate.
+# Usage: bash scripts/quickstart.sh [OUTPUT_DIR]      A killed run continues when the same command is given again.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+setup requirements.txt
+started=$(date +%s)
+out=${1:-runs/quickstart}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+echo "== data: the embedded corpus (standard library, torch and numpy sources)"
+python -m data.prepare
+
+echo "== train: the tiny preset on 2 processes"
+torchrun --nproc_per_node=2 train.py --model_size tiny --context_length 2048 --batch_size 2 \
+    --max_steps 150 --lr 3e-3 --warmup_steps 15 --schedule wsd --eval_every 75 --save_every 75 --output_dir "$out"
+
+echo "== evaluate"
+python -m scripts.evaluate --checkpoint "$out"
+
+echo "== generate"
+python -m scripts.generate --checkpoint "$out" --prompt "def main(" --max_new_tokens 60
+
+echo
+echo "done in $(( $(date +%s) - started )) s. What is where, and what next:"
+echo "  curves      tensorboard --logdir $out/tensorboard     (numbers: $out/metrics.jsonl)"
+echo "  checkpoint  $(ls -d "$out"/step-???????? | tail -n 1)"
+echo "  generate    python -m scripts.generate --checkpoint $out --prompt 'import torch'"
+echo "  your text   python -m data.prepare --input FILES_OR_FOLDERS --output mydata"
+echo "              torchrun --nproc_per_node=2 train.py --data mydata --model_size tiny --output_dir runs/mine"
+echo "  a big one   torchrun --nproc_per_node=2 train.py --context_length 131072 --gradient_checkpointing --plan"

@@ -1,0 +1,152 @@
+"""The house of DESIGN: imports point down, model.py stands alone, the README's flags exist, files stay small."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longhaul.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
+    {"model", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli"},
+    {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate"},
+    {"longhaul.step", "longhaul.checkpoint", "longhaul.metrics"},
+    {"longhaul.memory", "longhaul.evals", "longhaul.posttrain", "longhaul.analysis"},
+    {"train", "profile_memory", "verify_chunked_loss", "scripts", "benchmarks"},
+]
+STANDARD_LIBRARY_AND = {  # what a level-0 room may import from outside
+    "model": {"torch"}, "fused": {"torch", "triton"}, "data": {"numpy", "sentencepiece", "tqdm"},
+    "longhaul.dist": {"torch"}, "longhaul.cli": set(), "longhaul.context": {"torch"},
+}
+SIZES = {"model.py": 900}
+SOURCES = sorted(path for path in ROOT.rglob("*.py") if not {"tests", ".venv", "runs"} & set(path.relative_to(ROOT).parts))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def room_of(module: str) -> str | None:
+    """The longest name of LEVELS that is the module or a parent of it."""
+    names = [name for level in LEVELS for name in level if module == name or module.startswith(name + ".")]
+    return max(names, key=len, default=None)
+
+
+def level_of(room: str) -> int:
+    return next(index for index, level in enumerate(LEVELS) if room in level)
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_to_lower_levels_only(path):
+    room = room_of(module_of(path))
+    if room is None:
+        assert module_of(path) in ("longhaul",), f"{path} has no place in the house: give it a level"
+        return
+    for name in imports(path):
+        other = room_of(name)
+        if other and other != room:
+            assert level_of(other) < level_of(room), f"{room} (level {level_of(room)}) imports {other} (level {level_of(other)})"
+
+
+@pytest.mark.parametrize("room", STANDARD_LIBRARY_AND)
+def test_the_ground_floor_imports_only_what_it_may(room):
+    allowed = set(sys.stdlib_module_names) | STANDARD_LIBRARY_AND[room] | {room.split(".")[0]} | ({"fused"} if room == "model" else set())
+    for path in SOURCES:
+        if room_of(module_of(path)) == room:
+            outside = {name.split(".")[0] for name in imports(path)} - allowed
+            assert not outside, f"{path} imports {outside}"
+
+
+def test_the_modules_have_no_import_cycle():
+    graph = {module_of(path): {name for name in imports(path)} for path in SOURCES}
+    graph = {module: {other for other in graph if other in used and other != module} for module, used in graph.items()}
+    done: set[str] = set()
+    while len(done) < len(graph):
+        ready = {module for module, used in graph.items() if module not in done and used <= done}
+        assert ready, f"import cycle among {sorted(set(graph) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_stays_small_and_opens_with_what_it_is(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= SIZES.get(path.name, 400)
+    assert ast.get_docstring(ast.parse(text)), f"{path} does not open with a docstring"
+
+
+def test_the_product_runs_no_foreign_code():
+    forbidden = {"pickle", "cPickle", "dill", "shelve", "marshal"}
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not forbidden & {name.split(".")[0] for name in imports(path)}, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                call = ast.unparse(node.func)
+                assert call not in ("eval", "exec", "torch.load", "yaml.load"), f"{path}:{node.lineno} {call}"
+                shell = any(word.arg == "shell" and getattr(word.value, "value", None) for word in node.keywords)
+                assert not shell, f"{path}:{node.lineno} shell=True"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_error_is_swallowed(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None and ast.unparse(node.type) not in ("Exception", "BaseException"), f"{path}:{node.lineno}"
+
+
+def test_model_py_alone_in_an_empty_folder_trains_and_generates(tmp_path):
+    (tmp_path / "model.py").write_bytes((ROOT / "model.py").read_bytes())
+    program = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+import torch
+from model import Decoder, KVCache, ModelConfig
+decoder = Decoder(ModelConfig.preset("tiny", vocab_size=64, loss="chunked"))
+optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
+tokens = (torch.arange(65) * 7 % 64)[None]
+for _ in range(20):
+    loss = decoder(tokens[:, :-1], tokens[:, 1:])
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+assert loss < 1.0, loss
+cache, token = KVCache(decoder.config, 1, 8), tokens[:, :1]
+with torch.no_grad():
+    for _ in range(5):
+        token = decoder(token, cache=cache)[:, -1].argmax(-1, keepdim=True)
+assert token.item() == 35, token
+"""
+    subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, check=True)
+
+
+def flags_of(text: str) -> set[str]:
+    """Flags of the train.py commands in a text (continuation lines joined)."""
+    commands = re.findall(r"train\.py[^\n`|#]*", text.replace("\\\n", " "))
+    return {flag for command in commands for flag in re.findall(r"--([a-z0-9_]+)", command)}
+
+
+@pytest.mark.parametrize("name", ["README.md", "scripts/quickstart.sh", "docs/LOG.md"])
+def test_the_flags_of_the_documents_exist(name):
+    fields = dataclasses.fields(TrainConfig)
+    known = {flag for field in fields for flag in (field.name, *field.metadata["aliases"], f"no_{field.name}")} | {"help"}
+    assert not flags_of((ROOT / name).read_text()) - known
+
+
+def test_the_readme_lists_every_setting():
+    table = (ROOT / "README.md").read_text()
+    missing = [field.name for field in dataclasses.fields(TrainConfig) if f"`{field.name}`" not in table]
+    assert not missing, f"README.md does not name {missing}"

@@ -1,0 +1,690 @@
+"""model.py against the oracle, and every promise it makes: documents, cache, rotary positions, memory, initialisation, errors."""
+
+import copy
+import dataclasses
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, RotaryCache
+from tests import oracle
+
+SMALL = dict(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=40, rope_theta=1e4,
+             loss_chunk_size=8, init_std=0.25)
+
+
+def build(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+    """A small decoder whose every weight matters: large matrices and norms between 0.5 and 1.5."""
+    decoder = Decoder(ModelConfig(**{**SMALL, **changes, "compute_dtype": dtype}), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data.uniform_(0.5, 1.5, generator=generator)
+    return decoder.double() if dtype == "float64" else decoder
+
+
+def some_tokens(*shape: int, seed: int = 0, vocab_size: int = SMALL["vocab_size"]) -> torch.Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def some_labels(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Random targets, about a fifth of them missing, the very first present."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(SMALL["vocab_size"], shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.2] = IGNORE
+    labels[0, 0] = 7
+    return labels
+
+
+def weights_of(decoder: Decoder, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Leaf copies of the weights for the oracle."""
+    return {name: p.detach().to(dtype, copy=True).requires_grad_() for name, p in decoder.named_parameters()}
+
+
+def oracle_run(weights: dict, config: ModelConfig, tokens_BT, labels_BT, documents=None):
+    """Logits [B, T, V], loss and gradients by name; `documents` lists (row, start, end)."""
+    documents = documents or [(row, 0, tokens_BT.shape[1]) for row in range(len(tokens_BT))]
+    parts = [oracle.decoder_logits(weights, config, tokens_BT[row, start:end]) for row, start, end in documents]
+    logits = torch.cat(parts).view(*tokens_BT.shape, -1)
+    loss = oracle.cross_entropy(logits.flatten(0, 1), labels_BT.flatten())
+    return logits.detach(), loss.detach(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
+
+
+def decoder_run(decoder: Decoder, tokens_BT, labels_BT, **kwargs):
+    decoder.zero_grad()
+    with torch.no_grad():
+        logits = decoder(tokens_BT, **kwargs)
+    loss = decoder(tokens_BT, labels_BT, **kwargs)
+    loss.backward()
+    return logits, loss.detach(), {name: p.grad.clone() for name, p in decoder.named_parameters()}
+
+
+def error(got: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((got.double() - truth).norm() / truth.norm().clamp(min=1e-12)).item()
+
+
+def assert_equal_runs(got, truth, tolerance: float):
+    assert error(got[0], truth[0]) < tolerance, "logits"
+    assert error(got[1], truth[1]) < tolerance, "loss"
+    largest = max(gradient.norm() for gradient in truth[2].values())
+    for name, gradient in truth[2].items():
+        # a gradient that is zero in truth (queries of a single token) is held against the largest one
+        assert (got[2][name].double() - gradient).norm() <= tolerance * max(gradient.norm(), 1e-3 * largest), name
+
+
+# ---------------------------------------------------------------------------------------------------- against the oracle
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("loss", ["standard", "chunked"])
+def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(kv_heads, tied, loss):
+    decoder = build(dtype="float64", num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss)
+    tokens, labels = some_tokens(2, 17), some_labels(2, 17)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
+    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 255, 256, 257])
+def test_odd_lengths_equal_the_oracle(length):
+    decoder = build(dtype="float64")
+    tokens, labels = some_tokens(1, length), some_labels(1, length)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
+    assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
+
+
+def test_fp32_is_within_rounding_of_the_truth():
+    decoder = build()
+    tokens, labels = some_tokens(2, 65), some_labels(2, 65)
+    assert_equal_runs(decoder_run(decoder, tokens, labels), oracle_run(weights_of(decoder), decoder.config, tokens, labels), 2e-5)
+
+
+@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("seed", range(3))
+def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed):
+    decoder = build(seed, "bfloat16", loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
+    tokens, labels = some_tokens(2, 65, seed=seed), some_labels(2, 65, seed=seed)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
+    plain = oracle_run(weights_of(decoder, torch.bfloat16), decoder.config, tokens, labels)
+    got = decoder_run(decoder, tokens, labels)
+    assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
+    assert error(got[0], truth[0]) <= 1.1 * error(plain[0], truth[0])
+    ratios = [error(got[2][name], truth[2][name]) / error(plain[2][name], truth[2][name]) for name in truth[2]]
+    assert max(ratios) <= 1.5 and sum(ratios) / len(ratios) <= 1.0, ratios
+
+
+def test_fp32_master_weights_get_fp32_gradients_from_bf16_compute():
+    decoder = build(dtype="bfloat16")
+    decoder_run(decoder, some_tokens(1, 9), some_labels(1, 9))
+    assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
+
+
+# ------------------------------------------------------------------------------------------------------- own functions
+
+
+def test_rmsnorm_has_the_gradient_of_its_equation():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
+    torch.testing.assert_close(model._RMSNorm.apply(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6))
+    assert torch.autograd.gradcheck(lambda x, w: model._RMSNorm.apply(x, w, 1e-6), (x, weight))
+
+
+def test_rmsnorm_of_zeros_is_zero_with_finite_gradients():
+    x, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    model._RMSNorm.apply(x, weight, 1e-6).sum().backward()
+    assert x.grad.isfinite().all() and (weight.grad == 0).all()
+
+
+def test_rmsnorm_squares_large_fp16_values_without_overflow():
+    x = torch.full((1, 2, 64), 60_000.0, dtype=torch.float16)
+    assert (model._RMSNorm.apply(x, torch.ones(64), 1e-6) == 1).all()
+
+
+def test_swiglu_has_the_gradient_of_its_equation():
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(3, 7, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
+    torch.testing.assert_close(model._SwiGLU.apply(gate, up), gate * gate.sigmoid() * up)
+    assert torch.autograd.gradcheck(model._SwiGLU.apply, (gate, up))
+
+
+def test_rotation_has_the_gradient_of_its_equation():
+    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    cos, sin = RotaryCache(ModelConfig(**SMALL | dict(head_dim=8)))(5, torch.device("cpu"))
+    torch.testing.assert_close(model._Rotate.apply(x, cos, sin)[1], oracle.rotate(x[1], SMALL["rope_theta"]))
+    assert torch.autograd.gradcheck(lambda x: model._Rotate.apply(x, cos, sin), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_own_functions_keep_the_low_precision_of_their_input_and_the_dtype_of_their_weight(dtype):
+    x = torch.randn(2, 3, 4, 8, dtype=dtype, requires_grad=True)
+    weight = torch.ones(8, requires_grad=True)
+    rope = RotaryCache(ModelConfig(**SMALL | dict(head_dim=8)))(3, torch.device("cpu"))
+    out = model._SwiGLU.apply(model._Rotate.apply(model._RMSNorm.apply(x, weight, 1e-6), *rope), x)
+    out.sum().backward()
+    assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (dtype, dtype, torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------------- documents
+
+SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
+
+
+def packed(continued: bool = False):
+    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the end of a row."""
+    ids, documents, current = [], [], 0
+    for row, lengths in enumerate(SEGMENTS):
+        if not (continued and row):
+            current += 1
+        start, line = 0, []
+        for length in lengths:
+            line += [current] * length
+            documents.append((row, start, start + length))
+            start, current = start + length, current + 1
+        current -= 1
+        ids.append(line)
+    return torch.tensor(ids), documents
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("loss", ["standard", "chunked"])
+def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss):
+    decoder = build(dtype="float64", loss=loss)
+    doc_ids, documents = packed(continued)
+    tokens, labels = some_tokens(3, 17), some_labels(3, 17)
+    truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
+    assert_equal_runs(decoder_run(decoder, tokens, labels, doc_ids=doc_ids), truth, 1e-10)
+
+
+def test_packed_documents_equal_calls_of_this_decoder_one_by_one():
+    decoder = build()
+    doc_ids, documents = packed()
+    tokens = some_tokens(3, 17)
+    together = decoder(tokens, doc_ids=doc_ids)
+    for row, start, end in documents:
+        torch.testing.assert_close(together[row, start:end], decoder(tokens[row : row + 1, start:end])[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype):
+    decoder = build(dtype=dtype)
+    doc_ids, documents = packed(continued=True)
+    tokens = some_tokens(3, 17)
+    before = decoder(tokens, doc_ids=doc_ids)
+    for row, start, end in documents:
+        changed = tokens.clone()
+        changed[row, start:end] = (changed[row, start:end] + 1) % decoder.config.vocab_size
+        after = decoder(changed, doc_ids=doc_ids)
+        inside = torch.zeros_like(tokens, dtype=torch.bool)
+        inside[row, start:end] = True
+        assert torch.equal(before[~inside], after[~inside])
+        assert not torch.equal(before[inside], after[inside])
+
+
+def test_documents_of_one_row_each_change_nothing():
+    decoder, tokens = build(), some_tokens(2, 19)
+    assert torch.equal(decoder(tokens), decoder(tokens, doc_ids=torch.tensor([[3] * 19, [3] * 19])))
+
+
+def test_document_ids_may_come_back_in_any_order_and_integer_type():
+    decoder, tokens = build(), some_tokens(1, 6)
+    first = decoder(tokens, doc_ids=torch.tensor([[0, 0, 1, 1, 0, 0]]))
+    assert torch.equal(first, decoder(tokens, doc_ids=torch.tensor([[9, 9, 2, 2, 5, 5]], dtype=torch.int32)))
+
+
+def test_given_positions_win_over_the_documents_own():
+    decoder, tokens = build(), some_tokens(1, 8)
+    doc_ids = torch.tensor([[0] * 3 + [1] * 5])
+    restarted = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    assert torch.equal(decoder(tokens, doc_ids=doc_ids), decoder(tokens, doc_ids=doc_ids, positions=restarted))
+    shifted = decoder(tokens, positions=torch.arange(8)[None] * 2)
+    assert (decoder(tokens) - shifted).abs().max() > 1e-2
+    far = decoder(tokens, positions=torch.arange(8)[None] + 1000)  # rotary attention is relative
+    torch.testing.assert_close(decoder(tokens), far, atol=1e-3, rtol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ KV cache
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("parts", [[1] * 23, [16] + [1] * 7, [7, 7, 7, 2], [23], [1, 22], [22, 1]],
+                         ids=["token by token", "prefill and steps", "chunked prefill", "whole", "one and rest", "rest and one"])
+def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts):
+    decoder, tokens = build(num_kv_heads=kv_heads), some_tokens(2, 23)
+    cache = KVCache(decoder.config, batch_size=2, max_length=30)
+    with torch.no_grad():
+        pieces = [decoder(part, cache=cache) for part in tokens.split(parts, dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
+    assert cache.length == 23
+
+
+def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward():
+    decoder, tokens = build(), some_tokens(1, 700)
+    cache = KVCache(decoder.config, 1, 700)
+    with torch.no_grad():
+        pieces = [decoder(part, cache=cache) for part in tokens.split([101, 599], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_the_cache_has_the_compute_dtype_and_the_size_of_its_key_heads():
+    cache = KVCache(ModelConfig(**SMALL | dict(compute_dtype="bfloat16")), 3, 10)
+    assert len(cache.layers) == 2 and cache.length == 0
+    assert cache.layers[0].k_BSGK.shape == (3, 10, 2, 6) and cache.layers[1].v_BSGK.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------------------------------------- rotary positions
+
+
+def test_the_cache_equals_direct_positions_bit_for_bit_whatever_its_history():
+    for head_dim in (2, 6, 10, 64, 128):
+        config = ModelConfig(**SMALL | dict(head_dim=head_dim))
+        grown, cpu = RotaryCache(config), torch.device("cpu")
+        for length in (1, 3, 17, 100):
+            grown(length, cpu)
+        for offset, length in ((0, 257), (31, 1), (5, 99)):
+            direct = grown.at(torch.arange(offset, offset + length)[None])
+            fresh = RotaryCache(config)(length, cpu, offset)
+            for a, b, c in zip(grown(length, cpu, offset), direct, fresh):
+                assert torch.equal(a, b) and torch.equal(a, c) and a.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_rotary_tables_are_fp32_whatever_the_compute_dtype(dtype):
+    decoder = build(dtype=dtype)
+    decoder(some_tokens(1, 5))
+    assert decoder.rotary.cos.dtype == decoder.rotary.sin.dtype == torch.float32
+    decoder.to(torch.bfloat16)
+    assert decoder.rotary.cos.dtype == torch.float32
+
+
+def test_angles_are_right_to_fp32_rounding_at_131k_positions():
+    cos, sin = RotaryCache(ModelConfig())(131_072, torch.device("cpu"))
+    frequency_k = 1e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    angle = torch.arange(131_072, dtype=torch.float64)[:, None] * frequency_k
+    bound = 131_072 * 2**-22  # the product and the frequency round once each
+    assert (cos[0, :, 0].double() - angle.cos()).abs().max() < bound and (sin[0, :, 0].double() - angle.sin()).abs().max() < bound
+    assert (cos[0, :1024, 0].double() - angle[:1024].cos()).abs().max() < 1024 * 2**-22
+
+
+def test_a_decoder_built_on_meta_moves_and_lengthens_its_positions():
+    with torch.device("meta"):
+        decoder = Decoder(ModelConfig(**SMALL))
+        assert decoder(some_tokens(1, 4).to("meta")).shape == (1, 4, SMALL["vocab_size"])
+    assert decoder.rotary.cos.is_meta
+    decoder.to_empty(device="cpu")
+    decoder.tie_weights()
+    decoder.init_weights(0)
+    reference = Decoder(ModelConfig(**SMALL))
+    for length in (3, 40, 7):
+        tokens = some_tokens(1, length)
+        assert torch.equal(decoder(tokens), reference(tokens))
+    assert not decoder.rotary.cos.is_meta
+    assert decoder.to("meta")(some_tokens(1, 50).to("meta")).is_meta
+
+
+def test_training_goes_on_after_sampling_in_inference_mode():
+    decoder, tokens = build(), some_tokens(1, 8)
+    with torch.inference_mode():
+        decoder(tokens)
+    decoder(tokens, some_labels(1, 8)).backward()
+
+
+@pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
+@pytest.mark.parametrize("head_dim,theta,factor,original", [(128, 1e6, 4.0, 32768), (64, 1e4, 8.0, 4096),
+                                                            (6, 1e4, 2.0, 64), (32, 5e5, 40.0, 512)])
+def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta, factor, original):
+    transformers = pytest.importorskip("transformers", reason="transformers is the reference for rotary scalings")
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+    rope = dict(rope_type="default" if scaling == "none" else scaling, rope_theta=theta)
+    if scaling != "none":
+        rope |= dict(factor=factor) | (dict(original_max_position_embeddings=original) if scaling == "yarn" else {})
+    longest = int(original * factor)
+    theirs = Qwen3RotaryEmbedding(transformers.Qwen3Config(head_dim=head_dim, max_position_embeddings=longest, rope_parameters=rope))
+    config = ModelConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, rope_original_context=original,
+                         rope_factor=1.0 if scaling == "none" else factor)
+    ours_k, scale = model.rope_frequencies(config, torch.device("cpu"))
+    torch.testing.assert_close(ours_k, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_a_larger_theta_stretches_the_slowest_wavelength_and_leaves_the_fastest():
+    small, _ = model.rope_frequencies(ModelConfig(rope_theta=1e6), torch.device("cpu"))
+    large, _ = model.rope_frequencies(ModelConfig(rope_theta=5e8), torch.device("cpu"))
+    assert small[0] == large[0] == 1.0
+    assert (small[-1] / large[-1]).item() == pytest.approx(500 ** (126 / 128), rel=1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def largest_allocation(function) -> int:
+    """Bytes of the largest block that torch's CPU allocator hands out while `function` runs, kernels' scratch included."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
+    return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+
+
+WIDE = dict(vocab_size=16_384, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=64, loss="chunked",
+            loss_chunk_size=512)
+
+
+def training_pass(length: int, dtype: str, documents: bool):
+    decoder = Decoder(ModelConfig(**WIDE | dict(compute_dtype=dtype)))
+    tokens = some_tokens(1, length)
+    doc_ids = (torch.arange(length) // 1500)[None] if documents else None
+    return lambda: decoder(tokens, tokens, doc_ids=doc_ids).backward()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents):
+    length, size = 4096, 2 if dtype == "bfloat16" else 4
+    largest = largest_allocation(training_pass(length, dtype, documents))
+    assert largest < length * length * size, "as large as the attention scores of one head"
+    assert largest < length * WIDE["vocab_size"] * size / 4, "within 4x of the logits"
+
+
+def test_the_largest_allocation_of_the_layers_forward_and_backward_grows_linearly():
+    decoder = Decoder(ModelConfig(**WIDE | dict(vocab_size=64)))
+
+    def peak(length):
+        tokens = some_tokens(1, length, vocab_size=64)
+        return largest_allocation(lambda: decoder.hidden(tokens).sum().backward())
+
+    assert peak(4096) <= 4.1 * peak(1024)
+
+
+def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
+    decoder = Decoder(ModelConfig(**WIDE))
+
+    def peak(length):
+        cache = KVCache(decoder.config, 1, length)
+        with torch.no_grad():
+            decoder.hidden(some_tokens(1, length - 512), cache=cache)
+            return largest_allocation(lambda: decoder.hidden(some_tokens(1, 512), cache=cache))
+
+    assert peak(4096) <= 2.1 * peak(2048)
+
+
+def test_the_chunked_loss_saves_no_logits_for_the_backward():
+    saved = []
+    decoder, tokens = Decoder(ModelConfig(**WIDE)), some_tokens(1, 1024)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        decoder(tokens, tokens).backward()
+    assert max(saved) <= WIDE["vocab_size"] * WIDE["hidden_size"] < 1024 * WIDE["vocab_size"] / 4
+
+
+# ---------------------------------------------------------------------------------------------------------- initial weights
+
+
+def test_initial_weights_depend_on_seed_and_name_alone():
+    direct = Decoder(ModelConfig(**SMALL), seed=3)
+    with torch.device("meta"):
+        late = Decoder(ModelConfig(**SMALL))
+    late.to_empty(device="cpu")
+    late.tie_weights()
+    torch.manual_seed(99)
+    late.init_weights(3)
+    deeper = Decoder(ModelConfig(**SMALL | dict(tie_embeddings=False)), seed=3)
+    for name, weight in direct.state_dict().items():
+        assert torch.equal(weight, late.state_dict()[name])
+        assert name == "lm_head.weight" or torch.equal(weight, deeper.state_dict()[name])
+    assert not torch.equal(direct.embed.weight, Decoder(ModelConfig(**SMALL), seed=4).embed.weight)
+
+
+def test_construction_leaves_the_global_random_state_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    Decoder(ModelConfig(**SMALL))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_equal_shapes_of_different_names_get_different_weights():
+    decoder = Decoder(ModelConfig(**SMALL | dict(num_kv_heads=4, tie_embeddings=False)))
+    a, b = decoder.layers[0], decoder.layers[1]
+    same_shape = [a.attention.q_proj, a.attention.k_proj, a.attention.v_proj, b.attention.q_proj, b.attention.v_proj]
+    assert len({p.weight.sum().item() for p in same_shape}) == len(same_shape)
+    assert not torch.equal(decoder.embed.weight, decoder.lm_head.weight)
+
+
+def test_initial_weights_have_the_documented_scale():
+    decoder = Decoder(ModelConfig.preset("tiny"))
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all()
+            continue
+        std = 0.02 / (math.sqrt(2 * 4) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+        assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+        assert abs(parameter.mean().item()) < 5 * std / parameter.numel() ** 0.5, name
+
+
+def test_initialising_on_meta_is_refused_with_the_remedy():
+    with torch.device("meta"):
+        decoder = Decoder(ModelConfig(**SMALL))
+    with pytest.raises(ValueError, match="to_empty"):
+        decoder.init_weights()
+
+
+# ----------------------------------------------------------------------------------------------------- counts and the loss rule
+
+
+@pytest.mark.parametrize("name,count", [("tiny", 5_114_368), ("0.6B", 596_049_920), ("1.7B", 1_720_574_976), ("4B", 4_022_468_096),
+                                        ("8B", 8_190_735_360)])
+def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
+    config = ModelConfig.preset(name)
+    with torch.device("meta"):
+        assert Decoder(config).num_params() == config.num_params() == count
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(tie_embeddings=False), dict(num_layers=5, num_kv_heads=1), dict(head_dim=10, ffn_size=7)])
+def test_the_closed_form_of_the_parameters_equals_the_real_count(changes):
+    decoder = build(**changes)
+    assert decoder.config.num_params() == decoder.num_params() == sum(p.numel() for p in decoder.parameters())
+    assert decoder.config.layer_params() == sum(p.numel() for p in decoder.layers[0].parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_training_flops_count_products_as_torch_counts_them(tied):
+    from torch.utils.flop_counter import FlopCounterMode
+    decoder = build(tie_embeddings=tied, loss="standard")
+    with FlopCounterMode(display=False) as counter:
+        decoder(some_tokens(2, 64), some_labels(2, 64)).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(n for operation, n in counts.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm))
+    assert decoder.config.train_flops(2 * 64, 0) == products
+    pairs = 2 * 64 * 65 / 2
+    scores = decoder.config.train_flops(2 * 64, pairs) - products
+    assert scores == 12 * 2 * 4 * 6 * pairs
+
+
+def test_the_4b_costs_six_flops_per_parameter_and_mostly_attention_at_131k():
+    config = ModelConfig.preset("4B")
+    assert config.train_flops(1, 0) == pytest.approx(6 * config.num_params(), rel=1e-3)
+    whole, dense = config.train_flops(131_072, 131_072 * 131_073 / 2), config.train_flops(131_072, 0)
+    assert (whole - dense) / whole == pytest.approx(0.83, abs=0.01)
+
+
+@pytest.mark.parametrize("seq,gib,chunked", [(4096, 1.16, False), (40_000, 11.32, True), (131_072, 37.09, True), (35_335, 10.0, False),
+                                             (35_336, 10.0, True)])
+def test_the_ten_gib_rule_has_the_documented_figures(seq, gib, chunked):
+    with torch.device("meta"):
+        decoder = Decoder(ModelConfig.preset("4B", num_layers=1))
+    assert round(decoder.logits_gib(1, seq), 2) == gib
+    assert decoder.should_chunk(1, seq) is chunked
+    assert decoder.logits_gib(2, seq) == 2 * decoder.logits_gib(1, seq)
+    assert (decoder.loss_function(1, seq) is model.standard_cross_entropy) is not chunked
+
+
+def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
+    tight = build(logits_threshold_gib=64 * 61 * 2 / GIB)
+    assert not tight.should_chunk(1, 64) and tight.should_chunk(1, 65)
+    assert build(loss="chunked").should_chunk(1, 1) and not build(loss="standard").should_chunk(1, 10**9)
+
+
+def test_standard_and_chunked_loss_agree():
+    runs = [decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33)) for loss in ("standard", "chunked")]
+    assert_equal_runs(runs[0], runs[1], 1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("loss", ["standard", "chunked"])
+def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss):
+    decoder = build(loss=loss)
+    value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
+    assert value.item() == 0 and value.requires_grad
+    value.backward()
+    assert all((p.grad == 0).all() for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor):
+    decoder = build(dtype="float64", loss=loss)
+    tokens, labels = some_tokens(4, 9), some_labels(4, 9)
+    labels[1] = IGNORE
+    valid = int((labels != IGNORE).sum())
+    whole = decoder_run(decoder, tokens, labels)
+    decoder.zero_grad()
+    divisor = torch.tensor(float(valid)) if as_tensor else valid
+    shares = [decoder(t[None], y[None], num_valid=divisor) for t, y in zip(tokens, labels)]
+    sum(shares).backward()
+    assert error(sum(shares).detach(), whole[1]) < 1e-12
+    for name, parameter in decoder.named_parameters():
+        assert error(parameter.grad, whole[2][name]) < 1e-12, name
+
+
+def test_the_head_sends_any_function_to_its_weight():
+    decoder = build()
+    hidden = decoder.hidden(some_tokens(1, 5)).flatten(0, 1)
+    out = decoder.lm_head(hidden, lambda h_ND, w_VD, scale: {"sum": (h_ND @ w_VD.T * scale).sum(), "shape": w_VD.sum(1)}, 2.0)
+    torch.testing.assert_close(out["sum"], 2 * (hidden @ decoder.embed.weight.T).sum())
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize("changes,words", [
+    (dict(vocab_size=0), "vocab_size=0"), (dict(hidden_size=-4), "hidden_size=-4"), (dict(num_layers=0), "num_layers=0"),
+    (dict(num_heads=0), "num_heads=0"), (dict(num_kv_heads=0), "num_kv_heads=0"), (dict(head_dim=0), "head_dim=0"),
+    (dict(ffn_size=0), "ffn_size=0"), (dict(loss_chunk_size=0), "loss_chunk_size=0"), (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+    (dict(rope_original_context=0), "rope_original_context=0"), (dict(norm_eps=0.0), "norm_eps=0.0"), (dict(norm_eps=math.nan), "norm_eps=nan"),
+    (dict(attention_type="flash"), "standard, nsa"), (dict(rope_scaling="ntk"), "none, linear, yarn"), (dict(loss="tiled"), "auto, standard, chunked"),
+    (dict(compute_dtype="fp8"), "bfloat16"), (dict(num_heads=6, num_kv_heads=4), r"\[1, 2, 3, 6\]"), (dict(head_dim=7), "even head_dim"),
+    (dict(rope_factor=2.0), "rope_scaling='none'"), (dict(rope_scaling="yarn"), "above 1"), (dict(rope_scaling="linear", rope_factor=0.5), "above 1"),
+])
+def test_a_wrong_configuration_is_one_line_that_names_field_and_remedy(changes, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        ModelConfig(**SMALL | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_preset_or_field_names_the_known_ones():
+    with pytest.raises(ValueError, match="tiny, 0.6B, 1.7B, 4B, 8B"):
+        ModelConfig.preset("4b")
+    with pytest.raises(ValueError, match="hidden_size"):
+        ModelConfig.preset("tiny", width=3)
+
+
+def test_the_configuration_is_frozen_and_replaceable():
+    config = ModelConfig.preset("tiny", vocab_size=99)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.vocab_size = 3
+    assert dataclasses.replace(config, num_layers=1).vocab_size == 99
+
+
+@pytest.mark.parametrize("arguments,words", [
+    (lambda config: dict(tokens_BT=torch.zeros(5, dtype=torch.long)), r"\(5,\).*\[batch, tokens\]"),
+    (lambda config: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+    (lambda config: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)), "one target per position"),
+    (lambda config: dict(tokens_BT=some_tokens(1, 5), doc_ids=torch.zeros(1, 5), cache=KVCache(config, 1, 5)), "cache and doc_ids"),
+    (lambda config: dict(tokens_BT=some_tokens(1, 5), cache=KVCache(config, 1, 4)), "max_length >= 5"),
+])
+def test_a_wrong_call_is_one_line_that_names_the_remedy(arguments, words):
+    decoder = build()
+    with pytest.raises(ValueError, match=words) as caught:
+        decoder(**arguments(decoder.config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (1, 0)])
+def test_an_empty_cache_is_refused(sizes):
+    with pytest.raises(ValueError, match="at least 1"):
+        KVCache(ModelConfig(**SMALL), *sizes)
+
+
+# ------------------------------------------------------------------------------------------------------ copies, and alone
+
+
+def test_a_deep_copy_is_equal_independent_and_tied():
+    decoder, tokens = build(), some_tokens(1, 6)
+    before = decoder(tokens)
+    twin = copy.deepcopy(decoder)
+    assert torch.equal(before, twin(tokens)) and twin.lm_head.weight is twin.embed.weight is not decoder.embed.weight
+    twin.embed.weight.data.zero_()
+    assert torch.equal(before, decoder(tokens))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_state_dict_holds_parameters_alone_and_restores_every_logit(tied):
+    decoder, other, tokens = build(1, tie_embeddings=tied), build(2, tie_embeddings=tied), some_tokens(1, 6)
+    decoder(tokens)
+    state = decoder.state_dict()
+    assert state.keys() == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}
+    other.load_state_dict(state)
+    assert torch.equal(decoder(tokens), other(tokens))
+
+
+def test_a_few_steps_of_training_learn_a_sequence_by_heart():
+    decoder, tokens = build(init_std=0.05), some_tokens(1, 16)
+    labels = torch.cat([tokens[:, 1:], torch.full((1, 1), IGNORE)], dim=1)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = decoder(tokens, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.05
+    assert torch.equal(decoder(tokens)[0, :-1].argmax(-1), tokens[0, 1:])
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from model import Decoder, KVCache, ModelConfig
+torch.set_num_threads(1)
+decoder = Decoder(ModelConfig.preset("tiny", vocab_size=100, num_layers=2, loss="chunked"))
+tokens = torch.randint(100, (2, 33), generator=torch.Generator().manual_seed(0))
+optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+losses = []
+for _ in range(6):
+    loss = decoder(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 1, losses
+cache, token = KVCache(decoder.config, 1, 8), tokens[:1, :1]
+with torch.no_grad():
+    for _ in range(8):
+        token = decoder(token, cache=cache)[:, -1:].argmax(-1)
+assert cache.length == 8
+assert not {"longhaul", "fused", "data", "numpy.testing"} & set(sys.modules)
+print("trained and generated")
+"""
+
+
+def test_the_file_alone_in_an_empty_folder_trains_and_generates(tmp_path):
+    shutil.copy(Path(model.__file__), tmp_path / "model.py")
+    done = subprocess.run([sys.executable, "-I", "-c", ALONE, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "trained and generated\n", done.stderr

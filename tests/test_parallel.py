@@ -1,0 +1,152 @@
+"""One process, FSDP2 over 2 and 4 ranks, HSDP, accumulation, checkpointing: the same losses, norms and weights."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.loader import Batch
+from longhaul import checkpoint, dist, step
+from longhaul.config import TrainConfig
+from tests.ranks import run_ranks
+
+STEPS, ROWS, T, V = 8, 4, 65, 211
+BASE = dict(model_size="tiny", context_length=T, dtype="fp32", lr=1e-3, warmup_steps=2, max_steps=STEPS, vocab_size=V,
+            global_batch_size=ROWS, batch_size=1)
+
+
+def rows_of_step(index: int) -> Batch:
+    """ROWS rows with packed documents and very unequal numbers of valid labels; the first row of odd steps has none."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(0, V, (ROWS, T + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    for row in range(ROWS):
+        labels[row, : (17 * row + 5 * index) % T] = -100
+    if index % 2:
+        labels[0] = -100
+    doc_ids = (torch.rand(ROWS, T, generator=generator) < 0.05).cumsum(1)
+    first = torch.ones(ROWS, T, dtype=torch.bool)
+    first[:, 1:] = doc_ids.diff(dim=1) != 0
+    starts = torch.where(first, torch.arange(T), 0).cummax(1).values
+    parts = (ids[:, :-1], labels, torch.arange(T) - starts, doc_ids.int())
+    return Batch(*(part.contiguous().numpy() for part in parts), num_valid=int((labels != -100).sum()))
+
+
+def train(world: dist.World, changes: dict) -> dict:
+    """Losses and gradient norms of STEPS steps, and the final weights (whole)."""
+    cfg = TrainConfig(**BASE | changes)
+    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    share = ROWS // world.size
+    losses, norms = [], []
+    for index in range(STEPS):
+        rows = Batch(*(part[world.rank * share : (world.rank + 1) * share] for part in rows_of_step(index)[:4]), num_valid=0)
+        result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p.data for name, p in state.model.named_parameters()}
+    return dict(losses=losses, norms=norms, weights={name: value.detach() for name, value in whole.items()})
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {tied: train(dist.World(), {"model_overrides": (f"tie_embeddings={tied}",), "batch_size": ROWS}) for tied in (True, False)}
+
+
+def assert_same(result: dict, truth: dict):
+    torch.testing.assert_close(result["losses"], truth["losses"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(result["norms"], truth["norms"], rtol=1e-5, atol=0)
+    for name, weight in truth["weights"].items():
+        torch.testing.assert_close(result["weights"][name], weight, rtol=0, atol=2e-5, msg=lambda text: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("changes", [
+    dict(batch_size=1), dict(batch_size=2), dict(batch_size=4, gradient_checkpointing="full"), dict(batch_size=2, loss="chunked"),
+], ids=str)
+def test_levers_on_one_process_change_nothing(single, changes):
+    assert_same(train(dist.World(), changes), single[True])
+
+
+SHARDED = {  # processes start once per size and run all of its settings
+    2: [dict(batch_size=2), dict(batch_size=1), dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+        dict(batch_size=1, model_overrides=("tie_embeddings=False",)), dict(dp_replicate=2)],
+    4: [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")],
+}
+
+
+def train_each(world: dist.World, settings: list[dict]) -> list[dict]:
+    return [train(world, changes) for changes in settings]
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    return functools.cache(lambda size: run_ranks(train_each, size, SHARDED[size]))
+
+
+@pytest.mark.parametrize("size, index", [(size, index) for size, each in SHARDED.items() for index in range(len(each))],
+                         ids=lambda value: str(value))
+def test_ranks_change_nothing(single, sharded, size, index):
+    tied = "tie_embeddings=False" not in SHARDED[size][index].get("model_overrides", ())
+    for results in sharded(size):
+        assert_same(results[index], single[tied])
+
+
+def initial_weights(world: dist.World) -> dict:
+    cfg = TrainConfig(**BASE)
+    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.data for name, p in state.model.named_parameters()}
+
+
+def test_initial_weights_are_the_same_bits_for_every_world_size():
+    truth = initial_weights(dist.World())
+    for result in run_ranks(initial_weights, 3):
+        for name, weight in truth.items():
+            assert torch.equal(result[name], weight), name
+
+
+def save_after_two_steps(world: dist.World, folder: str) -> None:
+    cfg = TrainConfig(**BASE)
+    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate))
+    share = ROWS // world.size
+    for index in range(2):
+        rows = Batch(*(part[world.rank * share : (world.rank + 1) * share] for part in rows_of_step(index)[:4]), num_valid=0)
+        step.train_step(state, step.micro_batches(rows, 1, state.device))
+    checkpoint.save(state, Path(folder), {})
+
+
+def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict:
+    cfg = TrainConfig(**BASE | changes | {"seed": 7})
+    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate))
+    checkpoint.load(state, Path(folder))
+    tensors = checkpoint.named_tensors(state.model, state.optimizer)
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for name, t in tensors.items()}
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    run_ranks(save_after_two_steps, 2, str(folder))
+    return str(folder / "step-00000002")
+
+
+@pytest.mark.parametrize("size, replicas", [(3, 1), (4, 2)])
+def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, replicas):
+    truth = tensors_after_loading(dist.World(), saved_by_two, {})
+    assert any(name.endswith("exp_avg_sq") and value.abs().sum() > 0 for name, value in truth.items())
+    for result in run_ranks(tensors_after_loading, size, saved_by_two, {"dp_replicate": replicas}):
+        assert result.keys() == truth.keys()
+        for name, value in truth.items():
+            assert torch.equal(result[name], value), name
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"--dp_replicate 3 does not divide 4 ranks: choose from \[1, 2, 4\]"):
+        dist.data_mesh(dist.World(0, 4), torch.device("cpu"), 3)
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_sizes_that_work():
+    cfg = dataclasses.replace(TrainConfig(**BASE), global_batch_size=6)
+    with pytest.raises(ValueError, match=r"must be one of \[1, 2, 3, 6\]"):
+        cfg.accumulation(4)

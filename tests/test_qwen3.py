@@ -1,0 +1,447 @@
+"""longhaul/qwen3.py and scripts/convert_qwen3.py against transformers' own Qwen3ForCausalLM, on random small models."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longhaul import checkpoint, qwen3
+from model import Decoder, ModelConfig
+from tests.ranks import run_ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers' Qwen3ForCausalLM is the reference")
+ROOT = Path(__file__).parents[1]
+BASE = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+            intermediate_size=80, max_position_embeddings=256)
+SHAPES = {
+    "tied": dict(tie_word_embeddings=True),
+    "untied": dict(tie_word_embeddings=False),
+    "one key head, odd sizes": dict(num_attention_heads=5, num_key_value_heads=1, hidden_size=35, head_dim=6, vocab_size=101, intermediate_size=33),
+    "as many key heads, one layer": dict(num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1, rms_norm_eps=1e-5),
+    "eight groups": dict(num_attention_heads=16, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "theta": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=4.0)),
+    "yarn": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
+}
+COMPARED = [*BASE, "tie_word_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "hidden_act", "layer_types", "use_sliding_window"]
+
+
+def random_model(seed: int = 0, dtype=torch.float32, **changes):
+    """Their model with weights large enough that every one matters."""
+    reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**BASE | changes)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in reference.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15 + (parameter.ndim == 1)
+    reference.tie_weights()
+    return reference.to(dtype)
+
+
+def saved(folder: Path, **kwargs):
+    reference = random_model(**kwargs)
+    reference.save_pretrained(folder)
+    return reference
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(a: dict, b: dict):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+def edit_config(folder: Path, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+@torch.no_grad()
+def assert_same_logits(ours: Decoder, theirs, tolerance: float = 1e-5):
+    tokens = torch.randint(theirs.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(1))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+
+# ------------------------------------------------------------------------------------------------- parity and round trip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_imported_logits_equal_those_of_transformers(tmp_path, shape):
+    reference = saved(tmp_path / "hf", **SHAPES[shape])
+    decoder = qwen3.from_hf(tmp_path / "hf")
+    assert decoder.num_params() == reference.num_parameters()
+    assert_same_logits(decoder, reference)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_round_trip_keeps_every_bit_and_the_configuration(tmp_path, shape):
+    reference = saved(tmp_path / "hf", **SHAPES[shape])
+    qwen3.to_hf(qwen3.from_hf(tmp_path / "hf"), tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back")
+    for key in COMPARED:
+        assert getattr(theirs.config, key) == getattr(reference.config, key), key
+    assert_same_logits(qwen3.from_hf(tmp_path / "back"), theirs)
+    assert qwen3.from_hf(tmp_path / "back").config == qwen3.from_hf(tmp_path / "hf").config
+
+
+@pytest.mark.parametrize("shape", ["untied", "linear", "yarn"])
+def test_the_spelling_of_transformers_4_reads_the_same_as_that_of_5(tmp_path, shape):
+    saved(tmp_path, **SHAPES[shape])
+    new = qwen3.from_hf(tmp_path).config
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    old = {("type" if key == "rope_type" else key): value for key, value in rope.items()} if len(rope) > 1 else None
+    edit_config(tmp_path, rope_parameters=..., dtype=..., rope_theta=theta, rope_scaling=old, torch_dtype="float32")
+    assert qwen3.from_hf(tmp_path).config == new
+
+
+def test_what_is_written_has_the_keys_that_transformers_4_reads(tmp_path):
+    qwen3.to_hf(Decoder(small(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)), tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["rope_theta"] == 1e6 and config["torch_dtype"] == "float32" and config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["rope_scaling"] == dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+    assert config["max_position_embeddings"] == 256  # = original * factor: transformers 4.51 takes yarn's factor from this ratio
+
+
+def small(**changes) -> ModelConfig:
+    return ModelConfig(**dict(vocab_size=97, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=40) | changes)
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(tie_embeddings=False), dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
+                                     dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4)])
+def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
+    decoder = Decoder(small(init_std=0.2, **changes))
+    qwen3.to_hf(decoder, tmp_path / "hf")
+    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval())
+    assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_dtype_is_kept_both_ways_and_sets_the_compute_dtype(tmp_path, dtype):
+    saved(tmp_path / "hf", dtype=dtype)
+    decoder = qwen3.from_hf(tmp_path / "hf")
+    assert {p.dtype for p in decoder.parameters()} == {dtype} == {decoder.config.dtype}
+    qwen3.to_hf(decoder, tmp_path / "back")
+    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
+
+
+def test_a_folder_of_mixed_dtypes_keeps_each(tmp_path):
+    saved(tmp_path / "hf", dtype=torch.bfloat16)
+    tensors = tensors_of(tmp_path / "hf")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    decoder = qwen3.from_hf(tmp_path / "hf")
+    assert decoder.norm.weight.dtype == torch.float32 and decoder.embed.weight.dtype == torch.bfloat16
+    qwen3.to_hf(decoder, tmp_path / "back")
+    assert_same_tensors(tensors, tensors_of(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shards_of_either_writer_are_read_by_the_other(tmp_path, tied):
+    reference = random_model(tie_word_embeddings=tied)
+    reference.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    decoder = qwen3.from_hf(tmp_path / "hf")
+    assert_same_logits(decoder, reference)
+    qwen3.to_hf(decoder, tmp_path / "back", shard_bytes=40_000)
+    shards = list((tmp_path / "back").glob("model-0*-of-0*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < 45_000 for path in shards)
+    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back").eval())
+
+
+def test_a_tied_folder_may_store_its_head_again(tmp_path):
+    reference = saved(tmp_path, tie_word_embeddings=True)
+    tensors = tensors_of(tmp_path)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    decoder = qwen3.from_hf(tmp_path)
+    assert decoder.lm_head.weight is decoder.embed.weight
+    assert_same_logits(decoder, reference)
+
+
+def test_overrides_extend_the_context_of_an_imported_model(tmp_path):
+    reference = saved(tmp_path / "plain", rope_parameters=dict(rope_type="default", rope_theta=1e4), max_position_embeddings=64)
+    decoder = qwen3.from_hf(tmp_path / "plain", rope_scaling="yarn", rope_factor=4.0, compute_dtype="float32")
+    longer = random_model(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))
+    longer.load_state_dict(reference.state_dict())
+    assert_same_logits(decoder, longer)
+
+
+def test_weights_load_into_a_built_decoder_in_its_own_dtype(tmp_path):
+    saved(tmp_path, dtype=torch.bfloat16, tie_word_embeddings=True)
+    decoder = Decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, compute_dtype="float32"))
+    qwen3.load_into(decoder, tmp_path)
+    assert {p.dtype for p in decoder.parameters()} == {torch.float32}
+    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+
+
+def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
+    saved(tmp_path)
+    with pytest.raises(ValueError, match="hidden_size=48 and this model 24"):
+        qwen3.load_into(Decoder(small()), tmp_path)
+
+
+def test_loading_under_other_rotary_settings_warns(tmp_path):
+    saved(tmp_path, rope_parameters=dict(rope_type="default", rope_theta=5e6))
+    decoder = Decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, rope_theta=1e6))
+    with pytest.warns(UserWarning, match="rope_theta=5000000.0; this model uses 1000000.0"):
+        qwen3.load_into(decoder, tmp_path)
+
+
+def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
+    """The whole weights of a decoder that FSDP2 shards over `world` and that load_into fills."""
+    from longhaul import dist, parallel
+    with torch.device("meta"):
+        decoder = Decoder(ModelConfig(**qwen3.read_config(Path(folder))))
+    parallel.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
+    decoder.to_empty(device="cpu")
+    decoder.tie_weights()
+    qwen3.load_into(decoder, folder)
+    return {name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()}
+
+
+@pytest.mark.slow
+def test_weights_load_into_a_sharded_decoder(tmp_path):
+    saved(tmp_path, tie_word_embeddings=True)
+    whole = dict(qwen3.from_hf(tmp_path).named_parameters())
+    for gathered in run_ranks(load_sharded, 2, str(tmp_path)):
+        assert_same_tensors(gathered, whole)
+
+
+def test_an_imported_decoder_trains(tmp_path):
+    saved(tmp_path, tie_word_embeddings=True)
+    decoder = qwen3.from_hf(tmp_path)
+    tokens = torch.arange(20)[None]
+    decoder(tokens, tokens.roll(-1)).backward()
+    assert all(p.grad.isfinite().all() for p in decoder.parameters())
+
+
+def test_names_map_one_to_one():
+    decoder = Decoder(small(tie_embeddings=False))
+    names = [qwen3.hf_name(name) for name, _ in decoder.named_parameters()]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(random_model(num_hidden_layers=2).state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------------- bad input
+
+
+def bad_config(**changes):
+    return lambda folder: edit_config(folder, **changes)
+
+
+def drop_tensor(folder: Path):
+    tensors = tensors_of(folder)
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add_tensor(folder: Path):
+    save_file(tensors_of(folder) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, folder / "model.safetensors")
+
+
+def misshape(folder: Path):
+    save_file(tensors_of(folder) | {"model.norm.weight": torch.zeros(47)}, folder / "model.safetensors")
+
+
+def integers(folder: Path):
+    save_file(tensors_of(folder) | {"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, folder / "model.safetensors")
+
+
+def pickled(folder: Path):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'echo opened'\ntR.")
+
+
+def no_weights(folder: Path):
+    (folder / "model.safetensors").unlink()
+
+
+def truncated(folder: Path):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def huge_header(folder: Path):
+    (folder / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
+
+
+def index_of(weight_map):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def different_head(folder: Path):
+    tensors = tensors_of(folder)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+
+
+def twice(folder: Path):
+    save_file(tensors_of(folder), folder / "other.safetensors")
+    index_of({"a": "model.safetensors", "b": "other.safetensors"})(folder)
+
+
+BAD = [
+    (lambda folder: (folder / "config.json").unlink(), "config.json is not readable"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
+    (lambda folder: (folder / "config.json").write_text("[]"), "model_type is None"),
+    (bad_config(model_type="llama"), "model_type is 'llama'.*dense Qwen3"),
+    (bad_config(model_type="qwen3_moe"), "model_type is 'qwen3_moe'"),
+    (bad_config(model_type=...), "model_type is None"),
+    (bad_config(hidden_size=...), "hidden_size=None: give a whole number"),
+    (bad_config(hidden_size="48"), "hidden_size='48': give a whole number"),
+    (bad_config(num_key_value_heads=3), "not divisible by num_kv_heads=3"),
+    (bad_config(attention_bias=True), "attention_bias=True is not supported"),
+    (bad_config(use_sliding_window=True), "use_sliding_window=True is not supported"),
+    (bad_config(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
+    (bad_config(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
+    (bad_config(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
+    (bad_config(quantization_config=dict(quant_method="fp8")), "quantization_config="),
+    (bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "rotary scaling 'dynamic' is not supported"),
+    (bad_config(rope_scaling=dict(type="longrope", factor=2.0)), "rotary scaling 'longrope' is not supported"),
+    (bad_config(rope_scaling="yarn"), "rotary scaling 'yarn'"),
+    (bad_config(rope_scaling=dict(rope_type="yarn")), "factor=None: give a number"),
+    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, beta_fast=16)), "beta_fast=16 is not supported"),
+    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=1.0)), "attention_factor=1.0 is not supported"),
+    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)), "truncate=False is not supported"),
+    (bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention=.* is not supported"),
+    (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
+    (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
+    (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
+    (bad_config(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
+    (bad_config(vocab_size=98), r"\(97, 48\) and config.json says \(98, 48\)"),
+    (drop_tensor, "lacks model.layers.1.mlp.up_proj.weight and 1 more"),
+    (add_tensor, "also holds model.layers.0.self_attn.q_proj.bias:"),
+    (misshape, r"model.norm.weight has shape \(47,\)"),
+    (integers, "stored as I8: convert it"),
+    (pickled, "pytorch_model.bin is a pickle.*not opened: convert to safetensors"),
+    (no_weights, "model.safetensors cannot be read.*No such file"),
+    (truncated, "cannot be read"),
+    (huge_header, "cannot be read"),
+    (index_of({"a": "../model.safetensors"}), "outside its folder"),
+    (index_of({"a": "missing.safetensors"}), "missing.safetensors cannot be read"),
+    (index_of(["a"]), "garbled"),
+    (index_of({"a": 3}), "garbled"),
+    (twice, "model.safetensors and in other.safetensors"),
+]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    saved(folder)
+    return folder
+
+
+@pytest.mark.parametrize("spoil,words", BAD, ids=[words[:40] for _, words in BAD])
+def test_a_bad_folder_is_one_line_that_names_the_fault(tmp_path, good, spoil, words):
+    for path in good.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    qwen3.from_hf(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(ValueError, match=words) as caught:
+        qwen3.from_hf(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tied_folder_with_another_head_is_refused(tmp_path):
+    saved(tmp_path, tie_word_embeddings=True)
+    different_head(tmp_path)
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false"):
+        qwen3.from_hf(tmp_path)
+
+
+def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("keep me")
+    (tmp_path / "file").write_text("keep me")
+    for name in ("used", "file"):
+        with pytest.raises(ValueError, match="not an empty folder"):
+            qwen3.to_hf(Decoder(small()), tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "used"]
+    assert (tmp_path / "used" / "notes.txt").read_text() == "keep me"
+    (tmp_path / "empty").mkdir()
+    qwen3.to_hf(Decoder(small()), tmp_path / "empty")
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
+    decoder = Decoder(small())
+    decoder.config = dataclasses.replace(decoder.config, attention_type="nsa")
+    with pytest.raises(ValueError, match="no Qwen3 counterpart"):
+        qwen3.to_hf(decoder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- command line
+
+
+def convert(*args) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "scripts.convert_qwen3", *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path):
+    reference = saved(tmp_path / "hf", **SHAPES["yarn"], tie_word_embeddings=True)
+    done = convert("--input", tmp_path / "hf", "--output", tmp_path / "run")
+    assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", done.stderr
+    assert_same_logits(checkpoint.load_model(tmp_path / "run" / "step-00000000"), reference)
+    done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
+    assert done.returncode == 0, done.stderr
+    assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
+
+
+def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
+    from scripts.convert_qwen3 import main
+    saved(tmp_path / "hf")
+    main(["--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
+    main(["--checkpoint", str(tmp_path / "run" / "step-00000000"), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"])
+    whole, half = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "half")
+    assert_same_tensors({name: tensor.bfloat16() for name, tensor in whole.items()}, half)
+
+
+@pytest.mark.parametrize("arguments,words", [
+    (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
+    (["--checkpoint", "nowhere", "--output", "new"], "holds no step-* folder: name a run"),
+    (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
+    (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
+    (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),
+    (["--output", "new"], "--input"),
+    (["--input", "hf", "--checkpoint", "run", "--output", "new"], "not allowed with"),
+    (["--input", "hf"], "--output"),
+    (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
+    (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),
+])
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, words):
+    from scripts.convert_qwen3 import main
+    monkeypatch.chdir(tmp_path)
+    for folder in ("hf", "used", "torn/step-00000003"):
+        Path(folder).mkdir(parents=True)
+    Path("used/notes.txt").write_text("keep me")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and words in message and message.count("\n") == 1, message
+    assert not Path("new").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    from scripts.convert_qwen3 import import_hf
+    saved(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "run", "keep")
+    shard = next((tmp_path / "run" / "step-00000000").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
+    assert done.returncode == 2 and "damaged" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "back").exists()

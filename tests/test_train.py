@@ -1,0 +1,278 @@
+"""train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in one line."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from longhaul import dist
+from longhaul.config import TrainConfig
+from longhaul.memory import plan as planner
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16",
+         "ffn_size=96", "--vocab_size", "1024", "--context_length", "64", "--warmup_steps", "2", "--eval_every", "4", "--eval_batches", "1",
+         "--dtype", "fp32", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A dataset of this repository's own sources."""
+    folder = tmp_path_factory.mktemp("data")
+    command = [sys.executable, "-m", "data.prepare", "--input", "longhaul", "data", "model.py", "--output", str(folder / "set"),
+               "--vocab_size", "1024", "--val_fraction", "0.1"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return str(folder / "set")
+
+
+def command(data: str, out, *more: str) -> list[str]:
+    return [*SMALL, "--data", data, "--output_dir", str(out), *more]
+
+
+def refusal(args: list[str], capsys) -> str:
+    """What train.main prints on standard error before it exits with code 2."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(args)
+    assert stop.value.code == 2
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if line]
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+def final_weights(out) -> dict:
+    return load_file(sorted(Path(out).glob("step-*/rank-*"))[-1])
+
+
+def losses(out) -> list[float]:
+    return [json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("finished") / "run"
+    train.main(command(data, out, "--max_steps", "8", "--save_every", "3"))
+    return out
+
+
+def test_every_step_is_one_object_of_metrics_jsonl(finished):
+    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 9))
+    wanted = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mem_gib", "time"}
+    assert all(wanted <= record.keys() for record in records)
+    assert records[-1]["tokens"] == 8 * 64 and all(5 < record["loss"] < 8 for record in records)
+
+
+def test_the_run_folder_holds_settings_tokenizer_tensorboard_and_the_newest_checkpoints(finished):
+    assert {path.name for path in finished.iterdir()} == {
+        "run.json", "tokenizer.model", "metrics.jsonl", "tensorboard", "step-00000006", "step-00000008"}
+    assert json.loads((finished / "run.json").read_text())["config"]["max_steps"] == 8
+
+
+def test_tensorboard_has_losses_validation_text_and_settings(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(finished / "tensorboard")).Reload()
+    assert {"train/loss", "train/perplexity", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/mem_gib",
+            "validation/loss"} <= set(events.Tags()["scalars"])
+    assert len(events.Scalars("train/loss")) == 8
+    assert {"sample/text_summary", "config/text_summary"} <= set(events.Tags()["tensors"])
+
+
+def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    train.main(command(data, finished, "--max_steps", "8", "--save_every", "3"))
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+
+
+def test_a_run_that_is_extended_continues_where_it_ended(data, tmp_path, finished):
+    out = tmp_path / "run"
+    train.main(command(data, out, "--max_steps", "4", "--schedule", "constant"))
+    train.main(command(data, out, "--max_steps", "6", "--schedule", "constant"))
+    whole = tmp_path / "whole"
+    train.main(command(data, whole, "--max_steps", "6", "--schedule", "constant"))
+    assert losses(out) == losses(whole)
+    assert all(torch.equal(value, final_weights(whole)[name]) for name, value in final_weights(out).items())
+
+
+def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([*launcher, "train.py", *args], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, start_new_session=True)
+
+
+def wait_for_step(out, step: int, process: subprocess.Popen):
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        path = Path(out) / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0])
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(sys.executable,), TORCHRUN], ids=["one process", "two processes"])
+def test_kill_9_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path, launcher):
+    args = ["--max_steps", "200", "--save_every", "7", "--eval_every", "0"]
+    whole, killed = start(command(data, tmp_path / "whole", *args), launcher), tmp_path / "killed"
+    assert whole.wait(120) == 0, whole.communicate()[0]
+    process = start(command(data, killed, *args), launcher)
+    wait_for_step(killed, 24, process)
+    subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)  # torchrun's ranks lead sessions of their own
+    process.wait()
+    assert not (killed / "step-00000200").exists()
+    again = start(command(data, killed, *args), launcher)
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0 and "resumed" in output, output
+    assert losses(killed) == losses(tmp_path / "whole")
+    for part in (tmp_path / "whole" / "step-00000200").glob("rank-*"):
+        assert part.read_bytes() == (killed / "step-00000200" / part.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(data, tmp_path):
+    args = ["--save_every", "3", "--eval_every", "0", "--schedule", "constant", "--gradient_accumulation_steps", "2"]
+    two = start(command(data, tmp_path / "run", *args, "--max_steps", "3"), TORCHRUN)
+    assert two.wait(120) == 0, two.communicate()[0]
+    train.main(command(data, tmp_path / "run", *args, "--max_steps", "6"))
+    train.main(command(data, tmp_path / "whole", "--save_every", "3", "--eval_every", "0", "--schedule", "constant",
+                       "--global_batch_size", "4", "--max_steps", "6"))
+    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    train.main(command(data, out, "--max_steps", "4", "--save_every", "2"))
+    weights = final_weights(out)
+    shard = next((out / "step-00000004").glob("rank-*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    train.main(command(data, out, "--max_steps", "4", "--save_every", "2"))
+    assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
+    assert (out / "step-00000004.corrupt").exists()
+    assert all(torch.equal(value, final_weights(out)[name]) for name, value in weights.items())
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+    (["--context-length", "0"], "--context_length 0 is out of range: give a number of at least 1"),
+    (["--context_length", "many"], "argument --context_length"),
+    (["--model_overrides", "num_kv_heads=3"], "not divisible by num_kv_heads=3: choose num_kv_heads from [1, 2, 4, 8]"),
+    (["--model_overrides", "heads=3"], "--model_overrides 'heads=3': give name=value with a name of vocab_size"),
+    (["--model_size", "5B"], "invalid choice: '5B'"),
+    (["--vocab_size", "100"], "the data's vocabulary has 1024 tokens and the model's 100: use --vocab_size 1024"),
+    (["--data", "/nonexistent"], "/nonexistent"),
+    (["--global_batch_size", "3", "--batch_size", "2"], "--global_batch_size 3 is not divisible by 1 ranks x --batch_size 2"),
+    (["--gradient_accumulation_steps", "1000000"], "fewer than one global batch of 1000000"),
+    (["--device", "cuda"], "torch sees no GPU here"),
+    (["--resume", "/nonexistent"], "is not a readable checkpoint"),
+    (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
+    (["stray"], "'stray' stands alone"),
+], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_is_answered_in_one_line_that_names_the_remedy(data, tmp_path, capsys, flags, words):
+    if "--device" in flags and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, so --device cuda is no bad input")
+    assert words in refusal(command(data, tmp_path / "run", *flags), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    assert "seed: 0 there, 1 here" in refusal(command(data, finished, "--seed", "1"), capsys)
+    assert "holds a run" in refusal(command(data, finished, "--resume", "none"), capsys)
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+
+
+def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "holds other files and no run" in refusal(command(data, tmp_path), capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(finished, data, tmp_path, capsys):
+    prepare = [sys.executable, "-m", "data.prepare", "--input", "tests", "--output", str(tmp_path / "other"), "--vocab_size", "900"]
+    subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
+    line = refusal(command(str(tmp_path / "other"), tmp_path / "new", "--resume", str(finished / "step-00000008")), capsys)
+    assert "tokenizer: " in line and "holds another run" in line
+
+
+@pytest.mark.parametrize("text, words", [
+    ("contxt_length = 3", "unknown key 'contxt_length': did you mean 'context_length'?"), ("context_length = 'x'", "give a int"),
+    ("context_length =", "--config"), ("loss = 'fast'", "choose one of auto, standard, chunked"), ("lr = true", "give a float"),
+])
+def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):
+    (tmp_path / "c.toml").write_text(text)
+    assert words in refusal(["--config", str(tmp_path / "c.toml")], capsys)
+
+
+def test_flags_win_over_the_toml_file_and_aliases_work_in_both(tmp_path, capsys):
+    (tmp_path / "c.toml").write_text("[model]\nmodel_size = 'tiny'\nseq_len = 256\n[optimisation]\nlearning_rate = 1\n")
+    with contextlib.suppress(SystemExit):
+        train.main(["--config", str(tmp_path / "c.toml"), "--micro-batch-size", "3", "--max_seq_len=128", "--plan", "--device", "cpu"])
+    assert "context 128" in capsys.readouterr().out
+
+
+# ---- the plan
+
+
+REQUEST = ["--context_length", "131072", "--device", "cpu"]
+TOO_SMALL_FOR_4B = planner.host_available_bytes() < 40 * 2**30
+
+
+@pytest.mark.skipif(not TOO_SMALL_FOR_4B, reason="this machine may hold the 4B at 131,072 tokens, so nothing is refused")
+def test_a_request_that_cannot_fit_ends_with_the_closest_command(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main([*REQUEST, "--output_dir", str(tmp_path / "run")])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and "needed" in captured.out and "there" in captured.out
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("python train.py --model_size tiny") and not (tmp_path / "run").exists()
+    with pytest.raises(SystemExit) as proposed:
+        train.main([*last.split()[2:], "--plan"])
+    assert proposed.value.code == 0
+
+
+@pytest.mark.skipif(not TOO_SMALL_FOR_4B, reason="this machine may hold the 4B at 131,072 tokens, so nothing is refused")
+def test_under_torchrun_the_closest_command_is_the_last_text_on_screen():
+    process = start(["--context_length", "131072", "--device", "cpu"], TORCHRUN)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    last = [line.strip() for line in output.splitlines() if line.strip().strip("=")][-1]
+    assert last.startswith("torchrun --nproc_per_node=2 train.py --model_size tiny"), output
+
+
+def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main([*SMALL, "--plan", "--output_dir", str(tmp_path / "run")])
+    assert stop.value.code == 0 and "GiB per rank" in capsys.readouterr().out and not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys):
+    line = SMALL + ["--batch_size", "400000"]
+    with pytest.raises(SystemExit) as stop:
+        train.main(line)
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--gradient_accumulation_steps 400000" in last and "--batch_size" not in last and "num_layers=2" in last
+
+
+def test_the_printed_command_gives_the_same_settings_back():
+    from longhaul import cli
+    cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full", compile=True, model_overrides=("num_layers=2",), lr=0.5)
+    words = planner.command(cfg, dist.World()).split()
+    assert words[:2] == ["python", "train.py"] and cli.parse(TrainConfig, words[2:])[0] == cfg

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,29 +109,42 @@ def test_the_product_runs_no_foreign_code():
 def test_no_error_is_swallowed(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None and ast.unparse(node.type) not in ("Exception", "BaseException"), f"{path}:{node.lineno}"
+            broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            cleans_up = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            assert not broad or cleans_up, f"{path}:{node.lineno}"
+
+
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from model import Decoder, KVCache, ModelConfig
+torch.set_num_threads(1)
+decoder = Decoder(ModelConfig.preset("tiny", vocab_size=100, num_layers=2, loss="chunked"))
+tokens = torch.randint(100, (2, 33), generator=torch.Generator().manual_seed(0))
+optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+losses = []
+for _ in range(6):
+    loss = decoder(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 1, losses
+cache, token = KVCache(decoder.config, 1, 8), tokens[:1, :1]
+with torch.no_grad():
+    for _ in range(8):
+        token = decoder(token, cache=cache)[:, -1:].argmax(-1)
+assert cache.length == 8
+assert not {"longhaul", "fused", "data", "numpy.testing"} & set(sys.modules)
+print("trained and generated")
+"""
 
 
 def test_model_py_alone_in_an_empty_folder_trains_and_generates(tmp_path):
-    (tmp_path / "model.py").write_bytes((ROOT / "model.py").read_bytes())
-    program = f"""
-import sys; sys.path.insert(0, {str(tmp_path)!r})
-import torch
-from model import Decoder, KVCache, ModelConfig
-decoder = Decoder(ModelConfig.preset("tiny", vocab_size=64, loss="chunked"))
-optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
-tokens = (torch.arange(65) * 7 % 64)[None]
-for _ in range(20):
-    loss = decoder(tokens[:, :-1], tokens[:, 1:])
-    loss.backward(); optimizer.step(); optimizer.zero_grad()
-assert loss < 1.0, loss
-cache, token = KVCache(decoder.config, 1, 8), tokens[:, :1]
-with torch.no_grad():
-    for _ in range(5):
-        token = decoder(token, cache=cache)[:, -1].argmax(-1, keepdim=True)
-assert token.item() == 35, token
-"""
-    subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, check=True)
+    shutil.copy(ROOT / "model.py", tmp_path / "model.py")
+    done = subprocess.run([sys.executable, "-I", "-c", ALONE, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "trained and generated\n", done.stderr
 
 
 def flags_of(text: str) -> set[str]:

@@ -411,7 +411,7 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
 
 @pytest.mark.parametrize("arguments,words", [
     (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
-    (["--checkpoint", "nowhere", "--output", "new"], "holds no step-* folder: name a run"),
+    (["--checkpoint", "nowhere", "--output", "new"], "is no checkpoint and holds none: name a run"),
     (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
     (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
     (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),

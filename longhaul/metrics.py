@@ -6,6 +6,7 @@ Imports nothing of ours. TensorBoard and tqdm are loaded by rank 0 alone.
 import json
 import os
 import resource
+import sys
 from pathlib import Path
 
 import torch
@@ -62,7 +63,8 @@ class Logger:
         self.file = open(folder / "metrics.jsonl", "a", buffering=1)
         self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
         self.board.add_text("config", f"```\n{config_text}\n```", first_step)
-        self.bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True)
+        every_seconds = 0.2 if sys.stderr.isatty() else 15  # a file or pipe gets a line now and then, not a film
+        self.bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True, mininterval=every_seconds, maxinterval=3600)
 
     def step(self, record: dict):
         """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
@@ -72,8 +74,9 @@ class Logger:
         if record["step"] % self.every:
             return
         self.scalars(record["step"], {f"train/{key}": record[key] for key in record if key not in ("step", "time")})
+        figures = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB"
+        self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update(record["step"] - self.bar.n)
-        self.bar.set_postfix_str(f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB")
 
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""

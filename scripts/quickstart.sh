@@ -13,8 +13,8 @@ echo "== data: the embedded corpus (standard library, torch and numpy sources)"
 python -m data.prepare
 
 echo "== train: the tiny preset on 2 processes"
-torchrun --nproc_per_node=2 train.py --model_size tiny --context_length 2048 --batch_size 2 \
-    --max_steps 150 --lr 3e-3 --warmup_steps 15 --schedule wsd --eval_every 75 --save_every 75 --output_dir "$out"
+torchrun --nproc_per_node=2 train.py --model_size tiny --context_length 1024 --batch_size 2 \
+    --max_steps 300 --lr 2e-3 --warmup_steps 20 --eval_every 150 --save_every 100 --output_dir "$out"
 
 echo "== evaluate"
 python -m scripts.evaluate --checkpoint "$out"

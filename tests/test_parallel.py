@@ -85,12 +85,25 @@ def sharded():
     return functools.cache(lambda size: run_ranks(train_each, size, SHARDED[size]))
 
 
-@pytest.mark.parametrize("size, index", [(size, index) for size, each in SHARDED.items() for index in range(len(each))],
-                         ids=lambda value: str(value))
+@pytest.mark.parametrize("size, index", [
+    pytest.param(size, index, id=f"{size} ranks {each[index]}", marks=[pytest.mark.slow] * (size != 2))
+    for size, each in SHARDED.items() for index in range(len(each))])
 def test_ranks_change_nothing(single, sharded, size, index):
     tied = "tie_embeddings=False" not in SHARDED[size][index].get("model_overrides", ())
     for results in sharded(size):
         assert_same(results[index], single[tied])
+
+
+@pytest.mark.slow
+def test_compiled_layers_change_nothing(single):
+    assert_same(train(dist.World(), dict(batch_size=2, compile=True, gradient_checkpointing="full")), single[True])
+
+
+@pytest.mark.slow
+def test_compiled_and_sharded_layers_change_nothing(single):
+    changes = dict(batch_size=2, compile=True, gradient_checkpointing="full", loss="chunked")
+    for results in run_ranks(train_each, 2, [changes]):
+        assert_same(results[0], single[True])
 
 
 def initial_weights(world: dist.World) -> dict:
@@ -131,6 +144,7 @@ def saved_by_two(tmp_path_factory):
     return str(folder / "step-00000002")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, replicas", [(3, 1), (4, 2)])
 def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, replicas):
     truth = tensors_after_loading(dist.World(), saved_by_two, {})

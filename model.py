@@ -14,6 +14,7 @@ Letters: B batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value
 F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters keep their own (fp32 master weights).
 """
 
+import functools
 import hashlib
 import math
 from dataclasses import dataclass, fields, replace
@@ -25,6 +26,7 @@ from torch import Tensor
 
 IGNORE = -100  # the label of a position without a target
 GIB = 2**30
+TILES_WIN = 8192  # vocabulary from which the chunked loss takes no more time than the standard one (benchmarks/vocab_loss.py)
 
 
 # --------------------------------------------------------------------------------------------------- configuration
@@ -40,6 +42,7 @@ CHOICES = {
     "attention_type": ("standard", "nsa"),
     "rope_scaling": ("none", "linear", "yarn"),
     "loss": ("auto", "standard", "chunked"),
+    "kernels": ("auto", "torch", "compiled", "triton"),
     "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
 }
 
@@ -64,16 +67,19 @@ class ModelConfig:
     attention_type: str = "standard"
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # `auto` never builds logits larger than this
-    loss_chunk_size: int = 4096  # tokens of a tile of the chunked loss
+    loss_chunk_size: int = 0  # tokens of a tile of the chunked loss; 0: chosen by shape and device
+    kernels: str = "auto"  # who computes fused parts: torch, torch.compile, or the Triton twins of fused/
     compute_dtype: str = "float32"
     init_std: float = 0.02
 
     def __post_init__(self):
         above = dict.fromkeys(("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_size",
-                               "loss_chunk_size", "rope_original_context", "norm_eps", "init_std"), 0) | dict(rope_theta=1)
+                               "rope_original_context", "norm_eps", "init_std"), 0) | dict(rope_theta=1)
         for name, bound in above.items():
             if not bound < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give a number above {bound}")
+        if self.loss_chunk_size < 0:
+            raise ValueError(f"loss_chunk_size={self.loss_chunk_size} is out of range: give tokens, or 0 to choose by shape and device")
         if not 0 <= self.logits_threshold_gib < math.inf:
             raise ValueError(f"logits_threshold_gib={self.logits_threshold_gib} is out of range: give a number of GiB, 0 or more")
         for name, allowed in CHOICES.items():
@@ -113,6 +119,19 @@ class ModelConfig:
         """Parameters of the decoder, a tied embedding counted once; nothing is allocated."""
         vocabularies = 1 if self.tie_embeddings else 2
         return vocabularies * self.vocab_size * self.hidden_size + self.num_layers * self.layer_params() + self.hidden_size
+
+    def logits_gib(self, batch: int, seq: int) -> float:
+        """GiB of bf16 logits."""
+        return batch * seq * self.vocab_size * 2 / GIB
+
+    def should_chunk(self, batch: int, seq: int) -> bool:
+        """The threshold rule."""
+        return self.loss == "chunked" or self.loss == "auto" and self.logits_gib(batch, seq) > self.logits_threshold_gib
+
+    def loss_path(self, batch: int, seq: int) -> str:
+        """Which loss runs, "standard" or "chunked": `auto` also takes the chunked one where it was measured to be no slower."""
+        faster = self.loss == "auto" and self.vocab_size >= TILES_WIN
+        return "chunked" if faster or self.should_chunk(batch, seq) else "standard"
 
     def train_flops(self, tokens: int, causal_pairs: float) -> float:
         """Floating-point operations of one forward and backward pass, recomputation excluded.
@@ -456,202 +475,248 @@ def standard_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tenso
 
 # ------------------------------------------------------------------------- the loss, over tiles of the vocabulary
 
-COMPILE_TILES: bool | None = None  # compile the elementwise tile bodies; None: exactly when the caller is itself being compiled
+# The standard loss moves [N, V] through memory about ten times in fp32: that, not arithmetic, is most of its time. Here the forward walks
+# the vocabulary once with an online log-sum-exp and the backward recomputes each tile: four products instead of three, yet faster, and
+# 8 bytes saved per token instead of 4V. n: the valid tokens, packed; V inside a tile: the tile's columns.
+
+def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[int, int]:
+    """(token_tile, vocab_tile): [N, vocab_tile] exists in the inputs' dtype, [token_tile, vocab_tile] in fp32 where the bodies are eager."""
+    cpu = device.type == "cpu"
+    token_tile = (512 if kernels == "torch" else 2048) if cpu else 8192  # a compiled body keeps fp32 in registers: no cache to miss
+    vocab_tile = (2**22 if cpu else 2**28) // max(N, 1) // 128 * 128
+    return token_tile, min(max(vocab_tile, 1024), 2048 if cpu else 8192, max(V, 1))
 
 
-def tile_sizes(N: int, V: int, D: int, device: torch.device) -> tuple[int, int]:
-    """(token_tile, vocab_tile): the vocabulary tile spans all tokens; the token tile bounds the fp32 temporaries."""
-    if device.type == "cpu":
-        return 512, 2048 if N <= 4096 else 1024
-    return 8192, 8192 if N <= 16384 else 4096
+def spans(size: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
 
 
-def tiles(size: int, tile: int):
-    return [(start, min(start + tile, size)) for start in range(0, size, tile)]
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and exponentials."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def choose_kernels(kernels: str, tile_like: Tensor) -> str:
+    """Who computes the elementwise tile bodies: "torch" (eager), "compiled" (torch.compile) or "triton" (fused/).
+
+    "auto": compiled on CUDA and inside a compiled caller, else torch. The Triton twins are used where they are asked for.
+    """
+    if kernels not in ("auto", "torch", "compiled", "triton"):
+        raise ValueError(f"kernels={kernels!r} is unknown: choose auto, torch, compiled or triton")
+    if kernels == "triton":
+        try:
+            from fused import linear_ce  # the one lazy edge
+        except ImportError as error:
+            raise ValueError(f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'") from None
+        linear_ce.require(tile_like)
+    automatic = "compiled" if tile_like.is_cuda or torch.compiler.is_compiling() else "torch"
+    return automatic if kernels == "auto" else kernels
+
+
+@functools.cache
+def tile_body(function, kernels: str):
+    """An elementwise tile function or its fused twin; compiled dynamically, or every ragged last tile would compile again."""
+    if kernels == "triton":
+        from fused import linear_ce
+        return getattr(linear_ce, function.__name__)
+    return torch.compile(function, dynamic=True) if kernels == "compiled" else function
 
 
 def tile_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer: Tensor) -> Tensor:
-    """hidden @ weight^T into the reused flat buffer (a ragged last tile stays contiguous)."""
-    N, V = hidden_ND.shape[0], weight_VD.shape[0]
-    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[:N * V].view(N, V))
-
-
-def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
-    """x[n, target_n] = value_n wherever the target lies inside this tile; needs no host sync."""
-    V = x_NV.shape[1]
-    if torch.compiler.is_compiling():  # a comparison fuses, an index_put would split the kernel
-        return torch.where(torch.arange(V, device=x_NV.device) == target_N[:, None], value_N[:, None], x_NV)
-    inside_N = (target_N >= 0) & (target_N < V)
-    row_N, column_N = torch.arange(len(x_NV), device=x_NV.device), target_N.clamp(0, V - 1)
-    x_NV[row_N, column_N] = torch.where(inside_N, value_N, x_NV[row_N, column_N])
-    return x_NV
+    """hidden @ weight^T into the reused flat buffer; a ragged last tile stays contiguous."""
+    shape = len(hidden_ND), len(weight_VD)
+    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[: shape[0] * shape[1]].view(shape))
 
 
 def capped(z_NV: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
-    """The tile in the accumulation type, always a copy that may be written in place."""
+    """softcap * tanh(z / softcap), always as a copy that may be overwritten."""
     x_NV = z_NV.to(dtype, copy=True)
     return x_NV if softcap is None else x_NV.div_(softcap).tanh_().mul_(softcap)
 
 
-def online_logsumexp(z_NV, target_N, max_N, sum_N, total_N, softcap, with_total):
-    """Fold one tile into the running (max, sum of exp(z - max), sum of z) of all logits but the target's."""
-    x_NV = capped(z_NV, softcap, max_N.dtype)
-    if with_total:
-        total_N = total_N + x_NV.sum(1)
-    x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
-    new_N = torch.maximum(max_N, x_NV.amax(1))
-    sum_N = sum_N * (max_N - new_N).exp() + x_NV.sub_(new_N[:, None]).exp_().sum(1)
-    return new_N, sum_N, total_N
+def exp_(x: Tensor) -> Tensor:
+    """exp in place. On CPU torch.exp is MKL's, four times slower on AMD than exp2; the product's rounding is below that of x = z - lse."""
+    return x.mul_(1.4426950408889634).exp2_()
 
 
-def gradient_tile(z_NV, target_N, lse_N, slope_N, shift_N, at_target_N, softcap):
-    """Overwrite logits z by dz = (slope * p + shift) * dsoftcap, and by at_target where the target is."""
-    x_NV = capped(z_NV, softcap, lse_N.dtype)
-    chain_NV = 1 if softcap is None else 1 - (x_NV / softcap).square()
-    x_NV = x_NV.sub_(lse_N[:, None]).exp_().mul_(slope_N[:, None])
-    if shift_N is not None:
-        x_NV = x_NV.add_(shift_N[:, None])
-    z_NV.copy_(put_target(x_NV.mul_(chain_NV) if softcap is not None else x_NV, target_N, at_target_N))
+def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
+    """x[n, target_n] = value_n where the target lies inside the tile, without asking the device how often."""
+    V = x_NV.shape[1]
+    if torch.compiler.is_compiling():  # a comparison fuses into the body; an indexed write would split it
+        return torch.where(torch.arange(V, device=x_NV.device, dtype=target_N.dtype) == target_N[:, None], value_N[:, None], x_NV)
+    row_N, column_N = torch.arange(len(x_NV), device=x_NV.device), target_N.clamp(0, V - 1).long()
+    value_N = torch.where(target_N == column_N, value_N, x_NV[row_N, column_N])
+    return x_NV.index_put_((row_N, column_N), value_N)  # scatter_ copies the whole tile on CPU: 2x slower
 
 
-_compiled = {}
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. Low-precision products are summed in fp32: bf16 sums make gradients 6x noisier."""
+    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
 
 
-def _body(function, compiled: bool):
-    if not compiled:
-        return function
-    if function not in _compiled:
-        _compiled[function] = torch.compile(function, dynamic=True)
-    return _compiled[function]
+def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
 
 
-def _pack(labels_N: Tensor, ignore_index: int):
-    """Rows of valid tokens. On CUDA their count would cost a host sync: there all rows are kept and ignored ones get zero gradient."""
+def pack_valid(labels_N: Tensor, ignore_index: int) -> tuple[slice | Tensor, Tensor]:
+    """(rows, target_n) of the valid tokens: ignored ones then cost nothing. int32, or comparing columns costs more than the exp.
+
+    On CUDA the number of valid tokens would cost a host sync, so all rows stay, and ignored ones get target -1 and zero gradient.
+    """
     valid_N = labels_N != ignore_index
-    if labels_N.device.type != "cpu" or bool(valid_N.all()):
-        return slice(None), torch.where(valid_N, labels_N, -1), valid_N
+    if labels_N.device.type != "cpu" or valid_N.all():
+        return slice(None), torch.where(valid_N, labels_N, -1).int()
     rows = valid_N.nonzero()[:, 0]
-    return rows, labels_N[rows], valid_N[rows]
+    return rows, labels_N[rows].int()
 
 
-def _check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
-    bad = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
-    if bad.any():
-        n = int(bad.nonzero()[0, 0])
-        raise IndexError(f"label {int(labels_N[n])} at position {n}: allowed are 0..{V - 1} and ignore_index={ignore_index}")
+def unpack(value_n: Tensor, rows: slice | Tensor, N: int) -> Tensor:
+    """Scatter packed rows back to N tokens, zero where ignored."""
+    if isinstance(rows, slice):
+        return value_n
+    return value_n.new_zeros(N, *value_n.shape[1:]).index_copy_(0, rows, value_n)
+
+
+# ---- the two elementwise bodies
+
+
+def fold_logsumexp(z_NV, target_N, max_N, sum_N, total_N, softcap):
+    """Fold a tile into (max, sum exp(z - max)) of all logits but the target's, and into the sum of all logits."""
+    x_NV = capped(z_NV, softcap, max_N.dtype)
+    total_N = total_N + x_NV.sum(1)
+    x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
+    new_max_N = torch.maximum(max_N, x_NV.amax(1))
+    sum_N = sum_N * (max_N - new_max_N).exp() + exp_(x_NV.sub_(new_max_N[:, None])).sum(1)
+    return new_max_N, sum_N, total_N
+
+
+def logits_to_gradient(z_NV, target_N, lse_N, slope_N, shift_N, softcap):
+    """Overwrite z by (slope * exp(z - lse) + shift) * d softcap, and by 0 at the target."""
+    x_NV = capped(z_NV, softcap, lse_N.dtype)
+    chain_NV = None if softcap is None else 1 - (x_NV / softcap).square()
+    d_NV = exp_(x_NV.sub_(lse_N[:, None])).mul_(slope_N[:, None]).add_(shift_N[:, None])
+    if chain_NV is not None:
+        d_NV = d_NV.mul_(chain_NV)
+    z_NV.copy_(put_target(d_NV, target_N, torch.zeros_like(lse_N)))
+
+
+# ---- the operator: opaque to torch.compile, which would unroll the loops over tiles
 
 
 @torch.library.custom_op("longhaul::vocab_nll", mutates_args=())
-def _vocab_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, ignore_index: int, token_tile: int, vocab_tile: int,
-               softcap: float | None, with_mean: bool, compiled: bool, validate: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(nll_N, lse_N, mean_N) in fp32 (fp64 for fp64), zero at ignored tokens."""
-    N, V = hidden_ND.shape[0], weight_VD.shape[0]
-    if validate or labels_N.device.type == "cpu":  # a host sync on CUDA only
-        _check_labels(labels_N, V, ignore_index)
-    out = [t for t in hidden_ND.new_zeros(3, N, dtype=_wide(hidden_ND.dtype))]
-    rows, target_n, valid_n = _pack(labels_N, ignore_index)
-    h_nD = hidden_ND[rows]
-    z_target_n = _target_logit(h_nD, weight_VD, target_n, softcap)
+def vocab_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, ignore_index: int, softcap: float | None, tiles: list[int],
+              kernels: str, validate: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(-log p(label), logsumexp of the logits, mean of the logits) per token in fp32, 0 where ignored."""
+    N, V = len(hidden_ND), len(weight_VD)
+    if validate or labels_N.device.type == "cpu":
+        check_labels(labels_N, V, ignore_index)
+    rows, target_n = pack_valid(labels_N, ignore_index)
+    h_nD, fold = hidden_ND[rows], tile_body(fold_logsumexp, kernels)
+    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
     max_n, sum_n, total_n = z_target_n.clone(), torch.zeros_like(z_target_n), torch.zeros_like(z_target_n)
-    buffer = h_nD.new_empty(min(token_tile, len(h_nD)) * min(vocab_tile, V))
-    fold = _body(online_logsumexp, compiled)
-    for v, v_end in tiles(V, vocab_tile):
-        w_VD = weight_VD[v:v_end].to(h_nD.dtype)
-        for n, n_end in tiles(len(h_nD), token_tile):
-            t = slice(n, n_end)
-            max_n[t], sum_n[t], total_n[t] = fold(tile_logits(h_nD[t], w_VD, buffer), target_n[t] - v, max_n[t], sum_n[t],
-                                                  total_n[t], softcap, with_mean)
-    # softplus(lse of the others - z_target): exact also where p(target) is about 1 or the logits carry a large offset
+    buffer = h_nD.new_empty(min(tiles[0], len(h_nD)) * min(tiles[1], V))
+    for v in spans(V, tiles[1]):
+        w_VD = weight_VD[v].to(h_nD.dtype)
+        for t in spans(len(h_nD), tiles[0]):
+            z_NV = tile_logits(h_nD[t], w_VD, buffer)
+            max_n[t], sum_n[t], total_n[t] = fold(z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap)
+    # log(1 + sum of the others / exp(z_target)): exact also for p(target) near 1 and under a large common offset
     nll_n = torch.logaddexp(max_n - z_target_n + sum_n.log(), torch.zeros_like(sum_n))
-    for t, value in zip(out, (nll_n, z_target_n + nll_n, total_n / V)):
-        t[rows] = value.where(valid_n, 0)
-    return out[0].clone(), out[1].clone(), out[2].clone()
+    ignored_n = target_n < 0
+    return tuple(unpack(x_n.masked_fill_(ignored_n, 0), rows, N) for x_n in (nll_n, z_target_n + nll_n, total_n / V))
 
 
-def _wide(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _target_logit(h_nD, weight_VD, target_n, softcap):
-    wide = _wide(h_nD.dtype)
-    w_nD = weight_VD.index_select(0, target_n.clamp(min=0)).to(h_nD.dtype)
-    return capped((h_nD.to(wide) * w_nD.to(wide)).sum(1), softcap, wide)
-
-
-@_vocab_nll.register_fake
-def _(hidden_ND, weight_VD, labels_N, ignore_index, token_tile, vocab_tile, softcap, with_mean, compiled, validate):
-    return tuple(hidden_ND.new_empty(hidden_ND.shape[0], dtype=_wide(hidden_ND.dtype)) for _ in range(3))
+def target_logits(h_nD: Tensor, weight_VD: Tensor, target_n: Tensor, token_tile: int, softcap: float | None) -> Tensor:
+    """The label's logit from an fp32 dot product: a low-precision tile would round the one logit that the loss subtracts."""
+    z_n = h_nD.new_empty(len(h_nD), dtype=wide(h_nD.dtype))
+    for t in spans(len(h_nD), token_tile):
+        w_nD = weight_VD.index_select(0, target_n[t].clamp(min=0)).to(h_nD.dtype)
+        z_n[t] = (h_nD[t].to(z_n.dtype) * w_nD).sum(1)
+    return capped(z_n, softcap, z_n.dtype)
 
 
 @torch.library.custom_op("longhaul::vocab_nll_backward", mutates_args=())
-def _vocab_nll_backward(d_nll_N: Tensor, d_lse_N: Tensor, d_mean_N: Tensor, nll_N: Tensor, lse_N: Tensor, hidden_ND: Tensor,
-                        weight_VD: Tensor, labels_N: Tensor, ignore_index: int, token_tile: int, vocab_tile: int,
-                        softcap: float | None, with_mean: bool, compiled: bool, need_h: bool, need_w: bool) -> tuple[Tensor, Tensor]:
-    V = weight_VD.shape[0]
-    rows, target_n, valid_n = _pack(labels_N, ignore_index)
-    h_nD, lse_n, nll_n = hidden_ND[rows], lse_N[rows], nll_N[rows]
-    d_nll_n, d_lse_n, shift_n = (torch.where(valid_n, d[rows], 0) for d in (d_nll_N, d_lse_N, d_mean_N / V))
+def vocab_nll_backward(grads: list[Tensor], nll_N: Tensor, lse_N: Tensor, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor,
+                       ignore_index: int, softcap: float | None, tiles: list[int], kernels: str, need_hidden: bool,
+                       need_weight: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and weight (empty where not needed): dz = (d_nll + d_lse) p + d_mean / V, minus d_nll at the label."""
+    N, V = len(hidden_ND), len(weight_VD)
+    rows, target_n = pack_valid(labels_N, ignore_index)
+    h_nD, nll_n, lse_n, fill = hidden_ND[rows], nll_N[rows], lse_N[rows], tile_body(logits_to_gradient, kernels)
+    d_nll_n, d_lse_n, shift_n = (d_N[rows].masked_fill(target_n < 0, 0) for d_N in (grads[0], grads[1], grads[2] / V))
     slope_n = d_nll_n + d_lse_n
-    # p - 1 = expm1(-nll), from the fp32 target logit: never mix it with the rounded one of the tile
-    at_target_n = d_nll_n * torch.expm1(-nll_n) + d_lse_n * torch.exp(-nll_n) + shift_n
+    # p - 1 = expm1(-nll), and nll holds the fp32 target logit: never pair that lse with the tile's rounded target logit
+    d_target_n = d_nll_n * torch.expm1(-nll_n) + d_lse_n * torch.exp(-nll_n) + shift_n
     if softcap is not None:
-        at_target_n = at_target_n * (1 - ((lse_n - nll_n) / softcap).square())
-    dh_nD = torch.zeros_like(h_nD, dtype=lse_N.dtype) if need_h else None
-    dw_VD = torch.empty_like(weight_VD) if need_w else weight_VD.new_empty(0)
-    buffer = h_nD.new_empty(len(h_nD) * min(vocab_tile, V))
-    fill = _body(gradient_tile, compiled)
-    for v, v_end in tiles(V, vocab_tile):
-        w_VD = weight_VD[v:v_end].to(h_nD.dtype)
-        z_nV = buffer[:len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
-        for n, n_end in tiles(len(h_nD), token_tile):
-            t = slice(n, n_end)
+        d_target_n *= 1 - ((lse_n - nll_n) / softcap).square()
+    tile_lse_n = lse_n.masked_fill(target_n < 0, torch.inf)  # of an ignored row exp gives 0; its 0 * exp(overflow) would be NaN in dW
+    dh_nD = lse_n.new_empty(0)
+    if need_hidden:  # the label's term is by far the largest: it stays in fp32, outside the tiles
+        dh_nD = weight_VD.index_select(0, target_n.clamp(min=0)).to(h_nD.dtype).to(lse_n.dtype).mul_(d_target_n[:, None])
+    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
+    buffer = h_nD.new_empty(len(h_nD) * min(tiles[1], V))
+    for v in spans(V, tiles[1]):
+        w_VD = weight_VD[v].to(h_nD.dtype)
+        z_nV = buffer[: len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
+        for t in spans(len(h_nD), tiles[0]):
             torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
-            fill(z_nV[t], target_n[t] - v, lse_n[t], slope_n[t], shift_n[t] if with_mean else None, at_target_n[t], softcap)
-            if need_h:
-                dh_nD[t] += z_nV[t] @ w_VD
-        if need_w:
-            dw_VD[v:v_end] = z_nV.t() @ h_nD  # one product over all tokens: rounded once
-    if not need_h:
-        return hidden_ND.new_empty(0), dw_VD
-    dh_ND = torch.zeros_like(hidden_ND)
-    dh_ND[rows] = dh_nD.to(hidden_ND.dtype)
-    return dh_ND, dw_VD
+            fill(z_nV[t], target_n[t] - v.start, tile_lse_n[t], slope_n[t], shift_n[t], softcap)
+            if need_hidden:
+                add_product(dh_nD[t], z_nV[t], w_VD)
+        if need_weight:  # one product over all tokens: rounded once, however many token tiles, and no fp32 [V, D]
+            set_product(dw_VD[v], put_target(z_nV, target_n - v.start, d_target_n.to(z_nV.dtype)).t(), h_nD)
+    return unpack(dh_nD.to(hidden_ND.dtype), rows, N) if need_hidden else dh_nD, dw_VD
 
 
-@_vocab_nll_backward.register_fake
-def _(d_nll_N, d_lse_N, d_mean_N, nll_N, lse_N, hidden_ND, weight_VD, labels_N, ignore_index, token_tile, vocab_tile, softcap,
-      with_mean, compiled, need_h, need_w):
-    return (torch.empty_like(hidden_ND) if need_h else hidden_ND.new_empty(0),
-            torch.empty_like(weight_VD) if need_w else weight_VD.new_empty(0))
+@vocab_nll.register_fake
+def _(hidden_ND, *_):
+    return tuple(hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype)) for _ in range(3))
 
 
-def _setup(ctx, inputs, output):
-    hidden_ND, weight_VD, labels_N, *ctx.options, _ = inputs
-    ctx.save_for_backward(*output[:2], hidden_ND, weight_VD, labels_N)
+@vocab_nll_backward.register_fake
+def _(grads, nll_N, lse_N, hidden_ND, weight_VD, *args):
+    need_hidden, need_weight = args[-2:]
+    return (torch.empty_like(hidden_ND) if need_hidden else lse_N.new_empty(0),
+            torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0))
+
+
+def _save(ctx, inputs, output):
+    hidden_ND, weight_VD, labels_N, *ctx.options, _validate = inputs
+    nll_N, lse_N, _mean_N = output
+    ctx.save_for_backward(nll_N, lse_N, hidden_ND, weight_VD, labels_N)  # beyond the inputs: 8 bytes per token
 
 
 def _backward(ctx, *grads):
-    need_h, need_w = ctx.needs_input_grad[:2]
-    dh, dw = _vocab_nll_backward(*grads, *ctx.saved_tensors, *ctx.options, need_h, need_w)
-    return dh if need_h else None, dw if need_w else None, *[None] * 8
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    dh_ND, dw_VD = vocab_nll_backward(grads, *ctx.saved_tensors, *ctx.options, need_hidden, need_weight)
+    return dh_ND if need_hidden else None, dw_VD if need_weight else None, *[None] * 6
 
 
-_vocab_nll.register_autograd(_backward, setup_context=_setup)
+vocab_nll.register_autograd(_backward, setup_context=_save)
 
 
-def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100, reduction: str = "mean",
+# ---- the loss
+
+
+def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100, reduction: str = "sum",
                          num_valid: Tensor | float | None = None, token_tile: int | None = None, vocab_tile: int | None = None,
                          z_loss: float = 0.0, label_smoothing: float = 0.0, softcap: float | None = None,
-                         validate: bool = False) -> Tensor:
-    """Cross-entropy of softcap(hidden @ weight^T) against labels, without the logits.
+                         kernels: str = "auto", validate: bool = False) -> Tensor:
+    """Cross-entropy of the logits z = softcap(hidden @ weight^T), which never exist as a whole.
 
-    loss_n = (1 - e) nll_n + e (lse_n - mean_v z_nv) + z_loss * lse_n^2
+        loss_n = (1 - e) (lse_n - z_n,label) + e (lse_n - mean_v z_nv) + z_loss lse_n^2,   e = label_smoothing
+
+    hidden and weight: any floating dtype, the products run in hidden's (also under autocast); the loss is fp32, gradients have
+    their input's dtype. "sum" is for a caller that divides; "mean" divides by num_valid, which under data parallelism or accumulation is the *global* number of valid
+    tokens; without it, by the valid tokens given here. No valid token: loss 0 and zero gradients. `kernels`: see
+    `choose_kernels`. Raises ValueError for shapes, devices, dtypes and tiles, IndexError
+    for labels outside [0, V): always on CPU, on CUDA only with `validate`, which costs a host sync.
     """
-    (N, D), V = hidden_ND.shape, weight_VD.shape[0]
-    auto_token, auto_vocab = tile_sizes(N, V, D, hidden_ND.device)
-    compiled = torch.compiler.is_compiling() if COMPILE_TILES is None else COMPILE_TILES
-    nll_N, lse_N, mean_N = _vocab_nll(hidden_ND, weight_VD, labels_N, ignore_index, token_tile or auto_token, vocab_tile or auto_vocab,
-                                      softcap, label_smoothing > 0, compiled, validate)
+    check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
+    kernels = choose_kernels(kernels, hidden_ND)
+    auto = default_tiles(len(hidden_ND), len(weight_VD), hidden_ND.device, kernels)
+    tiles = [token_tile or auto[0], vocab_tile or auto[1]]
+    nll_N, lse_N, mean_N = vocab_nll(hidden_ND, weight_VD, labels_N, ignore_index, softcap, tiles, kernels, validate)
     loss_N = nll_N
     if label_smoothing:
         loss_N = (1 - label_smoothing) * nll_N + label_smoothing * (lse_N - mean_N)
@@ -659,12 +724,32 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor,
         loss_N = loss_N + z_loss * lse_N.square()
     if reduction == "none":
         return loss_N
-    loss = loss_N.sum()
     if reduction == "sum":
-        return loss
+        return loss_N.sum()
     if num_valid is None:
         num_valid = (labels_N != ignore_index).sum()
-    return loss / torch.as_tensor(num_valid, device=loss.device).clamp(min=1)
+    return loss_N.sum() / (num_valid.clamp(min=1) if isinstance(num_valid, Tensor) else max(num_valid, 1))
+
+
+def check_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str, *tiles: int | None) -> None:
+    shapes = tuple(hidden_ND.shape), tuple(weight_VD.shape), tuple(labels_N.shape)
+    if [len(shape) for shape in shapes] != [2, 2, 1] or shapes[0] != (*shapes[2], shapes[1][1]) or not shapes[1][0]:
+        raise ValueError(f"hidden, weight, labels have shapes {shapes}; needed: (N, D), (V, D), (N,) with V >= 1")
+    if len({hidden_ND.device, weight_VD.device, labels_N.device}) > 1:
+        raise ValueError(f"hidden is on {hidden_ND.device}, weight on {weight_VD.device}, labels on {labels_N.device}; move them to one")
+    if not (hidden_ND.is_floating_point() and weight_VD.is_floating_point()) or labels_N.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"hidden is {hidden_ND.dtype}, weight {weight_VD.dtype}, labels {labels_N.dtype}; needed: floating, floating, int64")
+    if any(tile is not None and tile < 1 for tile in tiles):
+        raise ValueError(f"token_tile, vocab_tile = {tiles}: both must be >= 1, or None to choose by shape and device")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum', 'none'")
+
+
+def check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
+    bad_N = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
+    if bad_N.any():
+        n = int(bad_N.nonzero()[0, 0])
+        raise IndexError(f"label {int(labels_N[n])} at position {n}: allowed are 0 to {V - 1}, and {ignore_index} to ignore the token")
 
 
 # ---------------------------------------------------------------------------------------------------------- decoder
@@ -688,6 +773,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(config)
         self.rotary = RotaryCache(config)
+        self.validate = False  # check that labels are in the vocabulary also where that costs a host sync
         self.tie_weights()
         if not self.embed.weight.is_meta:
             self.init_weights(seed)
@@ -741,23 +827,19 @@ class Decoder(nn.Module):
 
     def logits_gib(self, batch: int, seq: int) -> float:
         """Size of the bf16 logits [batch*seq, V] in GiB: 37.09 at 131,072 tokens of the 4B."""
-        return batch * seq * self.config.vocab_size * 2 / GIB
+        return self.config.logits_gib(batch, seq)
 
     def should_chunk(self, batch: int, seq: int) -> bool:
-        """Whether the loss runs over tiles: asked for, or `auto` with logits above the threshold."""
-        if self.config.loss != "auto":
-            return self.config.loss == "chunked"
-        return self.logits_gib(batch, seq) > self.config.logits_threshold_gib
+        """Whether memory demands the chunked loss: it is asked for, or `auto` and the logits are above the threshold."""
+        return self.config.should_chunk(batch, seq)
 
     def loss_function(self, batch: int, seq: int):
         """The function that `lm_head` applies: (hidden_ND, weight_VD, labels_N, num_valid) -> scalar."""
-        if not self.should_chunk(batch, seq):
-            return standard_cross_entropy
-        return self._chunked_loss
+        return standard_cross_entropy if self.config.loss_path(batch, seq) == "standard" else self._chunked_loss
 
     def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction="mean", num_valid=num_valid,
-                                    token_tile=self.config.loss_chunk_size)
+                                    token_tile=self.config.loss_chunk_size or None, kernels=self.config.kernels, validate=self.validate)
 
     # ---- parameters
 

@@ -6,6 +6,7 @@ Whatever is wrong is said in one line before anything is allocated or overwritte
 
 import dataclasses
 import json
+import math
 import shutil
 import sys
 import time
@@ -13,38 +14,45 @@ from pathlib import Path
 
 import torch
 
-from longhaul import cli, dist
+from longhaul import checkpoint, cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
+NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
+FREE = {"output_dir", "resume", "plan", "config", "global_batch_size", "gradient_accumulation_steps"}  # settings that follow the call
 
 
 def main(args: list[str] | None = None):
     """The command line; errors that a user can mend end in one line and exit code 2."""
-    cfg, _ = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
     world = dist.World.from_environment()
     try:
+        cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
         plan_or_refuse(cfg, world, device)
-        Run(cfg, world, device).train()
+        run = Run(cfg, world, device)
+        run.prepare()
     except ValueError as error:
+        dist.stop()
         dist.refuse(f"train.py: error: {error}")
+    try:
+        run.train()
     finally:
         dist.stop()
 
 
 def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device):
     """Print the plan; stop where it was asked for, or where the request cannot fit. Nothing smaller is ever trained instead."""
-    plan = planner.plan(cfg, cfg.model(), world, device)
+    dist.check_replicas(world, cfg.dp_replicate)
     cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
+    plan = planner.plan(cfg, cfg.model(), world, device)
     dist.print0(plan.table(), world=world)
     if plan.fits and cfg.plan:
         sys.exit(0)
     if not plan.fits:
         nearest = planner.closest(plan)
         words = "nothing of longhaul fits here" if nearest is None else "closest command that runs here:\n" + planner.command(nearest.cfg, world)
-        dist.refuse(f"train.py: error: {plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
+        raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
 
 
 class Run:
@@ -55,10 +63,11 @@ class Run:
         self.world, self.device, self.folder = world, device, Path(cfg.output_dir)
         self.dataset = self._open_data(cfg)
         self.config = self._model_config(cfg)
-        self.checkpoint = self._find_checkpoint(cfg)
+        found = dist.on_rank0(lambda: self._find_checkpoint(cfg), world)  # one rank looks, so that all decide alike
+        self.checkpoint = Path(found) if found else None
+        self.manifest = checkpoint.read_manifest(self.checkpoint) if found else None
         self.cfg = self._with_the_checkpoints_batch(cfg)
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
-        self.first_step = 0 if self.checkpoint is None else self._manifest()["step"]
 
     # ---- what is checked before anything is built
 
@@ -68,63 +77,74 @@ class Run:
         from data.shards import open_dataset
         if cfg.data:
             return open_dataset(cfg.data)
-        if self.world.rank == 0:
-            prepare_embedded(documents=cfg.documents)
-        dist.barrier()
-        return prepare_embedded(documents=cfg.documents, report=lambda *line: None)
+        path = dist.on_rank0(lambda: str(prepare_embedded(documents=cfg.documents).path), self.world)
+        return open_dataset(path)
 
     def _model_config(self, cfg: TrainConfig):
+        from data.shards import check_vocab
         config = cfg.model()
-        if cfg.init_from:  # positions mean what the weights were trained with, unless the flags extend them
-            from longhaul import qwen3
-            theirs = qwen3.read_config(Path(cfg.init_from))
-            kept = ["norm_eps"] + ["rope_theta"] * (not cfg.rope_theta) + ROPE_SCALING * (cfg.rope_scaling == "none")
-            config = dataclasses.replace(config, **{name: theirs[name] for name in kept})
-        if self.dataset.vocab_size > config.vocab_size:
-            raise ValueError(f"the data's vocabulary has {self.dataset.vocab_size} tokens and the model's {config.vocab_size}: "
-                             f"use --vocab_size {self.dataset.vocab_size}")
+        check_vocab(self.dataset, config.vocab_size)
+        if not cfg.init_from:
+            return config
+        from longhaul import qwen3
+        theirs = qwen3.read_config(Path(cfg.init_from))  # positions mean what the weights were trained with, unless flags extend them
+        kept = ["norm_eps"] + ["rope_theta"] * (not cfg.rope_theta) + ROPE_SCALING * (cfg.rope_scaling == "none")
+        config = dataclasses.replace(config, **{name: theirs[name] for name in kept})
+        qwen3.check_geometry(config, Path(cfg.init_from))
+        if self.dataset.vocab_size < 0.9 * config.vocab_size:
+            dist.print0(f"warning: the data's tokenizer has {self.dataset.vocab_size:,} tokens and --init_from's model {config.vocab_size:,}: "
+                        "weights mean nothing on another tokenizer's ids", world=self.world)
         return config
 
     def identity(self, cfg: TrainConfig) -> dict:
         """What makes this run this run: a folder or checkpoint that differs here belongs to another."""
-        geometry = dataclasses.asdict(self.config)
-        for numerics in ("loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype"):
-            geometry.pop(numerics)
+        geometry = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in NUMERICS}
         return geometry | dict(context_length=cfg.context_length, seed=cfg.seed, init_from=cfg.init_from,
                                dataset=self.dataset.fingerprint, tokenizer=self.dataset.tokenizer_sha256)
 
-    def _find_checkpoint(self, cfg: TrainConfig) -> Path | None:
-        from longhaul import checkpoint
-        if cfg.resume not in ("auto", "none"):
-            self._check_same_run(checkpoint.verify(Path(cfg.resume)).get("identity", {}), cfg, cfg.resume)
-            return Path(cfg.resume)
+    def _find_checkpoint(self, cfg: TrainConfig) -> str | None:
+        """The checkpoint to continue from; ValueError where the output folder is not this run's to write."""
+        known = self._check_folder(cfg)
+        if cfg.resume == "auto":
+            found = checkpoint.latest(self.folder) if known else None
+            return str(found) if found else None
+        if cfg.resume == "none":
+            if known:
+                raise ValueError(f"--output_dir {self.folder} holds a run: choose another folder, or continue it with --resume auto")
+            return None
+        manifest = checkpoint.verify(Path(cfg.resume))
+        self._check_same_run(manifest.get("identity", {}), cfg, f"--resume {cfg.resume}")
+        newer = [step.name for step in self.folder.glob("step-????????") if int(step.name[5:]) > manifest["step"]]
+        if newer:
+            raise ValueError(f"--output_dir {self.folder} holds {newer[0]}, which is newer than {cfg.resume}: choose another --output_dir")
+        return cfg.resume
+
+    def _check_folder(self, cfg: TrainConfig) -> bool:
+        """Whether the output folder holds this run already; ValueError where it holds anything else."""
         record = self.folder / "run.json"
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"--output_dir {self.folder} is a file: name a folder")
         if not record.exists():
             if self.folder.exists() and any(self.folder.iterdir()):
                 raise ValueError(f"--output_dir {self.folder} holds other files and no run: choose an empty or new folder")
-            return None
-        if cfg.resume == "none":
-            raise ValueError(f"--output_dir {self.folder} holds a run: choose another folder, or continue it with --resume auto")
-        self._check_same_run(json.loads(record.read_text())["identity"], cfg, str(self.folder))
-        return checkpoint.latest(self.folder, self.world)
+            return False
+        try:
+            recorded = json.loads(record.read_text(encoding="utf-8"))["identity"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{record} is damaged ({error!r}): restore it, or choose another --output_dir") from None
+        self._check_same_run(recorded, cfg, f"--output_dir {self.folder}")
+        return True
 
     def _check_same_run(self, recorded: dict, cfg: TrainConfig, where: str):
-        mine = self.identity(cfg)
-        different = [f"{key}: {recorded.get(key)} there, {value} here" for key, value in mine.items() if recorded.get(key) != value]
+        different = [f"{key}: {recorded.get(key)} there, {value} here" for key, value in self.identity(cfg).items() if recorded.get(key) != value]
         if different:
-            raise ValueError(f"{where} holds another run ({'; '.join(different)}): choose another --output_dir, or that run's settings")
-
-    def _manifest(self) -> dict:
-        from longhaul import checkpoint
-        return checkpoint.read_manifest(self.checkpoint)
+            raise ValueError(f"{where} holds another run ({'; '.join(different)}): name another folder, or give that run's settings")
 
     def _with_the_checkpoints_batch(self, cfg: TrainConfig) -> TrainConfig:
         """On a resume the global batch stays what it was, whatever the number of ranks: the rows keep their order."""
-        if self.checkpoint is None:
+        if self.manifest is None or self.manifest["rows_per_step"] == cfg.rows_per_step(self.world.size):
             return cfg
-        rows = self._manifest()["rows_per_step"]
-        if rows == cfg.rows_per_step(self.world.size):
-            return cfg
+        rows = self.manifest["rows_per_step"]
         if cfg.global_batch_size:
             raise ValueError(f"--global_batch_size {cfg.global_batch_size}, but the checkpoint's steps have {rows} rows: use {rows}")
         cfg = dataclasses.replace(cfg, global_batch_size=rows)
@@ -136,27 +156,52 @@ class Run:
         from data.loader import Loader
         return Loader(self.dataset, self.cfg.context_length, rows, seed=self.cfg.seed, split=split)
 
-    # ---- the run
+    # ---- building
 
-    def train(self):
-        """Train to max_steps, validating and saving on the way."""
-        if self.first_step >= self.cfg.max_steps:
-            dist.print0(f"{self.checkpoint} has {self.first_step} of {self.cfg.max_steps} steps: nothing to do", world=self.world)
+    def prepare(self):
+        """Say what will run, take the folder, and build the state; `self.state` stays None where there is nothing to do."""
+        self.state = None
+        if self.manifest and self.manifest["step"] >= self.cfg.max_steps:
+            dist.print0(f"{self.checkpoint} has {self.manifest['step']} of {self.cfg.max_steps} steps: nothing to do", world=self.world)
             return
-        state = self._build()
-        self._open_folder()
-        log = self._open_log()
-        validation = self._validation_batches(state, log)
-        while state.step < self.cfg.max_steps:
-            self._one_step(state, log)
-            if self.cfg.eval_every and (state.step % self.cfg.eval_every == 0 or state.step == self.cfg.max_steps):
-                self._validate(state, validation, log)
-            if state.step % self.cfg.save_every == 0 or state.step == self.cfg.max_steps:
-                self._save(state, log)
-        log.close()
+        dist.on_rank0(self._say, self.world)
+        dist.on_rank0(self._take_folder, self.world)
+        self.state = self._build()
+
+    def _say(self):
+        """The settings, what was changed since the checkpoint, the loss that runs, the data."""
+        rows, context = (self.cfg.batch_size, self.cfg.context_length), self.loader.effective_context()
+        print(f"settings:\n{self.cfg.table()}\ncommand: {planner.command(self.cfg, self.world)}")
+        for name, (old, new) in self._changed_settings().items():
+            print(f"changed since the checkpoint: {name} {old} -> {new}")
+        for name in self.cfg.without_effect():
+            print(f"warning: --{name} {getattr(self.cfg, name)} has no effect beside the other settings")
+        if context.warning:
+            print(f"warning: {context.warning}")
+        print(f"loss: {self.config.loss_path(*rows)} (full logits would be {self.config.logits_gib(*rows):.2f} GiB per rank and micro-batch; "
+              f"threshold {self.config.logits_threshold_gib:g} GiB)")
+        print(f"data: {self.loader.split.num_tokens:,} tokens, {self.loader.rows_per_epoch:,} rows of {self.cfg.context_length:,}, half of the "
+              f"tokens in pieces of {context.p50:,} or more; unigram entropy {self.loader.split.unigram_entropy:.3f} nats", flush=True)
+
+    def _changed_settings(self) -> dict:
+        before = self.manifest["config"] if self.manifest else {}
+        now = json.loads(json.dumps(dataclasses.asdict(self.cfg)))  # tuples as lists, as the manifest has them
+        return {name: (before[name], value) for name, value in now.items() if name in before.keys() - FREE and before[name] != value}
+
+    def _take_folder(self):
+        """run.json (identity and settings) and the tokenizer stand beside the checkpoints."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            record = dict(identity=self.identity(self.cfg), config=dataclasses.asdict(self.cfg), world_size=self.world.size)
+            checkpoint.write_json(self.folder / "run.json", record)
+            if self.dataset.tokenizer_path and not (self.folder / "tokenizer.model").exists():
+                temporary = shutil.copyfile(self.dataset.tokenizer_path, self.folder / ".tmp-tokenizer")
+                temporary.rename(self.folder / "tokenizer.model")
+        except OSError as error:
+            raise ValueError(f"--output_dir {self.folder} cannot be written ({error}): choose another folder") from None
 
     def _build(self):
-        from longhaul import checkpoint, step
+        from longhaul import step
         mesh = dist.data_mesh(self.world, self.device, self.cfg.dp_replicate)
         state = step.build(self.cfg, self.config, self.device, self.world, mesh)
         if self.checkpoint is not None:
@@ -167,35 +212,35 @@ class Run:
             qwen3.load_into(state.model, Path(self.cfg.init_from))
         return state
 
-    def _open_folder(self):
-        """run.json (identity and settings) and the tokenizer stand beside the checkpoints."""
-        if self.world.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            record = dict(identity=self.identity(self.cfg), config=dataclasses.asdict(self.cfg), world_size=self.world.size)
-            (self.folder / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-            if self.dataset.tokenizer_path:
-                shutil.copyfile(self.dataset.tokenizer_path, self.folder / "tokenizer.model")
-        dist.barrier()
+    # ---- training
 
-    def _open_log(self):
+    def train(self):
+        """Train to max_steps, validating and saving on the way."""
+        if self.state is None:
+            return
         from longhaul.metrics import Logger
-        dist.print0(f"settings: {planner.command(self.cfg, self.world)}", world=self.world)
-        context = self.loader.effective_context()
-        if context.warning:
-            dist.print0(f"warning: {context.warning}", world=self.world)
-        entropy = self.loader.split.unigram_entropy
-        dist.print0(f"data: {self.loader.split.num_tokens:,} tokens, {self.loader.rows_per_epoch:,} rows of {self.cfg.context_length:,}; "
-                    f"unigram entropy {entropy:.3f} nats", world=self.world)
-        return Logger(self.folder, self.first_step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.to_json())
+        state, cfg = self.state, self.cfg
+        log = Logger(self.folder, state.step, cfg.max_steps, self.world.rank == 0, cfg.log_every, cfg.table())
+        validation = self._validation_batches(log)
+        while state.step < cfg.max_steps:
+            self._one_step(log)
+            last = state.step == cfg.max_steps
+            if cfg.eval_every and (state.step % cfg.eval_every == 0 or last):
+                self._validate(validation, log)
+            if state.step % cfg.save_every == 0 or last:
+                self._save(log)
+        log.close()
 
-    def _one_step(self, state, log):
+    def _one_step(self, log):
         from longhaul import metrics, step
-        start = time.perf_counter()
+        state, start = self.state, time.perf_counter()
         rows = self.loader.batch(state.step, self.world.rank, self.world.size)
         result = step.train_step(state, step.micro_batches(rows, self.cfg.batch_size, self.device))
-        loss, norm = float(result.loss), float(result.grad_norm)  # the step's one host synchronisation
+        loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
+        if not math.isfinite(norm):
+            log.say(f"step {state.step}: the gradient norm is {norm}: no weight was changed")
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
         log.step(dict(
             step=state.step, loss=loss, perplexity=_exp(loss), grad_norm=norm, lr=result.lr, tokens=state.tokens,
@@ -210,40 +255,40 @@ class Run:
         pairs = float((rows.positions + 1).sum())
         return self.config.train_flops(rows.tokens.size, pairs) / seconds / peak
 
-    def _validation_batches(self, state, log):
+    def _validation_batches(self, log) -> list:
+        """The first `eval_rows` rows of the validation split, this rank's share, one row at a time."""
         from longhaul import step
-        if not self.cfg.eval_every:
+        rows = min(self.cfg.eval_rows, self._validation_rows()) // self.world.size if self.cfg.eval_every else 0
+        if not rows:
+            log.say("no validation: it is off, or the validation split has fewer rows than there are ranks")
             return []
-        rows_per_batch = self.world.size * self.cfg.batch_size
-        try:
-            loader = self._loader("val", rows_per_batch)
-        except ValueError as error:
-            log.say(f"no validation: {error}")
-            return []
-        count = min(self.cfg.eval_batches, loader.rows_per_epoch // rows_per_batch)
-        return [step.micro_batches(loader.batch(index, self.world.rank, self.world.size), self.cfg.batch_size, self.device)
-                for index in range(count)]
+        loader, first = self._loader("val", 1), self.world.rank * rows
+        return [step.micro_batches(loader.rows(range(first, first + rows)), 1, self.device)]
 
-    def _validate(self, state, batches, log):
+    def _validation_rows(self) -> int:
+        return self._loader("val", 1).rows_per_epoch if "val" in self.dataset.splits else 0
+
+    def _validate(self, batches, log):
         from longhaul import step
+        state = self.state
         if batches:
             loss, count = step.evaluate(state, batches)
             log.scalars(state.step, {"validation/loss": loss, "validation/perplexity": _exp(loss)})
             log.say(f"step {state.step}: validation loss {loss:.4f} nats over {count:,} tokens")
         if self.dataset.tokenizer_path:
-            log.text(state.step, "sample", self._sample(state))
+            log.text(state.step, "sample", self._sample())
 
-    def _sample(self, state) -> str:
-        """64 tokens after the start of a document, on all ranks together."""
+    def _sample(self) -> str:
+        """64 tokens from the start of a document; every rank makes the same number of calls, whatever it draws."""
         from data.tokenizer import Tokenizer
         from longhaul.generate import generate
         tokenizer = Tokenizer(self.dataset.tokenizer_path)
-        return tokenizer.decode(list(generate(state.model, [self.dataset.eod_id], 64, stop_id=self.dataset.eod_id)))
+        ids = list(generate(self.state.model, [tokenizer.eod_id], 64, vocab_size=tokenizer.vocab_size))
+        return tokenizer.decode(ids[: ids.index(tokenizer.eod_id)] if tokenizer.eod_id in ids else ids)
 
-    def _save(self, state, log):
-        from longhaul import checkpoint
+    def _save(self, log):
         extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size))
-        path = checkpoint.save(state, self.folder, extra)
+        path = checkpoint.save(self.state, self.folder, extra)
         if self.world.rank == 0:
             checkpoint.prune(self.folder, self.cfg.keep_last)
         log.say(f"saved {path}")

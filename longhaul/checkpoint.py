@@ -122,10 +122,23 @@ def _write_manifest(state, folder: Path, extra: dict):
     manifest = dict(
         format=FORMAT, version=VERSION, step=state.step, tokens=state.tokens, data=state.data, world_size=state.world.size,
         threads=torch.get_num_threads(), torch=torch.__version__, config=dataclasses.asdict(state.cfg),
-        model_config=dataclasses.asdict(state.model.config), optimizer=type(state.optimizer).__name__ if state.optimizer else None, **extra, files=files)
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(manifest, indent=1))
-    fsync(path)
+        model_config=dataclasses.asdict(state.model.config), **extra, files=files)
+    write_json(folder / "manifest.json", manifest | {"checksum": checksum(manifest)})
+
+
+def checksum(manifest: dict) -> str:
+    """SHA-256 of a manifest's content, its own checksum left out."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_json(path: Path, content: dict):
+    """Write durably and by a rename: a reader finds the old file or the new one, whole."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    fsync(temporary)
+    os.replace(temporary, path)
+    fsync(path.parent)
 
 
 def describe(path: Path) -> dict:
@@ -155,7 +168,7 @@ def prune(folder: Path, keep: int):
     for old in steps[:-keep]:
         doomed = old.rename(old.with_name(f".tmp-{old.name}"))  # a half-deleted folder must not look like a checkpoint
         shutil.rmtree(doomed)
-    for left in folder.glob(".tmp-*"):
+    for left in folder.glob(".tmp-step-*"):
         shutil.rmtree(left)
 
 
@@ -175,6 +188,8 @@ def read_manifest(folder: Path) -> dict:
     needed = {"step", "tokens", "data", "world_size", "config", "model_config", "files"}
     if needed - manifest.keys():
         raise CheckpointError(f"{folder}/manifest.json lacks {sorted(needed - manifest.keys())}: use another checkpoint")
+    if manifest.get("checksum") != checksum(manifest) or not manifest["files"]:
+        raise CheckpointError(f"{folder}/manifest.json is damaged: use another checkpoint")
     return manifest
 
 
@@ -195,18 +210,22 @@ def verify(folder: Path) -> dict:
     return manifest
 
 
-def latest(folder: Path, world: dist.World) -> Path | None:
-    """The newest checkpoint that verifies; damaged ones are renamed `.corrupt` with a line on screen. Rank 0 decides for all."""
-    if world.rank == 0:
-        for candidate in sorted(folder.glob("step-????????"), reverse=True):
-            try:
-                verify(candidate)
-                break
-            except CheckpointError as error:
-                candidate.rename(candidate.with_name(candidate.name + ".corrupt"))
-                print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {candidate.name}.corrupt; trying the one before", flush=True)
-    dist.barrier()
-    return max(folder.glob("step-????????"), default=None)
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint that verifies, None where there is none; damaged ones are renamed `.corrupt` with a line on screen.
+
+    CheckpointError where all there are were damaged: starting over is the user's decision. Renames, so one rank calls it.
+    """
+    for candidate in sorted(folder.glob("step-????????"), reverse=True):
+        try:
+            verify(candidate)
+            return candidate
+        except CheckpointError as error:
+            taken = len(list(folder.glob(f"{candidate.name}.corrupt*")))
+            aside = candidate.rename(candidate.with_name(f"{candidate.name}.corrupt{f'-{taken + 1}' if taken else ''}"))
+            print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {aside.name}; trying the one before", flush=True)
+    if any(folder.glob("step-*.corrupt*")):
+        raise CheckpointError(f"{folder}: no checkpoint is usable, all are damaged (*.corrupt): choose a new --output_dir to start over")
+    return None
 
 
 def newest(folder: Path) -> Path:

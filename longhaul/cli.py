@@ -1,6 +1,6 @@
 """Command lines: dataclass -> argparse, both spellings of a flag, unknown flags answered with the nearest known one.
 
-Imports the standard library alone, so that a wrong flag is answered before torch is loaded.
+Imports the standard library alone.
 """
 
 import argparse
@@ -56,15 +56,17 @@ def flag(default, help: str, aliases: tuple[str, ...] = (), choices: tuple | Non
 
 
 def parse(cls, args: list[str] | None = None, description: str = ""):
-    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults, and the names that were given."""
+    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults; ValueError for what is wrong."""
     parser = build_parser(cls, description)
+    parser.error = _raise
     given = {name: value for name, value in vars(parser.parse_args(args)).items() if value is not None}
     from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in {**from_file, **given}.items()}
-    try:
-        return cls(**given), set(given)
-    except ValueError as error:
-        parser.error(str(error))
+    return cls(**given)
+
+
+def _raise(message: str):
+    raise ValueError(message)
 
 
 def build_parser(cls, description: str = "") -> Parser:
@@ -134,7 +136,8 @@ def _flatten(table: dict):
 def _checked(spec, value, where: str, parser: Parser):
     wanted = bool if spec.type is bool else _type_of(spec)
     if spec.metadata["many"]:
-        return tuple(value) if isinstance(value, list) else parser.error(f"{where}={value!r}: give a list")
+        fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return tuple(value) if fine else parser.error(f"{where}={value!r}: give a list of strings")
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not wanted:

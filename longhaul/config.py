@@ -4,7 +4,6 @@ Imports model.py (ModelConfig, PRESETS) and longhaul.cli of ours.
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 
@@ -31,10 +30,12 @@ class TrainConfig:
     init_from: str = flag("", "folder of a Hugging Face Qwen3 model to start from", ("init_from_hf",), group="model")
     # ---- data
     data: str = flag("", "folder made by `python -m data.prepare`; empty: the embedded corpus", ("data_dir", "dataset"), group="data")
-    documents: str = flag("directory", "embedded corpus: one document per file, or per directory (long documents)", (), ("file", "directory"), group="data")
+    documents: str = flag("directory", "embedded corpus: one document per file, or per directory (long documents)",
+        (), ("file", "directory"), group="data")
     batch_size: int = flag(1, "rows of a micro-batch on each rank", ("micro_batch_size", "per_device_batch_size"), group="data")
     gradient_accumulation_steps: int = flag(1, "micro-batches of a step", ("grad_accum", "accumulation_steps"), group="data")
-    global_batch_size: int = flag(0, "rows of a step over all ranks; 0: batch_size x accumulation x ranks. Sets the accumulation", group="data")
+    global_batch_size: int = flag(0, "rows of a step over all ranks; 0: batch_size x accumulation x ranks. Sets the accumulation",
+        group="data")
     seed: int = flag(0, "seed of the weights and of the data order", group="data")
     # ---- optimisation
     max_steps: int = flag(1000, "optimizer steps of the run", ("steps", "train_steps"), group="optimisation")
@@ -49,11 +50,16 @@ class TrainConfig:
     adam_eps: float = flag(1e-8, "AdamW", ("eps",), group="optimisation")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", ("max_grad_norm", "clip"), group="optimisation")
     # ---- memory and speed
-    dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32", ("precision",), tuple(DTYPES), group="memory and speed")
-    gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, or none", ("activation_checkpointing",), ("none", "full"), bare="full", group="memory and speed")
-    loss: str = flag("auto", "vocabulary loss: auto chunks when the logits would exceed the threshold", (), CHOICES["loss"], group="memory and speed")
+    dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32",
+        ("precision",), tuple(DTYPES), group="memory and speed")
+    gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, or none",
+        ("activation_checkpointing",), ("none", "full"), bare="full", group="memory and speed")
+    loss: str = flag("auto", "vocabulary loss: auto chunks when the logits would exceed the threshold, and where chunks are no slower",
+        (), CHOICES["loss"], group="memory and speed")
     logits_threshold_gib: float = flag(10.0, "GiB of logits above which --loss auto chunks", group="memory and speed")
-    loss_chunk_size: int = flag(4096, "tokens of a tile of the chunked loss", group="memory and speed")
+    loss_chunk_size: int = flag(0, "tokens of a tile of the chunked loss; 0: chosen by shape and device", group="memory and speed")
+    kernels: str = flag("auto", "who computes the fused parts: eager torch, torch.compile, or Triton (CUDA)",
+        (), CHOICES["kernels"], group="memory and speed")
     compile: bool = flag(False, "compile each layer with torch.compile", ("torch_compile",), group="memory and speed")
     dp_replicate: int = flag(1, "HSDP: groups of ranks that each hold all parameters", ("replicas",), group="memory and speed")
     device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="memory and speed")
@@ -61,32 +67,48 @@ class TrainConfig:
     output_dir: str = flag("runs/default", "checkpoints, logs, TensorBoard", ("out", "save_dir"), group="run")
     save_every: int = flag(500, "steps between checkpoints; the last step always saves", ("save_steps",), group="run")
     keep_last: int = flag(2, "checkpoints kept, at least 2", ("save_total_limit",), group="run")
-    resume: str = flag("auto", "auto: the newest good checkpoint of output_dir; none: refuse an output folder that holds a run; or a checkpoint's folder", ("resume_from",), group="run")
-    eval_every: int = flag(100, "steps between validations, each with a text sample in TensorBoard; 0: never", ("eval_steps",), group="run")
-    eval_batches: int = flag(8, "global batches of a validation", group="run")
-    log_every: int = flag(1, "steps between progress lines and TensorBoard points (metrics.jsonl has every step)", ("logging_steps",), group="run")
+    resume: str = flag("auto", "auto: newest good checkpoint of output_dir; none: refuse a folder that holds a run; or a step-* folder",
+        ("resume_from",), group="run")
+    eval_every: int = flag(100, "steps between validations, each with a text sample in TensorBoard; 0: never",
+        ("eval_steps",), group="run")
+    eval_rows: int = flag(8, "rows of a validation, over all ranks", group="run")
+    log_every: int = flag(1, "steps between progress lines and TensorBoard points (metrics.jsonl has every step)",
+        ("logging_steps",), group="run")
     config: str = flag("", "TOML file of these settings; flags win over it", group="run")
     plan: bool = flag(False, "print what the run needs and what is there, then stop", ("dry_run",), group="run")
 
     def __post_init__(self):
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, save_every=1,
-                        keep_last=2, loss_chunk_size=1, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
-                        eval_batches=1, log_every=1, global_batch_size=0, vocab_size=0, rope_theta=0,
+                        keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
+                        eval_rows=1, log_every=1, global_batch_size=0, vocab_size=0, rope_theta=0,
                         logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
         for name, least in at_least.items():
             value = getattr(self, name)
             if not least <= value < math.inf:
                 raise ValueError(f"--{name} {value} is out of range: give a number of at least {least}")
         for name in ("beta1", "beta2", "min_lr_ratio", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
+            if not 0 <= getattr(self, name) <= 1 or name.startswith("beta") and getattr(self, name) == 1:
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
+        if self.adam_eps <= 0:
+            raise ValueError(f"--adam_eps {self.adam_eps} is not positive: give a small number above 0")
+        if self.attention_type == "nsa":
+            raise ValueError("--attention_type nsa is not built yet: use --attention_type standard")
         self.model()  # raises on a geometry that cannot be built
 
-    def model(self, vocab_size: int = 0) -> ModelConfig:
-        """The model's configuration; `vocab_size` fills in where neither the flag nor an override gives one."""
+    def without_effect(self) -> list[str]:
+        """Settings that were changed from their default and do nothing beside the others."""
+        idle = dict(gradient_accumulation_steps=self.global_batch_size > 0, documents=bool(self.data),
+                    decay_fraction=self.schedule != "wsd",
+                    min_lr_ratio=self.schedule == "constant", warmup_steps=self.warmup_steps > self.max_steps,
+                    logits_threshold_gib=self.loss != "auto", rope_original_context=self.rope_scaling != "yarn")
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
+        return [name for name, useless in idle.items() if useless and getattr(self, name) != defaults[name]]
+
+    def model(self) -> ModelConfig:
+        """The model's configuration."""
         overrides = dict(
             attention_type=self.attention_type, loss=self.loss, logits_threshold_gib=self.logits_threshold_gib,
-            loss_chunk_size=self.loss_chunk_size, compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling,
+            loss_chunk_size=self.loss_chunk_size, kernels=self.kernels, compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling,
             rope_factor=self.rope_factor, rope_original_context=self.rope_original_context)
         overrides |= {name: getattr(self, name) for name in ("vocab_size", "rope_theta") if getattr(self, name)}
         return ModelConfig.preset(self.model_size, **{**overrides, **_parsed_overrides(self.model_overrides)})
@@ -106,17 +128,24 @@ class TrainConfig:
         """Rows of the global batch."""
         return self.accumulation(ranks) * ranks * self.batch_size
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=2)
+    def table(self) -> str:
+        """Every setting, a line per group."""
+        groups: dict[str, list[str]] = {}
+        for spec in dataclasses.fields(self):
+            groups.setdefault(spec.metadata["group"], []).append(f"{spec.name}={getattr(self, spec.name)!r}")
+        return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())
 
 
 def _parsed_overrides(pairs: tuple[str, ...]) -> dict:
     known = {spec.name: spec.type for spec in dataclasses.fields(ModelConfig)}
     values = {}
+    flags = {spec.name for spec in dataclasses.fields(TrainConfig)} | {"compute_dtype"}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or name not in known:
             raise ValueError(f"--model_overrides {pair!r}: give name=value with a name of {', '.join(known)}")
+        if name in flags:
+            raise ValueError(f"--model_overrides {pair!r}: use the flag --{'dtype' if name == 'compute_dtype' else name}")
         values[name] = _converted(known[name], text, pair)
     return values
 

@@ -38,7 +38,7 @@ def choose_device(name: str, world: World) -> torch.device:
         raise ValueError("--device cuda: torch sees no GPU here: use --device cpu, or install a CUDA build of torch")
     if name == "cpu" or gpus == 0:
         return torch.device("cpu")
-    if world.local_rank >= gpus:
+    if world.local_size > gpus:
         raise ValueError(f"{world.local_size} processes on this machine for {gpus} GPU(s): use --nproc_per_node={gpus}")
     return torch.device("cuda", world.local_rank)
 
@@ -56,12 +56,17 @@ def keep_freed_memory():
         libc.mallopt(top_pad, 2**26)
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def start(world: World, device: torch.device):
     """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:  # torchrun's default is one thread however many cores there are
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    else:
+        torch.set_num_threads(max(1, cores() // world.local_size))  # torchrun's default is 1 however many cores there are
         keep_freed_memory()
     if world.size > 1:
         import torch.distributed as dist
@@ -74,13 +79,17 @@ def stop():
         torch.distributed.destroy_process_group()
 
 
+def check_replicas(world: World, replicas: int):
+    """ValueError where the replicas do not divide the ranks."""
+    if world.size % replicas:
+        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors}")
+
+
 def data_mesh(world: World, device: torch.device, replicas: int):
     """The mesh ("replicate", "shard") of all ranks, flattened to ("shard",) for one replica; None for one process."""
     if world.size == 1:
         return None
-    if world.size % replicas:
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} ranks: choose from {divisors}")
     from torch.distributed.device_mesh import init_device_mesh
     if replicas == 1:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
@@ -92,6 +101,21 @@ def all_sum(value: Tensor) -> Tensor:
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(value)
     return value
+
+
+def on_rank0(function, world: World):
+    """What `function()` gives on rank 0, on every rank; its ValueError too. For decisions that all ranks must share."""
+    answer = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = function()
+        except ValueError as error:
+            answer[1] = str(error)
+    if world.size > 1:
+        torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise ValueError(answer[1])
+    return answer[0]
 
 
 def barrier():
@@ -110,12 +134,11 @@ def refuse(message: str, code: int = 2):
     """End the program with `message` as the last thing on screen and exit code `code`.
 
     torchrun prints a report of its own below a failed rank's words and exits 1 whatever the ranks return. What stands in
-    its error file ends that report; the other ranks wait for its SIGTERM, so that rank 0 is the one it quotes.
+    its error file ends that report. Ranks above 0 wait first, so that what all have found is said once, by rank 0.
     """
     world, report = World.from_environment(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if world.rank:
-        time.sleep(10)
-        sys.exit(code)
+    if world.rank:  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+        time.sleep(5)
     print(message, file=sys.stderr, flush=True)
     if report:
         with open(report, "w", encoding="utf-8") as file:

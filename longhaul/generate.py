@@ -36,8 +36,11 @@ def check_sampling(temperature: float, top_k: int, top_p: float):
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.8, top_k: int = 50,
-             top_p: float = 1.0, seed: int = 0, stop_id: int | None = None) -> Iterator[int]:
-    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on equal devices."""
+             top_p: float = 1.0, seed: int = 0, stop_id: int | None = None, vocab_size: int | None = None) -> Iterator[int]:
+    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on equal devices.
+
+    `vocab_size`: ids below it only (a model's vocabulary may be larger than its tokenizer's).
+    """
     check_sampling(temperature, top_k, top_p)
     if not prompt or max_new_tokens < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be at least 1")
@@ -48,7 +51,7 @@ def generate(model: Decoder, prompt: list[int], max_new_tokens: int, *, temperat
     for part_1T in tokens_1T.split(PREFILL_CHUNK, dim=1):
         logits_V = model(part_1T, cache=cache)[0, -1]
     for _ in range(max_new_tokens):
-        token = int(_choose(logits_V, temperature, top_k, top_p, generator))
+        token = int(_choose(logits_V[:vocab_size], temperature, top_k, top_p, generator))
         if token == stop_id:
             return
         yield token

@@ -4,6 +4,7 @@ Imports nothing of ours. TensorBoard and tqdm are loaded by rank 0 alone.
 """
 
 import json
+import math
 import os
 import resource
 import sys
@@ -70,7 +71,8 @@ class Logger:
         """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
         if not self.active:
             return
-        self.file.write(json.dumps(record) + "\n")
+        finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+        self.file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON knows no NaN
         if record["step"] % self.every:
             return
         self.scalars(record["step"], {f"train/{key}": record[key] for key in record if key not in ("step", "time")})

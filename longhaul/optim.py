@@ -42,6 +42,8 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
 def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
     """The global gradient norm before clipping, a 0-d fp32 tensor; gradients are scaled where it exceeds `largest` (0: never).
 
+    One infinite element would make its weight NaN after scaling: the caller skips the step where the norm is not finite.
+
     Over sharded gradients the norm is reduced over all ranks, so a NaN on one rank is seen by all of them.
     """
     parameters = [p for p in model.parameters() if p.grad is not None]

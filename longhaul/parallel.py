@@ -25,7 +25,14 @@ def apply(model: Decoder, cfg, mesh) -> Decoder:
 def checkpoint_layers(model: Decoder):
     """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al. 2016)."""
     for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = _checkpointed(layer.forward)
+
+
+def _checkpointed(forward):
+    def run(*args):  # a frame of ours: dynamo enters it and traces the checkpoint inside, which alone is closed to it
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return run
 
 
 def compile_layers(model: Decoder):

@@ -68,16 +68,22 @@ def load_into(decoder: Decoder, folder):
     ValueError where the geometry differs; other rotary settings than the folder's are kept, with a warning.
     """
     folder = Path(folder)
-    fields, stored = read_config(folder), _stored(folder)
-    for name in (*GEOMETRY, "tie_embeddings", "norm_eps"):
-        if fields[name] != getattr(decoder.config, name):
-            raise ValueError(f"{folder} has {name}={fields[name]} and this model {getattr(decoder.config, name)}: "
-                             "choose the model size and overrides of the folder")
+    fields, stored = check_geometry(decoder.config, folder), _stored(folder)
     for name in ("rope_theta", "rope_scaling", "rope_factor"):  # to differ is how a context is extended, or a mistake
         if fields[name] != getattr(decoder.config, name):
             warnings.warn(f"{folder} was trained with {name}={fields[name]}; this model uses {getattr(decoder.config, name)}", stacklevel=2)
     _check(decoder, stored, folder)
     _fill(decoder, stored, folder)
+
+
+def check_geometry(config: ModelConfig, folder: Path) -> dict:
+    """The folder's fields of ModelConfig; ValueError where its weights do not fit `config`."""
+    fields = read_config(folder)
+    for name in (*GEOMETRY, "tie_embeddings", "norm_eps"):
+        if fields[name] != getattr(config, name):
+            raise ValueError(f"{folder} has {name}={fields[name]} and this model {getattr(config, name)}: "
+                             "choose the model size and overrides of the folder")
+    return fields
 
 
 def read_config(folder: Path) -> dict:

@@ -25,6 +25,7 @@ class TrainState:
     mesh: object = None  # DeviceMesh of the data-parallel ranks; None for one process
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen, padding included
+    checked: bool = False  # whether a first step has checked its labels, at the cost of a host synchronisation
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
 
 
@@ -78,6 +79,7 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
     ranks, so each rank's share is multiplied by their number before the backward.
     """
     cfg, model = state.cfg, state.model
+    model.validate, state.checked = not state.checked, True
     num_valid = count_valid(batch, state.device)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
@@ -89,7 +91,8 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
     lr = optim.learning_rate(state.step, cfg)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    state.optimizer.step()
+    if norm.is_meta or norm.isfinite():  # reduced over all ranks, so they agree: a NaN or inf anywhere changes no weight
+        state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * state.world.size

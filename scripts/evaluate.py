@@ -22,7 +22,7 @@ def arguments(args: list[str] | None = None):
     parser.add_argument("--checkpoint", required=True, help="a step-* folder, or a run's folder: its newest checkpoint")
     parser.add_argument("--data", default=None, help="folder made by data.prepare; by default the run's own data")
     parser.add_argument("--context_length", type=int, default=0, help="tokens of a row; 0: as in training")
-    parser.add_argument("--batches", type=int, default=32, help="rows of the validation split at most")
+    parser.add_argument("--batches", type=int, default=32, help="rows of the validation split, at most")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
     return parser, parser.parse_args(args)
 
@@ -31,11 +31,14 @@ def main(args: list[str] | None = None):
     """Print loss, perplexity and bits per byte beside the entropy of single tokens."""
     parser, given = arguments(args)
     try:
+        if given.batches < 1:
+            raise ValueError(f"--batches {given.batches} is out of range: give at least 1")
         folder = newest(Path(given.checkpoint))
         manifest = read_manifest(folder)
         cfg = TrainConfig(**{**manifest["config"], "model_overrides": tuple(manifest["config"]["model_overrides"])})
         dataset = open_data(cfg, given.data)
-        if dataset.tokenizer_sha256 != manifest["identity"]["tokenizer"]:
+        trained_on = manifest.get("identity", {}).get("tokenizer")  # a converted checkpoint does not know
+        if trained_on and dataset.tokenizer_sha256 != trained_on:
             raise CheckpointError(f"{dataset.path} was tokenized by another tokenizer than {folder}'s: prepare the data with "
                                   f"--tokenizer {folder.parent / 'tokenizer.model'}")
         report(folder, cfg, dataset, given)

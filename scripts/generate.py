@@ -18,6 +18,7 @@ from longhaul.generate import check_sampling, generate
 def arguments(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.generate")
     parser.add_argument("--checkpoint", required=True, help="a step-* folder, or a run's folder: its newest checkpoint")
+    parser.add_argument("--tokenizer", default=None, help="sentencepiece model; by default the run's own tokenizer.model")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens at most; ends earlier at the end of the document")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most probable token")
@@ -35,11 +36,11 @@ def main(args: list[str] | None = None):
     try:
         check_sampling(given.temperature, given.top_k, given.top_p)
         folder = newest(Path(given.checkpoint))
-        tokenizer = Tokenizer(folder.parent / "tokenizer.model")
+        tokenizer = Tokenizer(given.tokenizer or folder.parent / "tokenizer.model")
         prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
         model = load_model(folder, given.device, given.dtype)
         ids = generate(model, prompt, given.max_new_tokens, temperature=given.temperature, top_k=given.top_k, top_p=given.top_p,
-                       seed=given.seed, stop_id=tokenizer.eod_id)
+                       seed=given.seed, stop_id=tokenizer.eod_id, vocab_size=tokenizer.vocab_size)
         stream(given.prompt, ids, tokenizer)
     except ValueError as error:
         parser.error(str(error))

@@ -13,6 +13,7 @@ import pytest
 from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
+SAME_LEVEL = {("model", "fused"), ("benchmarks", "verify_chunked_loss")}  # model -> fused is lazy: only where kernels="triton"
 LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
     {"model", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli"},
     {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate"},
@@ -62,7 +63,7 @@ def test_imports_point_to_lower_levels_only(path):
         return
     for name in imports(path):
         other = room_of(name)
-        if other and other != room:
+        if other and other != room and (room, other) not in SAME_LEVEL:
             assert level_of(other) < level_of(room), f"{room} (level {level_of(room)}) imports {other} (level {level_of(other)})"
 
 

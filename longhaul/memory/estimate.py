@@ -7,7 +7,7 @@ Letters: N tokens of a micro-batch on one rank, P parameters, W ranks that share
 
 from dataclasses import dataclass
 
-from model import GIB, ModelConfig
+from model import ModelConfig
 
 FP32 = 4
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
@@ -60,7 +60,7 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     cast = 0 if cfg.dtype == "fp32" else element * layer
     working = saved if cfg.gradient_checkpointing == "full" else 0
     temporaries = max(2 * f + x, 2 * FP32 // element * q + 2 * k)
-    chunked = config.loss == "chunked" or config.loss == "auto" and tokens * config.vocab_size * 2 / GIB > config.logits_threshold_gib
+    chunked = config.loss_path(cfg.batch_size, cfg.context_length) == "chunked"
     logits = _chunked_loss(config, tokens, element) if chunked else tokens * config.vocab_size * (element + 3 * FP32)
     stages = {
         "loss": static + gradients // 8 + kept + 2 * x + logits + (element + FP32) * vocabulary // (1 if ranks == 1 else shards),
@@ -71,8 +71,8 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
 
 
 def _chunked_loss(config: ModelConfig, tokens: int, element: int) -> int:
-    tile = min(config.vocab_size, 4096)
-    return tokens * (FP32 * config.hidden_size + 5 * FP32) + tokens * tile * element + config.loss_chunk_size * tile * 2 * FP32
+    tile = min(config.vocab_size, 2048)
+    return tokens * (FP32 * config.hidden_size + 5 * FP32) + tokens * tile * element + (config.loss_chunk_size or 2048) * tile * 2 * FP32
 
 
 def step_flops(cfg, config: ModelConfig, ranks: int) -> float:

@@ -5,13 +5,13 @@ longhaul.memory.estimate and model.py of ours.
 """
 
 import dataclasses
-import os
+import shlex
 from dataclasses import dataclass
 
 import torch
 
 from longhaul.config import TrainConfig
-from longhaul.dist import World
+from longhaul.dist import World, cores
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, cpu_step_seconds, estimate
 from model import GIB, PRESETS, ModelConfig
 
@@ -54,7 +54,7 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Order of magnitude of a step on this machine's CPU cores."""
-        return cpu_step_seconds(self.cfg, self.config, self.world.size, os.cpu_count() or 1)
+        return cpu_step_seconds(self.cfg, self.config, self.world.size, cores())
 
 
 def available_gib(device: torch.device, world: World) -> float:
@@ -101,10 +101,11 @@ def _proposals(request: Plan):
     if not cfg.global_batch_size:
         one_row |= dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
+    vocabulary = request.config.vocab_size if cfg.data else 0  # a smaller preset must still hold the data's tokens
     for context in (cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())):
         yield _changed(request, **one_row, context_length=context)
         for size in sizes:
-            yield _changed(request, **one_row, context_length=context, model_size=size, model_overrides=(), vocab_size=0, init_from="")
+            yield _changed(request, **one_row, context_length=context, model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="")
 
 
 def _changed(request: Plan, **changes) -> Plan:
@@ -123,5 +124,5 @@ def command(cfg: TrainConfig, world: World) -> str:
         if spec.type is bool or spec.metadata["bare"] == value:
             words.append(f"--{spec.name}" if value else f"--no_{spec.name}")
         else:
-            words.append(f"--{spec.name} {' '.join(value) if spec.metadata['many'] else value}")
+            words.append(f"--{spec.name} {shlex.join(value if spec.metadata['many'] else [str(value)])}")
     return " ".join(words)

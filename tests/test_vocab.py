@@ -1,0 +1,160 @@
+"""vocab_stats and gumbel_topk against the dense float64 formulas."""
+import math
+
+import pytest
+import torch
+
+from longhaul.vocab import gumbel_topk, topk_logits, vocab_stats
+
+NAMES = ("logprob", "lse", "entropy", "self_certainty", "kl_ref", "kl_from_ref")
+
+
+def exact(a, b):
+    return a.double() @ b.double().T
+
+
+def dense(h, w, y, reference, temperature=1.0, product=exact):
+    """The oracle: full logits, by default in float64."""
+    z, r = product(h, w) / temperature, product(*reference) / temperature
+    lp, lq = z.log_softmax(1), r.log_softmax(1)
+    p, q, V = lp.exp(), lq.exp(), z.shape[1]
+    return {"logprob": lp.gather(1, y[:, None])[:, 0], "lse": z.logsumexp(1), "entropy": -(p * lp).sum(1),
+            "self_certainty": -lp.mean(1) - math.log(V), "kl_ref": (p * (lp - lq)).sum(1), "kl_from_ref": (q * (lq - lp)).sum(1)}
+
+
+def inputs(N=37, V=211, D=24, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *s: torch.randn(*s, generator=g)
+    y = torch.randint(V, (N,), generator=g)
+    y[:2] = torch.tensor([0, V - 1])
+    reference = (rand(N, 17).to(dtype), (rand(V, 17) / 17**0.5 * 2).to(dtype))
+    return rand(N, D).to(dtype), (rand(V, D) / D**0.5 * 2).to(dtype), y, reference
+
+
+@pytest.mark.parametrize("tiles", [(512, 1000), (5, 7), (37, 1), (1, 64)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_every_value_and_gradient_equals_float64(tiles, temperature):
+    h, w, y, reference = inputs()
+    h.requires_grad_(), w.requires_grad_()
+    hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
+    got = vocab_stats(h, w, y, reference=reference, temperature=temperature, token_tile=tiles[0], vocab_tile=tiles[1])
+    want = dense(hd, wd, y, reference, temperature)
+    g = torch.Generator().manual_seed(1)
+    for name in NAMES:
+        value, truth = getattr(got, name), want[name]
+        assert (value - truth).abs().max() < 5e-6, name
+        upstream = torch.randn(len(y), generator=g)
+        grads = torch.autograd.grad(value, (h, w), upstream, retain_graph=True)
+        truths = torch.autograd.grad(truth, (hd, wd), upstream.double(), retain_graph=True)
+        for a, b in zip(grads, truths):
+            assert (a - b).norm() / b.norm() < 1e-6, name
+    assert torch.equal(got.argmax, (hd @ wd.T).argmax(1))
+
+
+def test_gradcheck_of_all_together():
+    h, w, y, reference = inputs(5, 11, 3, torch.float64)
+    y[3] = -100
+    h.requires_grad_(), w.requires_grad_()
+    f = lambda h, w: torch.stack(vocab_stats(h, w, y, reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)[:6])
+    assert torch.autograd.gradcheck(f, (h, w))
+
+
+def test_one_backward_serves_a_sum_of_everything():
+    h, w, y, reference = inputs()
+    h.requires_grad_(), w.requires_grad_()
+    hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
+    total = lambda s: sum((i + 1) * (v * v).sum() for i, v in enumerate(s))
+    got = torch.autograd.grad(total(vocab_stats(h, w, y, reference=reference, vocab_tile=50)[:6]), (h, w))
+    want = torch.autograd.grad(total(dense(hd, wd, y, reference, 1.0).values()), (hd, wd))
+    for a, b in zip(got, want):
+        assert (a - b).norm() / b.norm() < 1e-6
+
+
+def test_what_was_not_given_is_none_and_frozen_inputs_get_no_gradient():
+    h, w, y, _ = inputs()
+    h.requires_grad_()
+    stats = vocab_stats(h, w)
+    assert stats.logprob is None and stats.kl_ref is None and stats.kl_from_ref is None
+    stats.self_certainty.sum().backward()
+    assert h.grad is not None and w.grad is None
+    with pytest.raises(RuntimeError):
+        stats.argmax.sum().backward()
+
+
+def test_offsets_of_1e4_cancel():
+    h, w, y, reference = inputs()
+    shift = torch.full((len(h), 1), 1e4)
+    h1, w1 = torch.cat([h, shift], 1), torch.cat([w, torch.ones(len(w), 1)], 1)
+    got, want = vocab_stats(h1, w1, y, vocab_tile=50), dense(h1, w1, y, reference, 1.0)
+    for name in ("logprob", "entropy", "self_certainty"):  # the fp32 logits themselves are good to 1e-3 at 1e4
+        assert (getattr(got, name) - want[name]).abs().max() < 4e-3, name
+
+
+def test_equal_policies_have_no_divergence():
+    h, w, _, _ = inputs()
+    stats = vocab_stats(h, w, reference=(h, w), vocab_tile=32)
+    assert stats.kl_ref.abs().max() < 1e-6 and stats.kl_from_ref.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_bf16_errors_are_at_most_105_percent_of_those_of_full_bf16_logits(kernels):
+    h, w, y, reference = inputs(300, 1000, 32, torch.bfloat16)
+    got, want = vocab_stats(h, w, y, reference=reference, vocab_tile=300, kernels=kernels), dense(h, w, y, reference)
+    plain = dense(h, w, y, reference, product=lambda a, b: (a @ b.T).float())
+    for name in NAMES:
+        assert (getattr(got, name) - want[name]).norm() <= 1.05 * (plain[name] - want[name]).norm(), name
+
+
+def test_works_inside_a_full_graph_compile():
+    h, w, y, reference = inputs()
+    h.requires_grad_()
+
+    def f(h):
+        s = vocab_stats(h * 1.0, w, y, reference=reference, vocab_tile=50)
+        return s.logprob.sum() + s.entropy.sum() + s.kl_ref.sum()
+
+    (a,), (b,) = torch.autograd.grad(f(h), h), torch.autograd.grad(torch.compile(f, fullgraph=True)(h), h)
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_seeds_chunked_self_certainty_is_off_by_the_log_of_its_chunks():
+    """Negative control: averaging KL(U || p) of separately normalised vocabulary chunks is another quantity."""
+    h, w, _, _ = inputs(V=256)
+    z, chunks = (h @ w.T).double(), 8
+    seed = torch.stack([c.logsumexp(1) - c.mean(1) - math.log(c.shape[1]) for c in z.chunk(chunks, 1)]).mean(0)
+    error = (vocab_stats(h, w).self_certainty - seed).abs()
+    seed_unnormalised = torch.stack([c.logsumexp(1) - c.mean(1) - math.log(z.shape[1]) for c in z.chunk(chunks, 1)]).mean(0)
+    assert error.max() > 1e-2 and (vocab_stats(h, w).self_certainty - seed_unnormalised).min() >= math.log(chunks) - 1e-4
+
+
+def test_topk_equals_the_dense_topk_and_noise_only_reorders():
+    h, w, _, _ = inputs()
+    z = h @ w.T / 0.5
+    index, logit, key = topk_logits(h, w, 9, temperature=0.5, vocab_tile=20)
+    assert torch.equal(index, z.topk(9, 1).indices) and torch.equal(logit, key)
+    noise = -torch.empty_like(z).exponential_(generator=torch.Generator().manual_seed(0)).log()
+    index, logit, key = gumbel_topk(h, w, 9, temperature=0.5, noise_NV=noise, vocab_tile=20)
+    assert torch.equal(index, (z + noise).topk(9, 1).indices)
+    torch.testing.assert_close(logit, z.gather(1, index), rtol=1e-5, atol=1e-5)
+    assert torch.equal(gumbel_topk(h, w, len(w), vocab_tile=20)[0].sort(1).values, torch.arange(len(w)).expand(len(h), -1))
+
+
+def test_gumbel_samples_follow_the_softmax():
+    torch.manual_seed(0)
+    w = torch.randn(7, 3)
+    h = torch.randn(1, 3).expand(20_000, 3).contiguous()
+    index, _, _ = gumbel_topk(h, w, 2, temperature=0.8, vocab_tile=3)
+    p = (h[0] @ w.T / 0.8).softmax(0)
+    assert (torch.bincount(index[:, 0], minlength=7) / 20_000 - p).abs().max() < 0.015
+    assert (index[:, 0] != index[:, 1]).all()
+
+
+@pytest.mark.parametrize("bad", [dict(temperature=0.0), dict(vocab_tile=0), dict(reference=(torch.zeros(37, 2), torch.zeros(5, 2)))])
+def test_bad_input_is_named(bad):
+    h, w, y, _ = inputs()
+    with pytest.raises(ValueError):
+        vocab_stats(h, w, y, **bad)
+    with pytest.raises(ValueError):
+        topk_logits(h, w, 0)
+    with pytest.raises(IndexError, match="211"):
+        vocab_stats(h, w, y.fill_(211))

@@ -6,7 +6,7 @@
 
 Parameters and optimizer states are sharded on their first dimension, so a shard is a range of rows and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is renamed `.corrupt`, never
-deleted. Imports longhaul.dist and model.py of ours.
+deleted. Imports longhaul.dist, longhaul.parallel and model.py of ours.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longhaul import dist
+from longhaul import dist, parallel
 from model import Decoder, ModelConfig
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
@@ -84,6 +84,7 @@ def save(state, folder: Path, extra: dict) -> Path:
     if state.world.rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+    parallel.reshard(state.model)
     dist.barrier()
     if writes(state):
         _write_shard(state, temporary)
@@ -103,7 +104,9 @@ def writes(state) -> bool:
 
 
 def _write_shard(state, folder: Path):
-    rows = {name: rows_of(tensor) for name, tensor in named_tensors(state.model, state.optimizer).items()}
+    tensors = named_tensors(state.model, state.optimizer)
+    assert state.mesh is None or all(hasattr(tensor, "device_mesh") for tensor in tensors.values()), "a parameter is not sharded"
+    rows = {name: rows_of(tensor) for name, tensor in tensors.items()}
     rows = {name: part for name, part in rows.items() if len(part.local)}
     path = folder / f"rank-{state.world.rank:05d}-of-{state.world.size:05d}.safetensors"
     save_file({name: part.local.contiguous().cpu() for name, part in rows.items()}, path)

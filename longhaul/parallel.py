@@ -47,6 +47,12 @@ def compile_layers(model: Decoder):
         layer.compile()
 
 
+def reshard(model: Decoder):
+    """Give back the root group's whole parameters, which FSDP2 keeps after a forward without a backward (validation, sampling)."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
 def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
     """FSDP2: shards of fp32 parameters, gathered layer by layer in the compute dtype, gradients reduced in fp32.
 

@@ -107,4 +107,5 @@ def evaluate(state: TrainState, batches: list[list[dict]]) -> tuple[float, int]:
         for micro in batch:
             total += state.model(**micro, num_valid=1.0).double()
         count += int(count_valid(batch, state.device))
+    parallel.reshard(state.model)
     return float(dist.all_sum(total)) / max(count, 1), count

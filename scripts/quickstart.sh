@@ -12,8 +12,9 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 echo "== data: the embedded corpus (standard library, torch and numpy sources)"
 python -m data.prepare
 
-echo "== train: the tiny preset on 2 processes"
-torchrun --nproc_per_node=2 train.py --model_size tiny --context_length 1024 --batch_size 2 \
+ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
+echo "== train: the tiny preset on $ranks process(es)"
+torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \
     --max_steps 300 --lr 2e-3 --warmup_steps 20 --eval_every 150 --save_every 100 --output_dir "$out"
 
 echo "== evaluate"

@@ -95,8 +95,11 @@ def test_ranks_change_nothing(single, sharded, size, index):
 
 
 @pytest.mark.slow
-def test_compiled_layers_change_nothing(single):
+def test_compiled_layers_change_nothing_and_are_compiled(single):
+    from torch._dynamo.utils import counters
+    counters.clear()
     assert_same(train(dist.World(), dict(batch_size=2, compile=True, gradient_checkpointing="full")), single[True])
+    assert counters["stats"]["unique_graphs"] > 0 and counters["stats"]["calls_captured"] > 20
 
 
 @pytest.mark.slow
@@ -155,9 +158,26 @@ def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, 
             assert torch.equal(result[name], value), name
 
 
+def step_with_a_nan_on_rank_1(world: dist.World) -> dict:
+    cfg = TrainConfig(**BASE | {"batch_size": 2})
+    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+    if world.rank == 1:
+        state.model.layers[0].register_forward_hook(lambda module, inputs, output: output * torch.nan)
+    before = [parameter.to_local().clone() for parameter in state.model.parameters()]
+    rows = Batch(*(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)[:4]), num_valid=0)
+    result = step.train_step(state, step.micro_batches(rows, 2, state.device))
+    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, state.model.parameters()))
+    return dict(norm=float(result.grad_norm), unchanged=same)
+
+
+def test_a_nan_on_one_rank_changes_no_weight_on_any_rank():
+    for result in run_ranks(step_with_a_nan_on_rank_1, 2):
+        assert result["norm"] != result["norm"] and result["unchanged"]
+
+
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"--dp_replicate 3 does not divide 4 ranks: choose from \[1, 2, 4\]"):
-        dist.data_mesh(dist.World(0, 4), torch.device("cpu"), 3)
+    with pytest.raises(ValueError, match=r"--dp_replicate 3 does not divide 4 rank\(s\): choose from \[1, 2, 4\]"):
+        dist.check_replicas(dist.World(0, 4), 3)
 
 
 def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_sizes_that_work():

@@ -15,7 +15,7 @@ python -m data.prepare
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
 echo "== train: the tiny preset on $ranks process(es)"
 torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \
-    --max_steps 300 --lr 2e-3 --warmup_steps 20 --eval_every 150 --save_every 100 --output_dir "$out"
+    --max_steps 200 --lr 2e-3 --warmup_steps 20 --eval_every 100 --save_every 100 --output_dir "$out"
 
 echo "== evaluate"
 python -m scripts.evaluate --checkpoint "$out"

@@ -1,0 +1,126 @@
+"""Checkpoints: atomic, hashed, pruned; what is damaged is found, whatever it is."""
+
+import json
+
+import pytest
+import torch
+
+from longhaul import checkpoint, dist, step
+from longhaul.checkpoint import CheckpointError
+from longhaul.config import TrainConfig
+
+CFG = TrainConfig(model_size="tiny", vocab_size=64, context_length=8, dtype="fp32", model_overrides=("num_layers=1",))
+
+
+def trained(steps: int = 1):
+    state = step.build(CFG, CFG.model(), "cpu")
+    tokens = torch.arange(8)[None]
+    for _ in range(steps):
+        step.train_step(state, [dict(tokens_BT=tokens, labels_BT=tokens)])
+    return state
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return checkpoint.save(trained(), tmp_path, {})
+
+
+def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
+    state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
+    checkpoint.load(state, saved)
+    truth = checkpoint.named_tensors(*(lambda s: (s.model, s.optimizer))(trained()))
+    loaded = checkpoint.named_tensors(state.model, state.optimizer)
+    assert loaded.keys() == truth.keys() and any(name.endswith("exp_avg") for name in loaded)
+    assert all(torch.equal(value, truth[name]) for name, value in loaded.items())
+    assert state.step == 1 and state.tokens == 8
+
+
+def test_a_tied_weight_is_stored_once(saved):
+    names = [name for file in checkpoint.read_manifest(saved)["files"].values() for name in file["rows"]]
+    assert "model.embed.weight" in names and "model.lm_head.weight" not in names and len(names) == len(set(names))
+
+
+def test_a_checkpoint_is_never_overwritten(saved):
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        checkpoint.save(trained(), saved.parent, {})
+
+
+def test_a_save_that_was_killed_leaves_no_checkpoint_and_is_swept_by_the_next(tmp_path):
+    left = tmp_path / ".tmp-step-00000001"
+    left.mkdir()
+    (left / "rank-00000-of-00001.safetensors").write_bytes(b"half")
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.save(trained(), tmp_path, {})
+    checkpoint.prune(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_pruning_keeps_the_newest_and_only_after_it_verifies(tmp_path):
+    state = trained(0)
+    for number in (1, 2, 3):
+        state.step = number
+        newest = checkpoint.save(state, tmp_path, {})
+    (newest / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError):
+        checkpoint.prune(tmp_path, 2)
+    assert len(list(tmp_path.glob("step-????????"))) == 3
+    newest.rename(tmp_path / "aside")
+    checkpoint.prune(tmp_path, 1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def test_every_flipped_bit_of_a_sample_is_found(saved):
+    shard = next(saved.glob("*.safetensors"))
+    content, generator = shard.read_bytes(), torch.Generator().manual_seed(0)
+    for position in torch.randint(len(content), (40,), generator=generator).tolist():
+        broken = bytearray(content)
+        broken[position] ^= 1 << position % 8
+        shard.write_bytes(broken)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.verify(saved)
+
+
+def break_file(kind: str, folder):
+    shard, manifest = next(folder.glob("*.safetensors")), folder / "manifest.json"
+    content = json.loads(manifest.read_text())
+    if kind == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-8])
+    elif kind == "missing":
+        shard.unlink()
+    elif kind == "link":
+        shard.rename(folder.parent / "elsewhere")
+        shard.symlink_to(folder.parent / "elsewhere")
+    elif kind == "no manifest":
+        manifest.unlink()
+    elif kind == "future version":
+        manifest.write_text(json.dumps(content | {"version": 99}))
+    elif kind == "path":
+        content["files"] = {"../" + name: value for name, value in content["files"].items()}
+        content["checksum"] = checkpoint.checksum(content)
+        manifest.write_text(json.dumps(content))
+    else:
+        manifest.write_text(kind)
+
+
+@pytest.mark.parametrize("kind, words", [
+    ("truncated", "bytes"), ("missing", "is missing"), ("link", "not a plain file"), ("no manifest", "not a readable checkpoint"),
+    ("future version", "update longhaul"), ("path", "not a plain file"), ("{", "not a readable checkpoint"), ("[1]", "is not of format"),
+])
+def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys):
+    break_file(kind, saved)
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.verify(saved)
+    with pytest.raises(CheckpointError, match="no checkpoint is usable"):
+        checkpoint.latest(saved.parent)
+    assert "DAMAGED CHECKPOINT" in capsys.readouterr().out and (saved.parent / "step-00000001.corrupt").exists()
+
+
+def test_rows_cover_a_plain_tensor_whole():
+    rows = checkpoint.rows_of(torch.zeros(5, 3))
+    assert (rows.start, rows.end, rows.shape) == (0, 5, (5, 3))
+
+
+def test_on_one_process_rank_0_decides_and_its_error_passes():
+    assert dist.on_rank0(lambda: 7, dist.World()) == 7
+    with pytest.raises(ValueError, match="no"):
+        dist.on_rank0(lambda: int("no"), dist.World())

@@ -1,0 +1,71 @@
+"""The closed form before a run: it moves the way each lever moves memory, and meets what a process really takes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
+from longhaul.memory.measure import peak_bytes, saved_bytes
+from longhaul.metrics import PEAK_FLOPS
+from model import GIB, Block, Decoder, ModelConfig, RotaryCache
+
+BIG = TrainConfig(context_length=131072)
+
+
+def peak(**changes) -> float:
+    cfg = dataclasses.replace(BIG, **changes)
+    ranks = 2 if changes.get("dp_replicate") == 2 else 1
+    return estimate(cfg, cfg.model(), ranks).peak / GIB
+
+
+def test_one_layer_of_the_4b_keeps_what_the_specification_says():
+    assert saved_per_layer(ModelConfig(), 1, 2) == 109_864
+
+
+def test_the_computed_bytes_of_a_layer_are_those_that_autograd_keeps():
+    config = ModelConfig.preset("tiny", compute_dtype="bfloat16")
+    block, x = Block(config), torch.zeros(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+    for parameter in block.parameters():
+        torch.nn.init.ones_(parameter)
+    rope = RotaryCache(config)(256, x.device)
+    kept = saved_bytes(lambda: block(x, rope))
+    weights = sum(p.numel() for p in block.parameters() if p.ndim == 2) * 2  # the bf16 copies, which a GPU keeps per layer too
+    vectors = sum(p.numel() for p in block.parameters() if p.ndim == 1) * 4
+    tables = sum(table.untyped_storage().nbytes() for table in rope)
+    assert abs(kept - weights - vectors - tables - saved_per_layer(config, 256, 2)) / kept < 0.02
+
+
+def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
+    plain, checkpointed = peak(), peak(gradient_checkpointing="full")
+    assert 480 < plain < 600 and 90 < checkpointed < 130
+    assert peak(gradient_checkpointing="full", loss="standard") > 200 > 2 * peak(gradient_checkpointing="full", context_length=65536) * 0.6
+    assert peak(dtype="fp32") > 1.5 * plain
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(gradient_checkpointing="full"), dict(loss="standard"), dict(dtype="fp32")], ids=str)
+def test_the_computed_peak_is_near_what_the_allocator_records(changes):
+    cfg = TrainConfig(model_size="tiny", context_length=2048, **changes)
+    state = step.build(cfg, cfg.model(), "cpu")
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    batch = [dict(tokens_BT=tokens, labels_BT=tokens)]
+    step.train_step(state, batch)  # the optimizer's states exist from the second step on
+    resident = 3 * 4 * state.model.num_params()
+    measured = resident + peak_bytes(lambda: step.train_step(state, batch), torch.device("cpu"))
+    assert 0.7 < estimate(cfg, cfg.model()).peak / measured < 1.4
+
+
+def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
+    config = ModelConfig.preset("tiny")
+    with torch.device("meta"):
+        matrices = sum(p.numel() for p in Decoder(config).parameters() if p.ndim == 2)
+    assert config.train_flops(10, 0) == 6 * matrices * 10
+    assert config.train_flops(0, 55) == 12 * 4 * 8 * 32 * 55
+    cfg = TrainConfig(model_size="tiny", context_length=10, gradient_checkpointing="full")
+    assert step_flops(cfg, config, 2) == pytest.approx(2 * config.train_flops(10, 55) * 4 / 3)
+
+
+def test_known_peaks_are_dense_bf16_figures():
+    assert PEAK_FLOPS["H100"] == 989e12 and all(5e13 < flops < 3e15 for flops in PEAK_FLOPS.values())

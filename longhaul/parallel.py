@@ -1,6 +1,6 @@
 """Parallelism and memory levers, applied from outside to a model that knows of none: each is a function taking the model.
 
-The order is fixed: checkpointing -> compile -> FSDP2. Imports model.py of ours.
+The order is fixed: compile -> checkpointing -> FSDP2, from the inside out. Imports model.py of ours.
 """
 
 import functools
@@ -13,10 +13,10 @@ from model import Decoder, packed_attention, standard_attention
 
 def apply(model: Decoder, cfg, mesh) -> Decoder:
     """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may be on meta."""
-    if cfg.gradient_checkpointing == "full":
-        checkpoint_layers(model)
     if cfg.compile:
         compile_layers(model)
+    if cfg.gradient_checkpointing == "full":
+        checkpoint_layers(model)
     if mesh is not None:
         shard(model, mesh, model.config.dtype)
     return model
@@ -25,26 +25,20 @@ def apply(model: Decoder, cfg, mesh) -> Decoder:
 def checkpoint_layers(model: Decoder):
     """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al. 2016)."""
     for layer in model.layers:
-        layer.forward = _checkpointed(layer.forward)
-
-
-def _checkpointed(forward):
-    def run(*args):  # a frame of ours: dynamo enters it and traces the checkpoint inside, which alone is closed to it
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
-
-    return run
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_layers(model: Decoder):
-    """torch.compile each layer in place; parameter names stay as they are.
+    """torch.compile each layer's forward; parameter names stay as they are.
 
+    Before checkpointing: dynamo does not enter `checkpoint`, and traced inside it could not leave the graph for eager attention.
     Attention over packed documents stays eager: every batch has other lengths, and each would be compiled anew.
     """
     packed = torch.compiler.disable(packed_attention)
     for layer in model.layers:
         if layer.attention.core is standard_attention:
             layer.attention.core = functools.partial(standard_attention, packed=packed)
-        layer.compile()
+        layer.forward = torch.compile(layer.forward)
 
 
 def reshard(model: Decoder):

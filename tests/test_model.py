@@ -518,7 +518,11 @@ def test_the_ten_gib_rule_has_the_documented_figures(seq, gib, chunked):
     assert round(decoder.logits_gib(1, seq), 2) == gib
     assert decoder.should_chunk(1, seq) is chunked
     assert decoder.logits_gib(2, seq) == 2 * decoder.logits_gib(1, seq)
-    assert (decoder.loss_function(1, seq) is model.standard_cross_entropy) is not chunked
+    assert decoder.loss_function(1, seq) is not model.standard_cross_entropy  # at this vocabulary tiles win at any length
+    small = Decoder(ModelConfig.preset("tiny", vocab_size=128, num_layers=1, logits_threshold_gib=0.01))
+    for tokens in (8, 50_000):
+        assert (small.loss_function(1, tokens) is model.standard_cross_entropy) is not small.should_chunk(1, tokens)
+    assert not small.should_chunk(1, 8) and small.should_chunk(1, 50_000)
 
 
 def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
@@ -574,7 +578,7 @@ def test_the_head_sends_any_function_to_its_weight():
 @pytest.mark.parametrize("changes,words", [
     (dict(vocab_size=0), "vocab_size=0"), (dict(hidden_size=-4), "hidden_size=-4"), (dict(num_layers=0), "num_layers=0"),
     (dict(num_heads=0), "num_heads=0"), (dict(num_kv_heads=0), "num_kv_heads=0"), (dict(head_dim=0), "head_dim=0"),
-    (dict(ffn_size=0), "ffn_size=0"), (dict(loss_chunk_size=0), "loss_chunk_size=0"), (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+    (dict(ffn_size=0), "ffn_size=0"), (dict(loss_chunk_size=-1), "loss_chunk_size=-1"), (dict(rope_theta=-1.0), "rope_theta=-1.0"),
     (dict(rope_original_context=0), "rope_original_context=0"), (dict(norm_eps=0.0), "norm_eps=0.0"), (dict(norm_eps=math.nan), "norm_eps=nan"),
     (dict(attention_type="flash"), "standard, nsa"), (dict(rope_scaling="ntk"), "none, linear, yarn"), (dict(loss="tiled"), "auto, standard, chunked"),
     (dict(compute_dtype="fp8"), "bfloat16"), (dict(num_heads=6, num_kv_heads=4), r"\[1, 2, 3, 6\]"), (dict(head_dim=7), "even head_dim"),

@@ -15,14 +15,14 @@ from longhaul.config import TrainConfig
 ROOT = Path(__file__).parent.parent
 SAME_LEVEL = {("model", "fused"), ("benchmarks", "verify_chunked_loss")}  # model -> fused is lazy: only where kernels="triton"
 LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
-    {"model", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli"},
+    {"model", "nsa", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli"},
     {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate"},
     {"longhaul.step", "longhaul.checkpoint", "longhaul.metrics"},
     {"longhaul.memory", "longhaul.evals", "longhaul.posttrain", "longhaul.analysis"},
     {"train", "profile_memory", "verify_chunked_loss", "scripts", "benchmarks"},
 ]
 STANDARD_LIBRARY_AND = {  # what a level-0 room may import from outside
-    "model": {"torch"}, "fused": {"torch", "triton"}, "data": {"numpy", "sentencepiece", "tqdm"},
+    "model": {"torch"}, "nsa": {"torch"}, "fused": {"torch", "triton"}, "data": {"numpy", "sentencepiece", "tqdm"},
     "longhaul.dist": {"torch"}, "longhaul.cli": set(), "longhaul.context": {"torch"},
 }
 SIZES = {"model.py": 900}

@@ -1,0 +1,152 @@
+"""SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to time what is not exact.
+
+Imports nsa and tests.nsa_oracle of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
+(other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a fresh process above what
+stood after its inputs existed.
+
+    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward training decode memory]
+"""
+import argparse
+import re
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+from nsa import engine as nsa_engine
+from nsa import plain as nsa_plain
+from nsa.config import NSAConfig
+from tests import nsa_oracle as oracle
+
+CFG, M, K = NSAConfig(), 4, 128
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def inputs(T, dtype, grad=True):
+    make, N = torch.Generator().manual_seed(0), CFG.compressed_blocks(T)
+    shapes = [(1, T, M, K)] + [(1, n, 1, K) for n in (T, T, N, N, T, T)]
+    tensors = [torch.randn(s, generator=make).to(dtype) for s in shapes]
+    tensors.append(torch.randn(1, T, M, 3, generator=make).sigmoid().to(dtype))
+    return [x.requires_grad_(grad) for x in tensors]
+
+
+def nsa(tensors):
+    return nsa_engine.nsa_attention(*tensors, CFG)
+
+
+def sdpa(tensors):
+    q, k, v = (x.transpose(1, 2) for x in tensors[:3])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def train(function, tensors):
+    for x in tensors:
+        x.grad = None
+    o = function(tensors)
+    o.backward(torch.ones_like(o))
+
+
+def seconds(call):
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def best_of_turns(calls, turns):
+    """Least seconds of each call, the calls taking turns."""
+    times = [[seconds(call) for call in calls] for _ in range(turns)]
+    return [min(column) for column in zip(*times)]
+
+
+def refuse_if_wrong():
+    tensors = inputs(1300, torch.float32, grad=False)
+    parts = nsa_engine.nsa_attention(*tensors, CFG, return_parts=True)
+    index = torch.where(parts["block_idx"] < 0, 21, parts["block_idx"].long())
+    chosen = torch.zeros(1, 1300, 1, 22, dtype=torch.bool).scatter_(-1, index, True)[..., :21]
+    error = (parts["o"] - oracle.nsa(*tensors, CFG, chosen)[0]).abs().max()
+    if error > 2e-5:
+        raise SystemExit(f"bench: NSA is off by {error:.1e} from float64; it must be within 2e-5 before it is timed")
+
+
+def attention_row(T, dtype, what):
+    tensors = inputs(T, DTYPES[dtype])
+    run = (lambda f: f(tensors)) if what == "forward" else (lambda f: train(f, tensors))
+    with torch.set_grad_enabled(what != "forward"):
+        return best_of_turns([lambda: run(sdpa), lambda: run(nsa)], 3 if T <= 16384 else 1 if T > 65536 else 2)
+
+
+def decode_row(T, dtype):
+    """One token against T: the faster of SDPA and two products, and NSA with its state update."""
+    dtype = DTYPES[dtype]
+    state = nsa_plain.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype)
+    compress, rope = nsa_plain.Compressor(K, CFG, dtype=dtype), lambda x, _: x
+    k, v = torch.randn(2, 1, T, 1, K).to(dtype)
+    q, gates, one = torch.randn(1, 1, M, K).to(dtype), torch.rand(1, 1, M, 3).to(dtype), torch.randn(1, 1, 1, K).to(dtype)
+    heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+    def dense_sdpa():
+        F.scaled_dot_product_attention(*heads, enable_gqa=True)
+
+    def dense_products():
+        (heads[0].view(M, K) @ heads[1][0, 0].T * K ** -0.5).float().softmax(-1).to(dtype) @ heads[2][0, 0]
+
+    def sparse():
+        state.append(one, one, one, one, one, one, compress, rope)
+        nsa_plain.nsa_decode(q, gates, state)
+    with torch.no_grad():
+        state.append(k, v, k, v, k, v, compress, rope)
+        for _ in range(32):
+            sparse()
+        stride = CFG.cmp_stride  # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
+        calls = [lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense_products, sparse)]
+        times = [x / stride for x in best_of_turns(calls, 20)]
+    return min(times[:2]), times[2]
+
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
+
+
+def measure_memory(side, T, dtype):
+    """Run in a fresh process: prints the MiB that forward+backward adds to the inputs."""
+    function = {"sdpa": sdpa, "nsa": nsa}[side]
+    train(function, inputs(2048, DTYPES[dtype]))  # libraries load and warm up
+    tensors = inputs(T, DTYPES[dtype])
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    before = peak_kib()
+    train(function, tensors)
+    print((peak_kib() - before) / 1024)
+
+
+def memory_row(T, dtype):
+    command = [sys.executable, "-m", "benchmarks.attention", "--measure"]
+    return [float(subprocess.run(command + [side, str(T), dtype], capture_output=True, text=True, check=True).stdout)
+            for side in ("sdpa", "nsa")]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="context lengths")
+    parser.add_argument("--long", action="store_true", help="also 131072 tokens")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types")
+    parser.add_argument("--what", nargs="+", default=["forward", "training", "decode", "memory"], help="what to measure")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.measure:
+        return measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
+    refuse_if_wrong()
+    print(f"{'':9} {'':5} {'tokens':>7} {'SDPA':>10} {'NSA':>10}  SDPA/NSA")
+    for dtype in args.dtypes:
+        for what in args.what:
+            for T in args.tokens + [131072] * args.long:
+                row = {"decode": decode_row, "memory": memory_row}.get(what)
+                a, b = row(T, dtype) if row else attention_row(T, dtype, what)
+                unit, scale = ("MiB", 1) if what == "memory" else ("ms", 1e3) if what == "decode" else ("s", 1)
+                print(f"{what:9} {dtype:5} {T:7} {a * scale:8.2f} {unit:>3} {b * scale:6.2f} {unit:>3}  {a / b:6.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

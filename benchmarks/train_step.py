@@ -24,8 +24,9 @@ from longhaul.config import TrainConfig
 
 SIZES = {
     "tiny": (),
-    "30M": ("hidden_size=448", "num_layers=8", "num_heads=7", "num_kv_heads=7", "head_dim=64", "ffn_size=1344", "vocab_size=16384"),
+    "30M": ("hidden_size=448", "num_layers=8", "num_heads=7", "num_kv_heads=7", "head_dim=64", "ffn_size=1344"),
 }
+VOCABULARY = {"tiny": 8192, "30M": 16384}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss
 
 
@@ -56,7 +57,7 @@ def main(args: list[str] | None = None):
 
 
 def settings(size: str, dtype: str, given) -> TrainConfig:
-    return TrainConfig(model_size="tiny", model_overrides=SIZES[size], context_length=given.context_length, batch_size=given.batch_size,
+    return TrainConfig(model_size="tiny", model_overrides=SIZES[size], vocab_size=VOCABULARY[size], context_length=given.context_length, batch_size=given.batch_size,
                        dtype=dtype, warmup_steps=0, schedule="constant", lr=1e-4)
 
 

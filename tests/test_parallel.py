@@ -74,7 +74,7 @@ def test_levers_on_one_process_change_nothing(single, changes):
 
 SHARDED = {  # processes start once per size and run all of its settings
     2: [dict(batch_size=2), dict(batch_size=1), dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-        dict(batch_size=1, model_overrides=("tie_embeddings=False",)), dict(dp_replicate=2)],
+        dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"), dict(dp_replicate=2)],
     4: [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")],
 }
 

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from longhaul.memory.measure import peak_bytes
 from longhaul.vocab import gumbel_topk, topk_logits, vocab_stats
 
 NAMES = ("logprob", "lse", "entropy", "self_certainty", "kl_ref", "kl_from_ref")
@@ -137,6 +138,22 @@ def test_topk_equals_the_dense_topk_and_noise_only_reorders():
     assert torch.equal(index, (z + noise).topk(9, 1).indices)
     torch.testing.assert_close(logit, z.gather(1, index), rtol=1e-5, atol=1e-5)
     assert torch.equal(gumbel_topk(h, w, len(w), vocab_tile=20)[0].sort(1).values, torch.arange(len(w)).expand(len(h), -1))
+
+
+def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_full_logits():
+    g = torch.Generator().manual_seed(0)
+    h, w = torch.randn(512, 16, generator=g).bfloat16(), torch.randn(151_936, 16, generator=g).bfloat16()
+
+    def full(hidden):
+        z = (hidden @ w.T).float()
+        return z.logsumexp(1) - z.mean(1) - math.log(len(w))
+
+    def gradient(statistic):
+        hidden = h.detach().requires_grad_()
+        return torch.autograd.grad(statistic(hidden).sum(), hidden)
+
+    plain, ours = (peak_bytes(lambda: gradient(f), torch.device("cpu")) for f in (full, lambda hidden: vocab_stats(hidden, w).self_certainty))
+    assert plain > 50 * ours
 
 
 def test_gumbel_samples_follow_the_softmax():

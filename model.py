@@ -676,7 +676,7 @@ def _(hidden_ND, *_):
 @vocab_nll_backward.register_fake
 def _(grads, nll_N, lse_N, hidden_ND, weight_VD, *args):
     need_hidden, need_weight = args[-2:]
-    return (torch.empty_like(hidden_ND) if need_hidden else lse_N.new_empty(0),
+    return (hidden_ND.new_empty(hidden_ND.shape) if need_hidden else lse_N.new_empty(0),  # contiguous, whatever hidden's strides
             torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0))
 
 
@@ -713,6 +713,10 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor,
     for labels outside [0, V): always on CPU, on CUDA only with `validate`, which costs a host sync.
     """
     check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
+    if not (softcap is None or softcap > 0) or not 0 <= label_smoothing <= 1 or not math.isfinite(z_loss):
+        raise ValueError(f"softcap={softcap}, label_smoothing={label_smoothing}, z_loss={z_loss}: need softcap > 0 or None, smoothing in [0, 1], finite z_loss")
+    if num_valid is not None and (num_valid.ndim if isinstance(num_valid, Tensor) else not num_valid >= 0):
+        raise ValueError(f"num_valid={num_valid}: give a number of tokens, 0 or more, or a tensor without dimensions")
     kernels = choose_kernels(kernels, hidden_ND)
     auto = default_tiles(len(hidden_ND), len(weight_VD), hidden_ND.device, kernels)
     tiles = [token_tile or auto[0], vocab_tile or auto[1]]
@@ -728,7 +732,7 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor,
         return loss_N.sum()
     if num_valid is None:
         num_valid = (labels_N != ignore_index).sum()
-    return loss_N.sum() / (num_valid.clamp(min=1) if isinstance(num_valid, Tensor) else max(num_valid, 1))
+    return loss_N.sum() / (num_valid.clamp(min=1).to(loss_N.dtype) if isinstance(num_valid, Tensor) else max(num_valid, 1))
 
 
 def check_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str, *tiles: int | None) -> None:
@@ -739,8 +743,8 @@ def check_inputs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reducti
         raise ValueError(f"hidden is on {hidden_ND.device}, weight on {weight_VD.device}, labels on {labels_N.device}; move them to one")
     if not (hidden_ND.is_floating_point() and weight_VD.is_floating_point()) or labels_N.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"hidden is {hidden_ND.dtype}, weight {weight_VD.dtype}, labels {labels_N.dtype}; needed: floating, floating, int64")
-    if any(tile is not None and tile < 1 for tile in tiles):
-        raise ValueError(f"token_tile, vocab_tile = {tiles}: both must be >= 1, or None to choose by shape and device")
+    if any(tile is not None and not (isinstance(tile, int) and tile >= 1) for tile in tiles):
+        raise ValueError(f"token_tile, vocab_tile = {tiles}: both must be whole numbers >= 1, or None to choose by shape and device")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum', 'none'")
 
@@ -794,6 +798,8 @@ class Decoder(nn.Module):
         if labels_BT.shape != tokens_BT.shape:
             raise ValueError(f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
                              "give one target per position (labels[:, t] is the target of position t)")
+        if self.validate:
+            check_labels(labels_BT.flatten(), self.config.vocab_size, IGNORE)
         if num_valid is None:
             num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
         return self.lm_head(hidden_ND, self.loss_function(*tokens_BT.shape), labels_BT.flatten(), num_valid)
@@ -839,7 +845,7 @@ class Decoder(nn.Module):
 
     def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction="mean", num_valid=num_valid,
-                                    token_tile=self.config.loss_chunk_size or None, kernels=self.config.kernels, validate=self.validate)
+                                    token_tile=self.config.loss_chunk_size or None, kernels=self.config.kernels)
 
     # ---- parameters
 

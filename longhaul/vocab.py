@@ -40,7 +40,7 @@ def vocab_stats(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor | None = 
     reference = (hidden [N, any width], weight [V, that width]), taken at the same temperature. Tokens with target -100 have
     logprob 0. Raises ValueError for shapes, devices, dtypes, tiles and temperature <= 0; IndexError for targets outside [0, V) on CPU.
     """
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be > 0")
     has_target, has_reference = target_N is not None, reference is not None
     if not has_target:
@@ -119,11 +119,14 @@ def stats_op(hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, reference: 
     # [N] sums in fp64 cost nothing and keep many small tiles exact; maxima start finite, so that (max - new) * 0 is 0
     state_SN = hidden_ND.new_zeros(8 if reference else 4, N, dtype=torch.float64)
     state_SN[::4] = torch.finfo(torch.float32).min
+    top_N = hidden_ND.new_full((N,), -torch.inf)  # argmax is of the logits as their product rounds them, whatever the target and tiles
     argmax_N = torch.zeros(N, dtype=torch.long, device=hidden_ND.device)
     fold = tile_body(fold_stats, kernels)
     for v, t, z_NV, r_NV, _ in logit_tiles(hidden_ND, weight_VD, reference, tiles):
+        value_N, index_N = z_NV.max(1)
         new_SN = fold(z_NV, r_NV, target_N[t] - v.start, z_target_2N[:, t], state_SN[:, t], v.start, scale)
-        argmax_N[t] = torch.where(new_SN[0] > state_SN[0, t], v.start + z_NV.argmax(1), argmax_N[t])
+        argmax_N[t] = torch.where(value_N > top_N[t], v.start + index_N, argmax_N[t])
+        top_N[t] = torch.maximum(top_N[t], value_N)
         state_SN[:, t] = new_SN
     return torch.stack(finish(state_SN, z_target_2N[0], target_N, V)).to(z_target_2N.dtype), argmax_N
 
@@ -153,7 +156,7 @@ def logit_tiles(hidden_ND: Tensor, weight_VD: Tensor, reference: list[Tensor], t
     buffer = hidden_ND.new_empty(N * min(tiles[1], V))
     r_buffer = reference[0].new_empty(min(tiles[0], N) * min(tiles[1], V)) if reference else None
     for v in spans(V, tiles[1]):
-        w_VD, z_NV = weight_VD[v].to(hidden_ND.dtype), buffer[: N * (v.stop - v.start)].view(N, -1)
+        w_VD, z_NV = weight_VD[v].to(hidden_ND.dtype), buffer[: N * (v.stop - v.start)].view(N, v.stop - v.start)
         for t in spans(N, tiles[0]):
             torch.mm(hidden_ND[t], w_VD.t(), out=z_NV[t])
             r_NV = tile_logits(reference[0][t], reference[1][v].to(reference[0].dtype), r_buffer) if reference else None
@@ -198,7 +201,7 @@ def _(hidden_ND, weight_VD, target_N, *_):
 
 @stats_backward_op.register_fake
 def _(grad_7N, stats_7N, hidden_ND, weight_VD, *args):
-    return (torch.empty_like(hidden_ND) if args[-2] else stats_7N.new_empty(0),
+    return (hidden_ND.new_empty(hidden_ND.shape) if args[-2] else stats_7N.new_empty(0),
             torch.empty_like(weight_VD) if args[-1] else weight_VD.new_empty(0))
 
 
@@ -225,8 +228,9 @@ def topk_logits(hidden_ND: Tensor, weight_VD: Tensor, k: int, *, temperature: fl
                 perturb: Callable[[Tensor, slice], Tensor] = lambda z_NV, v: z_NV) -> tuple[Tensor, Tensor, Tensor]:
     """(index_NK, logit_NK, key_NK) of the k largest keys = perturb(logits / temperature, columns), sorted; not differentiable."""
     V = len(weight_VD)
-    if not 1 <= k <= V or temperature <= 0:
+    if not 1 <= k <= V or not temperature > 0:
         raise ValueError(f"k={k}, temperature={temperature}: allowed are 1 <= k <= {V}, the vocabulary, and temperature > 0")
+    check_inputs(hidden_ND, weight_VD, hidden_ND.new_zeros(len(hidden_ND), dtype=torch.long), "none", vocab_tile)
     vocab_tile = vocab_tile or default_tiles(len(hidden_ND), V, hidden_ND.device, "torch")[1]
     with torch.no_grad():
         best = None
@@ -247,6 +251,9 @@ def gumbel_topk(hidden_ND: Tensor, weight_VD: Tensor, k: int, *, temperature: fl
     Returns topk_logits's (index_NK, logit_NK, key_NK); k = 1 is an ordinary sample (Kool et al. 2019, arXiv 1903.06059). Noise may be
     given, so that two methods can be compared on the same draw.
     """
+
+    if noise_NV is not None and noise_NV.shape != (len(hidden_ND), len(weight_VD)):
+        raise ValueError(f"noise has shape {tuple(noise_NV.shape)}: give one number per token and piece, {(len(hidden_ND), len(weight_VD))}")
 
     def perturb(z_NV: Tensor, v: slice) -> Tensor:
         noise = torch.empty_like(z_NV).exponential_(generator=generator).log_().neg_() if noise_NV is None else noise_NV[:, v]

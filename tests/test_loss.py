@@ -153,6 +153,41 @@ def test_ignored_rows_with_huge_logits_give_no_nan_where_they_are_not_packed_awa
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
+def test_a_transposed_hidden_compiles_and_the_operators_pass_their_checks():
+    h, w, y = inputs(32, 16, 64)
+    y = y[:16] % 64
+    compiled = torch.compile(lambda a, w, y: linear_cross_entropy((a * 1.0).t(), w, y, kernels="torch"), fullgraph=True)
+    a, w = torch.randn(16, 16), torch.randn(64, 16)
+    for x, z in zip(gradients(compiled, a, w, y), gradients(lambda a, w, y: linear_cross_entropy(a.t(), w, y), a, w, y)):
+        torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-7)
+    nll, lse, mean = model.vocab_nll(a.t(), w, y, -100, None, [8, 16], "torch", False)
+    arguments = ([nll, lse, mean], nll, lse, a.t(), w, y, -100, None, [8, 16], "torch", True, True)
+    torch.library.opcheck(model.vocab_nll_backward, arguments)
+
+
+@pytest.mark.parametrize("options", [dict(softcap=0.0), dict(softcap=-5.0), dict(label_smoothing=1.5), dict(z_loss=math.nan), dict(num_valid=-3),
+                                     dict(num_valid=torch.tensor([10])), dict(vocab_tile=1.5)], ids=str)
+def test_numbers_that_make_no_loss_are_refused(options):
+    with pytest.raises(ValueError, match=list(options)[0]):
+        linear_cross_entropy(*inputs(), **options)
+
+
+@pytest.mark.parametrize("kind", ["standard", "chunked"])
+def test_a_validating_decoder_names_the_bad_label_whichever_loss_runs(kind):
+    decoder = model.Decoder(model.ModelConfig.preset("tiny", vocab_size=32, num_layers=1, loss=kind))
+    decoder.validate, tokens = True, torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(IndexError, match="label 32 at position 2: allowed are 0 to 31"):
+        decoder(tokens, torch.tensor([[0, 1, 32, 3]]))
+
+
+def test_another_ignore_index_is_ignored():
+    h, w, y = inputs()
+    y[::3] = 7
+    want = gradients(linear_cross_entropy, h, w, torch.where(y == 7, -100, y))
+    for a, b in zip(gradients(functools.partial(linear_cross_entropy, ignore_index=7), h, w, y), want):
+        assert torch.equal(a, b)
+
+
 def test_per_token_weights_pass_through_reduction_none():
     h, w, y = inputs()
     y[3] = -100

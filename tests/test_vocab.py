@@ -156,6 +156,28 @@ def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_ful
     assert plain > 50 * ours
 
 
+@pytest.mark.parametrize("N", [0, 1])
+def test_no_token_and_one_token_work(N):
+    h, w, y, _ = inputs()
+    stats = vocab_stats(h[:N].requires_grad_(), w, y[:N])
+    stats.entropy.sum().backward()
+    assert stats.lse.shape == (N,)
+
+
+def test_the_argmax_in_bf16_depends_on_neither_tiles_nor_target():
+    h, w, y, _ = inputs(200, 900, dtype=torch.bfloat16)
+    truth = (h @ w.T).argmax(1)
+    for options in (dict(), dict(vocab_tile=7), dict(target=y), dict(target=truth, vocab_tile=64)):
+        target = options.pop("target", None)
+        assert torch.equal(vocab_stats(h, w, target, **options).argmax, truth)
+
+
+def test_noise_of_another_shape_is_refused():
+    h, w, _, _ = inputs()
+    with pytest.raises(ValueError, match="noise has shape"):
+        gumbel_topk(h, w, 2, noise_NV=torch.zeros(1, len(w)))
+
+
 def test_gumbel_samples_follow_the_softmax():
     torch.manual_seed(0)
     w = torch.randn(7, 3)

@@ -8,7 +8,8 @@ Copied alone into an empty folder this file trains and generates:
     loss.backward()
 
 The geometry is Qwen3's (pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU, rotary positions).
-Parallelism, checkpointing and compilation are applied from outside: nothing here knows of them.
+Parallelism, checkpointing and compilation are applied from outside: nothing here knows of them. Two lazy edges leave this file:
+`attention_type="nsa"` runs the branches of nsa/, and `kernels="triton"` the twins of fused/.
 
 Letters: B batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value heads, K head dimension, D model width,
 F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters keep their own (fp32 master weights).
@@ -48,6 +49,39 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
+class NSAConfig:
+    """Sizes of Native Sparse Attention (arXiv 2502.11089), in tokens and blocks; letters of the paper in brackets."""
+
+    cmp_block: int = 32  # tokens of a compressed block [l]
+    cmp_stride: int = 16  # tokens from one compressed block to the next [s]
+    sel_block: int = 64  # tokens of a selection block [l']
+    sel_count: int = 16  # selection blocks that a query reads [n], the forced ones included
+    sel_init: int = 1  # of these, the first blocks of the document
+    sel_local: int = 2  # of these, the query's own block and those before it
+    window: int = 512  # tokens of the sliding window [w], the query itself included
+    cmp_kind: str = "mlp"  # compression: "mlp" learns, "mean" pools
+    kv: str = "shared"  # "shared": one K/V for all branches; "separate": one per branch
+
+    def __post_init__(self):
+        smallest = dict(cmp_block=1, cmp_stride=1, sel_block=1, sel_count=1, sel_init=0, sel_local=1, window=1)
+        for allowed, holds, remedy in [(f"{name} >= {n}", getattr(self, name) >= n, f"raise {name}") for name, n in smallest.items()] + [
+                *((f"{name} a multiple of cmp_stride", getattr(self, name) % max(1, self.cmp_stride) == 0, "change one of them")
+                  for name in ("cmp_block", "sel_block")),
+                ("cmp_block <= sel_block", self.cmp_block <= self.sel_block, "lower cmp_block or raise sel_block"),
+                ("sel_count >= sel_init + sel_local", self.sel_count >= self.sel_init + self.sel_local, "raise sel_count or force fewer blocks"),
+                ("cmp_kind 'mlp' or 'mean'", self.cmp_kind in ("mlp", "mean"), "choose one of them"),
+                ("kv 'shared' or 'separate'", self.kv in ("shared", "separate"), "choose one of them")]:
+            if not holds:
+                given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name in allowed)
+                raise ValueError(f"NSAConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
+
+    def compressed_blocks(self, tokens):
+        """Compressed blocks of a document: those that lie wholly inside it. `tokens`: an int, or a tensor of them."""
+        blocks = (tokens - self.cmp_block) // self.cmp_stride + 1
+        return blocks.clamp(min=0) if isinstance(blocks, Tensor) else max(0, blocks)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Geometry and numerics of a decoder; validated once, never mutated (use `dataclasses.replace`)."""
 
@@ -65,6 +99,7 @@ class ModelConfig:
     rope_factor: float = 1.0  # context extension of linear and yarn scaling
     rope_original_context: int = 32_768  # yarn: the context that the weights were trained at
     attention_type: str = "standard"
+    nsa: NSAConfig = NSAConfig()  # read where attention_type is "nsa"
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # `auto` never builds logits larger than this
     loss_chunk_size: int = 0  # tokens of a tile of the chunked loss; 0: chosen by shape and device
@@ -78,10 +113,9 @@ class ModelConfig:
         for name, bound in above.items():
             if not bound < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is out of range: give a number above {bound}")
-        if self.loss_chunk_size < 0:
-            raise ValueError(f"loss_chunk_size={self.loss_chunk_size} is out of range: give tokens, or 0 to choose by shape and device")
-        if not 0 <= self.logits_threshold_gib < math.inf:
-            raise ValueError(f"logits_threshold_gib={self.logits_threshold_gib} is out of range: give a number of GiB, 0 or more")
+        for name, unit in dict(loss_chunk_size="tokens (0: chosen by shape and device)", logits_threshold_gib="GiB").items():
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} is out of range: give 0 or more {unit}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}")
@@ -111,9 +145,16 @@ class ModelConfig:
         return getattr(torch, self.compute_dtype)
 
     def layer_params(self) -> int:
-        """Parameters of one block: projections, feed-forward, the two norms and the q/k norms."""
+        """Parameters of one block: projections, feed-forward, the two norms and the q/k norms, and what NSA adds."""
         attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size + 2 * self.head_dim
+        sparse = sum(self.sparse_params()) if self.attention_type == "nsa" else 0
+        return attention + sparse + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size + 2 * self.head_dim
+
+    def sparse_params(self) -> tuple[int, int, int]:
+        """What NSA adds to a layer: (matrices over tokens, matrices over compressed blocks, vectors)."""
+        K, mlp, separate = self.head_dim, self.nsa.cmp_kind == "mlp", self.nsa.kv == "separate"
+        tokens = self.hidden_size * (3 * self.num_heads + separate * 4 * self.num_kv_heads * K)
+        return tokens, mlp * 2 * (self.nsa.cmp_block + 1) * K * K, 3 * self.num_heads + K + mlp * self.nsa.cmp_block * K + separate * 2 * K
 
     def num_params(self) -> int:
         """Parameters of the decoder, a tied embedding counted once; nothing is allocated."""
@@ -133,19 +174,8 @@ class ModelConfig:
         faster = self.loss == "auto" and self.vocab_size >= TILES_WIN
         return "chunked" if faster or self.should_chunk(batch, seq) else "standard"
 
-    def train_flops(self, tokens: int, causal_pairs: float) -> float:
-        """Floating-point operations of one forward and backward pass, recomputation excluded.
 
-        6 per matrix parameter and token, 12*H*K per layer and (query, visible key) pair (2 products of 2K, three passes):
-        a document of L tokens holds L(L+1)/2 pairs. Source: Narayanan et al. 2021, with the causal half counted exactly.
-        """
-        norms = self.num_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size
-        lookup = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size  # an untied embedding is no product
-        matrices = self.num_params() - norms - lookup
-        return 6.0 * matrices * tokens + 12.0 * self.num_layers * self.num_heads * self.head_dim * causal_pairs
-
-
-# ------------------------------------------------------------------------------------------------- rotary positions
+# ---------------------------------------------------------------------------------- rotary positions and documents
 
 
 def rope_frequencies(config: ModelConfig, device) -> tuple[Tensor, float]:
@@ -186,8 +216,7 @@ class RotaryCache:
         """Positions offset .. offset+length-1, from the cache."""
         end = offset + length
         if self.cos is None or self.cos.device != device or self.cos.shape[1] < end:
-            known = self.cos.shape[1] if self.cos is not None and self.cos.device == device else 0
-            size = max(end, 2 * known if known else 0)
+            size = max(end, 2 * self.cos.shape[1] if self.cos is not None and self.cos.device == device else 0)
             with torch.inference_mode(False):  # tables made while sampling must serve training too
                 self.cos, self.sin = self.at(torch.arange(size, device=device)[None])
         return self.cos[:, offset:end], self.sin[:, offset:end]
@@ -219,14 +248,10 @@ def _rotated(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
     return torch.cat((x1 * cos_BT1k - x2 * sin_BT1k, x2 * cos_BT1k + x1 * sin_BT1k), dim=-1).to(x_BTHK.dtype)
 
 
-# -------------------------------------------------------------------------------------------------------- documents
-
-
 def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
-    """cu_seqlens [documents+1], int64 on the host: ends of the runs of equal ids in the B*T flattened tokens.
+    """cu_seqlens [documents+1], int64 on the host: ends of the runs of equal ids in the B*T flattened tokens; a row starts a document.
 
-    A row always starts a document. Attention loops over documents, so it needs their lengths on the host: keep
-    `doc_ids` there (a CUDA tensor costs one synchronisation per forward).
+    Attention loops over documents, so it needs lengths on the host: keep `doc_ids` there (a CUDA tensor costs one synchronisation).
     """
     ids_BT = doc_ids_BT.cpu()
     starts_BT = torch.ones_like(ids_BT, dtype=torch.bool)
@@ -260,10 +285,7 @@ def packed_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, cu_seqlens:
 
 def standard_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, cu_seqlens: Tensor | None = None,
                        packed=packed_attention) -> Tensor:
-    """Causal attention; with cu_seqlens (over the flattened B*T tokens) each document sees only itself.
-
-    `packed` serves rows of several documents; a compiled model passes an uncompiled one (lengths differ in every batch).
-    """
+    """Causal attention, by documents where cu_seqlens (over B*T) are given; a compiled model passes an uncompiled `packed`."""
     if cu_seqlens is None or len(cu_seqlens) == len(q_BTHK) + 1:  # as many documents as rows: every row is one
         return sdpa(q_BTHK, k_BTGK, v_BTGK, causal=True)
     return packed(q_BTHK, k_BTGK, v_BTGK, cu_seqlens)
@@ -295,11 +317,9 @@ class LayerCache:
         """Store the new keys and values; returns views of all of them."""
         end = self.length + k_BTGK.shape[1]
         if len(k_BTGK) != len(self.k_BSGK):
-            raise ValueError(f"the KV cache holds {len(self.k_BSGK)} rows and {len(k_BTGK)} are given: build it with "
-                             f"batch_size={len(k_BTGK)}")
+            raise ValueError(f"the KV cache holds {len(self.k_BSGK)} rows and {len(k_BTGK)} are given: build it with batch_size={len(k_BTGK)}")
         if end > self.k_BSGK.shape[1]:
-            raise ValueError(f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: "
-                             f"build it with max_length >= {end}")
+            raise ValueError(f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: build it with max_length >= {end}")
         self.k_BSGK[:, self.length : end] = k_BTGK
         self.v_BSGK[:, self.length : end] = v_BTGK
         self.length = end
@@ -313,7 +333,8 @@ class KVCache:
         if batch_size < 1 or max_length < 1:
             raise ValueError(f"batch_size={batch_size}, max_length={max_length}: both must be at least 1")
         shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
-        self.layers = [LayerCache(shape, device, dtype or config.dtype) for _ in range(config.num_layers)]
+        layer = LayerCache if config.attention_type == "standard" else nsa_package().layer_cache(config.nsa)
+        self.layers = [layer(shape, device, dtype or config.dtype) for _ in range(config.num_layers)]
 
     @property
     def length(self) -> int:
@@ -385,8 +406,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gate, up = ctx.saved_tensors
-        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
-        return grad_gate, F.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class MLP(nn.Module):
@@ -402,12 +422,21 @@ class MLP(nn.Module):
         return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
+def nsa_package():
+    """The lazy edge to nsa/, where the branches of Native Sparse Attention live; without it only standard attention runs."""
+    try:
+        import nsa
+    except ImportError as error:
+        raise ValueError(f"attention_type='nsa': {error}: put the folder nsa/ beside model.py, or use attention_type='standard'") from None
+    return nsa
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on q and k; `core` is the seam that context parallelism wraps from outside."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.sparse = config.head_dim, None
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
@@ -415,14 +444,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.core = standard_attention
+        if config.attention_type == "nsa":
+            self.sparse = nsa_package().SparseBranches(config, RMSNorm, _Rotate.apply)
 
-    def forward(self, x_BTD, rope, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_BTD, rope, documents=None, cache: LayerCache | None = None) -> Tensor:
         heads = (-1, self.head_dim)
         q_BTHK = _Rotate.apply(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
-        k_BTGK = _Rotate.apply(self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)), *rope)
-        v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
-        if cache is None:
-            o_BTHK = self.core(q_BTHK, k_BTGK, v_BTGK, cu_seqlens)
+        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        k_BTGK, v_BTGK = _Rotate.apply(raw_BTGK, *rope), self.v_proj(x_BTD).unflatten(-1, heads)
+        if self.sparse is not None:
+            o_BTHK = self.sparse(x_BTD, q_BTHK, raw_BTGK, k_BTGK, v_BTGK, rope, documents, cache)
+        elif cache is None:
+            o_BTHK = self.core(q_BTHK, k_BTGK, v_BTGK, documents)
         else:
             o_BTHK = cached_attention(q_BTHK, *cache.append(k_BTGK, v_BTGK))
         return self.o_proj(o_BTHK.flatten(-2))
@@ -438,8 +471,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_BTD, rope, cu_seqlens: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, cu_seqlens, cache)
+    def forward(self, x_BTD, rope, documents=None, cache: LayerCache | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, documents, cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -577,9 +610,6 @@ def unpack(value_n: Tensor, rows: slice | Tensor, N: int) -> Tensor:
     return value_n.new_zeros(N, *value_n.shape[1:]).index_copy_(0, rows, value_n)
 
 
-# ---- the two elementwise bodies
-
-
 def fold_logsumexp(z_NV, target_N, max_N, sum_N, total_N, softcap):
     """Fold a tile into (max, sum exp(z - max)) of all logits but the target's, and into the sum of all logits."""
     x_NV = capped(z_NV, softcap, max_N.dtype)
@@ -600,13 +630,10 @@ def logits_to_gradient(z_NV, target_N, lse_N, slope_N, shift_N, softcap):
     z_NV.copy_(put_target(d_NV, target_N, torch.zeros_like(lse_N)))
 
 
-# ---- the operator: opaque to torch.compile, which would unroll the loops over tiles
-
-
 @torch.library.custom_op("longhaul::vocab_nll", mutates_args=())
 def vocab_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, ignore_index: int, softcap: float | None, tiles: list[int],
               kernels: str, validate: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(-log p(label), logsumexp of the logits, mean of the logits) per token in fp32, 0 where ignored."""
+    """(-log p(label), logsumexp of the logits, mean of the logits) per token in fp32, 0 where ignored. Opaque to torch.compile, which would unroll the loops."""
     N, V = len(hidden_ND), len(weight_VD)
     if validate or labels_N.device.type == "cpu":
         check_labels(labels_N, V, ignore_index)
@@ -695,9 +722,6 @@ def _backward(ctx, *grads):
 vocab_nll.register_autograd(_backward, setup_context=_save)
 
 
-# ---- the loss
-
-
 def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, ignore_index: int = -100, reduction: str = "sum",
                          num_valid: Tensor | float | None = None, token_tile: int | None = None, vocab_tile: int | None = None,
                          z_loss: float = 0.0, label_smoothing: float = 0.0, softcap: float | None = None,
@@ -726,10 +750,8 @@ def linear_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor,
         loss_N = (1 - label_smoothing) * nll_N + label_smoothing * (lse_N - mean_N)
     if z_loss:
         loss_N = loss_N + z_loss * lse_N.square()
-    if reduction == "none":
-        return loss_N
-    if reduction == "sum":
-        return loss_N.sum()
+    if reduction != "mean":
+        return loss_N if reduction == "none" else loss_N.sum()
     if num_valid is None:
         num_valid = (labels_N != ignore_index).sum()
     return loss_N.sum() / (num_valid.clamp(min=1).to(loss_N.dtype) if isinstance(num_valid, Tensor) else max(num_valid, 1))
@@ -762,15 +784,12 @@ def check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
 class Decoder(nn.Module):
     """The model: token ids in; logits, or the mean loss where labels are given, out.
 
-    Built on the meta device it allocates nothing: materialise it with `to_empty(device=...)`, `tie_weights()` and
-    `init_weights(seed)`, which draws each parameter from a generator seeded by its name. So the values depend on neither
-    the order of construction nor the number of processes.
+    Built on the meta device it allocates nothing: materialise it with `to_empty(device=...)`, `tie_weights()` and `init_weights(seed)`,
+    which seeds each parameter by its name: values depend on neither the order of construction nor the number of processes.
     """
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
-        if config.attention_type == "nsa":
-            raise NotImplementedError("attention_type='nsa' is not built yet: use attention_type='standard'")
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -818,18 +837,15 @@ class Decoder(nn.Module):
         cu_seqlens = None if doc_ids is None else document_boundaries(doc_ids)
         if positions is None and cu_seqlens is not None:
             positions = document_positions(cu_seqlens, tokens_BT.shape)
-        rope = self._rope(tokens_BT, positions, cache)
+        rope = self.rotary.at(positions.to(tokens_BT.device, non_blocking=True)) if positions is not None else self.rotary(
+            tokens_BT.shape[1], tokens_BT.device, offset=cache.length if cache else 0)
+        documents = cu_seqlens
+        if self.config.attention_type == "nsa" and cache is None:
+            documents = nsa_package().layout(cu_seqlens, tokens_BT.shape, self.config.nsa, tokens_BT.device)
         x_BTD = self.embed(tokens_BT).to(self.config.dtype)
         for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, rope, cu_seqlens, cache.layers[index] if cache else None)
+            x_BTD = layer(x_BTD, rope, documents, cache.layers[index] if cache else None)
         return self.norm(x_BTD)
-
-    def _rope(self, tokens_BT: Tensor, positions_BT: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        if positions_BT is not None:
-            return self.rotary.at(positions_BT.to(tokens_BT.device, non_blocking=True))
-        return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset=cache.length if cache else 0)
-
-    # ---- the loss rule
 
     def logits_gib(self, batch: int, seq: int) -> float:
         """Size of the bf16 logits [batch*seq, V] in GiB: 37.09 at 131,072 tokens of the 4B."""
@@ -846,8 +862,6 @@ class Decoder(nn.Module):
     def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid):
         return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction="mean", num_valid=num_valid,
                                     token_tile=self.config.loss_chunk_size or None, kernels=self.config.kernels)
-
-    # ---- parameters
 
     def num_params(self) -> int:
         """Parameters, a tied embedding counted once."""
@@ -874,8 +888,9 @@ class Decoder(nn.Module):
             parameter.copy_(full)
 
     def _initial_value(self, name: str, shape, device, seed: int) -> Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape, device=device)
+        starts_at_zero = name.endswith(("bias", "_w2"))  # NSA's gates start at 1/2, its compression as the mean
+        if starts_at_zero or len(shape) == 1:
+            return torch.full(shape, 0.0 if starts_at_zero else 1.0, device=device)
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1.0)
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

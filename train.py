@@ -247,13 +247,14 @@ class Run:
             tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time()))
 
     def _mfu(self, rows, seconds: float) -> float | None:
-        """Useful FLOP/s over the devices' peak, counting only the causal pairs inside documents; None where no peak is known."""
+        """Useful FLOP/s over the devices' peak, counting only the keys that a query meets in its document; None where no peak is known."""
+        from longhaul.flops import keys_met, train_flops
         from longhaul.metrics import peak_flops
         peak = peak_flops(self.device)
         if peak is None:
             return None
-        pairs = float((rows.positions + 1).sum())
-        return self.config.train_flops(rows.tokens.size, pairs) / seconds / peak
+        pairs = float(keys_met(self.config, torch.from_numpy(rows.positions)).sum())
+        return train_flops(self.config, rows.tokens.size, pairs) / seconds / peak
 
     def _validation_batches(self, log) -> list:
         """The first `eval_rows` rows of the validation split, this rank's share, one row at a time."""

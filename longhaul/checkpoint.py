@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from longhaul import dist, parallel
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, NSAConfig
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
 BLOCK = 64 * 2**20  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
@@ -253,7 +253,8 @@ def load(state, folder: Path) -> dict:
 def load_model(folder: Path, device="cpu", dtype: str | None = None) -> Decoder:
     """A Decoder of a checkpoint, verified, alone on `device`; `dtype` overrides its compute dtype."""
     manifest = verify(folder)
-    config = ModelConfig(**manifest["model_config"] | ({"compute_dtype": dtype} if dtype else {}))
+    fields = manifest["model_config"]
+    config = ModelConfig(**fields | dict(nsa=NSAConfig(**fields["nsa"])) | ({"compute_dtype": dtype} if dtype else {}))
     with torch.device("meta"):
         model = Decoder(config)
     model.to_empty(device=device)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from longhaul.cli import flag
-from model import CHOICES, PRESETS, ModelConfig
+from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -21,6 +21,8 @@ class TrainConfig:
     model_size: str = flag("4B", "preset of model.py", ("model",), tuple(PRESETS), group="model")
     context_length: int = flag(4096, "tokens of a row", ("seq_len", "max_seq_len", "sequence_length"), group="model")
     attention_type: str = flag("standard", "attention", ("attention",), CHOICES["attention_type"], group="model")
+    nsa: str = flag((), "fields of NSAConfig as name=value, such as kv=separate sel_count=8 (with --attention_type nsa)", ("nsa_overrides",),
+        many=True, group="model")
     vocab_size: int = flag(0, "rows of the embedding; 0: the preset's", group="model")
     rope_theta: float = flag(0.0, "base of the rotary frequencies (ABF: larger for longer contexts); 0: the preset's", group="model")
     rope_scaling: str = flag("none", "extension of trained positions", (), CHOICES["rope_scaling"], group="model")
@@ -91,8 +93,6 @@ class TrainConfig:
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
         if self.adam_eps <= 0:
             raise ValueError(f"--adam_eps {self.adam_eps} is not positive: give a small number above 0")
-        if self.attention_type == "nsa":
-            raise ValueError("--attention_type nsa is not built yet: use --attention_type standard")
         self.model()  # raises on a geometry that cannot be built
 
     def without_effect(self) -> list[str]:
@@ -100,18 +100,19 @@ class TrainConfig:
         idle = dict(gradient_accumulation_steps=self.global_batch_size > 0, documents=bool(self.data),
                     decay_fraction=self.schedule != "wsd",
                     min_lr_ratio=self.schedule == "constant", warmup_steps=self.warmup_steps > self.max_steps,
+                    nsa=self.attention_type != "nsa",
                     logits_threshold_gib=self.loss != "auto", rope_original_context=self.rope_scaling != "yarn")
-        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | dict(nsa=())
         return [name for name, useless in idle.items() if useless and getattr(self, name) != defaults[name]]
 
     def model(self) -> ModelConfig:
         """The model's configuration."""
         overrides = dict(
-            attention_type=self.attention_type, loss=self.loss, logits_threshold_gib=self.logits_threshold_gib,
+            attention_type=self.attention_type, nsa=NSAConfig(**_parsed(self.nsa, NSAConfig, "nsa")), loss=self.loss, logits_threshold_gib=self.logits_threshold_gib,
             loss_chunk_size=self.loss_chunk_size, kernels=self.kernels, compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling,
             rope_factor=self.rope_factor, rope_original_context=self.rope_original_context)
         overrides |= {name: getattr(self, name) for name in ("vocab_size", "rope_theta") if getattr(self, name)}
-        return ModelConfig.preset(self.model_size, **{**overrides, **_parsed_overrides(self.model_overrides)})
+        return ModelConfig.preset(self.model_size, **{**overrides, **_parsed(self.model_overrides, ModelConfig, "model_overrides")})
 
     def accumulation(self, ranks: int) -> int:
         """Micro-batches of a step on each of `ranks` data-parallel ranks."""
@@ -136,26 +137,27 @@ class TrainConfig:
         return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())
 
 
-def _parsed_overrides(pairs: tuple[str, ...]) -> dict:
-    known = {spec.name: spec.type for spec in dataclasses.fields(ModelConfig)}
+def _parsed(pairs: tuple[str, ...], cls: type, given_by: str) -> dict:
+    """Values of name=value pairs, typed as the fields of the dataclass `cls`."""
+    known = {spec.name: spec.type for spec in dataclasses.fields(cls)}
     values = {}
     flags = {spec.name for spec in dataclasses.fields(TrainConfig)} | {"compute_dtype"}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or name not in known:
-            raise ValueError(f"--model_overrides {pair!r}: give name=value with a name of {', '.join(known)}")
+            raise ValueError(f"--{given_by} {pair!r}: give name=value with a name of {', '.join(known)}")
         if name in flags:
-            raise ValueError(f"--model_overrides {pair!r}: use the flag --{'dtype' if name == 'compute_dtype' else name}")
-        values[name] = _converted(known[name], text, pair)
+            raise ValueError(f"--{given_by} {pair!r}: use the flag --{'dtype' if name == 'compute_dtype' else name}")
+        values[name] = _converted(known[name], text, f"--{given_by} {pair!r}")
     return values
 
 
-def _converted(kind: type, text: str, pair: str):
+def _converted(kind: type, text: str, where: str):
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"--model_overrides {pair!r}: give true or false")
+            raise ValueError(f"{where}: give true or false")
         return text.lower() == "true"
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"--model_overrides {pair!r}: give a {kind.__name__}") from None
+        raise ValueError(f"{where}: give a {kind.__name__}") from None

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Decoder, KVCache
 
-PREFILL_CHUNK = 512  # prompt tokens per forward: their logits [512, V] stay small however long the prompt is
+PREFILL_CHUNK = 4096  # prompt tokens per forward of standard attention, which bounds activations; NSA takes a prompt whole
 
 
 def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -47,15 +47,22 @@ def generate(model: Decoder, prompt: list[int], max_new_tokens: int, *, temperat
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
-    tokens_1T = torch.tensor([prompt], device=device)
-    for part_1T in tokens_1T.split(PREFILL_CHUNK, dim=1):
-        logits_V = model(part_1T, cache=cache)[0, -1]
+    if len(prompt) > 1:
+        prefill(model, torch.tensor([prompt[:-1]], device=device), cache)
+    logits_V = model(torch.tensor([prompt[-1:]], device=device), cache=cache)[0, -1]
     for _ in range(max_new_tokens):
         token = int(_choose(logits_V[:vocab_size], temperature, top_k, top_p, generator))
         if token == stop_id:
             return
         yield token
         logits_V = model(torch.tensor([[token]], device=device), cache=cache)[0, -1]
+
+
+def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
+    """Fill the cache with a prompt; no logits are computed."""
+    chunk = tokens_1T.shape[1] if model.config.attention_type == "nsa" else PREFILL_CHUNK
+    for part_1T in tokens_1T.split(chunk, dim=1):
+        model.hidden(part_1T, cache=cache)
 
 
 def _choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:

@@ -32,12 +32,14 @@ def compile_layers(model: Decoder):
     """torch.compile each layer's forward; parameter names stay as they are.
 
     Before checkpointing: dynamo does not enter `checkpoint`, and traced inside it could not leave the graph for eager attention.
-    Attention over packed documents stays eager: every batch has other lengths, and each would be compiled anew.
+    Attention over packed documents stays eager, standard or sparse: every batch has other lengths, and each would be compiled anew.
     """
     packed = torch.compiler.disable(packed_attention)
     for layer in model.layers:
         if layer.attention.core is standard_attention:
             layer.attention.core = functools.partial(standard_attention, packed=packed)
+        if layer.attention.sparse is not None:
+            layer.attention.sparse.packed = torch.compiler.disable(layer.attention.sparse.packed)
         layer.forward = torch.compile(layer.forward)
 
 
@@ -54,10 +56,11 @@ def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
     and silently untied on 2.11. Inputs are not cast: rotary angles are fp32 whatever the compute dtype. A two-dimensional
     mesh ("replicate", "shard") is HSDP.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if compute_dtype == torch.float32:
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "hidden")  # a prompt's hidden states need no logits

@@ -54,10 +54,12 @@ def from_hf(folder, **overrides) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**fields | overrides))
     _check(decoder, stored, folder)
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in _carried(decoder).items():
         parameter.data = parameter.data.to(stored[hf_name(name)][2])
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
+    if decoder.config.attention_type == "nsa":
+        decoder.init_weights()
     _fill(decoder, stored, folder)
     return decoder
 
@@ -176,8 +178,13 @@ def _opened(path: Path):
         raise ValueError(f"{path} cannot be read ({error}): download the folder again") from None
 
 
+def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a Qwen3 folder holds: all but what NSA adds, which starts from its initial values."""
+    return {name: parameter for name, parameter in decoder.named_parameters() if ".sparse." not in name}
+
+
 def _check(decoder: Decoder, stored: dict, folder: Path):
-    wanted = {hf_name(name): tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+    wanted = {hf_name(name): tuple(parameter.shape) for name, parameter in _carried(decoder).items()}
     again = {"lm_head.weight"} if decoder.config.tie_embeddings else set()  # many tied folders store the head a second time
     for verb, names in (("lacks", wanted.keys() - stored.keys()), ("also holds", stored.keys() - wanted.keys() - again)):
         if names:
@@ -190,7 +197,7 @@ def _check(decoder: Decoder, stored: dict, folder: Path):
 
 @torch.no_grad()
 def _fill(decoder: Decoder, stored: dict, folder: Path):
-    for name, parameter in decoder.named_parameters():
+    for name, parameter in _carried(decoder).items():
         parameter.copy_(_placed(_read(stored, hf_name(name)), parameter))
     if decoder.config.tie_embeddings and "lm_head.weight" in stored:
         if not torch.equal(_read(stored, "lm_head.weight"), _read(stored, hf_name("embed.weight"))):

@@ -4,6 +4,7 @@ Level 0: imports torch and nsa/branches.py, which holds the mathematics. nsa/pla
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, n selected blocks.
 """
+from concurrent.futures import ThreadPoolExecutor
 from typing import Optional, Sequence
 
 import torch
@@ -105,15 +106,34 @@ def _empty_outputs(q, k_slc, cfg):
             q.new_empty((B, T, k_slc.shape[2], cfg.sel_count), dtype=dtype))
 
 
+def _each_stream(work, streams, device):
+    """work(stream) for every stream. On a CPU, streams share the threads, one each: they write to disjoint places, so results
+    do not depend on it, while two threads inside each of these small operators cost more than they give."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1 or len(streams) == 1:
+        for stream in streams:
+            work(stream)
+        return
+    torch.set_num_threads(1)  # threads that start now take it over
+    try:
+        with ThreadPoolExecutor(min(threads, len(streams))) as pool:
+            list(pool.map(torch.no_grad()(work), streams))  # no_grad: that autograd is off here is not known there
+    finally:
+        torch.set_num_threads(threads)
+
+
 @torch.library.custom_op("longhaul::nsa_forward", mutates_args=())
 def nsa_forward(q: Tensor, k_slc: Tensor, v_slc: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,
                 gates: Tensor, cu_seqlens: Optional[Tensor], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, o_slc, lse of the selected branch, block_idx); only o has gradients."""
     cfg, kv = Sizes(*sizes), (k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
     o, o_slc, lse, block_idx = _empty_outputs(q, k_slc, cfg)
-    for heads, tokens, blocks in _streams(q, k_slc, k_cmp, cu_seqlens, cfg):
+
+    def forward(stream):
+        heads, tokens, blocks = stream
         _forward_stream(q[heads], _stream_kv(kv, tokens, blocks), gates[heads], cfg,
                         o[heads], o_slc[heads], lse[heads], block_idx[tokens])
+    _each_stream(forward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
     return o, o_slc, lse, block_idx
 
 
@@ -124,7 +144,9 @@ def nsa_backward(do: Tensor, q: Tensor, k_slc: Tensor, v_slc: Tensor, k_cmp: Ten
     """Gradients of q, the six K/V and the gates."""
     cfg, kv = Sizes(*sizes), (k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
     grads = [x.new_zeros(x.shape) for x in (q, *kv, gates)]
-    for heads, tokens, blocks in _streams(q, k_slc, k_cmp, cu_seqlens, cfg):
+
+    def backward(stream):
+        heads, tokens, blocks = stream
         (T, K), N, l = q[heads].shape[::2], k_cmp[blocks].shape[0], cfg.sel_block
         dslc = q.new_zeros((2, -(-T // l), l, K), dtype=torch.float32)  # fp32: many sums meet in each element
         dcmp = q.new_zeros((2, N, K), dtype=torch.float32)
@@ -134,6 +156,7 @@ def nsa_backward(do: Tensor, q: Tensor, k_slc: Tensor, v_slc: Tensor, k_cmp: Ten
         dslc[0].mul_(K ** -0.5), dcmp[0].mul_(K ** -0.5)
         grads[1][tokens], grads[2][tokens] = dslc.flatten(1, 2)[:, :T]
         grads[3][blocks], grads[4][blocks] = dcmp
+    _each_stream(backward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
     return tuple(grads)
 
 

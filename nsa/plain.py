@@ -1,8 +1,7 @@
 """Native Sparse Attention in plain PyTorch: masks instead of tiles. Imports torch; `cfg` is an NSAConfig.
 
 `nsa_attention` has the block-major engine's signature and results; it masks instead of skipping, so that its time stays
-quadratic, but queries go by in checkpointed chunks and memory stays linear: nothing of size [T, T] exists. Below it are
-the compression of keys and values, and the decode state with its one-token attention.
+quadratic, but queries go by in checkpointed chunks and memory stays linear: nothing of size [T, T] exists.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, J selection blocks,
 U units of s tokens, C queries of a chunk, S keys. l, s, l', n, w of the paper: cmp_block, cmp_stride, sel_block,
@@ -83,62 +82,6 @@ def select_blocks(p_N, t, cfg):
     key = (imp.float().contiguous().view(torch.int32).long() + (forced.long() << 31) << 31) + (J - 1 - j)
     best = torch.where(j <= own, key, -1).topk(cfg.sel_count).values
     return torch.where(best < 0, -1, J - 1 - (best & 0x7FFFFFFF))
-
-
-# ---- compression ----------------------------------------------------------------------------------------------------
-def compression_index(tokens, cfg, cu_seqlens=None, device=None):
-    """(rows [U*s], first [N], centre [N]): the tokens of the documents' units of s tokens, the first unit of each
-    compressed block, and its centre's position in the document. Made on the host, once a batch, for all layers."""
-    cu = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
-    spread, rows, first, centre, units = cfg.cmp_block // cfg.cmp_stride, [], [], [], 0
-    for a, b in zip(cu, cu[1:]):
-        n = cfg.compressed_blocks(b - a)
-        used = n + spread - 1 if n else 0  # tokens after the last whole block belong to none
-        rows.append(torch.arange(a, a + used * cfg.cmp_stride))
-        first.append(torch.arange(units, units + n))
-        centre.append(torch.arange(n) * cfg.cmp_stride + cfg.cmp_block // 2)
-        units += used
-    return tuple(torch.cat(x).to(device) for x in (rows, first, centre))
-
-
-class Compressor(nn.Module):
-    """Equation 2: a block of l tokens becomes one key and one value; phi(x) = mean(x) + W2 silu(W1 flatten(x + pe)).
-
-    W2 starts at zero, so training starts from mean pooling; cmp_kind="mean" stays there. The key, taken before RoPE, is
-    normed again (averaging shrinks it by up to sqrt(l)) and rotated at its block's centre. Shared over KV heads."""
-    def __init__(self, head_dim, cfg, device=None, dtype=None):
-        super().__init__()
-        self.cfg, factory = cfg, {"device": device, "dtype": dtype}
-        self.norm_weight_K = nn.Parameter(torch.ones(head_dim, **factory))
-        if cfg.cmp_kind == "mlp":
-            for name in "kv":
-                w1 = torch.randn(head_dim, cfg.cmp_block * head_dim, **factory) * (cfg.cmp_block * head_dim) ** -0.5
-                self.register_parameter(f"{name}_w1", nn.Parameter(w1))
-                self.register_parameter(f"{name}_w2", nn.Parameter(torch.zeros(head_dim, head_dim, **factory)))
-            self.pe_lK = nn.Parameter(torch.zeros(cfg.cmp_block, head_dim, **factory))
-
-    def forward(self, k_BTGK, v_BTGK, rope, index):
-        """(k_cmp, v_cmp) [B,N,G,K] of keys before RoPE and values; rope(x_BTGK, position_T); index: compression_index."""
-        rows, first_N, centre_N = index
-        mlp = self.cfg.cmp_kind == "mlp"
-        k = self._phi(k_BTGK[:, rows], first_N, *((self.k_w1, self.k_w2, self.pe_lK) if mlp else ()))
-        v = self._phi(v_BTGK[:, rows], first_N, *((self.v_w1, self.v_w2) if mlp else ()))
-        k = F.rms_norm(k.float(), k.shape[-1:], self.norm_weight_K.float(), 1e-6).to(k.dtype)
-        return rope(k, centre_N), v
-
-    def _phi(self, x_BTGK, first_N, w1=None, w2=None, pe_lK=None):
-        """l/s products over units of s tokens, each shifted by one unit and added: overlapping blocks are not copied."""
-        s, spread = self.cfg.cmp_stride, self.cfg.cmp_block // self.cfg.cmp_stride
-        x_BUGK = x_BTGK.unflatten(1, (x_BTGK.shape[1] // s, s)).transpose(2, 3)
-        total = x_BUGK.float().sum(3)  # fp32: l terms
-        mean = sum(total[:, first_N + i] for i in range(spread)) / self.cfg.cmp_block
-        if w1 is None:
-            return mean.to(x_BTGK.dtype)
-        flat, parts = x_BUGK.flatten(3), w1.chunk(spread, 1)
-        hidden = sum((flat @ part.T)[:, first_N + i] for i, part in enumerate(parts))
-        if pe_lK is not None:
-            hidden = hidden + w1 @ pe_lK.flatten()
-        return mean.to(x_BTGK.dtype) + F.silu(hidden) @ w2.T
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------

@@ -1,17 +1,27 @@
 #!/usr/bin/env bash
 # From clone to a trained model: install, prepare the embedded corpus, train `tiny` on 2 processes, evaluate, generate.
-# Usage: bash scripts/quickstart.sh [OUTPUT_DIR]      A killed run continues when the same command is given again.
+# Usage: bash scripts/quickstart.sh [--long] [OUTPUT_DIR]      A killed run continues when the same command is given again.
+# --long: sparse attention at a context of 131,072 tokens (or $CONTEXT), on documents that are as long, one process, 3 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 setup requirements.txt
 started=$(date +%s)
-out=${1:-runs/quickstart}
+long=
+if [ "${1:-}" = --long ]; then long=1; shift; fi
+out=${1:-runs/quickstart${long:+-long}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 echo "== data: the embedded corpus (standard library, torch and numpy sources)"
 python -m data.prepare
 
+if [ "$long" ]; then
+    echo "== train: the tiny preset with sparse attention at ${CONTEXT:=131072} tokens"
+    python train.py --model_size tiny --attention_type nsa --context_length "$CONTEXT" --documents directory --max_steps 3 --lr 2e-3 \
+        --warmup_steps 1 --schedule constant --eval_every 3 --eval_rows 1 --output_dir "$out"
+    echo "done in $(( $(date +%s) - started )) s; losses: $out/metrics.jsonl; curves: tensorboard --logdir $out/tensorboard"
+    exit
+fi
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
 echo "== train: the tiny preset on $ranks process(es)"
 torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from model import NSAConfig
 from nsa import branches as nsa_branches
+from nsa import compress as nsa_compress
+from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from nsa import plain as nsa_plain
-from nsa.config import NSAConfig
 from tests import nsa_oracle as oracle
 
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)  # sparse from 80 tokens on
@@ -260,7 +262,7 @@ def rope(x_BTGK, position_T):
 
 def compressor(cfg, K=16):
     torch.manual_seed(3)
-    module = nsa_plain.Compressor(K, cfg)
+    module = nsa_compress.Compressor(K, cfg)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return module
@@ -272,12 +274,12 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
     cfg = NSAConfig(cmp_block=sizes[0], cmp_stride=sizes[1], sel_block=16, sel_count=5, cmp_kind=kind)
     module, zero = compressor(cfg), torch.zeros(16, cfg.cmp_block * 16)
     k, v = (torch.randn(2, T, 3, 16, requires_grad=True) for _ in "kv")
-    k_cmp, v_cmp = module(k, v, rope, nsa_plain.compression_index(T, cfg))
+    k_cmp, v_cmp = module(k, v, rope, nsa_compress.layout(None, (1, T), cfg, "cpu"))
     mlp, zero_w2, pe0 = kind == "mlp", torch.zeros(16, 16), torch.zeros(cfg.cmp_block, 16)
     k_args = (module.k_w1, module.k_w2, module.pe_lK) if mlp else (zero, zero_w2, pe0)
     v_args = (module.v_w1, module.v_w2, pe0) if mlp else (zero, zero_w2, pe0)
     k_true, v_true = oracle.phi(k, *k_args, cfg), oracle.phi(v, *v_args, cfg)
-    k_true = k_true * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.norm_weight_K.double()
+    k_true = k_true * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.norm_weight.double()
     k_true = rope(k_true, torch.arange(k_true.shape[1]) * cfg.cmp_stride + cfg.cmp_block // 2)
     assert k_cmp.shape[1] == cfg.compressed_blocks(T)
     leaves = [k, v, *module.parameters()]
@@ -289,11 +291,11 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
         assert all(relative(g, w.double()) <= 6e-5 for g, w in zip(got, want))
 
 
-def test_compression_starts_as_the_mean():
-    cfg = NSAConfig()
-    x = torch.randn(1, 100, 2, 16)
-    index = nsa_plain.compression_index(100, cfg)
-    mlp, mean = (nsa_plain.Compressor(16, NSAConfig(cmp_kind=kind))(x, x, rope, index) for kind in ("mlp", "mean"))
+def test_compression_with_a_zero_second_matrix_is_the_mean():
+    x, modules = torch.randn(1, 100, 2, 16), {kind: compressor(NSAConfig(cmp_kind=kind)) for kind in ("mlp", "mean")}
+    with torch.no_grad():
+        modules["mlp"].k_w2.zero_(), modules["mlp"].v_w2.zero_(), modules["mlp"].norm_weight.copy_(modules["mean"].norm_weight)
+        mlp, mean = (module(x, x, rope, nsa_compress.layout(None, (1, 100), module.cfg, "cpu")) for module in modules.values())
     assert all(torch.equal(a, b) for a, b in zip(mlp, mean))
 
 
@@ -301,8 +303,9 @@ def test_compression_restarts_at_every_document():
     documents = [40, 3, 8, 21]
     module, x = compressor(SMALL), torch.randn(1, 72, 2, 16)
     cu = torch.tensor([0] + documents).cumsum(0)
-    packed = module(x, x, rope, nsa_plain.compression_index(72, SMALL, cu))
-    alone = [module(x[:, a:b], x[:, a:b], rope, nsa_plain.compression_index(b - a, SMALL))
+    position = torch.cat([torch.arange(n) for n in documents])
+    packed = module(x, x, lambda k, token: rope(k, position[token]), nsa_compress.layout(cu, (1, 72), SMALL, "cpu"))
+    alone = [module(x[:, a:b], x[:, a:b], rope, nsa_compress.layout(None, (1, b - a), SMALL, "cpu"))
              for a, b in zip(cu.tolist(), cu.tolist()[1:])]
     for i in range(2):
         assert torch.allclose(packed[i], torch.cat([y[i] for y in alone], 1), rtol=0, atol=1e-6)
@@ -328,21 +331,21 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt):
     case = decode_case(T)
     q, k_raw, k, v, gates = case
     with torch.no_grad():
-        k_cmp, v_cmp = module(k_raw, v, rope, nsa_plain.compression_index(T, SMALL))
+        k_cmp, v_cmp = module(k_raw, v, rope, nsa_compress.layout(None, (1, T), SMALL, "cpu"))
         full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, SMALL)
-        state = nsa_plain.NSAState(SMALL, 2, T, 2, 16)
+        state = nsa_decode.NSAState(SMALL, 2, T, 2, 16)
         if prompt:
             fill(state, case, module, 0, prompt)
         for t in range(prompt, T):
             fill(state, case, module, t, t + 1)
-            o = nsa_plain.nsa_decode(q[:, t:t + 1], gates[:, t:t + 1], state)
+            o = nsa_decode.nsa_decode(q[:, t:t + 1], gates[:, t:t + 1], state)
             assert (o - full[:, t:t + 1]).abs().max() <= 2e-5, t
 
 
 @pytest.mark.parametrize("T", [5, 8, 100])
 def test_prefill_leaves_the_state_of_token_by_token_decoding(T):
     module, case = compressor(SMALL), decode_case(T)
-    states = [nsa_plain.NSAState(SMALL, 2, 128, 2, 16) for _ in range(3)]
+    states = [nsa_decode.NSAState(SMALL, 2, 128, 2, 16) for _ in range(3)]
     with torch.no_grad():
         fill(states[0], case, module, 0, T)
         for t in range(T):
@@ -357,7 +360,7 @@ def test_prefill_leaves_the_state_of_token_by_token_decoding(T):
 
 
 def test_a_full_decode_state_says_so():
-    state = nsa_plain.NSAState(SMALL, 2, 10, 2, 16)
+    state = nsa_decode.NSAState(SMALL, 2, 10, 2, 16)
     with pytest.raises(ValueError, match="max_tokens=10"):
         fill(state, decode_case(11), compressor(SMALL), 0, 11)
 
@@ -455,10 +458,10 @@ def test_the_largest_tensor_grows_linearly_with_the_tokens():
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bad, words", [
-    (dict(cmp_stride=12), "cmp_block=32, cmp_stride=12"), (dict(sel_block=72), "sel_block=72, cmp_stride=16"),
+    (dict(cmp_stride=12), "cmp_block=32, cmp_stride=12"), (dict(sel_block=72), "cmp_stride=16, sel_block=72"),
     (dict(cmp_block=128), "cmp_block <= sel_block"), (dict(sel_count=2), "sel_init \\+ sel_local"),
     (dict(window=0), "window=0"), (dict(sel_local=0), "sel_local=0"), (dict(sel_init=-1), "sel_init=-1"),
-    (dict(cmp_kind="max"), "'mlp' or 'mean'"), (dict(kv="both"), "'separate' or 'shared'"), (dict(cmp_stride=0), "cmp_stride=0")])
+    (dict(cmp_kind="max"), "'mlp' or 'mean'"), (dict(kv="both"), "'shared' or 'separate'"), (dict(cmp_stride=0), "cmp_stride=0")])
 def test_a_bad_config_names_value_rule_and_remedy(bad, words):
     with pytest.raises(ValueError, match=words):
         NSAConfig(**bad)

@@ -98,6 +98,20 @@ def test_ranks_change_nothing(single, sharded, size, index):
         assert_same(results[index], single[tied])
 
 
+SPARSE = dict(attention_type="nsa", nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"))
+SPARSE_SETTINGS = [dict(batch_size=1), dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+                   dict(batch_size=2, nsa=(*SPARSE["nsa"], "kv=separate", "cmp_kind=mean"))]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_change_nothing_in_sparse_attention(size):
+    settings = [SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size)) for changes in SPARSE_SETTINGS]
+    truths = [train(dist.World(), setting | dict(batch_size=ROWS, gradient_checkpointing="none")) for setting in settings]
+    for results in run_ranks(train_each, size, settings):
+        for result, truth in zip(results, truths):
+            assert_same(result, truth)
+
+
 @pytest.mark.slow
 def test_compiled_layers_change_nothing_and_are_compiled(single):
     from torch._dynamo.utils import counters

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+import nsa
 from longhaul import step
 from longhaul.config import TrainConfig
+from longhaul.flops import keys_met, train_flops
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.metrics import PEAK_FLOPS
@@ -38,6 +40,20 @@ def test_the_computed_bytes_of_a_layer_are_those_that_autograd_keeps():
     assert abs(kept - weights - vectors - tables - saved_per_layer(config, 256, 2)) / kept < 0.02
 
 
+@pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
+@pytest.mark.parametrize("dtype, element", [("bf16", 2), ("fp32", 4)])
+def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(sizes, dtype, element):
+    config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes, dtype=dtype).model()
+    block, x = Block(config), torch.zeros(1, 2048, 256, dtype=config.dtype, requires_grad=True)
+    for parameter in block.parameters():
+        torch.nn.init.ones_(parameter)
+    rope, documents = RotaryCache(config)(2048, x.device), nsa.layout(None, (1, 2048), config.nsa, "cpu")
+    kept = saved_bytes(lambda: block(x, rope, documents))
+    weights = sum(p.numel() * (element if p.ndim == 2 else 4) for p in block.parameters())
+    tables = sum(table.untyped_storage().nbytes() for table in rope)
+    assert abs(kept - weights - tables - saved_per_layer(config, 2048, element)) / kept < 0.01
+
+
 def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
     plain, checkpointed = peak(), peak(gradient_checkpointing="full")
     assert 480 < plain < 600 and 90 < checkpointed < 130
@@ -45,7 +61,7 @@ def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
     assert peak(dtype="fp32") > 1.5 * plain
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(gradient_checkpointing="full"), dict(loss="standard"), dict(dtype="fp32")], ids=str)
+@pytest.mark.parametrize("changes", [dict(), dict(attention_type="nsa"), dict(gradient_checkpointing="full"), dict(loss="standard"), dict(dtype="fp32")], ids=str)
 def test_the_computed_peak_is_near_what_the_allocator_records(changes):
     cfg = TrainConfig(model_size="tiny", context_length=2048, **changes)
     state = step.build(cfg, cfg.model(), "cpu")
@@ -61,10 +77,29 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
     config = ModelConfig.preset("tiny")
     with torch.device("meta"):
         matrices = sum(p.numel() for p in Decoder(config).parameters() if p.ndim == 2)
-    assert config.train_flops(10, 0) == 6 * matrices * 10
-    assert config.train_flops(0, 55) == 12 * 4 * 8 * 32 * 55
+    assert train_flops(config, 10, 0) == 6 * matrices * 10
+    assert train_flops(config, 0, 55) == 12 * 4 * 8 * 32 * 55
+    assert keys_met(config, torch.arange(10)).sum() == 55
     cfg = TrainConfig(model_size="tiny", context_length=10, gradient_checkpointing="full")
-    assert step_flops(cfg, config, 2) == pytest.approx(2 * config.train_flops(10, 55) * 4 / 3)
+    assert step_flops(cfg, config, 2) == pytest.approx(2 * train_flops(config, 10, 55) * 4 / 3)
+
+
+@pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
+def test_sparse_flops_count_each_matrix_as_often_as_it_works(sizes):
+    config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes).model()
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    assert decoder.num_params() == config.num_params()
+    matrices = {name: p.numel() for name, p in decoder.named_parameters() if p.ndim == 2 and not name.endswith("pe_lK")}
+    rate = {name: 2 / 16 if ".compressor." in name else 1 for name in matrices}  # once per stride and KV head
+    assert train_flops(config, 160, 0) == 6 * 160 * sum(size * rate[name] for name, size in matrices.items())
+
+
+def test_a_sparse_query_meets_the_keys_that_the_branches_show_it():
+    config = TrainConfig(model_size="tiny", attention_type="nsa").model()
+    positions = torch.tensor([0, 31, 511, 1023, 1024, 131_071])
+    blocks, selected, window = [0, 1, 31, 63, 63, 8191], [1, 32, 512, 1024, 961, 1024], [1, 32, 512, 512, 512, 512]
+    assert keys_met(config, positions).tolist() == [sum(parts) for parts in zip(blocks, selected, window)]
 
 
 def test_known_peaks_are_dense_bf16_figures():

@@ -17,6 +17,7 @@ import train
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
+from scripts import generate as generate_script
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16",
@@ -152,6 +153,22 @@ def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(
     torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
 
 
+def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
+    sparse = ("--attention_type", "nsa", "--nsa", "cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16", "kv=separate",
+              "--schedule", "constant", "--save_every", "2", "--eval_every", "2")
+    for out, stops in (("whole", ["4"]), ("parts", ["2", "4"])):
+        for stop in stops:
+            train.main(command(data, tmp_path / out, *sparse, "--max_steps", stop))
+    assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
+    weights = final_weights(tmp_path / "whole")
+    assert any(".sparse." in name for name in weights)
+    assert all(torch.equal(value, final_weights(tmp_path / "parts")[name]) for name, value in weights.items())
+    assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
+    assert "holds another run (nsa: " in refusal(command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys)
+    generate_script.main(["--checkpoint", str(tmp_path / "whole"), "--prompt", "import torch, and then " * 9, "--max_new_tokens", "5", "--device", "cpu"])
+    assert "tokens/s" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_path, capsys):
     out = tmp_path / "run"
     train.main(command(data, out, "--max_steps", "4", "--save_every", "2"))
@@ -185,7 +202,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
     (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
     (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
     (["--beta1", "1"], "--beta1 1.0 is out of range"), (["--adam_eps", "-1"], "--adam_eps -1.0 is not positive"),
-    (["--attention_type", "nsa"], "--attention_type nsa is not built yet: use --attention_type standard"),
+    (["--attention_type", "nsa", "--nsa", "window=0"], "NSAConfig: given window=0; allowed: window >= 1; remedy: raise window"),
+    (["--nsa", "windows=9"], "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block"),
+    (["--model_overrides", "nsa=1"], "use the flag --nsa"),
     (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
     (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
     (["stray"], "'stray' stands alone"),

@@ -7,6 +7,9 @@ Letters: N tokens of a micro-batch on one rank, P parameters, W ranks that share
 
 from dataclasses import dataclass
 
+import torch
+
+from longhaul.flops import keys_met, train_flops
 from model import ModelConfig
 
 FP32 = 4
@@ -34,10 +37,18 @@ class Estimate:
 def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
     """Bytes that one layer keeps for its backward without checkpointing.
 
-    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms, attention's log-sum-exp.
+    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms, attention's log-sum-exp. NSA adds
+    the selected branch's output, keys and values cut into units, gates, chosen blocks (int16), and for kv="separate" 5k and 2 norms.
     """
     x, q, k, f = _activations(config, tokens, element)
-    return 4 * x + 3 * q + 3 * k + 3 * f + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
+    saved = 4 * x + 3 * q + 3 * k + 3 * f + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
+    if config.attention_type == "standard":
+        return saved
+    nsa = config.nsa
+    branches = q + tokens * (3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count)
+    blocks = (2 * FP32 + 6 * element) * config.num_kv_heads * config.head_dim * (tokens // nsa.cmp_stride)
+    own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
+    return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
 
 
 def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, int, int, int]:
@@ -78,7 +89,8 @@ def _chunked_loss(config: ModelConfig, tokens: int, element: int) -> int:
 def step_flops(cfg, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
     tokens = cfg.rows_per_step(ranks) * cfg.context_length
-    useful = config.train_flops(tokens, causal_pairs=tokens * (cfg.context_length + 1) / 2)
+    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * cfg.rows_per_step(ranks)
+    useful = train_flops(config, tokens, pairs)
     return useful * (4 / 3 if cfg.gradient_checkpointing == "full" else 1)
 
 

@@ -88,7 +88,8 @@ def closest(request: Plan) -> Plan | None:
     """The nearest request that fits here, or None.
 
     First the same model with checkpointing, then with micro-batches of one row, then smaller models at the same context, then
-    shorter contexts. On CPU a proposal must also finish a step within 15 minutes.
+    shorter contexts; each with the attention that was asked for before sparse attention. On CPU a proposal must also finish a
+    step within 15 minutes.
     """
     return next((plan for plan in _proposals(request)
                  if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)), None)
@@ -103,9 +104,10 @@ def _proposals(request: Plan):
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
     vocabulary = request.config.vocab_size if cfg.data else 0  # a smaller preset must still hold the data's tokens
     for context in (cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())):
-        yield _changed(request, **one_row, context_length=context)
-        for size in sizes:
-            yield _changed(request, **one_row, context_length=context, model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="")
+        for size in [cfg.model_size, *sizes]:
+            smaller = dict(model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="") if size != cfg.model_size else {}
+            for attention in dict.fromkeys((cfg.attention_type, "nsa")):
+                yield _changed(request, **one_row, **smaller, context_length=context, attention_type=attention)
 
 
 def _changed(request: Plan, **changes) -> Plan:

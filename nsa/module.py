@@ -1,0 +1,88 @@
+"""What Native Sparse Attention adds to a layer of grouped-query attention: gates, compression, K/V of its own. Imports torch and nsa.
+
+The model projects, norms and rotates q, k and v; this module makes of them the inputs of `nsa_attention` and calls it.
+Letters: B batch, T tokens, H query heads, G KV heads, K head dim, D model width.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nsa.compress import Compressor
+from nsa.decode import nsa_decode
+from nsa.engine import nsa_attention
+
+
+class SparseBranches(nn.Module):
+    """o = sum over the branches compressed, selected, window of sigmoid(W_g x + b_g) * o_branch (arXiv 2502.11089).
+
+    kv="shared": one K/V serves all branches, as many parameters as standard attention beside gates and compression.
+    kv="separate": the model's own K/V serve the selected branch, `kv_proj` makes those of the other two."""
+
+    def __init__(self, config, norm, rotate):
+        super().__init__()
+        self.cfg, self.rotate, self.heads = config.nsa, rotate, (-1, config.head_dim)
+        self.core = choose_core(config.kernels, config.dtype)
+        self.gate = nn.Linear(config.hidden_size, 3 * config.num_heads)
+        self.compressor = Compressor(config.head_dim, config.nsa, config.norm_eps)
+        self.kv_proj = None
+        if self.cfg.kv == "separate":
+            self.kv_proj = nn.Linear(config.hidden_size, 4 * config.num_kv_heads * config.head_dim, bias=False)
+            self.cmp_norm, self.win_norm = (norm(config.head_dim, config.norm_eps) for _ in range(2))
+
+    def forward(self, x_BTD, q_BTHK, raw_BTGK, k_BTGK, v_BTGK, rope, layout=None, cache=None):
+        """o [B,T,H,K]. raw: keys before RoPE; rope: (cos, sin) of the tokens; layout: their documents; cache: an NSAState."""
+        gates_BTH3 = self._linear(x_BTD, self.gate).sigmoid().unflatten(-1, (-1, 3))
+        branches = (raw_BTGK, v_BTGK, k_BTGK, v_BTGK) if self.kv_proj is None else self._own(x_BTD, rope)
+        if cache is not None:
+            return self._continue(q_BTHK, k_BTGK, v_BTGK, branches, gates_BTH3, rope, cache)
+        attend = self.attend if layout.cu_seqlens is None else self.packed
+        return attend(q_BTHK, k_BTGK, v_BTGK, *branches, gates_BTH3, *rope, layout)
+
+    @staticmethod
+    def _linear(x, layer):
+        return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
+
+    def _own(self, x_BTD, rope):
+        """Raw keys and values of the compressed branch, keys and values of the window."""
+        k_cmp, v_cmp, k_win, v_win = (x.unflatten(-1, self.heads) for x in self._linear(x_BTD, self.kv_proj).chunk(4, -1))
+        return self.cmp_norm(k_cmp), v_cmp, self.rotate(self.win_norm(k_win), *rope), v_win
+
+    def attend(self, q, k, v, raw, v_raw, k_win, v_win, gates, cos, sin, layout):
+        """All branches over whole documents."""
+        def rotate(k_cmp, centre):
+            return self.rotate(k_cmp, cos[:, centre], sin[:, centre])
+        k_cmp, v_cmp = self.compressor(raw, v_raw, rotate, layout)
+        return self.core(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, self.cfg, layout.cu_seqlens)
+
+    def packed(self, q, *inputs):
+        """The same over the B*T flattened tokens of rows that hold several documents."""
+        *tensors, layout = inputs
+        flat = [x.expand(len(q), *x.shape[1:]).flatten(0, 1)[None] for x in (q, *tensors)]
+        return self.attend(*flat, layout).view_as(q)
+
+    def _continue(self, q_BTHK, k_BTGK, v_BTGK, branches, gates_BTH3, rope, state):
+        """Attention of T tokens that follow what the state holds: a whole prompt at once, anything else token by token."""
+        if state.length and q_BTHK.shape[1] > 1:
+            tokens = zip(*(x.split(1, 1) for x in (q_BTHK, k_BTGK, v_BTGK, *branches, gates_BTH3, *rope)))
+            return torch.cat([self._continue(q, k, v, own, gates, (cos, sin), state)
+                              for q, k, v, *own, gates, cos, sin in tokens], 1)
+        raw, v_raw, k_win, v_win = branches
+        cos, sin = state.remember(*rope)
+
+        def rotate(k_cmp, centre):  # `centre` counts from the document's start, cos and sin from the first token remembered
+            rows = centre - (state.length + q_BTHK.shape[1] - cos.shape[1])
+            return self.rotate(k_cmp, cos[:, rows], sin[:, rows])
+        prompt = state.length == 0
+        state.append(raw, v_raw, k_BTGK, v_BTGK, k_win, v_win, self.compressor, rotate)
+        if prompt:
+            return self.core(q_BTHK, k_BTGK, v_BTGK, *state.compressed(), k_win, v_win, gates_BTH3, self.cfg)
+        return nsa_decode(q_BTHK, gates_BTH3, state)
+
+
+def choose_core(kernels, dtype):
+    """nsa_attention of the engine, or its Triton twin where it is asked for."""
+    if dtype == torch.float64:
+        raise ValueError("compute_dtype='float64' with attention_type='nsa': the branches run in float32, bfloat16 or float16")
+    if kernels != "triton":
+        return nsa_attention
+    raise ValueError("kernels='triton' with attention_type='nsa'")

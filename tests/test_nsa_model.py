@@ -1,0 +1,178 @@
+"""Native Sparse Attention inside the decoder: decoding, packing, levers, initial values, weights of other models, no leak."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import nsa
+from longhaul import parallel, qwen3, step
+from longhaul.config import TrainConfig
+from longhaul.generate import generate
+from model import Decoder, KVCache, ModelConfig, NSAConfig
+from nsa import plain
+
+SIZES = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)  # sparse from 80 tokens on
+KINDS = pytest.mark.parametrize("kind", [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")], ids=str)
+
+
+def build(kind=None, **changes) -> Decoder:
+    """A small decoder whose gates and compression have left their initial values."""
+    config = ModelConfig.preset("tiny", **{**dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96,
+                                                  attention_type="nsa", nsa=NSAConfig(**SIZES, **kind or {})), **changes})
+    decoder, generator = Decoder(config), torch.Generator().manual_seed(1)
+    for name, parameter in decoder.named_parameters():
+        if ".sparse." in name:
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return decoder
+
+
+def tokens(rows=2, length=200, seed=0):
+    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@KINDS
+@torch.no_grad()
+def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(kind):
+    decoder, x = build(kind), tokens()
+    full = decoder(x)
+    for parts in ([150] + [1] * 50, [1] * 200, [100, 60, 1, 39], [7, 193]):
+        cache = KVCache(decoder.config, 2, 210)
+        pieces = [decoder(part, cache=cache) for part in x.split(parts, 1)]
+        assert cache.length == 200
+        assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
+
+
+@KINDS
+def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
+    decoder, x, lengths = build(kind), tokens(), [[130, 1, 69], [12, 188]]
+    ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+    weight = torch.randn(2, 200, 97, generator=torch.Generator().manual_seed(2))
+    packed = decoder(x, doc_ids=ids)
+    grads = torch.autograd.grad((packed * weight).sum(), decoder.parameters())
+    alone = [torch.cat([decoder(part) for part in row[None].split(sizes, 1)], 1) for row, sizes in zip(x, lengths)]
+    assert (packed - torch.cat(alone)).abs().max() <= 1e-5 * packed.abs().max()
+    for (name, _), got, want in zip(decoder.named_parameters(), grads, torch.autograd.grad((torch.cat(alone) * weight).sum(), decoder.parameters())):
+        assert want.abs().max() > 0 and (got - want).abs().max() <= 2e-5 * want.abs().max(), name
+
+
+def test_the_engine_in_the_decoder_equals_the_plain_version():
+    decoder, x = build(), tokens()
+    results = []
+    for core in (nsa.nsa_attention, plain.nsa_attention):
+        for layer in decoder.layers:
+            layer.attention.sparse.core = core
+        logits = decoder(x)
+        results.append([logits, *torch.autograd.grad(logits.square().sum(), decoder.parameters())])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() <= 3e-5 * want.abs().max()
+
+
+def test_a_later_token_changes_no_earlier_logit():
+    decoder, x = build(), tokens(1)
+    other = x.clone()
+    other[:, 120:] = (other[:, 120:] + 1) % 97
+    with torch.no_grad():
+        assert torch.equal(decoder(x)[:, :120], decoder(other)[:, :120])
+
+
+def test_training_starts_from_open_gates_and_mean_pooling():
+    fresh = Decoder(build().config)
+    for layer in fresh.layers:
+        sparse = layer.attention.sparse
+        assert not sparse.gate.bias.any() and not sparse.compressor.k_w2.any() and not sparse.compressor.v_w2.any()
+        assert sparse.compressor.norm_weight.eq(1).all() and sparse.compressor.k_w1.std() > 0.01
+
+
+@pytest.mark.parametrize("changes", [dict(gradient_checkpointing="full"), dict(gradient_checkpointing="full", loss="chunked"),
+                                     pytest.param(dict(compile=True), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_levers_change_no_gradient(changes, packed):
+    cfg, x = TrainConfig(**{"compile": False, **changes}), tokens(2, 161)
+    batch = dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:], doc_ids=(torch.arange(160) >= 90).expand(2, -1) if packed else None)
+    results = []
+    for apply in (False, True):
+        decoder = build(loss=cfg.loss)
+        if apply:
+            parallel.apply(decoder, cfg, None)
+        loss = decoder(**batch)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in decoder.parameters())])
+    for got, want in zip(*results):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_bf16_trains_close_to_fp32():
+    x = tokens(2, 161)
+    losses = [build(compute_dtype=dtype)(x[:, :-1], x[:, 1:]) for dtype in ("float32", "bfloat16")]
+    assert abs(losses[0] - losses[1]) < 0.02 * losses[0] and losses[1].dtype == torch.float32
+
+
+def test_sampling_over_the_cache_is_greedy_decoding_of_the_full_forward():
+    decoder, prompt = build(), tokens(1, 120)[0].tolist()
+    drawn, ids = list(generate(decoder, prompt, 12, temperature=0)), list(prompt)
+    with torch.no_grad():
+        for token in drawn:
+            assert decoder(torch.tensor([ids]))[0, -1].argmax() == token
+            ids.append(token)
+
+
+def test_qwen3_weights_start_a_sparse_model_and_what_nsa_adds_starts_fresh(tmp_path):
+    dense = Decoder(dataclasses.replace(build().config, attention_type="standard"))
+    qwen3.to_hf(dense, tmp_path / "qwen3")
+    sparse = qwen3.from_hf(tmp_path / "qwen3", attention_type="nsa", nsa=NSAConfig(**SIZES))
+    theirs, added = dict(dense.named_parameters()), 0
+    for name, parameter in sparse.named_parameters():
+        if ".sparse." in name:
+            added += parameter.numel()
+            assert parameter.isfinite().all()
+        else:
+            assert torch.equal(parameter, theirs[name]), name
+    assert added == sum(sparse.config.sparse_params()) * 2
+    with pytest.raises(ValueError, match="no Qwen3 counterpart"):
+        qwen3.to_hf(sparse, tmp_path / "again")
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(compute_dtype="float64"), "float32, bfloat16 or float16"), (dict(kernels="triton"), "triton")], ids=str)
+def test_what_the_branches_cannot_run_is_refused_when_the_model_is_built(changes, words):
+    with pytest.raises(ValueError, match=words):
+        build(**changes)
+
+
+def test_a_sparse_configuration_survives_the_run_record():
+    cfg = TrainConfig(model_size="tiny", attention_type="nsa", nsa=("kv=separate", "window=128"))
+    again = TrainConfig(**{name: tuple(value) if isinstance(value, list) else value
+                           for name, value in json.loads(json.dumps(dataclasses.asdict(cfg))).items()})
+    assert again.model() == cfg.model() and again.model().nsa == NSAConfig(kv="separate", window=128)
+    assert TrainConfig(model_size="tiny", nsa=("window=128",)).without_effect() == ["nsa"]
+
+
+# ---- no leak: tokens drawn at random have no loss below their entropy, unless a branch sees the label
+
+
+def random_tokens_loss(core, steps=80) -> float:
+    """Mean training loss of the last quarter, on fresh tokens drawn uniformly from 16."""
+    cfg = TrainConfig(model_size="tiny", model_overrides=("num_layers=1", "hidden_size=64", "num_heads=4", "head_dim=16", "ffn_size=96"),
+                      vocab_size=16, context_length=128, attention_type="nsa", nsa=tuple(f"{k}={v}" for k, v in SIZES.items()), dtype="fp32",
+                      lr=1e-2, warmup_steps=5, max_steps=steps, schedule="constant")
+    state = step.build(cfg, cfg.model(), "cpu")
+    for layer in state.model.layers:
+        layer.attention.sparse.core = core
+    losses = []
+    for index in range(steps):
+        x = torch.randint(16, (4, 129), generator=torch.Generator().manual_seed(index))
+        losses.append(float(step.train_step(state, [dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:])]).loss))
+    return sum(losses[-steps // 4:]) / (steps // 4)
+
+
+def test_training_on_random_tokens_stays_above_their_entropy():
+    assert random_tokens_loss(nsa.nsa_attention) > math.log(16) - 0.01
+
+
+def test_the_leak_guard_notices_a_window_that_sees_one_token_ahead():
+    def leaky(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, *more):
+        return nsa.nsa_attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win.roll(-1, 1), v_win.roll(-1, 1), *more)
+    assert random_tokens_loss(leaky) < math.log(16) - 0.2

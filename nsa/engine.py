@@ -143,7 +143,8 @@ def nsa_backward(do: Tensor, q: Tensor, k_slc: Tensor, v_slc: Tensor, k_cmp: Ten
                  sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""
     cfg, kv = Sizes(*sizes), (k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    grads = [x.new_zeros(x.shape) for x in (q, *kv, gates)]
+    # only the window's sums start from zero; the others' pages become resident when they are written, after dslc is done
+    grads = [x.new_zeros(x.shape) if x is k_win or x is v_win else x.new_empty(x.shape) for x in (q, *kv, gates)]
 
     def backward(stream):
         heads, tokens, blocks = stream
@@ -171,6 +172,7 @@ def _(do, q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, o_slc, lse, block_
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # zeros for o_slc's absent gradient would be as large as q
     ctx.save_for_backward(*inputs[:9], *output[1:])
     ctx.sizes = inputs[9]
 

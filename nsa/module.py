@@ -82,4 +82,8 @@ def choose_core(kernels, dtype):
         raise ValueError("compute_dtype='float64' with attention_type='nsa': the branches run in float32, bfloat16 or float16")
     if kernels != "triton":
         return nsa_attention
-    raise ValueError("kernels='triton' with attention_type='nsa'")
+    try:
+        from fused import nsa as twin  # the one lazy edge
+    except ImportError as error:
+        raise ValueError(f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'") from None
+    return twin.nsa_attention

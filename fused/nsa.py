@@ -271,15 +271,16 @@ def selected_backward(call: Call, rows: Sequence[Tensor], k: Tensor, v: Tensor, 
     piece, first = pairs.pieces(size)
     part = q.new_empty(len(pairs.order_P), call.M, call.K)
     part_dk, part_dv = q.new_empty((2, len(piece), L, call.K), dtype=torch.float32)
-    pair_backward_kernel[(len(piece),)](*rows, k, v, part, part_dk, part_dv, piece, first, pairs.start_J1, pairs.order_P, call.block_tiles, call.table,
-                                        queries.start, *call.scales, call.cfg.sel_count, call.Z, call.H, call.G, J, J * number, **call.head,
+    pair_backward_kernel[(len(piece),)](*rows, k, v, part, part_dk, part_dv, piece, first, pairs.start_J1, pairs.order_P, call.block_tiles,
+                                        call.table, queries.start, *call.scales, call.cfg.sel_count, call.Z, call.H, call.G, J, J * number, **call.head,
                                         R=call.key_rows, SIZE=size, **call.selection, num_warps=8, num_stages=call.blocks.stages)  # fmt: skip
     segment_sum_kernel[(J * number,)](part_dk, part_dv, dk, dv, first, call.block_tiles, call.table, number, J, **call.dims, **call.selection,
                                       num_warps=8, num_stages=1)  # fmt: skip
     gather(call, part, pairs, queries, dq, number * call.M, lse, lse, merge=False)
 
 
-def group_backward(call: Call, heads: slice, rows: Rows, kv: Sequence[Tensor], o_cmp: Tensor, o_slc: Tensor, block_idx: Tensor, grads: Sequence[Tensor]):
+def group_backward(call: Call, heads: slice, rows: Rows, kv: Sequence[Tensor], o_cmp: Tensor, o_slc: Tensor, block_idx: Tensor,
+                   grads: Sequence[Tensor]):  # fmt: skip
     """Fills the gradients and the deltas of a group of KV heads; o_win is computed again, since saving it would cost 1 GiB."""
     k_slc, v_slc, k_cmp, v_cmp, k_win, v_win = kv
     dq, dk_slc, dv_slc, dk_cmp, dv_cmp, dk_win, dv_win = grads

@@ -114,9 +114,10 @@ def choose_kernel(q_ptr, k_ptr, lse_ptr, idx_ptr, tile_ptr, table_ptr, scale2, H
     """Selected blocks of each query: every block up to its own while there are at most COUNT; then the first INIT, the LOCAL last, and the
     most important others, whose importance never leaves the chip.
 
-    A block's importance takes PER + SPREAD - 1 compressed keys, times WEIGHTS (1, 2, 2, 2, 1 in the default sizes): one product for each of these offsets, strided over the blocks of the tile,
-    pools without moving data between threads. fp32 importance and index rank as one int64: non-negative floats order like their bits, and
-    the lower block wins a tie. BEST, a power of two, is at least the number of free places."""
+    A block's importance takes PER + SPREAD - 1 compressed keys, times WEIGHTS (1, 2, 2, 2, 1 in the default sizes): one product for each of
+    these offsets, strided over the blocks of the tile, pools without moving data between threads. fp32 importance and index rank as one
+    int64: non-negative floats order like their bits, and the lower block wins a tie. BEST, a power of two, is at least the number of free
+    places."""
     g = tl.program_id(1)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     x, token, tokens, key = tile_of(tile_ptr, index, table_ptr, 2)

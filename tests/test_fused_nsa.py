@@ -272,7 +272,8 @@ class Live(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given, made = ([x.untyped_storage() for x in torch.utils._pytree.tree_leaves(y) if isinstance(x, torch.Tensor)] for y in ((args, kwargs), out))
+        leaves = map(torch.utils._pytree.tree_leaves, ((args, kwargs), out))
+        given, made = ([x.untyped_storage() for x in tree if isinstance(x, torch.Tensor)] for tree in leaves)
         for storage in made:
             if storage._cdata not in {x._cdata for x in given} | self.known:
                 self.known.add(storage._cdata)

@@ -20,7 +20,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: the kern
 
 from fused import nsa  # noqa: E402
 from nsa import engine  # noqa: E402
-from nsa.config import NSAConfig  # noqa: E402
+from model import NSAConfig  # noqa: E402
 from tests import nsa_oracle as oracle  # noqa: E402
 from tests.test_nsa import NAMES, assert_selection, chosen_mask, inputs, relative  # noqa: E402
 
@@ -342,7 +342,7 @@ COMPILE = r"""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from fused import nsa
-    from nsa.config import NSAConfig
+    from model import NSAConfig
 
     TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int16: "*i16", int: "i32", float: "fp32"}
 

@@ -385,6 +385,7 @@ COMPILE = r"""
 """
 
 
+@pytest.mark.slow
 def test_all_kernels_compile_for_an_h100_without_having_one(tmp_path):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU. Also: tensor cores, no atomics, shared memory that
     fits, at most 32 registers of a thread spilled."""

@@ -6,7 +6,7 @@
 
 Parameters and optimizer states are sharded on their first dimension, so a shard is a range of rows and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is renamed `.corrupt`, never
-deleted. Imports longhaul.dist, longhaul.parallel and model.py of ours.
+deleted. Imports longhaul.dist, longhaul.parallel, longhaul.states and model.py of ours.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longhaul import dist, parallel
+from longhaul import dist, parallel, states
 from model import Decoder, ModelConfig, NSAConfig
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
@@ -48,29 +48,33 @@ class Rows:
         return self.start + len(self.local)
 
 
-def rows_of(tensor: torch.Tensor) -> Rows:
-    """A plain tensor whole, or the rows of a DTensor that is sharded on dimension 0 as torch.chunk cuts it."""
-    if not hasattr(tensor, "device_mesh"):
-        return Rows(tensor.detach(), 0, tuple(tensor.shape))
-    sharded = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
-    assert len(sharded) == 1 and tensor.placements[sharded[0]].dim == 0, tensor.placements
-    ranks, rank = tensor.device_mesh.size(sharded[0]), tensor.device_mesh.get_local_rank(sharded[0])
-    size = -(-tensor.shape[0] // ranks)
-    local = tensor.to_local().detach()
-    start = min(rank * size, tensor.shape[0])
-    assert len(local) == min(size, tensor.shape[0] - start), (tensor.shape, rank, local.shape)
-    return Rows(local, start, tuple(tensor.shape))
+def rows_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Rows:
+    """A plain tensor whole, or the rows of a DTensor that is sharded on dimension 0 as torch.chunk cuts it.
+
+    `like`: the parameter whose state `tensor` is; a plain tensor is then what this rank holds of it.
+    """
+    like = tensor if like is None else like
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    if not hasattr(like, "device_mesh"):
+        return Rows(local, 0, tuple(local.shape))
+    sharded = [dim for dim, placement in enumerate(like.placements) if placement.is_shard()]
+    assert len(sharded) == 1 and like.placements[sharded[0]].dim == 0, like.placements
+    ranks, rank = like.device_mesh.size(sharded[0]), like.device_mesh.get_local_rank(sharded[0])
+    size = -(-like.shape[0] // ranks)
+    start = min(rank * size, like.shape[0])
+    assert len(local) == min(size, like.shape[0] - start), (like.shape, rank, local.shape)
+    return Rows(local, start, (like.shape[0], *local.shape[1:]))
 
 
-def named_tensors(model: Decoder, optimizer=None) -> dict[str, torch.Tensor]:
+def named_rows(model: Decoder, optimizer=None) -> dict[str, Rows]:
     """`model.<parameter>` and `optim.<parameter>.<state>`, a tied weight once. Step counters are in the manifest."""
-    tensors = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    rows = {f"model.{name}": rows_of(parameter) for name, parameter in model.named_parameters()}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state[parameter].items():
                 if value.ndim:
-                    tensors[f"optim.{name}.{key}"] = value
-    return tensors
+                    rows[f"optim.{name}.{key}"] = rows_of(value, parameter)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------------ saving
@@ -104,10 +108,8 @@ def writes(state) -> bool:
 
 
 def _write_shard(state, folder: Path):
-    tensors = named_tensors(state.model, state.optimizer)
-    assert state.mesh is None or all(hasattr(tensor, "device_mesh") for tensor in tensors.values()), "a parameter is not sharded"
-    rows = {name: rows_of(tensor) for name, tensor in tensors.items()}
-    rows = {name: part for name, part in rows.items() if len(part.local)}
+    assert state.mesh is None or all(hasattr(p, "device_mesh") for p in state.model.parameters()), "a parameter is not sharded"
+    rows = {name: part for name, part in named_rows(state.model, state.optimizer).items() if len(part.local)}
     path = folder / f"rank-{state.world.rank:05d}-of-{state.world.size:05d}.safetensors"
     save_file({name: part.local.contiguous().cpu() for name, part in rows.items()}, path)
     fsync(path)
@@ -246,7 +248,7 @@ def load(state, folder: Path) -> dict:
     manifest = read_manifest(folder)
     state.step, state.tokens, state.data = manifest["step"], manifest["tokens"], manifest["data"]
     _create_optimizer_state(state, manifest)
-    _read_into(named_tensors(state.model, state.optimizer), folder, manifest)
+    _read_into(named_rows(state.model, state.optimizer), folder, manifest)
     return manifest
 
 
@@ -259,7 +261,7 @@ def load_model(folder: Path, device="cpu", dtype: str | None = None) -> Decoder:
         model = Decoder(config)
     model.to_empty(device=device)
     model.tie_weights()
-    _read_into(named_tensors(model), folder, manifest)
+    _read_into(named_rows(model), folder, manifest)
     return model
 
 
@@ -267,24 +269,37 @@ def _create_optimizer_state(state, manifest: dict):
     """Empty state tensors for every parameter, of the names that the checkpoint holds; the step counter is the manifest's."""
     stored = {name for file in manifest["files"].values() for name in file["rows"]}
     for name, parameter in state.model.named_parameters():
-        keys = [key.rsplit(".", 1)[1] for key in stored if key.startswith(f"optim.{name}.")]
-        state.optimizer.state[parameter] = {key: torch.empty_like(parameter) for key in sorted(keys)}
+        keys = {key.rsplit(".", 1)[1] for key in stored if key.startswith(f"optim.{name}.")}
+        fresh = _fresh_state(state.optimizer, parameter) if keys else {}
+        if keys != fresh.keys():
+            raise CheckpointError(f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer keeps "
+                                  f"{', '.join(sorted(fresh))}: give the settings of the run that wrote it")
         if keys:
-            state.optimizer.state[parameter]["step"] = torch.tensor(float(manifest["step"]), device=state.device)
+            state.optimizer.state[parameter] = fresh | {"step": torch.tensor(float(manifest["step"]), device=_step_device(state))}
+
+
+def _fresh_state(optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, states.AdamW):
+        return {key: value for key, value in optimizer.new_state(parameter).items() if value.ndim}
+    return {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+
+
+def _step_device(state) -> torch.device:
+    return torch.device("cpu") if isinstance(state.optimizer, states.AdamW) else state.device
 
 
 @torch.no_grad()
-def _read_into(tensors: dict[str, torch.Tensor], folder: Path, manifest: dict):
-    """Copy the rows that each tensor holds here from whichever files have them; every row must be found."""
-    missing = {name: len(rows_of(tensor).local) for name, tensor in tensors.items()}
+def _read_into(rows: dict[str, Rows], folder: Path, manifest: dict):
+    """Copy the rows that are held here from whichever files have them; every row must be found."""
+    missing = {name: len(part.local) for name, part in rows.items()}
     for file, recorded in manifest["files"].items():
         try:
             with safe_open(folder / file, framework="pt") as source:
-                for name in recorded["rows"].keys() & tensors.keys():
-                    missing[name] -= _copy_rows(rows_of(tensors[name]), source.get_slice(name), recorded["rows"][name])
+                for name in recorded["rows"].keys() & rows.keys():
+                    missing[name] -= _copy_rows(rows[name], source.get_slice(name), recorded["rows"][name])
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}/{file} cannot be read ({error}): use another checkpoint") from None
-    lacking = [name for name, rows in missing.items() if rows]
+    lacking = [name for name, count in missing.items() if count]
     if lacking:
         raise CheckpointError(f"{folder} lacks rows of {lacking[0]} and {len(lacking) - 1} more: use another checkpoint")
 

@@ -54,8 +54,17 @@ class TrainConfig:
     # ---- memory and speed
     dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32",
         ("precision",), tuple(DTYPES), group="memory and speed")
-    gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, or none",
-        ("activation_checkpointing",), ("none", "full"), bare="full", group="memory and speed")
+    gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, none, or selective, which keeps attention's outputs",
+        ("activation_checkpointing",), ("none", "full", "selective"), bare="full", group="memory and speed")
+    offload_activations: bool = flag(False, "layer checkpoints wait in host memory for the backward", group="memory and speed")
+    mlp_tiles: int = flag(1, "parts of the tokens that each MLP runs over in turn", group="memory and speed")
+    attention_head_groups: int = flag(1, "parts of the KV heads that attention runs over in turn", group="memory and speed")
+    optimizer: str = flag("adamw", "fp32, bf16 or 8-bit moments, or Muon for the layers' matrices", ("optim",),
+        ("adamw", "adamw_bf16", "adamw_8bit", "muon"), group="memory and speed")
+    master_weights: str = flag("fp32", "none: weights in the compute precision, updated by stochastic rounding", (), ("fp32", "none"),
+        group="memory and speed")
+    offload_optimizer: bool = flag(False, "fp32 weights and moments on the host, updated there", group="memory and speed")
+    optimizer_in_backward: bool = flag(False, "update each weight as soon as its gradient is there, which is then freed", group="memory and speed")
     loss: str = flag("auto", "vocabulary loss: auto chunks when the logits would exceed the threshold, and where chunks are no slower",
         (), CHOICES["loss"], group="memory and speed")
     logits_threshold_gib: float = flag(10.0, "GiB of logits above which --loss auto chunks", group="memory and speed")
@@ -82,7 +91,7 @@ class TrainConfig:
     def __post_init__(self):
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
-                        eval_rows=1, log_every=1, global_batch_size=0, vocab_size=0, rope_theta=0,
+                        eval_rows=1, log_every=1, mlp_tiles=1, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
                         logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -93,7 +102,34 @@ class TrainConfig:
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
         if self.adam_eps <= 0:
             raise ValueError(f"--adam_eps {self.adam_eps} is not positive: give a small number above 0")
-        self.model()  # raises on a geometry that cannot be built
+        self._check_levers(self.model())  # model() raises on a geometry that cannot be built
+
+    def _check_levers(self, model: ModelConfig):
+        """ValueError for levers that exclude each other."""
+        parts = self.mlp_tiles > 1 or self.attention_head_groups > 1
+        for wrong, words in [
+                (model.num_kv_heads % self.attention_head_groups, f"--attention_head_groups {self.attention_head_groups} does not divide "
+                 f"{model.num_kv_heads} KV heads: give a divisor"),
+                (self.compile and parts, "--compile with --mlp_tiles or --attention_head_groups: their backward is not compiled, drop one"),
+                (self.attention_head_groups > 1 and self.gradient_checkpointing == "selective",
+                 "--attention_head_groups runs attention again in the backward, --gradient_checkpointing selective keeps its output: use full"),
+                (self.offload_activations and self.gradient_checkpointing == "none",
+                 "--offload_activations moves layer checkpoints and there are none: add --gradient_checkpointing"),
+                (self.bare_weights and self.dtype == "fp32" and self.master_weights == "none",
+                 "--master_weights none with --dtype fp32 saves nothing: use --dtype bf16, or --master_weights fp32"),
+                (self.offload_optimizer and self.optimizer != "adamw",
+                 f"--offload_optimizer keeps fp32 moments on the host, --optimizer {self.optimizer} others on the device: drop one"),
+                (self.offload_optimizer and self.master_weights == "none",
+                 "--offload_optimizer has its fp32 weights on the host already: drop --master_weights none"),
+                (self.optimizer_in_backward and self.grad_clip,
+                 "--optimizer_in_backward updates weights before the global norm is known: add --grad_clip 0")]:
+            if wrong:
+                raise ValueError(words)
+
+    @property
+    def bare_weights(self) -> bool:
+        """Whether the device holds weights in the compute precision alone."""
+        return self.master_weights == "none" or self.offload_optimizer
 
     def without_effect(self) -> list[str]:
         """Settings that were changed from their default and do nothing beside the others."""
@@ -117,13 +153,19 @@ class TrainConfig:
     def accumulation(self, ranks: int) -> int:
         """Micro-batches of a step on each of `ranks` data-parallel ranks."""
         if not self.global_batch_size:
-            return self.gradient_accumulation_steps
+            return self._alone(self.gradient_accumulation_steps)
         rows = ranks * self.batch_size
         if self.global_batch_size % rows:
             sizes = [size for size in range(1, self.global_batch_size + 1) if self.global_batch_size % size == 0]
             raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks x --batch_size "
                              f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}")
-        return self.global_batch_size // rows
+        return self._alone(self.global_batch_size // rows)
+
+    def _alone(self, micro_batches: int) -> int:
+        if self.optimizer_in_backward and micro_batches > 1:
+            raise ValueError(f"--optimizer_in_backward updates weights after each micro-batch, and a step has {micro_batches}: drop it, or give "
+                             "a batch of one micro-batch")
+        return micro_batches
 
     def rows_per_step(self, ranks: int) -> int:
         """Rows of the global batch."""

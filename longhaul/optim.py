@@ -1,9 +1,10 @@
-"""The optimizer and its schedules. Imports model.py of ours; schedules are pure functions of the step."""
+"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.states of ours."""
 
 import math
 
 import torch
 
+from longhaul import states
 from model import Decoder
 
 
@@ -25,18 +26,41 @@ def learning_rate(step: int, cfg) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
 
-def parameter_groups(model: Decoder, weight_decay: float) -> list[dict]:
-    """Two groups: matrices decay, vectors (norms, biases) do not."""
-    parameters = list(model.parameters())
-    return [dict(params=[p for p in parameters if p.ndim >= 2], weight_decay=weight_decay),
-            dict(params=[p for p in parameters if p.ndim < 2], weight_decay=0.0)]
+MOMENTS = {"adamw": states.Plain(torch.float32), "adamw_bf16": states.Plain(torch.bfloat16), "adamw_8bit": states.EightBit(),
+           "muon": states.Plain(torch.float32)}
+
+
+def parameter_groups(model: Decoder, weight_decay: float, muon: bool = False) -> list[dict]:
+    """Matrices decay, vectors (norms, biases) do not; with `muon` the layers' matrices are a group of their own."""
+    named = list(model.named_parameters())
+    hidden = [p for name, p in named if muon and p.ndim >= 2 and name.startswith("layers.")]
+    kept = {id(p) for p in hidden}
+    groups = [dict(params=[p for _, p in named if p.ndim >= 2 and id(p) not in kept], weight_decay=weight_decay),
+              dict(params=[p for _, p in named if p.ndim < 2], weight_decay=0.0)]
+    return groups + [dict(params=hidden, weight_decay=weight_decay, muon=True)] * muon
 
 
 def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019); fused where the device has it (fused refuses meta)."""
+    """AdamW (Loshchilov & Hutter 2019), torch's own and fused where the device has it (fused refuses meta), or one of states.py."""
     device = next(model.parameters()).device.type
-    return torch.optim.AdamW(parameter_groups(model, cfg.weight_decay), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps,
-                             fused=device in ("cpu", "cuda"))
+    groups = parameter_groups(model, cfg.weight_decay, cfg.optimizer == "muon")
+    common = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    if cfg.optimizer == "adamw" and cfg.master_weights == "fp32" and not (cfg.offload_optimizer or cfg.optimizer_in_backward):
+        return torch.optim.AdamW(groups, **common, fused=device in ("cpu", "cuda"))
+    kind = states.Muon if cfg.optimizer == "muon" else states.AdamW
+    optimizer = kind(groups, MOMENTS[cfg.optimizer], **common, seed=cfg.seed, host=cfg.offload_optimizer)
+    if cfg.optimizer_in_backward:
+        optimizer.update_in_backward()
+    return optimizer
+
+
+def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> torch.Tensor:
+    """The global gradient norm, a 0-d fp32 tensor, after clipping to cfg.grad_clip; with updates in the backward, of what they saw."""
+    if not cfg.optimizer_in_backward:
+        return clip_gradients(model, cfg.grad_clip)
+    total = torch.stack(optimizer.squares).sum()
+    optimizer.squares.clear()
+    return _over_shards(total, next(model.parameters())).sqrt().float()
 
 
 def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
@@ -47,9 +71,7 @@ def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
     total = torch.stack([_sum_of_squares(g) for g in local]).sum()
-    for group in _shard_groups(gradients[0]):  # replicas hold the same shards: only these sums differ
-        torch.distributed.all_reduce(total, group=group)
-    norm = total.sqrt()
+    norm = _over_shards(total, gradients[0]).sqrt()
     if largest > 0:
         torch._foreach_mul_(local, (largest / (norm + 1e-6)).clamp(max=1.0).float())
     return norm.float()
@@ -57,11 +79,13 @@ def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
 
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
     """In fp64 over rows that are summed in fp32: one fp32 sum over millions is off by 5e-5, and by where shards are cut."""
-    return torch.linalg.vector_norm(gradient, dim=-1).double().square().sum()
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32)).double().square().sum()
 
 
-def _shard_groups(gradient: torch.Tensor) -> list:
-    """The process groups over which a sharded gradient (DTensor) is cut; a NaN on one rank so reaches all."""
-    if not hasattr(gradient, "device_mesh"):
-        return []
-    return [gradient.device_mesh.get_group(dim) for dim, placement in enumerate(gradient.placements) if placement.is_shard()]
+def _over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`total` summed over the ranks among which tensors such as `like` are cut (replicas hold the same shards); a NaN so reaches all."""
+    if hasattr(like, "device_mesh"):
+        for dim, placement in enumerate(like.placements):
+            if placement.is_shard():
+                torch.distributed.all_reduce(total, group=like.device_mesh.get_group(dim))
+    return total

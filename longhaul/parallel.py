@@ -1,13 +1,13 @@
 """Parallelism and memory levers, applied from outside to a model that knows of none: each is a function taking the model.
 
-The order is fixed: compile -> checkpointing -> FSDP2, from the inside out. Imports model.py of ours.
+The order is fixed: compile -> tiles -> checkpointing -> FSDP2, from the inside out. Imports model.py and longhaul.activations of ours.
 """
 
 import functools
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from longhaul import activations
 from model import Decoder, packed_attention, standard_attention
 
 
@@ -15,17 +15,15 @@ def apply(model: Decoder, cfg, mesh) -> Decoder:
     """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may be on meta."""
     if cfg.compile:
         compile_layers(model)
-    if cfg.gradient_checkpointing == "full":
-        checkpoint_layers(model)
+    if cfg.attention_head_groups > 1:
+        activations.group_heads(model, cfg.attention_head_groups)
+    if cfg.mlp_tiles > 1:
+        activations.tile_mlp(model, cfg.mlp_tiles)
+    if cfg.gradient_checkpointing != "none":
+        activations.checkpoint_layers(model, cfg.gradient_checkpointing == "selective", cfg.offload_activations)
     if mesh is not None:
         shard(model, mesh, model.config.dtype)
     return model
-
-
-def checkpoint_layers(model: Decoder):
-    """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al. 2016)."""
-    for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def compile_layers(model: Decoder):

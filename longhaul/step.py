@@ -44,6 +44,8 @@ def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World
     device = torch.device(device)
     with torch.device("meta"):
         model = Decoder(model_config)
+    if cfg.bare_weights:
+        model.to(model_config.dtype)
     parallel.apply(model, cfg, mesh)
     if device.type != "meta":
         model.to_empty(device=device)
@@ -83,14 +85,14 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
     num_valid = count_valid(batch, state.device)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
+    lr = optim.learning_rate(state.step, cfg)
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
     for micro in batch:
         loss = model(**micro, num_valid=divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
-    norm = optim.clip_gradients(model, cfg.grad_clip)
-    lr = optim.learning_rate(state.step, cfg)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
+    norm = optim.global_norm(model, state.optimizer, cfg)
     if norm.is_meta or norm.isfinite():  # reduced over all ranks, so they agree: a NaN or inf anywhere changes no weight
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)

@@ -81,6 +81,12 @@ SHARDED = {  # processes start once per size and run all of its settings
 }
 
 
+LEVERS = [dict(batch_size=1, gradient_checkpointing="selective"), dict(batch_size=2, gradient_checkpointing="full", offload_activations=True),
+          dict(batch_size=2, gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2, loss="chunked"),
+          dict(batch_size=2, offload_optimizer=True), dict(batch_size=2, optimizer_in_backward=True, grad_clip=0)]
+SMALL_STATES = [dict(batch_size=2, optimizer="adamw_8bit"), dict(batch_size=2, optimizer="adamw_bf16"), dict(batch_size=2, optimizer="muon")]
+
+
 def train_each(world: dist.World, settings: list[dict]) -> list[dict]:
     return [train(world, changes) for changes in settings]
 
@@ -97,6 +103,21 @@ def test_ranks_change_nothing(single, sharded, size, index):
     tied = "tie_embeddings=False" not in SHARDED[size][index].get("model_overrides", ())
     for results in sharded(size):
         assert_same(results[index], single[tied])
+
+
+def test_levers_under_ranks_change_nothing(single):
+    unclipped = train(dist.World(), dict(batch_size=ROWS, grad_clip=0))
+    for results in run_ranks(train_each, 2, LEVERS):
+        for changes, result in zip(LEVERS, results):
+            assert_same(result, unclipped if "grad_clip" in changes else single[True])
+
+
+def test_small_states_under_ranks_follow_those_of_one_process():
+    """Rounding is drawn anew for each rank's rows: losses agree as far as rounding reaches. Muon makes whole matrices orthogonal in bf16."""
+    truths = [train(dist.World(), changes | dict(batch_size=ROWS)) for changes in SMALL_STATES]
+    for results in run_ranks(train_each, 2, SMALL_STATES):
+        for changes, result, truth in zip(SMALL_STATES, results, truths):
+            torch.testing.assert_close(result["losses"], truth["losses"], rtol=2e-3, atol=0, msg=str(changes))
 
 
 SPARSE = dict(attention_type="nsa", nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"))
@@ -170,7 +191,9 @@ def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict
     cfg = TrainConfig(**BASE | changes | {"seed": 7})
     state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate))
     checkpoint.load(state, Path(folder))
-    tensors = checkpoint.named_tensors(state.model, state.optimizer)
+    named = list(state.model.named_parameters())
+    tensors = {f"model.{name}": p for name, p in named} | {
+        f"optim.{name}.{key}": value for name, p in named for key, value in state.optimizer.state[p].items() if value.ndim}
     return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for name, t in tensors.items()}
 
 

@@ -1,0 +1,174 @@
+"""What a layer keeps: checkpointing whole and selective, offload, tiled MLP, attention by groups of heads, alone and together."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longhaul import activations, step
+from longhaul.config import TrainConfig
+from longhaul.memory.measure import saved_bytes
+from model import KVCache
+
+T, V = 96, 101
+SPARSE = ("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16")
+BASE = dict(model_size="tiny", vocab_size=V, context_length=T, dtype="fp32", warmup_steps=0, lr=1e-3, adam_eps=1e-6,
+            model_overrides=("num_layers=2", "hidden_size=64", "num_heads=8", "num_kv_heads=4", "head_dim=16", "ffn_size=96"))
+LEVERS = {
+    "full": dict(gradient_checkpointing="full"), "selective": dict(gradient_checkpointing="selective"),
+    "offload": dict(gradient_checkpointing="full", offload_activations=True),
+    "tiles": dict(mlp_tiles=3), "many tiles": dict(mlp_tiles=1000), "groups": dict(attention_head_groups=2),
+    "one head": dict(attention_head_groups=4),
+    "full, tiles, groups, offload": dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2, offload_activations=True),
+    "selective, tiles, offload": dict(gradient_checkpointing="selective", mlp_tiles=4, offload_activations=True)}
+ATTENTION = {"standard": {}, "nsa": dict(attention_type="nsa", nsa=SPARSE), "nsa, separate": dict(attention_type="nsa", nsa=(*SPARSE, "kv=separate"))}
+
+
+def batch(rows=2, packed=True):
+    make = torch.Generator().manual_seed(3)
+    ids = torch.randint(V, (rows, T + 1), generator=make)
+    doc_ids = (torch.rand(rows, T, generator=make) < 0.04).cumsum(1).int() if packed else None
+    return [dict(tokens_BT=ids[:, :-1], labels_BT=ids[:, 1:], doc_ids=doc_ids)]
+
+
+def build(**changes):
+    return step.build(cfg := TrainConfig(**BASE | changes), cfg.model(), "cpu")
+
+
+def gradients(packed=True, **changes):
+    """Loss and every gradient of a first step."""
+    state = build(**changes)
+    loss = state.model(**batch(packed=packed)[0])
+    loss.backward()
+    return [("loss", loss.detach())] + [(name, p.grad) for name, p in state.model.named_parameters()]
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_no_lever_changes_a_gradient(attention, packed):
+    truth = gradients(packed, **ATTENTION[attention])
+    for lever, changes in LEVERS.items():
+        for (name, want), (_, got) in zip(truth, gradients(packed, **ATTENTION[attention], **changes)):
+            assert (got - want).abs().max() <= 2e-6 * max(1.0, want.abs().max()) and (got - want).norm() <= 1e-5 * want.norm(), (lever, name)
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_training_steps_agree(lever):
+    plain, changed = build(), build(**LEVERS[lever])
+    for _ in range(8):
+        want, got = step.train_step(plain, batch()), step.train_step(changed, batch())
+        assert abs(got.loss - want.loss) <= 2e-6 and abs(got.grad_norm / want.grad_norm - 1) <= 1e-5
+
+
+def test_bf16_levers_stay_within_rounding():
+    truth = dict(gradients(dtype="bf16"))
+    for lever in ("tiles", "one head", "full, tiles, groups, offload"):
+        for name, got in gradients(dtype="bf16", **LEVERS[lever]):
+            assert (got - truth[name]).norm() <= 2e-2 * truth[name].norm(), (lever, name)
+
+
+class Count(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name().split(".")[0]] = self.calls.get(func.name().split(".")[0], 0) + 1
+        return func(*args, **kwargs or {})
+
+    def attention(self) -> int:
+        return sum(self.calls.get(op, 0) for op in activations.ATTENTION_OPS)
+
+
+def operators(**changes) -> Count:
+    state = build(**changes)
+    with Count() as count:
+        state.model(**batch(packed=False)[0]).backward()
+    return count
+
+
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+def test_selective_checkpointing_runs_attention_once_and_full_twice(attention):
+    layers, kind = 2, ATTENTION[attention]
+    for lever, forwards in (({}, layers), (LEVERS["selective"], layers), (LEVERS["full"], 2 * layers)):
+        assert operators(**kind, **lever).attention() == forwards, lever
+
+
+def test_tiles_inside_a_checkpoint_run_no_mlp_a_third_time():
+    """silu runs forward, again, and once more inside SwiGLU's backward; in each of 4 tiles as often."""
+    plain, tiled = (operators(gradient_checkpointing="full", mlp_tiles=tiles).calls["aten::silu"] for tiles in (1, 4))
+    assert tiled == 4 * plain == 4 * 2 * 3
+
+
+def kept_bytes(**changes) -> int:
+    state = build(**changes)
+    return saved_bytes(lambda: state.model(**batch()[0]))
+
+
+def test_each_lever_keeps_less():
+    plain, full = kept_bytes(), kept_bytes(**LEVERS["full"])
+    assert full < 0.45 * plain
+    assert kept_bytes(mlp_tiles=3) < 0.85 * plain and kept_bytes(attention_head_groups=2) < 0.6 * plain
+
+
+def test_offload_moves_every_layer_input_and_gives_it_back(monkeypatch):
+    moved = []
+    copy = activations.to_host
+    monkeypatch.setattr(activations, "to_host", lambda x: moved.append(tuple(x.shape)) or copy(x))
+    state = build(**LEVERS["offload"])
+    step.train_step(state, batch())
+    assert moved == [(2, T, 64)] * 2
+    host = state.model.layers[0].forward.args[0]
+    assert [ref() for ref in host.waiting if ref() is not None] == [], "no input outlives its backward"
+
+
+@torch.no_grad()
+def test_levers_leave_validation_and_decoding_as_they_are():
+    plain, changed = build(), build(**LEVERS["full, tiles, groups, offload"])
+    x = batch(1, packed=False)[0]["tokens_BT"]
+    assert (plain.model(x) - changed.model(x)).abs().max() <= 1e-5
+    caches = [KVCache(state.model.config, 1, T) for state in (plain, changed)]
+    for part in x.split([40, 1, 55], 1):
+        a, b = (state.model(part, cache=cache) for state, cache in zip((plain, changed), caches))
+        assert (a - b).abs().max() <= 1e-5
+
+
+def test_head_slices_cover_every_weight_once():
+    state = build(attention_type="nsa", nsa=(*SPARSE, "kv=separate"))
+    attention = state.model.layers[0].attention
+    names = [name for name, _ in attention.named_parameters()]
+    shared = {"q_norm.weight", "k_norm.weight", "sparse.cmp_norm.weight", "sparse.win_norm.weight"}
+    counts = {name: torch.zeros_like(p) for name, p in attention.named_parameters()}
+    for group in range(4):
+        for name, take in zip(names, activations.head_slices(names, state.model.config, group, 4)):
+            take(counts[name]).add_(1)
+    for name, count in counts.items():
+        assert (count == (4 if name in shared or "compressor" in name else 1)).all(), name
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"), (dict(mlp_tiles=0), "--mlp_tiles 0"),
+    (dict(offload_activations=True), "add --gradient_checkpointing"),
+    (dict(compile=True, mlp_tiles=2), "--compile"), (dict(compile=True, attention_head_groups=2), "--compile"),
+    (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full")])
+def test_levers_that_exclude_each_other_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**BASE | changes)
+
+
+def test_every_pair_of_levers_is_exact_or_refused():
+    singles = dict(gradient_checkpointing="full"), dict(gradient_checkpointing="selective"), dict(mlp_tiles=3), dict(attention_head_groups=2), \
+        dict(offload_activations=True), dict(loss="chunked")
+    truth, exact = dict(gradients()), 0
+    for one, other in itertools.combinations(singles, 2):
+        try:
+            TrainConfig(**BASE | one | other)
+        except ValueError:
+            continue
+        exact += 1
+        for name, got in gradients(**one | other):
+            assert (got - truth[name]).norm() <= 1e-5 * truth[name].norm(), (one, other, name)
+    assert exact >= 10

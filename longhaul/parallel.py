@@ -1,6 +1,6 @@
 """Parallelism and memory levers, applied from outside to a model that knows of none: each is a function taking the model.
 
-The order is fixed: compile -> checkpointing -> FSDP2, from the inside out. Imports model.py of ours.
+The order is fixed: compile -> checkpointing -> context parallelism -> FSDP2, from the inside out. Imports model.py and longhaul.context of ours.
 """
 
 import functools
@@ -8,15 +8,19 @@ import functools
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from longhaul import context
+from longhaul.rows import RowSharing
 from model import Decoder, packed_attention, standard_attention
 
 
-def apply(model: Decoder, cfg, mesh) -> Decoder:
+def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may be on meta."""
     if cfg.compile:
         compile_layers(model)
     if cfg.gradient_checkpointing == "full":
         checkpoint_layers(model)
+    if context_mesh is not None:
+        share_rows(model, context_mesh, cfg.context_choice(model.config).mode)
     if mesh is not None:
         shard(model, mesh, model.config.dtype)
     return model
@@ -41,6 +45,12 @@ def compile_layers(model: Decoder):
         if layer.attention.sparse is not None:
             layer.attention.sparse.packed = torch.compiler.disable(layer.attention.sparse.packed)
         layer.forward = torch.compile(layer.forward)
+
+
+def share_rows(model: Decoder, mesh, mode: str):
+    """The ranks of the mesh's dimension "cp" are given the same rows and work on a part of their tokens each."""
+    group = mesh["cp"]
+    RowSharing(context.Shard(mode, group.get_local_rank(), group.size(), group.get_group())).around(model)
 
 
 def reshard(model: Decoder):

@@ -202,6 +202,7 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BtHK, k_BtGK, v_BtGK, shard, parts):
+        q_BtHK = q_BtHK.contiguous()  # the operators below take heads of consecutive elements for granted
         k_BTGK, v_BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), shard)
         o_BtHK, lse_BHt = torch.empty_like(q_BtHK), q_BtHK.new_empty((len(q_BtHK), *q_BtHK.shape[2:0:-1]), dtype=torch.float32)
         for rows, queries, past, own in parts:
@@ -214,6 +215,7 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_BtHK):
         q_BtHK, k_BtGK, v_BtGK, o_BtHK, lse_BHt = ctx.saved_tensors
+        grad_BtHK = grad_BtHK.contiguous()
         kv_2BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), ctx.shard)
         dq_BtHK, dkv_2BTGK = torch.empty_like(q_BtHK), torch.zeros_like(kv_2BTGK, dtype=torch.float32)  # fp32: sums over ranks
         for rows, queries, past, own in ctx.parts:
@@ -279,9 +281,9 @@ def _flash_backward(grad_BnHK, q_BnHK, o_BnHK, lse_BHn, k_BSGK, v_BSGK, causal: 
     """(dq, dk, dv) that these keys contribute to queries whose output over all their keys is (o, log-sum-exp)."""
     grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BnHK, q_BnHK, k_BSGK, v_BSGK, o_BnHK))
     if q.is_cuda:
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
+        seed, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ()))  # of dropout, which is 0
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, o, lse_BHn.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[:0])
+            grad, q, k, v, o, lse_BHn.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
     else:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, o, lse_BHn, 0.0, causal)
     return tuple(x.transpose(1, 2) for x in grads)

@@ -64,7 +64,8 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     P, layers = config.num_params(), config.num_layers
     layer, vocabulary = config.layer_params(), config.vocab_size * config.hidden_size
     x, q, k, f = _activations(config, tokens, element)
-    saved = saved_per_layer(config, tokens, element)
+    ulysses = cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
+    saved = saved_per_layer(config, tokens, element) + (q if ulysses else 0)  # attention keeps its output by heads, the projection by tokens
     unsharded = element * (P - layers * layer + 2 * layer) if ranks > 1 else 0
     static = 3 * FP32 * P // shards + unsharded + tokens * (24 + 2 * FP32 * config.head_dim)
     gradients = FP32 * P // shards

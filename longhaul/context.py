@@ -9,6 +9,7 @@ Imports torch alone; parallel.py puts it around a model. Letters: P ranks that s
 t = T/P tokens of a rank, H query heads, G KV heads, K head dimension, n queries and S keys of one piece.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -225,8 +226,10 @@ class _GatheredAttention(torch.autograd.Function):
                 if keys.start < keys.stop:
                     part, *dkv = _flash_backward(*saved, *kv_2BTGK[:, rows, keys], causal)
                     dq = dq + part.float()
-                    dkv_2BTGK[:, rows, keys] += torch.stack(dkv)
+                    for total, own_share in zip(dkv_2BTGK, dkv):
+                        total[rows, keys] += own_share
             dq_BtHK[rows, queries] = dq.to(q_BtHK.dtype)
+        del kv_2BTGK
         dk_BtGK, dv_BtGK = _scatter_sums(dkv_2BTGK, ctx.shard).to(k_BtGK.dtype)
         return dq_BtHK, dk_BtGK, dv_BtGK, None, None
 
@@ -252,9 +255,11 @@ def _gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
 
 def _scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
     """[2, B, t, G, K]: the sum over ranks of this rank's two chunks."""
-    chunks = x_2BTGK.chunk(2 * shard.ranks, dim=2)
-    sent_P2BtGK = torch.stack([torch.cat(pair, dim=2) for pair in zip(chunks[: shard.ranks], reversed(chunks[shard.ranks :]))])
-    sum_2BtGK = torch.empty_like(sent_P2BtGK[0])
+    _, B, T, G, K = x_2BTGK.shape
+    sum_2BtGK = x_2BTGK.new_empty((2, B, T // shard.ranks, G, K))
+    sent_P2BtGK = sum_2BtGK.new_empty((shard.ranks, *sum_2BtGK.shape))
+    for rank, part_2BtGK in enumerate(sent_P2BtGK):
+        torch.cat([x_2BTGK[:, :, span] for span in dataclasses.replace(shard, rank=rank).spans(T)], dim=2, out=part_2BtGK)
     _collective("reduce_scatter_single", "reduce_scatter_tensor")(sum_2BtGK, sent_P2BtGK.flatten(0, 1), group=shard.group)
     return sum_2BtGK
 

@@ -20,7 +20,7 @@ def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     if cfg.gradient_checkpointing == "full":
         checkpoint_layers(model)
     if context_mesh is not None:
-        share_rows(model, context_mesh, cfg.context_choice(model.config).mode)
+        share_rows(model, context_mesh, cfg.context_choice(model.config).mode, cfg.compile)
     if mesh is not None:
         shard(model, mesh, model.config.dtype)
     return model
@@ -47,10 +47,10 @@ def compile_layers(model: Decoder):
         layer.forward = torch.compile(layer.forward)
 
 
-def share_rows(model: Decoder, mesh, mode: str):
+def share_rows(model: Decoder, mesh, mode: str, compiled: bool):
     """The ranks of the mesh's dimension "cp" are given the same rows and work on a part of their tokens each."""
     group = mesh["cp"]
-    RowSharing(context.Shard(mode, group.get_local_rank(), group.size(), group.get_group())).around(model)
+    RowSharing(context.Shard(mode, group.get_local_rank(), group.size(), group.get_group())).around(model, compiled)
 
 
 def reshard(model: Decoder):

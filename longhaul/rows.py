@@ -31,13 +31,14 @@ class RowSharing:
     def __init__(self, shard: context.Shard):
         self.shard, self.rows = shard, None
 
-    def around(self, model: Decoder):
+    def around(self, model: Decoder, compiled: bool):
         """Wrap the model in place. The exchange is no part of a compiled layer: it breaks the graph as packed attention does."""
+        eager = torch.compiler.disable if compiled else lambda function: function  # without a reason dynamo's import takes 1.2 s
         for layer in model.layers:
             attention, sparse = layer.attention, layer.attention.sparse
-            attention.core = torch.compiler.disable(functools.partial(self.attend, attention.core))
+            attention.core = eager(functools.partial(self.attend, attention.core))
             if sparse is not None:
-                sparse.packed = torch.compiler.disable(functools.partial(self.attend_sparsely, sparse.attend, sparse.packed))
+                sparse.packed = eager(functools.partial(self.attend_sparsely, sparse.attend, sparse.packed))
             layer.register_forward_pre_hook(self.tell)
         model.forward = functools.partial(self.forward, model, model.forward)
 

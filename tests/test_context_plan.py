@@ -70,6 +70,16 @@ def test_train_refuses_before_it_writes(tmp_path, capsys):
     assert line.endswith("--context_parallel_size 2 does not divide the 1 rank(s): choose from [1]") and not (tmp_path / "run").exists()
 
 
+def test_fp32_with_gathered_keys_is_refused_on_a_gpu_where_it_would_run(monkeypatch):
+    monkeypatch.setattr(planner, "available_gib", lambda device, world: 40.0)
+    def plan(cfg):
+        return planner.plan(cfg, cfg.model(), TWO, torch.device("cuda"))
+    cfg = TrainConfig(model_size="tiny", dtype="fp32")
+    assert plan(cfg).cfg.context_parallel_size == 1
+    with pytest.raises(ValueError, match="use --dtype bf16, or --context_parallel_mode ulysses"):
+        plan(dataclasses.replace(cfg, context_parallel_size=2, context_parallel_mode="gather_kv"))
+
+
 def test_a_mode_without_ranks_to_share_warns():
     assert "context_parallel_mode" in TrainConfig(context_parallel_mode="ulysses").without_effect()
 

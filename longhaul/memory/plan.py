@@ -88,13 +88,22 @@ def host_available_bytes() -> int:
 def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> Plan:
     """The request's plan; allocates nothing."""
     check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
+    chosen = _fewest_ranks_per_row(_candidates(cfg, config, world, device))
+    run = chosen.cfg
+    if device.type == "cuda" and cfg.dtype == "fp32" and run.context_ranks > 1 and run.context_choice(config).mode == "gather_kv":
+        raise ValueError("--dtype fp32 with --context_parallel_mode gather_kv on a GPU: its attention there runs in bf16: "
+                         "use --dtype bf16, or --context_parallel_mode ulysses")
+    return chosen
+
+
+def _candidates(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> list[Plan]:
+    """A plan for each number of ranks that may share a row, rising; the one that was asked for."""
     available = available_gib(device, world)
     if cfg.context_parallel_size:
-        return _with_context(cfg, config, world, device, available, cfg.context_parallel_size)
+        return [_with_context(cfg, config, world, device, available, cfg.context_parallel_size)]
     sizes = context.allowed_sizes(cfg.context_parallel_mode, config.attention_type, config.num_kv_heads, cfg.context_length,
                                   world.size // cfg.dp_replicate)
-    plans = [_with_context(cfg, config, world, device, available, size) for size in sizes if world.size // cfg.dp_replicate % size == 0]
-    return _fewest_ranks_per_row(plans)
+    return [_with_context(cfg, config, world, device, available, size) for size in sizes if world.size // cfg.dp_replicate % size == 0]
 
 
 def _with_context(cfg, config, world, device, available, size: int) -> Plan:
@@ -103,9 +112,6 @@ def _with_context(cfg, config, world, device, available, size: int) -> Plan:
     if size > 1:
         mode, why = run.context_choice(config)
         sharing += f" by {mode} ({why})"
-        if device.type == "cuda" and mode == "gather_kv" and cfg.dtype == "fp32":
-            raise ValueError("--dtype fp32 with gathered keys and values: their attention on a GPU runs in bf16: "
-                             "use --dtype bf16, or --context_parallel_mode ulysses")
     return Plan(cfg, run, config, world, device, estimate(run, config, world.size), available, sharing)
 
 

@@ -30,8 +30,7 @@ def main(args: list[str] | None = None):
     try:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
-        plan_or_refuse(cfg, world, device)
-        run = Run(cfg, world, device)
+        run = Run(plan_or_refuse(cfg, world, device), world, device)
         run.prepare()
     except ValueError as error:
         dist.stop()
@@ -42,23 +41,23 @@ def main(args: list[str] | None = None):
         dist.stop()
 
 
-def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device):
-    """Print the plan; stop where it was asked for, or where the request cannot fit. Nothing smaller is ever trained instead."""
-    dist.check_replicas(world, cfg.dp_replicate)
-    cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
+def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> TrainConfig:
+    """Print the plan and return its settings; stop where it was asked for, or where the request cannot fit. Nothing smaller is ever trained."""
     config = cfg.model()
     if cfg.kernels == "triton":
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))  # raises where they cannot run
     if cfg.attention_type == "nsa":
         nsa_package().choose_core(config)  # raises where the sizes do not fit the kernels
     plan = planner.plan(cfg, config, world, device)
+    plan.cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
     dist.print0(plan.table(), world=world)
     if plan.fits and cfg.plan:
         sys.exit(0)
     if not plan.fits:
         nearest = planner.closest(plan)
-        words = "nothing of longhaul fits here" if nearest is None else "closest command that runs here:\n" + planner.command(nearest.cfg, world)
+        words = "nothing of longhaul fits here" if nearest is None else "closest command that runs here:\n" + planner.command(nearest.asked, world)
         raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
+    return plan.cfg
 
 
 class Run:
@@ -66,6 +65,7 @@ class Run:
 
     def __init__(self, cfg: TrainConfig, world: dist.World, device: torch.device):
         dist.start(world, device)
+        cfg = dist.on_rank0(lambda: cfg, world)  # each rank has planned with the memory it saw: rank 0's plan is everyone's
         self.world, self.device, self.folder = world, device, Path(cfg.output_dir)
         self.dataset = self._open_data(cfg)
         self.config = self._model_config(cfg)
@@ -74,6 +74,7 @@ class Run:
         self.manifest = checkpoint.read_manifest(self.checkpoint) if found else None
         self.cfg = self._with_the_checkpoints_batch(cfg)
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
+        self.data_rank, self.data_ranks = world.rank // self.cfg.context_ranks, world.size // self.cfg.context_ranks  # ranks with other rows
 
     # ---- what is checked before anything is built
 
@@ -179,7 +180,7 @@ class Run:
 
     def _say(self):
         """The settings, what was changed since the checkpoint, the loss that runs, the data."""
-        rows, context = (self.cfg.batch_size, self.cfg.context_length), self.loader.effective_context()
+        rows, context = (self.cfg.batch_size, self.cfg.context_length // self.cfg.context_ranks), self.loader.effective_context()
         print(f"settings:\n{self.cfg.table()}\ncommand: {planner.command(self.cfg, self.world)}")
         for name, (old, new) in self._changed_settings().items():
             print(f"changed since the checkpoint: {name} {old} -> {new}")
@@ -243,7 +244,7 @@ class Run:
     def _one_step(self, log):
         from longhaul import metrics, step
         state, start = self.state, time.perf_counter()
-        rows = self.loader.batch(state.step, self.world.rank, self.world.size)
+        rows = self.loader.batch(state.step, self.data_rank, self.data_ranks)
         result = step.train_step(state, step.micro_batches(rows, self.cfg.batch_size, self.device))
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
@@ -263,16 +264,16 @@ class Run:
         if peak is None:
             return None
         pairs = float(keys_met(self.config, torch.from_numpy(rows.positions)).sum())
-        return train_flops(self.config, rows.tokens.size, pairs) / seconds / peak
+        return train_flops(self.config, rows.tokens.size, pairs) / self.cfg.context_ranks / seconds / peak
 
     def _validation_batches(self, log) -> list:
         """The first `eval_rows` rows of the validation split, this rank's share, one row at a time."""
         from longhaul import step
-        rows = min(self.cfg.eval_rows, self._validation_rows()) // self.world.size if self.cfg.eval_every else 0
+        rows = min(self.cfg.eval_rows, self._validation_rows()) // self.data_ranks if self.cfg.eval_every else 0
         if not rows:
-            log.say("no validation: it is off, or the validation split has fewer rows than there are ranks")
+            log.say("no validation: it is off, or the validation split has fewer rows than ranks that read rows of their own")
             return []
-        loader, first = self._loader("val", 1), self.world.rank * rows
+        loader, first = self._loader("val", 1), self.data_rank * rows
         return [step.micro_batches(loader.rows(range(first, first + rows)), 1, self.device)]
 
     def _validation_rows(self) -> int:

@@ -1,12 +1,13 @@
 """TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the keys of --config.
 
-Imports model.py (ModelConfig, PRESETS) and longhaul.cli of ours.
+Imports model.py (ModelConfig, PRESETS), longhaul.cli and longhaul.context of ours.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
 
+from longhaul import context
 from longhaul.cli import flag
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
@@ -73,6 +74,10 @@ class TrainConfig:
         (), CHOICES["kernels"], group="memory and speed")
     compile: bool = flag(False, "compile each layer with torch.compile", ("torch_compile",), group="memory and speed")
     dp_replicate: int = flag(1, "HSDP: groups of ranks that each hold all parameters", ("replicas",), group="memory and speed")
+    context_parallel_size: int = flag(0, "ranks that share the tokens of each row; 0: as many as one row needs, which is 1 where a rank can hold it",
+        ("context_parallel", "cp", "sequence_parallel_size", "sp"), group="memory and speed")
+    context_parallel_mode: str = flag("auto", "how they meet in attention: all-to-all over heads, or gathered keys and values; auto: fewer bytes",
+        (), context.MODES, group="memory and speed")
     device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="memory and speed")
     # ---- run
     output_dir: str = flag("runs/default", "checkpoints, logs, TensorBoard", ("out", "save_dir"), group="run")
@@ -89,7 +94,7 @@ class TrainConfig:
     plan: bool = flag(False, "print what the run needs and what is there, then stop", ("dry_run",), group="run")
 
     def __post_init__(self):
-        at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, save_every=1,
+        at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, context_parallel_size=0, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
                         eval_rows=1, log_every=1, mlp_tiles=1, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
                         logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
@@ -102,7 +107,10 @@ class TrainConfig:
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
         if self.adam_eps <= 0:
             raise ValueError(f"--adam_eps {self.adam_eps} is not positive: give a small number above 0")
-        self._check_levers(self.model())  # model() raises on a geometry that cannot be built
+        config = self.model()  # raises on a geometry that cannot be built
+        self._check_levers(config)
+        if self.context_ranks > 1:
+            self.context_choice(config)  # raises where they cannot share a row
 
     def _check_levers(self, model: ModelConfig):
         """ValueError for levers that exclude each other."""
@@ -110,6 +118,9 @@ class TrainConfig:
         for wrong, words in [
                 (model.num_kv_heads % self.attention_head_groups, f"--attention_head_groups {self.attention_head_groups} does not divide "
                  f"{model.num_kv_heads} KV heads: give a divisor"),
+                (self.attention_head_groups > 1 and model.num_kv_heads // self.attention_head_groups % self.context_ranks,
+                 f"--attention_head_groups {self.attention_head_groups} leaves {model.num_kv_heads // self.attention_head_groups} KV heads at a time, "
+                 f"which do not divide over {self.context_ranks} ranks that share a row: give fewer groups"),
                 (self.compile and parts, "--compile with --mlp_tiles or --attention_head_groups: their backward is not compiled, drop one"),
                 (self.attention_head_groups > 1 and self.gradient_checkpointing == "selective",
                  "--attention_head_groups runs attention again in the backward, --gradient_checkpointing selective keeps its output: use full"),
@@ -133,7 +144,8 @@ class TrainConfig:
 
     def without_effect(self) -> list[str]:
         """Settings that were changed from their default and do nothing beside the others."""
-        idle = dict(gradient_accumulation_steps=self.global_batch_size > 0, documents=bool(self.data),
+        idle = dict(context_parallel_mode=self.context_ranks == 1,
+                    gradient_accumulation_steps=self.global_batch_size > 0, documents=bool(self.data),
                     decay_fraction=self.schedule != "wsd",
                     min_lr_ratio=self.schedule == "constant", warmup_steps=self.warmup_steps > self.max_steps,
                     nsa=self.attention_type != "nsa",
@@ -150,14 +162,25 @@ class TrainConfig:
         overrides |= {name: getattr(self, name) for name in ("vocab_size", "rope_theta") if getattr(self, name)}
         return ModelConfig.preset(self.model_size, **{**overrides, **_parsed(self.model_overrides, ModelConfig, "model_overrides")})
 
+    @property
+    def context_ranks(self) -> int:
+        """Ranks that share a row; an automatic number that no plan has settled counts as 1."""
+        return max(1, self.context_parallel_size)
+
+    def context_choice(self, config: ModelConfig) -> context.Choice:
+        """How `context_ranks` ranks share a row, and why; ValueError where they cannot."""
+        return context.choose(self.context_parallel_mode, config.attention_type, config.num_heads, config.num_kv_heads,
+                              self.context_length, self.context_ranks, config.dtype.itemsize)
+
     def accumulation(self, ranks: int) -> int:
-        """Micro-batches of a step on each of `ranks` data-parallel ranks."""
+        """Micro-batches of a step on each of `ranks` ranks; those that share their rows count as one."""
         if not self.global_batch_size:
             return self._alone(self.gradient_accumulation_steps)
-        rows = ranks * self.batch_size
+        groups, sharing = ranks // self.context_ranks, f" ({self.context_ranks} share each row)" if self.context_ranks > 1 else ""
+        rows = groups * self.batch_size
         if self.global_batch_size % rows:
             sizes = [size for size in range(1, self.global_batch_size + 1) if self.global_batch_size % size == 0]
-            raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks x --batch_size "
+            raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
                              f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}")
         return self._alone(self.global_batch_size // rows)
 
@@ -169,7 +192,7 @@ class TrainConfig:
 
     def rows_per_step(self, ranks: int) -> int:
         """Rows of the global batch."""
-        return self.accumulation(ranks) * ranks * self.batch_size
+        return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
     def table(self) -> str:
         """Every setting, a line per group."""

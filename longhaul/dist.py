@@ -79,11 +79,19 @@ def stop():
         torch.distributed.destroy_process_group()
 
 
-def check_replicas(world: World, replicas: int):
-    """ValueError where the replicas do not divide the ranks."""
+def check_replicas(world: World, replicas: int, context: int = 1):
+    """ValueError where the replicas, or the ranks that share a row in each of them, do not divide the ranks."""
     if world.size % replicas:
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
-        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors}")
+        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors(world.size)}")
+    if world.size // replicas % context:
+        each = f" of each of the {replicas} replicas" if replicas > 1 else ""
+        raise ValueError(f"--context_parallel_size {context} does not divide the {world.size // replicas} rank(s){each}: "
+                         f"choose from {divisors(world.size // replicas)}")
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def data_mesh(world: World, device: torch.device, replicas: int):
@@ -94,6 +102,18 @@ def data_mesh(world: World, device: torch.device, replicas: int):
     if replicas == 1:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def context_mesh(world: World, device: torch.device, context: int):
+    """The mesh ("dp", "cp"), whose neighbours in "cp" share their rows; None where each rank has its own.
+
+    A mesh of its own beside `data_mesh`, which shards parameters over dp and cp alike: a slice of two dimensions of one mesh would
+    mean HSDP, and flattening one is not public.
+    """
+    if context == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+    return init_device_mesh(device.type, (world.size // context, context), mesh_dim_names=("dp", "cp"))
 
 
 def all_sum(value: Tensor) -> Tensor:

@@ -1,20 +1,24 @@
 """Parallelism and memory levers, applied from outside to a model that knows of none: each is a function taking the model.
 
-The order is fixed: compile -> tiles -> checkpointing -> FSDP2, from the inside out. Imports model.py and longhaul.activations of ours.
+The order is fixed: compile -> context parallelism -> parts -> checkpointing -> FSDP2, from the inside out. Imports model.py,
+longhaul.activations, longhaul.context and longhaul.rows of ours.
 """
 
 import functools
 
 import torch
 
-from longhaul import activations
+from longhaul import activations, context
+from longhaul.rows import RowSharing
 from model import Decoder, packed_attention, standard_attention
 
 
-def apply(model: Decoder, cfg, mesh) -> Decoder:
+def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may be on meta."""
     if cfg.compile:
         compile_layers(model)
+    if context_mesh is not None:
+        share_rows(model, context_mesh, cfg.context_choice(model.config).mode, cfg.compile)
     if cfg.attention_head_groups > 1:
         activations.group_heads(model, cfg.attention_head_groups)
     if cfg.mlp_tiles > 1:
@@ -39,6 +43,12 @@ def compile_layers(model: Decoder):
         if layer.attention.sparse is not None:
             layer.attention.sparse.packed = torch.compiler.disable(layer.attention.sparse.packed)
         layer.forward = torch.compile(layer.forward)
+
+
+def share_rows(model: Decoder, mesh, mode: str, compiled: bool):
+    """The ranks of the mesh's dimension "cp" are given the same rows and work on a part of their tokens each."""
+    group = mesh["cp"]
+    RowSharing(context.Shard(mode, group.get_local_rank(), group.size(), group.get_group())).around(model, compiled)
 
 
 def reshard(model: Decoder):

@@ -40,13 +40,16 @@ class StepResult:
 
 
 def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
-    """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta nothing is allocated."""
+    """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta nothing is allocated.
+
+    `cfg.context_ranks` neighbouring ranks share their rows: each is given them whole and works on its part of the tokens.
+    """
     device = torch.device(device)
     with torch.device("meta"):
         model = Decoder(model_config)
     if cfg.bare_weights:
         model.to(model_config.dtype)
-    parallel.apply(model, cfg, mesh)
+    parallel.apply(model, cfg, mesh, dist.context_mesh(world, device, cfg.context_ranks))
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie_weights()
@@ -68,10 +71,10 @@ def micro_batches(rows, size: int, device: torch.device) -> list[dict]:
                  positions=on_device("positions", part), doc_ids=torch.from_numpy(rows.doc_ids[part])) for part in parts]
 
 
-def count_valid(batch: list[dict], device: torch.device) -> Tensor:
+def count_valid(batch: list[dict], state: TrainState) -> Tensor:
     """Positions with a target in all micro-batches of all ranks: the one divisor of the loss. No host synchronisation."""
     local = torch.stack([(micro["labels_BT"] != IGNORE).sum() for micro in batch]).sum()
-    return dist.all_sum(local.to(device))
+    return dist.all_sum(local.to(state.device)) // state.cfg.context_ranks  # which all counted the same rows
 
 
 def train_step(state: TrainState, batch: list[dict]) -> StepResult:
@@ -82,7 +85,7 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
     """
     cfg, model = state.cfg, state.model
     model.validate, state.checked = not state.checked, True
-    num_valid = count_valid(batch, state.device)
+    num_valid = count_valid(batch, state)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     lr = optim.learning_rate(state.step, cfg)
@@ -97,7 +100,7 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * state.world.size
+    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (state.world.size // cfg.context_ranks)
     return StepResult(dist.all_sum(total), norm, lr, num_valid)
 
 
@@ -108,6 +111,6 @@ def evaluate(state: TrainState, batches: list[list[dict]]) -> tuple[float, int]:
     for batch in batches:
         for micro in batch:
             total += state.model(**micro, num_valid=1.0).double()
-        count += int(count_valid(batch, state.device))
+        count += int(count_valid(batch, state))
     parallel.reshard(state.model)
     return float(dist.all_sum(total)) / max(count, 1), count

@@ -14,11 +14,12 @@ from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 # model -> fused and model -> nsa are lazy: only where kernels="triton", attention_type="nsa"
-SAME_LEVEL = {("longhaul.parallel", "longhaul.activations"), ("model", "fused"), ("model", "nsa"), ("fused", "nsa"), ("nsa", "fused"), ("benchmarks", "verify_chunked_loss")}
+SAME_LEVEL = {("model", "fused"), ("model", "nsa"), ("fused", "nsa"), ("nsa", "fused"), ("benchmarks", "verify_chunked_loss"),
+              ("longhaul.parallel", "longhaul.rows"), ("longhaul.parallel", "longhaul.activations")}
 LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
     {"model", "nsa", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli", "longhaul.states"},
     {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate",
-     "longhaul.activations", "longhaul.flops"},
+     "longhaul.activations", "longhaul.flops", "longhaul.rows"},
     {"longhaul.step", "longhaul.checkpoint", "longhaul.metrics"},
     {"longhaul.memory", "longhaul.evals", "longhaul.posttrain", "longhaul.analysis"},
     {"train", "profile_memory", "verify_chunked_loss", "scripts", "benchmarks"},

@@ -19,8 +19,8 @@ BASE = dict(model_size="tiny", context_length=T, dtype="fp32", lr=1e-3, warmup_s
             global_batch_size=ROWS, batch_size=1, adam_eps=1e-6)
 
 
-def rows_of_step(index: int) -> Batch:
-    """ROWS rows with packed documents and very unequal numbers of valid labels; the first row of odd steps has none."""
+def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
+    """ROWS rows of T tokens, with packed documents, and very unequal numbers of valid labels; the first row of odd steps has none."""
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, V, (ROWS, T + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -28,7 +28,7 @@ def rows_of_step(index: int) -> Batch:
         labels[row, : (17 * row + 5 * index) % T] = -100
     if index % 2:
         labels[0] = -100
-    doc_ids = (torch.rand(ROWS, T, generator=generator) < 0.05).cumsum(1)
+    doc_ids = (torch.rand(ROWS, T, generator=generator) < 0.05 * packed).cumsum(1)
     first = torch.ones(ROWS, T, dtype=torch.bool)
     first[:, 1:] = doc_ids.diff(dim=1) != 0
     starts = torch.where(first, torch.arange(T), 0).cummax(1).values
@@ -36,16 +36,17 @@ def rows_of_step(index: int) -> Batch:
     return Batch(*(part.contiguous().numpy() for part in parts), num_valid=int((labels != -100).sum()))
 
 
-def train(world: dist.World, changes: dict) -> dict:
+def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
     """Losses and gradient norms of STEPS steps, and the final weights (whole)."""
     cfg = TrainConfig(**BASE | changes)
     mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
     state = step.build(cfg, cfg.model(), "cpu", world, mesh)
-    share = ROWS // world.size
+    rank, share = world.rank // cfg.context_ranks, ROWS * cfg.context_ranks // world.size
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
     losses, norms = [], []
     for index in range(STEPS):
-        rows = Batch(*(part[world.rank * share : (world.rank + 1) * share] for part in rows_of_step(index)[:4]), num_valid=0)
+        whole = rows_of_step(index, cfg.context_length, packed)
+        rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole[:4]), num_valid=0)
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))

@@ -1,7 +1,7 @@
 """The closed form of a training step's memory and time: instant answers before anything is allocated.
 
 All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of ours.
-Letters: N tokens of a micro-batch on one rank, P parameters, W ranks that share them; x, q, k, f below are the bytes of an
+Letters: N tokens of a micro-batch on one rank (of a row that C ranks share, each holds T/C), P parameters, W ranks that share them; x, q, k, f below are the bytes of an
 [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
 """
 
@@ -59,20 +59,22 @@ def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, i
 
 def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     """The live peak of one rank's training step: fp32 weights, gradients and AdamW moments, `cfg.dtype` activations."""
-    tokens, element = cfg.batch_size * cfg.context_length, 2 if cfg.dtype == "bf16" else 4
+    held, element = cfg.context_length // cfg.context_ranks, 2 if cfg.dtype == "bf16" else 4
+    tokens = cfg.batch_size * held
     shards = ranks // cfg.dp_replicate
     P, layers = config.num_params(), config.num_layers
     layer, vocabulary = config.layer_params(), config.vocab_size * config.hidden_size
     x, q, k, f = _activations(config, tokens, element)
-    saved = saved_per_layer(config, tokens, element)
+    ulysses = cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
+    saved = saved_per_layer(config, tokens, element) + (q if ulysses else 0)  # attention keeps its output by heads, the projection by tokens
     unsharded = element * (P - layers * layer + 2 * layer) if ranks > 1 else 0
     static = 3 * FP32 * P // shards + unsharded + tokens * (24 + 2 * FP32 * config.head_dim)
     gradients = FP32 * P // shards
     kept = layers * (x if cfg.gradient_checkpointing == "full" else saved)
     cast = 0 if cfg.dtype == "fp32" else element * layer
     working = saved if cfg.gradient_checkpointing == "full" else 0
-    temporaries = max(2 * f + x, 2 * FP32 // element * q + 2 * k)
-    chunked = config.loss_path(cfg.batch_size, cfg.context_length) == "chunked"
+    temporaries = max(2 * f + x, 2 * FP32 // element * q + 2 * k) + _exchanged(cfg, config, q, k, element)
+    chunked = config.loss_path(cfg.batch_size, held) == "chunked"
     logits = _chunked_loss(config, tokens, element) if chunked else tokens * config.vocab_size * (element + 3 * FP32)
     stages = {
         "loss": static + gradients // 8 + kept + 2 * x + logits + (element + FP32) * vocabulary // (1 if ranks == 1 else shards),
@@ -80,6 +82,16 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
         "optimizer": static + gradients,
     }
     return Estimate(static, stages)
+
+
+def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
+    """What context parallelism adds while a layer's attention runs backward: a buffer to send from and one to receive into, or all
+    keys and values and the fp32 sums of their gradients."""
+    if cfg.context_ranks == 1:
+        return 0
+    if cfg.context_choice(config).mode == "ulysses":
+        return 2 * q
+    return 2 * k * cfg.context_ranks * (element + FP32) // element
 
 
 def _chunked_loss(config: ModelConfig, tokens: int, element: int) -> int:

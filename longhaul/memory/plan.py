@@ -1,6 +1,6 @@
 """Before a run: what it needs against what is here, and the closest command that runs here.
 
-Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config, longhaul.dist,
+Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config, longhaul.context, longhaul.dist,
 longhaul.memory.estimate and model.py of ours.
 """
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
+from longhaul import context
 from longhaul.config import TrainConfig
-from longhaul.dist import World, cores
+from longhaul.dist import World, check_replicas, cores
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, cpu_step_seconds, estimate
 from model import GIB, PRESETS, ModelConfig
 
+CPU_RANK_GIB = 4.0  # ranks on a CPU share one memory with all else on the machine: above this they share their rows where they can
 PATIENCE = 900  # seconds per step beyond which a CPU run is not proposed
 
 
@@ -23,12 +25,14 @@ PATIENCE = 900  # seconds per step beyond which a CPU run is not proposed
 class Plan:
     """A request beside the machine it would run on."""
 
-    cfg: TrainConfig
+    asked: TrainConfig
+    cfg: TrainConfig  # what would run: as asked, with the ranks that share a row settled
     config: ModelConfig
     world: World
     device: torch.device
     estimate: Estimate
     available_gib: float  # for one rank
+    sharing: str = ""  # why ranks share their rows, where they do
 
     @property
     def needed_gib(self) -> float:
@@ -44,6 +48,7 @@ class Plan:
         """The plan, for the screen; every figure is computed."""
         rows = [f"plan (computed): {self.cfg.model_size} ({self.config.num_params():,} parameters), context {self.cfg.context_length:,}, "
                 f"{self.cfg.attention_type} attention, {self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"]
+        rows += [f"  {'shared rows':<16}{self.sharing}"] * bool(self.sharing)
         rows += [f"  {stage:<16}{size / GIB:>10.2f} GiB per rank" for stage, size in self.estimate.stages.items()]
         where = f"this machine's free memory / {self.world.local_size} rank(s)" if self.device.type == "cpu" else "the GPU"
         rows += [f"  {'needed':<16}{self.needed_gib:>10.2f} GiB per rank (peak: {self.estimate.peak_stage})",
@@ -82,14 +87,51 @@ def host_available_bytes() -> int:
 
 def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> Plan:
     """The request's plan; allocates nothing."""
-    return Plan(cfg, config, world, device, estimate(cfg, config, world.size), available_gib(device, world))
+    check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
+    chosen = _fewest_ranks_per_row(_candidates(cfg, config, world, device))
+    run = chosen.cfg
+    if device.type == "cuda" and cfg.dtype == "fp32" and run.context_ranks > 1 and run.context_choice(config).mode == "gather_kv":
+        raise ValueError("--dtype fp32 with --context_parallel_mode gather_kv on a GPU: its attention there runs in bf16: "
+                         "use --dtype bf16, or --context_parallel_mode ulysses")
+    return chosen
+
+
+def _candidates(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> list[Plan]:
+    """A plan for each number of ranks that may share a row, rising; the one that was asked for."""
+    available = available_gib(device, world)
+    if cfg.context_parallel_size:
+        return [_with_context(cfg, config, world, device, available, cfg.context_parallel_size)]
+    sizes = context.allowed_sizes(cfg.context_parallel_mode, config.attention_type, config.num_kv_heads, cfg.context_length,
+                                  world.size // cfg.dp_replicate)
+    return [_with_context(cfg, config, world, device, available, size) for size in sizes if world.size // cfg.dp_replicate % size == 0]
+
+
+def _with_context(cfg, config, world, device, available, size: int) -> Plan:
+    run = dataclasses.replace(cfg, context_parallel_size=size)
+    sharing = f"{size} ranks share each row" if size > 1 else ""
+    if size > 1:
+        mode, why = run.context_choice(config)
+        sharing += f" by {mode} ({why})"
+    return Plan(cfg, run, config, world, device, estimate(run, config, world.size), available, sharing)
+
+
+def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
+    """The first plan within what a rank should take, else the first that fits, else the first."""
+    alone = plans[0]
+    should = min(alone.available_gib, CPU_RANK_GIB if alone.device.type == "cpu" else alone.available_gib)
+    best = next((plan for plan in plans if plan.needed_gib <= should), None) or next((plan for plan in plans if plan.fits), alone)
+    if best is alone:
+        return alone
+    limit = f"{should:.2f} GiB {'that a rank should take of a memory it shares' if should < alone.available_gib else 'that are there'}"
+    return dataclasses.replace(best, sharing=f"{best.sharing}; chosen, because with rows of its own a rank needs {alone.needed_gib:.2f} of the {limit}")
 
 
 def closest(request: Plan) -> Plan | None:
     """The nearest request that fits here, or None.
 
     First the same model with checkpointing, then with micro-batches of one row, then smaller models at the same context, then
-    shorter contexts; each with the attention that was asked for before sparse attention. On CPU a proposal must also finish a
+    shorter contexts; each with the attention that was asked for before sparse attention, and a smaller one without
+    checkpointing, if that is what was asked for, before with it. On CPU a proposal must also finish a
     step within 15 minutes.
     """
     return next((plan for plan in _proposals(request)
@@ -97,9 +139,9 @@ def closest(request: Plan) -> Plan | None:
 
 
 def _proposals(request: Plan):
-    cfg = request.cfg
+    cfg = request.asked
     yield _changed(request, gradient_checkpointing="full")
-    one_row = dict(gradient_checkpointing="full", batch_size=1)
+    one_row = dict(batch_size=1)
     if not cfg.global_batch_size:
         one_row |= dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
@@ -108,11 +150,13 @@ def _proposals(request: Plan):
         for size in [cfg.model_size, *sizes]:
             smaller = dict(model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="") if size != cfg.model_size else {}
             for attention in dict.fromkeys((cfg.attention_type, "nsa")):
-                yield _changed(request, **one_row, **smaller, context_length=context, attention_type=attention)
+                for checkpointing in dict.fromkeys((cfg.gradient_checkpointing, "full")):
+                    yield _changed(request, **one_row, **smaller, context_length=context, attention_type=attention,
+                                   gradient_checkpointing=checkpointing)
 
 
 def _changed(request: Plan, **changes) -> Plan:
-    cfg = dataclasses.replace(request.cfg, **changes)
+    cfg = dataclasses.replace(request.asked, **changes)
     return plan(cfg, cfg.model(), request.world, request.device)
 
 

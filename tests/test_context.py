@@ -71,7 +71,7 @@ def check_parity(tier: str, settings: dict, size: int, index: int):
 
 
 def each(settings: dict) -> list:
-    return [pytest.param(size, index, id=f"{size} ranks {changes} {'packed' if packed else 'whole'}")
+    return [pytest.param(size, index, id=f"{size} ranks {changes} {'packed' if packed else 'whole'}", marks=[pytest.mark.slow] * (size > 2))
             for size in settings for index, (changes, packed) in enumerate(settings[size])]
 
 

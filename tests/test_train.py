@@ -1,6 +1,7 @@
 """train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in one line."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
@@ -239,7 +240,7 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
     from data.loader import Batch
     cfg = TrainConfig(model_size="tiny", attention_type=attention, context_length=1000, dtype="fp32")
     run = train.Run.__new__(train.Run)
-    run.config, run.device = cfg.model(), torch.device("cpu")
+    run.cfg, run.config, run.device = cfg, cfg.model(), torch.device("cpu")
     positions = torch.cat((torch.arange(600), torch.arange(400)))[None].numpy()
     rows = Batch(tokens=positions, labels=positions, positions=positions, doc_ids=positions, num_valid=1000)
     pairs = 600 * 601 / 2 + 400 * 401 / 2
@@ -249,6 +250,8 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
     assert run._mfu(rows, 2.0) is None
     monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: 1e12)
     assert run._mfu(rows, 2.0) == pytest.approx(train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12)
+    run.cfg = dataclasses.replace(cfg, context_parallel_size=2)  # two ranks did the work of these rows
+    assert run._mfu(rows, 2.0) == pytest.approx(train_flops(run.config, 1000, pairs) / 2.0 / 2e12, rel=1e-12)
 
 
 def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):

@@ -1,8 +1,8 @@
 """The closed form of a training step's memory and time: instant answers before anything is allocated.
 
 All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of ours.
-Letters: N tokens of a micro-batch on one rank (of a row that C ranks share, each holds T/C), P parameters, W ranks that share them; x, q, k, f below are the bytes of an
-[N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
+Letters: N tokens of a micro-batch on one rank (of a row that C ranks share, each holds T/C), P parameters, W ranks that share them; x, q,
+k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
 """
 
 from dataclasses import dataclass

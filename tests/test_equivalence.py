@@ -1,0 +1,42 @@
+"""scripts.equivalence: it finds levers equal, and would find one that is not."""
+
+import pytest
+
+from longhaul import activations
+from scripts import equivalence
+
+
+def test_levers_are_equal_and_the_table_says_so(capsys):
+    assert equivalence.main(["--what", "levers", "--steps", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  equal\n") == 2 * len(equivalence.LEVERS) and "all good" in printed
+
+
+def test_pairs_are_equal_or_refused_with_the_reason(monkeypatch, capsys):
+    monkeypatch.setattr(equivalence, "LEVERS", {name: equivalence.LEVERS[name] for name in ("selective checkpointing", "head groups", "tiled MLP")})
+    assert equivalence.main(["--what", "pairs", "--steps", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  equal\n") == 2 and "refused: --attention_head_groups" in printed
+
+
+def test_a_wrong_lever_is_found(monkeypatch, capsys):
+    right = activations._again
+    monkeypatch.setattr(activations, "_again", lambda *args: tuple(1.001 * x for x in right(*args)))
+    monkeypatch.setattr(equivalence, "LEVERS", {"tiled MLP": dict(mlp_tiles=3)})
+    assert equivalence.main(["--what", "levers", "--steps", "2"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+def test_every_way_to_spread_is_in_the_table():
+    cases = equivalence.spread()
+    assert len(cases) == 4 * 3 * 4 - 4 and {case.ranks for case in cases} == {2, 4}
+    for case in cases:
+        equivalence.TrainConfig(**case.settings()).accumulation(case.ranks)
+
+
+@pytest.mark.slow
+def test_ranks_are_equal(monkeypatch, capsys):
+    whole = equivalence.spread()
+    monkeypatch.setattr(equivalence, "spread", lambda: [case for case in whole if case.ranks == 2][::5])
+    assert equivalence.main(["--what", "ranks", "--steps", "3"]) == 0
+    assert capsys.readouterr().out.count("  equal\n") == 4

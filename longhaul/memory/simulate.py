@@ -2,7 +2,7 @@
 
 Fake tensors are on a fake CPU; where the target is CUDA, the model is told so and takes the same paths as there. One rank of an
 FSDP2 run has a fake process group. The steady state is the second step: the first has no optimizer states.
-Imports longhaul.config, dist, step, longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
+Imports longhaul (config, dist, step), longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.stages import Stages, label
 from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker, no_workspace
+from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 
 
@@ -78,7 +78,7 @@ def one_rank_of(ranks: int):
         torch.distributed.destroy_process_group()
 
 
-def fake_batch(cfg: TrainConfig, ranks: int, fake: FakeTensorMode) -> list[dict]:
+def fake_batch(cfg: TrainConfig, ranks: int) -> list[dict]:
     """One step's micro-batches as the trainer makes them: every row one document, all labels valid."""
     shape = (cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length)
     zeros = np.zeros(shape, dtype=np.int64)
@@ -100,9 +100,11 @@ def simulate(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", layers: int
     with one_rank_of(ranks):
         mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
         tracker, skeleton = Tracker(Workspaces(target), fake=True), step.skeleton(cfg, config, mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, as_on(target), tracker:
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on(target), tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
-            return second_step(tracker, state, lambda: fake_batch(cfg, ranks, fake))
+            trace = second_step(tracker, state, lambda: fake_batch(cfg, ranks))
+    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=config.num_layers)
+    return trace
 
 
 def second_step(tracker: Tracker, state, batch) -> Trace:

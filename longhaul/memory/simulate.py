@@ -78,18 +78,6 @@ def one_rank_of(ranks: int):
         torch.distributed.destroy_process_group()
 
 
-def fake_batch(cfg: TrainConfig, ranks: int) -> list[dict]:
-    """One step's micro-batches as the trainer makes them: every row one document, all labels valid."""
-    shape = (cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length)
-    zeros = np.zeros(shape, dtype=np.int64)
-    rows = Batch(zeros, zeros, zeros, np.zeros(shape, dtype=np.int32), num_valid=zeros.size)
-    batch = step.micro_batches(rows, cfg.batch_size, torch.device("cpu"))
-    for micro in batch:
-        for name in micro:
-            micro[name] = None if name == "doc_ids" else torch.empty_like(micro[name], device="cpu")
-    return batch
-
-
 def simulate(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", layers: int = 0) -> Trace:
     """The trace of the second step of one rank; `layers` replaces the model's number of layers."""
     config = cfg.model()
@@ -118,3 +106,28 @@ def second_step(tracker: Tracker, state, batch) -> Trace:
         step.train_step(state, micro)
     label(tracker.trace, tracker, stages, inputs)
     return tracker.trace
+
+
+def observe(cfg: TrainConfig, batch, world: dist.World = dist.World()) -> Trace:
+    """The same trace from a real run on this machine's CPU; `batch()` makes one step's micro-batches."""
+    tracker = Tracker(Workspaces("cpu"))
+    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    with tracker:
+        state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+        trace = second_step(tracker, state, batch)
+    trace.config = dict(vars(cfg), ranks=world.size, target="cpu", layers=state.model.config.num_layers)
+    return trace
+
+
+def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[dict]:
+    """One step's micro-batches as the trainer makes them, on the CPU: every row one document, all labels valid."""
+    shape = (cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length)
+    rows = Batch(*(np.zeros(shape, dtype=np.int64) for _ in range(3)), np.zeros(shape, dtype=np.int32), num_valid=shape[0] * shape[1])
+    batch = step.micro_batches(rows, cfg.batch_size, torch.device("cpu"))
+    return [micro | dict(doc_ids=None) for micro in batch]  # None, as one document per row takes the same path
+
+
+def fake_batch(cfg: TrainConfig, ranks: int) -> list[dict]:
+    """`row_batch` on fake tensors."""
+    return [{name: None if value is None else torch.empty_like(value, device="cpu") for name, value in micro.items()}
+            for micro in row_batch(cfg, ranks)]

@@ -66,7 +66,8 @@ class Stages:
         def after(module, inputs, output):
             if isinstance(output, torch.Tensor) and output.requires_grad and backward and not in_backward():
                 output.register_hook(lambda _: self.tracker.enter(backward, name))
-            self.tracker.enter(*self.stack.pop())
+            before = self.stack.pop()
+            self.tracker.enter(*(before if self.stack or in_backward() else (forward, "")))
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
 

@@ -3,6 +3,7 @@
 All sizes are bytes; GiB = 2^30 bytes. Time counts events from 0: it orders, it does not measure seconds.
 """
 
+import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
     stages: list[tuple[int, str]] = field(default_factory=list)
+    modules: list[tuple[int, str]] = field(default_factory=list)  # (time, name of the module that works from there)
     workspaces: list[tuple[int, int, str]] = field(default_factory=list)  # (time, bytes alive during that event alone, op)
     config: dict = field(default_factory=dict)  # the settings that were simulated
 
@@ -60,7 +62,11 @@ class Trace:
 
     def stage_at(self, time: int) -> str:
         """The stage that `time` lies in."""
-        return next((name for start, name in reversed(self.stages) if start <= time), "start")
+        return _name_at(self.stages, time) or "start"
+
+    def module_at(self, time: int) -> str:
+        """The module that works at `time`; "" outside all."""
+        return _name_at(self.modules, time)
 
     def levels(self) -> list[tuple[int, int]]:
         """(time, bytes alive, the workspace of that moment included), ascending in time."""
@@ -95,3 +101,8 @@ class Trace:
             sizes[storage.category] += storage.size
         sizes["workspace"] = max((size for at, size, _ in self.workspaces if at == time), default=0)
         return {name: size for name, size in sizes.items() if size}
+
+
+def _name_at(starts: list[tuple[int, str]], time: int) -> str:
+    index = bisect.bisect_right(starts, time, key=lambda start: start[0])
+    return starts[index - 1][1] if index else ""

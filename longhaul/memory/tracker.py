@@ -141,6 +141,8 @@ class Tracker(TorchDispatchMode):
         """What is born from now on belongs to `stage` and `module`."""
         if stage != self.stage:
             self.trace.stages.append((self.time + 1, stage))
+        if module != self.module:
+            self.trace.modules.append((self.time + 1, module))
         self.stage, self.module = stage, module
 
     def begin(self, config: dict):
@@ -148,6 +150,6 @@ class Tracker(TorchDispatchMode):
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
         self.trace = Trace(events, storages, [(0, "start")], config=config)
-        self.time, self.stage = 0, "start"
+        self.time, self.stage, self.module = 0, "start", ""
         for storage in storages.values():
             storage.stage = "start"

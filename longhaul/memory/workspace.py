@@ -7,6 +7,7 @@ Imports longhaul.memory.tracker, model.py and nsa of ours.
 
 import builtins
 import contextlib
+import functools
 import math
 from unittest import mock
 
@@ -19,6 +20,8 @@ from longhaul.memory.tracker import Tracker
 from nsa import branches, engine
 
 BODIES = {f"longhaul::{op._name}": op._init_fn for op in (model.vocab_nll, model.vocab_nll_backward, engine.nsa_forward, engine.nsa_backward)}
+
+SPARSE = (engine.nsa_forward._init_fn, engine.nsa_backward._init_fn)
 
 
 class Workspaces:
@@ -39,7 +42,7 @@ class Workspaces:
 
     def _inside(self, body, args) -> int:
         with unset_fake_temporarily(), torch.no_grad(), _few_tiles(), Tracker() as inner:
-            inputs = tree_map(_on_meta, args)
+            inputs = tree_map(functools.partial(_on_meta, body in SPARSE), args)  # of the sparse branches, document boundaries stay on the host with their values
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, torch.Tensor):
                     inner.register(tensor, "input")
@@ -61,8 +64,8 @@ def _signature(value):
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _on_meta(value):
-    if not isinstance(value, FakeTensor):
+def _on_meta(keep_host: bool, value):
+    if not isinstance(value, torch.Tensor) or keep_host and value.dtype == torch.int64 and not isinstance(value, FakeTensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 

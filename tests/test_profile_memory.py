@@ -52,7 +52,8 @@ def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     assert answer.text.splitlines()[-1] == "torchrun --nproc_per_node=2 train.py --context_length 131072 --gradient_checkpointing --loss chunked"
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).code == solve.FITS
-    assert solve.solve(tiny, "world_size", 1.1, 2).code == solve.NOTHING
+    assert solve.solve(tiny, "world_size", 1.08, 2).code == solve.CHANGED
+    assert solve.solve(tiny, "levers", 1.01, 2).code == solve.NOTHING
 
 
 def test_the_longest_context_fits_and_the_next_does_not():

@@ -46,7 +46,8 @@ def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
         return saved
     nsa = config.nsa
     branches = q + tokens * (3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count)
-    blocks = (2 * FP32 + 6 * element) * config.num_kv_heads * config.head_dim * (tokens // nsa.cmp_stride)
+    width = config.num_kv_heads * config.head_dim
+    blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (tokens // nsa.cmp_stride)
     own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
     return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
 
@@ -72,29 +73,37 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     saved = saved_per_layer(config, N, element)
     kept = x if cfg.gradient_checkpointing == "full" else saved + cast * layer
     tables = FP32 * N * config.head_dim
-    before = FP32 * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before
-    head = static + tables + before + (0 if before and not sharded else whole * vocabulary)
+    before = FP32 * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before; later ones are added to them
+    head = static + tables + before + whole * vocabulary
     mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down
     stages = {
         "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, element, whole, cast),
-        "mlp backward": mlp + _around(L, kept, layer, element, shards, sharded),
-        "embedding backward": static + FP32 * (P + (vocabulary if config.tie_embeddings else 0)) // (shards if sharded else 1)
-        + FP32 * N * config.hidden_size + (3 * element * vocabulary if sharded else 0),
-        "optimizer": static + FP32 * P // shards,
+        "mlp backward": mlp + _around(L, kept, 0 if before else FP32 * layer // shards, layer, element, sharded),
+        "embedding backward": _embedding_backward(config, static, N, element, shards, sharded) + bool(before) * FP32 * (vocabulary if not sharded else 0),
+        "gradient norm": static + FP32 * P // shards - sharded * element * (P - L * layer),
     }
     return Estimate(static, stages)
 
 
-def _around(L: int, kept: int, layer: int, element: int, shards: int, sharded: bool) -> int:
+def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: bool) -> int:
     """Beside the layer that works backward: inputs (or all) kept by those before it, gradients of those after; the worst layer.
 
     FSDP2 gathers the layer before it, and reduces the fp32 gradients of the layer after it.
     """
-    done, early, late = FP32 * layer // shards, sharded * element * layer, sharded * FP32 * layer
+    early, late = sharded * element * layer, sharded * FP32 * layer
     worst = {0: (L - 1) * done + late * (L > 1)}
     for index in {1, L - 2, L - 1} & set(range(1, L)):
         worst[index] = index * kept + (L - 1 - index) * done + early + (late if index < L - 1 else 0)
     return max(worst.values())
+
+
+def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, shards: int, sharded: bool) -> int:
+    """Two gradients of a tied table meet, or the tables' two, beside those of all layers (with FSDP2 one layer's still in fp32)."""
+    P, L, layer, table = config.num_params(), config.num_layers, config.layer_params(), config.vocab_size * config.hidden_size
+    tables = 2 if config.tie_embeddings else 1
+    if not sharded:
+        return static + FP32 * (P + (tables - 1) * table) + FP32 * N * config.hidden_size
+    return static + FP32 * L * layer // shards + FP32 * layer + 2 * element * table + element * N * config.hidden_size
 
 
 def _loss_backward(cfg, config: ModelConfig, N: int, element: int, whole: int, cast: int) -> int:

@@ -431,6 +431,11 @@ def nsa_package():
     return nsa
 
 
+def nsa_attention(*tensors, **options) -> Tensor:
+    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089): nsa.engine's, which says shapes and errors."""
+    return nsa_package().nsa_attention(*tensors, **options)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on q and k; `core` is the seam that context parallelism wraps from outside."""
 
@@ -480,10 +485,7 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Module):
-    """Holds the output weight [V, D] and applies functions to it: send the function to the weight, not the weight out.
-
-    Whatever is computed over the vocabulary runs inside this module's forward, where a sharded weight is whole.
-    """
+    """Holds the output weight [V, D] and applies functions to it inside its own forward, where a sharded weight is whole."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -557,8 +559,7 @@ def tile_body(function, kernels: str):
 
 def tile_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer: Tensor) -> Tensor:
     """hidden @ weight^T into the reused flat buffer; a ragged last tile stays contiguous."""
-    shape = len(hidden_ND), len(weight_VD)
-    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[: shape[0] * shape[1]].view(shape))
+    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[: len(hidden_ND) * len(weight_VD)].view(len(hidden_ND), len(weight_VD)))
 
 
 def capped(z_NV: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """Train a decoder: `torchrun --nproc_per_node=2 train.py --context_length 131072`, or `python train.py` for one process.
 
 The order of a run: read the flags, plan (what is needed, what is here), open the data, look for a checkpoint, build, train.
-Whatever is wrong is said in one line before anything is allocated or overwritten. Imports longhaul and data of ours.
+Whatever is wrong is said in one line before anything is allocated or overwritten. Imports longhaul, data and model.py of ours.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import torch
 from longhaul import checkpoint, cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
+from model import choose_kernels
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
 NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
@@ -45,7 +46,10 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device):
     """Print the plan; stop where it was asked for, or where the request cannot fit. Nothing smaller is ever trained instead."""
     dist.check_replicas(world, cfg.dp_replicate)
     cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
-    plan = planner.plan(cfg, cfg.model(), world, device)
+    config = cfg.model()
+    if cfg.kernels == "triton":
+        choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))  # raises where they cannot run
+    plan = planner.plan(cfg, config, world, device)
     dist.print0(plan.table(), world=world)
     if plan.fits and cfg.plan:
         sys.exit(0)

@@ -4,7 +4,7 @@ Imports nsa and tests.nsa_oracle of ours. One KV head, G=4 query heads, K=128; s
 (other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a fresh process above what
 stood after its inputs existed.
 
-    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward training decode memory]
+    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward training decode memory] [--png FILE]
 """
 import argparse
 import re
@@ -15,9 +15,10 @@ import time
 import torch
 import torch.nn.functional as F
 
+from model import NSAConfig
+from nsa import compress as nsa_compress
+from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
-from nsa import plain as nsa_plain
-from nsa.config import NSAConfig
 from tests import nsa_oracle as oracle
 
 CFG, M, K = NSAConfig(), 4, 128
@@ -80,8 +81,10 @@ def attention_row(T, dtype, what):
 def decode_row(T, dtype):
     """One token against T: the faster of SDPA and two products, and NSA with its state update."""
     dtype = DTYPES[dtype]
-    state = nsa_plain.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype)
-    compress, rope = nsa_plain.Compressor(K, CFG, dtype=dtype), lambda x, _: x
+    state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
+    compress = nsa_compress.Compressor(K, CFG).to(dtype)
+    for parameter in compress.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     k, v = torch.randn(2, 1, T, 1, K).to(dtype)
     q, gates, one = torch.randn(1, 1, M, K).to(dtype), torch.rand(1, 1, M, 3).to(dtype), torch.randn(1, 1, 1, K).to(dtype)
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -93,10 +96,10 @@ def decode_row(T, dtype):
         (heads[0].view(M, K) @ heads[1][0, 0].T * K ** -0.5).float().softmax(-1).to(dtype) @ heads[2][0, 0]
 
     def sparse():
-        state.append(one, one, one, one, one, one, compress, rope)
-        nsa_plain.nsa_decode(q, gates, state)
+        state.append(one, one, one, one, None, None, compress, rope)
+        nsa_decode.nsa_decode(q, gates, state)
     with torch.no_grad():
-        state.append(k, v, k, v, k, v, compress, rope)
+        state.append(k, v, k, v, None, None, compress, rope)
         for _ in range(32):
             sparse()
         stride = CFG.cmp_stride  # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
@@ -132,20 +135,45 @@ def main():
     parser.add_argument("--long", action="store_true", help="also 131072 tokens")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types")
     parser.add_argument("--what", nargs="+", default=["forward", "training", "decode", "memory"], help="what to measure")
+    parser.add_argument("--png", help="draw the ratios over the length into this file (needs matplotlib)")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.measure:
         return measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
     refuse_if_wrong()
-    print(f"{'':9} {'':5} {'tokens':>7} {'SDPA':>10} {'NSA':>10}  SDPA/NSA")
+    print("| what | dtype | tokens | SDPA | NSA | SDPA / NSA |\n|---|---|---|---|---|---|")
+    ratios = {}
     for dtype in args.dtypes:
         for what in args.what:
             for T in args.tokens + [131072] * args.long:
                 row = {"decode": decode_row, "memory": memory_row}.get(what)
                 a, b = row(T, dtype) if row else attention_row(T, dtype, what)
                 unit, scale = ("MiB", 1) if what == "memory" else ("ms", 1e3) if what == "decode" else ("s", 1)
-                print(f"{what:9} {dtype:5} {T:7} {a * scale:8.2f} {unit:>3} {b * scale:6.2f} {unit:>3}  {a / b:6.2f}", flush=True)
+                print(f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | {b * scale:,.2f} {unit} | {a / b:.2f} |", flush=True)
+                ratios.setdefault((what, dtype), {})[T] = a / b
+    if args.png:
+        draw(ratios, args.png)
+
+
+def draw(ratios, path):
+    """SDPA / NSA over the length, one line per kind and dtype."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    colours = dict(zip(("forward", "training", "decode", "memory"), ("tab:blue", "tab:orange", "tab:green", "tab:grey")))
+    for (what, dtype), points in ratios.items():
+        axes.plot(list(points), list(points.values()), "o-" if dtype == "bf16" else "s--", color=colours[what], label=f"{what}, {dtype}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="SDPA / NSA (above 1: NSA is better)",
+             title="One CPU thread, 4 query heads of 128 on one KV head")
+    axes.set_xticks(sorted({T for points in ratios.values() for T in points}), minor=False)
+    axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:.0f}k")
+    axes.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Triton twins of functions of model.py; torch and triton only. Used where `kernels` asks for them."""
+"""Triton twins, torch and triton only: of functions of model.py, used where `kernels` asks for them, and of nsa/engine.py."""

@@ -22,6 +22,8 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 TILE_ROWS = 64            # rows (pairs x heads) of a selected tile; fewer waste the matrix unit, more are padding
 TILES_AT_ONCE = 64        # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
+TILES_STEP = 16           # few counts of tiles: a library keeps every shape that it saw, the heap every size. At 32k in bf16,
+                          # forward and backward add 266 MiB, where any count added 365
 STEP_LOGITS = 2 ** 19     # logits that exist at once in the compressed branch: 2 MiB in fp32
 BAND_QUERIES = 128        # queries of a band step: they meet window + 127 keys
 
@@ -99,7 +101,7 @@ def compressed_steps(start, stop, heads, N, cfg, device):
     for x in range(max(start, cfg.cmp_block - 1), stop, min(256, rows)):
         y = min(x + min(256, rows), stop)
         edge, seen = cfg.compressed_blocks(x + 1), cfg.compressed_blocks(y)
-        keys = min(N, -(-seen // 64) * 64)  # few different shapes: a CPU product's first call with a shape costs 0.3 ms
+        keys = min(N, -(-seen // 128) * 128)  # few shapes: each costs 0.3 ms once; 64 added 35 MiB more
         last = torch.arange(edge, keys, device=device) * cfg.cmp_stride + cfg.cmp_block - 1
         yield _Step(slice(x - start, y - start), slice(0, keys), edge,
                     last > torch.arange(x, y, device=device)[:, None])
@@ -200,7 +202,7 @@ def _tiles(block_CP, J, M):
     end_J = ((start_J.diff() + R - 1) // R).cumsum(0)
     first_J = F.pad(end_J, (1, 0))[:-1]
     bound = block_CP.is_cuda or block_CP.is_meta  # meta: the memory planner runs this without values
-    count = C * P // R + min(J, C * P) if bound else int(end_J[-1])
+    count = C * P // R + min(J, C * P) if bound else -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
     slot = first_J[sorted_block] * R + torch.arange(C * P, device=device) - start_J[sorted_block]
     query_S = torch.full((count * R,), C, device=device).index_copy_(0, slot, order // P)
     block_N = torch.searchsorted(end_J, torch.arange(count, device=device), right=True).clamp_max_(J - 1)

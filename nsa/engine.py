@@ -72,7 +72,7 @@ def _backward_stream(do_TMK, q_TMK, kv, gates_TM3, cfg, o_slc_TMK, lse_TM, block
         dq_TMK[x:y], dgates_TM3[x:y] = dq.mul_(K ** -0.5), dg_CM3
 
 
-def _documents(cu_seqlens, T, N, cfg):
+def documents(cu_seqlens, T, N, cfg):
     """(token slice, compressed-block slice) of each document."""
     cu = [0, T] if cu_seqlens is None else cu_seqlens.tolist()  # keep it on the host: on CUDA this waits for the device
     if cu[0] != 0 or cu[-1] != T or any(a >= b for a, b in zip(cu, cu[1:])):
@@ -91,7 +91,7 @@ def _streams(q, k_slc, k_cmp, cu_seqlens, cfg):
     B, T, H, _ = q.shape
     M = H // k_slc.shape[2]
     return [((b, tokens, slice(g * M, g * M + M)), (b, tokens, g), (b, blocks, g)) for b in range(B)
-            for tokens, blocks in _documents(cu_seqlens, T, k_cmp.shape[1], cfg) for g in range(k_slc.shape[2])]
+            for tokens, blocks in documents(cu_seqlens, T, k_cmp.shape[1], cfg) for g in range(k_slc.shape[2])]
 
 
 def _stream_kv(kv, tokens, blocks):
@@ -143,7 +143,8 @@ def nsa_backward(do: Tensor, q: Tensor, k_slc: Tensor, v_slc: Tensor, k_cmp: Ten
                  sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""
     cfg, kv = Sizes(*sizes), (k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    grads = [x.new_zeros(x.shape) for x in (q, *kv, gates)]
+    # only the window's sums start from zero; the others' pages become resident when they are written, after dslc is done
+    grads = [x.new_zeros(x.shape) if x is k_win or x is v_win else x.new_empty(x.shape) for x in (q, *kv, gates)]
 
     def backward(stream):
         heads, tokens, blocks = stream
@@ -171,6 +172,7 @@ def _(do, q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, o_slc, lse, block_
 
 
 def _save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # zeros for o_slc's absent gradient would be as large as q
     ctx.save_for_backward(*inputs[:9], *output[1:])
     ctx.sizes = inputs[9]
 
@@ -191,19 +193,25 @@ def nsa_attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_se
     one dtype (fp32, bf16, fp16); gates [B,T,H,3] after the sigmoid, in the order compressed, selected, window; cu_seqlens
     int64 [documents + 1], best on the host. Returns o [B,T,H,K]; with return_parts=True a dict o, o_cmp, o_slc, o_win,
     block_idx [B,T,G,n] (-1 = unused), which costs four forwards. Raises ValueError for shapes that do not fit."""
-    _check(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
+    return attend(nsa_forward, (q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win), gates, cfg, cu_seqlens, return_parts)
+
+
+def attend(forward, qkv, gates, cfg, cu_seqlens, return_parts):
+    """What nsa_attention returns, by a custom op whose first result is o and whose last is block_idx."""
+    q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win = qkv
+    check(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
     sizes = [getattr(cfg, name) for name in Sizes._fields]
-    o, _, _, block_idx = nsa_forward(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes)
+    o, *_, block_idx = forward(*qkv, gates, cu_seqlens, sizes)
     if not return_parts:
         return o
     parts = {"o": o, "block_idx": block_idx}
     for i, name in enumerate(("o_cmp", "o_slc", "o_win")):  # a branch alone is what a gate of 1 among zeros gives
         only = torch.zeros_like(gates).index_fill(-1, torch.tensor(i, device=gates.device), 1)
-        parts[name] = nsa_forward(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, only, cu_seqlens, sizes)[0]
+        parts[name] = forward(*qkv, only, cu_seqlens, sizes)[0]
     return parts
 
 
-def _check(q, token_kv, block_kv, gates, cfg, cu_seqlens):
+def check(q, token_kv, block_kv, gates, cfg, cu_seqlens):
     B, T, H, K = q.shape
     G = token_kv[0].shape[2]
     N = cfg.compressed_blocks(T) if cu_seqlens is None else block_kv[0].shape[1]

@@ -67,13 +67,10 @@ class SparseBranches(nn.Module):
             return torch.cat([self._continue(q, k, v, own, gates, (cos, sin), state)
                               for q, k, v, *own, gates, cos, sin in tokens], 1)
         raw, v_raw, k_win, v_win = branches
-        cos, sin = state.remember(*rope)
-
-        def rotate(k_cmp, centre):  # `centre` counts from the document's start, cos and sin from the first token remembered
-            rows = centre - (state.length + q_BTHK.shape[1] - cos.shape[1])
-            return self.rotate(k_cmp, cos[:, rows], sin[:, rows])
-        prompt = state.length == 0
-        state.append(raw, v_raw, k_BTGK, v_BTGK, k_win, v_win, self.compressor, rotate)
+        prompt, own_window = state.length == 0, (None, None) if self.kv_proj is None else (k_win, v_win)
+        state.remember(*rope)
+        state.append(raw, v_raw, k_BTGK, v_BTGK, *own_window, self.compressor,
+                     lambda k_cmp, _: self.rotate(k_cmp, *state.turns[:, :, :k_cmp.shape[1]]))
         if prompt:
             return self.core(q_BTHK, k_BTGK, v_BTGK, *state.compressed(), k_win, v_win, gates_BTH3, self.cfg)
         return nsa_decode(q_BTHK, gates_BTH3, state)
@@ -85,4 +82,8 @@ def choose_core(kernels, dtype):
         raise ValueError("compute_dtype='float64' with attention_type='nsa': the branches run in float32, bfloat16 or float16")
     if kernels != "triton":
         return nsa_attention
-    raise ValueError("kernels='triton' with attention_type='nsa'")
+    try:
+        from fused import nsa as twin  # the one lazy edge
+    except ImportError as error:
+        raise ValueError(f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'") from None
+    return twin.nsa_attention

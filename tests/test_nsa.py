@@ -2,6 +2,8 @@
 
 Letters as in nsa_oracle.py.
 """
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,18 +165,20 @@ def test_huge_logits_stay_finite_and_exact(attention):
 
 
 @BOTH
-def test_equal_importance_keeps_the_lowest_blocks(attention):
-    tensors = inputs(400)
+@pytest.mark.parametrize("init", [0, 1])
+def test_equal_importance_keeps_the_lowest_blocks(attention, init):
+    """q = 0: every visible compressed block has the same mass, and so has every block between the first, which no
+    compressed block enters from the left (mass 7 against 8: chosen only when forced), and the local ones."""
+    cfg, tensors = replace(SMALL, sel_init=init), inputs(400)
     with torch.no_grad():
         tensors[0].zero_()
-    idx = attention(*tensors, SMALL, return_parts=True)["block_idx"]
-    t = torch.arange(400)
-    c = t // SMALL.sel_block
-    sparse = c >= SMALL.sel_count
-    want = torch.stack([torch.zeros_like(c), torch.ones_like(c), torch.full_like(c, 2), c - 1, c], 1)
-    assert (idx[0].sort(-1).values[sparse] == want[sparse][:, None]).all()
-    assert (idx[0, ~sparse] == torch.where(torch.arange(5) <= c[~sparse, None], torch.arange(5), -1)[:, None]).all() or \
-        (idx[0].sort(-1, descending=True).values[~sparse, 0] >= -1).all()
+    idx_TGn = attention(*tensors, cfg, return_parts=True)["block_idx"][0].long()
+    c = torch.arange(400)[:, None] // cfg.sel_block
+    lowest = torch.arange(3).expand(400, 3) + 1 - init
+    sparse = torch.cat((lowest, c - 1, c), 1)
+    early = torch.where(torch.arange(5) <= c, torch.arange(5), -1)
+    want_Tn = torch.where(c >= cfg.sel_count, sparse, early).sort().values
+    assert torch.equal(idx_TGn.sort().values, want_Tn[:, None].expand_as(idx_TGn))
 
 
 @BOTH
@@ -322,18 +326,23 @@ def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
 
 def fill(state, case, module, a, b):
     _, k_raw, k, v, _ = (x[:, a:b] for x in case)
-    state.append(k_raw, v, k, v, k, v, module, rope)
+    window = (None, None) if state.win is None else (k, v)
+    state.append(k_raw, v, k, v, *window, module, rope)
 
 
+KV = pytest.mark.parametrize("kv", ["shared", "separate"])
+
+
+@KV
 @pytest.mark.parametrize("prompt", [0, 1, 7, 8, 50, 81, 163])
-def test_prefill_then_decoding_equals_the_full_forward(prompt):
-    T, module = 220, compressor(SMALL)
+def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
+    T, module, cfg = 220, compressor(SMALL), replace(SMALL, kv=kv)
     case = decode_case(T)
     q, k_raw, k, v, gates = case
     with torch.no_grad():
         k_cmp, v_cmp = module(k_raw, v, rope, nsa_compress.layout(None, (1, T), SMALL, "cpu"))
         full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, SMALL)
-        state = nsa_decode.NSAState(SMALL, 2, T, 2, 16)
+        state = nsa_decode.NSAState(cfg, 2, T, 2, 16)
         if prompt:
             fill(state, case, module, 0, prompt)
         for t in range(prompt, T):
@@ -342,10 +351,11 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt):
             assert (o - full[:, t:t + 1]).abs().max() <= 2e-5, t
 
 
+@KV
 @pytest.mark.parametrize("T", [5, 8, 100])
-def test_prefill_leaves_the_state_of_token_by_token_decoding(T):
-    module, case = compressor(SMALL), decode_case(T)
-    states = [nsa_decode.NSAState(SMALL, 2, 128, 2, 16) for _ in range(3)]
+def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
+    module, case, cfg = compressor(SMALL), decode_case(T), replace(SMALL, kv=kv)
+    states = [nsa_decode.NSAState(cfg, 2, 128, 2, 16) for _ in range(3)]
     with torch.no_grad():
         fill(states[0], case, module, 0, T)
         for t in range(T):
@@ -354,7 +364,7 @@ def test_prefill_leaves_the_state_of_token_by_token_decoding(T):
             fill(states[2], case, module, a, b)
     for other in states[1:]:
         assert (other.length, other.blocks) == (states[0].length, states[0].blocks)
-        for name in ("slc", "win", "tail"):
+        for name in ("slc", "tail") + (("win",) if kv == "separate" else ()):
             assert torch.equal(getattr(states[0], name), getattr(other, name)), name
         assert torch.allclose(states[0].cmp, other.cmp, rtol=0, atol=1e-6)
 
@@ -363,6 +373,27 @@ def test_a_full_decode_state_says_so():
     state = nsa_decode.NSAState(SMALL, 2, 10, 2, 16)
     with pytest.raises(ValueError, match="max_tokens=10"):
         fill(state, decode_case(11), compressor(SMALL), 0, 11)
+
+
+@KV
+def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
+    state, one = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 10, 2, 16), torch.zeros(2, 1, 2, 16)
+    window = one if kv == "shared" else None
+    with pytest.raises(ValueError, match=f"kv='{kv}'"):
+        state.append(one, one, one, one, window, window, compressor(SMALL), rope)
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(sel_init=0, sel_local=1), dict(sel_init=2, sel_local=3), dict(cmp_block=16),
+                                   dict(cmp_block=4), dict(cmp_block=16, cmp_stride=16), dict(sel_count=3)])
+def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
+    cfg = replace(SMALL, **sizes)
+    index_XJ = torch.arange(256).view(2, 128)
+    for t in range(cfg.sel_count * cfg.sel_block, 600):
+        N = cfg.compressed_blocks(t + 1)
+        p_XN = torch.randint(1, 4, (2, N), generator=torch.Generator().manual_seed(t)).float() / 8  # few values: many ties
+        best = nsa_decode._best_rows(p_XN, index_XJ, t // cfg.sel_block, cfg) - torch.tensor([[0], [128]])
+        assert torch.equal(best.sort().values, nsa_plain.select_blocks(p_XN, torch.tensor(t), cfg).sort().values), t
+        assert (best[:, -1] == t // cfg.sel_block).all()
 
 
 # ---- the custom ops -------------------------------------------------------------------------------------------------

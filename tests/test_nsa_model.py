@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from longhaul.generate import generate
 from model import Decoder, KVCache, ModelConfig, NSAConfig
 from nsa import plain
 
+ROOT = Path(__file__).parent.parent
 SIZES = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)  # sparse from 80 tokens on
 KINDS = pytest.mark.parametrize("kind", [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")], ids=str)
 
@@ -135,11 +140,35 @@ def test_qwen3_weights_start_a_sparse_model_and_what_nsa_adds_starts_fresh(tmp_p
         qwen3.to_hf(sparse, tmp_path / "again")
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(compute_dtype="float64"), "float32, bfloat16 or float16"), (dict(kernels="triton"), "triton")], ids=str)
-def test_what_the_branches_cannot_run_is_refused_when_the_model_is_built(changes, words):
-    with pytest.raises(ValueError, match=words):
-        build(**changes)
+def test_a_dtype_that_the_branches_cannot_run_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match="float32, bfloat16 or float16"):
+        build(compute_dtype="float64")
+
+
+TRITON = """
+import torch
+from model import Decoder, ModelConfig, NSAConfig
+sizes = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=4, window=8)
+config = ModelConfig.preset("tiny", vocab_size=50, num_layers=1, hidden_size=32, num_heads=4, head_dim=16, ffn_size=32, attention_type="nsa",
+                            nsa=sizes, kernels="{kernels}", loss="standard")
+decoder, x = Decoder(config), torch.arange(60)[None] % 50
+loss = decoder(x[:, :-1], x[:, 1:])
+loss.backward()
+print(loss.item(), sum(p.grad.square().sum() for p in decoder.parameters()).item())
+"""
+
+
+def run_kernels(kernels, **environment):
+    script = TRITON.format(kernels=kernels)
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs():
+    pytest.importorskip("triton", reason="triton is not installed: the twin in the decoder is not tested")
+    engine, twin = (run_kernels(kernels, TRITON_INTERPRET="1") for kernels in ("torch", "triton"))
+    assert [float(x) for x in twin.stdout.split()] == pytest.approx([float(x) for x in engine.stdout.split()], rel=1e-5), twin.stderr
+    refused = run_kernels("triton", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").stderr
+    assert "ValueError: nsa_attention of fused.nsa was given torch.float32 on cpu; it needs" in refused and "TRITON_INTERPRET=1" in refused
 
 
 def test_a_sparse_configuration_survives_the_run_record():

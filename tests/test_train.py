@@ -216,6 +216,15 @@ def test_bad_input_is_answered_in_one_line_that_names_the_remedy(data, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, where Triton runs")
+def test_triton_without_a_gpu_is_refused_before_anything_is_written(data, tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed: its refusal on a CPU is not tested")
+    done = subprocess.run([sys.executable, "train.py", *command(data, tmp_path / "run", "--kernels", "triton")], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert "kernels='triton' was given torch.float32 on cpu" in done.stderr and "choose kernels='auto' or 'torch'" in done.stderr
+
+
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     assert "seed: 0 there, 1 here" in refusal(command(data, finished, "--seed", "1"), capsys)

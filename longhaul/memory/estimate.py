@@ -74,12 +74,14 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     kept = x if cfg.gradient_checkpointing == "full" else saved + cast * layer
     tables = FP32 * N * config.head_dim
     before = FP32 * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before; later ones are added to them
-    head = static + tables + before + whole * vocabulary
-    mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down
+    added = bool(before) and not sharded  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
+    head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
+    mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down * (not added)
+    gathered = element * (P - L * layer) if sharded else 0  # the root's parameters, before they are copied to their places
     stages = {
-        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, element, whole, cast),
+        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + max(gathered, _loss_backward(cfg, config, N, element, whole, cast)),
         "mlp backward": mlp + _around(L, kept, 0 if before else FP32 * layer // shards, layer, element, sharded),
-        "embedding backward": _embedding_backward(config, static, N, element, shards, sharded) + bool(before) * FP32 * (vocabulary if not sharded else 0),
+        "embedding backward": _embedding_backward(config, static, N, element, shards, sharded, bool(before)),
         "gradient norm": static + FP32 * P // shards - sharded * element * (P - L * layer),
     }
     return Estimate(static, stages)
@@ -97,13 +99,19 @@ def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: boo
     return max(worst.values())
 
 
-def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, shards: int, sharded: bool) -> int:
-    """Two gradients of a tied table meet, or the tables' two, beside those of all layers (with FSDP2 one layer's still in fp32)."""
+def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, shards: int, sharded: bool, before: bool) -> int:
+    """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`: there are some of earlier micro-batches.
+
+    With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside both, then beside one and the result.
+    """
     P, L, layer, table = config.num_params(), config.num_layers, config.layer_params(), config.vocab_size * config.hidden_size
-    tables = 2 if config.tie_embeddings else 1
+    tables = 1 if config.tie_embeddings else 2
     if not sharded:
-        return static + FP32 * (P + (tables - 1) * table) + FP32 * N * config.hidden_size
-    return static + FP32 * L * layer // shards + FP32 * layer + 2 * element * table + element * N * config.hidden_size
+        return static + FP32 * (P + (2 - tables + before) * table) + FP32 * N * config.hidden_size
+    done = static + FP32 * (L * layer + before * tables * table) // shards
+    if config.tie_embeddings:
+        return done + FP32 * layer + 2 * element * table + element * N * config.hidden_size
+    return done - element * 2 * table + 2 * FP32 * table + element * table + max(element, 2 * FP32 // shards) * table
 
 
 def _loss_backward(cfg, config: ModelConfig, N: int, element: int, whole: int, cast: int) -> int:

@@ -15,6 +15,10 @@ GRID = [(dict(attention_type=attention, gradient_checkpointing=checkpointing, lo
 GRID += [(dict(gradient_checkpointing="full", context_length=512), 2), (dict(gradient_checkpointing="full", dp_replicate=2), 4),
          (dict(gradient_checkpointing="full", gradient_accumulation_steps=2), 1), (dict(context_length=16384, gradient_accumulation_steps=2), 2),
          (dict(gradient_checkpointing="full", model_overrides=("num_layers=4", "tie_embeddings=False")), 4),
+         (dict(model_overrides=("num_layers=4", "tie_embeddings=False"), gradient_accumulation_steps=2, gradient_checkpointing="full"), 1),
+         (dict(model_overrides=("num_layers=4", "tie_embeddings=False"), gradient_accumulation_steps=2, gradient_checkpointing="full"), 2),
+         (dict(model_overrides=("num_layers=5", "tie_embeddings=False"), dtype="fp32", loss="standard", batch_size=2, context_length=777), 4),
+         (dict(model_size="tiny", model_overrides=("num_layers=3",), context_length=777), 2),
          (dict(attention_type="nsa", nsa=("kv=separate",), context_length=16384), 1), (dict(context_length=300, dtype="fp32"), 1)]
 
 

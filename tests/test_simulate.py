@@ -7,8 +7,10 @@ import torch
 
 from longhaul import dist
 from longhaul.config import TrainConfig
+from longhaul.memory.allocator import replay
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.report import top_tensors
 from longhaul.memory.simulate import observe, row_batch, simulate
 from model import GIB
 from tests.ranks import run_ranks
@@ -49,7 +51,8 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
     for stages in run_ranks(observed_each, 2, SHARDED):
         for real, fake in zip(stages, predicted):
             assert max(real.values()) == max(fake.values())
-            assert {name for name in real if real[name] != fake[name]} <= {"embedding backward"}  # never the peak
+            late = {name for name in real if real[name] != fake[name]}  # gloo's threads hold a buffer a little longer, below the peak
+            assert late <= {"norm backward", "embedding backward", "gradient norm", "optimizer"} and all(real[name] < max(real.values()) for name in late)
 
 
 @pytest.mark.parametrize("changes", [dict(), dict(attention_type="nsa", gradient_checkpointing="full", dtype="fp32")], ids=str)
@@ -68,7 +71,12 @@ def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(changes, ran
     cfg = TrainConfig(model_size="tiny", context_length=1200, model_overrides=("num_layers=9",), **changes)
     shallow, full = profile(cfg, ranks, target), profile(cfg, ranks, target, full=True)
     assert shallow.stages == full.stages and shallow.peak == full.trace.peak()[0]
-    assert len(shallow.trace.storages) < len(full.trace.storages)
+    norm = next(time for time, stage in full.trace.stages if stage == "gradient norm")
+    for whole, unrolled in zip(full.trace.events, shallow.trace.events):
+        assert whole[:2] == unrolled[:2] or whole.time >= norm
+    for segments in (False, True):
+        assert replay(shallow.trace, segments) == replay(full.trace, segments)
+    assert top_tensors(shallow) == top_tensors(full)
 
 
 def test_the_4b_at_131072_tokens_is_predicted_within_the_budget():

@@ -79,7 +79,7 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down * (not added)
     gathered = element * (P - L * layer) if sharded else 0  # the root's parameters, before they are copied to their places
     stages = {
-        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + max(gathered, _loss_backward(cfg, config, N, element, whole, cast)),
+        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, element, whole, cast, gathered),
         "mlp backward": mlp + _around(L, kept, 0 if before else FP32 * layer // shards, layer, element, sharded),
         "embedding backward": _embedding_backward(config, static, N, element, shards, sharded, bool(before)),
         "gradient norm": static + FP32 * P // shards - sharded * element * (P - L * layer),
@@ -114,16 +114,16 @@ def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, 
     return done - element * 2 * table + 2 * FP32 * table + element * table + max(element, 2 * FP32 // shards) * table
 
 
-def _loss_backward(cfg, config: ModelConfig, N: int, element: int, whole: int, cast: int) -> int:
-    """Logits three times in fp32, or in tiles: gradients of hidden (also in fp32) and of the head, and the logits of one tile."""
+def _loss_backward(cfg, config: ModelConfig, N: int, element: int, whole: int, cast: int, gathered: int) -> int:
+    """Logits three times in fp32 (or once beside what FSDP2 gathers), or in tiles: gradients of hidden and of the head, one tile's logits."""
     V, D = config.vocab_size, config.hidden_size
     if config.loss_path(cfg.batch_size, cfg.context_length) == "standard":
-        return 3 * FP32 * N * V + cast * V * D
+        return FP32 * N * V + max(gathered, 2 * FP32 * N * V + cast * V * D)
     rows, tile = default_tiles(N, V, torch.device("cuda"), "compiled")
     rows, low = min(cfg.loss_chunk_size or rows, N), element < FP32
     ends = low * N * D * element + cast * (V % tile or tile) * D  # hidden's gradient in its own dtype, beside that in fp32
-    loop = cast * tile * D + low * element * D * max(rows, tile)
-    return whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop)
+    loop = cast * tile * D + low * element * D * max(min(rows, N), tile if cast else 0)
+    return max(gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop))
 
 
 def step_flops(cfg, config: ModelConfig, ranks: int) -> float:

@@ -2,8 +2,8 @@
 
 At a given moment of a given layer the memory is that of the static part, of the layers before and of the layers after, each
 alike; so it is affine both in the number of layers and in the layer's place, and a peak lies in one of the first or last two
-layers (their neighbours differ: FSDP2 gathers the next layer early). Three- and four-layer simulations give both coefficients.
-Imports longhaul.config, longhaul.memory (simulate, trace) of ours.
+layers (their neighbours differ: FSDP2 gathers the next layer early). Four- and five-layer simulations give both coefficients.
+Imports longhaul.config, longhaul.memory (simulate, trace, unroll) of ours.
 """
 
 import math
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import CATEGORIES, Trace
+from longhaul.memory.unroll import LAYERS, unroll
 
-SHALLOW = (3, 4)  # layers that are simulated: the fewest in which first, second, last but one and last stand apart
+SHALLOW = (LAYERS - 1, LAYERS)  # layers that are simulated: in four, first, second, last but one and last stand apart
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Profile:
     """Peaks of one rank's step in bytes: by stage, and at each stage's peak by category."""
 
     stages: dict[str, dict[str, int]]  # stage -> category -> bytes at the stage's peak, the workspace included
-    trace: Trace  # what was simulated: of the whole model with `full`, of a shallow one without
+    trace: Trace  # of the whole model: simulated with `full`, else unrolled
     layers: int
 
     @property
@@ -43,7 +44,7 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
         return Profile(_largest(_by_place(trace, layers)), trace, layers)
     traces = [simulate(cfg, ranks, target, count) for count in SHALLOW]
     low, high = (_by_place(trace, count) for trace, count in zip(traces, SHALLOW))
-    return Profile(_largest({place: _line(low[place], high[place], layers) for place in high}), traces[1], layers)
+    return Profile(_largest({place: _line(low[place], high[place], layers) for place in low}), unroll(traces[1], layers), layers)
 
 
 def _line(low: dict, high: dict, layers: int) -> dict[str, int]:

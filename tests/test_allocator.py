@@ -5,8 +5,8 @@ import random
 import pytest
 
 from longhaul.config import TrainConfig
-from longhaul.memory.allocator import (GIB, MIB, Allocator, OutOfMemory, beyond_the_allocator, replay, runs_within, step_events,
-                                       waterfall)
+from longhaul.memory.allocator import GIB, MIB, Allocator, OutOfMemory, replay, step_events
+from longhaul.memory.device import EXPANDABLE, FITS, TOO_SMALL, Demand, beyond_the_allocator, card, runs_within, waterfall
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import Event, Storage, Trace
 
@@ -206,3 +206,23 @@ def test_a_training_step_reserves_the_same_from_the_second_repetition_on():
         assert replay(trace, expandable, steps=2) == replay(trace, expandable, steps=5)
         assert replay(trace, expandable).peak_live == trace.peak()[0]
     assert replay(trace, expandable=True).peak_reserved < replay(trace).peak_reserved
+
+
+def test_a_step_fits_a_card_by_classic_segments_by_expandable_ones_or_not_at_all():
+    demand = Demand.of(simulate(TrainConfig(model_size="tiny", context_length=4096)))
+    beyond = sum(beyond_the_allocator().values())
+    assert demand.verdict(demand.classic.peak_reserved + beyond) == FITS
+    assert demand.verdict(demand.classic.peak_live + beyond - 1) == TOO_SMALL
+    assert demand.verdict(demand.expandable.peak_reserved + beyond) == (FITS if runs_within(demand.trace, demand.least_bytes) else EXPANDABLE)
+
+
+@pytest.mark.parametrize("name, expected", [("RTX 3060 Ti", (7.8, 86)), ("nvidia geforce rtx 3060ti", (7.8, 86)), ("V100 16GB", (15.8, 70))])
+def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
+    assert (card(name).gib, card(name).cc) == expected
+
+
+@pytest.mark.parametrize("args, words", [(("RTX 9999",), "known are"), (("RTX 3060 Ty",), "did you mean RTX 3060 Ti"), (("", 0.0), "give one of them"),
+                                         (("H100", 80.0), "give one of them"), (("", -3.0), "above 0"), (("H100", 0.0, 7), "86")])
+def test_a_card_that_is_none_is_refused_in_one_line(args, words):
+    with pytest.raises(ValueError, match=words):
+        card(*args)

@@ -3,33 +3,24 @@
 Figures are the profiler's own: estimate.py for training, confirmed by a replay of the simulated step through the allocator;
 a simulated forward for analysis. Sizes are bytes; GiB = 2^30 bytes. Changes add up, in this order: logits in chunks, half
 precision, smaller micro-batches, checkpointing, no autoencoder, fewer layers at once, the CPU. `empty_cache` is never advised: the
-allocator gives back what is free before it fails. Imports longhaul (config, dist), longhaul.memory (allocator, estimate, inference,
-plan, simulate) and model.py of ours.
+allocator gives back what is free before it fails. Imports longhaul (config, dist), longhaul.memory (device, estimate, extrapolate,
+inference, plan) and model.py of ours.
 """
 
 import dataclasses
-import difflib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory.allocator import beyond_the_allocator, replay, runs_within
+from longhaul.memory.device import EXPANDABLE, FITS, HALF_SINCE, TOO_SMALL, Card, Demand
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, estimate
+from longhaul.memory.extrapolate import profile
 from longhaul.memory.inference import forward_peak
 from longhaul.memory.plan import command
-from longhaul.memory.simulate import simulate
 from model import GIB, ModelConfig
 
-FITS, CHANGED, NEVER = 0, 2, 3  # exit codes
-CARDS = {  # GiB that torch sees (nominal memory less the driver's part), compute capability x 10
-    "RTX 3060": (11.8, 86), "RTX 3060 Ti": (7.8, 86), "RTX 3070": (7.8, 86), "RTX 3080": (9.8, 86), "RTX 3090": (23.7, 86),
-    "RTX 4060 Ti 16GB": (15.7, 89), "RTX 4070": (11.7, 89), "RTX 4080": (15.7, 89), "RTX 4090": (23.6, 89), "RTX 5090": (31.4, 120),
-    "RTX A6000": (47.4, 86), "Tesla T4": (14.6, 75), "Tesla V100 16GB": (15.8, 70), "Tesla V100 32GB": (31.7, 70), "L4": (22.0, 89),
-    "A10": (22.0, 86), "L40S": (44.4, 89), "A100 40GB": (39.4, 80), "A100 80GB": (79.1, 80), "H100": (79.1, 90), "H200": (139.8, 90),
-    "B200": (178.3, 100)}
-HALF_SINCE = 80  # capability from which bf16 (and FlashAttention) run on the card itself
+CODE_FITS, CODE_CHANGED, CODE_NEVER = 0, 2, 3  # exit codes
 DTYPES = dict(fp32="fp32", float32="fp32", bf16="bf16", bfloat16="bf16", fp16="fp16", float16="fp16")
 NAMES = dict(fp32="float32", bf16="bfloat16", fp16="float16")
 SCRIPTS = dict(train="train.py", grade="scripts/grade.py", intuitor="scripts/intuitor.py", analysis="scripts/run_full_analysis.py")
@@ -38,38 +29,6 @@ SAE_WIDTH, SAE_BYTES = 2, 16  # latents per model width; fp32 weight, gradient a
 
 
 # ---- what is asked
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU; `gib` as torch sees it, `cc` its compute capability x 10."""
-
-    name: str
-    gib: float
-    cc: int
-
-
-def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
-    """From a name or from GiB; ValueError for an unknown name (lists the known ones), for both or neither, for sizes that are none."""
-    if bool(gpu) == bool(vram):
-        raise ValueError("--gpu and --vram: give one of them, a card's name or its GiB")
-    if vram and not 0 < vram < 1e6:
-        raise ValueError(f"--vram {vram} is out of range: give GiB above 0")
-    if cc and not 35 <= cc <= 200:
-        raise ValueError(f"--cc {cc} is out of range: give the compute capability times ten, such as 86")
-    if vram:
-        return Card(f"{vram:g} GiB card", vram, cc or HALF_SINCE)
-    names = {_plain(name): name for name in CARDS}
-    if _plain(gpu) not in names:
-        near = difflib.get_close_matches(_plain(gpu), names, n=1, cutoff=0.5)
-        hint = f"did you mean {names[near[0]]}? " if near else ""
-        raise ValueError(f"--gpu {gpu!r} is unknown: {hint}known are {', '.join(CARDS)}; or give --vram GIB --cc CAPABILITY")
-    name = names[_plain(gpu)]
-    return Card(name, CARDS[name][0], cc or CARDS[name][1])
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
 @dataclass(frozen=True)
@@ -134,21 +93,12 @@ def live(asked: Request) -> int:
 
 
 def verdict(asked: Request, on: Card, host_gib: float) -> str:
-    """"fits", "expandable" (only with expandable segments), or "too large"."""
+    """One of device's verdicts; a training step is simulated and replayed through the allocator, since what it reserves decides."""
     if asked.device == "cpu":
-        return "fits" if live(asked) / GIB + PROCESS_GIB <= host_gib else "too large"
+        return FITS if live(asked) / GIB + PROCESS_GIB <= host_gib else TOO_SMALL
     if live(asked) / GIB + CUDA_CONTEXT_GIB > on.gib:
-        return "too large"
-    return replayed(asked, on) if asked.task == "train" else "fits"
-
-
-def replayed(asked: Request, on: Card) -> str:
-    """The verdict of the allocator: the step of all layers, simulated and replayed."""
-    trace, size = simulate(asked.cfg), int(on.gib * GIB)
-    if runs_within(trace, size):
-        return "fits"
-    reserved = replay(trace, expandable=True).peak_reserved + sum(beyond_the_allocator().values())
-    return "expandable" if reserved <= size else "too large"
+        return TOO_SMALL
+    return Demand.of(profile(asked.cfg).trace).verdict(int(on.gib * GIB)) if asked.task == "train" else FITS
 
 
 # ---- what to change
@@ -203,12 +153,12 @@ class Advice:
     @property
     def code(self) -> int:
         """0: fits as asked, 2: after changes, 3: never."""
-        return NEVER if self.answer is None else FITS if len(self.steps) == 1 and self.steps[0][2] == "fits" else CHANGED
+        return CODE_NEVER if self.answer is None else CODE_FITS if len(self.steps) == 1 and self.steps[0][2] == FITS else CODE_CHANGED
 
     @property
     def command(self) -> str:
         """What to run; empty where nothing fits, or the task's script is not there."""
-        return run(self.answer, self.steps[-1][2] == "expandable") if self.answer and built(self.asked.task) else ""
+        return run(self.answer, self.steps[-1][2] == EXPANDABLE) if self.answer and built(self.asked.task) else ""
 
     def text(self) -> str:
         """For the screen."""
@@ -216,10 +166,9 @@ class Advice:
                 f"{self.asked.cfg.context_length:,} tokens, {self.asked.dtype}, on {self.on.name} ({self.on.gib:g} GiB, capability {self.on.cc / 10})"]
         rows += [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in breakdown(self.asked).items()]
         rows += [f"  {'CUDA context':<34}{CUDA_CONTEXT_GIB:>9.2f} GiB", "changes, each on top of those before (live GiB, predicted):"]
-        words = {"expandable": "fits with expandable segments alone"}
-        rows += [f"  {index}. {what:<31}{size / GIB:>9.2f} GiB  {words.get(found, found)}" for index, (what, size, found) in enumerate(self.steps)]
+        rows += [f"  {index}. {what:<31}{size / GIB:>9.2f} GiB  {found}" for index, (what, size, found) in enumerate(self.steps)]
         rows += [f"note: {note}" for note in self.notes]
-        rows.append({FITS: "verdict: fits", CHANGED: "verdict: fits after these changes", NEVER: "verdict: does not fit"}[self.code])
+        rows.append({CODE_FITS: "verdict: fits", CODE_CHANGED: "verdict: fits after these changes", CODE_NEVER: "verdict: does not fit"}[self.code])
         return "\n".join([*rows, *([f"run: {self.command}"] if self.command else [])])
 
     def as_json(self) -> dict:
@@ -234,7 +183,7 @@ def advise(asked: Request, on: Card, host_gib: float = 0.0, judge=verdict) -> Ad
     for what, changed in ladder(asked, on):
         found = judge(changed, on, host_gib)
         steps.append((what, live(changed), found))
-        if found != "too large":
+        if found != TOO_SMALL:
             answer = changed
             break
     return Advice(asked, on, steps, answer, notes + (_beyond(steps, asked, on) if answer is None else []))

@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA caching allocator reserves for a trace, and what the device then holds: live -> reserved -> device.
+"""What PyTorch's CUDA caching allocator reserves for a trace: a replay.
 
 The trace's allocations and releases are replayed through a model of c10/cuda/CUDACachingAllocator.cpp with its default settings:
 sizes in steps of 512 bytes; requests up to 1 MiB come out of 2 MiB segments, those below 10 MiB out of 20 MiB segments, larger ones
@@ -22,9 +22,6 @@ OWN_SEGMENT = 10 * MIB  # requests from here on have a segment of their own size
 ROUND = 2 * MIB
 PERMANENT = ("parameter", "buffer", "optimizer")  # what outlives a step
 STEPS = 3  # times that a step is replayed: the later ones meet what the first left behind
-CUDA_CONTEXT = GIB // 2  # driver, kernels; about what an idle process holds on sm80 and sm90
-CUBLAS_WORKSPACES = 2 * 32 * MIB  # cuBLAS and cuBLASLt on sm90
-NCCL = GIB  # declared, not measured: buffers and channels of one communicator over NVLink
 
 
 def up(size: int, multiple: int) -> int:
@@ -299,28 +296,3 @@ def _step(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
         if last and extra.get(event.time):
             run.inside(extra[event.time])
     _become(run, run.sizes | states)
-
-
-# ---- the device
-
-
-def beyond_the_allocator(ranks: int = 1) -> dict[str, int]:
-    """Bytes on the device that no tensor shows. cuBLAS takes its workspaces from the same segments; they stand apart to be seen."""
-    return {"CUDA context": CUDA_CONTEXT, "cuBLAS workspaces": CUBLAS_WORKSPACES} | ({"NCCL": NCCL} if ranks > 1 else {})
-
-
-def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
-    """(what, bytes) from live to device; "live", "reserved" and "device" are sums of what stands before them."""
-    rows = [("live", found.peak_live), ("rounding to blocks", found.peak_allocated - found.peak_live),
-            ("reserved, not in use", found.peak_reserved - found.peak_allocated), ("reserved", found.peak_reserved)]
-    beyond = beyond_the_allocator(ranks)
-    return [*rows, *beyond.items(), ("device", found.peak_reserved + sum(beyond.values()))]
-
-
-def runs_within(trace: Trace, device_bytes: int, ranks: int = 1) -> bool:
-    """Whether the step runs on a device of that size with classic segments, which give back what is free when they must."""
-    capacity = device_bytes - sum(beyond_the_allocator(ranks).values())
-    try:
-        return capacity > 0 and replay(trace, capacity=capacity).peak_reserved <= capacity
-    except OutOfMemory:
-        return False

@@ -2,12 +2,14 @@
 
 No network, no external file. Without JavaScript the picture, its tooltips (SVG titles) and all tables are there; the script only
 shows the tooltip's text beside the picture and moves it with the arrow keys. Colours are Okabe and Ito's, told apart by colour-blind
-readers. Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, timeline, trace) of ours.
+readers. Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, device,
+timeline, trace) of ours.
 """
 
 from html import escape
 
-from longhaul.memory.allocator import GIB, MIB, Replay, replay, waterfall
+from longhaul.memory.allocator import GIB, MIB, Replay
+from longhaul.memory.device import replays as replays_of, waterfall
 from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, moments, of_step, sampled, stages_at_peak
 from longhaul.memory.trace import CATEGORIES, Trace
 
@@ -259,7 +261,7 @@ def page(trace: Trace, title: str, note: str = "", ranks: int = 1, stages: dict[
     """
     trace = of_step(trace)
     found = moments(trace)
-    replays = replays or (replay(trace), replay(trace, expandable=True))
+    replays = replays or replays_of(trace)
     (_, alive), = alive_at(trace, [largest(found).time])
     used = [name for index, name in enumerate(CATEGORIES) if any(moment.sizes[index] for moment in found)]
     key = "".join(f"<li>{swatch(name)}</li>" for name in used)

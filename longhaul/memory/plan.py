@@ -5,6 +5,7 @@ longhaul.memory.estimate and model.py of ours.
 """
 
 import dataclasses
+import os
 import shlex
 from dataclasses import dataclass
 

@@ -1,42 +1,32 @@
-"""A simulated step as words: category x stage, the largest tensors at the peak, which cards hold it; and as a dictionary for --json.
+"""A simulated step as words: category x stage, the largest tensors at the peak, live -> reserved -> device, which cards hold it; and as
+a dictionary for --json.
 
-GiB = 2^30 bytes. Imports longhaul.memory (estimate, extrapolate, trace) and model.py of ours.
+GiB = 2^30 bytes. Imports longhaul.memory (device, estimate, extrapolate, timeline, trace) and model.py of ours.
 """
 
 import dataclasses
 
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB
+from longhaul.memory.device import SIZES, Demand, waterfall
+from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.extrapolate import Profile
-from longhaul.memory.trace import CATEGORIES, Trace
+from longhaul.memory.timeline import alike, of_step
+from longhaul.memory.trace import CATEGORIES
 from model import GIB
-
-CARDS = {"24 GB": 23.5, "40 GB": 39.4, "48 GB": 47.4, "80 GB": 79.1, "96 GB": 94.9, "141 GB": 139.8, "192 GB": 178.3}  # GiB that torch sees there
-
-
-def peak_time(trace: Trace, stage: str) -> int:
-    """The moment of the largest live sum within a stage."""
-    starts = trace.stages
-    inside = [point for point in trace.levels() if trace.stage_at(point[0]) == stage]
-    return max(inside, key=lambda point: point[1])[0] if inside else starts[0][0]
 
 
 def top_tensors(profile: Profile, count: int = 12) -> list[dict]:
-    """The largest storages alive at the peak's stage, those alike but for their layer's number as one line with their count."""
-    groups: dict[tuple, int] = {}
-    for storage in profile.trace.at(peak_time(profile.trace, profile.peak_stage)):
-        key = storage.size, storage.category, storage.stage, storage.module, storage.shape, storage.dtype, storage.op
-        groups[key] = groups.get(key, 0) + 1
-    names = ("bytes", "category", "stage", "module", "shape", "dtype", "op")
-    return [dict(zip(names, key)) | dict(count=number) for key, number in list(groups.items())[:count]]
+    """The largest storages alive at the peak, those alike but for their layer's number as one line with their count."""
+    _, time = of_step(profile.trace).peak()
+    return [group | dict(shape=list(group["shape"])) for group in alike(profile.trace.at(time), count)]
 
 
-def verdicts(profile: Profile) -> dict[str, bool]:
-    """Card -> whether the live peak and the context of CUDA fit on it; an allocator's fragmentation comes on top."""
-    return {card: profile.peak / GIB + CUDA_CONTEXT_GIB <= size for card, size in CARDS.items()}
+def verdicts(demand: Demand) -> dict[str, str]:
+    """Card -> one of device's verdicts."""
+    return {card: demand.verdict(int(gib * GIB)) for card, gib in SIZES.items()}
 
 
-def table(profile: Profile, cfg, ranks: int) -> str:
-    """The profile for the screen."""
+def table(profile: Profile, cfg, ranks: int, demand: Demand | None) -> str:
+    """The profile for the screen; `demand` is None for a CPU, which has no caching allocator."""
     config = cfg.model()
     title = (f"predicted, one of {ranks} rank(s): {cfg.model_size} ({config.num_params():,} parameters, {config.num_layers} layers), "
              f"{cfg.batch_size} x {cfg.context_length:,} tokens, {cfg.attention_type} attention, {cfg.dtype}, "
@@ -47,28 +37,38 @@ def table(profile: Profile, cfg, ranks: int) -> str:
         mark = "  <- peak" if stage == profile.peak_stage else ""
         values = [sizes.get(name, 0) for name in used] + [sum(sizes.values())]
         rows.append(f"{stage:<20}" + "".join(f"{value / GIB:>12.3f}" for value in values) + mark)
-    return "\n".join([*rows, "", *_tensor_rows(profile), "", *_verdict_rows(profile)])
+    end = _device_rows(demand) if demand else [f"live peak {profile.peak / GIB:.3f} GiB, process {profile.peak / GIB + PROCESS_GIB:.2f} GiB"]
+    return "\n".join([*rows, "", *_tensor_rows(profile), "", *end])
 
 
 def _tensor_rows(profile: Profile) -> list[str]:
-    depth = len({storage.module.split(".")[1] for storage in profile.trace.storages.values() if storage.module.startswith("layers.")})
-    rows = [f"largest tensors at the peak (of {depth} simulated layers):"]
+    rows = ["largest tensors at the peak:"]
     for found in top_tensors(profile):
         shape = "x".join(map(str, found["shape"]))
-        rows.append(f"  {found['bytes'] / GIB:>8.3f} GiB {found['count']:>2} x {found['category']:<12}{found['dtype']:<9} {shape:<22} {found['module']} ({found['op']})")
+        rows.append(f"  {found['count'] * found['bytes'] / GIB:>8.3f} GiB {found['count']:>3} x {found['category']:<12}{found['dtype']:<9} {shape:<22} "
+                    f"{found['module']} ({found['op']})")
     return rows
 
 
-def _verdict_rows(profile: Profile) -> list[str]:
-    need = profile.peak / GIB
-    words = ", ".join(f"{card} {'fits' if fits else 'too small'}" for card, fits in verdicts(profile).items())
-    return [f"live peak {need:.2f} GiB in {profile.peak_stage}, with {CUDA_CONTEXT_GIB:g} GiB of CUDA context {need + CUDA_CONTEXT_GIB:.2f} GiB per rank",
-            f"cards (allocator fragmentation not included): {words}"]
+def _device_rows(demand: Demand) -> list[str]:
+    """The waterfall for both kinds of segments, and the cards."""
+    columns = [dict(waterfall(found, demand.ranks)) for found in (demand.classic, demand.expandable)]
+    rows = [f"{'GiB per rank':<22}{'classic segments':>18}{'expandable':>14}"]
+    rows += [f"{'= ' if name in ('live', 'reserved', 'device') else '+ '}{name:<20}" + f"{columns[0][name] / GIB:>18.2f}{columns[1][name] / GIB:>14.2f}"
+             for name in columns[0]]
+    groups: dict[str, list[str]] = {}
+    for card, verdict in verdicts(demand).items():
+        groups.setdefault(verdict, []).append(card)
+    return [*rows, "cards: " + "; ".join(f"{', '.join(cards)} {verdict}" for verdict, cards in groups.items())]
 
 
-def machine_readable(profile: Profile, cfg, ranks: int) -> dict:
+def machine_readable(profile: Profile, cfg, ranks: int, demand: Demand | None) -> dict:
     """Everything as plain values; sizes in bytes."""
-    categories = profile.stages[profile.peak_stage]
-    return dict(peak_live_bytes=profile.peak, peak_stage=profile.peak_stage, categories=categories,
-                stages={stage: dict(total=sum(sizes.values()), **sizes) for stage, sizes in profile.stages.items()},
-                top_tensors=top_tensors(profile, 40), cards=verdicts(profile), ranks=ranks, config=dataclasses.asdict(cfg))
+    found = dict(peak_live_bytes=profile.peak, peak_stage=profile.peak_stage, categories=profile.stages[profile.peak_stage],
+                 stages={stage: dict(total=sum(sizes.values()), **sizes) for stage, sizes in profile.stages.items()},
+                 top_tensors=top_tensors(profile, 40), ranks=ranks, config=dataclasses.asdict(cfg))
+    if demand is None:
+        return found
+    both = dict(classic=demand.classic, expandable=demand.expandable)
+    return found | dict(peak_reserved_bytes=demand.classic.peak_reserved, peak_reserved_expandable_bytes=demand.expandable.peak_reserved,
+                        waterfall={name: dict(waterfall(replay, ranks)) for name, replay in both.items()}, cards=verdicts(demand))

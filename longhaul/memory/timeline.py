@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import NamedTuple
 
-from longhaul.memory.allocator import Replay, replay, step_events, waterfall
+from longhaul.memory.allocator import step_events
 from longhaul.memory.trace import CATEGORIES, Storage, Trace
 
 
@@ -103,18 +103,3 @@ def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int
 def by_name(moment: Moment) -> dict[str, int]:
     """Category -> bytes, those without any left out."""
     return {name: size for name, size in zip(CATEGORIES, moment.sizes) if size}
-
-
-def report_json(trace: Trace, ranks: int = 1, count: int = 40, replays: tuple[Replay, Replay] | None = None) -> dict:
-    """Everything about the step as plain values, sizes in bytes; `replays`: classic and expandable, if they are there already."""
-    trace = of_step(trace)
-    found = moments(trace)
-    peak = largest(found)
-    classic, expandable = replays or (replay(trace), replay(trace, expandable=True))
-    (_, alive), = alive_at(trace, [peak.time])
-    return dict(
-        peak_live_bytes=peak.total, peak_reserved_bytes=classic.peak_reserved, peak_reserved_expandable_bytes=expandable.peak_reserved,
-        peak_stage=trace.stage_at(peak.time), categories=by_name(peak),
-        stages={stage: dict(total=sum(sizes.values()), **sizes) for stage, sizes in stages_at_peak(trace, found).items()},
-        top_tensors=[group | dict(shape=list(group["shape"])) for group in alike(alive, count)],
-        waterfall={each.segments: dict(waterfall(each, ranks)) for each in (classic, expandable)}, ranks=ranks, config=trace.config)

@@ -64,7 +64,8 @@ class NSAConfig:
 
     def __post_init__(self):
         smallest = dict(cmp_block=1, cmp_stride=1, sel_block=1, sel_count=1, sel_init=0, sel_local=1, window=1)
-        for allowed, holds, remedy in [(f"{name} >= {n}", getattr(self, name) >= n, f"raise {name}") for name, n in smallest.items()] + [
+        for allowed, holds, remedy in [(f"{name} an integer >= {n}", type(value := getattr(self, name)) is int and value >= n,
+                                        f"change {name}") for name, n in smallest.items()] + [
                 *((f"{name} a multiple of cmp_stride", getattr(self, name) % max(1, self.cmp_stride) == 0, "change one of them")
                   for name in ("cmp_block", "sel_block")),
                 ("cmp_block <= sel_block", self.cmp_block <= self.sel_block, "lower cmp_block or raise sel_block"),
@@ -327,7 +328,7 @@ class LayerCache:
 
 
 class KVCache:
-    """One LayerCache per layer: 2 * L * B * max_length * G * K elements, allocated once."""
+    """One LayerCache (with NSA, one NSAState) per layer: 2 * L * B * max_length * G * K elements (NSA: about 1/16 more), allocated once."""
 
     def __init__(self, config: ModelConfig, batch_size: int, max_length: int, device="cpu", dtype: torch.dtype | None = None):
         if batch_size < 1 or max_length < 1:
@@ -431,9 +432,9 @@ def nsa_package():
     return nsa
 
 
-def nsa_attention(*tensors, **options) -> Tensor:
+def nsa_attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg: NSAConfig, cu_seqlens=None, return_parts=False):
     """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089): nsa.engine's, which says shapes and errors."""
-    return nsa_package().nsa_attention(*tensors, **options)
+    return nsa_package().nsa_attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_seqlens, return_parts)
 
 
 class Attention(nn.Module):
@@ -874,12 +875,12 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0):
+    def init_weights(self, seed: int = 0, part: str = ""):
         """Norms 1, matrices normal(0, init_std), the two projections into the residual stream by a further 1/sqrt(2L).
 
-        Works on sharded parameters (DTensor) too: every rank draws the same whole tensor and keeps its shard.
+        `part`: of a name, to fill those alone. Works on sharded parameters (DTensor) too: every rank draws the same whole tensor and keeps its shard.
         """
-        for name, parameter in self.named_parameters():
+        for name, parameter in [item for item in self.named_parameters() if part in item[0]]:
             if parameter.is_meta:
                 raise ValueError(f"parameter {name} is on the meta device: call to_empty(device=...) and tie_weights() first")
             full = self._initial_value(name, parameter.shape, parameter.device, seed)

@@ -17,7 +17,7 @@ import torch
 from longhaul import checkpoint, cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
-from model import choose_kernels
+from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
 NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
@@ -49,6 +49,8 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device):
     config = cfg.model()
     if cfg.kernels == "triton":
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))  # raises where they cannot run
+    if cfg.attention_type == "nsa":
+        nsa_package().choose_core(config)  # raises where the sizes do not fit the kernels
     plan = planner.plan(cfg, config, world, device)
     dist.print0(plan.table(), world=world)
     if plan.fits and cfg.plan:
@@ -103,6 +105,9 @@ class Run:
     def identity(self, cfg: TrainConfig) -> dict:
         """What makes this run this run: a folder or checkpoint that differs here belongs to another."""
         geometry = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in NUMERICS}
+        sparse = geometry.pop("nsa")
+        if cfg.attention_type == "nsa":
+            geometry |= {f"nsa.{name}": value for name, value in sparse.items()}
         return geometry | dict(context_length=cfg.context_length, seed=cfg.seed, init_from=cfg.init_from,
                                dataset=self.dataset.fingerprint, tokenizer=self.dataset.tokenizer_sha256)
 

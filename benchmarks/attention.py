@@ -1,6 +1,6 @@
 """SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to time what is not exact.
 
-Imports nsa and tests.nsa_oracle of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
+Imports model.NSAConfig, nsa and tests.nsa_oracle of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
 (other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a fresh process above what
 stood after its inputs existed.
 
@@ -21,6 +21,7 @@ from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 
+WHAT = ["forward", "training", "decode", "memory"]
 CFG, M, K = NSAConfig(), 4, 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -61,14 +62,45 @@ def best_of_turns(calls, turns):
     return [min(column) for column in zip(*times)]
 
 
-def refuse_if_wrong():
-    tensors = inputs(1300, torch.float32, grad=False)
+def refuse_if_wrong(dtype):
+    """Exits where forward, gradients or decoding leave what the dense float64 reference allows."""
+    T, tensors = 1300, inputs(1300, DTYPES[dtype])
     parts = nsa_engine.nsa_attention(*tensors, CFG, return_parts=True)
     index = torch.where(parts["block_idx"] < 0, 21, parts["block_idx"].long())
-    chosen = torch.zeros(1, 1300, 1, 22, dtype=torch.bool).scatter_(-1, index, True)[..., :21]
-    error = (parts["o"] - oracle.nsa(*tensors, CFG, chosen)[0]).abs().max()
-    if error > 2e-5:
-        raise SystemExit(f"bench: NSA is off by {error:.1e} from float64; it must be within 2e-5 before it is timed")
+    chosen = torch.zeros(1, T, 1, 22, dtype=torch.bool).scatter_(-1, index, True)[..., :21]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact, weight = oracle.nsa(*wide, CFG, chosen)[0], torch.randn(parts["o"].shape).to(DTYPES[dtype])
+    forward, gradient = (2e-5, 6e-5) if dtype == "fp32" else (1.5e-2, 1.5e-2)
+    _hold(f"forward {dtype}", parts["o"], exact, forward)
+    got = torch.autograd.grad(nsa_engine.nsa_attention(*tensors, CFG), tensors, weight)
+    for i, (x, y) in enumerate(zip(got, torch.autograd.grad(exact, wide, weight.double()))):
+        _hold(f"gradient of input {i} {dtype}", x, y, gradient)
+    _hold(f"decoding {dtype}", *_decoded(tensors), 1e-5 if dtype == "fp32" else 1.5e-2)
+
+
+def _hold(what, x, exact, bound):
+    error = ((x.double() - exact).norm() / exact.norm()).item()
+    if not error <= bound:
+        raise SystemExit(f"bench: {what} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed")
+
+
+@torch.no_grad()
+def _decoded(tensors):
+    """(The last token's attention from a state, the same from the whole sequence); no rotation, one K/V for all branches."""
+    q, k, v, *_, gates = tensors
+    compress, whole = compressor(q.dtype), nsa_compress.layout(None, q.shape[:2], CFG, "cpu")
+    k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
+    state = nsa_decode.NSAState(CFG, 1, k.shape[1], 1, K, dtype=q.dtype)
+    state.append(k, v, k, v, None, None, compress, lambda x, _: x)
+    full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, CFG)
+    return nsa_decode.nsa_decode(q[:, -1:], gates[:, -1:], state), full[:, -1:].double()
+
+
+def compressor(dtype):
+    compress = nsa_compress.Compressor(K, CFG).to(dtype)
+    for parameter in compress.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return compress
 
 
 def attention_row(T, dtype, what):
@@ -82,9 +114,7 @@ def decode_row(T, dtype):
     """One token against T: the faster of SDPA and two products, and NSA with its state update."""
     dtype = DTYPES[dtype]
     state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
-    compress = nsa_compress.Compressor(K, CFG).to(dtype)
-    for parameter in compress.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
+    compress = compressor(dtype)
     k, v = torch.randn(2, 1, T, 1, K).to(dtype)
     q, gates, one = torch.randn(1, 1, M, K).to(dtype), torch.rand(1, 1, M, 3).to(dtype), torch.randn(1, 1, 1, K).to(dtype)
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
@@ -134,14 +164,15 @@ def main():
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="context lengths")
     parser.add_argument("--long", action="store_true", help="also 131072 tokens")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types")
-    parser.add_argument("--what", nargs="+", default=["forward", "training", "decode", "memory"], help="what to measure")
+    parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="what to measure")
     parser.add_argument("--png", help="draw the ratios over the length into this file (needs matplotlib)")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.measure:
         return measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
-    refuse_if_wrong()
+    for dtype in args.dtypes:
+        refuse_if_wrong(dtype)
     print("| what | dtype | tokens | SDPA | NSA | SDPA / NSA |\n|---|---|---|---|---|---|")
     ratios = {}
     for dtype in args.dtypes:

@@ -254,7 +254,7 @@ def load_model(folder: Path, device="cpu", dtype: str | None = None) -> Decoder:
     """A Decoder of a checkpoint, verified, alone on `device`; `dtype` overrides its compute dtype."""
     manifest = verify(folder)
     fields = manifest["model_config"]
-    config = ModelConfig(**fields | dict(nsa=NSAConfig(**fields["nsa"])) | ({"compute_dtype": dtype} if dtype else {}))
+    config = ModelConfig(**fields | dict(nsa=NSAConfig(**fields.get("nsa", {}))) | ({"compute_dtype": dtype} if dtype else {}))
     with torch.device("meta"):
         model = Decoder(config)
     model.to_empty(device=device)

@@ -108,9 +108,9 @@ class TrainConfig:
     def model(self) -> ModelConfig:
         """The model's configuration."""
         overrides = dict(
-            attention_type=self.attention_type, nsa=NSAConfig(**_parsed(self.nsa, NSAConfig, "nsa")), loss=self.loss, logits_threshold_gib=self.logits_threshold_gib,
-            loss_chunk_size=self.loss_chunk_size, kernels=self.kernels, compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling,
-            rope_factor=self.rope_factor, rope_original_context=self.rope_original_context)
+            attention_type=self.attention_type, nsa=NSAConfig(**_parsed(self.nsa, NSAConfig, "nsa")), loss=self.loss,
+            logits_threshold_gib=self.logits_threshold_gib, loss_chunk_size=self.loss_chunk_size, kernels=self.kernels,
+            compute_dtype=DTYPES[self.dtype], rope_scaling=self.rope_scaling, rope_factor=self.rope_factor, rope_original_context=self.rope_original_context)
         overrides |= {name: getattr(self, name) for name in ("vocab_size", "rope_theta") if getattr(self, name)}
         return ModelConfig.preset(self.model_size, **{**overrides, **_parsed(self.model_overrides, ModelConfig, "model_overrides")})
 
@@ -148,6 +148,8 @@ def _parsed(pairs: tuple[str, ...], cls: type, given_by: str) -> dict:
             raise ValueError(f"--{given_by} {pair!r}: give name=value with a name of {', '.join(known)}")
         if name in flags:
             raise ValueError(f"--{given_by} {pair!r}: use the flag --{'dtype' if name == 'compute_dtype' else name}")
+        if name in values:
+            raise ValueError(f"--{given_by} {pair!r}: {name} is given twice, keep one")
         values[name] = _converted(known[name], text, f"--{given_by} {pair!r}")
     return values
 
@@ -160,4 +162,4 @@ def _converted(kind: type, text: str, where: str):
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{where}: give a {kind.__name__}") from None
+        raise ValueError(f"{where}: give {'an integer' if kind is int else 'a number'}") from None

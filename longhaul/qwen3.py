@@ -59,7 +59,7 @@ def from_hf(folder, **overrides) -> Decoder:
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     if decoder.config.attention_type == "nsa":
-        decoder.init_weights()
+        decoder.init_weights(part=".sparse.")
     _fill(decoder, stored, folder)
     return decoder
 

@@ -11,3 +11,4 @@ from nsa.compress import layout as layout
 from nsa.decode import layer_cache as layer_cache
 from nsa.engine import nsa_attention as nsa_attention
 from nsa.module import SparseBranches as SparseBranches
+from nsa.module import choose_core as choose_core

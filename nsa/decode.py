@@ -36,7 +36,10 @@ class NSAState:
 
         k_raw, v_raw: before RoPE, for compressor(k, v, rope, index); k_win and v_win: None with kv="shared"."""
         old, new = self.length, self.length + k_slc.shape[1]
-        self._check(new, k_win)
+        self.require(len(k_slc), k_slc.shape[1])
+        if (k_win is None) != (self.win is None):
+            raise ValueError(f"NSAState: given k_win={'None' if k_win is None else 'a tensor'} with kv={self.cfg.kv!r}; "
+                             "allowed: None with 'shared', a tensor with 'separate'; remedy: pass that, or change kv")
         self.slc[:, :, :, old:new] = torch.stack((k_slc, v_slc)).transpose(2, 3)
         if self.win is not None:
             _write_ring(self.win.transpose(2, 3), torch.stack((k_win, v_win)), old)
@@ -51,19 +54,20 @@ class NSAState:
         s, half = self.cfg.cmp_stride, self.cfg.cmp_block // 2
         at = max(0, -(-(self.length - half) // s)) * s + half - self.length
         if self.turns is None or at < cos.shape[1]:
-            new = torch.stack((cos[:, at::s], sin[:, at::s]))
+            new = torch.stack((cos[:, at::s], sin[:, at::s])).expand(-1, self.slc.shape[1], -1, -1, -1)
             self.turns = new if self.turns is None else torch.cat((self.turns, new), 2)
 
     def compressed(self):
         """(k_cmp, v_cmp) [B,N,G,K]."""
         return self.cmp[:, :, :, :self.blocks].transpose(2, 3)
 
-    def _check(self, new, k_win):
-        if new > self.max_tokens:
-            raise ValueError(f"NSAState: given {new} tokens; allowed: max_tokens={self.max_tokens}; remedy: a larger state")
-        if (k_win is None) != (self.win is None):
-            raise ValueError(f"NSAState: given k_win={'None' if k_win is None else 'a tensor'} with kv={self.cfg.kv!r}; "
-                             "allowed: None with 'shared', a tensor with 'separate'; remedy: pass that, or change kv")
+    def require(self, rows, tokens):
+        """ValueError where `tokens` more tokens of `rows` rows do not fit."""
+        held, end = self.slc.shape[1], self.length + tokens
+        if rows != held:
+            raise ValueError(f"the KV cache holds {held} rows and {rows} are given: build it with batch_size={rows}")
+        if end > self.max_tokens:
+            raise ValueError(f"the KV cache holds {self.max_tokens} positions and {end} are needed: build it with max_length >= {end}")
 
     def _last(self, count):
         """The tail's `count` tokens in their order."""

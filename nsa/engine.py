@@ -1,9 +1,11 @@
 """Native Sparse Attention (arXiv 2502.11089) as custom ops: exact, linear in memory, deterministic; the door is nsa_attention.
 
-Level 0: imports torch and nsa/branches.py, which holds the mathematics. nsa/plain.py has the plain version. `cfg` is an NSAConfig. A stream is one document of one row of the batch under one KV head.
+Level 0: imports torch and nsa/branches.py, which holds the mathematics. nsa/plain.py has the plain version. `cfg` is an NSAConfig. A stream
+is one document of one row of the batch under one KV head.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, n selected blocks.
 """
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Optional, Sequence
 
@@ -12,6 +14,8 @@ from torch import Tensor
 
 from nsa.branches import (Sizes, band_steps, choose, compressed_steps, fill_early, rows_backward, rows_forward,
                           selected_backward, selected_forward)
+
+_ONE_CALL = threading.Lock()
 
 
 # ---- one document, one row, one KV head -------------------------------------------------------------------------------
@@ -108,18 +112,23 @@ def _empty_outputs(q, k_slc, cfg):
 
 def _each_stream(work, streams, device):
     """work(stream) for every stream. On a CPU, streams share the threads, one each: they write to disjoint places, so results
-    do not depend on it, while two threads inside each of these small operators cost more than they give."""
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1 or len(streams) == 1:
-        for stream in streams:
+    do not depend on it, while two threads inside each of these small operators cost more than they give. Calls from several
+    threads take turns: the number of threads is the process's."""
+    inference = torch.is_inference_mode_enabled()
+
+    def alone(stream):  # what is switched off here is not known in a new thread
+        with torch.inference_mode(inference), torch.no_grad(), torch.autocast(device.type, enabled=False):
             work(stream)
-        return
-    torch.set_num_threads(1)  # threads that start now take it over
-    try:
-        with ThreadPoolExecutor(min(threads, len(streams))) as pool:
-            list(pool.map(torch.no_grad()(work), streams))  # no_grad: that autograd is off here is not known there
-    finally:
-        torch.set_num_threads(threads)
+    with _ONE_CALL:
+        threads = torch.get_num_threads()
+        if device.type != "cpu" or threads == 1 or not streams:
+            return [alone(stream) for stream in streams]
+        torch.set_num_threads(1)  # threads that start now take it over
+        try:
+            with ThreadPoolExecutor(min(threads, len(streams))) as pool:
+                return list(pool.map(alone, streams))
+        finally:
+            torch.set_num_threads(threads)
 
 
 @torch.library.custom_op("longhaul::nsa_forward", mutates_args=())
@@ -223,6 +232,7 @@ def check(q, token_kv, block_kv, gates, cfg, cu_seqlens):
         _require(x.dtype == q.dtype, f"{x.dtype} beside q's {q.dtype}", "one dtype for q, k and v", "cast them")
     _require(q.dtype in (torch.float32, torch.bfloat16, torch.float16), f"{q.dtype}", "fp32, bf16, fp16", "cast q, k, v")
     if cu_seqlens is not None:
+        _require(isinstance(cu_seqlens, Tensor), f"cu_seqlens as a {type(cu_seqlens).__name__}", "an int64 tensor", "use torch.tensor")
         _require(cu_seqlens.dtype == torch.int64 and cu_seqlens.ndim == 1 and len(cu_seqlens) >= 2,
                  f"cu_seqlens {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}", "int64 [documents + 1]", "use .long(), 1-D")
 

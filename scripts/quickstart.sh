@@ -7,9 +7,15 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 setup requirements.txt
 started=$(date +%s)
-long=
-if [ "${1:-}" = --long ]; then long=1; shift; fi
-out=${1:-runs/quickstart${long:+-long}}
+long= out=
+for word in "$@"; do
+    case $word in
+        --long) long=1 ;;
+        -*) echo "unknown option $word: known: --long" >&2; exit 2 ;;
+        *) out=$word ;;
+    esac
+done
+out=${out:-runs/quickstart${long:+-long}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 echo "== data: the embedded corpus (standard library, torch and numpy sources)"

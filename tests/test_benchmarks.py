@@ -10,9 +10,10 @@ from benchmarks import attention
 
 @pytest.fixture(autouse=True)
 def threads():
-    """The benchmarks set one thread; the other tests have one already."""
+    """The benchmarks set one thread: give back what was."""
+    before = torch.get_num_threads()
     yield
-    assert torch.get_num_threads() == 1
+    torch.set_num_threads(before)
 
 
 def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys, tmp_path):
@@ -28,10 +29,19 @@ def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys
 
 
 def test_the_attention_benchmark_refuses_to_time_what_is_wrong(monkeypatch):
-    def wrong(*tensors, return_parts=False):
-        parts = right(*tensors, return_parts=True)
-        return parts | {"o": parts["o"] + 1e-4}
-    right = attention.nsa_engine.nsa_attention
-    monkeypatch.setattr(attention.nsa_engine, "nsa_attention", wrong)
-    with pytest.raises(SystemExit, match="off by"):
-        attention.refuse_if_wrong()
+    right, decode = attention.nsa_engine.nsa_attention, attention.nsa_decode.nsa_decode
+
+    def wrong_forward(*arguments, **options):
+        result = right(*arguments, **options)
+        return result | {"o": result["o"] * 1.02} if isinstance(result, dict) else result
+
+    def wrong_backward(q, *rest, **options):
+        return right(q.detach() + 0.9 * (q - q.detach()), *rest, **options)
+
+    for module, name, wrong, words in ((attention.nsa_engine, "nsa_attention", wrong_forward, "forward"),
+                                       (attention.nsa_engine, "nsa_attention", wrong_backward, "gradient of input 0"),
+                                       (attention.nsa_decode, "nsa_decode", lambda *x: decode(*x) * 1.02, "decoding")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, wrong)
+            with pytest.raises(SystemExit, match=f"{words} .*off by"):
+                attention.refuse_if_wrong("fp32")

@@ -25,6 +25,14 @@ def saved(tmp_path):
     return checkpoint.save(trained(), tmp_path, {})
 
 
+def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    assert manifest["model_config"].pop("nsa")
+    manifest["checksum"] = checkpoint.checksum(manifest)
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.load_model(saved).config == CFG.model()
+
+
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
     state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
     checkpoint.load(state, saved)

@@ -51,6 +51,53 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(ki
 
 
 @KINDS
+@torch.no_grad()
+def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind):
+    decoder, x = build(kind, compute_dtype="bfloat16"), tokens()
+    cache = KVCache(decoder.config, 2, 200)
+    decoded = torch.cat([decoder(part, cache=cache) for part in x.split([150] + [1] * 50, 1)], 1).float()
+    full = decoder(x).float()
+    assert (decoded - full).norm() <= 1.5e-2 * full.norm()
+
+
+@torch.no_grad()
+def test_decoding_follows_positions_of_every_row_and_then_the_default_ones():
+    decoder, x = build(), tokens()
+    rows = torch.stack((torch.arange(200) + 1000, torch.arange(200) * 2 + 7))
+    for positions, later in ((rows, rows), (torch.arange(200).expand(2, -1), None)):
+        cache = KVCache(decoder.config, 2, 200)
+        pieces = [decoder(x[:, :150], positions=positions[:, :150], cache=cache)]
+        pieces += [decoder(x[:, t:t + 1], positions=None if later is None else later[:, t:t + 1], cache=cache) for t in range(150, 200)]
+        full = decoder(x, positions=positions)
+        assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max()
+
+
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@torch.no_grad()
+def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(attention):
+    decoder, x = build(attention_type=attention), tokens()
+    cache = KVCache(decoder.config, 2, 160)
+    first = decoder(x[:, :150], cache=cache)
+    with pytest.raises(ValueError, match="holds 160 positions and 161 are needed: build it with max_length >= 161"):
+        decoder(x[:, 150:161], cache=cache)
+    for rows in (x[:1], torch.cat((x, x))):
+        with pytest.raises(ValueError, match=f"holds 2 rows and {len(rows)} are given: build it with batch_size={len(rows)}"):
+            decoder(rows[:, 150:152], cache=cache)
+    rest = decoder(x[:, 150:160], cache=cache)
+    full = decoder(x[:, :160])
+    assert (torch.cat((first, rest), 1) - full).abs().max() <= 1e-5 * full.abs().max()
+
+
+@KINDS
+def test_building_a_model_draws_no_random_number(kind):
+    torch.manual_seed(0)
+    build(kind)
+    drawn = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+@KINDS
 def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
     decoder, x, lengths = build(kind), tokens(), [[130, 1, 69], [12, 188]]
     ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])

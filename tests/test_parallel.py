@@ -10,6 +10,7 @@ import torch
 from data.loader import Batch
 from longhaul import checkpoint, dist, step
 from longhaul.config import TrainConfig
+from longhaul.generate import generate
 from tests.ranks import run_ranks
 
 STEPS, ROWS, T, V = 8, 4, 65, 211
@@ -110,6 +111,21 @@ def test_ranks_change_nothing_in_sparse_attention(size):
     for results in run_ranks(train_each, size, settings):
         for result, truth in zip(results, truths):
             assert_same(result, truth)
+
+
+def generated(world: dist.World, settings: list) -> list:
+    """Greedy continuations of a prompt that is longer than the first chunk of sparse attention."""
+    ids = []
+    for changes in settings:
+        cfg = TrainConfig(**BASE | changes)
+        state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+        ids.append(list(generate(state.model, list(range(1, 120)), 8, temperature=0)))
+    return ids
+
+
+def test_sharded_models_generate_what_one_process_does():
+    settings = [dict(), SPARSE, SPARSE | dict(nsa=(*SPARSE["nsa"], "kv=separate"))]
+    assert run_ranks(generated, 2, settings) == [generated(dist.World(), settings)] * 2
 
 
 @pytest.mark.slow

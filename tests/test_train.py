@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import train
 from longhaul import dist
 from longhaul.config import TrainConfig
+from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
 from scripts import generate as generate_script
 
@@ -164,7 +165,7 @@ def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     assert any(".sparse." in name for name in weights)
     assert all(torch.equal(value, final_weights(tmp_path / "parts")[name]) for name, value in weights.items())
     assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
-    assert "holds another run (nsa: " in refusal(command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys)
+    assert "nsa.window: 16 there, 32 here" in refusal(command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys)
     generate_script.main(["--checkpoint", str(tmp_path / "whole"), "--prompt", "import torch, and then " * 9, "--max_new_tokens", "5", "--device", "cpu"])
     assert "tokens/s" in capsys.readouterr().err
 
@@ -230,6 +231,32 @@ def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     assert "seed: 0 there, 1 here" in refusal(command(data, finished, "--seed", "1"), capsys)
     assert "holds a run" in refusal(command(data, finished, "--resume", "none"), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+
+
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monkeypatch):
+    """Two documents of 600 and 400 tokens; the sums over queries are written out."""
+    from data.loader import Batch
+    cfg = TrainConfig(model_size="tiny", attention_type=attention, context_length=1000, dtype="fp32")
+    run = train.Run.__new__(train.Run)
+    run.config, run.device = cfg.model(), torch.device("cpu")
+    positions = torch.cat((torch.arange(600), torch.arange(400)))[None].numpy()
+    rows = Batch(tokens=positions, labels=positions, positions=positions, doc_ids=positions, num_valid=1000)
+    pairs = 600 * 601 / 2 + 400 * 401 / 2
+    if attention == "nsa":  # compressed blocks of 32 every 16; 16 blocks of 64 hold all; a window of 512
+        pairs += sum((t + 1 - 32) // 16 + 1 for n in (600, 400) for t in range(31, n)) + sum(min(t + 1, 512) for n in (600, 400) for t in range(n))
+    monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: None)
+    assert run._mfu(rows, 2.0) is None
+    monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: 1e12)
+    assert run._mfu(rows, 2.0) == pytest.approx(train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12)
+
+
+def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):
+    train.main(command(data, tmp_path, "--max_steps", "1", "--schedule", "constant", "--eval_every", "0"))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert not [name for name in record["identity"] if name.startswith("nsa")]
+    train.main(command(data, tmp_path, "--max_steps", "2", "--schedule", "constant", "--eval_every", "0", "--nsa", "window=32"))
+    assert len(losses(tmp_path)) == 2
 
 
 def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):

@@ -49,6 +49,7 @@ def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
     width = config.num_kv_heads * config.head_dim
     blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (tokens // nsa.cmp_stride)
     own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
+    branches += q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0  # the twin keeps o_cmp and its statistics
     return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
 
 

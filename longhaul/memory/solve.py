@@ -14,7 +14,7 @@ from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
 from longhaul.memory.estimate import step_flops
 from longhaul.memory.extrapolate import profile
-from longhaul.memory.plan import command
+from longhaul.memory.plan import command, one_row
 from model import GIB
 
 FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes
@@ -23,7 +23,7 @@ SMALLEST = 1024  # tokens: a shorter context is no answer
 LEVERS = (  # name, the settings that pull it; cheapest in time first
     ("chunked loss", lambda cfg: dict(loss="chunked")),
     ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
-    ("micro-batches of one row", lambda cfg: one_row(cfg)),
+    ("micro-batches of one row", one_row),
 )
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
 
@@ -61,12 +61,6 @@ class Answer:
 def demand(cfg: TrainConfig, ranks: int) -> Demand:
     """What one rank's step asks of its device."""
     return Demand.of(profile(cfg, ranks).trace, ranks)
-
-
-def one_row(cfg: TrainConfig) -> dict:
-    """Micro-batches of one row, the same rows per step."""
-    rows = dict(batch_size=1)
-    return rows if cfg.global_batch_size else rows | dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
 
 
 def levers(cfg: TrainConfig, gpus: int) -> list[tuple[TrainConfig, int, str]]:

@@ -1,5 +1,10 @@
 """The simulated step against the allocator's own record of the real one, and against itself: layers, ranks, stages."""
 
+import json
+import os
+import platform
+import subprocess
+import sys
 import time
 
 import pytest
@@ -86,3 +91,31 @@ def test_the_4b_at_131072_tokens_is_predicted_within_the_budget():
     assert time.process_time() - start < 10  # seconds; 3 measured, twice that on a busy machine
     assert found.peak_stage == "mlp backward" and 80 < found.peak / GIB < 95
     assert 60 < profile(cfg, ranks=2).peak / GIB < 67
+
+
+PROCESS = """
+import json, os, resource, sys, torch
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.memory.simulate import row_batch
+def run(cfg):
+    state, batch = step.build(cfg, cfg.model(), "cpu"), row_batch(cfg)
+    for _ in range(2):
+        step.train_step(state, batch)
+torch.set_num_threads(1)
+run(TrainConfig(model_size="tiny", context_length=64, dtype=json.loads(sys.argv[1])["dtype"], model_overrides=("num_layers=1",)))  # libraries load
+before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+run(TrainConfig(**json.loads(sys.argv[1])))
+print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc is asked to give each freed block back, so that resident memory is what is alive")
+def test_the_resident_memory_of_a_whole_process_is_predicted_within_five_percent():
+    changes = dict(model_size="tiny", context_length=8192, dtype="fp32")
+    done = subprocess.run([sys.executable, "-c", PROCESS, json.dumps(changes)], env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+                          capture_output=True, text=True, check=True)
+    before, measured = map(int, done.stdout.split())
+    live = simulate(TrainConfig(**changes), target="cpu").peak()[0]
+    assert live > 500 * 2**20 and before + live == pytest.approx(measured, rel=0.05)

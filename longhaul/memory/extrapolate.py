@@ -49,7 +49,7 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
 
 def _line(low: dict, high: dict, layers: int) -> dict[str, int]:
     steps = (layers - SHALLOW[0]) // (SHALLOW[1] - SHALLOW[0])
-    return {name: low.get(name, 0) + steps * (high.get(name, 0) - low.get(name, 0)) for name in low.keys() | high.keys()}
+    return {name: low.get(name, 0) + steps * (high.get(name, 0) - low.get(name, 0)) for name in high | low}
 
 
 def _largest(places: dict[tuple, dict]) -> dict[str, dict[str, int]]:

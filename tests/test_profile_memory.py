@@ -1,8 +1,11 @@
 """The door profile_memory.py: its table, its JSON, what it finds, and one line for what is wrong."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,8 @@ from longhaul.memory import solve
 from longhaul.memory.extrapolate import profile
 from model import GIB
 
+README = (Path(__file__).parent.parent / "README.md").read_text()
+COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", README, re.M)
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
 
 
@@ -55,6 +60,7 @@ def test_the_html_page_shows_every_layer(tmp_path, capsys):
     assert "layers.8" in path.read_text() and "predicted" in path.read_text()
 
 
+@pytest.mark.slow
 def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     cfg = TrainConfig(context_length=131072)
     answer = solve.solve(cfg, "levers", 80.0, 2)
@@ -83,3 +89,9 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(args, code, words
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 8 * GIB)
     assert profile_memory.main(["--advise", *args]) == code
     assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_commands_of_the_readme_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert profile_memory.main(shlex.split(command)) in (solve.FITS, solve.CHANGED) and not capsys.readouterr().err

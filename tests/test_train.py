@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
     (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
     (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
     (["--beta1", "1"], "--beta1 1.0 is out of range"), (["--adam_eps", "-1"], "--adam_eps -1.0 is not positive"),
-    (["--attention_type", "nsa", "--nsa", "window=0"], "NSAConfig: given window=0; allowed: window >= 1; remedy: raise window"),
+    (["--attention_type", "nsa", "--nsa", "window=0"], "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window"),
     (["--nsa", "windows=9"], "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block"),
     (["--model_overrides", "nsa=1"], "use the flag --nsa"),
     (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),

@@ -41,10 +41,19 @@ class StepResult:
 
 def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
     """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta nothing is allocated."""
-    device = torch.device(device)
+    return fill(skeleton(cfg, model_config, mesh), cfg, device, world, mesh)
+
+
+def skeleton(cfg, model_config: ModelConfig, mesh=None) -> Decoder:
+    """The model on meta with every lever applied: first half of `build`, apart because fake tensors begin after it."""
     with torch.device("meta"):
         model = Decoder(model_config)
-    parallel.apply(model, cfg, mesh)
+    return parallel.apply(model, cfg, mesh)
+
+
+def fill(model: Decoder, cfg, device, world: dist.World, mesh) -> TrainState:
+    """Memory and weights for a skeleton, and its optimizer: second half of `build`."""
+    device = torch.device(device)
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie_weights()

@@ -96,24 +96,42 @@ def closest(request: Plan) -> Plan | None:
                  if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)), None)
 
 
+def levers(request: Plan):
+    """The same training with less memory: one lever more at a time."""
+    cfg = request.cfg
+    for changes in (dict(loss="chunked"), dict(gradient_checkpointing="full"), one_row(cfg)):
+        cfg = dataclasses.replace(cfg, **changes)
+        if cfg != request.cfg:
+            yield _changed(request, **{spec.name: getattr(cfg, spec.name) for spec in dataclasses.fields(cfg)})
+
+
+def fitted(request: Plan) -> Plan | None:
+    """The request itself or with the fewest levers that make it fit; None where they do not."""
+    return next((plan for plan in (request, *levers(request)) if plan.fits), None)
+
+
+def one_row(cfg: TrainConfig) -> dict:
+    """Micro-batches of one row, the same rows per step."""
+    rows = dict(batch_size=1)
+    return rows if cfg.global_batch_size else rows | dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
+
+
 def _proposals(request: Plan):
     cfg = request.cfg
     yield _changed(request, gradient_checkpointing="full")
-    one_row = dict(gradient_checkpointing="full", batch_size=1)
-    if not cfg.global_batch_size:
-        one_row |= dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
     vocabulary = request.config.vocab_size if cfg.data else 0  # a smaller preset must still hold the data's tokens
     for context in (cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())):
         for size in [cfg.model_size, *sizes]:
             smaller = dict(model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="") if size != cfg.model_size else {}
             for attention in dict.fromkeys((cfg.attention_type, "nsa")):
-                yield _changed(request, **one_row, **smaller, context_length=context, attention_type=attention)
+                yield _changed(request, gradient_checkpointing="full", **one_row(cfg), **smaller, context_length=context, attention_type=attention)
 
 
 def _changed(request: Plan, **changes) -> Plan:
     cfg = dataclasses.replace(request.cfg, **changes)
-    return plan(cfg, cfg.model(), request.world, request.device)
+    config = cfg.model()
+    return dataclasses.replace(request, cfg=cfg, config=config, estimate=estimate(cfg, config, request.world.size))
 
 
 def command(cfg: TrainConfig, world: World) -> str:
@@ -122,7 +140,7 @@ def command(cfg: TrainConfig, world: World) -> str:
     words = [launcher]
     for spec in dataclasses.fields(cfg):
         value, default = getattr(cfg, spec.name), spec.default if spec.default is not dataclasses.MISSING else ()
-        if value == default or spec.name in ("plan", "config"):
+        if value == default or spec.name in ("plan", "config", "fit"):
             continue
         if spec.type is bool or spec.metadata["bare"] == value:
             words.append(f"--{spec.name}" if value else f"--no_{spec.name}")

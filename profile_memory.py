@@ -32,7 +32,7 @@ class ProfileConfig(TrainConfig):
     nproc: int = flag(1, "ranks that share the model (FSDP2)", ("nproc_per_node",), group="profiler")
     full: bool = flag(False, "simulate every layer, not a few that stand for all", group="profiler")
     measure: bool = flag(False, "also run two real steps on this machine (with --device cuda: on its GPU), and compare", group="profiler")
-    snapshot: str = flag("", "with --measure on CUDA: file for PyTorch's memory visualiser; else: such a file to summarise", group="profiler")
+    snapshot: str = flag("", "with --measure on CUDA: file to write for PyTorch's memory visualiser", group="profiler")
     html: str = flag("", "file for one page with the step's timeline and its tables", group="profiler")
     json: str = flag("", "file for everything that was found, machine-readable", group="profiler")
     solve: str = flag("none", "what to find: the longest context, the cheapest levers, or the fewest ranks that fit", (),

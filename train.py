@@ -58,6 +58,8 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
     config = cfg.model()
     if cfg.kernels == "triton":
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))  # raises where they cannot run
+    if cfg.attention_type == "nsa":
+        nsa_package().choose_core(config)  # raises where the sizes do not fit the kernels
     plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
     plan = dataclasses.replace(plan, world=world, device=device)
     dist.print0(plan.table(), world=world)
@@ -77,7 +79,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
         return fitted
     print(plan.table(), flush=True)
     nearest = planner.closest(plan)
-    words = "nothing of longhaul fits here" if nearest is None else "closest command that runs here:\n" + planner.command(nearest.cfg, plan.world)
+    words = "nothing of longhaul fits here" if nearest is None else planner.proposal(nearest.cfg, plan)
     raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
 
 

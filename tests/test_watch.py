@@ -61,7 +61,8 @@ def test_another_error_is_not_taken_for_missing_memory():
 def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
     cfg = TrainConfig(model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto")
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    with_checkpointing = next(plan for plan in planner.levers(asked) if plan.cfg.gradient_checkpointing == "full")
+    checkpointed = next(changed for _, changed in planner.ladder(cfg) if changed.gradient_checkpointing == "full")
+    with_checkpointing = planner.plan(checkpointed, checkpointed.model(), dist.World(), torch.device("cpu"))
     room = (asked.needed_gib + with_checkpointing.needed_gib) / 2
     found = train.fitting(planner.dataclasses.replace(asked, available_gib=room))
     assert found.cfg.gradient_checkpointing == "full" and found.fits and "--fit auto" in capsys.readouterr().out

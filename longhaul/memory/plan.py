@@ -5,6 +5,7 @@ longhaul.memory.estimate and model.py of ours.
 """
 
 import dataclasses
+import itertools
 import os
 import shlex
 from dataclasses import dataclass
@@ -96,24 +97,33 @@ def closest(request: Plan) -> Plan | None:
                  if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)), None)
 
 
-def levers(request: Plan):
-    """The same training with less memory: one lever more at a time."""
-    cfg = request.cfg
-    for changes in (dict(loss="chunked"), dict(gradient_checkpointing="full"), one_row(cfg)):
-        cfg = dataclasses.replace(cfg, **changes)
-        if cfg != request.cfg:
-            yield _changed(request, **{spec.name: getattr(cfg, spec.name) for spec in dataclasses.fields(cfg)})
-
-
-def fitted(request: Plan) -> Plan | None:
-    """The request itself or with the fewest levers that make it fit; None where they do not."""
-    return next((plan for plan in (request, *levers(request)) if plan.fits), None)
-
-
 def one_row(cfg: TrainConfig) -> dict:
     """Micro-batches of one row, the same rows per step."""
     rows = dict(batch_size=1)
     return rows if cfg.global_batch_size else rows | dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
+
+
+LEVERS = (  # name, the settings that pull it; cheapest in time first
+    ("chunked loss", lambda cfg: dict(loss="chunked")),
+    ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
+    ("micro-batches of one row", one_row),
+)
+
+
+def ladder(cfg: TrainConfig):
+    """(names of the levers, settings): the same training with one lever more at a time; one that is on already gives no rung."""
+    names = []
+    for name, changes in LEVERS:
+        changed = dataclasses.replace(cfg, **changes(cfg))
+        if changed != cfg:
+            cfg, names = changed, [*names, name]
+            yield " + ".join(names), cfg
+
+
+def fitted(request: Plan) -> Plan | None:
+    """The request itself or with the fewest levers that make it fit; None where they do not."""
+    rungs = (_with(request, cfg) for _, cfg in ladder(request.cfg))
+    return next((plan for plan in itertools.chain([request], rungs) if plan.fits), None)
 
 
 def _proposals(request: Plan):
@@ -129,9 +139,19 @@ def _proposals(request: Plan):
 
 
 def _changed(request: Plan, **changes) -> Plan:
-    cfg = dataclasses.replace(request.cfg, **changes)
+    return _with(request, dataclasses.replace(request.cfg, **changes))
+
+
+def _with(request: Plan, cfg: TrainConfig) -> Plan:
     config = cfg.model()
     return dataclasses.replace(request, cfg=cfg, config=config, estimate=estimate(cfg, config, request.world.size))
+
+
+def proposal(cfg: TrainConfig, request: Plan) -> str:
+    """The closest command, below what it changes."""
+    names = [spec.name for spec in dataclasses.fields(cfg) if getattr(cfg, spec.name) != getattr(request.cfg, spec.name)]
+    changes = ", ".join(f"{name} {getattr(request.cfg, name) or 'default'} -> {getattr(cfg, name) or 'default'}" for name in names)
+    return f"closest command that runs here ({changes}):\n{command(cfg, request.world)}"
 
 
 def command(cfg: TrainConfig, world: World) -> str:

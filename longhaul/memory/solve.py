@@ -1,6 +1,6 @@
 """What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the simulator itself.
 
-A rung is a set of levers: rows of LEVERS, then more ranks (FSDP2), then sparse attention, which changes the model. Among what fits the
+A rung is a set of levers: those of plan.ladder, then more ranks (FSDP2), then sparse attention, which changes the model. Among what fits the
 shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of magnitude). What must fit is what the
 allocator reserves with expandable segments, and what the device holds beside it. No lever keeps anything on the host yet. Sizes are
 GiB = 2^30 bytes per rank. Imports longhaul (config, dist), longhaul.memory (device, estimate, extrapolate, plan) and model.py of ours.
@@ -14,17 +14,12 @@ from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
 from longhaul.memory.estimate import step_flops
 from longhaul.memory.extrapolate import profile
-from longhaul.memory.plan import command, one_row
+from longhaul.memory.plan import command, ladder
 from model import GIB
 
 FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes
 GPU_FLOPS = 400e12  # what a dense bf16 step reaches on an H100, about 40% of its peak; fp32 half of it
 SMALLEST = 1024  # tokens: a shorter context is no answer
-LEVERS = (  # name, the settings that pull it; cheapest in time first
-    ("chunked loss", lambda cfg: dict(loss="chunked")),
-    ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
-    ("micro-batches of one row", one_row),
-)
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
 
 
@@ -65,17 +60,12 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
 
 def levers(cfg: TrainConfig, gpus: int) -> list[tuple[TrainConfig, int, str]]:
     """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    rungs, names = [(cfg, 1, "as asked")], []
-    for name, changes in LEVERS:
-        changed = dataclasses.replace(cfg, **changes(cfg))
-        if changed != cfg:
-            cfg, names = changed, [*names, name]
-            rungs.append((cfg, 1, " + ".join(names)))
-    names = names or ["as asked"]
-    rungs += [(cfg, ranks, " + ".join([*names, f"{ranks} ranks"])) for ranks in powers(gpus) if ranks > 1]
+    rungs = [(cfg, 1, "as asked"), *((changed, 1, names) for names, changed in ladder(cfg))]
+    cfg, _, names = rungs[-1]
+    rungs += [(cfg, ranks, f"{names} + {ranks} ranks") for ranks in powers(gpus) if ranks > 1]
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [(sparse, ranks, " + ".join([*names, f"{ranks} rank(s)", "sparse attention"])) for ranks in powers(gpus)]
+        rungs += [(sparse, ranks, f"{names} + {ranks} rank(s) + sparse attention") for ranks in powers(gpus)]
     return rungs
 
 

@@ -17,11 +17,12 @@ import torch
 from longhaul import checkpoint, cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
+from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
 from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
 NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
-FREE = {"output_dir", "resume", "plan", "config", "global_batch_size", "gradient_accumulation_steps"}  # settings that follow the call
+FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps"}  # settings that follow the call
 
 
 def main(args: list[str] | None = None):
@@ -30,43 +31,64 @@ def main(args: list[str] | None = None):
     try:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
-        run = Run(plan_or_refuse(cfg, world, device), world, device)
+        dist.start(world, device)
+        plan = plan_or_refuse(cfg, world, device)
+        run = Run(plan)
         run.prepare()
     except ValueError as error:
         dist.stop()
         dist.refuse(f"train.py: error: {error}")
     try:
         run.train()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        dist.refuse(f"train.py: error: {report(plan, run.watch, error)}", code=1)
     finally:
         dist.stop()
 
 
-def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> TrainConfig:
-    """Print the plan and return its settings; stop where it was asked for, or where the request cannot fit. Nothing smaller is ever trained."""
+def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> planner.Plan:
+    """Print the plan and return it; stop where it was asked for, or where the request cannot fit.
+
+    Nothing smaller is ever trained instead: --fit auto pulls levers that leave model, context and batch as they are.
+    """
     config = cfg.model()
     if cfg.kernels == "triton":
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))  # raises where they cannot run
     if cfg.attention_type == "nsa":
         nsa_package().choose_core(config)  # raises where the sizes do not fit the kernels
-    plan = planner.plan(cfg, config, world, device)
+    plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
+    plan = dataclasses.replace(plan, world=world, device=device)
     plan.cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
     dist.print0(plan.table(), world=world)
-    if plan.fits and cfg.plan:
+    if cfg.plan:
+        dist.stop()
         sys.exit(0)
-    if not plan.fits:
-        nearest = planner.closest(plan)
-        words = "nothing of longhaul fits here" if nearest is None else "closest command that runs here:\n" + planner.command(nearest.asked, world)
-        raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
-    return plan.cfg
+    return plan
+
+
+def fitting(plan: planner.Plan) -> planner.Plan:
+    """The plan, or with --fit auto the one that the fewest levers make fit; ValueError where none fits here."""
+    fitted = planner.fitted(plan) if plan.cfg.fit == "auto" else plan if plan.fits else None
+    if fitted is not None:
+        if fitted != plan:
+            print(f"--fit auto: {plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; training\n"
+                  f"{planner.command(fitted.asked, plan.world)}", flush=True)
+        return fitted
+    print(plan.table(), flush=True)
+    nearest = planner.closest(plan)
+    words = "nothing of longhaul fits here" if nearest is None else planner.proposal(nearest, plan)
+    raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
 
 
 class Run:
     """One training run: its folder, data, state and log."""
 
-    def __init__(self, cfg: TrainConfig, world: dist.World, device: torch.device):
-        dist.start(world, device)
-        cfg = dist.on_rank0(lambda: cfg, world)  # each rank has planned with the memory it saw: rank 0's plan is everyone's
-        self.world, self.device, self.folder = world, device, Path(cfg.output_dir)
+    def __init__(self, plan: planner.Plan):
+        cfg, world = plan.cfg, plan.world
+        self.plan, self.world, self.device, self.folder = plan, world, plan.device, Path(cfg.output_dir)
+        self.watch = Watch(plan.device)
         self.dataset = self._open_data(cfg)
         self.config = self._model_config(cfg)
         found = dist.on_rank0(lambda: self._find_checkpoint(cfg), world)  # one rank looks, so that all decide alike
@@ -229,8 +251,14 @@ class Run:
         if self.state is None:
             return
         from longhaul.metrics import Logger
+        log = Logger(self.folder, self.state.step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.table())
+        try:
+            self._steps(log)
+        finally:
+            log.close()
+
+    def _steps(self, log):
         state, cfg = self.state, self.cfg
-        log = Logger(self.folder, state.step, cfg.max_steps, self.world.rank == 0, cfg.log_every, cfg.table())
         validation = self._validation_batches(log)
         while state.step < cfg.max_steps:
             self._one_step(log)
@@ -239,18 +267,20 @@ class Run:
                 self._validate(validation, log)
             if state.step % cfg.save_every == 0 or last:
                 self._save(log)
-        log.close()
 
     def _one_step(self, log):
         from longhaul import metrics, step
         state, start = self.state, time.perf_counter()
         rows = self.loader.batch(state.step, self.data_rank, self.data_ranks)
-        result = step.train_step(state, step.micro_batches(rows, self.cfg.batch_size, self.device))
+        with self.watch.over(state):
+            result = step.train_step(state, step.micro_batches(rows, self.cfg.batch_size, self.device))
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
         if not math.isfinite(norm):
             log.say(f"step {state.step}: the gradient norm is {norm}: no weight was changed")
+        if state.step == STEPS:
+            log.say(f"step {state.step}: {comparison(self.plan)}")
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
         log.step(dict(
             step=state.step, loss=loss, perplexity=_exp(loss), grad_norm=norm, lr=result.lr, tokens=state.tokens,

@@ -91,6 +91,8 @@ class TrainConfig:
     log_every: int = flag(1, "steps between progress lines and TensorBoard points (metrics.jsonl has every step)",
         ("logging_steps",), group="run")
     config: str = flag("", "TOML file of these settings; flags win over it", group="run")
+    fit: str = flag("refuse", "a request that cannot fit here: refuse it, or auto: pull memory levers that leave model, context and batch as they are",
+        (), ("refuse", "auto"), group="run")
     plan: bool = flag(False, "print what the run needs and what is there, then stop", ("dry_run",), group="run")
 
     def __post_init__(self):

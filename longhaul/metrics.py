@@ -30,8 +30,10 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process so far: the allocator's on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    unit = 1 if os.uname().sysname == "Darwin" else 1024  # ru_maxrss is bytes there and KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    if sys.platform == "linux":  # not ru_maxrss, which a process inherits from the one that started it
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024 / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB  # bytes there, else KiB
 
 
 def truncate_log(path: Path, last_step: int):

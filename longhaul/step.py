@@ -44,12 +44,22 @@ def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World
 
     `cfg.context_ranks` neighbouring ranks share their rows: each is given them whole and works on its part of the tokens.
     """
-    device = torch.device(device)
+    context_mesh = dist.context_mesh(world, torch.device(device), cfg.context_ranks)
+    return fill(skeleton(cfg, model_config, mesh, context_mesh), cfg, device, world, mesh)
+
+
+def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> Decoder:
+    """The model on meta with every lever applied: first half of `build`, apart because fake tensors begin after it."""
     with torch.device("meta"):
         model = Decoder(model_config)
     if cfg.bare_weights:
         model.to(model_config.dtype)
-    parallel.apply(model, cfg, mesh, dist.context_mesh(world, device, cfg.context_ranks))
+    return parallel.apply(model, cfg, mesh, context_mesh)
+
+
+def fill(model: Decoder, cfg, device, world: dist.World, mesh) -> TrainState:
+    """Memory and weights for a skeleton, and its optimizer: second half of `build`."""
+    device = torch.device(device)
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie_weights()

@@ -201,7 +201,8 @@ def _tiles(block_CP, J, M):
     start_J = torch.searchsorted(sorted_block, torch.arange(J + 1, device=device))
     end_J = ((start_J.diff() + R - 1) // R).cumsum(0)
     first_J = F.pad(end_J, (1, 0))[:-1]
-    count = C * P // R + min(J, C * P) if block_CP.is_cuda else -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
+    bound = block_CP.is_cuda or block_CP.is_meta  # meta: the memory planner runs this without values
+    count = C * P // R + min(J, C * P) if bound else -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
     slot = first_J[sorted_block] * R + torch.arange(C * P, device=device) - start_J[sorted_block]
     query_S = torch.full((count * R,), C, device=device).index_copy_(0, slot, order // P)
     block_N = torch.searchsorted(end_J, torch.arange(count, device=device), right=True).clamp_max_(J - 1)

@@ -1,8 +1,8 @@
 """The closed form of a training step's memory and time: instant answers before anything is allocated.
 
 All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of ours.
-Letters: N tokens of a micro-batch on one rank (of a row that C ranks share, each holds T/C), P parameters, W ranks that share them; x, q,
-k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
+Letters: N tokens of a micro-batch on one rank (of rows that C ranks share, each holds T/C), L layers, D width, V vocabulary, P parameters;
+x, q, k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from longhaul.flops import keys_met, train_flops
-from model import ModelConfig
+from model import ModelConfig, default_tiles
 
 FP32 = 4
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
@@ -46,7 +46,8 @@ def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
         return saved
     nsa = config.nsa
     branches = q + tokens * (3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count)
-    blocks = (2 * FP32 + 6 * element) * config.num_kv_heads * config.head_dim * (tokens // nsa.cmp_stride)
+    width = config.num_kv_heads * config.head_dim
+    blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (tokens // nsa.cmp_stride)
     own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
     branches += q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0  # the twin keeps o_cmp and its statistics
     return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
@@ -58,45 +59,109 @@ def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, i
 
 
 def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The live peak of one rank's training step: fp32 weights, gradients and AdamW moments, `cfg.dtype` activations."""
+    """The live peak of one rank's training step on CUDA: fp32 weights, gradients and AdamW moments, `cfg.dtype` activations.
+
+    The largest of the stages that can be it; tests hold it against the simulated step (longhaul.memory.simulate).
+    """
     held, element = cfg.context_length // cfg.context_ranks, 2 if cfg.dtype == "bf16" else 4
-    tokens = cfg.batch_size * held
-    shards = ranks // cfg.dp_replicate
-    P, layers = config.num_params(), config.num_layers
-    layer, vocabulary = config.layer_params(), config.vocab_size * config.hidden_size
-    x, q, k, f = _activations(config, tokens, element)
-    ulysses = cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
-    saved = saved_per_layer(config, tokens, element) + (q if ulysses else 0)  # attention keeps its output by heads, the projection by tokens
-    unsharded = element * (P - layers * layer + 2 * layer) if ranks > 1 else 0
-    static = 3 * FP32 * P // shards + unsharded + tokens * (24 + 2 * FP32 * config.head_dim)
-    gradients = FP32 * P // shards
-    kept = layers * (x if cfg.gradient_checkpointing == "full" else saved)
-    cast = 0 if cfg.dtype == "fp32" else element * layer
-    working = saved if cfg.gradient_checkpointing == "full" else 0
-    temporaries = max(2 * f + x, 2 * FP32 // element * q + 2 * k) + _exchanged(cfg, config, q, k, element)
-    chunked = config.loss_path(cfg.batch_size, held) == "chunked"
-    logits = _chunked_loss(config, tokens, element) if chunked else tokens * config.vocab_size * (element + 3 * FP32)
+    N = cfg.batch_size * held
+    x, q, k, f = _activations(config, N, element)
+    shards, sharded, L = ranks // cfg.dp_replicate, ranks > 1, config.num_layers
+    P, layer, vocabulary = config.num_params(), config.layer_params(), config.vocab_size * config.hidden_size
+    down = config.hidden_size * config.ffn_size
+    weight = element if cfg.bare_weights else FP32
+    cast = 0 if sharded or element == weight else element  # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
+    whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced
+    static = int((weight + state_bytes(cfg)) * P) // shards + cfg.accumulation(ranks) * 24 * N + (element * (P - L * layer) if sharded else 0)
+    saved = saved_per_layer(config, N, element) - _parts(cfg, q, k, f) + (q if _ulysses(cfg, config) else 0)  # o by heads and by tokens
+    f //= cfg.mlp_tiles
+    kept = _checkpoint(cfg, config, x, q, N) if cfg.gradient_checkpointing != "none" else saved + cast * layer
+    tables = FP32 * N * config.head_dim
+    gradient = 0 if cfg.optimizer_in_backward else weight  # bytes per parameter of gradients that wait for the optimizer
+    before = gradient * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before; later ones are added to them
+    added = bool(before) and not sharded  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
+    head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
+    mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down * (not added)
+    gathered = element * (P - L * layer) if sharded else 0  # the root's parameters, before they are copied to their places
+    around = _around(L, kept, 0 if before else gradient * layer // shards, layer, element, sharded)
     stages = {
-        "loss": static + gradients // 8 + kept + 2 * x + logits + (element + FP32) * vocabulary // (1 if ranks == 1 else shards),
-        "layer backward": static + gradients + kept + working + temporaries + cast + (FP32 * layer if ranks > 1 else 0),
-        "optimizer": static + gradients,
+        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
+        "mlp backward": mlp + around,
+        "embedding backward": _embedding_backward(config, static, N, element, shards, sharded, bool(before)),
+        "gradient norm": static + gradient * P // shards - sharded * element * (P - L * layer),
     }
+    if cfg.context_ranks > 1:
+        stages["attention backward"] = mlp - 5 * f + around + _exchanged(cfg, config, q, k, element)
     return Estimate(static, stages)
+
+
+def state_bytes(cfg) -> float:
+    """Bytes of optimizer state per parameter on the device; Muon's are those of its matrices."""
+    if cfg.offload_optimizer:
+        return 12.0 if cfg.device == "cpu" else 0.0
+    return dict(adamw=8.0, adamw_bf16=4.0, adamw_8bit=2.03, muon=4.0)[cfg.optimizer]
+
+
+def _parts(cfg, q: int, k: int, f: int) -> int:
+    """What a layer that works on one part at a time need not keep: of gate, up and their product; of q, k, v and o."""
+    return 3 * f * (cfg.mlp_tiles - 1) // cfg.mlp_tiles + (3 * q + 3 * k) * (cfg.attention_head_groups - 1) // cfg.attention_head_groups
+
+
+def _checkpoint(cfg, config: ModelConfig, x: int, q: int, N: int) -> int:
+    """What a checkpointed layer keeps on the device: its input, and attention's output where that is saved."""
+    attention = (q + FP32 * N * config.num_heads) if cfg.gradient_checkpointing == "selective" else 0
+    return attention + (0 if cfg.offload_activations and cfg.device != "cpu" else x)
+
+
+def _ulysses(cfg, config: ModelConfig) -> bool:
+    return cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
 
 
 def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
     """What context parallelism adds while a layer's attention runs backward: a buffer to send from and one to receive into, or all
     keys and values and the fp32 sums of their gradients."""
-    if cfg.context_ranks == 1:
-        return 0
-    if cfg.context_choice(config).mode == "ulysses":
+    if _ulysses(cfg, config):
         return 2 * q
     return 2 * k * cfg.context_ranks * (element + FP32) // element
 
 
-def _chunked_loss(config: ModelConfig, tokens: int, element: int) -> int:
-    tile = min(config.vocab_size, 2048)
-    return tokens * (FP32 * config.hidden_size + 5 * FP32) + tokens * tile * element + (config.loss_chunk_size or 2048) * tile * 2 * FP32
+def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: bool) -> int:
+    """Beside the layer that works backward: inputs (or all) kept by those before it, gradients of those after; the worst layer.
+
+    FSDP2 gathers the layer before it, and reduces the fp32 gradients of the layer after it.
+    """
+    early, late = sharded * element * layer, sharded * FP32 * layer
+    worst = {0: (L - 1) * done + late * (L > 1)}
+    for index in {1, L - 2, L - 1} & set(range(1, L)):
+        worst[index] = index * kept + (L - 1 - index) * done + early + (late if index < L - 1 else 0)
+    return max(worst.values())
+
+
+def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, shards: int, sharded: bool, before: bool) -> int:
+    """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`: there are some of earlier micro-batches.
+
+    With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside both, then beside one and the result.
+    """
+    P, L, layer, table = config.num_params(), config.num_layers, config.layer_params(), config.vocab_size * config.hidden_size
+    tables = 1 if config.tie_embeddings else 2
+    if not sharded:
+        return static + FP32 * (P + (2 - tables + before) * table) + FP32 * N * config.hidden_size
+    done = static + FP32 * (L * layer + before * tables * table) // shards
+    if config.tie_embeddings:
+        return done + FP32 * layer + 2 * element * table + element * N * config.hidden_size
+    return done - element * 2 * table + 2 * FP32 * table + element * table + max(element, 2 * FP32 // shards) * table
+
+
+def _loss_backward(cfg, config: ModelConfig, N: int, held: int, element: int, whole: int, cast: int, gathered: int) -> int:
+    """Logits three times in fp32 (or once beside what FSDP2 gathers), or in tiles: gradients of hidden and of the head, one tile's logits."""
+    V, D = config.vocab_size, config.hidden_size
+    if config.loss_path(cfg.batch_size, held) == "standard":
+        return FP32 * N * V + max(gathered, 2 * FP32 * N * V + cast * V * D)
+    rows, tile = default_tiles(N, V, torch.device("cuda"), "compiled")
+    rows, low = min(cfg.loss_chunk_size or rows, N), element < FP32
+    ends = low * N * D * element + cast * (V % tile or tile) * D  # hidden's gradient in its own dtype, beside that in fp32
+    loop = cast * tile * D + low * element * D * max(min(rows, N), tile if cast else 0)
+    return max(gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop))
 
 
 def step_flops(cfg, config: ModelConfig, ranks: int) -> float:

@@ -19,12 +19,17 @@ def peak_bytes(function, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         kept = function()
+    del kept
+    return peak_of(record)
+
+
+def peak_of(record: profile) -> int:
+    """Peak of the bytes that the CPU allocator gave out while the profiler ran, above what was there before."""
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    del kept
     return peak
 
 

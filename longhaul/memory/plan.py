@@ -5,6 +5,7 @@ longhaul.memory.estimate and model.py of ours.
 """
 
 import dataclasses
+import itertools
 import os
 import shlex
 from dataclasses import dataclass
@@ -85,10 +86,10 @@ def host_available_bytes() -> int:
         return free
 
 
-def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> Plan:
-    """The request's plan; allocates nothing."""
+def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device, available: float | None = None) -> Plan:
+    """The request's plan against `available` GiB per rank, or what is there; allocates nothing."""
     check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
-    chosen = _fewest_ranks_per_row(_candidates(cfg, config, world, device))
+    chosen = _fewest_ranks_per_row(_candidates(cfg, config, world, device, available_gib(device, world) if available is None else available))
     run = chosen.cfg
     if device.type == "cuda" and cfg.dtype == "fp32" and run.context_ranks > 1 and run.context_choice(config).mode == "gather_kv":
         raise ValueError("--dtype fp32 with --context_parallel_mode gather_kv on a GPU: its attention there runs in bf16: "
@@ -96,9 +97,8 @@ def plan(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.devi
     return chosen
 
 
-def _candidates(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device) -> list[Plan]:
+def _candidates(cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device, available: float) -> list[Plan]:
     """A plan for each number of ranks that may share a row, rising; the one that was asked for."""
-    available = available_gib(device, world)
     if cfg.context_parallel_size:
         return [_with_context(cfg, config, world, device, available, cfg.context_parallel_size)]
     sizes = context.allowed_sizes(cfg.context_parallel_mode, config.attention_type, config.num_kv_heads, cfg.context_length,
@@ -138,12 +138,38 @@ def closest(request: Plan) -> Plan | None:
                  if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)), None)
 
 
+def one_row(cfg: TrainConfig) -> dict:
+    """Micro-batches of one row, the same rows per step."""
+    rows = dict(batch_size=1)
+    return rows if cfg.global_batch_size else rows | dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
+
+
+LEVERS = (  # name, the settings that pull it; cheapest in time first
+    ("chunked loss", lambda cfg: dict(loss="chunked")),
+    ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
+    ("micro-batches of one row", one_row),
+)
+
+
+def ladder(cfg: TrainConfig):
+    """(names of the levers, settings): the same training with one lever more at a time; one that is on already gives no rung."""
+    names = []
+    for name, changes in LEVERS:
+        changed = dataclasses.replace(cfg, **changes(cfg))
+        if changed != cfg:
+            cfg, names = changed, [*names, name]
+            yield " + ".join(names), cfg
+
+
+def fitted(request: Plan) -> Plan | None:
+    """The request itself or with the fewest levers that make it fit; None where they do not."""
+    rungs = (_with(request, cfg) for _, cfg in ladder(request.asked))
+    return next((plan for plan in itertools.chain([request], rungs) if plan.fits), None)
+
+
 def _proposals(request: Plan):
     cfg = request.asked
     yield _changed(request, gradient_checkpointing="full")
-    one_row = dict(batch_size=1)
-    if not cfg.global_batch_size:
-        one_row |= dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
     vocabulary = request.config.vocab_size if cfg.data else 0  # a smaller preset must still hold the data's tokens
     for context in (cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())):
@@ -151,13 +177,24 @@ def _proposals(request: Plan):
             smaller = dict(model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="") if size != cfg.model_size else {}
             for attention in dict.fromkeys((cfg.attention_type, "nsa")):
                 for checkpointing in dict.fromkeys((cfg.gradient_checkpointing, "full")):
-                    yield _changed(request, **one_row, **smaller, context_length=context, attention_type=attention,
+                    yield _changed(request, **one_row(cfg), **smaller, context_length=context, attention_type=attention,
                                    gradient_checkpointing=checkpointing)
 
 
 def _changed(request: Plan, **changes) -> Plan:
-    cfg = dataclasses.replace(request.asked, **changes)
-    return plan(cfg, cfg.model(), request.world, request.device)
+    return _with(request, dataclasses.replace(request.asked, **changes))
+
+
+def _with(request: Plan, cfg: TrainConfig) -> Plan:
+    return plan(cfg, cfg.model(), request.world, request.device, request.available_gib)
+
+
+def proposal(nearest: Plan, request: Plan) -> str:
+    """The closest command, below what it changes."""
+    cfg, asked = nearest.asked, request.asked
+    names = [spec.name for spec in dataclasses.fields(cfg) if getattr(cfg, spec.name) != getattr(asked, spec.name)]
+    changes = ", ".join(f"{name} {getattr(asked, name) or 'default'} -> {getattr(cfg, name) or 'default'}" for name in names)
+    return f"closest command that runs here ({changes}):\n{command(cfg, request.world)}"
 
 
 def command(cfg: TrainConfig, world: World) -> str:
@@ -166,7 +203,7 @@ def command(cfg: TrainConfig, world: World) -> str:
     words = [launcher]
     for spec in dataclasses.fields(cfg):
         value, default = getattr(cfg, spec.name), spec.default if spec.default is not dataclasses.MISSING else ()
-        if value == default or spec.name in ("plan", "config"):
+        if value == default or spec.name in ("plan", "config", "fit"):
             continue
         if spec.type is bool or spec.metadata["bare"] == value:
             words.append(f"--{spec.name}" if value else f"--no_{spec.name}")

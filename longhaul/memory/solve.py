@@ -1,0 +1,142 @@
+"""What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the simulator itself.
+
+A rung is a set of levers: those of plan.ladder, then more ranks (FSDP2), then sparse attention, which changes the model. Among what fits the
+shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of magnitude). What must fit is what the
+allocator reserves with expandable segments, and what the device holds beside it. No lever keeps anything on the host yet. Sizes are
+GiB = 2^30 bytes per rank. Imports longhaul (config, dist), longhaul.memory (device, estimate, extrapolate, plan) and model.py of ours.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
+from longhaul.memory.estimate import step_flops
+from longhaul.memory.extrapolate import profile
+from longhaul.memory.plan import command, ladder
+from model import GIB
+
+FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes
+GPU_FLOPS = 400e12  # what a dense bf16 step reaches on an H100, about 40% of its peak; fp32 half of it
+SMALLEST = 1024  # tokens: a shorter context is no answer
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One candidate."""
+
+    cfg: TrainConfig
+    ranks: int
+    levers: str
+    demand: Demand
+
+    @property
+    def live_gib(self) -> float:
+        return self.demand.classic.peak_live / GIB
+
+    @property
+    def device_gib(self) -> float:
+        return self.demand.least_bytes / GIB
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step, all ranks working in parallel."""
+        speed = GPU_FLOPS * (1 if self.cfg.dtype == "bf16" else 0.5)
+        return step_flops(self.cfg, self.cfg.model(), self.ranks) / self.ranks / speed
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    code: int
+
+
+def demand(cfg: TrainConfig, ranks: int) -> Demand:
+    """What one rank's step asks of its device."""
+    return Demand.of(profile(cfg, ranks).trace, ranks)
+
+
+def levers(cfg: TrainConfig, gpus: int) -> list[tuple[TrainConfig, int, str]]:
+    """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
+    rungs = [(cfg, 1, "as asked"), *((changed, 1, names) for names, changed in ladder(cfg))]
+    cfg, _, names = rungs[-1]
+    rungs += [(cfg, ranks, f"{names} + {ranks} ranks") for ranks in powers(gpus) if ranks > 1]
+    if cfg.attention_type != "nsa":
+        sparse = dataclasses.replace(cfg, attention_type="nsa")
+        rungs += [(sparse, ranks, f"{names} + {ranks} rank(s) + sparse attention") for ranks in powers(gpus)]
+    return rungs
+
+
+def powers(gpus: int) -> list[int]:
+    """1, 2, 4, ... and `gpus` itself."""
+    return sorted({1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus} | {gpus})
+
+
+def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
+    """The ladder and the best rung's command; exit code 0: fits as asked, 2: after changes, 3: nothing fits."""
+    finder = dict(levers=_by_levers, context=_by_context, world_size=_by_ranks)[what]
+    rungs = finder(cfg, gpu_gib, gpus)
+    verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
+    fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
+    rows = [f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
+            f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'step s':>10}"]
+    rows += [f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
+             for rung in rungs]
+    if not fitting:
+        return Answer("\n".join([*rows, "nothing fits"]), NOTHING)
+    best = _best(what, fitting)
+    unchanged = best.cfg == cfg and best.ranks == 1 and verdicts[id(best)] != EXPANDABLE
+    line = EXPANDABLE_SEGMENTS * (verdicts[id(best)] == EXPANDABLE) + command(best.cfg, World(size=best.ranks, local_size=best.ranks))
+    return Answer("\n".join([*rows, line]), FITS if unchanged else CHANGED)
+
+
+def _best(what: str, fitting: list[Rung]) -> Rung:
+    if what == "context":
+        return max(fitting, key=lambda rung: (rung.cfg.context_length, -rung.seconds))
+    if what == "world_size":
+        return min(fitting, key=lambda rung: rung.ranks)
+    return min(fitting, key=lambda rung: (rung.cfg.attention_type == "nsa", rung.seconds * rung.ranks, rung.ranks))
+
+
+def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
+    return [Rung(changed, ranks, names, demand(changed, ranks)) for changed, ranks, names in levers(cfg, gpus)]
+
+
+def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
+    return [Rung(cfg, ranks, f"{ranks} rank(s)", demand(cfg, ranks)) for ranks in powers(gpus)]
+
+
+def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
+    rungs = []
+    for changed, ranks, names in levers(cfg, gpus):
+        context, found = longest(changed, ranks, room)
+        rungs.append(Rung(dataclasses.replace(changed, context_length=context), ranks, names, found))
+    return rungs
+
+
+def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
+    """(tokens, demand): the longest context, a multiple of 1024, whose device GiB are within `room`; the shortest if none is.
+
+    Memory is close to affine in the context: a line through the last two points aims, and what it aims at is simulated.
+    """
+    known: dict[int, Demand] = {}
+
+    def size(context: int) -> float:
+        known[context] = known.get(context) or demand(dataclasses.replace(cfg, context_length=context), ranks)
+        return known[context].least_bytes / GIB
+
+    low, high = (SMALLEST, size(SMALLEST)), (32 * SMALLEST, size(32 * SMALLEST))
+    best, above = SMALLEST, None
+    for _ in range(8 if low[1] <= room else 0):
+        slope = (high[1] - low[1]) / (high[0] - low[0])
+        aim = max(best, int((high[0] + (room - high[1]) / slope) // SMALLEST * SMALLEST))
+        aim = min(aim, above - SMALLEST) if above else aim
+        found = size(aim)
+        best = aim if found <= room else best
+        above = aim if found > room else above
+        if above == best + SMALLEST or aim == high[0]:
+            break
+        low, high = high, (aim, found)
+    return best, known[best]

@@ -1,0 +1,228 @@
+"""The model of the caching allocator: known answers on traces made by hand, and what must hold on any trace."""
+
+import random
+
+import pytest
+
+from longhaul.config import TrainConfig
+from longhaul.memory.allocator import GIB, MIB, Allocator, OutOfMemory, replay, step_events
+from longhaul.memory.device import EXPANDABLE, FITS, TOO_SMALL, Demand, beyond_the_allocator, card, runs_within, waterfall
+from longhaul.memory.simulate import simulate
+from longhaul.memory.trace import Event, Storage, Trace
+
+
+def trace_of(*changes: tuple[int, int], category: str = "temporary", first: int = 1, **more) -> Trace:
+    """A trace whose events are (storage, bytes), at times that count from `first`."""
+    events = [Event(first + index, size, key) for index, (key, size) in enumerate(changes)]
+    storages = {key: Storage(key, size, category, "start", "", (size,), "uint8", "") for key, size in changes if size > 0}
+    return Trace(events, storages, **{"stages": [(0, "start")]} | more)
+
+
+def random_trace(seed: int, count: int = 600) -> Trace:
+    """Allocations of 1 byte to 64 MiB and releases in any order; everything is free at the end."""
+    rng, alive, changes = random.Random(seed), {}, []
+    for key in range(count):
+        while alive and rng.random() < 0.45:
+            old = rng.choice(list(alive))
+            changes.append((old, -alive.pop(old)))
+        alive[key] = int(2 ** rng.uniform(0, 26))
+        changes.append((key, alive[key]))
+    return trace_of(*changes, *((key, -size) for key, size in alive.items()))
+
+
+@pytest.mark.parametrize("sizes, classic, expandable", [
+    ([1], 2, 2), ([MIB], 2, 2), ([MIB, MIB], 2, 2), ([MIB, MIB, 1], 4, 4),  # small pool
+    ([MIB + 1], 20, 20), ([10 * MIB - 512] * 2, 20, 20), ([9 * MIB] * 3, 40, 40),  # shared large segments
+    ([10 * MIB], 10, 20), ([10 * MIB + 1], 12, 20), ([31 * MIB], 32, 40),  # a segment of its own
+    ([3 * MIB, 30 * MIB], 20 + 30, 40), ([1, 3 * MIB], 2 + 20, 2 + 20)])
+def test_segments_have_the_sizes_that_the_source_gives(sizes, classic, expandable):
+    trace = trace_of(*enumerate(sizes))
+    assert replay(trace).peak_reserved == classic * MIB
+    assert replay(trace, expandable=True).peak_reserved == expandable * MIB
+
+
+def test_a_block_takes_what_is_asked_for_in_steps_of_512_bytes():
+    allocator = Allocator()
+    for size, taken in ((1, 512), (512, 512), (513, 1024), (2 * MIB + 1, 2 * MIB + 512)):
+        before = allocator.allocated
+        allocator.malloc(size)
+        assert allocator.allocated - before == taken
+
+
+def test_a_remainder_of_the_large_pool_up_to_one_mib_stays_with_its_block():
+    allocator = Allocator()
+    allocator.malloc(15 * MIB)  # its segment has 16
+    assert allocator.allocated == 16 * MIB
+    allocator = Allocator()
+    allocator.malloc(14 * MIB - 512)  # 512 bytes are left of 14 MiB
+    allocator.malloc(9 * MIB)  # 11 MiB are left of 20: a block of its own
+    assert allocator.allocated == 23 * MIB and allocator.reserved == 34 * MIB
+
+
+def test_the_smallest_free_block_that_is_large_enough_is_taken():
+    allocator = Allocator()
+    blocks = [allocator.malloc(size * MIB) for size in (40, 20, 30)]
+    for block in blocks:
+        allocator.free(*block)
+    assert allocator.malloc(18 * MIB)[0].address == blocks[1][0].address
+    assert allocator.malloc(18 * MIB)[0].address == blocks[2][0].address
+    assert allocator.reserved == 90 * MIB
+
+
+def test_freed_neighbours_merge_and_hold_a_larger_request():
+    allocator = Allocator()
+    blocks = [allocator.malloc(5 * MIB) for _ in range(4)]
+    allocator.free(*blocks[1])
+    allocator.free(*blocks[3])
+    allocator.malloc(9 * MIB)  # two holes of 5 MiB do not hold it
+    assert allocator.reserved == 40 * MIB
+    allocator.free(*blocks[2])
+    assert allocator.malloc(15 * MIB)[0].address == blocks[1][0].address
+    assert allocator.reserved == 40 * MIB
+
+
+def test_expandable_segments_grow_by_what_their_free_end_lacks():
+    allocator = Allocator(expandable=True)
+    first, second = allocator.malloc(30 * MIB), allocator.malloc(10 * MIB)
+    assert allocator.reserved == 40 * MIB
+    allocator.free(*second)
+    assert allocator.malloc(35 * MIB)[0].address == 30 * MIB
+    assert allocator.reserved == 80 * MIB  # 25 MiB lacked, in pages of 20
+    allocator.free(*first)
+    assert allocator.malloc(5 * MIB)[0].address == 0, "the hole comes before the end, which can grow"
+
+
+def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
+    changes = []
+    for key in range(10, 30):  # each tensor is larger than all holes before it, as with growing lengths
+        changes += [(key, key * 3 * MIB), (key, -key * 3 * MIB)]
+    trace = trace_of(*changes)
+    assert replay(trace).peak_reserved == sum(-(-key * 3 // 2) * 2 for key in range(10, 30)) * MIB
+    assert replay(trace, expandable=True).peak_reserved == 100 * MIB
+    assert replay(trace).fragmentation > 0.9
+
+
+def test_a_workspace_is_there_and_gone_and_counts_in_both_peaks():
+    trace = trace_of((0, 20 * MIB), (-1, 0), (1, 30 * MIB), workspaces=[(2, 50 * MIB, "op")])
+    found = replay(trace, steps=1)
+    assert found.peak_live == trace.peak()[0] == 70 * MIB
+    assert found.peak_reserved == 70 * MIB, "the 30 MiB lie where the workspace lay"
+
+
+def test_optimizer_states_settle_in_segments_that_the_first_step_left():
+    state = {7: Storage(7, 12 * MIB, "optimizer", "start", "", (), "float32", "")}
+    trace = trace_of((0, 40 * MIB), (0, -40 * MIB), (1, 64), (1, -64), stages=[(0, "start"), (3, "optimizer")])
+    trace.events.insert(0, Event(0, 12 * MIB, 7))
+    trace.storages |= state
+    assert replay(trace, steps=1).peak_reserved == 42 * MIB
+    assert replay(trace).peak_reserved == 82 * MIB, "28 MiB are left of the segment, so the second step needs another 40"
+    assert replay(trace).peak_live == 52 * MIB
+
+
+def test_what_goes_with_the_model_after_the_step_is_no_part_of_it():
+    trace = trace_of((1, 30 * MIB), (1, -30 * MIB), (0, -20 * MIB))
+    trace.events.insert(0, Event(0, 20 * MIB, 0))
+    trace.storages[0] = Storage(0, 20 * MIB, "parameter", "start", "weight", (), "float32", "")
+    assert len(step_events(trace)) == 3
+    assert replay(trace, steps=4) == replay(trace, steps=1)
+
+
+def test_a_storage_that_is_emptied_and_filled_again_has_its_block_moved():
+    trace = trace_of((0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB), (0, 30 * MIB))
+    assert replay(trace).peak_live == 60 * MIB == replay(trace).peak_reserved
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_on_any_trace_live_is_at_most_allocated_at_most_reserved_and_all_is_repeatable(seed, expandable):
+    trace = random_trace(seed)
+    found = replay(trace, expandable)
+    assert found.peak_live == trace.peak()[0] <= found.peak_allocated <= found.peak_reserved
+    assert found == replay(trace, expandable)
+    assert 0 <= found.fragmentation < 1
+    assert found.peak_reserved == replay(trace, expandable, steps=6).peak_reserved, "no leak from step to step"
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_blocks_never_overlap_and_all_merge_once_everything_is_free(seed, expandable):
+    allocator, held = Allocator(expandable), {}
+    for event in random_trace(seed).events:
+        if event.bytes > 0:
+            held[event.storage] = allocator.malloc(event.bytes)
+        else:
+            allocator.free(*held.pop(event.storage))
+        assert allocator.allocated <= allocator.reserved
+        for pool in allocator.pools:
+            taken = sorted((block.address, block.size) for block, of in held.values() if of is pool)
+            ranges = sorted(taken + [(address, size) for size, address, _ in pool.free])
+            assert all(low + size <= high for (low, size), (high, _) in zip(ranges, ranges[1:]))
+    assert allocator.allocated == 0
+    assert sum(size for pool in allocator.pools for size, _, _ in pool.free) == allocator.reserved
+    for pool in allocator.pools:
+        assert not any(block.before for _, _, block in pool.free)
+        assert not expandable or len(pool.free) == 1
+    assert expandable or sum(pool.give_back() for pool in allocator.pools) == allocator.reserved
+
+
+def test_under_a_limit_free_segments_are_given_back_before_memory_runs_out():
+    trace = trace_of((0, 30 * MIB), (0, -30 * MIB), (1, 40 * MIB))
+    assert replay(trace).peak_reserved == 70 * MIB
+    assert replay(trace, capacity=40 * MIB).peak_reserved == 40 * MIB
+    with pytest.raises(OutOfMemory, match="exceed"):
+        replay(trace, capacity=39 * MIB)
+    split = trace_of((0, 30 * MIB), (0, -30 * MIB), (2, 2 * MIB), (1, 40 * MIB))
+    with pytest.raises(OutOfMemory):  # the segment of 30 MiB is held by 2
+        replay(split, capacity=69 * MIB)
+    with pytest.raises(ValueError, match="not modelled"):
+        replay(trace, expandable=True, capacity=GIB)
+
+
+def test_the_waterfall_adds_up_from_live_to_device():
+    found = replay(random_trace(0))
+    for ranks in (1, 2):
+        rows = dict(waterfall(found, ranks))
+        assert rows["live"] + rows["rounding to blocks"] + rows["reserved, not in use"] == rows["reserved"]
+        assert rows["device"] == rows["reserved"] + GIB // 2 + 64 * MIB + rows.get("NCCL", 0)
+        assert ("NCCL" in rows) == (ranks > 1)
+
+
+def test_a_device_of_exactly_the_reserved_size_runs_the_step_and_one_smaller_than_its_live_peak_does_not():
+    trace = random_trace(3)
+    beyond = sum(beyond_the_allocator().values())
+    assert runs_within(trace, replay(trace).peak_reserved + beyond)
+    assert not runs_within(trace, replay(trace).peak_live - 1 + beyond)
+    assert not runs_within(trace, beyond)
+
+
+def test_an_empty_trace_reserves_nothing():
+    found = replay(Trace(stages=[(0, "start")]))
+    assert found.peak_reserved == 0 == found.fragmentation
+
+
+def test_a_training_step_reserves_the_same_from_the_second_repetition_on():
+    trace = simulate(TrainConfig(model_size="tiny", context_length=2048, gradient_checkpointing="full"))
+    for expandable in (False, True):
+        assert replay(trace, expandable, steps=2) == replay(trace, expandable, steps=5)
+        assert replay(trace, expandable).peak_live == trace.peak()[0]
+    assert replay(trace, expandable=True).peak_reserved < replay(trace).peak_reserved
+
+
+def test_a_step_fits_a_card_by_classic_segments_by_expandable_ones_or_not_at_all():
+    demand = Demand.of(simulate(TrainConfig(model_size="tiny", context_length=4096)))
+    beyond = sum(beyond_the_allocator().values())
+    assert demand.verdict(demand.classic.peak_reserved + beyond) == FITS
+    assert demand.verdict(demand.classic.peak_live + beyond - 1) == TOO_SMALL
+    assert demand.verdict(demand.expandable.peak_reserved + beyond) == (FITS if runs_within(demand.trace, demand.least_bytes) else EXPANDABLE)
+
+
+@pytest.mark.parametrize("name, expected", [("RTX 3060 Ti", (7.8, 86)), ("nvidia geforce rtx 3060ti", (7.8, 86)), ("V100 16GB", (15.8, 70))])
+def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
+    assert (card(name).gib, card(name).cc) == expected
+
+
+@pytest.mark.parametrize("args, words", [(("RTX 9999",), "known are"), (("RTX 3060 Ty",), "did you mean RTX 3060 Ti"), (("", 0.0), "give one of them"),
+                                         (("H100", 80.0), "give one of them"), (("", -3.0), "above 0"), (("H100", 0.0, 7), "86")])
+def test_a_card_that_is_none_is_refused_in_one_line(args, words):
+    with pytest.raises(ValueError, match=words):
+        card(*args)

@@ -73,13 +73,13 @@ def fitting(plan: planner.Plan) -> planner.Plan:
     fitted = planner.fitted(plan) if plan.cfg.fit == "auto" else plan if plan.fits else None
     if fitted is not None:
         if fitted != plan:
-            print(f"--fit auto: {plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; training\n"
+            print(f"--fit auto: {plan.shortage()}; training\n"
                   f"{planner.command(fitted.asked, plan.world)}", flush=True)
         return fitted
     print(plan.table(), flush=True)
     nearest = planner.closest(plan)
     words = "nothing of longhaul fits here" if nearest is None else planner.proposal(nearest, plan)
-    raise ValueError(f"{plan.needed_gib:.1f} GiB per rank are needed and {plan.available_gib:.1f} GiB are here; {words}")
+    raise ValueError(f"{plan.shortage()}; {words}")
 
 
 class Run:

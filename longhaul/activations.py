@@ -63,7 +63,8 @@ class HostCopies:
         handle = _Handle(x.device)
         with self._side(x.device):
             handle.host = to_host(x)
-            x.record_stream(self.stream) if x.is_cuda else None
+            if self.stream is not None:
+                x.record_stream(self.stream)
         self.waiting = [ref for ref in self.waiting if ref() is not None] + [weakref.ref(handle)]
         return handle
 
@@ -83,7 +84,7 @@ class HostCopies:
     def _fetch(self, handle: "_Handle"):
         if handle.x is None:
             with self._side(handle.device, follow=False):
-                handle.x = handle.host.to(handle.device, non_blocking=True)
+                handle.x = from_host(handle.host, handle.device)
                 handle.ready = self.stream and self.stream.record_event()
 
     def _side(self, device: torch.device, follow: bool = True):
@@ -105,8 +106,13 @@ class _Handle:
 
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, pinned where x is on CUDA; on meta, of no device."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda, device="meta" if x.is_meta else "cpu")
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda", device="meta" if x.is_meta else "cpu")
     return host.copy_(x, non_blocking=True)
+
+
+def from_host(host: Tensor, device: torch.device) -> Tensor:
+    """The copy on its device again; on a CPU the host's own."""
+    return host.to(device, non_blocking=True)
 
 
 # ---- parts: a function of [B, T, D] and weights that saves its input alone and is run again in the backward, part by part

@@ -173,10 +173,10 @@ class Piece(NamedTuple):
 
 def pieces(cu_seqlens: Tensor, shape: tuple[int, int], shard: Shard) -> list[Piece]:
     """The pieces of this rank in rows of `shape` = (B, T) tokens with documents cu_seqlens over B*T; each row starts one."""
-    (B, T), ends = shape, cu_seqlens.tolist()
-    if len(ends) == B + 1:  # every row is one document
+    B, T = shape
+    if len(cu_seqlens) == B + 1:  # every row is one document
         return list(_pieces_of_row(slice(None), [(0, T)], shard.spans(T)))
-    rows = [[] for _ in range(B)]
+    rows, ends = [[] for _ in range(B)], cu_seqlens.tolist()
     for start, end in zip(ends, ends[1:]):
         rows[start // T].append((start % T, end - start // T * T))
     return [piece for row, documents in enumerate(rows) for piece in _pieces_of_row(slice(row, row + 1), documents, shard.spans(T))]

@@ -125,7 +125,7 @@ class AdamW(torch.optim.Optimizer):
         """A parameter's state before its first step: tensors of this rank's rows."""
         like = local(p).detach()
         if self.host:
-            like = torch.empty_like(like, device="meta" if like.is_meta else "cpu", dtype=torch.float32, pin_memory=like.is_cuda).copy_(like)
+            like = torch.empty_like(like, device="meta" if like.is_meta else "cpu", dtype=torch.float32, pin_memory=like.device.type == "cuda").copy_(like)
         moments = self._moments(p)
         state = {**moments.new("exp_avg", like), **moments.new("exp_avg_sq", like), "step": torch.zeros((), dtype=torch.float32)}
         return state | (dict(master=like) if self.host else {})

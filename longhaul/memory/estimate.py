@@ -24,6 +24,7 @@ class Estimate:
 
     static: int  # parameters, gradients that outlive a stage, optimizer states
     stages: dict[str, int]
+    host: int = 0  # bytes that levers keep in host memory
 
     @property
     def peak(self) -> int:
@@ -87,12 +88,17 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     stages = {
         "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
         "mlp backward": mlp + around,
-        "embedding backward": _embedding_backward(config, static, N, element, shards, sharded, bool(before)),
+        "embedding backward": _embedding_backward(config, static, N, (weight, gradient, element), shards, sharded, bool(before)),
         "gradient norm": static + gradient * P // shards - sharded * element * (P - L * layer),
     }
     if cfg.context_ranks > 1:
         stages["attention backward"] = mlp - 5 * f + around + _exchanged(cfg, config, q, k, element)
-    return Estimate(static, stages)
+    return Estimate(static, stages, _host(cfg, L * x, P // shards))
+
+
+def _host(cfg, inputs: int, parameters: int) -> int:
+    """Layer inputs, and an fp32 copy and two moments of each parameter."""
+    return 0 if cfg.device == "cpu" else cfg.offload_activations * inputs + cfg.offload_optimizer * 12 * parameters
 
 
 def state_bytes(cfg) -> float:
@@ -137,16 +143,16 @@ def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: boo
     return max(worst.values())
 
 
-def _embedding_backward(config: ModelConfig, static: int, N: int, element: int, shards: int, sharded: bool, before: bool) -> int:
+def _embedding_backward(config: ModelConfig, static: int, N: int, sizes: tuple[int, int, int], shards: int, sharded: bool, before: bool) -> int:
     """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`: there are some of earlier micro-batches.
 
     With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside both, then beside one and the result.
     """
     P, L, layer, table = config.num_params(), config.num_layers, config.layer_params(), config.vocab_size * config.hidden_size
-    tables = 1 if config.tie_embeddings else 2
+    tables, (weight, gradient, element) = 1 if config.tie_embeddings else 2, sizes
     if not sharded:
-        return static + FP32 * (P + (2 - tables + before) * table) + FP32 * N * config.hidden_size
-    done = static + FP32 * (L * layer + before * tables * table) // shards
+        return static + gradient * (P - tables * table) + weight * (2 + before) * table + weight * N * config.hidden_size
+    done = static + (gradient * L * layer + FP32 * before * tables * table) // shards
     if config.tie_embeddings:
         return done + FP32 * layer + 2 * element * table + element * N * config.hidden_size
     return done - element * 2 * table + 2 * FP32 * table + element * table + max(element, 2 * FP32 // shards) * table
@@ -168,8 +174,9 @@ def step_flops(cfg, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
     tokens = cfg.rows_per_step(ranks) * cfg.context_length
     pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * cfg.rows_per_step(ranks)
-    useful = train_flops(config, tokens, pairs)
-    return useful * (4 / 3 if cfg.gradient_checkpointing == "full" else 1)
+    useful, attention = train_flops(config, tokens, pairs), 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    again = dict(none=0, full=useful / 3, selective=useful / 3 - attention)[cfg.gradient_checkpointing]
+    return useful + again + attention * (cfg.attention_head_groups > 1)
 
 
 def cpu_step_seconds(cfg, config: ModelConfig, ranks: int, cores: int) -> float:

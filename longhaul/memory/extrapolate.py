@@ -8,6 +8,7 @@ Imports longhaul.config, longhaul.memory (simulate, trace, unroll) of ours.
 
 import math
 import re
+import dataclasses
 from dataclasses import dataclass
 
 from longhaul.config import TrainConfig
@@ -44,7 +45,12 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
         return Profile(_largest(_by_place(trace, layers)), trace, layers)
     traces = [simulate(cfg, ranks, target, count) for count in SHALLOW]
     low, high = (_by_place(trace, count) for trace, count in zip(traces, SHALLOW))
-    return Profile(_largest({place: _line(low[place], high[place], layers) for place in low}), unroll(traces[1], layers), layers)
+    return Profile(_largest({place: _line(low[place], high[place], layers) for place in low}), _deep(traces, layers), layers)
+
+
+def _deep(traces: list[Trace], layers: int) -> Trace:
+    host = _line(*(dict(host=trace.host_peak) for trace in traces), layers)["host"]
+    return dataclasses.replace(unroll(traces[1], layers), host_peak=host)
 
 
 def _line(low: dict, high: dict, layers: int) -> dict[str, int]:

@@ -42,8 +42,23 @@ class Plan:
         return self.estimate.peak / GIB + hidden
 
     @property
+    def host_gib(self) -> float:
+        """Host memory of one rank's levers on a GPU."""
+        return self.estimate.host / GIB
+
+    @property
+    def host_available_gib(self) -> float:
+        return host_available_bytes() / self.world.local_size / GIB
+
+    @property
     def fits(self) -> bool:
-        return self.needed_gib <= self.available_gib
+        return self.needed_gib <= self.available_gib and (not self.estimate.host or self.host_gib <= self.host_available_gib)
+
+    def shortage(self) -> str:
+        """What is needed and what is there, where it does not fit."""
+        if self.needed_gib > self.available_gib:
+            return f"{self.needed_gib:.1f} GiB per rank are needed and {self.available_gib:.1f} GiB are here"
+        return f"levers keep {self.host_gib:.1f} GiB per rank on the host and {self.host_available_gib:.1f} GiB are there"
 
     def table(self) -> str:
         """The plan, for the screen; every figure is computed."""
@@ -54,6 +69,8 @@ class Plan:
         where = f"this machine's free memory / {self.world.local_size} rank(s)" if self.device.type == "cpu" else "the GPU"
         rows += [f"  {'needed':<16}{self.needed_gib:>10.2f} GiB per rank (peak: {self.estimate.peak_stage})",
                  f"  {'there':<16}{self.available_gib:>10.2f} GiB per rank ({where})"]
+        if self.estimate.host:
+            rows += [f"  {'on the host':<16}{self.host_gib:>10.2f} GiB per rank of {self.host_available_gib:.2f} there"]
         if self.device.type == "cpu":
             rows += [f"  {'step':<16}{self.seconds:>10.3g} s, order of magnitude"]
         return "\n".join(rows)
@@ -112,7 +129,8 @@ def _with_context(cfg, config, world, device, available, size: int) -> Plan:
     if size > 1:
         mode, why = run.context_choice(config)
         sharing += f" by {mode} ({why})"
-    return Plan(cfg, run, config, world, device, estimate(run, config, world.size), available, sharing)
+    here = dataclasses.replace(run, device=device.type)
+    return Plan(cfg, run, config, world, device, estimate(here, config, world.size), available, sharing)
 
 
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
@@ -148,11 +166,25 @@ LEVERS = (  # name, the settings that pull it; cheapest in time first
     ("chunked loss", lambda cfg: dict(loss="chunked")),
     ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
     ("micro-batches of one row", one_row),
+    ("tiled MLP", lambda cfg: dict(mlp_tiles=max(cfg.mlp_tiles, 1 if cfg.compile else 16))),
+    ("offloaded activations", lambda cfg: dict(offload_activations=cfg.device != "cpu")),
+    ("offloaded optimizer", lambda cfg: dict(offload_optimizer=cfg.device != "cpu" and cfg.optimizer == "adamw" and cfg.master_weights == "fp32")),
+    ("head groups", lambda cfg: dict(attention_head_groups=_most_groups(cfg))),
 )
 
 
+def _most_groups(cfg: TrainConfig) -> int:
+    """One group of KV heads at a time, where that is possible."""
+    possible = cfg.gradient_checkpointing == "full" and not cfg.compile
+    return cfg.model().num_kv_heads // cfg.context_ranks if possible else cfg.attention_head_groups
+
+
+
 def ladder(cfg: TrainConfig):
-    """(names of the levers, settings): the same training with one lever more at a time; one that is on already gives no rung."""
+    """(names of the levers, settings): the same training with one lever more at a time; one that is on already gives no rung.
+
+    Levers that round (small states) or change the step (updates in the backward do not clip) are for the user to choose.
+    """
     names = []
     for name, changes in LEVERS:
         changed = dataclasses.replace(cfg, **changes(cfg))

@@ -2,7 +2,7 @@
 
 Fake tensors are on a fake CPU; where the target is CUDA, the model is told so and takes the same paths as there. One rank of an
 FSDP2 run has a fake process group. The steady state is the second step: the first has no optimizer states.
-Imports longhaul (config, dist, step), longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
+Imports longhaul (activations, config, dist, states, step), longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model
 from data.loader import Batch
-from longhaul import dist, step
+from longhaul import activations, dist, states, step
 from longhaul.config import TrainConfig
 from longhaul.memory.stages import Stages, label
 from longhaul.memory.trace import Trace
@@ -65,6 +65,28 @@ def as_on(target: str):
 
 
 @contextlib.contextmanager
+def apart(tracker: Tracker, target: str):
+    """Where the target is CUDA, what levers keep on the host is no memory of the device, and what comes back is."""
+    if target == "cpu":
+        yield
+        return
+    there, update, fresh = activations.to_host, states.AdamW.update, states.AdamW.new_state
+
+    def to_host(x):
+        with tracker.on_host():
+            return there(x)
+
+    def on_host(method):
+        def run(optimizer, *args):
+            with tracker.on_host() if optimizer.host else contextlib.nullcontext():
+                return method(optimizer, *args)
+        return run
+    with (mock.patch.object(activations, "to_host", to_host), mock.patch.object(activations, "from_host", lambda host, _: torch.empty_like(host)),
+          mock.patch.object(states.AdamW, "update", on_host(update)), mock.patch.object(states.AdamW, "new_state", on_host(fresh))):
+        yield
+
+
+@contextlib.contextmanager
 def one_rank_of(ranks: int):
     """A process group of `ranks` in which this process is rank 0 and nobody else exists; nothing for one rank."""
     if ranks == 1:
@@ -86,9 +108,9 @@ def simulate(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", layers: int
     dist.check_replicas(dist.World(size=ranks), cfg.dp_replicate)
     world = dist.World(0, ranks)
     with one_rank_of(ranks):
-        mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
-        tracker, skeleton = Tracker(Workspaces(target), fake=True), step.skeleton(cfg, config, mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True), as_on(target), tracker:
+        mesh, context_mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate), dist.context_mesh(world, torch.device("cpu"), cfg.context_ranks)
+        tracker, skeleton = Tracker(Workspaces(target), fake=True), step.skeleton(cfg, config, mesh, context_mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True), as_on(target), apart(tracker, target), tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
             trace = second_step(tracker, state, lambda: fake_batch(cfg, ranks))
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=config.num_layers)

@@ -1,14 +1,16 @@
 """What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the simulator itself.
 
-A rung is a set of levers: those of plan.ladder, then more ranks (FSDP2), then sparse attention, which changes the model. Among what fits the
-shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of magnitude). What must fit is what the
-allocator reserves with expandable segments, and what the device holds beside it. No lever keeps anything on the host yet. Sizes are
-GiB = 2^30 bytes per rank. Imports longhaul (config, dist), longhaul.memory (device, estimate, extrapolate, plan) and model.py of ours.
+A rung is a set of levers: those of plan.ladder, then more ranks (FSDP2, and sharing rows), then sparse attention, which changes the
+model. Among what fits the shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
+magnitude). What must fit is what the allocator reserves with expandable segments, and what the device holds beside it. Sizes are
+GiB = 2^30 bytes per rank; host: what levers keep there. Imports longhaul (config, context, dist), longhaul.memory (device, estimate,
+extrapolate, plan) and model.py of ours.
 """
 
 import dataclasses
 from dataclasses import dataclass
 
+from longhaul.context import allowed_sizes
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
@@ -41,6 +43,10 @@ class Rung:
         return self.demand.least_bytes / GIB
 
     @property
+    def host_gib(self) -> float:
+        return self.demand.trace.host_peak / GIB
+
+    @property
     def seconds(self) -> float:
         """Predicted time of a step, all ranks working in parallel."""
         speed = GPU_FLOPS * (1 if self.cfg.dtype == "bf16" else 0.5)
@@ -60,12 +66,16 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
 
 def levers(cfg: TrainConfig, gpus: int) -> list[tuple[TrainConfig, int, str]]:
     """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    rungs = [(cfg, 1, "as asked"), *((changed, 1, names) for names, changed in ladder(cfg))]
-    cfg, _, names = rungs[-1]
-    rungs += [(cfg, ranks, f"{names} + {ranks} ranks") for ranks in powers(gpus) if ranks > 1]
+    rungs = [(cfg, 1, "as asked"), *((changed, 1, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
+    cfg = rungs[-1][0]
+    for ranks in powers(gpus)[1:]:
+        rungs.append((cfg, ranks, f"all + {ranks} ranks"))
+        if ranks in allowed_sizes(cfg.context_parallel_mode, cfg.attention_type, cfg.model().num_kv_heads, cfg.context_length, ranks):
+            shared = dict(context_parallel_size=ranks, attention_head_groups=1)
+            rungs.append((dataclasses.replace(cfg, **shared), ranks, f"all + {ranks} ranks that share each row"))
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [(sparse, ranks, f"{names} + {ranks} rank(s) + sparse attention") for ranks in powers(gpus)]
+        rungs += [(sparse, ranks, f"all + {ranks} rank(s) + sparse attention") for ranks in powers(gpus)]
     return rungs
 
 
@@ -81,8 +91,8 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
     fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
     rows = [f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
-            f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'step s':>10}"]
-    rows += [f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
+            f"{'levers':<40}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
+    rows += [f"{rung.levers:<40}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
              for rung in rungs]
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), NOTHING)

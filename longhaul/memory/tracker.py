@@ -3,6 +3,7 @@
 Imports longhaul.memory.trace of ours. Sizes are bytes. A kernel's own buffers are no tensors: `workspace` declares them.
 """
 
+import contextlib
 import sys
 import weakref
 
@@ -56,6 +57,7 @@ class Tracker(TorchDispatchMode):
         self.time, self.stage, self.module, self.count = 0, "start", "", 0
         self.alive: dict[int, tuple] = {}  # address of a storage -> (its weak reference, its id)
         self.held: dict[int, int] = {}  # id of a storage alive -> its bytes now
+        self.elsewhere, self.host = False, {}  # whether tensors are being made on the host; address of such a storage -> its reference and bytes
 
     # ---- the mode
 
@@ -109,6 +111,8 @@ class Tracker(TorchDispatchMode):
         """The id of the tensor's storage, which is born here if it was not known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        if self.elsewhere or key in self.host:
+            return self._on_host(key, storage)
         if key not in self.alive:
             identity, self.count = self.count, self.count + 1
             self.alive[key] = (weakref.ref(storage, lambda _: self._dropped(key, identity)), identity)
@@ -117,6 +121,21 @@ class Tracker(TorchDispatchMode):
                                                     str(tensor.dtype).removeprefix("torch."), op)
             self._event(size, identity)
         return self.alive[key][1]
+
+    @contextlib.contextmanager
+    def on_host(self):
+        """What is made inside is in host memory: no event of the device's, but a part of `trace.host_peak`."""
+        before, self.elsewhere = self.elsewhere, True
+        try:
+            yield
+        finally:
+            self.elsewhere = before
+
+    def _on_host(self, key: int, storage) -> int:
+        if key not in self.alive and key not in self.host:
+            self.host[key] = weakref.ref(storage, lambda _: self.host.pop(key, None)), storage.nbytes()
+            self.trace.host_peak = max(self.trace.host_peak, sum(size for _, size in self.host.values()))
+        return self.alive[key][1] if key in self.alive else NOWHERE
 
     def _event(self, size: int, identity: int) -> int:
         self.time += 1
@@ -149,7 +168,7 @@ class Tracker(TorchDispatchMode):
         """Forget what is gone, date what is alive to time 0, and record from here."""
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
-        self.trace = Trace(events, storages, [(0, "start")], config=config)
+        self.trace = Trace(events, storages, [(0, "start")], config=config, host_peak=sum(size for _, size in self.host.values()))
         self.time, self.stage, self.module = 0, "start", ""
         for storage in storages.values():
             storage.stage = "start"

@@ -1,0 +1,79 @@
+"""What each lever saves: simulated against the allocator's record on a small model, against the closed form, and the ladder of the 4B."""
+
+import pytest
+import torch
+
+from longhaul.config import TrainConfig
+from longhaul.memory import plan as planner
+from longhaul.memory import solve
+from longhaul.memory.estimate import estimate
+from longhaul.memory.extrapolate import profile
+from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.simulate import simulate
+from model import GIB
+
+RUNGS = [dict(gradient_checkpointing="selective"), dict(gradient_checkpointing="full", mlp_tiles=4), dict(mlp_tiles=4),
+         dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2), dict(gradient_checkpointing="full", optimizer="adamw_bf16"),
+         dict(gradient_checkpointing="full", optimizer="adamw_8bit"), dict(gradient_checkpointing="full", optimizer_in_backward=True, grad_clip=0.0),
+         dict(attention_type="nsa", gradient_checkpointing="selective", mlp_tiles=4), dict(gradient_checkpointing="full", optimizer="muon")]
+
+
+@pytest.mark.parametrize("changes", RUNGS, ids=str)
+def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
+    torch.set_num_threads(1)
+    cfg = TrainConfig(**dict(model_size="tiny", context_length=2048, dtype="fp32") | changes)
+    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
+
+
+HOST = dict(gradient_checkpointing="full", offload_activations=True)
+IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
+
+
+@pytest.mark.parametrize("changes, ranks, tolerance", [
+    (HOST, 1, 0.01), (HOST | dict(offload_optimizer=True), 1, 0.01), (HOST | dict(offload_optimizer=True) | IN_BACKWARD, 1, 0.01),
+    (dict(gradient_checkpointing="selective"), 1, 0.01), (dict(gradient_checkpointing="full", optimizer="adamw_bf16"), 1, 0.01),
+    (dict(gradient_checkpointing="full", optimizer="adamw_8bit", master_weights="none"), 1, 0.01),
+    (dict(gradient_checkpointing="full", context_parallel_size=2), 2, 0.01), (dict(gradient_checkpointing="full", mlp_tiles=16), 1, 0.06)], ids=str)
+def test_the_closed_form_knows_the_levers(changes, ranks, tolerance):
+    cfg = TrainConfig(**dict(model_size="0.6B", context_length=16384, model_overrides=("num_layers=4",)) | changes)
+    assert estimate(cfg, cfg.model(), ranks).peak == pytest.approx(simulate(cfg, ranks).peak()[0], rel=tolerance)
+
+
+@pytest.mark.parametrize("layers", [4, 9])
+def test_what_stays_on_the_host_is_counted_there(layers):
+    cfg = TrainConfig(**dict(model_size="0.6B", context_length=8192, model_overrides=(f"num_layers={layers}",), offload_optimizer=True) | HOST)
+    config, trace = cfg.model(), profile(cfg).trace
+    inputs = layers * 8192 * config.hidden_size * 2
+    assert 12 * config.num_params() + inputs <= trace.host_peak <= 12 * config.num_params() + inputs + 3 * 4 * config.vocab_size * config.hidden_size
+    assert estimate(cfg, config).host == 12 * config.num_params() + inputs
+
+
+LADDER = [  # of the 4B at 131,072 tokens: live GiB, host GiB (0: none); each from the simulation, so that a change is seen
+    (dict(), 87.36, 0), (dict(optimizer="adamw_bf16"), 72.38, 0), (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
+    (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0), (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 47.1),
+    (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.07, 67.6),
+    (dict(offload_optimizer=True, offload_activations=True, mlp_tiles=16) | IN_BACKWARD, 20.46, 67.6),
+    (dict(offload_optimizer=True, offload_activations=True, mlp_tiles=16, attention_head_groups=8) | IN_BACKWARD, 14.22, 67.6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes, live, host", LADDER, ids=str)
+def test_the_ladder_of_the_4b(changes, live, host):
+    found = profile(TrainConfig(**dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes))
+    assert found.peak / GIB == pytest.approx(live, rel=5e-3) and found.trace.host_peak / GIB == pytest.approx(host, rel=1e-2)
+
+
+def test_the_ladder_pulls_exact_levers_one_by_one_and_solve_prints_the_hosts_share():
+    cfg = TrainConfig(model_size="0.6B", context_length=65536, model_overrides=("num_layers=6",))
+    names = [name for name, _ in planner.ladder(cfg)]
+    assert names[-1].split(" + ") == [name for name, _ in planner.LEVERS if name != "micro-batches of one row"]
+    answer = solve.solve(cfg, "levers", 4.5, 1)
+    assert "host GiB" in answer.text and answer.code == solve.CHANGED and "--offload" in answer.text.splitlines()[-1]
+
+
+def test_a_host_that_is_too_small_for_an_offload_is_refused(monkeypatch):
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(planner, "available_gib", lambda device, world: 80.0)
+    cfg = TrainConfig(model_size="4B", context_length=4096, offload_optimizer=True, gradient_checkpointing="full")
+    plan = planner.plan(cfg, cfg.model(), planner.World(), torch.device("cuda"))
+    assert not plan.fits and plan.shortage() == "levers keep 45.0 GiB per rank on the host and 8.0 GiB are there"

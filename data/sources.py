@@ -28,7 +28,7 @@ def refuse(message: str) -> None:
 
 
 def list_files(inputs: Iterable[Path | str]) -> list[Path]:
-    """The regular files of `inputs`, in order; folders recursively, sorted, without hidden entries or linked folders.
+    """The regular files of `inputs`, in order; folders recursively, sorted, without hidden entries, __pycache__ or linked folders.
 
     Raises ValueError for a path that is not there, or when no file is found.
     """
@@ -85,7 +85,7 @@ def _expand(path: Path) -> Iterator[Path]:
         yield path
     elif path.is_dir():
         for folder, folders, names in os.walk(path):
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
             found = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
             yield from (file for file in found if file.is_file())
     else:

@@ -70,6 +70,8 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("hidden")
     (folder / ".hidden").write_text("hidden")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
     names = [str(path.relative_to(folder)) for path in list_files([folder])]
     assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [f"b/deep/{n}.txt" for n in range(8)]
 

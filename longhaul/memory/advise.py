@@ -2,7 +2,7 @@
 
 Figures are the profiler's own: estimate.py for training, confirmed by a replay of the simulated step through the allocator;
 a simulated forward for analysis. Sizes are bytes; GiB = 2^30 bytes. Changes add up, in this order: logits in chunks, half
-precision, smaller micro-batches, checkpointing, no autoencoder, fewer layers at once, the CPU. `empty_cache` is never advised: the
+precision, smaller micro-batches, the planner's ladder (checkpointing, tiles, the host), no autoencoder, fewer layers at once, the CPU. `empty_cache` is never advised: the
 allocator gives back what is free before it fails. Imports longhaul (config, dist), longhaul.memory (device, estimate, extrapolate,
 inference, plan) and model.py of ours.
 """
@@ -13,11 +13,11 @@ from pathlib import Path
 
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.memory import plan
 from longhaul.memory.device import EXPANDABLE, FITS, HALF_SINCE, TOO_SMALL, Card, Demand
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, estimate
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.inference import forward_peak
-from longhaul.memory.plan import command
 from model import GIB, ModelConfig
 
 CODE_FITS, CODE_CHANGED, CODE_NEVER = 0, 2, 3  # exit codes
@@ -127,9 +127,11 @@ def _last(asked: Request):
         yield "no sparse autoencoder (--skip-sae)", asked
         asked = dataclasses.replace(asked, layers=min(3, asked.config.num_layers))
         yield f"{asked.layers} layers at once (--layers)", asked
-    elif asked.cfg.gradient_checkpointing == "none":
-        asked = asked.change(gradient_checkpointing="full")
-        yield "checkpointing", asked
+    else:
+        before = asked
+        for names, cfg in plan.ladder(asked.cfg):
+            asked = dataclasses.replace(before, cfg=cfg)
+            yield names.split(" + ")[-1], asked
     yield "the CPU", dataclasses.replace(asked.change(device="cpu"), device="cpu")
 
 
@@ -208,7 +210,7 @@ COUNTED = {
 
 def _beyond(steps: list, asked: Request, on: Card) -> list[str]:
     """What no change above does: more GPUs, the host's memory."""
-    notes = [f"the CPU would need {steps[-1][1] / GIB + PROCESS_GIB:.1f} GiB of host memory", "offloading to the host is not built yet"]
+    notes = [f"the CPU would need {steps[-1][1] / GIB + PROCESS_GIB:.1f} GiB of host memory"]
     if asked.task == "train":
         least = [changed for what, changed in ladder(asked, on) if what != "the CPU"][-1].cfg
         ranks = next((ranks for ranks in (2, 4, 8, 16, 32, 64) if estimate(least, least.model(), ranks).peak / GIB + CUDA_CONTEXT_GIB <= on.gib), 0)
@@ -225,7 +227,7 @@ def run(asked: Request, expandable: bool = False) -> str:
     """The command that runs the request."""
     before = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True " if expandable else ""
     if asked.task == "train":
-        return before + command(asked.cfg, World())
+        return before + plan.command(asked.cfg, World())
     words = ["python -m", SCRIPTS[asked.task].removesuffix(".py").replace("/", "."), "--checkpoint DIR", f"--batch_size {asked.cfg.batch_size}"]
     if asked.task == "analysis":
         words += [f"--dtype {NAMES[asked.dtype]}", f"--device {asked.device}", *(["--skip-sae"] if not asked.sae else [])]

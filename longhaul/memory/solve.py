@@ -1,7 +1,7 @@
 """What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the simulator itself.
 
-A rung is a set of levers: those of plan.ladder, then more ranks (FSDP2, and sharing rows), then sparse attention, which changes the
-model. Among what fits the shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
+A rung is a set of levers: those of plan.ladder one after the other, then the first that fits on more ranks (FSDP2, and sharing rows)
+and with sparse attention, which changes the model. Among what fits the shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
 magnitude). What must fit is what the allocator reserves with expandable segments, and what the device holds beside it. Sizes are
 GiB = 2^30 bytes per rank; host: what levers keep there. Imports longhaul (config, context, dist), longhaul.memory (device, estimate,
 extrapolate, plan) and model.py of ours.
@@ -10,8 +10,10 @@ extrapolate, plan) and model.py of ours.
 import dataclasses
 from dataclasses import dataclass
 
-from longhaul.context import allowed_sizes
+from tqdm import tqdm
+
 from longhaul.config import TrainConfig
+from longhaul.context import allowed_sizes
 from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
 from longhaul.memory.estimate import step_flops
@@ -64,18 +66,22 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
     return Demand.of(profile(cfg, ranks).trace, ranks)
 
 
-def levers(cfg: TrainConfig, gpus: int) -> list[tuple[TrainConfig, int, str]]:
+def levers(cfg: TrainConfig) -> list[tuple[TrainConfig, int, str]]:
     """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    rungs = [(cfg, 1, "as asked"), *((changed, 1, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
-    cfg = rungs[-1][0]
+    return [(cfg, 1, "as asked"), *((changed, 1, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
+
+
+def wider(cfg: TrainConfig, gpus: int, name: str) -> list[tuple[TrainConfig, int, str]]:
+    """The rung `name` on more ranks, then with sparse attention."""
+    rungs, upto = [], f"up to {name.removeprefix('+ ')}"
     for ranks in powers(gpus)[1:]:
-        rungs.append((cfg, ranks, f"all + {ranks} ranks"))
+        rungs.append((cfg, ranks, f"{upto}, {ranks} ranks"))
         if ranks in allowed_sizes(cfg.context_parallel_mode, cfg.attention_type, cfg.model().num_kv_heads, cfg.context_length, ranks):
             shared = dict(context_parallel_size=ranks, attention_head_groups=1)
-            rungs.append((dataclasses.replace(cfg, **shared), ranks, f"all + {ranks} ranks that share each row"))
+            rungs.append((dataclasses.replace(cfg, **shared), ranks, f"{upto}, {ranks} ranks that share rows"))
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [(sparse, ranks, f"all + {ranks} rank(s) + sparse attention") for ranks in powers(gpus)]
+        rungs += [(sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention") for ranks in powers(gpus)]
     return rungs
 
 
@@ -91,8 +97,8 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
     fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
     rows = [f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
-            f"{'levers':<40}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
-    rows += [f"{rung.levers:<40}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
+            f"{'levers':<52}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
+    rows += [f"{rung.levers:<52}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
              for rung in rungs]
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), NOTHING)
@@ -111,19 +117,30 @@ def _best(what: str, fitting: list[Rung]) -> Rung:
 
 
 def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    return [Rung(changed, ranks, names, demand(changed, ranks)) for changed, ranks, names in levers(cfg, gpus)]
+    rungs = [_rung(*asked) for asked in _progress(levers(cfg))]
+    start = next((rung for rung in rungs if rung.demand.verdict(int(room * GIB)) != TOO_SMALL), rungs[-1])
+    return rungs + [_rung(*asked) for asked in _progress(wider(start.cfg, gpus, start.levers))]
 
 
 def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    return [Rung(cfg, ranks, f"{ranks} rank(s)", demand(cfg, ranks)) for ranks in powers(gpus)]
+    return [_rung(cfg, ranks, f"{ranks} rank(s)") for ranks in _progress(powers(gpus))]
 
 
 def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs = []
-    for changed, ranks, names in levers(cfg, gpus):
+    rungs, alone = [], levers(cfg)
+    for changed, ranks, names in _progress(alone + wider(alone[-1][0], gpus, alone[-1][2])):
         context, found = longest(changed, ranks, room)
         rungs.append(Rung(dataclasses.replace(changed, context_length=context), ranks, names, found))
     return rungs
+
+
+def _rung(cfg: TrainConfig, ranks: int, names: str) -> Rung:
+    return Rung(cfg, ranks, names, demand(cfg, ranks))
+
+
+def _progress(rungs: list):
+    """The rungs, with a bar on a terminal: each is a simulation of some seconds."""
+    return tqdm(rungs, unit="rung", leave=False, disable=None)
 
 
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:

@@ -244,9 +244,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotated(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
-    wide = torch.promote_types(x_BTHK.dtype, torch.float32)
-    x1, x2 = x_BTHK.to(wide).chunk(2, dim=-1)
-    return torch.cat((x1 * cos_BT1k - x2 * sin_BT1k, x2 * cos_BT1k + x1 * sin_BT1k), dim=-1).to(x_BTHK.dtype)
+    parts = 1 if torch.compiler.is_compiling() else max(1, min(4, x_BTHK.shape[1] // 2048))  # of a long row one part at a time is in fp32
+    y_BTHK = torch.empty_like(x_BTHK)
+    for x, cos, sin, y in zip(*(whole.tensor_split(parts, dim=1) for whole in (x_BTHK, cos_BT1k, sin_BT1k, y_BTHK))):
+        x1, x2 = x.to(wide(x.dtype)).chunk(2, dim=-1)
+        y.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
+    return y_BTHK
 
 
 def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
@@ -321,8 +324,7 @@ class LayerCache:
             raise ValueError(f"the KV cache holds {len(self.k_BSGK)} rows and {len(k_BTGK)} are given: build it with batch_size={len(k_BTGK)}")
         if end > self.k_BSGK.shape[1]:
             raise ValueError(f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: build it with max_length >= {end}")
-        self.k_BSGK[:, self.length : end] = k_BTGK
-        self.v_BSGK[:, self.length : end] = v_BTGK
+        self.k_BSGK[:, self.length : end], self.v_BSGK[:, self.length : end] = k_BTGK, v_BTGK
         self.length = end
         return self.k_BSGK[:, :end], self.v_BSGK[:, :end]
 
@@ -375,8 +377,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, rstd = ctx.saved_tensors
-        normed = x.to(rstd.dtype) * rstd
-        wide = grad.to(rstd.dtype)
+        normed, wide = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
         grad_weight = torch.linalg.vecdot(wide.flatten(0, -2), normed.flatten(0, -2), dim=0).to(weight.dtype)
         wide = wide * weight
         inner = torch.linalg.vecdot(wide, normed, dim=-1)[..., None] / x.shape[-1]
@@ -505,8 +506,7 @@ def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
 def standard_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor) -> Tensor:
     """sum over valid positions of -log p(label) / num_valid, through the full logits in fp32 (at least)."""
     logits_NV = logits(hidden_ND, weight_VD)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum") / num_valid
+    return F.cross_entropy(logits_NV.to(wide(logits_NV.dtype)), labels_N.long(), ignore_index=IGNORE, reduction="sum") / num_valid
 
 
 # ------------------------------------------------------------------------- the loss, over tiles of the vocabulary

@@ -197,12 +197,14 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
     def split(x):
         return x.flatten(0, 1).tensor_split(min(tiles, x.shape[0] * x.shape[1]))
 
+    def add(grads, out, sums):  # a function, so that none of them is held while the next part runs
+        out.copy_(grads[0])
+        torch._foreach_add_(sums, [grad.to(total.dtype) for grad, total in zip(grads[1:], sums)])
+
     def gradients(dy, x, *weights):
         dx, sums = torch.empty_like(x), [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
         for part, dpart, out in zip(split(x), split(dy), split(dx)):
-            grads = _again(lambda x, *w: parts.call(x, w), [part, *weights], dpart)
-            out.copy_(grads[0])
-            torch._foreach_add_(sums, [grad.to(total.dtype) for grad, total in zip(grads[1:], sums)])
+            add(_again(lambda x, *w: parts.call(x, w), [part, *weights], dpart), out, sums)
         return dx, *(total.to(w.dtype) for total, w in zip(sums, weights))
     return parts.run(forward, gradients, x_BTD.contiguous())
 
@@ -214,33 +216,107 @@ def group_heads(model: Decoder, groups: int):
     """Run attention for `groups` groups of KV heads in turn, with their query heads: queries, keys, values and outputs exist for
     one group at a time. The backward runs a group's forward again, so that attention runs once more than without."""
     for layer in model.layers:
-        parts = _Parts(layer.attention)
-        layer.attention.forward = functools.partial(_grouped, parts, groups, model.config)
+        layer.attention.forward = functools.partial(_grouped, _Heads(layer.attention), groups, model.config)
 
 
-def _grouped(parts: _Parts, groups: int, config, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
+class _Heads(_Parts):
+    """An attention layer without its output projection: what every group writes into the same [B, T, D], sums and gradients of x,
+    goes there by the products themselves, so that no group has a [B, T, D] of its own."""
+
+    def __init__(self, attention: torch.nn.Module):
+        super().__init__(attention)
+        self.plain, self.twin = self.twin, copy.copy(attention)
+        self.sums = {name: _Summing(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")}
+        self.twin._modules = dict(attention._modules) | self.sums | dict(o_proj=torch.nn.Identity())
+        self.inner = [name for name in self.names if name != OUT]
+
+    def outputs(self, x, weights: dict, rope, documents, dx: Tensor | None = None) -> Tensor:
+        """[B, T, H*K] of the heads whose weights are given; the projections add the gradient of x to `dx`."""
+        self._add_to(dx)
+        outputs = functional_call(self.twin, {name: weights[name] for name in self.inner}, (x, rope, documents))
+        self._add_to(None)
+        return outputs
+
+    def _add_to(self, dx: Tensor | None):
+        for projection in self.sums.values():
+            projection.dx = dx
+
+
+OUT = "o_proj.weight"
+
+
+class _Summing(torch.nn.Module):
+    """y = x w^T; in the backward dx += dy w in place, where autograd would hold three gradients of x to sum them."""
+
+    def __init__(self, linear: torch.nn.Module):
+        super().__init__()
+        self.weight, self.dx = linear.weight, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Project.apply(x, self.weight.to(x.dtype), self.dx)
+
+
+class _Project(torch.autograd.Function):
+    """x [.., D], w [O, D]; dx: where the gradient of x is added."""
+
+    @staticmethod
+    def forward(ctx, x, w, dx):
+        ctx.save_for_backward(x, w)
+        ctx.dx = dx
+        return torch.nn.functional.linear(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        dy = dy.flatten(0, -2)
+        ctx.dx.view(-1, w.shape[1]).addmm_(dy, w)
+        return None, dy.T @ x.flatten(0, -2), None
+
+
+def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
     if cache is not None:
-        return parts.twin(x_BTD, rope, documents, cache)
+        return parts.plain(x_BTD, rope, documents, cache)
     slices = [head_slices(parts.names, config, group, groups) for group in range(groups)]
+
+    def taken(weights, takes) -> dict:
+        return {name: _flat(take(w)) for name, take, w in zip(parts.names, takes, weights)}
 
     def forward(x, weights):
         y = torch.zeros_like(x)
         for takes in slices:
-            y += attend(x, *(take(w) for take, w in zip(takes, weights)))
+            own = taken(weights, takes)
+            y.view(-1, y.shape[-1]).addmm_(parts.outputs(x, own, rope, documents).flatten(0, 1), own[OUT].T.to(x.dtype))
         return y
-
-    def attend(x, *weights):
-        return parts.call(x, [w.flatten(0, 1) if w.ndim == 3 else w for w in weights], rope, documents)
 
     def gradients(dy, x, *weights):
         dx, dweights = torch.zeros_like(x), [torch.zeros_like(w) for w in weights]
         for takes in slices:
-            grads = _again(attend, [x, *(take(w) for take, w in zip(takes, weights))], dy)
-            dx += grads[0]
-            for take, total, grad in zip(takes, dweights, grads[1:]):
-                take(total).add_(grad)
+            add(backward(dy, x, taken(weights, takes), dx), takes, dweights)
         return dx, *dweights
-    return parts.run(forward, gradients, x_BTD)
+
+    def add(grads: dict, takes, dweights):
+        for name, take, total in zip(parts.names, takes, dweights):
+            view = take(total)
+            view.add_(grads[name].view(view.shape))
+
+    def backward(dy, x, own, dx) -> dict:
+        """Gradients of one group's weights by name; that of x is added to dx."""
+        x = x.detach().requires_grad_()
+        own = {name: w.detach().requires_grad_() for name, w in own.items()}
+        with torch.enable_grad():
+            o = parts.outputs(x, own, rope, documents, dx)
+        out, leaves = own.pop(OUT), [x, *own.values()]
+        with torch.no_grad():
+            do, dout = dy @ out.to(dy.dtype), dy.flatten(0, 1).T @ o.flatten(0, 1)
+        rest, *grads = torch.autograd.grad(o, leaves, do, allow_unused=True)
+        if rest is not None:  # of what reads x beside the three projections
+            dx += rest
+        return dict(zip(own, grads)) | {OUT: dout}
+    return parts.run(forward, gradients, x_BTD.contiguous())
+
+
+def _flat(w: Tensor) -> Tensor:
+    return w.flatten(0, 1) if w.ndim == 3 else w
 
 
 def head_slices(names: list[str], config, group: int, groups: int) -> list:
@@ -252,7 +328,7 @@ def head_slices(names: list[str], config, group: int, groups: int) -> list:
     rows = {"q_proj.weight": queries * K, "k_proj.weight": keys * K, "v_proj.weight": keys * K,
             "sparse.gate.weight": 3 * queries, "sparse.gate.bias": 3 * queries}
     takes = {name: functools.partial(_rows, where=span(width)) for name, width in rows.items()}
-    takes["o_proj.weight"] = lambda w: w[:, span(queries * K)]
+    takes[OUT] = lambda w: w[:, span(queries * K)]
     takes["sparse.kv_proj.weight"] = lambda w: w.unflatten(0, (4, -1))[:, span(keys * K)]
     return [takes.get(name, _whole) for name in names]
 

@@ -11,6 +11,7 @@ from longhaul import context
 from longhaul.cli import flag
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
+TILE = 4096  # tokens of a part of the MLP where its number of parts is chosen here: long enough for whole matrix products
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -58,7 +59,8 @@ class TrainConfig:
     gradient_checkpointing: str = flag("none", "recompute each layer in the backward: full, none, or selective, which keeps attention's outputs",
         ("activation_checkpointing",), ("none", "full", "selective"), bare="full", group="memory and speed")
     offload_activations: bool = flag(False, "layer checkpoints wait in host memory for the backward", group="memory and speed")
-    mlp_tiles: int = flag(1, "parts of the tokens that each MLP runs over in turn", group="memory and speed")
+    mlp_tiles: int = flag(1, "parts of the tokens that each MLP runs over in turn; 0, or the bare flag: parts of 4,096 tokens", bare=0,
+        group="memory and speed")
     attention_head_groups: int = flag(1, "parts of the KV heads that attention runs over in turn", group="memory and speed")
     optimizer: str = flag("adamw", "fp32, bf16 or 8-bit moments, or Muon for the layers' matrices", ("optim",),
         ("adamw", "adamw_bf16", "adamw_8bit", "muon"), group="memory and speed")
@@ -98,7 +100,7 @@ class TrainConfig:
     def __post_init__(self):
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, context_parallel_size=0, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
-                        eval_rows=1, log_every=1, mlp_tiles=1, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
+                        eval_rows=1, log_every=1, mlp_tiles=0, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
                         logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -116,7 +118,7 @@ class TrainConfig:
 
     def _check_levers(self, model: ModelConfig):
         """ValueError for levers that exclude each other."""
-        parts = self.mlp_tiles > 1 or self.attention_head_groups > 1
+        parts = self.tiles > 1 or self.attention_head_groups > 1
         for wrong, words in [
                 (model.num_kv_heads % self.attention_head_groups, f"--attention_head_groups {self.attention_head_groups} does not divide "
                  f"{model.num_kv_heads} KV heads: give a divisor"),
@@ -138,6 +140,11 @@ class TrainConfig:
                  "--optimizer_in_backward updates weights before the global norm is known: add --grad_clip 0")]:
             if wrong:
                 raise ValueError(words)
+
+    @property
+    def tiles(self) -> int:
+        """Parts of the tokens that each MLP runs over; an automatic number leaves `TILE` tokens or fewer to each."""
+        return self.mlp_tiles or -(-self.batch_size * self.context_length // self.context_ranks // TILE)
 
     @property
     def bare_weights(self) -> bool:

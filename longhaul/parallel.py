@@ -21,8 +21,8 @@ def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
         share_rows(model, context_mesh, cfg.context_choice(model.config).mode, cfg.compile)
     if cfg.attention_head_groups > 1:
         activations.group_heads(model, cfg.attention_head_groups)
-    if cfg.mlp_tiles > 1:
-        activations.tile_mlp(model, cfg.mlp_tiles)
+    if cfg.tiles > 1:
+        activations.tile_mlp(model, cfg.tiles)
     if cfg.gradient_checkpointing != "none":
         activations.checkpoint_layers(model, cfg.gradient_checkpointing == "selective", cfg.offload_activations)
     if mesh is not None:

@@ -150,7 +150,7 @@ def test_head_slices_cover_every_weight_once():
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"), (dict(mlp_tiles=0), "--mlp_tiles 0"),
+    (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"), (dict(mlp_tiles=-1), "--mlp_tiles -1"),
     (dict(offload_activations=True), "add --gradient_checkpointing"),
     (dict(compile=True, mlp_tiles=2), "--compile"), (dict(compile=True, attention_head_groups=2), "--compile"),
     (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full")])

@@ -74,25 +74,28 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     cast = 0 if sharded or element == weight else element  # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
     whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced
     static = int((weight + state_bytes(cfg)) * P) // shards + cfg.accumulation(ranks) * 24 * N + (element * (P - L * layer) if sharded else 0)
-    saved = saved_per_layer(config, N, element) - _parts(cfg, q, k, f) + (q if _ulysses(cfg, config) else 0)  # o by heads and by tokens
-    f //= cfg.mlp_tiles
-    kept = _checkpoint(cfg, config, x, q, N) if cfg.gradient_checkpointing != "none" else saved + cast * layer
+    inner = saved_per_layer(config, N, element) - 4 * x - 3 * f + (q if _ulysses(cfg, config) else 0)  # o by heads and by tokens
+    beside = 4 * x + inner * (cfg.attention_head_groups == 1)  # what a layer's MLP finds saved; a layer in parts saves their inputs alone
+    kept = _checkpoint(cfg, config, x, q, N) if cfg.gradient_checkpointing != "none" else beside + 3 * f * (cfg.tiles == 1) + cast * layer
     tables = FP32 * N * config.head_dim
     gradient = 0 if cfg.optimizer_in_backward else weight  # bytes per parameter of gradients that wait for the optimizer
     before = gradient * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before; later ones are added to them
     added = bool(before) and not sharded  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
     head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
-    mlp = head + x + saved + 2 * f + (element * layer if sharded else cast * (layer - down)) + whole * down * (not added)
+    layer_copy = element * layer if sharded else cast * (layer - down)
+    mlp = head + x + beside + 5 * f // cfg.tiles + layer_copy + (whole * down * (not added) if cfg.tiles == 1 else x + (3 * FP32 + weight) * down)
+    attention = head + 3 * x + _attention_backward(cfg, config, inner, q, k, x) + layer_copy + (whole if sharded else gradient) * (layer - down)
     gathered = element * (P - L * layer) if sharded else 0  # the root's parameters, before they are copied to their places
     around = _around(L, kept, 0 if before else gradient * layer // shards, layer, element, sharded)
     stages = {
         "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
         "mlp backward": mlp + around,
+        "attention backward": attention + around,
         "embedding backward": _embedding_backward(config, static, N, (weight, gradient, element), shards, sharded, bool(before)),
         "gradient norm": static + gradient * P // shards - sharded * element * (P - L * layer),
     }
     if cfg.context_ranks > 1:
-        stages["attention backward"] = mlp - 5 * f + around + _exchanged(cfg, config, q, k, element)
+        stages["attention backward"] = mlp - 5 * f // cfg.tiles + around + _exchanged(cfg, config, q, k, element)
     return Estimate(static, stages, _host(cfg, L * x, P // shards))
 
 
@@ -108,9 +111,13 @@ def state_bytes(cfg) -> float:
     return dict(adamw=8.0, adamw_bf16=4.0, adamw_8bit=2.03, muon=4.0)[cfg.optimizer]
 
 
-def _parts(cfg, q: int, k: int, f: int) -> int:
-    """What a layer that works on one part at a time need not keep: of gate, up and their product; of q, k, v and o."""
-    return 3 * f * (cfg.mlp_tiles - 1) // cfg.mlp_tiles + (3 * q + 3 * k) * (cfg.attention_head_groups - 1) // cfg.attention_head_groups
+def _attention_backward(cfg, config: ModelConfig, inner: int, q: int, k: int, x: int) -> int:
+    """What attention saved, gradients of o, q, k, v, and what FlashAttention-2 sums dq, dk and dv in: all for one group of heads at a time."""
+    rows = cfg.batch_size * cfg.context_length // cfg.context_ranks * config.num_heads
+    workspace = FP32 * rows * (config.head_dim + 1) + 2 * q * (config.num_heads != config.num_kv_heads)
+    groups = cfg.attention_head_groups
+    sparse = cfg.attention_type == "nsa"  # k and v have a gradient from each branch that reads them
+    return (inner + 2 * q + (4 * k if sparse else 2 * k + workspace)) // groups + x * (groups > 1)
 
 
 def _checkpoint(cfg, config: ModelConfig, x: int, q: int, N: int) -> int:

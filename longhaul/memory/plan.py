@@ -166,7 +166,7 @@ LEVERS = (  # name, the settings that pull it; cheapest in time first
     ("chunked loss", lambda cfg: dict(loss="chunked")),
     ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
     ("micro-batches of one row", one_row),
-    ("tiled MLP", lambda cfg: dict(mlp_tiles=max(cfg.mlp_tiles, 1 if cfg.compile else 16))),
+    ("tiled MLP", lambda cfg: dict(mlp_tiles=cfg.mlp_tiles if cfg.compile or cfg.mlp_tiles > 1 else 0)),
     ("offloaded activations", lambda cfg: dict(offload_activations=cfg.device != "cpu")),
     ("offloaded optimizer", lambda cfg: dict(offload_optimizer=cfg.device != "cpu" and cfg.optimizer == "adamw" and cfg.master_weights == "fp32")),
     ("head groups", lambda cfg: dict(attention_head_groups=_most_groups(cfg))),

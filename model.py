@@ -505,8 +505,8 @@ def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
 
 def standard_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor) -> Tensor:
     """sum over valid positions of -log p(label) / num_valid, through the full logits in fp32 (at least)."""
-    logits_NV = logits(hidden_ND, weight_VD)
-    return F.cross_entropy(logits_NV.to(wide(logits_NV.dtype)), labels_N.long(), ignore_index=IGNORE, reduction="sum") / num_valid
+    logits_NV = logits(hidden_ND, weight_VD).to(wide(hidden_ND.dtype))
+    return F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum") / num_valid
 
 
 # ------------------------------------------------------------------------- the loss, over tiles of the vocabulary

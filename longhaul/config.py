@@ -1,6 +1,6 @@
 """TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the keys of --config.
 
-Imports model.py (ModelConfig, PRESETS), longhaul.cli and longhaul.context of ours.
+Imports model.py (ModelConfig, PRESETS), longhaul.cli, longhaul.context and longhaul.exits of ours.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from longhaul import context
 from longhaul.cli import flag
+from longhaul.exits import WorldError
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 TILE = 4096  # tokens of a part of the MLP where its number of parts is chosen here: long enough for whole matrix products
@@ -53,6 +54,8 @@ class TrainConfig:
     beta2: float = flag(0.95, "AdamW", ("adam_beta2",), group="optimisation")
     adam_eps: float = flag(1e-8, "AdamW", ("eps",), group="optimisation")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", ("max_grad_norm", "clip"), group="optimisation")
+    pairwise_accumulation: bool = flag(False, "one process sums its micro-batches in the order of two, whose bits (fp32) it then has: one more gradient",
+        group="optimisation")
     # ---- memory and speed
     dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32",
         ("precision",), tuple(DTYPES), group="memory and speed")
@@ -87,6 +90,10 @@ class TrainConfig:
     keep_last: int = flag(2, "checkpoints kept, at least 2", ("save_total_limit",), group="run")
     resume: str = flag("auto", "auto: newest good checkpoint of output_dir; none: refuse a folder that holds a run; or a step-* folder",
         ("resume_from",), group="run")
+    override_settings: bool = flag(False, "let a resume change settings of the group optimisation, which it refuses otherwise", group="run")
+    async_save: bool = flag(False, "write checkpoints from a copy in host memory while training goes on", group="run")
+    audit_every: int = flag(0, "steps between steps whose forward and backward run twice and must give the same bits; 0: never", group="run")
+    timeout: int = flag(60, "seconds after which a rank that gives no sign of life ends the others, exit code 7", group="run")
     eval_every: int = flag(100, "steps between validations, each with a text sample in TensorBoard; 0: never",
         ("eval_steps",), group="run")
     eval_rows: int = flag(8, "rows of a validation, over all ranks", group="run")
@@ -101,6 +108,7 @@ class TrainConfig:
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, context_parallel_size=0, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
                         eval_rows=1, log_every=1, mlp_tiles=0, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
+                        audit_every=0, timeout=1,
                         logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -189,7 +197,8 @@ class TrainConfig:
         rows = groups * self.batch_size
         if self.global_batch_size % rows:
             sizes = [size for size in range(1, self.global_batch_size + 1) if self.global_batch_size % size == 0]
-            raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
+            wrong = ValueError if self.global_batch_size % self.batch_size else WorldError  # whose fault it is: the batch's or the ranks'
+            raise wrong(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
                              f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}")
         return self._alone(self.global_batch_size // rows)
 

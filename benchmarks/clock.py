@@ -38,19 +38,20 @@ def scratch(device: torch.device) -> torch.Tensor | None:
     return torch.empty(min(SCRATCH_BYTES, free // 8), dtype=torch.uint8, device=device)
 
 
-def interleaved(calls: dict, fresh, device: torch.device = CPU, rounds: int = ROUNDS, limit: float = math.inf) -> dict[str, list[float]]:
+def interleaved(calls: dict, fresh, device: torch.device = CPU, rounds: int = ROUNDS, limit: float = math.inf,
+                cold: bool = True) -> dict[str, list[float]]:
     """Seconds of each call in each round, one of them rotating to the front.
 
     calls: name -> function(*inputs), already warmed up. fresh(): new random inputs, made outside of the clock. After `limit` seconds of
-    wall time no further round begins; the first is always whole.
+    wall time no further round begins; the first is always whole. cold: with the scratch buffer, for calls shorter than a training step.
     """
-    times, cold, names = {name: [] for name in calls}, scratch(device), list(calls)
+    times, buffer, names = {name: [] for name in calls}, scratch(device) if cold else None, list(calls)
     end = time.monotonic() + limit
     for index in range(rounds):
         inputs = fresh()
         for name in names[index % len(names):] + names[: index % len(names)]:
-            if cold is not None:
-                cold.zero_()
+            if buffer is not None:
+                buffer.zero_()
             times[name].append(seconds(lambda: calls[name](*inputs), device))
         del inputs
         if time.monotonic() > end:

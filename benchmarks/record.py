@@ -45,12 +45,17 @@ def markdown(columns: dict[str, str], rows: list[dict]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def filled(table: dict) -> dict[str, str]:
+    """The columns of a stored table in which a row has something."""
+    return {name: kind for name, kind in table["columns"].items() if any(row.get(name) is not None for row in table["rows"])}
+
+
 class Run:
     """One run's results. `label` says what they are worth; `echo` prints each line as it comes."""
 
     def __init__(self, folder: str | Path, label: str, command: str, where: dict, toy: bool, echo=print):
         self.folder, self.echo = Path(folder), echo
-        self.data = dict(label=label, toy=toy, command=command, where=where, tables={}, notes=[], skipped=[], failures=[])
+        self.data = dict(label=label, toy=toy, command=command, where=where, tables={}, notes=[], skipped=[], failures=[], jobs=[])
         self.write()
 
     def row(self, table: Table, **figures):
@@ -82,6 +87,11 @@ class Run:
         self.echo(f"FAILED: {line}")
         self.write()
 
+    def timing(self, name: str, seconds: float, clocks: dict):
+        """How long a job took, and the device's clocks right after it."""
+        self.data["jobs"].append({"job": name, "seconds": round(seconds, 1)} | clocks)
+        self.write()
+
     def write(self):
         """Both files, each appearing whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +104,7 @@ class Run:
 def page(data: dict) -> str:
     """The whole run as Markdown."""
     parts = [f"# {data['label']}\n", f"`{data['command']}`\n", "".join(f"- {name}: {value}\n" for name, value in data["where"].items())]
-    parts += [f"## {table['title']}\n\n{markdown(table['columns'], table['rows'])}" for table in data["tables"].values()]
+    parts += [f"## {table['title']}\n\n{markdown(filled(table), table['rows'])}" for table in data["tables"].values()]
     for title, key in (("Failed", "failures"), ("Skipped", "skipped"), ("Notes", "notes")):
         if data[key]:
             parts.append(f"## {title}\n\n" + "".join(f"- {line}\n" for line in data[key]))

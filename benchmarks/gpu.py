@@ -27,10 +27,10 @@ TOY = "Toy sizes on {}: shows that everything runs, and claims nothing"
 class GpuConfig:
     """What to measure, for how long, where to write."""
 
-    out: str = flag("runs/gpu", "folder for results.json and results.md")
-    only: str = flag((), f"parts, of {', '.join(PARTS)}; none: all", many=True)
-    minutes: float = flag(9.0, "after this time no job begins that would end later; the most important ones come first")
-    toy: bool = flag(False, "toy sizes on a GPU too: a rehearsal of about a minute")
+    out: str = flag("runs/gpu", "folder for results.json and results.md", group="run")
+    only: str = flag((), f"parts, of {', '.join(PARTS)}; none: all", many=True, group="run")
+    minutes: float = flag(9.0, "after this time no job begins that would end later; the most important ones come first", group="run")
+    toy: bool = flag(False, "toy sizes on a GPU too: a rehearsal of about a minute", group="run")
 
     def __post_init__(self):
         unknown = [name for name in self.parts if name not in PARTS]

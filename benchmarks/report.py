@@ -33,8 +33,8 @@ python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.r
 class ReportConfig:
     """Which file, and whether to write it."""
 
-    file: str = flag("README.md", "Markdown file with marked sections")
-    check: bool = flag(False, "write nothing; exit code 1 where the file is not what the results say")
+    file: str = flag("README.md", "Markdown file with marked sections", group="report")
+    check: bool = flag(False, "write nothing; exit code 1 where the file is not what the results say", group="report")
 
 
 def main(args: list[str] | None = None) -> int:

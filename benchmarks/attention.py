@@ -1,6 +1,6 @@
 """SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to time what is not exact.
 
-Imports model.NSAConfig, nsa and tests.nsa_oracle of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
+Imports model.NSAConfig, nsa, tests.nsa_oracle and benchmarks.clock of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
 (other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a fresh process above what
 stood after its inputs existed.
 
@@ -10,11 +10,11 @@ import argparse
 import re
 import subprocess
 import sys
-import time
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.clock import relative, seconds
 from model import NSAConfig
 from nsa import compress as nsa_compress
 from nsa import decode as nsa_decode
@@ -26,11 +26,12 @@ CFG, M, K = NSAConfig(), 4, 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def inputs(T, dtype, grad=True):
-    make, N = torch.Generator().manual_seed(0), CFG.compressed_blocks(T)
-    shapes = [(1, T, M, K)] + [(1, n, 1, K) for n in (T, T, N, N, T, T)]
-    tensors = [torch.randn(s, generator=make).to(dtype) for s in shapes]
-    tensors.append(torch.randn(1, T, M, 3, generator=make).sigmoid().to(dtype))
+def inputs(T, dtype, grad=True, heads=M, groups=1, device="cpu", cfg=CFG, seed=0):
+    """q, six K/V and gates of `heads` query heads on `groups` KV heads."""
+    make, N = torch.Generator(device).manual_seed(seed), cfg.compressed_blocks(T)
+    shapes = [(1, T, heads, K)] + [(1, n, groups, K) for n in (T, T, N, N, T, T)]
+    tensors = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
+    tensors.append(torch.randn(1, T, heads, 3, generator=make, device=device).sigmoid().to(dtype))
     return [x.requires_grad_(grad) for x in tensors]
 
 
@@ -50,54 +51,61 @@ def train(function, tensors):
     o.backward(torch.ones_like(o))
 
 
-def seconds(call):
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def best_of_turns(calls, turns):
     """Least seconds of each call, the calls taking turns."""
     times = [[seconds(call) for call in calls] for _ in range(turns)]
     return [min(column) for column in zip(*times)]
 
 
+# ---- what is wrong is not timed
+
+
+BOUNDS = {"fp32": (2e-5, 6e-5), "bf16": (1.5e-2, 1.5e-2)}  # of the forward, of a gradient
+
+
 def refuse_if_wrong(dtype):
     """Exits where forward, gradients or decoding leave what the dense float64 reference allows."""
-    T, tensors = 1300, inputs(1300, DTYPES[dtype])
-    parts = nsa_engine.nsa_attention(*tensors, CFG, return_parts=True)
-    index = torch.where(parts["block_idx"] < 0, 21, parts["block_idx"].long())
-    chosen = torch.zeros(1, T, 1, 22, dtype=torch.bool).scatter_(-1, index, True)[..., :21]
-    wide = [x.detach().double().requires_grad_() for x in tensors]
-    exact, weight = oracle.nsa(*wide, CFG, chosen)[0], torch.randn(parts["o"].shape).to(DTYPES[dtype])
-    forward, gradient = (2e-5, 6e-5) if dtype == "fp32" else (1.5e-2, 1.5e-2)
-    _hold(f"forward {dtype}", parts["o"], exact, forward)
-    got = torch.autograd.grad(nsa_engine.nsa_attention(*tensors, CFG), tensors, weight)
-    for i, (x, y) in enumerate(zip(got, torch.autograd.grad(exact, wide, weight.double()))):
-        _hold(f"gradient of input {i} {dtype}", x, y, gradient)
-    _hold(f"decoding {dtype}", *_decoded(tensors), 1e-5 if dtype == "fp32" else 1.5e-2)
+    tensors = inputs(1300, DTYPES[dtype])
+    forward, gradient = BOUNDS[dtype]
+    for what, error in (nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))).items():
+        bound = dict(forward=forward, decoding=1e-5 if dtype == "fp32" else 1.5e-2).get(what, gradient)
+        if not error <= bound:
+            raise SystemExit(f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed")
 
 
-def _hold(what, x, exact, bound):
-    error = ((x.double() - exact).norm() / exact.norm()).item()
-    if not error <= bound:
-        raise SystemExit(f"bench: {what} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed")
+def nsa_errors(attention, tensors, cfg=CFG):
+    """"forward" and "gradient of input i" -> relative error against the dense float64 oracle with the blocks that `attention` chose."""
+    T, blocks = tensors[0].shape[1], -(-tensors[0].shape[1] // cfg.sel_block)
+    parts = attention(*tensors, cfg, return_parts=True)
+    index = parts["block_idx"].cpu().long()
+    chosen = torch.zeros(1, T, index.shape[2], blocks + 1, dtype=torch.bool)
+    chosen.scatter_(-1, torch.where(index < 0, blocks, index), True)
+    return errors(lambda *x: attention(*x, cfg), lambda *x: oracle.nsa(*x, cfg, chosen[..., :blocks])[0], tensors)
+
+
+def errors(function, exact, tensors):
+    """Relative errors of a function and its gradients against one that computes in float64 on the CPU."""
+    wide = [x.detach().cpu().double().requires_grad_() for x in tensors]
+    want, got = exact(*wide), function(*tensors)
+    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(got.dtype)
+    grads = zip(torch.autograd.grad(got, tensors, weight.to(got.device)), torch.autograd.grad(want, wide, weight.double()))
+    return dict(forward=relative(got.detach(), want.detach())) | {f"gradient of input {i}": relative(x, y) for i, (x, y) in enumerate(grads)}
 
 
 @torch.no_grad()
-def _decoded(tensors):
-    """(The last token's attention from a state, the same from the whole sequence); no rotation, one K/V for all branches."""
+def decode_error(tensors):
+    """The last token's attention from a state against the same from the whole sequence; no rotation, one K/V for all branches."""
     q, k, v, *_, gates = tensors
-    compress, whole = compressor(q.dtype), nsa_compress.layout(None, q.shape[:2], CFG, "cpu")
+    compress, whole = compressor(q.dtype, q.device), nsa_compress.layout(None, q.shape[:2], CFG, q.device)
     k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
-    state = nsa_decode.NSAState(CFG, 1, k.shape[1], 1, K, dtype=q.dtype)
+    state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
     state.append(k, v, k, v, None, None, compress, lambda x, _: x)
     full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, CFG)
-    return nsa_decode.nsa_decode(q[:, -1:], gates[:, -1:], state), full[:, -1:].double()
+    return relative(nsa_decode.nsa_decode(q[:, -1:], gates[:, -1:], state), full[:, -1:].double())
 
 
-def compressor(dtype):
-    compress = nsa_compress.Compressor(K, CFG).to(dtype)
+def compressor(dtype, device="cpu"):
+    compress = nsa_compress.Compressor(K, CFG).to(device, dtype)
     for parameter in compress.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return compress

@@ -2,17 +2,17 @@
 
     python -m benchmarks.self_certainty [--tokens 512] [--hidden_size 2048] [--vocab_size 151936] [--repeats 5]
 
-One CPU thread, bf16, interleaved; refuses to time what is off by more than 1e-3 nats from full logits in float64. Imports longhaul.cli,
-longhaul.memory.measure and longhaul.vocab of ours.
+One CPU thread, bf16, interleaved; refuses to time what is off by more than 1e-3 nats from full logits in float64. Imports benchmarks.clock,
+longhaul.cli, longhaul.memory.measure and longhaul.vocab of ours.
 """
 
 import functools
 import math
 import statistics
-import time
 
 import torch
 
+from benchmarks.clock import seconds
 from longhaul.cli import Parser
 from longhaul.memory.measure import peak_bytes
 from longhaul.vocab import vocab_stats
@@ -33,12 +33,6 @@ def gradient(statistic, hidden_ND, weight_VD):
     """d sum(statistic) / d hidden."""
     hidden_ND = hidden_ND.detach().requires_grad_()
     return torch.autograd.grad(statistic(hidden_ND, weight_VD).sum(), hidden_ND)[0]
-
-
-def seconds(function) -> float:
-    start = time.process_time()
-    function()
-    return time.process_time() - start
 
 
 def main(args: list[str] | None = None):

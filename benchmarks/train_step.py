@@ -5,19 +5,19 @@
 Each side is a process of its own, as a user would start it, on one CPU thread; their steps alternate. Both start from the same weights
 and must give the same first loss, else nothing is timed. The figure is the median of the ratios of process CPU time. Ours is
 `longhaul.step` after `dist.start`; theirs is the loop of the transformers documentation: fp32 weights under autocast for bf16, fused
-AdamW, clipping. Imports longhaul of ours.
+AdamW, clipping. Imports longhaul and benchmarks.clock of ours.
 """
 
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
 import torch
 
+from benchmarks.clock import seconds
 from longhaul import dist, qwen3, step
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig
@@ -76,18 +76,24 @@ def transformers_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
     logging.disable_progress_bar()
-    model = Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay, fused=True)
+    one_step = plain_loop(Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32), cfg, "cpu")
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return lambda: float(one_step(inputs, targets))
 
-    def one_step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bf16"):
+
+def plain_loop(model, cfg: TrainConfig, device: str):
+    """step(inputs, targets) -> loss: fp32 weights under autocast for bf16, fused AdamW, clipping."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay, fused=True)
+
+    def one_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
             loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     return one_step
 
@@ -103,9 +109,9 @@ def serve(given):
     tokens = torch.randint(0, cfg.model().vocab_size, (given.batch_size, given.context_length + 1), generator=torch.Generator().manual_seed(0))
     one_step = SIDES[given.side](cfg, Path(given.weights), tokens)
     for _ in sys.stdin:
-        start = time.process_time()
-        loss = one_step()
-        print(loss, time.process_time() - start, flush=True)
+        losses = []
+        spent = seconds(lambda: losses.append(one_step()))
+        print(losses[0], spent, flush=True)
 
 
 # ---- the comparison

@@ -59,7 +59,7 @@ def parse(cls, args: list[str] | None = None, description: str = ""):
     """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults; ValueError for what is wrong."""
     parser = build_parser(cls, description)
     parser.error = _raise
-    given = {name: value for name, value in vars(parser.parse_args(args)).items() if value is not None}
+    given = vars(parser.parse_args(args))
     from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in {**from_file, **given}.items()}
     return cls(**given)
@@ -70,7 +70,7 @@ def _raise(message: str):
 
 
 def build_parser(cls, description: str = "") -> Parser:
-    """One flag per field of `cls`; a flag that is not given stays None, so that given and default can be told apart."""
+    """One flag per field of `cls`; a flag that is not given is absent, so that given and default can be told apart."""
     parser = Parser(description=description)
     groups = {}
     for spec in fields(cls):
@@ -92,7 +92,7 @@ def _add_flag(group, spec):
         kind.update(nargs="?", const=meta["bare"])
     elif meta["many"]:
         kind.update(nargs="+")
-    group.add_argument(*names, dest=spec.name, default=None, help=f"{meta['help']} (default: {default})", **kind)
+    group.add_argument(*names, dest=spec.name, default=argparse.SUPPRESS, help=f"{meta['help']} (default: {default})", **kind)
 
 
 class _Switch(argparse.Action):

@@ -94,15 +94,31 @@ def _zero(name: str) -> int:
     return 0 if name == "exp_avg_sq" else 127
 
 
-@functools.cache
+_CODES: dict[tuple, Tensor] = {}
+
+
 def _code(name: str, device: torch.device) -> Tensor:
-    """The 256 values that a code stands for, increasing: 0, 1, and seven decades with twice as many values in each next one."""
+    """The 256 values that a code stands for, increasing; kept per device, but not one of a simulation's tensors without values."""
+    if (name, device) in _CODES:
+        return _CODES[name, device]
+    code = torch.tensor(_values(name), dtype=torch.float32, device=device)
+    if type(code) is Tensor:
+        _CODES[name, device] = code
+    return code
+
+
+@functools.cache
+def _values(name: str) -> tuple[float, ...]:
+    """0, 1, and seven decades with twice as many values in each next one: the means between evenly spaced edges from 0.1 to 1.
+
+    Plain Python: a simulation's tensors have no values that could be read here.
+    """
     signed, values = name == "exp_avg", [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade * (1 if signed else 2) + 1, dtype=torch.float64)
-        means = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6)).tolist()
+        cells = 2**decade * (1 if signed else 2)
+        means = [(0.1 + 0.9 * (cell + 0.5) / cells) * 10.0 ** (decade - 6) for cell in range(cells)]
         values += means + [-mean for mean in means] * signed
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return tuple(sorted(values))
 
 
 # ---- the optimizers

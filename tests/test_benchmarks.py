@@ -33,7 +33,7 @@ def test_the_attention_benchmark_refuses_to_time_what_is_wrong(monkeypatch):
 
     def wrong_forward(*arguments, **options):
         result = right(*arguments, **options)
-        return result | {"o": result["o"] * 1.02} if isinstance(result, dict) else result
+        return result if isinstance(result, dict) else result * 1.02
 
     def wrong_backward(q, *rest, **options):
         return right(q.detach() + 0.9 * (q - q.detach()), *rest, **options)

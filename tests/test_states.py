@@ -7,6 +7,7 @@ import torch
 
 from longhaul import checkpoint, optim, states, step
 from longhaul.config import TrainConfig
+from longhaul.memory.simulate import simulate
 
 V, T = 67, 48
 BASE = dict(model_size="tiny", vocab_size=V, context_length=T, dtype="fp32", warmup_steps=4, lr=2e-3, max_steps=500, schedule="constant",
@@ -218,3 +219,12 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32():
     count = sum(p.numel() for p in step_of)
     value = float(torch.tensor(0.01, dtype=torch.bfloat16))
     assert float(optim.clip_gradients(state.model, 0)) == pytest.approx(value * math.sqrt(count), rel=1e-5)
+
+
+def test_a_simulation_beforehand_leaves_the_codes_of_8_bit_moments_as_they_are():
+    states._CODES.clear()
+    states._values.cache_clear()
+    cfg = TrainConfig(model_size="tiny", model_overrides=("num_layers=1",), context_length=64, optimizer="adamw_8bit", device="cpu")
+    simulate(cfg, target="cpu")
+    code = states._code("exp_avg", torch.device("cpu"))
+    assert type(code) is torch.Tensor and code[0] < -0.99 and code[-1] == 1 and (code.diff() > 0).all()

@@ -1,6 +1,6 @@
 """Predicted against measured: the same step really run on this machine, on its CPU under the same tracker and the allocator's record.
 
-Imports longhaul (config, dist, step), longhaul.memory (device, extrapolate, measure, simulate, trace) and model.py of ours. GiB = 2^30 bytes.
+Imports longhaul (config, dist, step), longhaul.memory (device, extrapolate, measure, simulate, stages, trace) and model.py of ours. GiB = 2^30 bytes.
 """
 
 import collections
@@ -13,6 +13,7 @@ from longhaul.memory.device import Demand, waterfall
 from longhaul.memory.extrapolate import Profile
 from longhaul.memory.measure import peak_bytes
 from longhaul.memory.simulate import observe, row_batch
+from longhaul.memory.stages import Stages
 from longhaul.memory.trace import Trace
 from model import GIB
 
@@ -33,24 +34,50 @@ def allocator_peak(cfg: TrainConfig) -> int:
     return sum(resident.values()) + peak_bytes(lambda: step.train_step(state, batch), torch.device("cpu"))
 
 
-def measure_cuda(cfg: TrainConfig, snapshot: str = "") -> dict:
-    """The second of two real steps on the GPU: the caching allocator's own peaks, bytes; its history in `snapshot` where that is named."""
-    device = torch.device("cuda")
+class StagePeaks:
+    """Stands where stages expect a tracker: what the caching allocator itself says each stage peaked at, bytes.
+
+    It allocates when the host asks, so hooks on the host mark its stages exactly, however far behind the device is.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.stage, self.module, self.peaks, self.reserved = device, "start", "", {}, 0
+
+    def enter(self, stage: str, module: str = ""):
+        if stage != self.stage:
+            self.note()
+        self.stage, self.module = stage, module
+
+    def note(self):
+        """The running stage has taken this much; the next peak starts from what is allocated now."""
+        self.peaks[self.stage] = max(self.peaks.get(self.stage, 0), torch.cuda.max_memory_allocated(self.device))
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def register(self, tensor: torch.Tensor, op: str) -> int:
+        """Tensors are not followed here."""
+        return 0
+
+
+def measure_cuda(cfg: TrainConfig, snapshot: str = "", device: torch.device = torch.device("cuda")) -> dict:
+    """The second of two real steps on the GPU: the caching allocator's own peaks by stage, bytes; its history in `snapshot` where that is named."""
     state = step.build(cfg, cfg.model(), device)
     batch = [{name: value if value is None else value.to(device) for name, value in micro.items()} for micro in row_batch(cfg)]
     step.train_step(state, batch)
     torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
     if snapshot:
         torch.cuda.memory._record_memory_history()
-    step.train_step(state, batch)
-    torch.cuda.synchronize(device)
+    peaks = StagePeaks(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    with Stages(peaks, state).installed():
+        step.train_step(state, batch)
+        torch.cuda.synchronize(device)
+        peaks.note()
     if snapshot:
         torch.cuda.memory._dump_snapshot(snapshot)
         torch.cuda.memory._record_memory_history(enabled=None)
     free, total = torch.cuda.mem_get_info(device)
-    return dict(stages={}, allocator_peak_bytes=torch.cuda.max_memory_allocated(device), reserved_peak_bytes=torch.cuda.max_memory_reserved(device),
-                device_bytes=total - free)
+    return dict(stages=peaks.peaks, allocator_peak_bytes=max(peaks.peaks.values()), reserved_peak_bytes=peaks.reserved, device_bytes=total - free)
 
 
 def _born(trace: Trace) -> dict[str, int]:

@@ -1,0 +1,104 @@
+"""Writes the README's measured tables from the runs in benchmarks/results/: `python -m benchmarks.report`. No figure is typed by hand.
+
+Between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` stands that table of benchmarks/results/NAME/results.json; between
+`<!-- results:gpu -->` and the same end what every run of benchmarks.gpu on a GPU found, or that there is none yet. A test holds the
+README to it. Imports benchmarks.record and longhaul.cli of ours.
+"""
+
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.record import filled, markdown
+from longhaul import cli
+from longhaul.cli import flag
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+SECTION = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- /results -->)", re.S)
+SHOWN = ("exact", "loss", "attention", "step", "memory", "workspaces", "allocator")  # of a GPU's run; its results.md has the stages too
+NONE_YET = """Not measured on a GPU yet. On a machine with one, ten minutes measure all of it, beside full logits, torch's own loss, Liger-Kernel,
+cut-cross-entropy, SDPA, cuDNN, flash-attn, fla and transformers, as far as they are installed:
+
+```bash
+python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.report
+```
+
+"""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Which file, and whether to write it."""
+
+    file: str = flag("README.md", "Markdown file with marked sections", group="report")
+    check: bool = flag(False, "write nothing; exit code 1 where the file is not what the results say", group="report")
+
+
+def main(args: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    try:
+        cfg = cli.parse(ReportConfig, args, __doc__)
+        path = Path(cfg.file)
+        text = path.read_text(encoding="utf-8")
+        now = written(text, runs())
+    except (ValueError, OSError) as error:
+        print(f"benchmarks.report: error: {error}", file=sys.stderr)
+        return 2
+    if cfg.check:
+        return int(now != text)
+    path.write_text(now, encoding="utf-8")
+    return 0
+
+
+def runs(folder: Path = RESULTS) -> dict[str, dict]:
+    """Name of the folder -> its results."""
+    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/results.json"))}
+
+
+def written(text: str, found: dict[str, dict]) -> str:
+    """The text with every marked section made anew; ValueError for a section without results."""
+    return SECTION.sub(lambda match: f"{match[1]}{section(match[2], found)}{match[4]}", text)
+
+
+def section(name: str, found: dict[str, dict]) -> str:
+    """What stands in a section."""
+    if name == "gpu":
+        return "\n".join(of_gpu(folder, data) for folder, data in found.items() if is_gpu(data)) or NONE_YET
+    folder, _, table = name.partition("/")
+    if table not in found.get(folder, {}).get("tables", {}):
+        known = [f"{folder}/{table}" for folder, data in found.items() for table in data["tables"]]
+        raise ValueError(f"results:{name} is not there: choose from gpu, {', '.join(known)}")
+    data = found[folder]
+    return f"{credit(data)}\n\n{one_table(data, table)}\n"
+
+
+def is_gpu(data: dict) -> bool:
+    """Whether a run is one of benchmarks.gpu at full sizes."""
+    return not data["toy"] and data["command"].startswith("python -m benchmarks.gpu")
+
+
+def of_gpu(folder: str, data: dict) -> str:
+    """A GPU's run: what it is, its tables, what failed and was skipped."""
+    tables = [f"{data['tables'][name]['title']}:\n\n{one_table(data, name)}" for name in SHOWN if name in data["tables"]]
+    rest = [f"{title}: {'; '.join(data[key])}.\n" for title, key in (("Failed", "failures"), ("Skipped", "skipped")) if data[key]]
+    return "\n".join([f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). {credit(data)}\n", *tables, *rest])
+
+
+def credit(data: dict) -> str:
+    """Where, with what, when and how a run was taken."""
+    place = data["where"]
+    versions = ", ".join(f"{name} {place[name]}" for name in ("torch", "triton", "driver") if name in place)
+    return f"{place['device']}, {versions}, {place['date']}, commit {place['commit']}: `{data['command']}`"
+
+
+def one_table(data: dict, name: str) -> str:
+    """A table of a run."""
+    table = data["tables"][name]
+    return markdown(filled(table), table["rows"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

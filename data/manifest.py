@@ -1,6 +1,6 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes everything else.
 
-Imports nothing of ours. It is written last, so a folder without one is not a dataset. Its `checksum` is the SHA-256 of
+Imports data.foreign. It is written last, so a folder without one is not a dataset. Its `checksum` is the SHA-256 of
 the rest of it in canonical JSON, so that a flipped bit in the manifest itself is found as well.
 """
 
@@ -9,6 +9,8 @@ import json
 import os
 import re
 from pathlib import Path
+
+from data.foreign import is_pickle, read_json
 
 MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"
@@ -101,13 +103,16 @@ def _checksum(content: dict) -> str:
 
 
 def _parse(path: Path) -> dict:
+    if is_pickle(path.parent):
+        raise ValueError(f"{path.parent} is a pickle, which can run code, and was not opened: give a dataset folder; "
+                         f"prepare one with `{PREPARE}`, from ids with data.shards.write_dataset")
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no dataset ({MANIFEST} is missing): "
                          f"prepare one with `{PREPARE}`")
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON: restore it, or prepare the data again with `{PREPARE}`") from None
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): restore it, or prepare the data again with `{PREPARE}`") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     return content

@@ -112,7 +112,7 @@ def read_toml(cls, path: str, parser: Parser) -> dict:
     """Values of a TOML file by field name or alias; tables only group keys. Errors name file and key."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of too many digits
         parser.error(f"--config {path}: {error}")
     names = {alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])}
     values = {}

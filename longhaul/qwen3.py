@@ -1,4 +1,4 @@
-"""Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back. Imports model.py of ours.
+"""Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back. Imports model.py, longhaul.weights and data.foreign of ours.
 
     decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)     # overrides are fields of ModelConfig
     to_hf(decoder, "exported")                                              # read by transformers 4.51 and later, and 5
@@ -13,13 +13,13 @@ import math
 import os
 import shutil
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from data.foreign import read_json, refuse_pickle
+from longhaul.weights import opened
 from model import Decoder, ModelConfig
 
 SHARD_BYTES = 5 * 10**9  # what Hugging Face tools cut at
@@ -90,9 +90,10 @@ def check_geometry(config: ModelConfig, folder: Path) -> dict:
 
 def read_config(folder: Path) -> dict:
     """Fields of ModelConfig from config.json, in the spelling of transformers 4 or of 5."""
+    refuse_pickle(folder)
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not readable ({error}): name a folder with a Hugging Face Qwen3 model") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
@@ -141,7 +142,7 @@ def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], torch.dtype]
     """File, shape and dtype of every tensor, from the headers."""
     stored = {}
     for path in _files(folder):
-        with _opened(path) as source:
+        with opened(path) as source:
             for name in source.keys():
                 header = source.get_slice(name)
                 if name in stored:
@@ -156,7 +157,7 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(read_json(index)["weight_map"].values()))
             plain = all(Path(name).name == name for name in names)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is garbled ({error!r}): download the folder again") from None
@@ -167,15 +168,6 @@ def _files(folder: Path) -> list[Path]:
         if not (folder / "model.safetensors").is_file():
             raise ValueError(f"{pickle} is a pickle, which can run code, and was not opened: convert to safetensors")
     return [folder / "model.safetensors"]
-
-
-@contextmanager
-def _opened(path: Path):
-    try:
-        with safe_open(path, framework="pt") as source:
-            yield source
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): download the folder again") from None
 
 
 def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
@@ -205,7 +197,7 @@ def _fill(decoder: Decoder, stored: dict, folder: Path):
 
 
 def _read(stored: dict, name: str) -> torch.Tensor:
-    with _opened(stored[name][0]) as source:
+    with opened(stored[name][0]) as source:
         return source.get_tensor(name)
 
 

@@ -6,7 +6,6 @@ Whatever is wrong is said in one line before anything is allocated or overwritte
 
 import dataclasses
 import json
-import math
 import shutil
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from data import foreign, order
 from longhaul import checkpoint, cli, dist, exits, identity, storage, supervise
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
@@ -90,7 +90,7 @@ class Run:
         found = dist.on_rank0(lambda: self._find_checkpoint(cfg), world)  # one rank looks, so that all decide alike
         self.checkpoint = Path(found) if found else None
         self.manifest = self._read_manifest(cfg)
-        self.cfg = self._with_the_checkpoints_batch(cfg)
+        self.cfg = identity.with_skips(self.manifest, self._with_the_checkpoints_batch(cfg))
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
         if self.manifest is not None:
             identity.check_position(self.manifest, self.loader)
@@ -139,6 +139,7 @@ class Run:
         return self._named_checkpoint(cfg)
 
     def _named_checkpoint(self, cfg: TrainConfig) -> str:
+        foreign.refuse_pickle(Path(cfg.resume))
         if not Path(cfg.resume).is_dir():
             raise ValueError(f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder")
         manifest = checkpoint.verify(Path(cfg.resume))
@@ -182,7 +183,8 @@ class Run:
 
     def _loader(self, split: str, rows: int):
         from data.loader import Loader
-        return Loader(self.dataset, self.cfg.context_length, rows, seed=self.cfg.seed, split=split)
+        skip = order.parse_ranges(self.cfg.skip_rows) if split == "train" else ()
+        return Loader(self.dataset, self.cfg.context_length, rows, seed=self.cfg.seed, split=split, skip=skip)
 
     # ---- building
 
@@ -246,6 +248,8 @@ class Run:
         if self.state is None:
             return
         from longhaul.metrics import Logger
+        from longhaul.numerics import Numerics
+        self.numerics = Numerics(self.state, self.loader, self.folder, lambda cfg: planner.command(cfg, self.world), (self.manifest or {}).get("skipped", ()))
         log = Logger(self.folder, self.state.step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.table())
         saver = Saver(self.folder, self.world, self.cfg.keep_last, self.cfg.async_save, self.state.step, log.say)
         log.text(self.state.step, "changes", "\n".join(identity.changes(self.manifest, self.cfg)))
@@ -285,14 +289,13 @@ class Run:
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
-        if not math.isfinite(norm):
-            log.say(f"step {state.step}: the gradient norm is {norm}: no weight was changed")
+        watched = self.numerics.after(result, log.say)
         if state.step == STEPS:
             log.say(f"step {state.step}: {comparison(self.plan)}")
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
         log.step(dict(
             step=state.step, loss=loss, perplexity=_exp(loss), grad_norm=norm, lr=result.lr, tokens=state.tokens,
-            tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time()))
+            tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time(), **watched))
         return True
 
     def _mfu(self, rows, seconds: float) -> float | None:
@@ -341,7 +344,7 @@ class Run:
 
     def _save(self, saver: Saver):
         if saver.saved != self.state.step:
-            extra = dict(identity=self.identity, rows_per_step=self.cfg.rows_per_step(self.world.size))
+            extra = dict(identity=self.identity, rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.numerics.skipped)
             saver.save(self.state, extra)
 
 

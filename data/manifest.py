@@ -1,6 +1,6 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes everything else.
 
-Imports nothing of ours. It is written last, so a folder without one is not a dataset. Its `checksum` is the SHA-256 of
+Imports data.foreign. It is written last, so a folder without one is not a dataset. Its `checksum` is the SHA-256 of
 the rest of it in canonical JSON, so that a flipped bit in the manifest itself is found as well.
 """
 
@@ -9,6 +9,8 @@ import json
 import os
 import re
 from pathlib import Path
+
+from data.foreign import is_pickle, read_json
 
 MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"
@@ -27,6 +29,12 @@ class IntegrityError(ValueError):
     """The data on disk is damaged: not what its manifest says. `exit_code`: as longhaul/exits.py has it."""
 
     exit_code = 3
+
+
+class TokenizerMismatch(IntegrityError):
+    """The tokenizer beside the ids is not the one that made them: a mistake of whoever put it there, not of the disk."""
+
+    exit_code = 2
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -103,13 +111,16 @@ def _checksum(content: dict) -> str:
 
 
 def _parse(path: Path) -> dict:
+    if is_pickle(path.parent):
+        raise ValueError(f"{path.parent} is a pickle, which can run code, and was not opened: give a dataset folder; "
+                         f"prepare one with `{PREPARE}`, from ids with data.shards.write_dataset")
     if not path.is_file():
         raise ValueError(f"{path.parent} holds no dataset ({MANIFEST} is missing): "
                          f"prepare one with `{PREPARE}`")
     try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON: restore it, or prepare the data again with `{PREPARE}`") from None
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): restore it, or prepare the data again with `{PREPARE}`") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     return content
@@ -137,8 +148,11 @@ def _check_values(path: Path, content: dict) -> None:
     if "train" not in content["splits"] or not content["shards"]:
         raise ValueError(f"{path} describes an empty dataset: prepare the data again with `{PREPARE}`")
     _check_split_sizes(path, content)
+    if not all(shard["tokens"] and shard["documents"] for shard in content["shards"]):
+        raise ValueError(f"{path} describes an empty shard: prepare the data again with `{PREPARE}`")
     if content["dtype"] != (dtype := token_dtype(content["vocab_size"])):
-        raise ValueError(f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
+        kind = ValueError if dtype == "uint32" else IntegrityError  # ids that never fitted, or a file that was changed
+        raise kind(f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
                          f"{content['dtype']!r}: prepare the data again with `{PREPARE}`")
     if content["eod_id"] >= content["vocab_size"]:
         raise ValueError(f"{path}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}: "

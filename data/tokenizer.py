@@ -1,6 +1,6 @@
 """A lossless sentencepiece tokenizer: decode(encode(text)) == text for every valid Unicode string.
 
-Imports nothing of ours. Three things make it lossless: no normalisation and no dummy prefix, byte pieces for whatever
+Imports data.foreign. Three things make it lossless: no normalisation and no dummy prefix, byte pieces for whatever
 the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always spelled as its three byte pieces.
 The end-of-document piece is a *control* piece: no text, `<|endoftext|>` included, ever encodes to it.
 """
@@ -15,6 +15,8 @@ from typing import Iterable, Iterator
 
 import numpy as np
 import sentencepiece
+
+from data.foreign import refuse_pickle
 
 EOD_PIECE = "<|endoftext|>"
 SPACE_MARK = "\u2581"  # sentencepiece writes a space as this character, so the character itself needs byte pieces
@@ -89,6 +91,7 @@ class Tokenizer:
         if not self.path.is_file():
             raise ValueError(f"tokenizer {self.path} is not a file: give a sentencepiece .model file, "
                              "or train one with --vocab_size N")
+        refuse_pickle(self.path, "give a sentencepiece .model file, or train one with --vocab_size N")
         model = self.path.read_bytes()
         self.sha256 = hashlib.sha256(model).hexdigest()
         self._processor = _load(model, self.path)
@@ -98,6 +101,11 @@ class Tokenizer:
         self._require_lossless()
 
     def _require_lossless(self) -> None:
+        try:
+            self._pieces
+        except UnicodeDecodeError as error:
+            raise ValueError(f"tokenizer {self.path} is damaged: a piece is not UTF-8 ({error}): copy the file again, or "
+                             "train one with --vocab_size N") from None
         if self.eod_id < 0 or not self._processor.is_control(self.eod_id):
             raise ValueError(f"tokenizer {self.path} has no end-of-document control piece (eos_id): "
                              "train one with --vocab_size N")

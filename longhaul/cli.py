@@ -112,7 +112,7 @@ def read_toml(cls, path: str, parser: Parser) -> dict:
     """Values of a TOML file by field name or alias; tables only group keys. Errors name file and key."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of too many digits
         parser.error(f"--config {path}: {error}")
     names = {alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])}
     values = {}
@@ -138,7 +138,9 @@ def _checked(spec, value, where: str, parser: Parser):
     if spec.metadata["many"]:
         fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return tuple(value) if fine else parser.error(f"{where}={value!r}: give a list of strings")
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int and not -2**63 <= value < 2**63:
+        parser.error(f"{where} has {len(str(value))} digits: give a number below 2^63")
+    if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
         parser.error(f"{where}={value!r} is a {type(value).__name__}: give a {wanted.__name__}")

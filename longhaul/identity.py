@@ -1,4 +1,6 @@
-"""Which run a folder or checkpoint belongs to, and what has changed since. Imports longhaul.checkpoint and longhaul.config of ours."""
+"""Which run a folder or checkpoint belongs to, and what has changed since. Imports data.order, longhaul.checkpoint,
+longhaul.config and model.py of ours.
+"""
 
 import dataclasses
 import json
@@ -6,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from data import order
 from longhaul.checkpoint import CheckpointError
 from longhaul.config import TrainConfig
 from model import ModelConfig
 
 NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
-FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps", "override_settings"}  # follow the call
+FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps", "override_settings",
+        "skip_rows"}  # follow the call
 OPTIMISATION = {spec.name for spec in dataclasses.fields(TrainConfig) if spec.metadata["group"] == "optimisation"} - {"max_steps"}
 BEGUN = (".lock", ".tmp-run.json")  # what a job that was killed before run.json stood leaves
 WANTED = ("identity", "rows_per_step", "threads", "torch")  # of a manifest, beside what checkpoint.py needs itself
@@ -73,14 +77,33 @@ def check_settings(manifest: dict | None, cfg: TrainConfig):
         raise ValueError(f"the checkpoint was trained with other settings ({words}): give its settings, or add --override_settings to change them")
 
 
+def recorded_skips(manifest: dict) -> order.Ranges:
+    """The rows that had been left out of the order when the checkpoint was written."""
+    return order.merged(manifest["data"].get("skip", ()))
+
+
+def with_skips(manifest: dict | None, cfg: TrainConfig) -> TrainConfig:
+    """Rows that were left out before the checkpoint stay left out; ValueError for one that it was trained on, which cannot be taken back."""
+    if manifest is None:
+        return cfg
+    recorded = recorded_skips(manifest)
+    both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
+    trained = order.around(manifest["step"] * manifest["rows_per_step"], recorded)
+    if order.before(both, trained) != order.before(recorded, trained):
+        raise ValueError(f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {manifest['step']} was trained on the rows before {trained}: "
+                         "resume an earlier one with --resume and a new --output_dir, or name later rows")
+    return dataclasses.replace(cfg, skip_rows=order.words_of(both))
+
+
 def check_position(manifest: dict, loader):
     """CheckpointError where the data position is not where the checkpoint's step begins: neither is ever made up."""
-    expected = loader.state(manifest["step"])
+    expected = loader.state(manifest["step"], recorded_skips(manifest))
     if manifest["data"] != expected:
         raise CheckpointError(f"the checkpoint of step {manifest['step']} has the data position {manifest['data']}, not {expected}: use another checkpoint")
 
 
 def check_complete(manifest: dict, folder: Path):
-    """CheckpointError where a manifest lacks what a resume needs."""
-    if lacking := [name for name in WANTED if name not in manifest]:
+    """CheckpointError where a manifest lacks what a resume needs; the learning rate and every random draw are functions of step and settings."""
+    lacking = [name for name in WANTED if name not in manifest] + sorted((OPTIMISATION | {"seed"}) - manifest["config"].keys())
+    if lacking:
         raise CheckpointError(f"{folder}/manifest.json lacks {', '.join(lacking)}: use another checkpoint")

@@ -37,6 +37,8 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     lr: float
     num_valid: Tensor  # global count of positions with a target
+    local_loss: Tensor | None = None  # this rank's share of `loss`
+    skipped: bool = False  # whether the gradient norm was NaN or infinite on any rank, so that none took the step
 
 
 def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
@@ -150,12 +152,14 @@ def update(state: TrainState, batch: list[dict], total: Tensor, num_valid: Tenso
     """Clip, step the optimizer, count: what follows once the gradients are there."""
     cfg, lr = state.cfg, optim.learning_rate(state.step, state.cfg)
     norm = optim.global_norm(state.model, state.optimizer, cfg)
-    if norm.is_meta or norm.isfinite():  # reduced over all ranks, so they agree: a NaN or inf anywhere changes no weight
+    loss, fine = dist.all_sum(torch.stack([total, norm.isfinite().float()]))  # fine: ranks whose norm is neither NaN nor inf
+    takes_it = norm.is_meta or bool(fine == state.world.size)  # the same on all ranks, though replicas may have differed
+    if takes_it:
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (state.world.size // cfg.context_ranks)
-    return StepResult(dist.all_sum(total), norm, lr, num_valid)
+    return StepResult(loss, norm, lr, num_valid, total, not takes_it)
 
 
 @torch.no_grad()

@@ -1,0 +1,157 @@
+"""Feed damaged and hostile bytes to everything that reads files from elsewhere: `python -m scripts.fuzz [--inputs N] [--only NAME ...]`.
+
+Each input is a good file, damaged by a generator of its own seed. It must be accepted, or refused by one line that is a ValueError:
+any other exception, a crash of the process, more than 10 s or 100 MB is a failure, and the seed that shows it is printed.
+The readers run in a forked child, so that a crash in a C or Rust parser is counted rather than suffered. Imports scripts.faults.readers of ours.
+"""
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import random
+import re
+import signal
+import struct
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.faults.readers import TARGETS, Target
+
+INPUTS = 10_000
+SECONDS = 10  # for one input
+LIMIT_MB = 100  # above what the process had before the first input
+NAMES = ("accepted", "refused", "wrong", "crashed")
+NEXT, PEAK, COUNTS = 0, 1, 2  # places in Shared
+FORK = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Counts over the inputs of one target, the peak above the start in MB, and what went wrong, with its seed."""
+
+    name: str
+    accepted: int
+    refused: int
+    wrong: int
+    crashed: int
+    peak_mb: float
+    seconds: float
+    failures: tuple[str, ...]
+
+    @property
+    def fine(self) -> bool:
+        return not (self.wrong or self.crashed) and self.peak_mb < LIMIT_MB
+
+
+# ----------------------------------------------------------------------------------------------------------- running
+
+
+class Shared:
+    """Numbers that a child leaves to its parent however it ends: the next seed, and a count for each of NAMES."""
+
+    def __init__(self):
+        self.memory = mmap.mmap(-1, 8 * (2 + len(NAMES)))
+
+    def __getitem__(self, at: int) -> int:
+        return struct.unpack_from("<q", self.memory, 8 * at)[0]
+
+    def __setitem__(self, at: int, value: int):
+        struct.pack_into("<q", self.memory, 8 * at, value)
+
+    def count(self, name: str):
+        self[COUNTS + NAMES.index(name)] += 1
+
+
+def fuzz(target: Target, inputs: int) -> Result:
+    """Run inputs 0 .. inputs - 1 of a target."""
+    started, shared, failures = time.perf_counter(), Shared(), []
+    with tempfile.TemporaryDirectory() as place:
+        folder, log = Path(place, "files"), Path(place, "log")
+        folder.mkdir()
+        good = target.make(folder)
+        target.read(folder)  # the good file is accepted; imports are made before the memory counts
+        while shared[NEXT] < inputs:
+            child = FORK.Process(target=_inputs, args=(target, good, folder, inputs, shared, log))
+            child.start()
+            child.join()
+            if child.exitcode:
+                failures.append(f"{target.name} seed {shared[NEXT]}: {_last_words(child.exitcode, log)}")
+                shared.count("wrong" if child.exitcode > 0 else "crashed")
+                shared[NEXT] += 1
+    counts = [shared[COUNTS + at] for at in range(len(NAMES))]
+    return Result(target.name, *counts, shared[PEAK] / 1e6, time.perf_counter() - started, tuple(failures))
+
+
+def _last_words(code: int, log: Path) -> str:
+    """The error below the last traceback, or the signal that ended the child."""
+    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return (errors or [f"exit code {code}"])[-1][:300] if code > 0 else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
+
+
+def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):
+    """In the child: all inputs from the next one on. What is not a refusal ends it, and the parent starts another behind that input."""
+    _write_to(log)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _status("VmRSS")
+    for seed in range(shared[NEXT], inputs):
+        shared[NEXT] = seed
+        target.damage(random.Random(seed), good, folder)
+        signal.alarm(SECONDS)
+        shared.count("accepted" if _accepts(target, folder) else "refused")
+        signal.alarm(0)
+        if seed % 64 == 0 or seed == inputs - 1:
+            shared[PEAK] = max(shared[PEAK], _status("VmHWM") - before)
+    shared[NEXT] = inputs
+
+
+def _accepts(target: Target, folder: Path) -> bool:
+    try:
+        target.read(folder)
+        return True
+    except ValueError as error:
+        if isinstance(error, (UnicodeError, json.JSONDecodeError)) or "\n" in str(error):
+            raise AssertionError(f"words that name no remedy: {error!r}") from None
+        return False
+
+
+def _write_to(log: Path):
+    """What parsers print of every input, and a traceback, go to a file."""
+    screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+
+
+def _status(key: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
+
+
+def table(results: list[Result]) -> str:
+    """The results, a line each."""
+    lines = [f"{'reader':12} {'inputs':>8} {'accepted':>9} {'refused':>8} {'wrong':>6} {'crashed':>8} {'peak MB':>8} {'s':>6}"]
+    for one in results:
+        inputs = one.accepted + one.refused + one.wrong + one.crashed
+        lines.append(f"{one.name:12} {inputs:8,} {one.accepted:9,} {one.refused:8,} {one.wrong:6} {one.crashed:8} {one.peak_mb:8.1f} {one.seconds:6.1f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.fuzz", description=__doc__.splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=INPUTS, metavar="N", help=f"inputs of each reader (default {INPUTS:,})")
+    parser.add_argument("--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers")
+    given = parser.parse_args(arguments)
+    results = [fuzz(target, given.inputs) for target in TARGETS if not given.only or target.name in given.only]
+    print(table(results))
+    for one in results:
+        print("".join(f"  {failure}\n" for failure in one.failures[:10]), end="")
+    return 0 if all(one.fine for one in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -241,6 +241,20 @@ def test_flash_attention_is_called_in_its_own_layout(install):
     assert not why and 0 < forward < 1e-2 and 0 < gradient < 1e-2
 
 
+def test_decoding_is_checked_before_it_is_timed_also_of_others(install, run):
+    def with_kvcache(q, k, v, cache_seqlens, wrong=1.0):
+        assert cache_seqlens == k.shape[1] == 300
+        heads = [x.transpose(1, 2) for x in (q, k, v)]
+        return wrong * torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True).transpose(1, 2)
+    for wrong, word in ((1.0, ""), (0.9, "not timed: fails its check")):
+        install("flash_attn", flash_attn_with_kvcache=lambda *x, wrong=wrong, **y: with_kvcache(*x, **y, wrong=wrong))
+        error, why = attention.attempt(attention.dense_decode_error, attention.flash_decoder, TOY)
+        assert not why and (error > 0.05) == bool(word)
+    attention.decode(run, TOY, 100, 1.0)
+    rows = {row["attention"]: row for row in run.data["tables"]["attention"]["rows"]}
+    assert rows["SDPA, flash"]["forward error"] < 1e-2 and rows["longhaul, NSA"]["time, ms"] > 0 and rows["flash-attn"]["time, ms"] == "needs a CUDA device"
+
+
 def fla_like(q, k, v, g_cmp, g_slc, g_swa, block_counts, block_size, window_size, wrong=1.0):
     """What flash-linear-attention's parallel_nsa computes up to 1,024 tokens, where every block is chosen."""
     assert (block_counts, block_size, window_size) == (16, 64, 512)

@@ -5,6 +5,7 @@ place holds the reason. Imports longhaul.memory.watch of ours.
 """
 
 import gc
+import importlib.util
 import json
 import math
 import os
@@ -23,6 +24,9 @@ KINDS = {"text": "{}", "count": "{:,}", "ms": "{:,.3f}", "ratio": "{:.2f}x", "gi
          "percent": "{:+.2f}%", "share": "{:.1%}", "rate": "{:,.0f}"}
 # what a kernel, a compiler or a peer's call raises when it cannot serve; anything else ends the run
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, IndexError)
+if importlib.util.find_spec("triton"):  # its compiler's errors, and shared memory that does not suffice, are none of these
+    from triton.errors import TritonError
+    FAILURES += (TritonError,)
 
 
 @dataclass(frozen=True)

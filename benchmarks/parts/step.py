@@ -104,7 +104,7 @@ class Side:
 def one_context(run: Run, place: Place, model: str, attention: str, tokens: int, beside: bool, limit: float):
     """Our row, and transformers' where it is asked for: in turns where both fit, else one after the other."""
     cfg = settings(model, attention, tokens or longest(model, attention, place), place)
-    plan, name = fitted(cfg, place), f"step, {model}, {attention}, {tokens:,} tokens"
+    plan, name = fitted(cfg, place), f"step, {model}, {attention}, {cfg.context_length:,} tokens"
     if plan is None:
         return row(run, cfg, "longhaul", "", "no levers make it fit")
     words, planned = levers(plan, cfg), plan.estimate.peak / GIB

@@ -14,10 +14,10 @@ from longhaul import storage
 
 
 class Counted(storage.Digests):
-    """Digests that only count bytes: the same thread and the same queue, without SHA-256."""
+    """Digests that only count bytes: the same threads and the same queue, without SHA-256."""
 
-    def _update(self, piece):
-        self.size += len(piece)
+    def _digest(self, pieces: list) -> str:
+        return ""
 
 
 def check(folder: Path):

@@ -26,7 +26,9 @@ FIELDS = {"dtype": str, "vocab_size": int, "eod_id": int, "tokenizer": (dict, ty
 
 
 class IntegrityError(ValueError):
-    """The data on disk is damaged: not what its manifest says."""
+    """The data on disk is damaged: not what its manifest says. `exit_code`: as longhaul/exits.py has it."""
+
+    exit_code = 3
 
 
 def token_dtype(vocab_size: int) -> str:

@@ -1,0 +1,1 @@
+"""The rows of the fault matrix, a module per group; `scripts.fault_matrix` runs them."""

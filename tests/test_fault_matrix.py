@@ -1,0 +1,34 @@
+"""The fault matrix at its CI trial counts: quick rows in the fast tier, the others marked slow."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import fault_matrix
+
+ROOT = Path(__file__).parent.parent
+EVERY = [row for rows in fault_matrix.GROUPS.values() for row in rows]
+
+
+@pytest.mark.parametrize("group, slow", [(group, slow) if not slow else pytest.param(group, slow, marks=pytest.mark.slow)
+                                         for group in fault_matrix.GROUPS for slow in (False, True)])
+def test_every_row_of_the_fault_matrix_holds(group, slow):
+    """In a process that forks before it starts a thread, which this one may have done."""
+    rows = [str(row.number) for row in fault_matrix.GROUPS[group] if row.slow == slow]
+    if rows:
+        command = [sys.executable, "-m", "scripts.fault_matrix", "--rows", ",".join(rows)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_number_stands_for_two_rows():
+    assert len({row.number for row in EVERY}) == len(EVERY)
+
+
+@pytest.mark.parametrize("words", ["G", "99", "1-", "x"])
+def test_rows_that_do_not_exist_are_refused_in_one_line(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        fault_matrix.main(["--rows", words])
+    assert stop.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1

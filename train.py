@@ -6,7 +6,6 @@ Whatever is wrong is said in one line before anything is allocated or overwritte
 
 import dataclasses
 import json
-import math
 import shutil
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from data import order
 from longhaul import checkpoint, cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
@@ -22,7 +22,8 @@ from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
 NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
-FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps"}  # settings that follow the call
+FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps",
+        "skip_rows"}  # settings that follow the call
 
 
 def main(args: list[str] | None = None):
@@ -94,7 +95,7 @@ class Run:
         found = dist.on_rank0(lambda: self._find_checkpoint(cfg), world)  # one rank looks, so that all decide alike
         self.checkpoint = Path(found) if found else None
         self.manifest = checkpoint.read_manifest(self.checkpoint) if found else None
-        self.cfg = self._with_the_checkpoints_batch(cfg)
+        self.cfg = self._with_the_checkpoints_skips(self._with_the_checkpoints_batch(cfg))
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
         self.data_rank, self.data_ranks = world.rank // self.cfg.context_ranks, world.size // self.cfg.context_ranks  # ranks with other rows
 
@@ -184,9 +185,22 @@ class Run:
                     f"of {cfg.batch_size} on {self.world.size} rank(s)", world=self.world)
         return cfg
 
+    def _with_the_checkpoints_skips(self, cfg: TrainConfig) -> TrainConfig:
+        """Rows that were left out before the checkpoint stay left out; rows that it was trained on cannot be taken back."""
+        given = order.parse_ranges(cfg.skip_rows)
+        if self.manifest is None:
+            return cfg
+        recorded = order.merged(self.manifest["data"].get("skip", ()))
+        both, trained = order.merged([*recorded, *given]), order.around(self.manifest["step"] * self.manifest["rows_per_step"], recorded)
+        if order.before(both, trained) != order.before(recorded, trained):
+            raise ValueError(f"--skip_rows {' '.join(cfg.skip_rows)}: {self.checkpoint} was trained on the rows before {trained}: "
+                             "resume an earlier checkpoint with --resume, or name later rows")
+        return dataclasses.replace(cfg, skip_rows=order.words_of(both))
+
     def _loader(self, split: str, rows: int):
         from data.loader import Loader
-        return Loader(self.dataset, self.cfg.context_length, rows, seed=self.cfg.seed, split=split)
+        skip = order.parse_ranges(self.cfg.skip_rows) if split == "train" else ()
+        return Loader(self.dataset, self.cfg.context_length, rows, seed=self.cfg.seed, split=split, skip=skip)
 
     # ---- building
 
@@ -250,7 +264,9 @@ class Run:
         """Train to max_steps, validating and saving on the way."""
         if self.state is None:
             return
+        from longhaul.guard import Guard
         from longhaul.metrics import Logger
+        self.guard = Guard(self.state, self.loader, self.folder, lambda cfg: planner.command(cfg, self.world), (self.manifest or {}).get("skipped", ()))
         log = Logger(self.folder, self.state.step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.table())
         try:
             self._steps(log)
@@ -277,14 +293,13 @@ class Run:
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
-        if not math.isfinite(norm):
-            log.say(f"step {state.step}: the gradient norm is {norm}: no weight was changed")
+        watched = self.guard.after(result, log.say)
         if state.step == STEPS:
             log.say(f"step {state.step}: {comparison(self.plan)}")
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
         log.step(dict(
             step=state.step, loss=loss, perplexity=_exp(loss), grad_norm=norm, lr=result.lr, tokens=state.tokens,
-            tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time()))
+            tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time(), **watched))
 
     def _mfu(self, rows, seconds: float) -> float | None:
         """Useful FLOP/s over the devices' peak, counting only the keys that a query meets in its document; None where no peak is known."""
@@ -328,7 +343,7 @@ class Run:
         return tokenizer.decode(ids[: ids.index(tokenizer.eod_id)] if tokenizer.eod_id in ids else ids)
 
     def _save(self, log):
-        extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size))
+        extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.guard.skipped)
         path = checkpoint.save(self.state, self.folder, extra)
         if self.world.rank == 0:
             checkpoint.prune(self.folder, self.cfg.keep_last)

@@ -3,13 +3,14 @@
 Imports data.shards, data.packing, data.order. Letters: R rows, T context length, B rows of the global batch.
 The global batch of step s is the positions [s * B, (s + 1) * B); position p is in epoch p // rows, and `permute` names
 its row of the packing plan. A rank takes a contiguous slice of the positions, so the order ignores the world size.
+Positions may be left out (`skip`): steps then count those that remain.
 """
 
 from typing import NamedTuple, Sequence
 
 import numpy as np
 
-from data.order import permute
+from data.order import Ranges, around, before, permute
 from data.packing import EffectiveContext, Plan, effective_context, pack
 from data.shards import Dataset
 
@@ -31,17 +32,18 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """The rows of one split at one context length, in the order of `seed`.
+    """The rows of one split at one context length, in the order of `seed`, without the global positions in `skip`.
 
     Raises ValueError when the split has fewer rows than one global batch, naming what would work.
     """
 
     def __init__(self, dataset: Dataset, context_length: int, global_batch_rows: int, seed: int = 0,
-                 split: str = "train"):
+                 split: str = "train", skip: Ranges = ()):
         if global_batch_rows < 1:
             raise ValueError(f"the global batch is {global_batch_rows} rows: give a positive number")
         self.dataset, self.split = dataset, dataset.split(split)
         self.context_length, self.global_batch_rows, self.seed = context_length, global_batch_rows, seed
+        self.skip = skip
         self.plan: Plan = pack(self.split.lengths, context_length)
         if self.rows_per_epoch < global_batch_rows:
             raise ValueError(self._too_small())
@@ -52,19 +54,20 @@ class Loader:
         return self.plan.num_rows
 
     def state(self, step: int) -> dict:
-        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the epoch."""
-        epoch, position = divmod(step * self.global_batch_rows, self.rows_per_epoch)
-        return {"seed": self.seed, "epoch": epoch, "position": position}
+        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the epoch; `skip` where there is any."""
+        epoch, position = divmod(around(step * self.global_batch_rows, self.skip), self.rows_per_epoch)
+        return {"seed": self.seed, "epoch": epoch, "position": position} | ({"skip": list(map(list, self.skip))} if self.skip else {})
 
     def step(self, state: dict) -> int:
         """The step that begins at `state`. Raises ValueError when none does (another seed, data or batch size)."""
         position = state["epoch"] * self.rows_per_epoch + state["position"]
-        if state["seed"] != self.seed or position % self.global_batch_rows:
+        index = position - sum(end - begin for begin, end in before(self.skip, position))
+        if state["seed"] != self.seed or index % self.global_batch_rows:
             raise ValueError(f"the data state {state} is not at a step of this run (seed {self.seed}, global batch "
                              f"{self.global_batch_rows} rows): resume with the seed and global batch of that run")
-        return position // self.global_batch_rows
+        return index // self.global_batch_rows
 
-    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> range:
+    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
         """The global positions of one rank in one step. Raises ValueError unless world_size divides the batch."""
         if self.global_batch_rows % world_size:
             valid = [n for n in range(1, self.global_batch_rows + 1) if self.global_batch_rows % n == 0]
@@ -72,7 +75,8 @@ class Loader:
                              f"allowed are {', '.join(map(str, valid))} ranks")
         share = self.global_batch_rows // world_size
         begin = step * self.global_batch_rows + rank * share
-        return range(begin, begin + share)
+        indices = range(begin, begin + share)
+        return [around(index, self.skip) for index in indices] if self.skip else indices
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """One rank's rows of one step."""

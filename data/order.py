@@ -2,8 +2,12 @@
 
 Imports nothing of ours. A 6-round balanced Feistel network permutes the smallest power of four that holds n; a value
 that lands at n or above is permuted again until it is below (cycle walking, under 4 passes on average), which keeps the
-map one-to-one. State is three numbers, so any position of any epoch is computed directly.
+map one-to-one. State is three numbers, so any position of any epoch is computed directly. Ranges of positions may be left
+out: the positions that remain close up.
 """
+
+import re
+from typing import Iterable, Sequence
 
 import numpy as np
 
@@ -32,6 +36,52 @@ def permute_array(seed: int, epoch: int, n: int, positions: np.ndarray) -> np.nd
     while (outside := rows >= n).any():
         rows[outside] = _feistel(rows[outside], half, keys)
     return rows.astype(np.int64)
+
+
+Ranges = Sequence[tuple[int, int]]  # rising and disjoint; each is [begin, end)
+
+
+def parse_ranges(words: Iterable[str]) -> Ranges:
+    """Ranges of "a:b" words. Raises ValueError for a word that is none."""
+    for word in words:
+        if not re.fullmatch(r"\d{1,18}:\d{1,18}", word) or int(word.split(":")[0]) >= int(word.split(":")[1]):
+            raise ValueError(f"the rows {word!r}: give ranges a:b with a < b, such as 4096:4160, which leaves out 4096 to 4159")
+    return merged([tuple(map(int, word.split(":"))) for word in words])
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
+    """The same positions as rising, disjoint ranges."""
+    rising: list[tuple[int, int]] = []
+    for begin, end in sorted(map(tuple, ranges)):
+        if rising and begin <= rising[-1][1]:
+            rising[-1] = rising[-1][0], max(end, rising[-1][1])
+        else:
+            rising.append((begin, end))
+    return tuple(rising)
+
+
+def ranges_of(positions: Iterable[int]) -> Ranges:
+    """The ranges of any positions."""
+    return merged((position, position + 1) for position in positions)
+
+
+def words_of(ranges: Ranges) -> tuple[str, ...]:
+    """What `parse_ranges` reads."""
+    return tuple(f"{begin}:{end}" for begin, end in ranges)
+
+
+def before(ranges: Ranges, limit: int) -> Ranges:
+    """The part of `ranges` below `limit`."""
+    return tuple((begin, min(end, limit)) for begin, end in ranges if begin < limit)
+
+
+def around(index: int, skipped: Ranges) -> int:
+    """The position that comes after `index` others when `skipped` is left out."""
+    for begin, end in skipped:
+        if index < begin:
+            break
+        index += end - begin
+    return index
 
 
 def mix(x):

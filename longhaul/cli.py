@@ -138,7 +138,9 @@ def _checked(spec, value, where: str, parser: Parser):
     if spec.metadata["many"]:
         fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return tuple(value) if fine else parser.error(f"{where}={value!r}: give a list of strings")
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int and not -2**63 <= value < 2**63:
+        parser.error(f"{where} has {len(str(value))} digits: give a number below 2^63")
+    if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
         parser.error(f"{where}={value!r} is a {type(value).__name__}: give a {wanted.__name__}")

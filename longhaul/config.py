@@ -1,12 +1,13 @@
 """TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the keys of --config.
 
-Imports model.py (ModelConfig, PRESETS), longhaul.cli and longhaul.context of ours.
+Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli and longhaul.context of ours.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
 
+from data.order import parse_ranges
 from longhaul import context
 from longhaul.cli import flag
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
@@ -79,6 +80,14 @@ class TrainConfig:
     context_parallel_mode: str = flag("auto", "how they meet in attention: all-to-all over heads, or gathered keys and values; auto: fewer bytes",
         (), context.MODES, group="memory and speed")
     device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="memory and speed")
+    # ---- numerics
+    max_skipped_steps: int = flag(10, "steps of a run that may be skipped for a NaN or infinite gradient; one more ends it with exit code 5",
+        group="numerics")
+    loss_spike: float = flag(10.0, "a loss this many robust deviations above the median of the last 64 steps is reported; 0: never", group="numerics")
+    skip_rows: str = flag((), "ranges a:b of the row order that are left out, as the log names rows; a resume must start before them",
+        many=True, group="numerics")
+    check_replicas_every: int = flag(100, "steps between comparisons of weights and optimizer states over the replicas of --dp_replicate; 0: never",
+        group="numerics")
     # ---- run
     output_dir: str = flag("runs/default", "checkpoints, logs, TensorBoard", ("out", "save_dir"), group="run")
     save_every: int = flag(500, "steps between checkpoints; the last step always saves", ("save_steps",), group="run")
@@ -99,7 +108,7 @@ class TrainConfig:
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, context_parallel_size=0, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
                         eval_rows=1, log_every=1, mlp_tiles=1, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
-                        logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
+                        logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0, max_skipped_steps=0, loss_spike=0, check_replicas_every=0)
         for name, least in at_least.items():
             value = getattr(self, name)
             if not least <= value < math.inf:
@@ -109,6 +118,7 @@ class TrainConfig:
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1")
         if self.adam_eps <= 0:
             raise ValueError(f"--adam_eps {self.adam_eps} is not positive: give a small number above 0")
+        parse_ranges(self.skip_rows)  # raises on what is no range
         config = self.model()  # raises on a geometry that cannot be built
         self._check_levers(config)
         if self.context_ranks > 1:
@@ -150,7 +160,7 @@ class TrainConfig:
                     gradient_accumulation_steps=self.global_batch_size > 0, documents=bool(self.data),
                     decay_fraction=self.schedule != "wsd",
                     min_lr_ratio=self.schedule == "constant", warmup_steps=self.warmup_steps > self.max_steps,
-                    nsa=self.attention_type != "nsa",
+                    nsa=self.attention_type != "nsa", check_replicas_every=self.dp_replicate == 1,
                     logits_threshold_gib=self.loss != "auto", rope_original_context=self.rope_scaling != "yarn")
         defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | dict(nsa=())
         return [name for name, useless in idle.items() if useless and getattr(self, name) != defaults[name]]

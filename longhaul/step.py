@@ -37,6 +37,8 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     lr: float
     num_valid: Tensor  # global count of positions with a target
+    local_loss: Tensor | None = None  # this rank's share of `loss`
+    skipped: bool = False  # whether the gradient norm was NaN or infinite on any rank, so that none took the step
 
 
 def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
@@ -106,12 +108,14 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
         (loss * state.world.size).backward()
         total += loss.detach()
     norm = optim.global_norm(model, state.optimizer, cfg)
-    if norm.is_meta or norm.isfinite():  # reduced over all ranks, so they agree: a NaN or inf anywhere changes no weight
+    loss, bad = dist.all_sum(torch.stack([total, (~norm.isfinite()).float()]))  # bad: ranks whose norm is NaN or inf
+    skipped = not norm.is_meta and bool(bad)  # the same on all ranks: none steps, though replicas may have differed
+    if not skipped:
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (state.world.size // cfg.context_ranks)
-    return StepResult(dist.all_sum(total), norm, lr, num_valid)
+    return StepResult(loss, norm, lr, num_valid, total, skipped)
 
 
 @torch.no_grad()

@@ -264,9 +264,9 @@ class Run:
         """Train to max_steps, validating and saving on the way."""
         if self.state is None:
             return
-        from longhaul.guard import Guard
         from longhaul.metrics import Logger
-        self.guard = Guard(self.state, self.loader, self.folder, lambda cfg: planner.command(cfg, self.world), (self.manifest or {}).get("skipped", ()))
+        from longhaul.numerics import Numerics
+        self.numerics = Numerics(self.state, self.loader, self.folder, lambda cfg: planner.command(cfg, self.world), (self.manifest or {}).get("skipped", ()))
         log = Logger(self.folder, self.state.step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.table())
         try:
             self._steps(log)
@@ -293,7 +293,7 @@ class Run:
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
-        watched = self.guard.after(result, log.say)
+        watched = self.numerics.after(result, log.say)
         if state.step == STEPS:
             log.say(f"step {state.step}: {comparison(self.plan)}")
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
@@ -343,7 +343,7 @@ class Run:
         return tokenizer.decode(ids[: ids.index(tokenizer.eod_id)] if tokenizer.eod_id in ids else ids)
 
     def _save(self, log):
-        extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.guard.skipped)
+        extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.numerics.skipped)
         path = checkpoint.save(self.state, self.folder, extra)
         if self.world.rank == 0:
             checkpoint.prune(self.folder, self.cfg.keep_last)

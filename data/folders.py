@@ -36,6 +36,8 @@ def building(output: Path) -> Iterator[Path]:
     """
     require_new(output)
     folder = output.absolute().parent / f".tmp-{output.absolute().name}"
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link, and what it leads to would be cleared: remove the link, or choose another --output")
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         _clear(folder)

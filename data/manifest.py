@@ -31,6 +31,12 @@ class IntegrityError(ValueError):
     exit_code = 3
 
 
+class TokenizerMismatch(IntegrityError):
+    """The tokenizer beside the ids is not the one that made them: a mistake of whoever put it there, not of the disk."""
+
+    exit_code = 2
+
+
 def token_dtype(vocab_size: int) -> str:
     """The storage type: "uint16" when every id fits, else "uint32" (151,936 ids in uint16 would corrupt silently)."""
     if not 0 < vocab_size <= 1 << 32:
@@ -142,8 +148,11 @@ def _check_values(path: Path, content: dict) -> None:
     if "train" not in content["splits"] or not content["shards"]:
         raise ValueError(f"{path} describes an empty dataset: prepare the data again with `{PREPARE}`")
     _check_split_sizes(path, content)
+    if not all(shard["tokens"] and shard["documents"] for shard in content["shards"]):
+        raise ValueError(f"{path} describes an empty shard: prepare the data again with `{PREPARE}`")
     if content["dtype"] != (dtype := token_dtype(content["vocab_size"])):
-        raise ValueError(f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
+        kind = ValueError if dtype == "uint32" else IntegrityError  # ids that never fitted, or a file that was changed
+        raise kind(f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
                          f"{content['dtype']!r}: prepare the data again with `{PREPARE}`")
     if content["eod_id"] >= content["vocab_size"]:
         raise ValueError(f"{path}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}: "

@@ -21,8 +21,8 @@ from typing import Iterable, NamedTuple
 import numpy as np
 
 from data.folders import building, write_durable
-from data.manifest import (MANIFEST, PREPARE, IntegrityError, check_file, inside, read_manifest, sha256_file,
-                           token_dtype, write_manifest)
+from data.manifest import (MANIFEST, PREPARE, IntegrityError, TokenizerMismatch, check_file, inside, read_manifest,
+                           sha256_file, token_dtype, write_manifest)
 from data.order import mix
 
 __all__ = ["Dataset", "IntegrityError", "Split", "TokenizedDocument", "check_vocab", "open_dataset", "write_dataset"]
@@ -275,6 +275,8 @@ class Dataset:
         for name, size, _ in self._files():
             check_file(inside(self.path, name), size)
         tokenizer = self.manifest["tokenizer"]
+        if tokenizer:
+            self._check_tokenizer(tokenizer)
         self.tokenizer_path = inside(self.path, tokenizer["file"]) if tokenizer else None
         self.tokenizer_sha256: str | None = tokenizer["sha256"] if tokenizer else None
         self._store = _Store(self.path, self.manifest["shards"], self.dtype)
@@ -294,6 +296,13 @@ class Dataset:
             check_file(inside(self.path, name), size, sha256)
         self.require_ids_in_vocab()
 
+    def _check_tokenizer(self, tokenizer: dict) -> None:
+        path = inside(self.path, tokenizer["file"])
+        check_file(path, tokenizer["bytes"])
+        if sha256_file(path) != tokenizer["sha256"]:
+            raise TokenizerMismatch(f"{path} is damaged: its SHA-256 is not the manifest's, and the ids were made with another "
+                                    f"tokenizer: restore it, or prepare the data again with `{PREPARE}`")
+
     def require_ids_in_vocab(self) -> None:
         """Raise IntegrityError naming shard and offset of the first id outside the vocabulary."""
         if (place := self._store.first_bad_id(self.vocab_size)) is not None:
@@ -302,8 +311,6 @@ class Dataset:
     def _files(self) -> list[tuple[str, int, str]]:
         content, width = self.manifest, self.dtype.itemsize
         files = [(content["validation"]["file"], content["validation"]["bytes"], content["validation"]["sha256"])]
-        if content["tokenizer"]:
-            files.append((content["tokenizer"]["file"], content["tokenizer"]["bytes"], content["tokenizer"]["sha256"]))
         for shard in content["shards"]:
             files.append((shard["bin"], shard["tokens"] * width, shard["bin_sha256"]))
             files.append((shard["idx"], shard["documents"] * 8, shard["idx_sha256"]))

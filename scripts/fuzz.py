@@ -8,6 +8,7 @@ The readers run in a forked child, so that a crash in a C or Rust parser is coun
 import argparse
 import json
 import mmap
+import multiprocessing
 import os
 import random
 import signal
@@ -24,6 +25,8 @@ INPUTS = 10_000
 SECONDS = 10  # for one input
 LIMIT_MB = 100  # above what the process had before the first input
 NAMES = ("accepted", "refused", "wrong", "crashed")
+NEXT, PEAK, COUNTS = 0, 1, 2  # places in Shared
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True)
@@ -59,68 +62,67 @@ class Shared:
     def __setitem__(self, at: int, value: int):
         struct.pack_into("<q", self.memory, 8 * at, value)
 
+    def count(self, name: str):
+        self[COUNTS + NAMES.index(name)] += 1
+
 
 def fuzz(target: Target, inputs: int) -> Result:
     """Run inputs 0 .. inputs - 1 of a target."""
     started, shared, failures = time.perf_counter(), Shared(), []
-    with tempfile.TemporaryDirectory() as folder:
-        good = target.make(Path(folder))
-        target.read(Path(folder))  # the good file is accepted; imports are made before the memory counts
-        log = Path(folder).with_suffix(".log")
-        while shared[0] < inputs:
-            status = _in_child(lambda: _inputs(target, good, Path(folder), inputs, shared, log))
-            if status:
-                failures.append(f"{target.name} seed {shared[0]}: the process died with status {status}")
-                shared[0], shared[2 + NAMES.index("crashed")] = shared[0] + 1, shared[2 + NAMES.index("crashed")] + 1
-    failures += log.read_text(encoding="utf-8").splitlines()
-    log.unlink()
-    counts = [shared[2 + at] for at in range(len(NAMES))]
-    return Result(target.name, *counts, shared[1] / 1e6, time.perf_counter() - started, tuple(failures))
+    with tempfile.TemporaryDirectory() as place:
+        folder, log = Path(place, "files"), Path(place, "log")
+        folder.mkdir()
+        good = target.make(folder)
+        target.read(folder)  # the good file is accepted; imports are made before the memory counts
+        while shared[NEXT] < inputs:
+            child = FORK.Process(target=_inputs, args=(target, good, folder, inputs, shared, log))
+            child.start()
+            child.join()
+            if child.exitcode:
+                failures.append(f"{target.name} seed {shared[NEXT]}: {_last_words(child.exitcode, log)}")
+                shared.count("wrong" if child.exitcode > 0 else "crashed")
+                shared[NEXT] += 1
+    counts = [shared[COUNTS + at] for at in range(len(NAMES))]
+    return Result(target.name, *counts, shared[PEAK] / 1e6, time.perf_counter() - started, tuple(failures))
 
 
-def _in_child(function) -> int:
-    """The exit status of `function()` in a forked child; -N where signal N ended it."""
-    child = os.fork()
-    if child == 0:
-        function()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def _last_words(code: int, log: Path) -> str:
+    """The last line of a traceback, or the signal that ended the child."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    return lines[-1][:300] if code > 0 else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
 
 
 def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):
-    _quiet()
+    """In the child: all inputs from the next one on. What is not a refusal ends it, and the parent starts another behind that input."""
+    _write_to(log)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    with open(log, "a", encoding="utf-8") as file:
-        for seed in range(shared[0], inputs):
-            shared[0] = seed
-            target.damage(random.Random(seed), good, folder)
-            signal.alarm(SECONDS)
-            shared_at = 2 + NAMES.index(_outcome(target, folder, seed, file))
-            signal.alarm(0)
-            shared[shared_at] += 1
-            if seed % 256 == 0:
-                shared[1] = max(shared[1], _status("VmHWM") - before)
-    shared[0], shared[1] = inputs, max(shared[1], _status("VmHWM") - before)
+    for seed in range(shared[NEXT], inputs):
+        shared[NEXT] = seed
+        target.damage(random.Random(seed), good, folder)
+        signal.alarm(SECONDS)
+        shared.count("accepted" if _accepts(target, folder) else "refused")
+        signal.alarm(0)
+        if seed % 64 == 0 or seed == inputs - 1:
+            shared[PEAK] = max(shared[PEAK], _status("VmHWM") - before)
+    shared[NEXT] = inputs
 
 
-def _outcome(target: Target, folder: Path, seed: int, log) -> str:
+def _accepts(target: Target, folder: Path) -> bool:
     try:
         target.read(folder)
-        return "accepted"
-    except BaseException as error:
-        if isinstance(error, ValueError) and not isinstance(error, (UnicodeError, json.JSONDecodeError)) and "\n" not in str(error):
-            return "refused"
-        log.write(f"{target.name} seed {seed}: {type(error).__name__}: {str(error)[:200]!r}\n")
-        log.flush()
-        return "wrong"
+        return True
+    except ValueError as error:
+        if isinstance(error, (UnicodeError, json.JSONDecodeError)) or "\n" in str(error):
+            raise AssertionError(f"words that name no remedy: {error!r}") from None
+        return False
 
 
-def _quiet():
-    """What C++ parsers print of every input goes nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+def _write_to(log: Path):
+    """What parsers print of every input, and a traceback, go to a file."""
+    screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
 
 
 def _status(key: str) -> int:

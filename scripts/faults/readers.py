@@ -246,7 +246,7 @@ def read_dataset(folder: Path):
 def make_tokenizer(folder: Path) -> bytes:
     from data.tokenizer import train
     text = "".join(f"def f{n}(x):\n    return x ** {n * n}  # {chr(945 + n % 25)}\n" for n in range(400))
-    train([text], 400, folder / "tokenizer.model")
+    train([text], 340, folder / "tokenizer.model")
     return (folder / "tokenizer.model").read_bytes()
 
 

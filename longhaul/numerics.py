@@ -1,7 +1,7 @@
 """What watches the numbers of a run: steps without a finite gradient, loss spikes, replicas that drift apart.
 
 A step whose gradient is NaN or infinite on any rank changes no weight on any (step.train_step); here its rows are written down and counted.
-Imports data.order, longhaul.dist, longhaul.exits, longhaul.metrics and longhaul.states of ours.
+Imports data.order, longhaul.dist, longhaul.exits and longhaul.states of ours.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Spikes:
         return statistics.median(self.window)
 
 
-class Guard:
+class Numerics:
     """The watch over one run. `command(cfg)` gives the shell command of a configuration."""
 
     def __init__(self, state, loader, folder: Path, command: Callable[[object], str], skipped: Iterable[int] = ()):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from data.foreign import read_json, refuse_pickle
 from longhaul.weights import opened
 from model import Decoder, ModelConfig
 
+LARGEST = 2**40  # what a number of config.json stays below
 SHARD_BYTES = 5 * 10**9  # what Hugging Face tools cut at
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PARTS = dict(embed="embed_tokens", attention_norm="input_layernorm", mlp_norm="post_attention_layernorm", attention="self_attn")
@@ -50,6 +52,7 @@ def from_hf(folder, **overrides) -> Decoder:
     folder = Path(folder)
     fields = read_config(folder)
     stored = _stored(folder)
+    _check_size(fields, stored, folder)
     fields["compute_dtype"] = _widest(dtype for _, _, dtype in stored.values())
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**fields | overrides))
@@ -111,14 +114,15 @@ def read_config(folder: Path) -> dict:
 def _check_settings(settings: dict, allowed: dict, path: Path):
     for key in settings.keys() & allowed.keys():
         value = settings[key]
-        if value != allowed[key] and not (value is None or isinstance(value, float) and math.isclose(value, allowed[key], rel_tol=1e-6)):
+        near = isinstance(value, float) and isinstance(allowed[key], (int, float)) and math.isclose(value, allowed[key], rel_tol=1e-6)
+        if value != allowed[key] and not (value is None or near):
             raise ValueError(f"{path}: {key}={value!r} is not supported: this decoder computes {key}={allowed[key]!r} only")
 
 
 def _number(source: dict, key: str, path: Path, default=None, kind: type = float):
     value = source.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
-        raise ValueError(f"{path}: {key}={value!r}: give {'a whole number' if kind is int else 'a number'}")
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not abs(value) < LARGEST:
+        raise ValueError(f"{path}: {key}={repr(value)[:80]}: give {'a whole number' if kind is int else 'a number'}")
     return kind(value)
 
 
@@ -146,9 +150,9 @@ def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], torch.dtype]
             for name in source.keys():
                 header = source.get_slice(name)
                 if name in stored:
-                    raise ValueError(f"{folder}: {name} is in {stored[name][0].name} and in {path.name}: remove one of them")
+                    raise ValueError(f"{folder}: {_printable(name)} is in {stored[name][0].name} and in {path.name}: remove one of them")
                 if header.get_dtype() not in DTYPES:
-                    raise ValueError(f"{path}: {name} is stored as {header.get_dtype()}: convert it to one of {', '.join(DTYPES)}")
+                    raise ValueError(f"{path}: {_printable(name)} is stored as {header.get_dtype()}: convert it to one of {', '.join(DTYPES)}")
                 stored[name] = path, tuple(header.get_shape()), DTYPES[header.get_dtype()]
     return stored
 
@@ -158,7 +162,7 @@ def _files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = sorted(set(read_json(index)["weight_map"].values()))
-            plain = all(Path(name).name == name for name in names)
+            plain = all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name) for name in names)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is garbled ({error!r}): download the folder again") from None
         if not plain:
@@ -175,16 +179,29 @@ def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in decoder.named_parameters() if ".sparse." not in name}
 
 
+def _check_size(fields: dict, stored: dict, folder: Path):
+    """Before a decoder is made of them: numbers of config.json that no folder can hold, or only one with more tensors."""
+    sizes = {theirs: fields[ours] for ours, theirs in GEOMETRY.items()}
+    for name, size in sizes.items():
+        if not 0 < size <= (len(stored) if name == "num_hidden_layers" else 2**24 if name == "vocab_size" else 2**20):
+            raise ValueError(f"{folder} holds {len(stored)} tensors and config.json says {name}={size}: they do not belong together, "
+                             "download the folder again")
+
+
 def _check(decoder: Decoder, stored: dict, folder: Path):
     wanted = {hf_name(name): tuple(parameter.shape) for name, parameter in _carried(decoder).items()}
     again = {"lm_head.weight"} if decoder.config.tie_embeddings else set()  # many tied folders store the head a second time
     for verb, names in (("lacks", wanted.keys() - stored.keys()), ("also holds", stored.keys() - wanted.keys() - again)):
         if names:
-            raise ValueError(f"{folder} {verb} {min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: "
+            raise ValueError(f"{folder} {verb} {_printable(min(names))}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: "
                              "config.json and weights do not belong together, download the folder again")
     for name, shape in wanted.items():
         if stored[name][1] != shape:
             raise ValueError(f"{folder}: {name} has shape {stored[name][1]} and config.json says {shape}: download the folder again")
+
+
+def _printable(name: str) -> str:
+    return name[:200].encode("unicode_escape").decode()
 
 
 @torch.no_grad()

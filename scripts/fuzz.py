@@ -11,6 +11,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import re
 import signal
 import struct
 import sys
@@ -87,9 +88,9 @@ def fuzz(target: Target, inputs: int) -> Result:
 
 
 def _last_words(code: int, log: Path) -> str:
-    """The last line of a traceback, or the signal that ended the child."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-    return lines[-1][:300] if code > 0 else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
+    """The error below the last traceback, or the signal that ended the child."""
+    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return (errors or [f"exit code {code}"])[-1][:300] if code > 0 else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
 
 
 def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):

@@ -3,6 +3,7 @@
 Imports longhaul, data and model.py of ours, each where it is used.
 """
 
+import copy
 import functools
 import gzip
 import hashlib
@@ -58,7 +59,7 @@ def damaged_json(rng: random.Random, value):
     for _ in range(rng.choice((1, 1, 2, 3))):
         place, key = _some_place(rng, made)
         if place is None:
-            return rng.choice(VALUES)
+            return copy.deepcopy(rng.choice(VALUES))
         kind = rng.randrange(8)
         if kind == 0:
             del place[key]
@@ -69,7 +70,7 @@ def damaged_json(rng: random.Random, value):
         elif kind == 3 and isinstance(place[key], int):
             place[key] += rng.choice((-1, 1, 2**32))
         else:
-            place[key] = rng.choice(VALUES)
+            place[key] = copy.deepcopy(rng.choice(VALUES))
     return made
 
 

@@ -14,39 +14,33 @@ from pathlib import Path
 import torch
 
 from data import order
-from longhaul import checkpoint, cli, dist
+from longhaul import checkpoint, cli, dist, exits, identity, storage, supervise
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
+from longhaul.saver import Saver, size_of
 from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
-NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}  # fields of ModelConfig that a resume may change
-FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps",
-        "skip_rows"}  # settings that follow the call
 
 
 def main(args: list[str] | None = None):
-    """The command line; errors that a user can mend end in one line and exit code 2."""
+    """The command line; whatever a user can mend ends in one line and an exit code of longhaul/exits.py."""
     world = dist.World.from_environment()
-    try:
+    with supervise.Guard("train.py", world) as guard:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
         dist.start(world, device)
+        guard.watch_peers(cfg.timeout)
         plan = plan_or_refuse(cfg, world, device)
-        run = Run(plan)
+        run = Run(plan, guard)
         run.prepare()
-    except ValueError as error:
-        dist.stop()
-        dist.refuse(f"train.py: error: {error}")
-    try:
-        run.train()
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        dist.refuse(f"train.py: error: {report(plan, run.watch, error)}", code=1)
-    finally:
-        dist.stop()
+        try:
+            run.train()
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise exits.Halt(report(plan, run.watch, error), 1) from None
 
 
 def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> planner.Plan:
@@ -64,7 +58,6 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
     plan.cfg.accumulation(world.size)  # raises where the ranks do not divide the batch
     dist.print0(plan.table(), world=world)
     if cfg.plan:
-        dist.stop()
         sys.exit(0)
     return plan
 
@@ -86,17 +79,22 @@ def fitting(plan: planner.Plan) -> planner.Plan:
 class Run:
     """One training run: its folder, data, state and log."""
 
-    def __init__(self, plan: planner.Plan):
+    def __init__(self, plan: planner.Plan, guard: supervise.Guard):
         cfg, world = plan.cfg, plan.world
-        self.plan, self.world, self.device, self.folder = plan, world, plan.device, Path(cfg.output_dir)
+        self.guard, self.plan, self.world, self.device, self.folder = guard, plan, world, plan.device, Path(cfg.output_dir)
         self.watch = Watch(plan.device)
         self.dataset = self._open_data(cfg)
         self.config = self._model_config(cfg)
+        self.identity = identity.identity(cfg, self.config, self.dataset)
+        self.record = identity.read_record(self.folder)  # run.json, None where the run is new
         found = dist.on_rank0(lambda: self._find_checkpoint(cfg), world)  # one rank looks, so that all decide alike
         self.checkpoint = Path(found) if found else None
-        self.manifest = checkpoint.read_manifest(self.checkpoint) if found else None
-        self.cfg = self._with_the_checkpoints_skips(self._with_the_checkpoints_batch(cfg))
+        self.manifest = self._read_manifest(cfg)
+        self.cfg = identity.with_skips(self.manifest, self._with_the_checkpoints_batch(cfg))
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
+        if self.manifest is not None:
+            identity.check_position(self.manifest, self.loader)
+        self.stamps = dist.on_rank0(self._verify_data, world)
         self.data_rank, self.data_ranks = world.rank // self.cfg.context_ranks, world.size // self.cfg.context_ranks  # ranks with other rows
 
     # ---- what is checked before anything is built
@@ -126,52 +124,49 @@ class Run:
                         "weights mean nothing on another tokenizer's ids", world=self.world)
         return config
 
-    def identity(self, cfg: TrainConfig) -> dict:
-        """What makes this run this run: a folder or checkpoint that differs here belongs to another."""
-        geometry = {name: value for name, value in dataclasses.asdict(self.config).items() if name not in NUMERICS}
-        sparse = geometry.pop("nsa")
-        if cfg.attention_type == "nsa":
-            geometry |= {f"nsa.{name}": value for name, value in sparse.items()}
-        return geometry | dict(context_length=cfg.context_length, seed=cfg.seed, init_from=cfg.init_from,
-                               dataset=self.dataset.fingerprint, tokenizer=self.dataset.tokenizer_sha256)
-
     def _find_checkpoint(self, cfg: TrainConfig) -> str | None:
         """The checkpoint to continue from; ValueError where the output folder is not this run's to write."""
-        known = self._check_folder(cfg)
+        if self.record is not None:
+            identity.check_same_run(self.record["identity"], self.identity, f"--output_dir {self.folder}")
+            self._lock()
         if cfg.resume == "auto":
-            found = checkpoint.latest(self.folder) if known else None
+            found = checkpoint.latest(self.folder) if self.record else None
             return str(found) if found else None
         if cfg.resume == "none":
-            if known:
+            if self.record:
                 raise ValueError(f"--output_dir {self.folder} holds a run: choose another folder, or continue it with --resume auto")
             return None
+        return self._named_checkpoint(cfg)
+
+    def _named_checkpoint(self, cfg: TrainConfig) -> str:
+        if not Path(cfg.resume).is_dir():
+            raise ValueError(f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder")
         manifest = checkpoint.verify(Path(cfg.resume))
-        self._check_same_run(manifest.get("identity", {}), cfg, f"--resume {cfg.resume}")
+        identity.check_complete(manifest, Path(cfg.resume))
+        identity.check_same_run(manifest["identity"], self.identity, f"--resume {cfg.resume}")
         newer = [step.name for step in self.folder.glob("step-????????") if int(step.name[5:]) > manifest["step"]]
         if newer:
             raise ValueError(f"--output_dir {self.folder} holds {newer[0]}, which is newer than {cfg.resume}: choose another --output_dir")
         return cfg.resume
 
-    def _check_folder(self, cfg: TrainConfig) -> bool:
-        """Whether the output folder holds this run already; ValueError where it holds anything else."""
-        record = self.folder / "run.json"
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"--output_dir {self.folder} is a file: name a folder")
-        if not record.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
-                raise ValueError(f"--output_dir {self.folder} holds other files and no run: choose an empty or new folder")
-            return False
-        try:
-            recorded = json.loads(record.read_text(encoding="utf-8"))["identity"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{record} is damaged ({error!r}): restore it, or choose another --output_dir") from None
-        self._check_same_run(recorded, cfg, f"--output_dir {self.folder}")
-        return True
+    def _read_manifest(self, cfg: TrainConfig) -> dict | None:
+        if self.checkpoint is None:
+            return None
+        manifest = checkpoint.read_manifest(self.checkpoint)
+        identity.check_complete(manifest, self.checkpoint)
+        identity.check_settings(manifest, cfg)
+        return manifest
 
-    def _check_same_run(self, recorded: dict, cfg: TrainConfig, where: str):
-        different = [f"{key}: {recorded.get(key)} there, {value} here" for key, value in self.identity(cfg).items() if recorded.get(key) != value]
-        if different:
-            raise ValueError(f"{where} holds another run ({'; '.join(different)}): name another folder, or give that run's settings")
+    def _verify_data(self) -> dict:
+        """Hash the data's files, but for those that have not been touched since this run last did."""
+        known = self.record.get("data_stamps") if self.record else None
+        return storage.retried(lambda: self.dataset.verify(known), self.dataset.path)
+
+    def _lock(self):
+        try:
+            self.guard.take(self.folder)
+        except OSError as error:
+            raise ValueError(f"--output_dir {self.folder} cannot be written ({error}): choose another folder") from None
 
     def _with_the_checkpoints_batch(self, cfg: TrainConfig) -> TrainConfig:
         """On a resume the global batch stays what it was, whatever the number of ranks: the rows keep their order."""
@@ -184,18 +179,6 @@ class Run:
         dist.print0(f"resuming with the checkpoint's global batch of {rows} rows: {cfg.accumulation(self.world.size)} micro-batches "
                     f"of {cfg.batch_size} on {self.world.size} rank(s)", world=self.world)
         return cfg
-
-    def _with_the_checkpoints_skips(self, cfg: TrainConfig) -> TrainConfig:
-        """Rows that were left out before the checkpoint stay left out; rows that it was trained on cannot be taken back."""
-        given = order.parse_ranges(cfg.skip_rows)
-        if self.manifest is None:
-            return cfg
-        recorded = order.merged(self.manifest["data"].get("skip", ()))
-        both, trained = order.merged([*recorded, *given]), order.around(self.manifest["step"] * self.manifest["rows_per_step"], recorded)
-        if order.before(both, trained) != order.before(recorded, trained):
-            raise ValueError(f"--skip_rows {' '.join(cfg.skip_rows)}: {self.checkpoint} was trained on the rows before {trained}: "
-                             "resume an earlier checkpoint with --resume, or name later rows")
-        return dataclasses.replace(cfg, skip_rows=order.words_of(both))
 
     def _loader(self, split: str, rows: int):
         from data.loader import Loader
@@ -210,16 +193,18 @@ class Run:
         if self.manifest and self.manifest["step"] >= self.cfg.max_steps:
             dist.print0(f"{self.checkpoint} has {self.manifest['step']} of {self.cfg.max_steps} steps: nothing to do", world=self.world)
             return
+        dist.on_rank0(lambda: storage.require_space(self.folder, size_of(self.cfg, self.config)), self.world)
         dist.on_rank0(self._say, self.world)
         dist.on_rank0(self._take_folder, self.world)
         self.state = self._build()
+        self.guard.begin(self.folder, self.state.step)
 
     def _say(self):
         """The settings, what was changed since the checkpoint, the loss that runs, the data."""
         rows, context = (self.cfg.batch_size, self.cfg.context_length // self.cfg.context_ranks), self.loader.effective_context()
         print(f"settings:\n{self.cfg.table()}\ncommand: {planner.command(self.cfg, self.world)}")
-        for name, (old, new) in self._changed_settings().items():
-            print(f"changed since the checkpoint: {name} {old} -> {new}")
+        for line in identity.changes(self.manifest, self.cfg):
+            print(line)
         for name in self.cfg.without_effect():
             print(f"warning: --{name} {getattr(self.cfg, name)} has no effect beside the other settings")
         if context.warning:
@@ -229,17 +214,14 @@ class Run:
         print(f"data: {self.loader.split.num_tokens:,} tokens, {self.loader.rows_per_epoch:,} rows of {self.cfg.context_length:,}, half of the "
               f"tokens in pieces of {context.p50:,} or more; unigram entropy {self.loader.split.unigram_entropy:.3f} nats", flush=True)
 
-    def _changed_settings(self) -> dict:
-        before = self.manifest["config"] if self.manifest else {}
-        now = json.loads(json.dumps(dataclasses.asdict(self.cfg)))  # tuples as lists, as the manifest has them
-        return {name: (before[name], value) for name, value in now.items() if name in before.keys() - FREE and before[name] != value}
-
     def _take_folder(self):
         """run.json (identity and settings) and the tokenizer stand beside the checkpoints."""
+        self._lock()
+        if self.record is None and (self.folder / "run.json").exists():
+            raise ValueError(f"--output_dir {self.folder} was begun by another job meanwhile: give the same command again")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            record = dict(identity=self.identity(self.cfg), config=dataclasses.asdict(self.cfg), world_size=self.world.size)
-            checkpoint.write_json(self.folder / "run.json", record)
+            record = dict(identity=self.identity, config=dataclasses.asdict(self.cfg), world_size=self.world.size, data_stamps=self.stamps)
+            storage.write_json(self.folder / "run.json", record)
             if self.dataset.tokenizer_path and not (self.folder / "tokenizer.model").exists():
                 temporary = shutil.copyfile(self.dataset.tokenizer_path, self.folder / ".tmp-tokenizer")
                 temporary.rename(self.folder / "tokenizer.model")
@@ -268,28 +250,41 @@ class Run:
         from longhaul.numerics import Numerics
         self.numerics = Numerics(self.state, self.loader, self.folder, lambda cfg: planner.command(cfg, self.world), (self.manifest or {}).get("skipped", ()))
         log = Logger(self.folder, self.state.step, self.cfg.max_steps, self.world.rank == 0, self.cfg.log_every, self.cfg.table())
+        saver = Saver(self.folder, self.world, self.cfg.keep_last, self.cfg.async_save, self.state.step, log.say)
+        log.text(self.state.step, "changes", "\n".join(identity.changes(self.manifest, self.cfg)))
         try:
-            self._steps(log)
+            self._steps(log, saver)
+            saver.wait()
         finally:
             log.close()
 
-    def _steps(self, log):
+    def _steps(self, log, saver: Saver):
         state, cfg = self.state, self.cfg
         validation = self._validation_batches(log)
         while state.step < cfg.max_steps:
-            self._one_step(log)
-            last = state.step == cfg.max_steps
+            if self.guard.must_stop():
+                self._save(saver)
+                saver.wait()
+                raise self.guard.preempted()
+            if not self._one_step(log):
+                continue
+            self.guard.step, last = state.step, state.step == cfg.max_steps
             if cfg.eval_every and (state.step % cfg.eval_every == 0 or last):
                 self._validate(validation, log)
             if state.step % cfg.save_every == 0 or last:
-                self._save(log)
+                self._save(saver)
 
-    def _one_step(self, log):
-        from longhaul import metrics, step
+    def _one_step(self, log) -> bool:
+        """Whether the step was done: one that is asked to stop is given up between two micro-batches."""
+        from longhaul import audit, metrics, step
         state, start = self.state, time.perf_counter()
+        audited = self.cfg.audit_every and (state.step + 1) % self.cfg.audit_every == 0
         rows = self.loader.batch(state.step, self.data_rank, self.data_ranks)
         with self.watch.over(state):
-            result = step.train_step(state, step.micro_batches(rows, self.cfg.batch_size, self.device))
+            result = (audit.audited_step if audited else step.train_step)(
+                state, step.micro_batches(rows, self.cfg.batch_size, self.device), self.guard.must_stop)
+        if result is None:
+            return False
         loss, norm = float(result.loss), float(result.grad_norm)
         seconds = time.perf_counter() - start
         state.data = self.loader.state(state.step)
@@ -300,6 +295,7 @@ class Run:
         log.step(dict(
             step=state.step, loss=loss, perplexity=_exp(loss), grad_norm=norm, lr=result.lr, tokens=state.tokens,
             tokens_per_s=tokens / seconds, mfu=self._mfu(rows, seconds), mem_gib=metrics.peak_memory_gib(self.device), time=time.time(), **watched))
+        return True
 
     def _mfu(self, rows, seconds: float) -> float | None:
         """Useful FLOP/s over the devices' peak, counting only the keys that a query meets in its document; None where no peak is known."""
@@ -328,7 +324,10 @@ class Run:
         from longhaul import step
         state = self.state
         if batches:
-            loss, count = step.evaluate(state, batches)
+            measured = step.evaluate(state, batches, self.guard.must_stop)
+            if measured is None:  # asked to stop
+                return
+            loss, count = measured
             log.scalars(state.step, {"validation/loss": loss, "validation/perplexity": _exp(loss)})
             log.say(f"step {state.step}: validation loss {loss:.4f} nats over {count:,} tokens")
         if self.dataset.tokenizer_path:
@@ -342,12 +341,10 @@ class Run:
         ids = list(generate(self.state.model, [tokenizer.eod_id], 64, vocab_size=tokenizer.vocab_size))
         return tokenizer.decode(ids[: ids.index(tokenizer.eod_id)] if tokenizer.eod_id in ids else ids)
 
-    def _save(self, log):
-        extra = dict(identity=self.identity(self.cfg), rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.numerics.skipped)
-        path = checkpoint.save(self.state, self.folder, extra)
-        if self.world.rank == 0:
-            checkpoint.prune(self.folder, self.cfg.keep_last)
-        log.say(f"saved {path}")
+    def _save(self, saver: Saver):
+        if saver.saved != self.state.step:
+            extra = dict(identity=self.identity, rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.numerics.skipped)
+            saver.save(self.state, extra)
 
 
 def _exp(loss: float) -> float:

@@ -53,10 +53,14 @@ class Loader:
         """Rows in one pass over the split."""
         return self.plan.num_rows
 
-    def state(self, step: int) -> dict:
-        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the epoch; `skip` where there is any."""
-        epoch, position = divmod(around(step * self.global_batch_rows, self.skip), self.rows_per_epoch)
-        return {"seed": self.seed, "epoch": epoch, "position": position} | ({"skip": list(map(list, self.skip))} if self.skip else {})
+    def state(self, step: int, skip: Ranges | None = None) -> dict:
+        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the epoch, and what is left out.
+
+        skip: in the order without these rows, rather than this loader's.
+        """
+        skip = self.skip if skip is None else skip
+        epoch, position = divmod(around(step * self.global_batch_rows, skip), self.rows_per_epoch)
+        return {"seed": self.seed, "epoch": epoch, "position": position} | ({"skip": list(map(list, skip))} if skip else {})
 
     def step(self, state: dict) -> int:
         """The step that begins at `state`. Raises ValueError when none does (another seed, data or batch size)."""

@@ -290,11 +290,19 @@ class Dataset:
                              "prepare it with a larger --val_fraction and at least two documents")
         return self.splits[name]
 
-    def verify(self) -> None:
-        """Hash every file again and look at every id; raises IntegrityError naming the first damaged file."""
-        for name, size, sha256 in self._files():
+    def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+        """Hash every file again and look at every id; raises IntegrityError naming the first damaged file.
+
+        Returns a stamp per file, for a later call as `known`: files whose stamp is still the same are not read again. The stamp has
+        the time of the last change to the file's inode, which no program can set.
+        """
+        stamps = {name: _stamp(inside(self.path, name)) for name, _, _ in self._files()}
+        changed = [file for file in self._files() if stamps[file[0]] != (known or {}).get(file[0])]
+        for name, size, sha256 in changed:
             check_file(inside(self.path, name), size, sha256)
-        self.require_ids_in_vocab()
+        if changed:
+            self.require_ids_in_vocab()
+        return stamps
 
     def _check_tokenizer(self, tokenizer: dict) -> None:
         path = inside(self.path, tokenizer["file"])
@@ -331,6 +339,11 @@ class Dataset:
                                  f"prepare the data again with `{PREPARE}`")
         indices = {"train": np.delete(everything, chosen), "val": chosen}
         return {name: Split(self, name, indices[name], self._store) for name in ("train", "val") if len(indices[name])}
+
+
+def _stamp(path: Path) -> list[int]:
+    about = path.stat()
+    return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
 
 
 class Split:

@@ -2,34 +2,44 @@
 
     step-00000100/                      appears whole, by a rename, or not at all
         rank-00000-of-00002.safetensors  the rows of each tensor that this rank owns
-        manifest.json                    written last: step, data position, configuration, and per file size, SHA-256 and rows
+        manifest.json                    written last: step, data position, configuration, and per file size, rows and SHA-256 of each 64 MiB
 
 Parameters and optimizer states are sharded on their first dimension, so a shard is a range of rows and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is renamed `.corrupt`, never
-deleted. Imports longhaul.dist, longhaul.parallel, longhaul.states and model.py of ours.
+deleted. Imports longhaul.dist, longhaul.exits, longhaul.parallel, longhaul.states, longhaul.storage and model.py of ours.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from longhaul import dist, parallel, states
+from longhaul import dist, exits, parallel, states, storage
+from longhaul.exits import StorageError
 from model import Decoder, ModelConfig, NSAConfig
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
-BLOCK = 64 * 2**20  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
+NEEDED = ("step", "tokens", "data", "world_size", "config", "model_config", "files")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged or of another run."""
+
+    exit_code = exits.NO_CHECKPOINT
+
+
+class OtherSettings(CheckpointError):
+    """A good checkpoint that these settings cannot continue."""
+
+    exit_code = exits.BAD_INPUT
+
+
+class FutureVersion(CheckpointError):
+    """A checkpoint that a newer longhaul wrote: nothing is wrong with it, so it is not set aside."""
 
 
 # ------------------------------------------------------------------------------------------------- tensors and rows
@@ -80,55 +90,105 @@ def named_rows(model: Decoder, optimizer=None) -> dict[str, Rows]:
 # ------------------------------------------------------------------------------------------------------------ saving
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save writes: this rank's rows, and what the manifest says."""
+
+    step: int
+    rows: dict[str, Rows]
+    manifest: dict
+    world: dist.World
+    writes: bool  # one rank of each set of replicas does
+
+
+def snapshot(state, extra: dict, copied: bool = False) -> Snapshot:
+    """A Snapshot of `state` (TrainState); `copied`: of host memory of its own, so that training may go on. `extra` joins the manifest."""
+    parallel.reshard(state.model)
+    writes = state.mesh is None or state.mesh.ndim == 1 or state.mesh.get_local_rank("replicate") == 0
+    assert state.mesh is None or all(hasattr(p, "device_mesh") for p in state.model.parameters()), "a parameter is not sharded"
+    rows = {name: part for name, part in named_rows(state.model, state.optimizer).items() if len(part.local)} if writes else {}
+    if copied:
+        rows = {name: dataclasses.replace(part, local=part.local.to("cpu", copy=True)) for name, part in rows.items()}
+    manifest = dict(
+        format=FORMAT, version=VERSION, step=state.step, tokens=state.tokens, data=dict(state.data), world_size=state.world.size,
+        threads=torch.get_num_threads(), torch=torch.__version__, config=dataclasses.asdict(state.cfg),
+        model_config=dataclasses.asdict(state.model.config), **extra)
+    return Snapshot(state.step, rows, manifest, state.world, writes)
+
+
 def save(state, folder: Path, extra: dict) -> Path:
-    """Write step-NNNNNNNN of `state` (TrainState) into `folder` by all ranks; returns its path. `extra` joins the manifest."""
-    final, temporary = folder / f"step-{state.step:08d}", folder / f".tmp-step-{state.step:08d}"
+    """Write step-NNNNNNNN of `state` (TrainState) into `folder` by all ranks; returns its path."""
+    return write(snapshot(state, extra), folder)
+
+
+def write(shot: Snapshot, folder: Path, group=None) -> Path:
+    """Write a Snapshot by all ranks, who meet in `group`. A disk that is full or fails is tried once more, then StorageError.
+
+    Whatever happens, what `folder` held before is untouched.
+    """
+    final, failure = folder / f"step-{shot.step:08d}", None
     if final.exists():
         raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten; move it away")
-    if state.world.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    parallel.reshard(state.model)
-    dist.barrier()
-    if writes(state):
-        _write_shard(state, temporary)
-    dist.barrier()
-    if state.world.rank == 0:
-        _write_manifest(state, temporary, extra)
-        fsync(temporary)
-        os.replace(temporary, final)
-        fsync(folder)
-    dist.barrier()
-    return final
+    for _ in range(2):
+        try:
+            failure = None
+            _write_files(shot, folder, final, group)
+        except OSError as error:
+            failure = error
+        if not dist.any_rank(failure is not None, group):
+            return final
+    raise StorageError(f"{final} cannot be written ({failure}; tried twice): this rank's part has {bytes_of(shot):,} bytes and "
+                       f"{storage.free_bytes(folder):,} are free; older checkpoints are whole: free space, then give the same command again")
 
 
-def writes(state) -> bool:
-    """One rank of each set of replicas writes."""
-    return state.mesh is None or state.mesh.ndim == 1 or state.mesh.get_local_rank("replicate") == 0
+def bytes_of(shot: Snapshot) -> int:
+    """What a rank writes of a Snapshot, but for the headers."""
+    return sum(part.local.nbytes for part in shot.rows.values())
 
 
-def _write_shard(state, folder: Path):
-    assert state.mesh is None or all(hasattr(p, "device_mesh") for p in state.model.parameters()), "a parameter is not sharded"
-    rows = {name: part for name, part in named_rows(state.model, state.optimizer).items() if len(part.local)}
-    path = folder / f"rank-{state.world.rank:05d}-of-{state.world.size:05d}.safetensors"
-    save_file({name: part.local.contiguous().cpu() for name, part in rows.items()}, path)
-    fsync(path)
-    sidecar = describe(path) | {"rows": {name: [part.start, part.end] for name, part in rows.items()},
-                                "shapes": {name: part.shape for name, part in rows.items()}}
-    path.with_suffix(".json").write_text(json.dumps(sidecar))
+def _write_files(shot: Snapshot, folder: Path, final: Path, group):
+    """Each rank its shard, rank 0 the manifest and the rename; OSError on every rank where one had it, and nothing is left."""
+    temporary, first = folder / f".tmp-{final.name}", shot.world.rank == 0
+    _together(group, first, lambda: (storage.remove(temporary), storage.make_folder(temporary)))
+    try:
+        _together(group, shot.writes, lambda: _write_shard(shot, temporary))
+        _together(group, first, lambda: _commit(shot, temporary, final, folder))
+    except OSError:
+        if first:
+            storage.remove(temporary)
+        raise
 
 
-def _write_manifest(state, folder: Path, extra: dict):
-    """Merge the ranks' sidecars; what a resume needs is all here."""
+def _together(group, mine: bool, function):
+    """`function()` on the ranks whose it is; all wait, and OSError on all where one had it."""
+    failure = None
+    try:
+        if mine:
+            function()
+    except OSError as error:
+        failure = error
+    if dist.any_rank(failure is not None, group):
+        raise failure or OSError("on another rank")
+
+
+def _write_shard(shot: Snapshot, folder: Path):
+    path = folder / f"rank-{shot.world.rank:05d}-of-{shot.world.size:05d}.safetensors"
+    written = storage.write_tensors(path, {name: part.local for name, part in shot.rows.items()})
+    sidecar = written | {"rows": {name: [part.start, part.end] for name, part in shot.rows.items()},
+                         "shapes": {name: part.shape for name, part in shot.rows.items()}}
+    storage.write_bytes(path.with_suffix(".json"), json.dumps(sidecar).encode())
+
+
+def _commit(shot: Snapshot, temporary: Path, final: Path, folder: Path):
+    """Merge the ranks' sidecars into the manifest, then make all of it visible at once."""
     files = {}
-    for sidecar in sorted(folder.glob("rank-*.json")):
-        files[sidecar.with_suffix(".safetensors").name] = json.loads(sidecar.read_text())
-        sidecar.unlink()
-    manifest = dict(
-        format=FORMAT, version=VERSION, step=state.step, tokens=state.tokens, data=state.data, world_size=state.world.size,
-        threads=torch.get_num_threads(), torch=torch.__version__, config=dataclasses.asdict(state.cfg),
-        model_config=dataclasses.asdict(state.model.config), **extra, files=files)
-    write_json(folder / "manifest.json", manifest | {"checksum": checksum(manifest)})
+    for sidecar in sorted(temporary.glob("rank-*.json")):
+        files[sidecar.with_suffix(".safetensors").name] = json.loads(storage.read_text(sidecar))
+        storage.remove(sidecar)
+    manifest = shot.manifest | dict(files=files)
+    storage.write_json(temporary / "manifest.json", manifest | {"checksum": checksum(manifest)})
+    storage.rename(temporary, final)
+    storage.fsync(folder)
 
 
 def checksum(manifest: dict) -> str:
@@ -137,44 +197,24 @@ def checksum(manifest: dict) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_json(path: Path, content: dict):
-    """Write durably and by a rename: a reader finds the old file or the new one, whole."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    fsync(temporary)
-    os.replace(temporary, path)
-    fsync(path.parent)
-
-
-def describe(path: Path) -> dict:
-    """Size in bytes, SHA-256 of the whole file and of each 64 MiB block."""
-    whole, blocks = hashlib.sha256(), []
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            whole.update(block)
-            blocks.append(hashlib.sha256(block).hexdigest())
-    return {"bytes": path.stat().st_size, "sha256": whole.hexdigest(), "blocks": blocks}
-
-
-def fsync(path: Path):
-    """Force a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def prune(folder: Path, keep: int):
     """Delete all but the newest `keep` checkpoints, and what killed saves left behind, once the newest re-verifies."""
     steps = sorted(folder.glob("step-????????"))
     if steps:
         verify(steps[-1])
     for old in steps[:-keep]:
-        doomed = old.rename(old.with_name(f".tmp-{old.name}"))  # a half-deleted folder must not look like a checkpoint
-        shutil.rmtree(doomed)
+        storage.rename(old, doomed := old.with_name(f".tmp-{old.name}"))  # a half-deleted folder must not look like a checkpoint
+        storage.remove(doomed)
     for left in folder.glob(".tmp-step-*"):
-        shutil.rmtree(left)
+        storage.remove(left)
+
+
+def set_aside(folder: Path, error: CheckpointError):
+    """Rename a damaged checkpoint `.corrupt`, with a line on screen. Nothing that was saved is ever deleted for being damaged."""
+    taken = len(list(folder.parent.glob(f"{folder.name}.corrupt*")))
+    aside = folder.with_name(f"{folder.name}.corrupt{f'-{taken + 1}' if taken else ''}")
+    storage.rename(folder, aside)
+    print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {aside.name}", flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------- loading
@@ -183,18 +223,18 @@ def prune(folder: Path, keep: int):
 def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint; CheckpointError names what is wrong with it."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads(storage.read_text(folder / "manifest.json"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a readable checkpoint ({error}): name a step-* folder with a manifest.json") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{folder}/manifest.json is not of format {FORMAT!r}: name a checkpoint that train.py wrote")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(f"{folder} has version {manifest.get('version')}; this longhaul reads {VERSION}: update longhaul")
-    needed = {"step", "tokens", "data", "world_size", "config", "model_config", "files"}
-    if needed - manifest.keys():
-        raise CheckpointError(f"{folder}/manifest.json lacks {sorted(needed - manifest.keys())}: use another checkpoint")
-    if manifest.get("checksum") != checksum(manifest) or not manifest["files"]:
+    if manifest.get("checksum") != checksum(manifest):
         raise CheckpointError(f"{folder}/manifest.json is damaged: use another checkpoint")
+    if manifest.get("version") != VERSION:
+        raise FutureVersion(f"{folder} has version {manifest.get('version')}; this longhaul reads {VERSION}: update longhaul")
+    lacking = sorted(set(NEEDED) - manifest.keys())
+    if lacking or not manifest["files"]:
+        raise CheckpointError(f"{folder}/manifest.json lacks {lacking or 'files'}: use another checkpoint")
     return manifest
 
 
@@ -206,11 +246,11 @@ def verify(folder: Path) -> dict:
             raise CheckpointError(f"{folder}: the manifest names {name!r}, which is not a plain file of this folder")
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder}/{name} is missing: use another checkpoint")
-        found = describe(folder / name)
+        found = storage.describe(folder / name)
         if found["bytes"] != recorded["bytes"]:
             raise CheckpointError(f"{folder}/{name} has {found['bytes']} bytes, {recorded['bytes']} were written: use another checkpoint")
         bad = [index for index, digest in enumerate(found["blocks"]) if digest != recorded["blocks"][index]]
-        if bad or found["sha256"] != recorded["sha256"]:
+        if bad:
             raise CheckpointError(f"{folder}/{name} is damaged in 64 MiB block(s) {bad}: use another checkpoint")
     return manifest
 
@@ -224,10 +264,10 @@ def latest(folder: Path) -> Path | None:
         try:
             verify(candidate)
             return candidate
+        except FutureVersion:
+            raise
         except CheckpointError as error:
-            taken = len(list(folder.glob(f"{candidate.name}.corrupt*")))
-            aside = candidate.rename(candidate.with_name(f"{candidate.name}.corrupt{f'-{taken + 1}' if taken else ''}"))
-            print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {aside.name}; trying the one before", flush=True)
+            set_aside(candidate, error)
     if any(folder.glob("step-*.corrupt*")):
         raise CheckpointError(f"{folder}: no checkpoint is usable, all are damaged (*.corrupt): choose a new --output_dir to start over")
     return None
@@ -272,10 +312,15 @@ def _create_optimizer_state(state, manifest: dict):
         keys = {key.rsplit(".", 1)[1] for key in stored if key.startswith(f"optim.{name}.")}
         fresh = _fresh_state(state.optimizer, parameter) if keys else {}
         if keys != fresh.keys():
-            raise CheckpointError(f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer keeps "
+            raise OtherSettings(f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer keeps "
                                   f"{', '.join(sorted(fresh))}: give the settings of the run that wrote it")
         if keys:
             state.optimizer.state[parameter] = fresh | {"step": torch.tensor(float(manifest["step"]), device=_step_device(state))}
+
+
+def size_of(model: Decoder, optimizer) -> int:
+    """Bytes of a checkpoint of a whole model, which may be on meta, but for headers and manifest."""
+    return sum(p.nbytes + sum(value.nbytes for value in _fresh_state(optimizer, p).values()) for p in model.parameters())
 
 
 def _fresh_state(optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the keys of --config.
 
-Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli and longhaul.context of ours.
+Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli, longhaul.context and longhaul.exits of ours.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from data.order import parse_ranges
 from longhaul import context
 from longhaul.cli import flag
+from longhaul.exits import WorldError
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -94,6 +95,10 @@ class TrainConfig:
     keep_last: int = flag(2, "checkpoints kept, at least 2", ("save_total_limit",), group="run")
     resume: str = flag("auto", "auto: newest good checkpoint of output_dir; none: refuse a folder that holds a run; or a step-* folder",
         ("resume_from",), group="run")
+    override_settings: bool = flag(False, "let a resume change settings of the group optimisation, which it refuses otherwise", group="run")
+    async_save: bool = flag(False, "write checkpoints from a copy in host memory while training goes on", group="run")
+    audit_every: int = flag(0, "steps between steps whose forward and backward run twice and must give the same bits; 0: never", group="run")
+    timeout: int = flag(60, "seconds after which a rank that gives no sign of life ends the others, exit code 7", group="run")
     eval_every: int = flag(100, "steps between validations, each with a text sample in TensorBoard; 0: never",
         ("eval_steps",), group="run")
     eval_rows: int = flag(8, "rows of a validation, over all ranks", group="run")
@@ -108,7 +113,8 @@ class TrainConfig:
         at_least = dict(context_length=1, batch_size=1, gradient_accumulation_steps=1, max_steps=1, dp_replicate=1, context_parallel_size=0, save_every=1,
                         keep_last=2, loss_chunk_size=0, lr=0, warmup_steps=0, weight_decay=0, grad_clip=0, eval_every=0,
                         eval_rows=1, log_every=1, mlp_tiles=1, attention_head_groups=1, global_batch_size=0, vocab_size=0, rope_theta=0,
-                        logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0, max_skipped_steps=0, loss_spike=0, check_replicas_every=0)
+                        audit_every=0, timeout=1, max_skipped_steps=0, loss_spike=0, check_replicas_every=0,
+                        logits_threshold_gib=0, min_lr_ratio=0, decay_fraction=0)
         for name, least in at_least.items():
             value = getattr(self, name)
             if not least <= value < math.inf:
@@ -192,7 +198,8 @@ class TrainConfig:
         rows = groups * self.batch_size
         if self.global_batch_size % rows:
             sizes = [size for size in range(1, self.global_batch_size + 1) if self.global_batch_size % size == 0]
-            raise ValueError(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
+            wrong = ValueError if self.global_batch_size % self.batch_size else WorldError  # whose fault it is: the batch's or the ranks'
+            raise wrong(f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
                              f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}")
         return self._alone(self.global_batch_size // rows)
 

@@ -1,6 +1,6 @@
 """Processes: what torchrun says of this one, the device, the process group, the named mesh, reductions, printing, refusal.
 
-Imports nothing of ours. torch.distributed is loaded only where there is more than one process.
+Imports longhaul.exits of ours. torch.distributed is loaded only where there is more than one process.
 """
 
 import ctypes
@@ -10,9 +10,14 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor
+
+from longhaul.exits import Halt, code_of
+
+PATIENCE = timedelta(hours=1)  # of a collective: rank 0 may hash a large data set or prepare one meanwhile
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,10 @@ def cores() -> int:
 
 
 def start(world: World, device: torch.device):
-    """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process."""
+    """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process.
+
+    A rank that was killed or stopped is found by its heartbeat (longhaul/peers.py), one that is lost in its own work after PATIENCE.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -70,7 +78,7 @@ def start(world: World, device: torch.device):
         keep_freed_memory()
     if world.size > 1:
         import torch.distributed as dist
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
 
 
 def stop():
@@ -123,25 +131,48 @@ def all_sum(value: Tensor) -> Tensor:
     return value
 
 
+class Refusal(ValueError):
+    """What rank 0 found wrong, on the other ranks, with its exit code."""
+
+    def __init__(self, words: str, exit_code: int):
+        super().__init__(words)
+        self.exit_code = exit_code
+
+
 def on_rank0(function, world: World):
-    """What `function()` gives on rank 0, on every rank; its ValueError too. For decisions that all ranks must share."""
-    answer = [None, None]
+    """What `function()` gives on rank 0, on every rank; an error that ends the run too. For decisions that all ranks must share."""
+    answer, wrong = [None, None, 2], None
     if world.rank == 0:
         try:
             answer[0] = function()
-        except ValueError as error:
-            answer[1] = str(error)
+        except (ValueError, Halt) as error:
+            wrong, answer = error, [None, str(error), code_of(error, 2)]
     if world.size > 1:
         torch.distributed.broadcast_object_list(answer, src=0)
     if answer[1] is not None:
-        raise ValueError(answer[1])
+        raise wrong or Refusal(answer[1], answer[2])
     return answer[0]
 
 
-def barrier():
+def barrier(group=None):
     """Wait for all ranks."""
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        torch.distributed.barrier(group)
+
+
+def any_rank(flag: bool, group=None) -> bool:
+    """Whether `flag` is set on any rank; all must ask together."""
+    if not torch.distributed.is_initialized():
+        return flag
+    place = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+    votes = torch.tensor(int(flag), device=place, dtype=torch.int32)
+    torch.distributed.all_reduce(votes, group=group)
+    return bool(votes)
+
+
+def host_group(world: World):
+    """A process group between the ranks' hosts, for what must not meet the training's own collectives; None for one process."""
+    return torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
 
 
 def print0(*values, world: World | None = None, **kwargs):
@@ -153,15 +184,18 @@ def print0(*values, world: World | None = None, **kwargs):
 def refuse(message: str, code: int = 2):
     """End the program with `message` as the last thing on screen and exit code `code`.
 
-    torchrun prints a report of its own below a failed rank's words and exits 1 whatever the ranks return. What stands in
-    its error file ends that report. Ranks above 0 wait first, so that what all have found is said once, by rank 0.
+    Ranks above 0 wait first, so that what all have found is said once, by rank 0.
     """
-    world, report = World.from_environment(), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if world.rank:  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+    if World.from_environment().rank:  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
         time.sleep(5)
+    last_words(message)
+    sys.exit(code)
+
+
+def last_words(message: str):
+    """`message` on standard error, and where torchrun's report, which it prints below a failed rank's words, ends with it."""
     print(message, file=sys.stderr, flush=True)
-    if report:
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with open(report, "w", encoding="utf-8") as file:
             extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    sys.exit(code)

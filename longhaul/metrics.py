@@ -54,27 +54,35 @@ def _step_of(line: str) -> int | None:
 
 
 class Logger:
-    """Rank 0's log of a run; on other ranks every call does nothing."""
+    """Rank 0's log of a run; on other ranks every call does nothing. A disk that refuses it is said once, and training goes on."""
 
     def __init__(self, folder: Path, first_step: int, last_step: int, active: bool, every: int = 1, config_text: str = ""):
-        self.active, self.every = active, every
+        self.active, self.every, self.warned = active, every, False
         if not active:
             return
-        from torch.utils.tensorboard import SummaryWriter
         from tqdm import tqdm
-        truncate_log(folder / "metrics.jsonl", first_step)
-        self.file = open(folder / "metrics.jsonl", "a", buffering=1)
-        self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
-        self.board.add_text("config", f"```\n{config_text}\n```", first_step)
         every_seconds = 0.2 if sys.stderr.isatty() else 15  # a file or pipe gets a line now and then, not a film
         self.bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True, mininterval=every_seconds, maxinterval=3600)
+        self.file = self._tried(_open_lines, folder, first_step)
+        self.board = self._tried(_open_board, folder, first_step)
+        self.text(first_step, "config", config_text)
+
+    def _tried(self, function, *args):
+        """`function(*args)`; None with a warning, the first time, where the disk refuses."""
+        try:
+            return function(*args)
+        except OSError as error:
+            if not self.warned:
+                self.say(f"warning: the log cannot be written ({error}), training goes on without: free space")
+            self.warned = True
 
     def step(self, record: dict):
         """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
         if not self.active:
             return
         finite = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
-        self.file.write(json.dumps(finite, allow_nan=False) + "\n")  # JSON knows no NaN
+        if self.file is not None:
+            self._tried(os.write, self.file, (json.dumps(finite, allow_nan=False) + "\n").encode())  # JSON knows no NaN
         if record["step"] % self.every:
             return
         self.scalars(record["step"], {f"train/{key}": record[key] for key in record if key not in ("step", "time")})
@@ -84,14 +92,14 @@ class Logger:
 
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""
-        if self.active:
+        if self.active and self.board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
-                    self.board.add_scalar(name, value, step)
+                    self._tried(self.board.add_scalar, name, value, step)
 
     def text(self, step: int, name: str, text: str):
-        if self.active:
-            self.board.add_text(name, f"```\n{text}\n```", step)
+        if self.active and self.board is not None and text:
+            self._tried(self.board.add_text, name, f"```\n{text}\n```", step)
 
     def say(self, line: str):
         """A line above the progress bar."""
@@ -101,5 +109,18 @@ class Logger:
     def close(self):
         if self.active:
             self.bar.close()
-            self.board.close()
-            self.file.close()
+            if self.board is not None:
+                self._tried(self.board.close)
+            if self.file is not None:
+                os.close(self.file)
+
+
+def _open_lines(folder: Path, first_step: int) -> int:
+    """A descriptor at the end of metrics.jsonl; a line is one write."""
+    truncate_log(folder / "metrics.jsonl", first_step)
+    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _open_board(folder: Path, first_step: int):
+    from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)

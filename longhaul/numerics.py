@@ -150,7 +150,7 @@ def recent_losses(log: Path, step: int) -> list[float]:
 
 
 def require_equal_replicas(state):
-    """NumericalHalt, on all ranks, naming the first tensor of which two replicas hold different bits. Nothing without replicas.
+    """NumericalHalt, on all ranks, naming the tensors of which two replicas hold different bits. Nothing without replicas.
 
     Each rank digests its shards to 8 bytes a tensor, which the ranks that hold the same shards exchange.
     """
@@ -161,11 +161,12 @@ def require_equal_replicas(state):
     group = state.mesh.get_group("replicate")
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     torch.distributed.all_gather(theirs, mine, group=group)
-    differ = (torch.stack(theirs) != theirs[0]).any(0)
-    first = torch.where(differ.any(), len(names) - differ.int().argmax(), 0)  # counted from the end, so that the maximum is the first
-    torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MAX)
-    if first:
-        raise NumericalHalt(f"step {state.step}: the replicas hold different bits of {names[len(names) - int(first)]}, so hardware or a kernel is at "
+    differ = (torch.stack(theirs) != theirs[0]).any(0).int()
+    torch.distributed.all_reduce(differ)  # over all ranks, which hold other shards
+    wrong = [name for name, count in zip(names, differ.tolist()) if count]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise NumericalHalt(f"step {state.step}: the replicas hold different bits of {', '.join(wrong[:3])}{more}, so hardware or a kernel is at "
                             "fault: find and drop the machine, then give the same command, which resumes from the newest checkpoint")
 
 

@@ -89,25 +89,45 @@ def count_valid(batch: list[dict], state: TrainState) -> Tensor:
     return dist.all_sum(local.to(state.device)) // state.cfg.context_ranks  # which all counted the same rows
 
 
-def train_step(state: TrainState, batch: list[dict]) -> StepResult:
+def train_step(state: TrainState, batch: list[dict], must_stop=None) -> StepResult | None:
     """One optimizer step over the micro-batches `batch` (keyword arguments of Decoder.forward).
 
     The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens. FSDP2 averages gradients over
-    ranks, so each rank's share is multiplied by their number before the backward.
+    ranks, so each rank's share is multiplied by their number before the backward. `must_stop()`, the same on all ranks, is asked between
+    micro-batches; where it is true the step is given up, nothing has changed, and None is returned.
     """
-    cfg, model = state.cfg, state.model
+    computed = gradients(state, batch, must_stop)
+    return None if computed is None else update(state, batch, *computed)
+
+
+def gradients(state: TrainState, batch: list[dict], must_stop=None) -> tuple[Tensor, Tensor] | None:
+    """(this rank's loss, global number of valid tokens) and every parameter's gradient; None where it was given up."""
+    model = state.model
     model.validate, state.checked = not state.checked, True
     num_valid = count_valid(batch, state)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
-    lr = optim.learning_rate(state.step, cfg)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    for micro in batch:
+    set_learning_rate(state)
+    for index, micro in enumerate(batch):
+        if index and must_stop is not None and must_stop():
+            state.optimizer.zero_grad(set_to_none=True)
+            return None
         loss = model(**micro, num_valid=divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
-    norm = optim.global_norm(model, state.optimizer, cfg)
+    return total, num_valid
+
+
+def set_learning_rate(state: TrainState):
+    """This step's, before the backward: updates in the backward use it."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = optim.learning_rate(state.step, state.cfg)
+
+
+def update(state: TrainState, batch: list[dict], total: Tensor, num_valid: Tensor) -> StepResult:
+    """Clip, step the optimizer, count: what follows once the gradients are there."""
+    cfg, lr = state.cfg, optim.learning_rate(state.step, state.cfg)
+    norm = optim.global_norm(state.model, state.optimizer, cfg)
     loss, bad = dist.all_sum(torch.stack([total, (~norm.isfinite()).float()]))  # bad: ranks whose norm is NaN or inf
     skipped = not norm.is_meta and bool(bad)  # the same on all ranks: none steps, though replicas may have differed
     if not skipped:
@@ -119,11 +139,13 @@ def train_step(state: TrainState, batch: list[dict]) -> StepResult:
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, batches: list[list[dict]]) -> tuple[float, int]:
-    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number."""
+def evaluate(state: TrainState, batches: list[list[dict]], must_stop=None) -> tuple[float, int] | None:
+    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number; None where `must_stop()` gave it up."""
     total, count = torch.zeros((), device=state.device, dtype=torch.float64), 0
     for batch in batches:
         for micro in batch:
+            if must_stop is not None and must_stop():
+                return None
             total += state.model(**micro, num_valid=1.0).double()
         count += int(count_valid(batch, state))
     parallel.reshard(state.model)

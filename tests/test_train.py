@@ -41,11 +41,11 @@ def command(data: str, out, *more: str) -> list[str]:
     return [*SMALL, "--data", data, "--output_dir", str(out), *more]
 
 
-def refusal(args: list[str], capsys) -> str:
-    """What train.main prints on standard error before it exits with code 2."""
+def refusal(args: list[str], capsys, code: int = 2) -> str:
+    """What train.main prints on standard error before it exits with this code."""
     with pytest.raises(SystemExit) as stop:
         train.main(args)
-    assert stop.value.code == 2
+    assert stop.value.code == code
     lines = [line for line in capsys.readouterr().err.strip().splitlines() if line]
     assert len(lines) == 1, lines
     return lines[0]
@@ -76,7 +76,7 @@ def test_every_step_is_one_object_of_metrics_jsonl(finished):
 
 def test_the_run_folder_holds_settings_tokenizer_tensorboard_and_the_newest_checkpoints(finished):
     assert {path.name for path in finished.iterdir()} == {
-        "run.json", "tokenizer.model", "metrics.jsonl", "tensorboard", "step-00000006", "step-00000008"}
+        "run.json", "exit.json", "tokenizer.model", "metrics.jsonl", "tensorboard", "step-00000006", "step-00000008"}
     assert json.loads((finished / "run.json").read_text())["config"]["max_steps"] == 8
 
 
@@ -293,13 +293,15 @@ def test_where_every_checkpoint_is_damaged_nothing_is_started_over(data, tmp_pat
     manifest = out / "step-00000002" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 1'))
     capsys.readouterr()
-    assert "no checkpoint is usable" in refusal(command(data, out, "--max_steps", "4"), capsys)
+    assert "no checkpoint is usable" in refusal(command(data, out, "--max_steps", "4"), capsys, code=4)
     assert len(losses(out)) == 2
 
 
 def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
     train.main(command(data, tmp_path / "run", "--max_steps", "2"))
-    train.main(command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"))
+    capsys.readouterr()
+    assert "--lr 0.0003 there, 0.01 here" in refusal(command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"), capsys)
+    train.main(command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01", "--override_settings"))
     out = capsys.readouterr().out
     assert "changed since the checkpoint: lr 0.0003 -> 0.01" in out and "changed since the checkpoint: max_steps 2 -> 3" in out
     assert "changed since the checkpoint: output_dir" not in out

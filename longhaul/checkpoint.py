@@ -6,21 +6,24 @@
 
 Parameters and optimizer states are sharded on their first dimension, so a shard is a range of rows and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is renamed `.corrupt`, never
-deleted. Imports longhaul.dist, longhaul.exits, longhaul.parallel, longhaul.states, longhaul.storage and model.py of ours.
+deleted. Imports longhaul.contents, longhaul.dist, longhaul.exits, longhaul.parallel, longhaul.states, longhaul.storage,
+longhaul.weights, data.foreign and model.py of ours.
 """
 
 import dataclasses
 import hashlib
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from longhaul import dist, exits, parallel, states, storage
+from data.foreign import parse_json, refuse_pickle
+from longhaul import contents, dist, exits, parallel, states, storage
 from longhaul.exits import StorageError
-from model import Decoder, ModelConfig, NSAConfig
+from longhaul.weights import opened
+from model import Decoder
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
 NEEDED = ("step", "tokens", "data", "world_size", "config", "model_config", "files")
@@ -223,7 +226,8 @@ def set_aside(folder: Path, error: CheckpointError):
 def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint; CheckpointError names what is wrong with it."""
     try:
-        manifest = json.loads(storage.read_text(folder / "manifest.json"))
+        refuse_pickle(folder)
+        manifest = parse_json(storage.read_text(folder / "manifest.json").encode())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a readable checkpoint ({error}): name a step-* folder with a manifest.json") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -235,7 +239,18 @@ def read_manifest(folder: Path) -> dict:
     lacking = sorted(set(NEEDED) - manifest.keys())
     if lacking or not manifest["files"]:
         raise CheckpointError(f"{folder}/manifest.json lacks {lacking or 'files'}: use another checkpoint")
+    with _named(folder):
+        contents.check_manifest(manifest)
     return manifest
+
+
+@contextmanager
+def _named(folder: Path):
+    """What is wrong with the contents of a checkpoint is a CheckpointError that names it."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is not a sound checkpoint ({error}): use another checkpoint") from None
 
 
 def verify(folder: Path) -> dict:
@@ -252,6 +267,8 @@ def verify(folder: Path) -> dict:
         bad = [index for index, digest in enumerate(found["blocks"]) if digest != recorded["blocks"][index]]
         if bad:
             raise CheckpointError(f"{folder}/{name} is damaged in 64 MiB block(s) {bad}: use another checkpoint")
+        with _named(folder):
+            contents.check_tensors(folder / name, recorded)
     return manifest
 
 
@@ -295,10 +312,9 @@ def load(state, folder: Path) -> dict:
 def load_model(folder: Path, device="cpu", dtype: str | None = None) -> Decoder:
     """A Decoder of a checkpoint, verified, alone on `device`; `dtype` overrides its compute dtype."""
     manifest = verify(folder)
-    fields = manifest["model_config"]
-    config = ModelConfig(**fields | dict(nsa=NSAConfig(**fields.get("nsa", {}))) | ({"compute_dtype": dtype} if dtype else {}))
-    with torch.device("meta"):
-        model = Decoder(config)
+    with _named(folder), torch.device("meta"):
+        model = Decoder(contents.model_config(manifest, **({"compute_dtype": dtype} if dtype else {})))
+        contents.check_model(manifest, {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()})
     model.to_empty(device=device)
     model.tie_weights()
     _read_into(named_rows(model), folder, manifest)
@@ -338,12 +354,11 @@ def _read_into(rows: dict[str, Rows], folder: Path, manifest: dict):
     """Copy the rows that are held here from whichever files have them; every row must be found."""
     missing = {name: len(part.local) for name, part in rows.items()}
     for file, recorded in manifest["files"].items():
-        try:
-            with safe_open(folder / file, framework="pt") as source:
-                for name in recorded["rows"].keys() & rows.keys():
-                    missing[name] -= _copy_rows(rows[name], source.get_slice(name), recorded["rows"][name])
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}/{file} cannot be read ({error}): use another checkpoint") from None
+        with _named(folder), opened(folder / file) as source:
+            for name in recorded["rows"].keys() & rows.keys():
+                if rows[name].shape != tuple(recorded["shapes"][name]):
+                    raise ValueError(f"{name} has shape {recorded['shapes'][name]}, here it has {list(rows[name].shape)}")
+                missing[name] -= _copy_rows(rows[name], source.get_slice(name), recorded["rows"][name])
     lacking = [name for name, count in missing.items() if count]
     if lacking:
         raise CheckpointError(f"{folder} lacks rows of {lacking[0]} and {len(lacking) - 1} more: use another checkpoint")

@@ -16,10 +16,12 @@ ROOT = Path(__file__).parent.parent
 # model -> fused and model -> nsa are lazy: only where kernels="triton", attention_type="nsa"
 SAME_LEVEL = {("model", "fused"), ("model", "nsa"), ("fused", "nsa"), ("nsa", "fused"), ("benchmarks", "verify_chunked_loss"), ("scripts", "train"),
               ("longhaul.dist", "longhaul.exits"), ("longhaul.parallel", "longhaul.rows"), ("longhaul.parallel", "longhaul.activations"),
-              ("longhaul.supervise", "longhaul.storage"), ("longhaul.supervise", "longhaul.peers"), ("longhaul.qwen3", "longhaul.weights")}
+              ("longhaul.supervise", "longhaul.storage"), ("longhaul.supervise", "longhaul.peers"), ("longhaul.qwen3", "longhaul.weights"),
+              ("longhaul.contents", "longhaul.weights"), ("longhaul.contents", "longhaul.storage")}
 LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
     {"model", "nsa", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli", "longhaul.states", "longhaul.exits"},
     {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate", "longhaul.weights",
+     "longhaul.contents",
      "longhaul.activations", "longhaul.flops", "longhaul.rows", "longhaul.storage", "longhaul.supervise", "longhaul.peers"},
     {"longhaul.step", "longhaul.checkpoint", "longhaul.metrics", "longhaul.numerics"},
     {"longhaul.memory", "longhaul.evals", "longhaul.posttrain", "longhaul.analysis", "longhaul.saver", "longhaul.audit",

@@ -177,13 +177,13 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
-    from longhaul import checkpoint
+    from longhaul import checkpoint, storage
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
     if rng.random() < 0.4:
         damage_safetensors(rng, content, step)
         (step / "model.safetensors").replace(step / name)
-        files = {name: manifest["files"][name] | checkpoint.describe(step / name)}
+        files = {name: manifest["files"][name] | storage.describe(step / name)}
         manifest = manifest | dict(files=files)
     else:
         (step / name).write_bytes(content)

@@ -54,6 +54,8 @@ class TrainConfig:
     beta2: float = flag(0.95, "AdamW", ("adam_beta2",), group="optimisation")
     adam_eps: float = flag(1e-8, "AdamW", ("eps",), group="optimisation")
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", ("max_grad_norm", "clip"), group="optimisation")
+    pairwise_accumulation: bool = flag(False, "one process sums its micro-batches in the order of two, whose bits (fp32) it then has: one more gradient",
+        group="optimisation")
     # ---- memory and speed
     dtype: str = flag("bf16", "compute precision; weights, gradients and optimizer states are fp32",
         ("precision",), tuple(DTYPES), group="memory and speed")

@@ -108,14 +108,38 @@ def gradients(state: TrainState, batch: list[dict], must_stop=None) -> tuple[Ten
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
-    for index, micro in enumerate(batch):
+    pairs = Pairs(model) if state.cfg.pairwise_accumulation and state.world.size == 1 and len(batch) > 2 and len(batch) % 2 == 0 else None
+    for index, micro in enumerate(batch if pairs is None else pairs.order(batch)):
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
         loss = model(**micro, num_valid=divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
+        if pairs is not None and index % 2:
+            pairs.add(last=index == len(batch) - 1)
     return total, num_valid
+
+
+class Pairs:
+    """Micro-batches of one process summed as two would: ((g0 + g2) + (g1 + g3)), the first of each pair being rank 0's.
+
+    Sums of two are exact to the bit whoever adds them, and sums of more depend on their order. Costs one more gradient.
+    """
+
+    def __init__(self, model: Decoder):
+        self.parameters, self.sums = list(model.parameters()), {}
+
+    def order(self, batch: list[dict]) -> list[dict]:
+        half = len(batch) // 2
+        return [micro for pair in zip(batch[:half], batch[half:]) for micro in pair]
+
+    def add(self, last: bool):
+        """Take the gradient of a pair into the sums; after the last one they are the gradients."""
+        for p in self.parameters:
+            if p.grad is not None:
+                self.sums[p] = self.sums[p].add_(p.grad) if p in self.sums else p.grad
+            p.grad = self.sums.get(p) if last else None
 
 
 def set_learning_rate(state: TrainState):

@@ -29,7 +29,7 @@ from scripts.faults.rows import require
 
 FORK = multiprocessing.get_context("fork")
 VOCAB, CONTEXT = 64, 32
-SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=32", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=8", "ffn_size=48",
+SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=32", "num_layers=2", "num_heads=2", "num_kv_heads=1", "head_dim=32", "ffn_size=48",
          "--vocab_size", str(VOCAB), "--context_length", str(CONTEXT), "--warmup_steps", "2", "--eval_every", "0", "--dtype", "fp32", "--device", "cpu"]
 
 

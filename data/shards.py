@@ -306,10 +306,10 @@ class Dataset:
 
     def _check_tokenizer(self, tokenizer: dict) -> None:
         path = inside(self.path, tokenizer["file"])
-        check_file(path, tokenizer["bytes"])
-        if sha256_file(path) != tokenizer["sha256"]:
-            raise TokenizerMismatch(f"{path} is damaged: its SHA-256 is not the manifest's, and the ids were made with another "
-                                    f"tokenizer: restore it, or prepare the data again with `{PREPARE}`")
+        try:
+            check_file(path, tokenizer["bytes"], tokenizer["sha256"])
+        except IntegrityError as error:
+            raise TokenizerMismatch(f"the ids were made with another tokenizer than the one beside them: {error}") from None
 
     def require_ids_in_vocab(self) -> None:
         """Raise IntegrityError naming shard and offset of the first id outside the vocabulary."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data import order
+from data import foreign, order
 from longhaul import checkpoint, cli, dist, exits, identity, storage, supervise
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
@@ -139,6 +139,7 @@ class Run:
         return self._named_checkpoint(cfg)
 
     def _named_checkpoint(self, cfg: TrainConfig) -> str:
+        foreign.refuse_pickle(Path(cfg.resume))
         if not Path(cfg.resume).is_dir():
             raise ValueError(f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder")
         manifest = checkpoint.verify(Path(cfg.resume))

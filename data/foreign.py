@@ -12,10 +12,13 @@ PROTOCOLS = range(2, 6)
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle by its suffix or magic, or a zip, as torch.save writes them. Nothing of it is interpreted."""
+    """Whether a file is a pickle by its suffix or magic, or a zip, as torch.save writes them. Nothing of it is interpreted.
+
+    A folder is one where its .metadata is, as torch.distributed.checkpoint writes it.
+    """
     path = Path(path)
     if not path.is_file():
-        return False
+        return (path / ".metadata").is_file()
     with open(path, "rb") as file:
         head = file.read(9)
     tensors = head[5:9] == b"\0\0\0{"  # a safetensors header of 640 bytes begins as a pickle of protocol 2 does

@@ -75,9 +75,14 @@ def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
             parts = []
         directory = parent
         newline = "" if document.text.endswith("\n") else "\n"
-        parts.append(f"# {document.name}\n{document.text}{newline}")
+        parts.append(f"# {_in_one_line(document.name)}\n{document.text}{newline}")
     if parts:
         yield Document(directory, "".join(parts))
+
+
+def _in_one_line(name: str) -> str:
+    """A file name as text: names may hold newlines, and bytes that are not UTF-8."""
+    return name.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _expand(path: Path) -> Iterator[Path]:

@@ -226,7 +226,6 @@ def set_aside(folder: Path, error: CheckpointError):
 def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint; CheckpointError names what is wrong with it."""
     try:
-        refuse_pickle(folder)
         manifest = parse_json(storage.read_text(folder / "manifest.json").encode())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a readable checkpoint ({error}): name a step-* folder with a manifest.json") from None
@@ -292,6 +291,7 @@ def latest(folder: Path) -> Path | None:
 
 def newest(folder: Path) -> Path:
     """`folder` itself if it is a checkpoint, else the newest step-* in it; CheckpointError where there is none."""
+    refuse_pickle(folder)
     if (folder / "manifest.json").exists():
         return folder
     steps = sorted(folder.glob("step-????????"))

@@ -1,0 +1,204 @@
+"""What watches the numbers: skipped steps, spikes, drifting replicas, rows that are left out."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from data import order
+from data.loader import Loader
+from data.shards import write_dataset
+from longhaul import identity, numerics, step
+from longhaul.config import TrainConfig
+from longhaul.exits import NumericalHalt
+
+RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=4)
+SMALL = ("hidden_size=32", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=8", "ffn_size=48")
+
+
+# ---- rows that are left out
+
+
+@settings(max_examples=300, deadline=None)
+@given(ranges=RANGES, index=st.integers(0, 60))
+def test_leaving_ranges_out_is_counting_the_positions_that_remain(ranges, index):
+    left_out = {position for begin, end in ranges for position in range(begin, end)}
+    remaining = [position for position in range(200) if position not in left_out]
+    assert order.around(index, order.merged(ranges)) == remaining[index]
+
+
+@settings(max_examples=200, deadline=None)
+@given(ranges=RANGES, limit=st.integers(0, 90))
+def test_ranges_keep_their_positions_through_every_form(ranges, limit):
+    positions = sorted({position for begin, end in ranges for position in range(begin, end)})
+    made = order.ranges_of(positions)
+    assert made == order.merged(ranges) == order.parse_ranges(order.words_of(made))
+    assert all(one[1] < other[0] for one, other in zip(made, made[1:]))
+    assert [p for begin, end in order.before(made, limit) for p in range(begin, end)] == [p for p in positions if p < limit]
+
+
+@pytest.mark.parametrize("word", ["5", "5:5", "9:5", "-1:5", "a:b", "1:2:3", "", ":", "1:", "1 :2", "9" * 30 + ":1"])
+def test_what_is_no_range_is_refused_with_an_example(word):
+    with pytest.raises(ValueError, match="give ranges a:b with a < b, such as 4096:4160"):
+        TrainConfig(skip_rows=(word,))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    documents = [np.random.default_rng(n).integers(1, 64, 20) for n in range(60)]
+    return write_dataset(documents, tmp_path_factory.mktemp("data") / "d", vocab_size=64, eod_id=0, val_fraction=0)
+
+
+@pytest.mark.parametrize("skip", [(), ((0, 4),), ((5, 6), (9, 14)), ((3, 60),)])
+def test_a_loader_without_rows_has_the_others_in_their_order_on_any_number_of_ranks(dataset, skip):
+    loader, plain = Loader(dataset, 32, 4, skip=skip), Loader(dataset, 32, 4)
+    expected = [p for p in range(200) if not any(begin <= p < end for begin, end in skip)][:32]
+    for ranks in (1, 2, 4):
+        found = [p for s in range(8) for rank in range(ranks) for p in loader.positions(s, rank, ranks)]
+        assert found == expected
+    assert (loader.batch(3).tokens == plain.rows(expected[12:16]).tokens).all()
+    assert all(loader.step(loader.state(s)) == s for s in range(30))
+    assert loader.state(0).get("skip", []) == [list(span) for span in skip]
+
+
+def manifest(step: int, skip=()) -> dict:
+    return dict(step=step, rows_per_step=4, data=dict(seed=0, epoch=0, position=0) | (dict(skip=list(map(list, skip))) if skip else {}))
+
+
+@pytest.mark.parametrize("at, recorded, given, expected", [
+    (0, (), ["0:4"], ("0:4",)), (2, (), ["8:12"], ("8:12",)), (2, (), [], ()), (2, ((4, 8),), [], ("4:8",)), (2, ((4, 8),), ["12:20"], ("4:8", "12:20")),
+    (2, ((4, 8),), ["4:8"], ("4:8",)), (2, ((8, 12),), ["8:12", "12:16"], ("8:16",))])
+def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(at, recorded, given, expected):
+    assert identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows == expected
+
+
+@pytest.mark.parametrize("at, recorded, given", [(2, (), ["0:4"]), (2, (), ["7:20"]), (2, ((4, 8),), ["10:11"]), (3, ((4, 8),), ["4:9"])])
+def test_rows_that_were_trained_on_cannot_be_left_out_any_more(at, recorded, given):
+    with pytest.raises(ValueError, match="was trained on the rows before .*: resume an earlier one"):
+        identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given)))
+
+
+# ---- spikes
+
+
+def curve(steps: int, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [2 + 6 * 0.98**n + draw.gauss(0, 0.05) for n in range(steps)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_falling_noisy_curve_has_no_spike_and_one_that_jumps_has_it_in_that_step(seed):
+    spikes = numerics.Spikes()
+    assert max(spikes.score(loss) for loss in curve(400, seed)) < 6
+    assert spikes.score(4.0) > 10 and spikes.score(2.0) < 6
+
+
+def test_a_spike_among_spikes_is_still_one():
+    """The standard deviation of a window with three of them would hide it."""
+    spikes = numerics.Spikes(curve(200))
+    assert all(spikes.score(loss) > 10 for loss in (8.0, 9.0, 7.0, 8.0))
+
+
+def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
+    spikes = numerics.Spikes()
+    assert [spikes.score(loss) for loss in (5.0, 500.0, float("nan"), 5.0)] == [0.0] * 4
+    assert len(spikes.window) == 3
+
+
+def test_a_flat_curve_is_compared_with_one_percent_of_itself():
+    spikes = numerics.Spikes([3.0] * 64)
+    assert spikes.score(3.0001) < 1 and spikes.score(3.9) > 10
+
+
+def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(dict(step=n, loss=None if n == 5 else float(n))) for n in range(1, 200)]
+    log.write_text("\n".join(lines) + '\n{"step": 200, "lo')
+    assert numerics.Spikes(numerics.recent_losses(log, 150)).window == numerics.Spikes(map(float, range(1, 151))).window
+    assert numerics.recent_losses(tmp_path / "none", 3) == []
+
+
+# ---- replicas
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64])
+def test_a_digest_changes_with_any_bit_and_with_the_order(dtype, monkeypatch):
+    monkeypatch.setattr(numerics, "SLAB", 64)
+    tensor = (torch.randn(7, 31, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+    expected, draw = numerics.digest(tensor), random.Random(0)
+    assert numerics.digest(tensor.t().contiguous().t()) == expected
+    for _ in range(200):
+        changed = tensor.clone()
+        changed.view(torch.uint8).view(-1)[draw.randrange(tensor.nbytes)] ^= 1 << draw.randrange(8)
+        assert numerics.digest(changed) != expected
+    assert numerics.digest(tensor.flip(0)) != expected
+
+
+def test_without_replicas_there_is_nothing_to_compare():
+    state = step.build(TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64), TrainConfig(
+        model_size="tiny", model_overrides=SMALL, vocab_size=64).model(), "cpu")
+    numerics.require_equal_replicas(state)
+
+
+# ---- steps without a finite gradient
+
+
+def one_process(tmp_path, dataset, **settings):
+    cfg = TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64, context_length=32, dtype="fp32", output_dir=str(tmp_path), **settings)
+    state = step.build(cfg, cfg.model(), "cpu")
+    loader = Loader(dataset, 32, 4)
+    return state, loader, numerics.Numerics(state, loader, tmp_path, lambda cfg: f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume}")
+
+
+def poisoned_step(state, loader):
+    micro = step.micro_batches(loader.batch(state.step), 4, state.device)
+    hook = state.model.layers[0].register_forward_hook(lambda module, args, out: out * float("inf"))
+    result = step.train_step(state, micro)
+    hook.remove()
+    return result
+
+
+def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset)
+    step.train_step(state, step.micro_batches(loader.batch(0), 4, state.device))
+    before = [tensor.clone() for _, tensor in numerics.named_tensors(state)]
+    result, said = poisoned_step(state, loader), []
+    assert result.skipped and state.step == 2
+    assert watch.after(result, said.append) == dict(spike=0.0) and watch.skipped == [2]
+    assert all(torch.equal(one, other) for one, (_, other) in zip(before, numerics.named_tensors(state)))
+    assert "(1 of 10 such steps allowed); rows 4:8 are in" in said[0] and len(said) == 1
+
+
+def test_one_step_more_than_allowed_halts_and_names_the_way_back(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset, max_skipped_steps=1)
+    (tmp_path / "step-00000001").mkdir()
+    state.step = 1
+    watch.after(poisoned_step(state, loader), print)
+    with pytest.raises(NumericalHalt, match=r"steps 2, 3 had .*; rows 4:12, .*: train.py --skip_rows 4:12 --resume .*step-00000001"):
+        watch.after(poisoned_step(state, loader), print)
+
+
+def test_updates_in_the_backward_cannot_be_skipped(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset, optimizer_in_backward=True, grad_clip=0.0)
+    with pytest.raises(NumericalHalt, match="after --optimizer_in_backward had changed other weights: train.py --skip_rows 0:4"):
+        watch.after(poisoned_step(state, loader), print)
+
+
+def test_rows_that_cannot_be_written_down_do_not_stop_the_run(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset)
+    (tmp_path / "skipped").write_text("a file where the folder should be")
+    said = []
+    watch.after(poisoned_step(state, loader), said.append)
+    assert "could not be written down" in said[0]
+
+
+def test_the_way_back_starts_at_the_newest_checkpoint_before_the_rows(tmp_path, dataset):
+    state, _, watch = one_process(tmp_path, dataset)
+    for at in (2, 4, 6):
+        (tmp_path / f"step-{at:08d}").mkdir()
+    assert watch.around(("17:20",)).endswith("--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004"))
+    assert watch.around(("3:4", "24:26")).endswith("--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006"))
+    assert watch.around(("3:4",)).endswith("--skip_rows 3:4 --resume auto")

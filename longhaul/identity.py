@@ -17,6 +17,7 @@ NUMERICS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", 
 FREE = {"output_dir", "resume", "plan", "fit", "config", "global_batch_size", "gradient_accumulation_steps", "override_settings",
         "skip_rows"}  # follow the call
 OPTIMISATION = {spec.name for spec in dataclasses.fields(TrainConfig) if spec.metadata["group"] == "optimisation"} - {"max_steps"}
+BEGUN = (".lock", ".tmp-run.json")  # what a job that was killed before run.json stood leaves
 WANTED = ("identity", "rows_per_step", "threads", "torch")  # of a manifest, beside what checkpoint.py needs itself
 
 
@@ -43,7 +44,7 @@ def read_record(folder: Path) -> dict | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder")
     if not record.exists():
-        if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):  # a job that was killed before it began leaves its lock
+        if folder.exists() and any(path.name not in BEGUN for path in folder.iterdir()):
             raise ValueError(f"--output_dir {folder} holds other files and no run: choose an empty or new folder")
         return None
     try:

@@ -15,6 +15,7 @@ import torch
 from longhaul import dist, exits
 
 EVERY = 0.5  # seconds between beats
+STORE = "0 (or the launcher, which keeps the store)"
 
 
 class Peers:
@@ -26,30 +27,42 @@ class Peers:
     def __init__(self, world: dist.World, timeout: float, leave: Callable[[int, str], None]):
         self.world, self.timeout, self.leave, self.closed = world, timeout, leave, threading.Event()
         self.store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
-        self.thread = threading.Thread(target=self._watch, name="peers", daemon=True)
-        self.thread.start()
+        self.answered = self.heard = time.monotonic()  # the store; the next rank
+        self.threads = [threading.Thread(target=work, name="peers", daemon=True) for work in (self._beat, self._watch)]
+        for thread in self.threads:
+            thread.start()
 
     def close(self):
         """Beat no more; nobody should wait for this rank from here on."""
         self.closed.set()
-        self.thread.join()
+        for thread in self.threads:
+            thread.join(2)  # a store that does not answer would keep it
 
-    def _watch(self):
-        next_one, beats, since = (self.world.rank + 1) % self.world.size, -1, time.monotonic()
+    def _beat(self):
+        next_one, beats = (self.world.rank + 1) % self.world.size, -1
         while not self.closed.wait(EVERY):
             try:
                 self.store.add(_beat(self.world.rank), 1)
                 found = self.store.add(_beat(next_one), 0)
             except RuntimeError:  # the store ended with the process that kept it: the next collective fails and asks `lost`
+                self.closed.set()
                 return
+            self.answered = time.monotonic()
             if found != beats:
-                beats, since = found, time.monotonic()
-            elif time.monotonic() - since > self.timeout:
-                self._end(next_one)
+                beats, self.heard = found, self.answered
 
-    def _end(self, silent: int):
+    def _watch(self):
+        """A thread of its own: a store whose process is stopped never answers the other."""
+        while not self.closed.wait(EVERY):
+            now = time.monotonic()
+            if now - self.answered > self.timeout:
+                self._end(STORE)
+            elif now - self.heard > self.timeout:
+                self._end(self.store.compare_set("longhaul/lost", "", str((self.world.rank + 1) % self.world.size)).decode())
+
+    def _end(self, silent: str):
         faulthandler.dump_traceback(all_threads=True)
-        words = self._words(self.store.compare_set("longhaul/lost", "", str(silent)).decode())
+        words = self._words(silent)
         self.leave(exits.WORLD, words)
         dist.last_words(words)
         os._exit(exits.WORLD)
@@ -64,7 +77,7 @@ class Peers:
                 return None
             first = self.store.compare_set("longhaul/lost", "", str(silent[0])).decode()  # others may have left since, because of it
         except RuntimeError:
-            return exits.Halt(self._words("0, which kept the store,"), exits.WORLD)
+            return exits.Halt(self._words(STORE), exits.WORLD)
         return exits.Halt(self._words(first), exits.WORLD)
 
     def _beats(self) -> list[int]:

@@ -18,7 +18,7 @@ from scripts.faults.rows import Failed, Row
 
 GROUPS: dict[str, list[Row]] = {"A": process.ROWS, "B": storage.ROWS, "C": resume.ROWS, "D": data.ROWS, "E": numerics.ROWS, "F": security.ROWS}
 FORK = multiprocessing.get_context("fork")
-LIMIT = 3600  # seconds that one row may take
+LIMIT = 1800  # seconds that one row may take
 
 
 def select(words: str) -> list[Row]:
@@ -65,6 +65,9 @@ def _inside(row: Row, trials: int, folder: Path, outcome: Path):
     except Failed as failure:
         outcome.write_text(str(failure))
         sys.exit(1)
+    finally:  # what a failed check left running or stopped would be waited for
+        for left in multiprocessing.active_children():
+            left.kill()
 
 
 def main(args: list[str] | None = None):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.utils.tensorboard  # noqa: F401  here and below: what a child would otherwise import each time
+import torch._dynamo  # noqa: F401  here and below: what a child would otherwise import each time
+import torch.utils.tensorboard  # noqa: F401
 from torch.distributed import device_mesh, fsdp  # noqa: F401
 from tqdm import tqdm  # noqa: F401
 
@@ -137,6 +138,16 @@ def steps_logged(out: Path) -> int:
     """Lines of metrics.jsonl so far."""
     path = out / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def same_end(out: Path, whole: Path) -> bool:
+    """Whether two runs ended with the same bits and logged the same losses."""
+    return final_bits(out) == final_bits(whole) and losses(out) == losses(whole)
+
+
+def losses(out: Path) -> list[float]:
+    """Every step's loss."""
+    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def final_bits(out: Path) -> list[bytes]:

@@ -152,14 +152,14 @@ def update(state: TrainState, batch: list[dict], total: Tensor, num_valid: Tenso
     """Clip, step the optimizer, count: what follows once the gradients are there."""
     cfg, lr = state.cfg, optim.learning_rate(state.step, state.cfg)
     norm = optim.global_norm(state.model, state.optimizer, cfg)
-    loss, bad = dist.all_sum(torch.stack([total, (~norm.isfinite()).float()]))  # bad: ranks whose norm is NaN or inf
-    skipped = not norm.is_meta and bool(bad)  # the same on all ranks: none steps, though replicas may have differed
-    if not skipped:
+    loss, fine = dist.all_sum(torch.stack([total, norm.isfinite().float()]))  # fine: ranks whose norm is neither NaN nor inf
+    takes_it = norm.is_meta or bool(fine == state.world.size)  # the same on all ranks, though replicas may have differed
+    if takes_it:
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (state.world.size // cfg.context_ranks)
-    return StepResult(loss, norm, lr, num_valid, total, skipped)
+    return StepResult(loss, norm, lr, num_valid, total, not takes_it)
 
 
 @torch.no_grad()

@@ -158,6 +158,8 @@ def _write_files(shot: Snapshot, folder: Path, final: Path, group):
         _together(group, first, lambda: _commit(shot, temporary, final, folder))
     except OSError:
         if first:
+            if final.exists():  # renamed, and then its folder could not be forced to the disk
+                storage.rename(final, temporary)
             storage.remove(temporary)
         raise
 

@@ -103,6 +103,7 @@ def check_position(manifest: dict, loader):
 
 
 def check_complete(manifest: dict, folder: Path):
-    """CheckpointError where a manifest lacks what a resume needs."""
-    if lacking := [name for name in WANTED if name not in manifest]:
+    """CheckpointError where a manifest lacks what a resume needs; the learning rate and every random draw are functions of step and settings."""
+    lacking = [name for name in WANTED if name not in manifest] + sorted((OPTIMISATION | {"seed"}) - manifest["config"].keys())
+    if lacking:
         raise CheckpointError(f"{folder}/manifest.json lacks {', '.join(lacking)}: use another checkpoint")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from scripts.faults import data, numerics, process, resume, security, storage
+from scripts.faults import corruption, data, numerics, process, resume, security, storage
 from scripts.faults.rows import Failed, Row
 
-GROUPS: dict[str, list[Row]] = {"A": process.ROWS, "B": storage.ROWS, "C": resume.ROWS, "D": data.ROWS, "E": numerics.ROWS, "F": security.ROWS}
+GROUPS: dict[str, list[Row]] = {"A": process.ROWS, "B": storage.ROWS, "C": resume.ROWS, "D": data.ROWS, "E": numerics.ROWS + corruption.ROWS, "F": security.ROWS}
 FORK = multiprocessing.get_context("fork")
 LIMIT = 1800  # seconds that one row may take
 

@@ -1,0 +1,64 @@
+"""What hashing adds to a save's wall time: `python -m benchmarks.save_hashing [--mib 512] [--folder runs]`. Imports longhaul.storage of ours."""
+
+import argparse
+import hashlib
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from longhaul import storage
+
+
+class Counted(storage.Digests):
+    """Digests that only count bytes: the same thread and the same queue, without SHA-256."""
+
+    def _update(self, piece):
+        self.size += len(piece)
+
+
+def check(folder: Path):
+    """Refuse to time a hash that is not the file's."""
+    written = storage.write_tensors(folder / "checked", {"x": torch.arange(1000)})
+    assert written["blocks"] == [hashlib.sha256((folder / "checked").read_bytes()).hexdigest()]
+
+
+def seconds(tensors: dict, folder: Path, digests) -> float:
+    """One save: written, forced to the disk, removed outside the clock."""
+    kept, storage.Digests = storage.Digests, digests
+    try:
+        start = time.perf_counter()
+        storage.write_tensors(folder / "shard", tensors)
+        return time.perf_counter() - start
+    finally:
+        storage.Digests = kept
+        (folder / "shard").unlink(missing_ok=True)
+
+
+def main(args: list[str] | None = None):
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=7)
+    given = parser.parse_args(args)
+    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    try:
+        check(folder)
+        tensors = {f"layer{index}": torch.randn(2**20) for index in range(given.mib // 4)}
+        times = {digests: [] for digests in (Counted, storage.Digests)}
+        for _ in range(given.rounds):  # in turns, so that a busy disk meets both
+            for digests, found in times.items():
+                found.append(seconds(tensors, folder, digests))
+        plain, hashed = (statistics.median(found) for found in times.values())
+        print(f"{given.mib} MiB, median of {given.rounds}: {plain:.3f} s without SHA-256 ({given.mib / plain:,.0f} MiB/s), {hashed:.3f} s with: "
+              f"{100 * (hashed / plain - 1):+.1f}%")
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""What stands around a run: locks, signals, exit.json, retried reads, hashed writes. The fault matrix has the rest."""
+
+import errno
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longhaul import audit, dist, exits, storage, step
+from longhaul.config import TrainConfig
+from longhaul.exits import NumericalHalt, StorageError
+from longhaul.saver import Saver, size_of, slow_shutdown
+from longhaul.supervise import Guard, Lock, Signals
+
+CFG = TrainConfig(model_size="tiny", vocab_size=64, context_length=8, dtype="fp32", model_overrides=("num_layers=1",))
+TOKENS = torch.arange(8)[None]
+
+
+def built(**changes) -> step.TrainState:
+    cfg = TrainConfig(**{**CFG.__dict__, **changes})
+    return step.build(cfg, cfg.model(), "cpu")
+
+
+def batch(rows: int = 1) -> list[dict]:
+    return [dict(tokens_BT=(TOKENS + row) % 64, labels_BT=(TOKENS + row) % 64) for row in range(rows)]
+
+
+# ---- the end of a run
+
+
+@pytest.mark.parametrize("error, code, last", [
+    (ValueError("no: choose another"), 2, "door: error: no: choose another"), (StorageError("full: free space"), 6, "door: error: full: free space"),
+    (exits.WorldError("3 ranks: use 2"), 7, "door: error: 3 ranks: use 2"),
+])
+def test_an_error_with_a_code_ends_in_one_line_and_that_code(capsys, error, code, last):
+    with pytest.raises(SystemExit) as stop, Guard("door", dist.World()):
+        raise error
+    assert stop.value.code == code and capsys.readouterr().err == f"{last}\n"
+
+
+def test_a_fault_of_the_program_keeps_its_traceback_and_is_recorded(tmp_path):
+    with pytest.raises(ValueError, match="a fault"), Guard("door", dist.World()) as guard:
+        guard.begin(tmp_path, 3)
+        raise ValueError("a fault")
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 1
+
+
+def test_exit_json_has_code_cause_remedy_and_step(tmp_path):
+    with pytest.raises(SystemExit), Guard("door", dist.World()) as guard:
+        guard.begin(tmp_path, 3)
+        guard.step = 5
+        raise StorageError("the disk is full: free space")
+    assert json.loads((tmp_path / "exit.json").read_text()) == dict(code=6, cause="the disk is full", remedy="free space", last_step=5)
+
+
+def test_signals_are_put_back_as_they_were():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_asks_a_training_run_to_stop_and_ends_one_that_has_not_begun(tmp_path):
+    with Signals() as signals:
+        with pytest.raises(exits.Halt, match="nothing to save") as halt:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert halt.value.exit_code == 75
+    with Signals() as signals:
+        signals.training = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while signals.received is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert signals.received == "SIGTERM"
+
+
+def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
+    first, second = Lock(tmp_path), Lock(tmp_path)
+    first.take()
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "):
+        second.take()
+    first.release()
+    second.take()
+    second.release()
+    assert not list(tmp_path.iterdir())
+
+
+# ---- storage
+
+
+def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "PIECE", 24)
+    monkeypatch.setattr(storage, "BLOCK", 64)
+    torch.manual_seed(0)
+    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16(), "c": torch.arange(11, dtype=torch.uint8), "d": torch.randn(4, 6).t(),
+               "e": torch.randn(2, 0)}
+    written = storage.write_tensors(tmp_path / "x.safetensors", tensors)
+    assert written == storage.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(-written["bytes"] // 64)
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], value) for name, value in tensors.items())
+
+
+def failing(times: int, number: int):
+    calls = []
+
+    def function():
+        calls.append(1)
+        if len(calls) <= times:
+            raise OSError(number, "no")
+        return len(calls)
+
+    return function
+
+
+def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    assert storage.retried(failing(3, errno.EIO), tmp_path) == 4
+    with pytest.raises(StorageError, match="tried 4 times.*check the disk"):
+        storage.retried(failing(4, errno.EIO), tmp_path)
+    with pytest.raises(FileNotFoundError):
+        storage.retried(failing(1, errno.ENOENT), tmp_path)
+
+
+def test_space_for_two_checkpoints_is_asked_of_the_folder_that_is_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: 199)
+    with pytest.raises(ValueError, match="has 199 bytes free, and two checkpoints of this model need 200: free space"):
+        storage.require_space(tmp_path, 100)
+    storage.require_space(tmp_path, 99)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
+def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tmp_path, optimizer):
+    state = built(optimizer=optimizer)
+    step.train_step(state, batch())
+    saver = Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None)
+    saver.save(state, {})
+    written = sum(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
+    assert 0 <= written - size_of(state.cfg, state.cfg.model()) < 8192  # the header
+
+
+def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong_later(tmp_path, monkeypatch):
+    state, said = built(), []
+    step.train_step(state, batch())
+    expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
+    saver = Saver(tmp_path, dist.World(), 2, True, 0, said.append)
+    original, started = storage.write_tensors, []
+
+    def slow(*args):
+        started.append(1)
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(storage, "write_tensors", slow)
+    saver.save(state, {})
+    step.train_step(state, batch())
+    saver.wait()
+    saved = load_file(next((tmp_path / "step-00000001").glob("*.safetensors")))
+    assert started and said and all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
+    monkeypatch.setattr(storage, "rename", lambda old, new: failing(9, errno.ENOSPC)())
+    saver.save(state, {})
+    with pytest.raises(StorageError, match="bytes"):
+        saver.wait()
+
+
+def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(tmp_path, monkeypatch, capsys):
+    from longhaul import checkpoint
+    state, broken = built(), []
+    step.train_step(state, batch())
+    original = checkpoint.write
+
+    def write(*args):
+        path = original(*args)
+        if len(broken) < 1:
+            broken.append(next(path.glob("*.safetensors")).write_bytes(b"other"))
+        return path
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None).save(state, {})
+    assert checkpoint.latest(tmp_path).name == "step-00000001" and (tmp_path / "step-00000001.corrupt").exists()
+    assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
+
+
+def test_a_launcher_that_would_kill_a_save_is_warned_of():
+    assert slow_shutdown(31, {}) is None
+    assert slow_shutdown(29, {"TORCHELASTIC_RUN_ID": "x"}) is None
+    assert "--shutdown_timeout=125" in slow_shutdown(31, {"TORCHELASTIC_RUN_ID": "x"})
+
+
+# ---- steps
+
+
+def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
+    state, asked = built(), []
+    before = [p.detach().clone() for p in state.model.parameters()]
+    assert step.train_step(state, batch(3), lambda: asked.append(1) or len(asked) == 2) is None
+    assert state.step == state.tokens == 0 and all(p.grad is None for p in state.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters()))
+
+
+def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypatch):
+    plain, audited = built(), built()
+    assert step.train_step(plain, batch(2)).loss == audit.audited_step(audited, batch(2)).loss
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), audited.model.parameters()))
+    original, calls = step.gradients, []
+
+    def gradients(state, *args):
+        computed = original(state, *args)
+        calls.append(1)
+        if len(calls) == 2:
+            state.model.norm.weight.grad.view(torch.int32)[0] ^= 1
+        return computed
+
+    monkeypatch.setattr(step, "gradients", gradients)
+    with pytest.raises(NumericalHalt, match=r"step 2 computed twice .*norm\.weight"):
+        audit.audited_step(audited, batch(2))
+    assert audited.step == 1
+
+
+def test_pairs_are_summed_as_two_processes_would():
+    pairs, plain = built(pairwise_accumulation=True), built()
+    parts = batch(4)
+    step.gradients(pairs, parts)
+    sums = []
+    for pair in ([parts[0], parts[2]], [parts[1], parts[3]]):
+        for micro in pair:
+            plain.model(**micro, num_valid=torch.tensor(32.0)).backward()
+        sums.append([p.grad for p in plain.model.parameters()])
+        plain.model.zero_grad(set_to_none=True)
+    for p, first, second in zip(pairs.model.parameters(), *sums):
+        assert torch.equal(p.grad, first + second)

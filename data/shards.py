@@ -332,12 +332,12 @@ class Dataset:
                                      f"vocabulary of {self.vocab_size}: prepare the data again with `{PREPARE}`")
 
     def _open_splits(self) -> dict[str, "Split"]:
-        chosen = np.fromfile(inside(self.path, self.manifest["validation"]["file"]), dtype="<u8")
+        chosen = np.fromfile(inside(self.path, self.manifest["validation"]["file"]), dtype="<u8")  # unsigned: a flipped top bit is large, not negative
         everything = np.arange(len(self._store.lengths))
         if len(chosen) and (chosen[-1] >= len(everything) or (chosen[1:] <= chosen[:-1]).any()):
             raise IntegrityError(f"{self.path}: the list of validation documents is damaged: "
                                  f"prepare the data again with `{PREPARE}`")
-        chosen = chosen.astype(np.int64)  # not before: 2^63 and more would be negative, and pass for small
+        chosen = chosen.astype(np.int64)
         indices = {"train": np.delete(everything, chosen), "val": chosen}
         return {name: Split(self, name, indices[name], self._store) for name in ("train", "val") if len(indices[name])}
 

@@ -10,9 +10,8 @@ import json
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from longhaul.exits import StorageError
 
 BLOCK = 64 * 2**20  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
 PIECE = 8 * 2**20  # bytes written or read at a time
-WAITING = 8  # pieces that may wait to be hashed: 64 MiB
+HASHING = 4  # threads that hash, a block each
 RETRIES = 3
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
           torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -125,30 +124,35 @@ class _bytes_of:
 
 
 class Digests:
-    """Size and SHA-256 of each 64 MiB block of what is fed, computed by a thread."""
+    """Size and SHA-256 of each 64 MiB block of what is fed. Blocks are hashed side by side by threads, while others are read or written."""
 
     def __init__(self):
-        self.pool, self.waiting = ThreadPoolExecutor(1), deque[Future]()
-        self.size, self.blocks, self.block = 0, [], hashlib.sha256()
+        self.pool, self.digests, self.size, self.pieces = ThreadPoolExecutor(HASHING), [], 0, []
 
     def feed(self, piece):
-        self.waiting.append(self.pool.submit(self._update, piece))
-        if len(self.waiting) > WAITING:
-            self.waiting.popleft().result()
-
-    def _update(self, piece):
         while len(piece):
             part = piece[: BLOCK - self.size % BLOCK]
-            self.block.update(part)
+            self.pieces.append(part)
             self.size, piece = self.size + len(part), piece[len(part):]
             if self.size % BLOCK == 0:
-                self.blocks.append(self.block.hexdigest())
-                self.block = hashlib.sha256()
+                self._submit()
+
+    def _submit(self):
+        self.digests.append(self.pool.submit(self._digest, self.pieces))
+        self.pieces = []
+        if len(self.digests) > HASHING:
+            self.digests[-1 - HASHING].result()  # no more blocks than that wait in memory
+
+    def _digest(self, pieces: list) -> str:
+        block = hashlib.sha256()
+        while pieces:
+            block.update(pieces.pop(0))
+        return block.hexdigest()
 
     def result(self) -> dict:
-        for future in self.waiting:
-            future.result()
-        return {"bytes": self.size, "blocks": self.blocks + [self.block.hexdigest()] * (self.size % BLOCK > 0)}
+        if self.pieces:
+            self._submit()
+        return {"bytes": self.size, "blocks": [digest.result() for digest in self.digests]}
 
 
 def describe(path: Path) -> dict:

@@ -169,10 +169,14 @@ def flipped_bits(trials: int, folder: Path) -> str:
     """Row 15: half of them in checkpoints, half in the data; and a damaged checkpoint that is named."""
     args, out = two_checkpoints(folder)
     draw, newest = random.Random(0), out / "step-00000006"
+    manifest, harmless = checkpoint.read_manifest(newest), 0
     for index in range(trials // 2):
         path = draw.choice(sorted(newest.iterdir()))
         mend = flip(path, draw)
-        falls_back(out, f"flip {index} in {path.name}")
+        if path.name == "manifest.json" and means(path, manifest):
+            harmless += 1
+        else:
+            falls_back(out, f"flip {index} in {path.name}")
         mend()
     files = [path for path in sorted((folder / "data").iterdir()) if path.stat().st_size]
     for index in range(trials - trials // 2):
@@ -183,7 +187,16 @@ def flipped_bits(trials: int, folder: Path) -> str:
     flip(max(newest.glob("rank-*")), draw)
     named = runs.finish([*args, "--resume", str(newest), "--max_steps", "7", "--schedule", "constant"], folder / "named", 4)
     require("use another checkpoint" in named.last_line(), named.last_line())
-    return f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all detected, the checkpoint before used; named: code 4"
+    return (f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all detected, the checkpoint before used (but {harmless} in a "
+            "manifest that says the same, 1E-08 for 1e-08); named: code 4")
+
+
+def means(path: Path, content: dict) -> bool:
+    """Whether a file of JSON still has this content."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) == content
+    except ValueError:
+        return False
 
 
 def _data_is_refused(folder: Path) -> bool:

@@ -5,7 +5,6 @@ Whatever is wrong is said in one line before anything is allocated or overwritte
 """
 
 import dataclasses
-import json
 import shutil
 import sys
 import time

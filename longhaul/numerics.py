@@ -70,12 +70,12 @@ class Numerics:
         if cfg.loss_spike and score > cfg.loss_spike:
             rows = self.rows(step)
             say(f"LOSS SPIKE at step {step}: {float(result.loss):.4f}, {score:.1f} robust deviations above the median {self.spikes.median():.4f}, "
-                f"rows {' '.join(rows)}; should it stay: {self.around(rows)}")
+                f"rows {' '.join(rows)}; should it stay: {self.way_back(rows)}")
         if cfg.check_replicas_every and step % cfg.check_replicas_every == 0:
             require_equal_replicas(self.state)
         return dict(spike=score)
 
-    def around(self, rows: Sequence[str]) -> str:
+    def way_back(self, rows: Sequence[str]) -> str:
         """The command that goes back to the newest checkpoint before the last of these rows, and leaves out those that come after it.
 
         It writes to a folder beside this one, so it stays right when newer checkpoints are there.
@@ -83,9 +83,9 @@ class Numerics:
         cfg, ranges, start, resume = self.state.cfg, parse_ranges(rows), 0, "auto"
         for path in sorted(self.folder.glob("step-????????")):
             first = around(int(path.name[5:]) * self.loader.global_batch_rows, self.loader.skip)
-            if first <= ranges[-1][0]:
+            if first < ranges[-1][1]:
                 start, resume = first, str(path)
-        left_out = [span for span in ranges if span[0] >= start]
+        left_out = [(max(begin, start), end) for begin, end in ranges if end > start]
         beside = f"{self.folder}-around-{left_out[0][0]}"
         return self.command(dataclasses.replace(cfg, resume=resume, output_dir=beside, skip_rows=words_of(merged([*self.loader.skip, *left_out]))))
 
@@ -106,11 +106,11 @@ class Numerics:
             f"allowed); rows {rows} {written}")
         if cfg.optimizer_in_backward:
             raise NumericalHalt(f"step {step} met a NaN or infinite gradient (rows {rows}) after --optimizer_in_backward had changed other weights: "
-                                f"{self.around(self.rows(step, guilty))}")
+                                f"{self.way_back(self.rows(step, guilty))}")
         if len(self.skipped) > cfg.max_skipped_steps:
             bad = words_of(ranges_of(position for one in self.skipped for position in self._positions(one, range(self.ranks))))
             raise NumericalHalt(f"steps {', '.join(map(str, self.skipped))} had a NaN or infinite gradient, more than --max_skipped_steps "
-                                f"{cfg.max_skipped_steps}; rows {' '.join(bad)}, written down in {self.folder / 'skipped'}: {self.around(bad)}")
+                                f"{cfg.max_skipped_steps}; rows {' '.join(bad)}, written down in {self.folder / 'skipped'}: {self.way_back(bad)}")
 
     def _without_finite_loss(self, loss: Tensor) -> list[int]:
         """The ranks (of those with rows of their own) whose own loss is not finite; all where each one's is: the backward overflowed."""

@@ -132,13 +132,13 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-def table(results: list[Result]) -> str:
-    """The results, a line each."""
-    lines = [f"{'reader':12} {'inputs':>8} {'accepted':>9} {'refused':>8} {'wrong':>6} {'crashed':>8} {'peak MB':>8} {'s':>6}"]
-    for one in results:
-        inputs = one.accepted + one.refused + one.wrong + one.crashed
-        lines.append(f"{one.name:12} {inputs:8,} {one.accepted:9,} {one.refused:8,} {one.wrong:6} {one.crashed:8} {one.peak_mb:8.1f} {one.seconds:6.1f}")
-    return "\n".join(lines)
+HEAD = f"{'reader':12} {'inputs':>8} {'accepted':>9} {'refused':>8} {'wrong':>6} {'crashed':>8} {'peak MB':>8} {'s':>6}"
+
+
+def line(one: Result) -> str:
+    """A result, below HEAD."""
+    inputs = one.accepted + one.refused + one.wrong + one.crashed
+    return f"{one.name:12} {inputs:8,} {one.accepted:9,} {one.refused:8,} {one.wrong:6} {one.crashed:8} {one.peak_mb:8.1f} {one.seconds:6.1f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,10 +146,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--inputs", type=int, default=INPUTS, metavar="N", help=f"inputs of each reader (default {INPUTS:,})")
     parser.add_argument("--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers")
     given = parser.parse_args(arguments)
-    results = [fuzz(target, given.inputs) for target in TARGETS if not given.only or target.name in given.only]
-    print(table(results))
-    for one in results:
-        print("".join(f"  {failure}\n" for failure in one.failures[:10]), end="")
+    results = []
+    print(HEAD, flush=True)
+    for target in TARGETS:
+        if not given.only or target.name in given.only:
+            results.append(fuzz(target, given.inputs))
+            print("\n  ".join([line(results[-1]), *results[-1].failures[:10]]), flush=True)
     return 0 if all(one.fine for one in results) else 1
 
 

@@ -203,6 +203,16 @@ def test_document_ends_that_do_not_rise_are_found_at_open(dataset):
         Dataset(dataset.path)
 
 
+@pytest.mark.parametrize("first", [2 ** 63, 2 ** 64 - 3, 50, 10 ** 9])
+def test_validation_documents_that_cannot_be_are_found_at_open(dataset, first):
+    path = dataset.path / "val.idx"
+    chosen = np.fromfile(path, dtype="<u8")
+    chosen[0] = first
+    chosen.tofile(path)
+    with pytest.raises(IntegrityError, match="the list of validation documents is damaged"):
+        Dataset(dataset.path)
+
+
 def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
     with pytest.raises(ValueError, match="holds no dataset.*python -m data.prepare"):
         Dataset(tmp_path)

@@ -119,10 +119,11 @@ def test_training_on_no_text_is_refused(tmp_path):
         train([], 600, tmp_path / "t.model")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"\x00" * 100, b"\x80\x04pickle"])
-def test_a_file_that_is_no_model_is_refused(tmp_path, content):
+@pytest.mark.parametrize("content, message", [(b"", "is not a sentencepiece model"), (b"not a model", "is not a sentencepiece model"),
+                                              (b"\x00" * 100, "is not a sentencepiece model"), (b"\x80\x04pickle", "is a pickle.*was not opened")])
+def test_a_file_that_is_no_model_is_refused(tmp_path, content, message):
     (tmp_path / "bad.model").write_bytes(content)
-    with pytest.raises(ValueError, match="is not a sentencepiece model") as error:
+    with pytest.raises(ValueError, match=message) as error:
         Tokenizer(tmp_path / "bad.model")
     assert "\n" not in str(error.value)
 

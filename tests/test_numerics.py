@@ -199,6 +199,8 @@ def test_the_way_back_starts_at_the_newest_checkpoint_before_the_rows(tmp_path, 
     state, _, watch = one_process(tmp_path, dataset)
     for at in (2, 4, 6):
         (tmp_path / f"step-{at:08d}").mkdir()
-    assert watch.around(("17:20",)).endswith("--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004"))
-    assert watch.around(("3:4", "24:26")).endswith("--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006"))
-    assert watch.around(("3:4",)).endswith("--skip_rows 3:4 --resume auto")
+    assert watch.way_back(("17:20",)).endswith("--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004"))
+    assert watch.way_back(("3:4", "24:26")).endswith("--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006"))
+    assert watch.way_back(("20:28",)).endswith("--skip_rows 24:28 --resume " + str(tmp_path / "step-00000006"))  # two steps, one before it
+    assert watch.way_back(("20:24",)).endswith("--skip_rows 20:24 --resume " + str(tmp_path / "step-00000004"))
+    assert watch.way_back(("3:4",)).endswith("--skip_rows 3:4 --resume auto")

@@ -4,7 +4,6 @@ import ast
 import json
 import pickle
 import struct
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st

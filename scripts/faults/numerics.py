@@ -114,7 +114,7 @@ def not_finite(trials: int, folder: Path) -> str:
         require(before == after, f"{name} on rank {rank}: {sum(before[key] != after[key] for key in before)} tensors changed in a skipped step")
         require(tensors_of(out / "step-00000004") != after, "nothing was trained after the skipped step")
         rows = "8:12" if name == "backward" else "10:12" if rank else "8:10"
-        require(f"step 3: the gradient is NaN or infinite" in words and f"rows {rows} " in words, f"{name} on rank {rank}: {words[-900:]}")
+        require("step 3: the gradient is NaN or infinite" in words and f"rows {rows} " in words, f"{name} on rank {rank}: {words[-900:]}")
         _same_rows(data, out / "skipped" / "step-00000003.safetensors", rows)
     out = folder / "budget"
     args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "12", "--save_every", "4", "--max_skipped_steps", "2")

@@ -5,6 +5,7 @@ Whatever is wrong is said in one line before anything is allocated or overwritte
 """
 
 import dataclasses
+import os
 import shutil
 import sys
 import time
@@ -29,6 +30,8 @@ def main(args: list[str] | None = None):
     with supervise.Guard("train.py", world) as guard:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
+        if cfg.audit_every:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its bits with that alone; read when CUDA starts
         dist.start(world, device)
         guard.watch_peers(cfg.timeout)
         plan = plan_or_refuse(cfg, world, device)
@@ -145,6 +148,8 @@ class Run:
         identity.check_complete(manifest, Path(cfg.resume))
         identity.check_same_run(manifest["identity"], self.identity, f"--resume {cfg.resume}")
         newer = [step.name for step in self.folder.glob("step-????????") if int(step.name[5:]) > manifest["step"]]
+        if newer and self.record and self.record["config"]["resume"] == cfg.resume:  # the same command again
+            return str(checkpoint.latest(self.folder))
         if newer:
             raise ValueError(f"--output_dir {self.folder} holds {newer[0]}, which is newer than {cfg.resume}: choose another --output_dir")
         return cfg.resume
@@ -193,7 +198,7 @@ class Run:
         if self.manifest and self.manifest["step"] >= self.cfg.max_steps:
             dist.print0(f"{self.checkpoint} has {self.manifest['step']} of {self.cfg.max_steps} steps: nothing to do", world=self.world)
             return
-        dist.on_rank0(lambda: storage.require_space(self.folder, size_of(self.cfg, self.config)), self.world)
+        dist.on_rank0(lambda: storage.require_space(self.folder, size_of(self.cfg, self.config), self.cfg.keep_last), self.world)
         dist.on_rank0(self._say, self.world)
         dist.on_rank0(self._take_folder, self.world)
         self.state = self._build()
@@ -256,6 +261,7 @@ class Run:
             self._steps(log, saver)
             saver.wait()
         finally:
+            saver.end()
             log.close()
 
     def _steps(self, log, saver: Saver):
@@ -343,7 +349,7 @@ class Run:
 
     def _save(self, saver: Saver):
         if saver.saved != self.state.step:
-            extra = dict(identity=self.identity, rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=self.numerics.skipped)
+            extra = dict(identity=self.identity, rows_per_step=self.cfg.rows_per_step(self.world.size), skipped=list(self.numerics.skipped))
             saver.save(self.state, extra)
 
 

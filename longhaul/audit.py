@@ -9,11 +9,11 @@ from longhaul.exits import NumericalHalt
 def audited_step(state: step.TrainState, batch: list[dict], must_stop=None) -> step.StepResult | None:
     """`step.train_step`, its forward and backward run twice; NumericalHalt names the tensors whose bits differ, and no weight is changed.
 
-    Costs a second forward and backward and no memory: what is compared is one number per gradient. On CUDA it asks for deterministic
-    kernels, since atomic additions would differ from run to run.
+    Costs a second forward and backward and no memory: what is compared is one number per gradient. On CUDA it takes deterministic
+    kernels, since atomic additions would differ from run to run; an operator that has none raises.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(state.device.type == "cuda", warn_only=True)
+    torch.use_deterministic_algorithms(state.device.type == "cuda", warn_only=False)
     try:
         first = step.gradients(state, batch, must_stop)
         if first is None:

@@ -324,7 +324,8 @@ def load_model(folder: Path, device="cpu", dtype: str | None = None) -> Decoder:
 
 
 def _create_optimizer_state(state, manifest: dict):
-    """Empty state tensors for every parameter, of the names that the checkpoint holds; the step counter is the manifest's."""
+    """Empty state tensors for every parameter, of the names that the checkpoint holds; steps that were skipped do not count."""
+    taken = torch.tensor(float(manifest["step"] - len(manifest.get("skipped", ()))), device=_step_device(state))
     stored = {name for file in manifest["files"].values() for name in file["rows"]}
     for name, parameter in state.model.named_parameters():
         keys = {key.rsplit(".", 1)[1] for key in stored if key.startswith(f"optim.{name}.")}
@@ -333,7 +334,7 @@ def _create_optimizer_state(state, manifest: dict):
             raise OtherSettings(f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer keeps "
                                   f"{', '.join(sorted(fresh))}: give the settings of the run that wrote it")
         if keys:
-            state.optimizer.state[parameter] = fresh | {"step": torch.tensor(float(manifest["step"]), device=_step_device(state))}
+            state.optimizer.state[parameter] = fresh | {"step": taken.clone()}
 
 
 def size_of(model: Decoder, optimizer) -> int:

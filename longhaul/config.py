@@ -140,7 +140,8 @@ class TrainConfig:
         for wrong, words in [
                 (model.num_kv_heads % self.attention_head_groups, f"--attention_head_groups {self.attention_head_groups} does not divide "
                  f"{model.num_kv_heads} KV heads: give a divisor"),
-                (self.attention_head_groups > 1 and model.num_kv_heads // self.attention_head_groups % self.context_ranks,
+                (self.attention_head_groups > 1 and model.num_kv_heads // self.attention_head_groups % self.context_ranks
+                 and self.context_choice(model).mode == "ulysses",
                  f"--attention_head_groups {self.attention_head_groups} leaves {model.num_kv_heads // self.attention_head_groups} KV heads at a time, "
                  f"which do not divide over {self.context_ranks} ranks that share a row: give fewer groups"),
                 (self.compile and parts, "--compile with --mlp_tiles or --attention_head_groups: their backward is not compiled, drop one"),
@@ -154,6 +155,10 @@ class TrainConfig:
                  f"--offload_optimizer keeps fp32 moments on the host, --optimizer {self.optimizer} others on the device: drop one"),
                 (self.offload_optimizer and self.master_weights == "none",
                  "--offload_optimizer has its fp32 weights on the host already: drop --master_weights none"),
+                (self.optimizer_in_backward and self.optimizer == "muon",
+                 "--optimizer muon makes whole matrices orthogonal, and with --optimizer_in_backward each rank decides for its rows whether to step: drop one"),
+                (self.optimizer_in_backward and self.audit_every,
+                 "--audit_every computes gradients twice before weights change, and --optimizer_in_backward changes them at once: drop one"),
                 (self.optimizer_in_backward and self.grad_clip,
                  "--optimizer_in_backward updates weights before the global norm is known: add --grad_clip 0")]:
             if wrong:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable, Iterable, Sequence
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -130,7 +131,7 @@ class Numerics:
         try:
             path.parent.mkdir(exist_ok=True)
             save_file(tensors, path, metadata={name: json.dumps(value) for name, value in about.items()})
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             return f"could not be written down ({error})"
         return f"are in {path}"
 
@@ -185,7 +186,7 @@ def digest(tensor: Tensor) -> Tensor:
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     flat = tensor.detach().contiguous().reshape(-1).view(words)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for slab in flat.split(SLAB):
+    for slab in flat.split(SLAB) if len(flat) else ():
         odd = torch.arange(1, 2 * len(slab), 2, dtype=torch.int64, device=flat.device)
         total = total * PRIME + (slab.long() * odd).sum()
     return total

@@ -50,6 +50,12 @@ class Saver:
         if under_way is not None:
             under_way.result()
 
+    def end(self):
+        """Leave with nothing being written. A save that failed while a run ends for another reason is said, not raised."""
+        if self.under_way is not None and (error := self.under_way.exception()):
+            self.say(f"warning: the save that was under way failed: {error}")
+        self.under_way = None
+
     def _write(self, shot: checkpoint.Snapshot, start: float):
         path = checkpoint.write(shot, self.folder, self.group)
         if not self._reads_back(path):

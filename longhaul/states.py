@@ -204,7 +204,10 @@ def slabs(x: Tensor):
 
 
 def _rank(p: Tensor) -> int:
-    return p.device_mesh.get_rank() if hasattr(p, "device_mesh") else 0
+    """Which rows of p this rank holds, by number: replicas, which hold the same, round alike."""
+    if not hasattr(p, "device_mesh"):
+        return 0
+    return next(p.device_mesh.get_local_rank(dim) for dim, placement in enumerate(p.placements) if placement.is_shard())
 
 
 class Muon(AdamW):

@@ -195,9 +195,10 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def require_space(folder: Path, checkpoint: int):
-    """ValueError where two checkpoints of `checkpoint` bytes do not fit: a new one stands beside the old before that may go."""
-    free = free_bytes(folder)
-    if free < 2 * checkpoint:
-        raise ValueError(f"--output_dir {folder} has {free:,} bytes free, and two checkpoints of this model need {2 * checkpoint:,}: "
-                         "free space, or choose another --output_dir")
+def require_space(folder: Path, checkpoint: int, keep: int):
+    """ValueError where a run that keeps `keep` checkpoints of `checkpoint` bytes will not fit: a new one stands beside them before
+    the oldest may go. Those that the folder has already count."""
+    free, more = free_bytes(folder), max(1, keep + 1 - len(list(folder.glob("step-????????"))))
+    if free < more * checkpoint:
+        raise ValueError(f"--output_dir {folder} has {free:,} bytes free, and {more} checkpoint(s) of this model beside what is there need "
+                         f"{more * checkpoint:,}: free space, or choose another --output_dir")

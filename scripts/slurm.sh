@@ -11,8 +11,10 @@ set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}"  # seconds that a save may take
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 folder=runs/default
-for ((i = 1; i < $#; i++)); do
-    [[ ${!i} == --output_dir || ${!i} == --output-dir ]] && next=$((i + 1)) && folder=${!next}
+for ((i = 1; i <= $#; i++)); do  # where exit.json will be; so --output_dir stands here and not in a --config file
+    [[ ${!i} =~ ^--(output[_-]dir|save[_-]dir|out)(=(.*))?$ ]] || continue
+    next=$((i + 1))
+    folder=${BASH_REMATCH[3]:-${!next}}
 done
 
 status=0 started=$(mktemp)

@@ -27,6 +27,12 @@ def test_a_wrong_lever_is_found(monkeypatch, capsys):
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_no_number_is_not_equal(capsys):
+    assert not equivalence.report("later", [[1.0, float("nan")], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]])
+    assert not equivalence.report("first", [[1.0, 1.0], [float("nan"), 1.0]], [[1.0, 1.0], [1.0, 1.0]])
+    assert equivalence.report("none", [[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]])
+
+
 def test_every_way_to_spread_is_in_the_table():
     cases = equivalence.spread()
     assert len(cases) == 4 * 3 * 4 - 4 and {case.ranks for case in cases} == {2, 4}

@@ -112,7 +112,7 @@ def slurm(tmp_path):
 @pytest.mark.slow
 def test_under_slurm_a_job_that_was_stopped_goes_back_into_the_queue_and_one_that_failed_does_not(slurm, tmp_path):
     folder, calls = tmp_path / "run", tmp_path / "bin" / "scontrol.calls"
-    command = ["bash", "scripts/slurm.sh", *FLAGS, "--output_dir", str(folder)]
+    command = ["bash", "scripts/slurm.sh", *FLAGS, f"--output-dir={folder}"]
     job = subprocess.Popen(command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(lambda: (folder / "metrics.jsonl").exists(), [job])
     (folder / "STOP").touch()

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors import SafetensorError
 
 from data import order
 from data.loader import Loader
 from data.shards import write_dataset
-from longhaul import identity, numerics, step
+from longhaul import checkpoint, dist, identity, numerics, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
+from tests.ranks import run_ranks
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=4)
 SMALL = ("hidden_size=32", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=8", "ffn_size=48")
@@ -137,6 +139,29 @@ def test_a_digest_changes_with_any_bit_and_with_the_order(dtype, monkeypatch):
     assert numerics.digest(tensor.flip(0)) != expected
 
 
+def test_a_shard_without_rows_has_a_digest():
+    assert numerics.digest(torch.empty(0, 8)) == 0
+
+
+def replicas_after_two_steps(world, changes: dict) -> int:
+    cfg = TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64, context_length=32, dp_replicate=2, lr=1e-2, **changes)
+    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 2))
+    for index in range(2):
+        ids = torch.randint(64, (1, 33), generator=torch.Generator().manual_seed(2 * index + world.rank))
+        step.train_step(state, [dict(tokens_BT=ids[:, :-1], labels_BT=ids[:, 1:])])
+    numerics.require_equal_replicas(state)
+    return state.step
+
+
+def replicas_of_each(world, settings: list[dict]) -> list[int]:
+    return [replicas_after_two_steps(world, changes) for changes in settings]
+
+
+def test_replicas_round_alike():
+    settings = [dict(optimizer="adamw_bf16"), dict(optimizer="adamw_8bit", master_weights="none"), dict(optimizer="muon", master_weights="none")]
+    assert run_ranks(replicas_of_each, 2, settings) == [[2, 2, 2]] * 2
+
+
 def test_without_replicas_there_is_nothing_to_compare():
     state = step.build(TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64), TrainConfig(
         model_size="tiny", model_overrides=SMALL, vocab_size=64).model(), "cpu")
@@ -172,6 +197,19 @@ def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, dataset):
     assert "(1 of 10 such steps allowed); rows 4:8 are in" in said[0] and len(said) == 1
 
 
+def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset)
+    watch.after(poisoned_step(state, loader), print)
+    step.train_step(state, step.micro_batches(loader.batch(1), 4, state.device))
+    path = checkpoint.save(state, tmp_path, dict(skipped=list(watch.skipped)))
+    again = one_process(tmp_path, dataset)[0]
+    checkpoint.load(again, path)
+    for one in (state, again):
+        step.train_step(one, step.micro_batches(loader.batch(2), 4, state.device))
+    for (name, expected), (_, found) in zip(numerics.named_tensors(state), numerics.named_tensors(again), strict=True):
+        assert torch.equal(expected, found), name
+
+
 def test_one_step_more_than_allowed_halts_and_names_the_way_back(tmp_path, dataset):
     state, loader, watch = one_process(tmp_path, dataset, max_skipped_steps=1)
     (tmp_path / "step-00000001").mkdir()
@@ -193,6 +231,16 @@ def test_rows_that_cannot_be_written_down_do_not_stop_the_run(tmp_path, dataset)
     said = []
     watch.after(poisoned_step(state, loader), said.append)
     assert "could not be written down" in said[0]
+
+
+def test_a_disk_that_fails_the_library_does_not_stop_the_run(tmp_path, dataset, monkeypatch):
+    def failing(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+    monkeypatch.setattr(numerics, "save_file", failing)
+    state, loader, watch = one_process(tmp_path, dataset)
+    said = []
+    watch.after(poisoned_step(state, loader), said.append)
+    assert "could not be written down (Error while serializing" in said[0]
 
 
 def test_the_way_back_starts_at_the_newest_checkpoint_before_the_rows(tmp_path, dataset):

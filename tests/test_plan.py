@@ -8,7 +8,9 @@ import torch
 import nsa
 from longhaul import step
 from longhaul.config import TrainConfig
+from longhaul.dist import World
 from longhaul.flops import keys_met, train_flops
+from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.metrics import PEAK_FLOPS
@@ -100,6 +102,16 @@ def test_a_sparse_query_meets_the_keys_that_the_branches_show_it():
     positions = torch.tensor([0, 31, 511, 1023, 1024, 131_071])
     blocks, selected, window = [0, 1, 31, 63, 63, 8191], [1, 32, 512, 1024, 961, 1024], [1, 32, 512, 512, 512, 512]
     assert keys_met(config, positions).tolist() == [sum(parts) for parts in zip(blocks, selected, window)]
+
+
+def test_a_number_of_ranks_that_other_settings_forbid_is_passed_over(monkeypatch):
+    cfg = TrainConfig(context_length=4096, attention_head_groups=8, gradient_checkpointing="full", context_parallel_mode="ulysses")
+    world = World(size=2, local_size=2)
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
+    assert planner.plan(cfg, cfg.model(), world, torch.device("cuda"), available=200.0).cfg.context_parallel_size == 1
+    asked = TrainConfig(context_length=131072, context_parallel_mode="ulysses")
+    found = [planner.fitted(planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib)) for gib in (14.0, 16.0)]
+    assert found[0] is None and found[1].cfg.context_parallel_size == 2  # the last lever allows one rank per row, and is not enough
 
 
 def test_known_peaks_are_dense_bf16_figures():

@@ -197,6 +197,8 @@ def test_bare_weights_are_in_the_compute_precision():
 
 @pytest.mark.parametrize("changes, words", [
     (dict(optimizer_in_backward=True), "add --grad_clip 0"), (dict(master_weights="none"), "saves nothing"),
+    (dict(optimizer_in_backward=True, grad_clip=0.0, optimizer="muon"), "each rank decides for its rows"),
+    (dict(optimizer_in_backward=True, grad_clip=0.0, audit_every=5), "--audit_every computes gradients twice"),
     (dict(offload_optimizer=True, optimizer="adamw_8bit"), "--offload_optimizer keeps fp32 moments"),
     (dict(offload_optimizer=True, master_weights="none", dtype="bf16"), "drop --master_weights none")])
 def test_states_that_exclude_each_other_are_refused(changes, words):

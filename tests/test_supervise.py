@@ -125,11 +125,16 @@ def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_miss
         storage.retried(failing(1, errno.ENOENT), tmp_path)
 
 
-def test_space_for_two_checkpoints_is_asked_of_the_folder_that_is_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 199)
-    with pytest.raises(ValueError, match="has 199 bytes free, and two checkpoints of this model need 200: free space"):
-        storage.require_space(tmp_path, 100)
-    storage.require_space(tmp_path, 99)
+def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "free_bytes", lambda folder: 299)
+    with pytest.raises(ValueError, match=r"has 299 bytes free, and 3 checkpoint\(s\) of this model beside what is there need 300: free space"):
+        storage.require_space(tmp_path, 100, keep=2)
+    storage.require_space(tmp_path, 99, keep=2)
+    for step in (5, 10, 15):
+        (tmp_path / f"step-{step:08d}").mkdir()
+        storage.require_space(tmp_path, 149, keep=2)
+    with pytest.raises(ValueError, match="1 checkpoint"):
+        storage.require_space(tmp_path, 300, keep=2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])

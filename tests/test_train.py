@@ -271,6 +271,10 @@ def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):
 def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_another_run(finished, data, tmp_path, capsys):
     line = refusal(command(data, finished, "--resume", str(finished / "step-00000006"), "--max_steps", "9"), capsys)
     assert "holds step-00000008, which is newer" in line
+    branch = command(data, tmp_path / "branch", "--resume", str(finished / "step-00000006"), "--save_every", "1")
+    train.main([*branch, "--max_steps", "7"])
+    train.main([*branch, "--max_steps", "8"])  # the same command goes on where it stopped
+    assert "resumed" in (said := capsys.readouterr().out) and str(tmp_path / "branch" / "step-00000007") in said
     train.main(command(data, tmp_path / "other", "--max_steps", "2", "--seed", "1"))
     log = (tmp_path / "other" / "metrics.jsonl").read_text()
     capsys.readouterr()

@@ -96,11 +96,11 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     }
     if cfg.context_ranks > 1:
         stages["attention backward"] = mlp - 5 * f // cfg.tiles + around + _exchanged(cfg, config, q, k, element)
-    return Estimate(static, stages, _host(cfg, L * x, P // shards))
+    return Estimate(static, stages, _host(cfg, L * (1 << (x - 1).bit_length()), P // shards))
 
 
 def _host(cfg, inputs: int, parameters: int) -> int:
-    """Layer inputs, and an fp32 copy and two moments of each parameter."""
+    """Layer inputs, in blocks that CUDA's pinned allocator rounds up to powers of two, and an fp32 copy and two moments of each parameter."""
     return 0 if cfg.device == "cpu" else cfg.offload_activations * inputs + cfg.offload_optimizer * 12 * parameters
 
 

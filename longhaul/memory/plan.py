@@ -120,7 +120,16 @@ def _candidates(cfg: TrainConfig, config: ModelConfig, world: World, device: tor
         return [_with_context(cfg, config, world, device, available, cfg.context_parallel_size)]
     sizes = context.allowed_sizes(cfg.context_parallel_mode, config.attention_type, config.num_kv_heads, cfg.context_length,
                                   world.size // cfg.dp_replicate)
-    return [_with_context(cfg, config, world, device, available, size) for size in sizes if world.size // cfg.dp_replicate % size == 0]
+    possible = [size for size in sizes if world.size // cfg.dp_replicate % size == 0 and _allowed(cfg, size)]
+    return [_with_context(cfg, config, world, device, available, size) for size in possible]
+
+
+def _allowed(cfg: TrainConfig, size: int) -> bool:
+    """Whether `size` ranks may share a row beside the other settings."""
+    try:
+        return dataclasses.replace(cfg, context_parallel_size=size) is not None
+    except ValueError:
+        return False
 
 
 def _with_context(cfg, config, world, device, available, size: int) -> Plan:

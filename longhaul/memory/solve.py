@@ -16,7 +16,7 @@ from longhaul.config import TrainConfig
 from longhaul.context import allowed_sizes
 from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
-from longhaul.memory.estimate import step_flops
+from longhaul.memory.estimate import estimate, step_flops
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.plan import command, ladder
 from model import GIB
@@ -46,7 +46,7 @@ class Rung:
 
     @property
     def host_gib(self) -> float:
-        return self.demand.trace.host_peak / GIB
+        return max(self.demand.trace.host_peak, estimate(self.cfg, self.cfg.model(), self.ranks).host) / GIB
 
     @property
     def seconds(self) -> float:

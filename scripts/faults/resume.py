@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from data import loader
-from longhaul import checkpoint, optim
+from longhaul import checkpoint, optim, weights
 from scripts.faults import runs
 from scripts.faults.rows import Row, require
 
@@ -109,7 +109,7 @@ def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
     folder = max(out.glob("step-????????"))
     parts: dict[str, list] = {}
     for file, about in checkpoint.verify(folder)["files"].items():
-        with checkpoint.safe_open(folder / file, framework="pt") as source:
+        with weights.opened(folder / file) as source:
             for name, (start, _) in about["rows"].items():
                 parts.setdefault(name, []).append((start, source.get_tensor(name)))
     return {name: torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])]) for name, pieces in parts.items()}

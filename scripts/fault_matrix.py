@@ -33,8 +33,8 @@ def select(words: str) -> list[Row]:
 def _numbers(word: str, every: dict[int, Row]) -> set[int]:
     if word.upper() in GROUPS:
         return {row.number for row in GROUPS[word.upper()]}
-    first, _, last = word.partition("-")
-    if not first.isdecimal() or not (last or first).isdecimal():
+    first, dash, last = word.partition("-")
+    if not first.isdecimal() or bool(dash) != last.isdecimal():
         raise ValueError(f"--rows {word!r}: give groups ({', '.join(GROUPS)}), numbers or ranges such as A,15-19")
     found = every.keys() & set(range(int(first), int(last or first) + 1))
     if not found:

@@ -1,9 +1,14 @@
 """One thread, whatever a test starts: small tensors run faster so, and bits do not depend on the machine's cores."""
 
+import os
+
 import pytest
 import torch
 
 from longhaul import dist
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when a first test file imports a kernel
 
 
 @pytest.fixture(autouse=True)

@@ -39,10 +39,11 @@ FAST = {
     4: [setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2), setting(STANDARD, 4, batch_size=2), setting(SPARSE, 2, batch_size=2),
         setting(SPARSE, 4, FOUR, UNTIED, batch_size=4)],
 }
-WHOLE = {  # {dp1cp2, dp2cp1, dp2cp2, dp1cp4} x {standard, nsa} x {tied, untied} x {one micro-batch, several} x {packed, whole rows}
+ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))
+WHOLE = {  # {dp1cp2, dp2cp1, dp2cp2, dp1cp4} x attentions, tied with one kind of micro-batches and untied with the other, in turn; scripts.equivalence has all
     size: [setting(base, cp, FOUR, *tied, packed=packed, batch_size=batch, context_parallel_mode=mode)
-           for cp in groups for base, mode in ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses")) for tied in ((), (UNTIED,))
-           for batch, packed in ((1, True), (2 if cp < size else 4, False))]
+           for cp in groups for turn, (base, mode) in enumerate(ATTENTIONS)
+           for tied, (batch, packed) in zip(((), (UNTIED,))[:: (-1) ** (turn + cp)], ((1, True), (2 if cp < size else 4, False)))]
     for size, groups in {2: (1, 2), 4: (2, 4)}.items()}
 
 COMPILED = {2: [setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full") for base in (STANDARD, SPARSE)]}

@@ -246,8 +246,10 @@ def command(cfg: TrainConfig, world: World) -> str:
         value, default = getattr(cfg, spec.name), spec.default if spec.default is not dataclasses.MISSING else ()
         if value == default or spec.name in ("plan", "config", "fit"):
             continue
-        if spec.type is bool or spec.metadata["bare"] == value:
+        if spec.type is bool:
             words.append(f"--{spec.name}" if value else f"--no_{spec.name}")
+        elif value == spec.metadata["bare"]:
+            words.append(f"--{spec.name}")
         else:
             words.append(f"--{spec.name} {shlex.join(value if spec.metadata['many'] else [str(value)])}")
     return " ".join(words)

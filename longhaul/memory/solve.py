@@ -146,7 +146,8 @@ def _progress(rungs: list):
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     """(tokens, demand): the longest context, a multiple of 1024, whose device GiB are within `room`; the shortest if none is.
 
-    Memory is close to affine in the context: a line through the last two points aims, and what it aims at is simulated.
+    Memory is close to affine in the context, but for the allocator's steps: a line through what fits and what does not aims, four
+    times, then halves narrow it down. What is aimed at is simulated.
     """
     known: dict[int, Demand] = {}
 
@@ -154,16 +155,21 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
         known[context] = known.get(context) or demand(dataclasses.replace(cfg, context_length=context), ranks)
         return known[context].least_bytes / GIB
 
-    low, high = (SMALLEST, size(SMALLEST)), (32 * SMALLEST, size(32 * SMALLEST))
-    best, above = SMALLEST, None
-    for _ in range(8 if low[1] <= room else 0):
-        slope = (high[1] - low[1]) / (high[0] - low[0])
-        aim = max(best, int((high[0] + (room - high[1]) / slope) // SMALLEST * SMALLEST))
-        aim = min(aim, above - SMALLEST) if above else aim
-        found = size(aim)
-        best = aim if found <= room else best
-        above = aim if found > room else above
-        if above == best + SMALLEST or aim == high[0]:
+    best, above = SMALLEST, 32 * SMALLEST
+    if size(best) > room:
+        return best, known[best]
+    while size(above) <= room:
+        best, above = above, max(2 * above, _on_the_line(size, SMALLEST, above, room))
+    for index in range(32):
+        if above == best + SMALLEST:
             break
-        low, high = high, (aim, found)
+        aim = _on_the_line(size, best, above, room) if index < 4 else (best + above) // 2 // SMALLEST * SMALLEST
+        aim = min(max(aim, best + SMALLEST), above - SMALLEST)
+        best, above = (aim, above) if size(aim) <= room else (best, aim)
     return best, known[best]
+
+
+def _on_the_line(size, one: int, other: int, room: float) -> int:
+    """The context at which a line through two sizes meets `room`; the longer one where the line is flat."""
+    slope = (size(other) - size(one)) / (other - one)
+    return int((one + (room - size(one)) / slope) // SMALLEST * SMALLEST) if slope > 0 else other

@@ -69,12 +69,15 @@ def _far_away(source: Path) -> str:
     """The time to find row 10^9: a position is computed, not counted to."""
     rows = loader.Loader(runs.data.shards.open_dataset(source), runs.CONTEXT, 1)
     rows.batch(3)
-    start = time.perf_counter()
-    state = rows.state(10**9)
-    row = rows.row_index(10**9)
-    seconds = time.perf_counter() - start
+    state, row, seconds = min((_timed(rows) for _ in range(5)), key=lambda found: found[2])  # other jobs stretch single ones
     require(seconds < 1e-3 and rows.step(state) == 10**9 and 0 <= row < rows.rows_per_epoch, f"row 10^9 took {seconds * 1e3:.2f} ms")
     return f"row 10^9 found in {seconds * 1e6:.0f} us"
+
+
+def _timed(rows) -> tuple[dict, int, float]:
+    start = time.perf_counter()
+    state, row = rows.state(10**9), rows.row_index(10**9)
+    return state, row, time.perf_counter() - start
 
 
 def worlds(trials: int, folder: Path) -> str:

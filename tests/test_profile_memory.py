@@ -73,7 +73,7 @@ def each_demand_once():
 def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=32768), "levers", 1.25, 1)
     assert answer.code == solve.CHANGED and "+ head groups" in answer.text
-    assert answer.text.splitlines()[-1] == ("python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
+    assert answer.text.splitlines()[-1] == (solve.EXPANDABLE_SEGMENTS + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
                                             "--offload_activations --mlp_tiles --loss chunked")
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).code == solve.FITS

@@ -97,8 +97,8 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
     fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
     rows = [f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
-            f"{'levers':<52}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
-    rows += [f"{rung.levers:<52}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
+            f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
+    rows += [f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
              for rung in rungs]
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), NOTHING)

@@ -6,12 +6,10 @@ The readers run in a forked child, so that a crash in a C or Rust parser is coun
 """
 
 import argparse
-import ctypes
 import json
 import mmap
 import multiprocessing
 import os
-import platform
 import random
 import re
 import signal
@@ -98,7 +96,6 @@ def _last_words(code: int, log: Path) -> str:
 def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):
     """In the child: all inputs from the next one on. What is not a refusal ends it, and the parent starts another behind that input."""
     _write_to(log)
-    _give_back()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
     for seed in range(shared[NEXT], inputs):
@@ -110,12 +107,6 @@ def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log
         if seed % 64 == 0 or seed == inputs - 1:
             shared[PEAK] = max(shared[PEAK], _status("VmHWM") - before)
     shared[NEXT] = inputs
-
-
-def _give_back():
-    """Hand what the parent freed back to the kernel: memory that is taken from it again would not count."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _accepts(target: Target, folder: Path) -> bool:

@@ -190,8 +190,9 @@ def tile_mlp(model: Decoder, tiles: int):
 def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
     def forward(x, weights):
         y = torch.empty_like(x)
-        for part, out in zip(split(x), split(y)):
-            out.copy_(parts.call(part, weights))
+        xs, ys = split(x), split(y)
+        for tile in range(len(xs)):
+            ys[tile].copy_(parts.call(xs[tile], weights))
         return y
 
     def split(x):
@@ -203,8 +204,9 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
 
     def gradients(dy, x, *weights):
         dx, sums = torch.empty_like(x), [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-        for part, dpart, out in zip(split(x), split(dy), split(dx)):
-            add(_again(lambda x, *w: parts.call(x, w), [part, *weights], dpart), out, sums)
+        xs, dys, dxs = split(x), split(dy), split(dx)
+        for tile in range(len(xs)):
+            add(_again(lambda x, *w: parts.call(x, w), [xs[tile], *weights], dys[tile]), dxs[tile], sums)
         return dx, *(total.to(w.dtype) for total, w in zip(sums, weights))
     return parts.run(forward, gradients, x_BTD.contiguous())
 

@@ -107,38 +107,25 @@ class Shard:
 
 def to_heads(x_BtHK: Tensor, shard: Shard) -> Tensor:
     """[B, t, H, K] of this rank's tokens -> [B, T, H/P, K]: all tokens of this rank's heads."""
-    return _ToHeads.apply(x_BtHK, shard)
+    return _Exchange.apply(x_BtHK, shard, _heads_from_tokens, _tokens_from_heads)
 
 
 def to_tokens(x_BThK: Tensor, shard: Shard) -> Tensor:
     """The way back of `to_heads`."""
-    return _ToTokens.apply(x_BThK, shard)
+    return _Exchange.apply(x_BThK, shard, _tokens_from_heads, _heads_from_tokens)
 
 
-class _ToHeads(torch.autograd.Function):
-    """A permutation of elements over the ranks: its adjoint is its inverse."""
-
-    @staticmethod
-    def forward(ctx, x_BtHK, shard):
-        ctx.shard = shard
-        return _heads_from_tokens(x_BtHK, shard)
+class _Exchange(torch.autograd.Function):
+    """there(x, shard), a permutation of elements over the ranks: its adjoint is its inverse, back(dy, shard)."""
 
     @staticmethod
-    def backward(ctx, grad_BThK):
-        return _tokens_from_heads(grad_BThK, ctx.shard), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """The inverse of _ToHeads."""
+    def forward(ctx, x, shard, there, back):
+        ctx.shard, ctx.back = shard, back
+        return there(x, shard)
 
     @staticmethod
-    def forward(ctx, x_BThK, shard):
-        ctx.shard = shard
-        return _tokens_from_heads(x_BThK, shard)
-
-    @staticmethod
-    def backward(ctx, grad_BtHK):
-        return _heads_from_tokens(grad_BtHK, ctx.shard), None
+    def backward(ctx, dy):
+        return ctx.back(dy, ctx.shard), None, None, None
 
 
 def _heads_from_tokens(x_BtHK: Tensor, shard: Shard) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small training runs in forked processes, for the rows that end them. Imports train, data and scripts.faults.rows of ours.
+"""Small training runs in forked processes, for the rows that end them. Imports train, data, scripts.faults.rows and tests.ranks of ours.
 
 A child is forked from a parent that has imported everything and has started no thread, so a run costs what its steps cost.
 """
@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import longhaul.step  # noqa: F401
 import train
 from data.shards import write_dataset
 from scripts.faults.rows import require
+from tests.ranks import free_port
 
 FORK = multiprocessing.get_context("fork")
 VOCAB, CONTEXT = 64, 32
@@ -109,13 +109,6 @@ def _train(args: list[str], before: Callable, world: dict):
     longhaul.dist.cores = lambda: 1
     before()
     train.main(args)
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def finish(args: list[str], log: Path, code: int = 0, before: Callable = lambda: None) -> Child:

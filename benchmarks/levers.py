@@ -3,7 +3,7 @@
     python -m benchmarks.levers [--tokens 8192] [--rounds 5] [--out benchmarks/results/levers]
 
 One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time, with a GPU its events. Refuses to time a lever
-whose loss or gradient norm is not the plain step's. Imports benchmarks (clock, record), longhaul (cli, config, dist, step) of ours.
+whose first loss or gradient norm is not the plain step's; whether updates are right is what scripts.equivalence shows. Imports benchmarks (clock, record), longhaul (cli, config, dist, step) of ours.
 """
 
 import sys
@@ -59,7 +59,7 @@ class LeversConfig:
     def names(self) -> list[str]:
         """The levers that are asked for and those that they are compared with."""
         asked = self.only or tuple(LEVERS)
-        return [name for name in LEVERS if name in asked or any(LEVERS[other].base == name for other in asked)]
+        return [name for name in LEVERS if name in (*asked, "plain") or any(LEVERS[other].base == name for other in asked)]
 
     def training(self, name: str) -> TrainConfig:
         """A lever's settings."""

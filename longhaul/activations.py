@@ -291,10 +291,13 @@ def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=
         return y
 
     def gradients(dy, x, *weights):
-        dx, dweights = torch.zeros_like(x), [torch.zeros_like(w) for w in weights]
+        dx, dweights = torch.zeros_like(x), [torch.zeros_like(w, dtype=wide(w) if take is _whole else w.dtype) for take, w in zip(slices[0], weights)]
         for takes in slices:
             add(backward(dy, x, taken(weights, takes), dx), takes, dweights)
-        return dx, *dweights
+        return dx, *(total.to(w.dtype) for total, w in zip(dweights, weights))
+
+    def wide(w) -> torch.dtype:  # of a weight that every group uses, whose gradient is a sum
+        return torch.promote_types(w.dtype, torch.float32)
 
     def add(grads: dict, takes, dweights):
         for name, take, total in zip(parts.names, takes, dweights):

@@ -70,7 +70,7 @@ class TrainConfig:
         ("adamw", "adamw_bf16", "adamw_8bit", "muon"), group="memory and speed")
     master_weights: str = flag("fp32", "none: weights in the compute precision, updated by stochastic rounding", (), ("fp32", "none"),
         group="memory and speed")
-    offload_optimizer: bool = flag(False, "fp32 weights and moments on the host, updated there", group="memory and speed")
+    offload_optimizer: bool = flag(False, "fp32 weights and moments on the host, updated there; in bf16 the device has weights and gradients in bf16", group="memory and speed")
     optimizer_in_backward: bool = flag(False, "update each weight as soon as its gradient is there, which is then freed", group="memory and speed")
     loss: str = flag("auto", "vocabulary loss: auto chunks when the logits would exceed the threshold, and where chunks are no slower",
         (), CHOICES["loss"], group="memory and speed")

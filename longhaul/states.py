@@ -141,7 +141,7 @@ class AdamW(torch.optim.Optimizer):
         """A parameter's state before its first step: tensors of this rank's rows."""
         like = local(p).detach()
         if self.host:
-            like = torch.empty_like(like, device="meta" if like.is_meta else "cpu", dtype=torch.float32, pin_memory=like.device.type == "cuda").copy_(like)
+            like = torch.empty_like(like, device="meta" if like.is_meta else "cpu", dtype=torch.float32).copy_(like)
         moments = self._moments(p)
         state = {**moments.new("exp_avg", like), **moments.new("exp_avg_sq", like), "step": torch.zeros((), dtype=torch.float32)}
         return state | (dict(master=like) if self.host else {})
@@ -182,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
         for rows in slabs(target):
             self._slab(p, target, grad[rows].to(target.device), rows, group, draw)
         if self.host:
-            weight.copy_(target if weight.dtype == torch.float32 else rounded(target, weight.dtype, draw), non_blocking=True)
+            weight.copy_(target.to(weight.dtype), non_blocking=True)  # to the nearest: the master copy is what learns
 
     def _slab(self, p: Tensor, target: Tensor, grad: Tensor, rows: slice, group: dict, draw):
         state, moments = self.state[p], self._moments(p)

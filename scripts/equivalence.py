@@ -32,7 +32,8 @@ LEVERS = {
     "offloaded optimizer": dict(offload_optimizer=True), "optimizer in backward": dict(optimizer_in_backward=True)}
 LOSSY = {  # what they may end above fp32 AdamW, stated beforehand
     "bf16 moments": (dict(optimizer="adamw_bf16"), 0.02), "8-bit moments": (dict(optimizer="adamw_8bit"), 0.02),
-    "Muon": (dict(optimizer="muon"), 0.05), "bf16 without master weights": (dict(dtype="bf16", master_weights="none"), 0.03)}
+    "Muon": (dict(optimizer="muon"), 0.05), "offloaded optimizer in bf16": (dict(dtype="bf16", offload_optimizer=True), 0.02),
+    "bf16 without master weights": (dict(dtype="bf16", master_weights="none"), 0.03)}
 
 
 class Case(NamedTuple):
@@ -110,7 +111,7 @@ def compare(cases: list[Case], steps: int, device: str) -> bool:
     """Print a line per case; whether all are good. Cases of the same number of ranks share their processes."""
     good, truths = True, {}
     for ranks, group in itertools.groupby(cases, lambda case: case.ranks):
-        allowed = []
+        allowed, place = [], device if ranks == 1 else "cpu"
         for case in group:
             try:
                 TrainConfig(**case.settings()).accumulation(ranks)
@@ -120,8 +121,8 @@ def compare(cases: list[Case], steps: int, device: str) -> bool:
         found = run_ranks(train_each, ranks, [tuple(case) for case in allowed], steps)[0] if ranks > 1 else (
             train(dist.World(), case, steps, device) for case in allowed)
         for case, result in zip(allowed, found):
-            key = repr(case.plain())
-            truths[key] = truths.get(key) or train(dist.World(), case.plain(), steps, device)
+            key = place + repr(case.plain())
+            truths[key] = truths.get(key) or train(dist.World(), case.plain(), steps, place)
             good &= report(case.name, result, truths[key])
     return good
 

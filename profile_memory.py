@@ -51,7 +51,7 @@ class ProfileConfig(TrainConfig):
                 raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number of at least {least}")
         if not 0 <= self.gpu_memory_gib < 1e6:
             raise ValueError(f"--gpu_memory_gib {self.gpu_memory_gib} is out of range: give GiB above 0")
-        dist.check_replicas(dist.World(size=self.nproc), self.dp_replicate)
+        dist.check_replicas(dist.World(size=self.nproc), self.dp_replicate, self.context_ranks)
         self.accumulation(self.nproc)
         if self.compile:
             raise ValueError("--compile: compiled layers are not simulated; leave it out: what runs eagerly is an upper bound")

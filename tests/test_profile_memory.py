@@ -78,7 +78,23 @@ def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).code == solve.FITS
     assert solve.solve(tiny, "world_size", 0.6, 2).code == solve.NOTHING
-    assert "+ micro-batches of one row" in [name for _, _, name in solve.levers(TrainConfig(model_size="tiny", batch_size=4, context_length=512))]
+    assert "+ micro-batches of one row" in [name for _, _, name in solve.levers(TrainConfig(model_size="tiny", batch_size=4, context_length=512), 1)]
+
+
+def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refused(capsys):
+    shared = TrainConfig(model_size="tiny", context_length=2048, context_parallel_size=2)
+    answer = solve.solve(shared, "world_size", 24.0, 4)
+    assert [line.split()[0] for line in answer.text.splitlines()[2:4]] == ["2", "4"] and "--nproc_per_node=2" in answer.text.splitlines()[-1]
+    with pytest.raises(ValueError, match="use --gpus 2"):
+        solve.solve(shared, "levers", 24.0, 1)
+    assert profile_memory.main([*SMALL, "--context_parallel_size", "2"]) == 2
+    assert "--context_parallel_size 2 does not divide the 1 rank(s)" in capsys.readouterr().err
+
+
+def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over(monkeypatch):
+    monkeypatch.setattr(solve, "longest", lambda cfg, ranks, room: (cfg.context_length, solve.demand(cfg, ranks)))
+    answer = solve.solve(TrainConfig(model_size="tiny", context_length=98304), "context", 24.0, 3)
+    assert "3 ranks " in answer.text and "3 ranks that share rows" not in answer.text
 
 
 def test_the_longest_context_fits_and_the_next_does_not():

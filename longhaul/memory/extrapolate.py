@@ -38,10 +38,10 @@ class Profile:
 
 
 def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool = False) -> Profile:
-    """The step's profile; `full` simulates every layer, and must agree with what shallow models extrapolate to."""
+    """The step's profile; `full` simulates every layer and part, and must agree with what shallow models extrapolate to."""
     layers = cfg.model().num_layers
     if full or layers <= SHALLOW[1]:
-        trace = simulate(cfg, ranks, target)
+        trace = simulate(cfg, ranks, target, every_part=full)
         return Profile(_largest(_by_place(trace, layers)), trace, layers)
     traces = [simulate(cfg, ranks, target, count) for count in SHALLOW]
     low, high = (_by_place(trace, count) for trace, count in zip(traces, SHALLOW))
@@ -49,8 +49,7 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
 
 
 def _deep(traces: list[Trace], layers: int) -> Trace:
-    host = _line(*(dict(host=trace.host_peak) for trace in traces), layers)["host"]
-    return dataclasses.replace(unroll(traces[1], layers), host_peak=host)
+    return dataclasses.replace(unroll(traces[1], layers), host_peaks=_line(*(trace.host_peaks for trace in traces), layers))
 
 
 def _line(low: dict, high: dict, layers: int) -> dict[str, int]:

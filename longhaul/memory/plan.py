@@ -183,16 +183,20 @@ LEVERS = (  # name, the settings that pull it; cheapest in time first
 
 
 def _most_groups(cfg: TrainConfig) -> int:
-    """One group of KV heads at a time, where that is possible."""
-    possible = cfg.gradient_checkpointing == "full" and not cfg.compile
-    return cfg.model().num_kv_heads // cfg.context_ranks if possible else cfg.attention_head_groups
-
+    """One group of KV heads at a time, where that is possible; one on each rank where heads are spread over the ranks."""
+    config = cfg.model()
+    if cfg.gradient_checkpointing != "full" or cfg.compile:
+        return cfg.attention_head_groups
+    spread = cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
+    return config.num_kv_heads if not spread else config.num_kv_heads // cfg.context_ranks
 
 
 def ladder(cfg: TrainConfig):
     """(names of the levers, settings): the same training with one lever more at a time; one that is on already gives no rung.
 
-    Levers that round (small states) or change the step (updates in the backward do not clip) are for the user to choose.
+    All keep AdamW in fp32. In bf16 two round more often than the plain path: the offloaded optimizer, whose device holds weights and
+    gradients in bf16, and head groups, whose sums do. Levers that round states, or change the step (updates in the backward do not clip), are
+    for the user to choose.
     """
     names = []
     for name, changes in LEVERS:
@@ -240,7 +244,8 @@ def proposal(nearest: Plan, request: Plan) -> str:
 
 def command(cfg: TrainConfig, world: World) -> str:
     """The shell command of a configuration: what differs from the defaults."""
-    launcher = f"torchrun --nproc_per_node={world.local_size} train.py" if world.size > 1 else "python train.py"
+    machines = f"--nnodes={world.size // world.local_size} --node_rank=N --master_addr=HOST " if world.size > world.local_size else ""
+    launcher = f"torchrun {machines}--nproc_per_node={world.local_size} train.py" if world.size > 1 else "python train.py"
     words = [launcher]
     for spec in dataclasses.fields(cfg):
         value, default = getattr(cfg, spec.name), spec.default if spec.default is not dataclasses.MISSING else ()

@@ -100,17 +100,17 @@ def one_rank_of(ranks: int):
         torch.distributed.destroy_process_group()
 
 
-def simulate(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", layers: int = 0) -> Trace:
-    """The trace of the second step of one rank; `layers` replaces the model's number of layers."""
+def simulate(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", layers: int = 0, every_part: bool = False) -> Trace:
+    """The trace of the second step of one rank; `layers` replaces the model's number of layers, `every_part` leaves no alike part out."""
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)
-    dist.check_replicas(dist.World(size=ranks), cfg.dp_replicate)
+    dist.check_replicas(dist.World(size=ranks), cfg.dp_replicate, cfg.context_ranks)
     world = dist.World(0, ranks)
     with one_rank_of(ranks):
         mesh, context_mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate), dist.context_mesh(world, torch.device("cpu"), cfg.context_ranks)
         tracker, skeleton = Tracker(Workspaces(target), fake=True), step.skeleton(cfg, config, mesh, context_mesh)
-        parts = mock.patch.object(activations, "range", few_of, create=True)
+        parts = mock.patch.object(activations, "range", range if every_part else few_of, create=True)
         with FakeTensorMode(allow_non_fake_inputs=True), as_on(target), apart(tracker, target), parts, tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
             trace = second_step(tracker, state, lambda: fake_batch(cfg, ranks))

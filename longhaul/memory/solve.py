@@ -66,23 +66,33 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
     return Demand.of(profile(cfg, ranks).trace, ranks)
 
 
-def levers(cfg: TrainConfig) -> list[tuple[TrainConfig, int, str]]:
+def levers(cfg: TrainConfig, ranks: int) -> list[tuple[TrainConfig, int, str]]:
     """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    return [(cfg, 1, "as asked"), *((changed, 1, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
+    return [(cfg, ranks, "as asked"), *((changed, ranks, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
 
 
 def wider(cfg: TrainConfig, gpus: int, name: str) -> list[tuple[TrainConfig, int, str]]:
     """The rung `name` on more ranks, then with sparse attention."""
     rungs, upto = [], f"up to {name.removeprefix('+ ')}"
-    for ranks in powers(gpus)[1:]:
+    for ranks in worlds(cfg, gpus)[1:]:
         rungs.append((cfg, ranks, f"{upto}, {ranks} ranks"))
         if ranks in allowed_sizes(cfg.context_parallel_mode, cfg.attention_type, cfg.model().num_kv_heads, cfg.context_length, ranks):
             shared = dict(context_parallel_size=ranks, attention_head_groups=1)
             rungs.append((dataclasses.replace(cfg, **shared), ranks, f"{upto}, {ranks} ranks that share rows"))
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [(sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention") for ranks in powers(gpus)]
+        rungs += [(sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention") for ranks in worlds(cfg, gpus)]
     return rungs
+
+
+def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
+    """Numbers of ranks to try: those that replicas, and ranks that share a row, divide."""
+    least = cfg.dp_replicate * cfg.context_ranks
+    found = [ranks for ranks in powers(gpus) if ranks % least == 0]
+    if not found:
+        raise ValueError(f"--gpus {gpus}: {least} ranks hold one batch with these settings (--dp_replicate {cfg.dp_replicate}, "
+                         f"--context_parallel_size {cfg.context_ranks}): use --gpus {least}, or drop them")
+    return found
 
 
 def powers(gpus: int) -> list[int]:
@@ -103,7 +113,7 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), NOTHING)
     best = _best(what, fitting)
-    unchanged = best.cfg == cfg and best.ranks == 1 and verdicts[id(best)] != EXPANDABLE
+    unchanged = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0] and verdicts[id(best)] != EXPANDABLE
     line = EXPANDABLE_SEGMENTS * (verdicts[id(best)] == EXPANDABLE) + command(best.cfg, World(size=best.ranks, local_size=best.ranks))
     return Answer("\n".join([*rows, line]), FITS if unchanged else CHANGED)
 
@@ -117,17 +127,17 @@ def _best(what: str, fitting: list[Rung]) -> Rung:
 
 
 def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs = [_rung(*asked) for asked in _progress(levers(cfg))]
+    rungs = [_rung(*asked) for asked in _progress(levers(cfg, worlds(cfg, gpus)[0]))]
     start = next((rung for rung in rungs if rung.demand.verdict(int(room * GIB)) != TOO_SMALL), rungs[-1])
     return rungs + [_rung(*asked) for asked in _progress(wider(start.cfg, gpus, start.levers))]
 
 
 def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    return [_rung(cfg, ranks, f"{ranks} rank(s)") for ranks in _progress(powers(gpus))]
+    return [_rung(cfg, ranks, f"{ranks} rank(s)") for ranks in _progress(worlds(cfg, gpus))]
 
 
 def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs, alone = [], levers(cfg)
+    rungs, alone = [], levers(dataclasses.replace(cfg, context_length=SMALLEST), worlds(cfg, gpus)[0])
     for changed, ranks, names in _progress(alone + wider(alone[-1][0], gpus, alone[-1][2])):
         context, found = longest(changed, ranks, room)
         rungs.append(Rung(dataclasses.replace(changed, context_length=context), ranks, names, found))

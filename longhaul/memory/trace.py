@@ -42,7 +42,12 @@ class Trace:
     modules: list[tuple[int, str]] = field(default_factory=list)  # (time, name of the module that works from there)
     workspaces: list[tuple[int, int, str]] = field(default_factory=list)  # (time, bytes alive during that event alone, op)
     config: dict = field(default_factory=dict)  # the settings that were simulated
-    host_peak: int = 0  # bytes that levers keep in host memory at once
+    host_peaks: dict[str, int] = field(default_factory=dict)  # stage -> most bytes that levers keep in host memory
+
+    @property
+    def host_peak(self) -> int:
+        """Most bytes that levers keep in host memory at once."""
+        return max(self.host_peaks.values(), default=0)
 
     def live(self) -> list[int]:
         """Bytes alive after each event, workspaces excluded; sums over `events` in their order."""

@@ -134,7 +134,8 @@ class Tracker(TorchDispatchMode):
     def _on_host(self, key: int, storage) -> int:
         if key not in self.alive and key not in self.host:
             self.host[key] = weakref.ref(storage, lambda _: self.host.pop(key, None)), storage.nbytes()
-            self.trace.host_peak = max(self.trace.host_peak, sum(size for _, size in self.host.values()))
+            peaks, now = self.trace.host_peaks, sum(size for _, size in self.host.values())
+            peaks[self.stage] = max(peaks.get(self.stage, 0), now)
         return self.alive[key][1] if key in self.alive else NOWHERE
 
     def _event(self, size: int, identity: int) -> int:
@@ -168,7 +169,7 @@ class Tracker(TorchDispatchMode):
         """Forget what is gone, date what is alive to time 0, and record from here."""
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
-        self.trace = Trace(events, storages, [(0, "start")], config=config, host_peak=sum(size for _, size in self.host.values()))
+        self.trace = Trace(events, storages, [(0, "start")], config=config, host_peaks=dict(start=sum(size for _, size in self.host.values())))
         self.time, self.stage, self.module = 0, "start", ""
         for storage in storages.values():
             storage.stage = "start"

@@ -4,6 +4,7 @@
 # Before the time limit the job is told to stop; it saves, and goes back into the queue to continue where it was.
 #SBATCH --job-name=longhaul
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append

@@ -1,6 +1,7 @@
 """Run a function in W gloo processes and collect what each returns. The function must be importable (module level).
 
-Ranks are forked from one server that has imported torch and has started no thread: a rank would import for 3 s of CPU time.
+Ranks are forked from one server that has imported torch and has started no thread: a rank would import for 3 s of CPU time. They share its
+order of sets of strings, which processes of torchrun do not: what depends on that is found by the tests that start torchrun.
 """
 
 import multiprocessing
@@ -25,9 +26,10 @@ def run_ranks(function, size: int, *args) -> list:
 
 
 def _rank(rank: int, function, size: int, port: int, folder: str, args: tuple, environment: dict):
+    os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
+    dist.cores = lambda: 1  # dist.start sets the threads of the process from it
     world = dist.World.from_environment()
     dist.start(world, torch.device("cpu"))
     torch.save(function(world, *args), Path(folder) / f"{rank}.pt")

@@ -21,8 +21,9 @@ def test_every_reader_refuses_damaged_files_in_one_line(target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.name != "safetensors"], ids=lambda target: target.name)
 def test_every_reader_refuses_ten_thousand_damaged_files(target):
+    """Those of safetensors are row 46 of the fault matrix, which CI runs."""
     result = fuzz.fuzz(target, fuzz.INPUTS)
     assert result.fine, (result.failures, result.peak_mb)
 

@@ -78,7 +78,7 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, tmp_path):
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
 
     alone = tmp_path / "one machine"
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29512", "train.py", *FLAGS,
+    subprocess.run(["taskset", "--cpu-list", "0", sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29512", "train.py", *FLAGS,
                     "--output_dir", str(alone)], cwd=ROOT, check=True, capture_output=True)
     assert losses(folder) == losses(alone) and len(losses(alone)) == 30
 

@@ -115,14 +115,15 @@ def test_other_block_sizes_match_float64(attention, sizes):
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
-@pytest.mark.parametrize("T, cfg, K", [(333, SMALL, 64), (1500, NSAConfig(), 128)])
+@pytest.mark.parametrize("T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), (1500, NSAConfig(), 128)])
 def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
     _, chosen, truth_in = compare(nsa_engine.nsa_attention, inputs(T, 1, 4, K, cfg, dtype=torch.bfloat16), cfg, 1.5e-2, 1.5e-2)
     assert_selection(chosen, truth_in, cfg, 1e-4)
 
 
-def test_bf16_logits_keep_fp32_precision():
-    q, k = (torch.randn(n, 128).bfloat16() * 8 for n in (64, 96))
+@pytest.mark.parametrize("K", [32, 128])
+def test_bf16_logits_keep_fp32_precision(K):
+    q, k = (torch.randn(n, K).bfloat16() * 8 for n in (64, 96))
     truth = q.double() @ k.double().T
     assert (nsa_branches._dot(q, k) - truth).abs().max() <= 2 ** -16 * truth.abs().max()
     assert (nsa_branches._dot(q[None], k[None])[0] - truth).abs().max() <= 2 ** -16 * truth.abs().max()

@@ -176,6 +176,11 @@ class _Parts:
         return _Run.apply(lambda x: forward(x, [w.detach() for w in weights]), kept)
 
 
+def _wide_sum(w: Tensor) -> Tensor:
+    """Zeros to which the gradients of a weight that all parts use are added: in fp32 or wider."""
+    return torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32))
+
+
 # ---- tiled MLP: tokens in parts, weights whole
 
 
@@ -203,7 +208,7 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
         torch._foreach_add_(sums, [grad.to(total.dtype) for grad, total in zip(grads[1:], sums)])
 
     def gradients(dy, x, *weights):
-        dx, sums = torch.empty_like(x), [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        dx, sums = torch.empty_like(x), [_wide_sum(w) for w in weights]
         xs, dys, dxs = split(x), split(dy), split(dx)
         for tile in range(len(xs)):
             add(_again(lambda x, *w: parts.call(x, w), [xs[tile], *weights], dys[tile]), dxs[tile], sums)
@@ -291,13 +296,10 @@ def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=
         return y
 
     def gradients(dy, x, *weights):
-        dx, dweights = torch.zeros_like(x), [torch.zeros_like(w, dtype=wide(w) if take is _whole else w.dtype) for take, w in zip(slices[0], weights)]
+        dx, dweights = torch.zeros_like(x), [_wide_sum(w) if take is _whole else torch.zeros_like(w) for take, w in zip(slices[0], weights)]
         for takes in slices:
             add(backward(dy, x, taken(weights, takes), dx), takes, dweights)
         return dx, *(total.to(w.dtype) for total, w in zip(dweights, weights))
-
-    def wide(w) -> torch.dtype:  # of a weight that every group uses, whose gradient is a sum
-        return torch.promote_types(w.dtype, torch.float32)
 
     def add(grads: dict, takes, dweights):
         for name, take, total in zip(parts.names, takes, dweights):

@@ -8,7 +8,7 @@ import torch
 from longhaul import dist
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when a first test file imports a kernel
+    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when a first test file imports a kernel
 
 
 def pytest_collection_modifyitems(items: list):

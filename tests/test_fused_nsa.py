@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it at import
+from model import NSAConfig
+from nsa import engine
+from tests import nsa_oracle as oracle
+from tests.test_nsa import NAMES, assert_selection, chosen_mask, inputs, relative
+
 triton = pytest.importorskip("triton", reason="triton is not installed: the kernels of Native Sparse Attention are not tested")
 
-from fused import nsa  # noqa: E402
-from nsa import engine  # noqa: E402
-from model import NSAConfig  # noqa: E402
-from tests import nsa_oracle as oracle  # noqa: E402
-from tests.test_nsa import NAMES, assert_selection, chosen_mask, inputs, relative  # noqa: E402
+from fused import nsa  # noqa: E402  without triton it cannot be imported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)  # sparse from 16 tokens on
@@ -294,7 +293,9 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
     with torch.device("meta"):
         q, gates = torch.empty(1, T, 32, 128, dtype=torch.bfloat16), torch.empty(1, T, 32, 3, dtype=torch.bfloat16)
         kv = [torch.empty(1, n, 8, 128, dtype=torch.bfloat16) for n in (T, T, N, N, T, T)]
-    bytes_of = lambda *tensors: sum(x.nbytes for x in tensors)  # noqa: E731
+
+    def bytes_of(*tensors):
+        return sum(x.nbytes for x in tensors)
     with Live() as forward:
         o, *saved = nsa.nsa_triton_forward._init_fn(q, *kv, gates, None, sizes)
     with Live() as backward:

@@ -126,16 +126,16 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
 
 
 @pytest.mark.slow
-def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path, launcher=TORCHRUN):
+def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path):
     args = ["--max_steps", "100", "--save_every", "7", "--eval_every", "60", "--eval_rows", "2"]
-    whole, killed = start(command(data, tmp_path / "whole", *args), launcher), tmp_path / "killed"
+    whole, killed = start(command(data, tmp_path / "whole", *args), TORCHRUN), tmp_path / "killed"
     assert whole.wait(300) == 0, whole.communicate()[0]
-    process = start(command(data, killed, *args), launcher)
+    process = start(command(data, killed, *args), TORCHRUN)
     wait_for_step(killed, 24, process)
     subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)  # torchrun's ranks lead sessions of their own
     process.wait()
     assert not (killed / "step-00000100").exists()
-    again = start(command(data, killed, *args), launcher)
+    again = start(command(data, killed, *args), TORCHRUN)
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "resumed" in output, output
     assert losses(killed) == losses(tmp_path / "whole")

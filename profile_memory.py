@@ -1,7 +1,10 @@
-"""Know the peak memory of a training step before launching it: `python profile_memory.py --model_size 4B --context_length 131072`.
+"""Know the peak memory of a training step before launching it: `python profile_memory.py
+--model_size 4B --context_length 131072`.
 
-Every flag of train.py is known here and means the same. No GPU is needed: the real step runs on fake tensors. Sizes are in GiB
-(2^30 bytes) and per rank. Exit code 0: done, or what is asked for fits; 2: bad input, or it fits only after changes; 3: nothing fits.
+Every flag of train.py is known here and means the same. No GPU is needed: the real step runs on
+fake tensors. Sizes are in GiB
+(2^30 bytes) and per rank. Exit code 0: done, or what is asked for fits; 2: bad input, or it fits
+only after changes; 3: nothing fits.
 Imports longhaul of ours.
 """
 
@@ -26,37 +29,79 @@ from model import GIB
 
 @dataclass(frozen=True)
 class ProfileConfig(TrainConfig):
-    """The profiler's flags beside the trainer's; `--device cpu` predicts a CPU run, anything else a CUDA run."""
+    """The profiler's flags beside the trainer's; `--device cpu` predicts a CPU run, anything else a
+    CUDA run.
+    """
 
-    dtype: str = flag("bf16", "compute precision; fp16 for --advise --task analysis alone", ("precision",), tuple(DTYPES), group="memory and speed")
-    nproc: int = flag(1, "ranks that share the model (FSDP2)", ("nproc_per_node",), group="profiler")
+    dtype: str = flag(
+        "bf16",
+        "compute precision; fp16 for --advise --task analysis alone",
+        ("precision",),
+        tuple(DTYPES),
+        group="memory and speed",
+    )
+    nproc: int = flag(
+        1, "ranks that share the model (FSDP2)", ("nproc_per_node",), group="profiler"
+    )
     full: bool = flag(False, "simulate every layer, not a few that stand for all", group="profiler")
-    measure: bool = flag(False, "also run two real steps on this machine (with --device cuda: on its GPU), and compare", group="profiler")
-    snapshot: str = flag("", "with --measure on CUDA: file to write for PyTorch's memory visualiser", group="profiler")
-    html: str = flag("", "file for one page with the step's timeline and its tables", group="profiler")
+    measure: bool = flag(
+        False,
+        "also run two real steps on this machine (with --device cuda: on its GPU), and compare",
+        group="profiler",
+    )
+    snapshot: str = flag(
+        "",
+        "with --measure on CUDA: file to write for PyTorch's memory visualiser",
+        group="profiler",
+    )
+    html: str = flag(
+        "", "file for one page with the step's timeline and its tables", group="profiler"
+    )
     json: str = flag("", "file for everything that was found, machine-readable", group="profiler")
-    solve: str = flag("none", "what to find: the longest context, the cheapest levers, or the fewest ranks that fit", (),
-                      ("none", "context", "levers", "world_size"), group="profiler")
-    advise: bool = flag(False, "what to change so that --task fits --gpu or --vram", group="profiler")
+    solve: str = flag(
+        "none",
+        "what to find: the longest context, the cheapest levers, or the fewest ranks that fit",
+        (),
+        ("none", "context", "levers", "world_size"),
+        group="profiler",
+    )
+    advise: bool = flag(
+        False, "what to change so that --task fits --gpu or --vram", group="profiler"
+    )
     task: str = flag("train", "with --advise: what shall run", (), tuple(SCRIPTS), group="profiler")
     gpu: str = flag("", "card, with --solve and --advise", group="profiler")
-    gpu_memory_gib: float = flag(0.0, "memory of one GPU instead of --gpu; --solve takes 80 where neither is given", ("vram",), group="profiler")
-    cc: int = flag(0, "compute capability x 10 of that GPU, such as 86; 0: the card's, or 80", group="profiler")
+    gpu_memory_gib: float = flag(
+        0.0,
+        "memory of one GPU instead of --gpu; --solve takes 80 where neither is given",
+        ("vram",),
+        group="profiler",
+    )
+    cc: int = flag(
+        0, "compute capability x 10 of that GPU, such as 86; 0: the card's, or 80", group="profiler"
+    )
     gpus: int = flag(1, "GPUs that there are, with --solve", group="profiler")
 
     def __post_init__(self):
         super().__post_init__()
         for name, least in dict(nproc=1, gpus=1).items():
             if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number of at least {least}")
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} is out of range: give a number of at least {least}"
+                )
         if not 0 <= self.gpu_memory_gib < 1e6:
-            raise ValueError(f"--gpu_memory_gib {self.gpu_memory_gib} is out of range: give GiB above 0")
+            raise ValueError(
+                f"--gpu_memory_gib {self.gpu_memory_gib} is out of range: give GiB above 0"
+            )
         dist.check_replicas(dist.World(size=self.nproc), self.dp_replicate, self.context_ranks)
         self.accumulation(self.nproc)
         if self.compile:
-            raise ValueError("--compile: compiled layers are not simulated; leave it out: what runs eagerly is an upper bound")
+            raise ValueError(
+                "--compile: compiled layers are not simulated; leave it out: what runs eagerly is an upper bound"
+            )
         if self.half == "fp16" and not (self.advise and self.task == "analysis"):
-            raise ValueError("--dtype fp16: gradients underflow in fp16 and there is no loss scaler here: use bf16 or fp32; fp16 is for --advise --task analysis")
+            raise ValueError(
+                "--dtype fp16: gradients underflow in fp16 and there is no loss scaler here: use bf16 or fp32; fp16 is for --advise --task analysis"
+            )
 
     @property
     def half(self) -> str:
@@ -95,11 +140,18 @@ def predict(cfg: ProfileConfig) -> int:
     print(report.table(found, training, cfg.nproc, demand))
     result = report.machine_readable(found, training, cfg.nproc, demand)
     if cfg.measure:
-        result["measured"] = reconcile.measure(training) if target == "cpu" else reconcile.measure_cuda(training, cfg.snapshot)
+        result["measured"] = (
+            reconcile.measure(training)
+            if target == "cpu"
+            else reconcile.measure_cuda(training, cfg.snapshot)
+        )
         print(reconcile.table(found, result["measured"], demand))
     if cfg.html:
         title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, one of {cfg.nproc} rank(s)"
-        page.write(cfg.html, page.page(found.trace, title, "predicted: no GPU was used", cfg.nproc, found.stages))
+        page.write(
+            cfg.html,
+            page.page(found.trace, title, "predicted: no GPU was used", cfg.nproc, found.stages),
+        )
     if cfg.json:
         write(cfg.json, result)
     return 0
@@ -110,9 +162,13 @@ def check_measure(cfg: ProfileConfig, target: str):
     if cfg.measure and cfg.nproc > 1:
         raise ValueError("--measure runs one process: give no --nproc")
     if cfg.measure and target == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--measure: no CUDA device is here: give --device cpu, which measures on this machine's CPU")
+        raise ValueError(
+            "--measure: no CUDA device is here: give --device cpu, which measures on this machine's CPU"
+        )
     if cfg.snapshot and not (cfg.measure and target == "cuda"):
-        raise ValueError("--snapshot is written by --measure on CUDA: give both, on a machine with a GPU")
+        raise ValueError(
+            "--snapshot is written by --measure on CUDA: give both, on a machine with a GPU"
+        )
 
 
 def write(path: str, result: dict):
@@ -135,8 +191,14 @@ def solve(cfg: ProfileConfig) -> int:
 def give_advice(cfg: ProfileConfig) -> int:
     """Print what to change so that the task fits the card."""
     if cfg.nproc > 1:
-        raise ValueError("--advise is about one GPU: give no --nproc; --solve world_size finds the ranks that fit")
-    found = advise.advise(advise.request(cfg.task, cfg.training(), cfg.dtype), card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc), host_available_bytes() / GIB)
+        raise ValueError(
+            "--advise is about one GPU: give no --nproc; --solve world_size finds the ranks that fit"
+        )
+    found = advise.advise(
+        advise.request(cfg.task, cfg.training(), cfg.dtype),
+        card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc),
+        host_available_bytes() / GIB,
+    )
     print(found.text())
     if cfg.json:
         write(cfg.json, found.as_json())

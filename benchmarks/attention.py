@@ -1,11 +1,16 @@
-"""SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to time what is not exact.
+"""SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to
+time what is not exact.
 
-Imports model.NSAConfig, nsa, tests.nsa_oracle and benchmarks.clock of ours. One KV head, G=4 query heads, K=128; seconds of process CPU time
-(other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a fresh process above what
+Imports model.NSAConfig, nsa, tests.nsa_oracle and benchmarks.clock of ours. One KV head, G=4 query
+heads, K=128; seconds of process CPU time
+(other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a
+fresh process above what
 stood after its inputs existed.
 
-    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward training decode memory] [--png FILE]
+    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward
+    training decode memory] [--png FILE]
 """
+
 import argparse
 import re
 import subprocess
@@ -67,36 +72,60 @@ def refuse_if_wrong(dtype):
     """Exits where forward, gradients or decoding leave what the dense float64 reference allows."""
     tensors = inputs(1300, DTYPES[dtype])
     forward, gradient = BOUNDS[dtype]
-    for what, error in (nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))).items():
-        bound = dict(forward=forward, decoding=1e-5 if dtype == "fp32" else 1.5e-2).get(what, gradient)
+    for what, error in (
+        nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))
+    ).items():
+        bound = dict(forward=forward, decoding=1e-5 if dtype == "fp32" else 1.5e-2).get(
+            what, gradient
+        )
         if not error <= bound:
-            raise SystemExit(f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed")
+            raise SystemExit(
+                f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed"
+            )
 
 
 def nsa_errors(attention, tensors, cfg=CFG):
-    """"forward" and "gradient of input i" -> relative error against the dense float64 oracle with the blocks that `attention` chose."""
+    """ "forward" and "gradient of input i" -> relative error against the dense float64 oracle with
+    the blocks that `attention` chose.
+    """
     T, blocks = tensors[0].shape[1], -(-tensors[0].shape[1] // cfg.sel_block)
     parts = attention(*tensors, cfg, return_parts=True)
     index = parts["block_idx"].cpu().long()
     chosen = torch.zeros(1, T, index.shape[2], blocks + 1, dtype=torch.bool)
     chosen.scatter_(-1, torch.where(index < 0, blocks, index), True)
-    return errors(lambda *x: attention(*x, cfg), lambda *x: oracle.nsa(*x, cfg, chosen[..., :blocks])[0], tensors)
+    return errors(
+        lambda *x: attention(*x, cfg),
+        lambda *x: oracle.nsa(*x, cfg, chosen[..., :blocks])[0],
+        tensors,
+    )
 
 
 def errors(function, exact, tensors):
-    """Relative errors of a function and its gradients against one that computes in float64 on the CPU."""
+    """Relative errors of a function and its gradients against one that computes in float64 on the
+    CPU.
+    """
     wide = [x.detach().cpu().double().requires_grad_() for x in tensors]
     want, got = exact(*wide), function(*tensors)
     weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(got.dtype)
-    grads = zip(torch.autograd.grad(got, tensors, weight.to(got.device)), torch.autograd.grad(want, wide, weight.double()))
-    return dict(forward=relative(got.detach(), want.detach())) | {f"gradient of input {i}": relative(x, y) for i, (x, y) in enumerate(grads)}
+    grads = zip(
+        torch.autograd.grad(got, tensors, weight.to(got.device)),
+        torch.autograd.grad(want, wide, weight.double()),
+    )
+    return dict(forward=relative(got.detach(), want.detach())) | {
+        f"gradient of input {i}": relative(x, y) for i, (x, y) in enumerate(grads)
+    }
 
 
 @torch.no_grad()
 def decode_error(tensors):
-    """The last token's attention from a state against the same from the whole sequence; no rotation, one K/V for all branches."""
+    """The last token's attention from a state against the same from the whole sequence; no
+    rotation, one K/V for all branches.
+    """
     q, k, v, *_, gates = tensors
-    compress, whole = compressor(q.dtype, q.device), nsa_compress.layout(None, q.shape[:2], CFG, q.device)
+    compress, whole = (
+        compressor(q.dtype, q.device),
+        nsa_compress.layout(None, q.shape[:2], CFG, q.device),
+    )
     k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
     state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
     state.append(k, v, k, v, None, None, compress, lambda x, _: x)
@@ -115,7 +144,9 @@ def attention_row(T, dtype, what):
     tensors = inputs(T, DTYPES[dtype])
     run = (lambda f: f(tensors)) if what == "forward" else (lambda f: train(f, tensors))
     with torch.set_grad_enabled(what != "forward"):
-        return best_of_turns([lambda: run(sdpa), lambda: run(nsa)], 3 if T <= 16384 else 1 if T > 65536 else 2)
+        return best_of_turns(
+            [lambda: run(sdpa), lambda: run(nsa)], 3 if T <= 16384 else 1 if T > 65536 else 2
+        )
 
 
 def decode_row(T, dtype):
@@ -124,24 +155,35 @@ def decode_row(T, dtype):
     state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
     compress = compressor(dtype)
     k, v = torch.randn(2, 1, T, 1, K).to(dtype)
-    q, gates, one = torch.randn(1, 1, M, K).to(dtype), torch.rand(1, 1, M, 3).to(dtype), torch.randn(1, 1, 1, K).to(dtype)
+    q, gates, one = (
+        torch.randn(1, 1, M, K).to(dtype),
+        torch.rand(1, 1, M, 3).to(dtype),
+        torch.randn(1, 1, 1, K).to(dtype),
+    )
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
     def dense_sdpa():
         F.scaled_dot_product_attention(*heads, enable_gqa=True)
 
     def dense_products():
-        (heads[0].view(M, K) @ heads[1][0, 0].T * K ** -0.5).float().softmax(-1).to(dtype) @ heads[2][0, 0]
+        (heads[0].view(M, K) @ heads[1][0, 0].T * K**-0.5).float().softmax(-1).to(dtype) @ heads[2][
+            0, 0
+        ]
 
     def sparse():
         state.append(one, one, one, one, None, None, compress, rope)
         nsa_decode.nsa_decode(q, gates, state)
+
     with torch.no_grad():
         state.append(k, v, k, v, None, None, compress, rope)
         for _ in range(32):
             sparse()
-        stride = CFG.cmp_stride  # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
-        calls = [lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense_products, sparse)]
+        stride = (
+            CFG.cmp_stride
+        )  # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
+        calls = [
+            lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense_products, sparse)
+        ]
         times = [x / stride for x in best_of_turns(calls, 20)]
     return min(times[:2]), times[2]
 
@@ -163,17 +205,35 @@ def measure_memory(side, T, dtype):
 
 def memory_row(T, dtype):
     command = [sys.executable, "-m", "benchmarks.attention", "--measure"]
-    return [float(subprocess.run(command + [side, str(T), dtype], capture_output=True, text=True, check=True).stdout)
-            for side in ("sdpa", "nsa")]
+    return [
+        float(
+            subprocess.run(
+                command + [side, str(T), dtype], capture_output=True, text=True, check=True
+            ).stdout
+        )
+        for side in ("sdpa", "nsa")
+    ]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536], help="context lengths")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16384, 32768, 65536],
+        help="context lengths",
+    )
     parser.add_argument("--long", action="store_true", help="also 131072 tokens")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types"
+    )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="what to measure")
-    parser.add_argument("--png", help="draw the ratios over the length into this file (needs matplotlib)")
+    parser.add_argument(
+        "--png", help="draw the ratios over the length into this file (needs matplotlib)"
+    )
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -188,8 +248,17 @@ def main():
             for T in args.tokens + [131072] * args.long:
                 row = {"decode": decode_row, "memory": memory_row}.get(what)
                 a, b = row(T, dtype) if row else attention_row(T, dtype, what)
-                unit, scale = ("MiB", 1) if what == "memory" else ("ms", 1e3) if what == "decode" else ("s", 1)
-                print(f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | {b * scale:,.2f} {unit} | {a / b:.2f} |", flush=True)
+                unit, scale = (
+                    ("MiB", 1)
+                    if what == "memory"
+                    else ("ms", 1e3)
+                    if what == "decode"
+                    else ("s", 1)
+                )
+                print(
+                    f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | {b * scale:,.2f} {unit} | {a / b:.2f} |",
+                    flush=True,
+                )
                 ratios.setdefault((what, dtype), {})[T] = a / b
     if args.png:
         draw(ratios, args.png)
@@ -198,15 +267,33 @@ def main():
 def draw(ratios, path):
     """SDPA / NSA over the length, one line per kind and dtype."""
     import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = dict(zip(("forward", "training", "decode", "memory"), ("tab:blue", "tab:orange", "tab:green", "tab:grey")))
+    colours = dict(
+        zip(
+            ("forward", "training", "decode", "memory"),
+            ("tab:blue", "tab:orange", "tab:green", "tab:grey"),
+        )
+    )
     for (what, dtype), points in ratios.items():
-        axes.plot(list(points), list(points.values()), "o-" if dtype == "bf16" else "s--", color=colours[what], label=f"{what}, {dtype}")
+        axes.plot(
+            list(points),
+            list(points.values()),
+            "o-" if dtype == "bf16" else "s--",
+            color=colours[what],
+            label=f"{what}, {dtype}",
+        )
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="SDPA / NSA (above 1: NSA is better)",
-             title="One CPU thread, 4 query heads of 128 on one KV head")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="tokens",
+        ylabel="SDPA / NSA (above 1: NSA is better)",
+        title="One CPU thread, 4 query heads of 128 on one KV head",
+    )
     axes.set_xticks(sorted({T for points in ratios.values() for T in points}), minor=False)
     axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:.0f}k")
     axes.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")

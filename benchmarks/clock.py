@@ -1,7 +1,9 @@
 """Time and errors as every benchmark here takes them. Imports nothing of ours.
 
-CUDA: seconds between two events on the stream, after a scratch buffer larger than L2 was written, so that inputs come from memory and
-the host is ahead of the device when the clock starts. CPU: this process's CPU time, so that other jobs do not count. What is compared
+CUDA: seconds between two events on the stream, after a scratch buffer larger than L2 was written,
+so that inputs come from memory and
+the host is ahead of the device when the clock starts. CPU: this process's CPU time, so that other
+jobs do not count. What is compared
 takes turns on the same fresh inputs; figures are medians, ratios the medians of each round's ratio.
 """
 
@@ -13,7 +15,9 @@ import torch
 
 CPU = torch.device("cpu")
 ROUNDS = 7
-SCRATCH_BYTES = 2 * 2**30  # written before each timed call on CUDA: the largest L2 of today holds a tenth of it
+SCRATCH_BYTES = (
+    2 * 2**30
+)  # written before each timed call on CUDA: the largest L2 of today holds a tenth of it
 
 
 def seconds(call, device: torch.device = CPU) -> float:
@@ -31,25 +35,39 @@ def seconds(call, device: torch.device = CPU) -> float:
 
 
 def scratch(device: torch.device) -> torch.Tensor | None:
-    """A buffer whose writing empties the caches; nothing on a CPU, whose inputs are larger than a core's."""
+    """A buffer whose writing empties the caches; nothing on a CPU, whose inputs are larger than a
+    core's.
+    """
     if device.type != "cuda":
         return None
     free = torch.cuda.mem_get_info(device)[0]
     return torch.empty(min(SCRATCH_BYTES, free // 8), dtype=torch.uint8, device=device)
 
 
-def interleaved(calls: dict, fresh, device: torch.device = CPU, rounds: int = ROUNDS, limit: float = math.inf,
-                cold: bool = True) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict,
+    fresh,
+    device: torch.device = CPU,
+    rounds: int = ROUNDS,
+    limit: float = math.inf,
+    cold: bool = True,
+) -> dict[str, list[float]]:
     """Seconds of each call in each round, one of them rotating to the front.
 
-    calls: name -> function(*inputs), already warmed up. fresh(): new random inputs, made outside of the clock. After `limit` seconds of
-    wall time no further round begins; the first is always whole. cold: with the scratch buffer, for calls shorter than a training step.
+    calls: name -> function(*inputs), already warmed up. fresh(): new random inputs, made outside of
+    the clock. After `limit` seconds of
+    wall time no further round begins; the first is always whole. cold: with the scratch buffer, for
+    calls shorter than a training step.
     """
-    times, buffer, names = {name: [] for name in calls}, scratch(device) if cold else None, list(calls)
+    times, buffer, names = (
+        {name: [] for name in calls},
+        scratch(device) if cold else None,
+        list(calls),
+    )
     end = time.monotonic() + limit
     for index in range(rounds):
         inputs = fresh()
-        for name in names[index % len(names):] + names[: index % len(names)]:
+        for name in names[index % len(names) :] + names[: index % len(names)]:
             if buffer is not None:
                 buffer.zero_()
             times[name].append(seconds(lambda: calls[name](*inputs), device))
@@ -61,7 +79,11 @@ def interleaved(calls: dict, fresh, device: torch.device = CPU, rounds: int = RO
 
 def ratio(times: dict[str, list[float]], name: str, base: str) -> float | None:
     """Median over rounds of one call's time over another's; None without the other."""
-    return statistics.median(a / b for a, b in zip(times[name], times[base])) if base in times else None
+    return (
+        statistics.median(a / b for a, b in zip(times[name], times[base]))
+        if base in times
+        else None
+    )
 
 
 def milliseconds(times: list[float]) -> float:

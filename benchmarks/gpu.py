@@ -1,10 +1,16 @@
-"""Measures every speed and memory claim of longhaul on one GPU, beside its peers, in ten minutes: `python -m benchmarks.gpu --out FOLDER`.
+"""Measures every speed and memory claim of longhaul on one GPU, beside its peers, in ten minutes:
+`python -m benchmarks.gpu --out FOLDER`.
 
-Parts: exact (the tests that need a GPU), loss, attention, step, memory. The most important lines of all parts come first; what the
-time does not allow is skipped and said. Each result stands in FOLDER/results.json and results.md as soon as it is there, with hardware,
-driver, versions and clocks. Nothing is timed that fails its check against float64. Without a GPU everything runs at toy sizes on one
-CPU thread, and says so. Keep a run with `--out benchmarks/results/NAME`; `python -m benchmarks.report` then puts it into the README.
-Exit code 0: done; 1: something of longhaul's is wrong or failed; 2: bad input. Imports benchmarks (parts, record), longhaul (cli, dist) of ours.
+Parts: exact (the tests that need a GPU), loss, attention, step, memory. The most important lines of
+all parts come first; what the
+time does not allow is skipped and said. Each result stands in FOLDER/results.json and results.md as
+soon as it is there, with hardware,
+driver, versions and clocks. Nothing is timed that fails its check against float64. Without a GPU
+everything runs at toy sizes on one
+CPU thread, and says so. Keep a run with `--out benchmarks/results/NAME`; `python -m
+benchmarks.report` then puts it into the README.
+Exit code 0: done; 1: something of longhaul's is wrong or failed; 2: bad input. Imports benchmarks
+(parts, record), longhaul (cli, dist) of ours.
 """
 
 import sys
@@ -19,7 +25,9 @@ from benchmarks.record import Run, attempt, free, nvidia_smi, where
 from longhaul import cli, dist
 from longhaul.cli import flag
 
-PARTS: dict[str, ModuleType] = dict(exact=exact, loss=loss, attention=attention, step=step, memory=memory)
+PARTS: dict[str, ModuleType] = dict(
+    exact=exact, loss=loss, attention=attention, step=step, memory=memory
+)
 TOY = "Toy sizes on {}: shows that everything runs, and claims nothing"
 
 
@@ -29,7 +37,11 @@ class GpuConfig:
 
     out: str = flag("runs/gpu", "folder for results.json and results.md", group="run")
     only: str = flag((), f"parts, of {', '.join(PARTS)}; none: all", many=True, group="run")
-    minutes: float = flag(9.0, "after this time no job begins that would end later; the most important ones come first", group="run")
+    minutes: float = flag(
+        9.0,
+        "after this time no job begins that would end later; the most important ones come first",
+        group="run",
+    )
     toy: bool = flag(False, "toy sizes on a GPU too: a rehearsal of about a minute", group="run")
 
     def __post_init__(self):
@@ -47,8 +59,12 @@ class GpuConfig:
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        words = [f"python -m benchmarks.gpu --out {self.out}", f"--only {','.join(self.parts)}" * bool(self.only),
-                 f"--minutes {self.minutes:g}" * (self.minutes != 9), "--toy" * self.toy]
+        words = [
+            f"python -m benchmarks.gpu --out {self.out}",
+            f"--only {','.join(self.parts)}" * bool(self.only),
+            f"--minutes {self.minutes:g}" * (self.minutes != 9),
+            "--toy" * self.toy,
+        ]
         return " ".join(word for word in words if word)
 
 
@@ -60,7 +76,9 @@ def main(args: list[str] | None = None) -> int:
         print(f"benchmarks.gpu: error: {error}", file=sys.stderr)
         return 2
     run = measure(cfg, place(cfg))
-    print(f"\n{(run.folder / 'results.md').read_text(encoding='utf-8')}\nwritten: {run.folder}/results.json, results.md")
+    print(
+        f"\n{(run.folder / 'results.md').read_text(encoding='utf-8')}\nwritten: {run.folder}/results.json, results.md"
+    )
     return 1 if run.data["failures"] else 0
 
 
@@ -79,20 +97,27 @@ def measure(cfg: GpuConfig, place: Place) -> Run:
     deadline, machine = time.monotonic() + 60 * cfg.minutes, where(place.device)
     label = TOY.format(machine["device"]) if place.toy else machine["device"]
     run = Run(cfg.out, label, cfg.command, machine, place.toy)
-    jobs = sorted((job for name in cfg.parts for job in PARTS[name].jobs(place)), key=lambda job: job.importance)
+    jobs = sorted(
+        (job for name in cfg.parts for job in PARTS[name].jobs(place)),
+        key=lambda job: job.importance,
+    )
     for index, job in enumerate(jobs):
         left = deadline - time.monotonic()
         if job.seconds > left:
             run.skip(f"{job.name}: may take {job.seconds:,.0f} s, {max(left, 0):.0f} s were left")
         elif not survived(run, job, place):
-            for other in jobs[index + 1:]:
-                run.skip(f"{other.name}: the device was lost in {job.name}; run it again with --only")
+            for other in jobs[index + 1 :]:
+                run.skip(
+                    f"{other.name}: the device was lost in {job.name}; run it again with --only"
+                )
             break
     return run
 
 
 def survived(run: Run, job: Job, place: Place) -> bool:
-    """Run a job and note its clocks and what it could not do; False where the process has lost its device."""
+    """Run a job and note its clocks and what it could not do; False where the process has lost its
+    device.
+    """
     began = time.monotonic()
     try:
         _, why = attempt(job.run, run)

@@ -1,9 +1,13 @@
-"""What each memory lever costs in time: a training step with it beside the same step without, in turns.
+"""What each memory lever costs in time: a training step with it beside the same step without, in
+turns.
 
     python -m benchmarks.levers [--tokens 8192] [--rounds 5] [--out benchmarks/results/levers]
 
-One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time, with a GPU its events. Refuses to time a lever
-whose first loss or gradient norm is not the plain step's; whether updates are right is what scripts.equivalence shows. Imports benchmarks (clock, record), longhaul (cli, config, dist, step) of ours.
+One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time,
+with a GPU its events. Refuses to time a lever
+whose first loss or gradient norm is not the plain step's; whether updates are right is what
+scripts.equivalence shows. Imports benchmarks (clock, record), longhaul (cli, config, dist, step) of
+ours.
 """
 
 import sys
@@ -29,14 +33,32 @@ class Lever(NamedTuple):
 
 
 LEVERS = {
-    "plain": Lever({}), "checkpointing": Lever(FULL), "selective checkpointing": Lever(dict(gradient_checkpointing="selective")),
-    "tiled MLP": Lever(dict(mlp_tiles=4)), "head groups": Lever(FULL | dict(attention_head_groups=2), "checkpointing"),
+    "plain": Lever({}),
+    "checkpointing": Lever(FULL),
+    "selective checkpointing": Lever(dict(gradient_checkpointing="selective")),
+    "tiled MLP": Lever(dict(mlp_tiles=4)),
+    "head groups": Lever(FULL | dict(attention_head_groups=2), "checkpointing"),
     "offloaded activations": Lever(FULL | dict(offload_activations=True), "checkpointing"),
-    "offloaded optimizer": Lever(dict(offload_optimizer=True)), "optimizer in backward": Lever(IN_BACKWARD),
-    "bf16 moments": Lever(dict(optimizer="adamw_bf16")), "8-bit moments": Lever(dict(optimizer="adamw_8bit")),
-    "no master weights": Lever(dict(master_weights="none")), "Muon": Lever(dict(optimizer="muon"))}
-TABLE = record.Table("levers", "A training step with a lever over one without", {
-    "lever": "text", "beside": "text", "tokens": "count", "step ms": "ms", "time": "ratio", "loss off by": "error", "gradient norm off by": "error"})
+    "offloaded optimizer": Lever(dict(offload_optimizer=True)),
+    "optimizer in backward": Lever(IN_BACKWARD),
+    "bf16 moments": Lever(dict(optimizer="adamw_bf16")),
+    "8-bit moments": Lever(dict(optimizer="adamw_8bit")),
+    "no master weights": Lever(dict(master_weights="none")),
+    "Muon": Lever(dict(optimizer="muon")),
+}
+TABLE = record.Table(
+    "levers",
+    "A training step with a lever over one without",
+    {
+        "lever": "text",
+        "beside": "text",
+        "tokens": "count",
+        "step ms": "ms",
+        "time": "ratio",
+        "loss off by": "error",
+        "gradient norm off by": "error",
+    },
+)
 CLOSE = 2e-3  # of loss and gradient norm in bf16, where sums in another order round differently
 
 
@@ -47,23 +69,45 @@ class LeversConfig:
     tokens: int = flag(8192, "tokens of the row", ("context_length",), group="benchmark")
     model_size: str = flag("tiny", "preset", group="benchmark")
     rounds: int = flag(5, "rounds; figures are their medians", group="benchmark")
-    only: tuple = flag((), "levers, by name; their bases are added", many=True, choices=tuple(LEVERS), group="benchmark")
+    only: tuple = flag(
+        (),
+        "levers, by name; their bases are added",
+        many=True,
+        choices=tuple(LEVERS),
+        group="benchmark",
+    )
     device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="benchmark")
-    out: str = flag("benchmarks/results/levers", "folder for results.json and results.md", group="benchmark")
+    out: str = flag(
+        "benchmarks/results/levers", "folder for results.json and results.md", group="benchmark"
+    )
 
     def __post_init__(self):
         for name in ("tokens", "rounds"):
             if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)} is out of range: give a number of at least 1")
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} is out of range: give a number of at least 1"
+                )
 
     def names(self) -> list[str]:
         """The levers that are asked for and those that they are compared with."""
         asked = self.only or tuple(LEVERS)
-        return [name for name in LEVERS if name in (*asked, "plain") or any(LEVERS[other].base == name for other in asked)]
+        return [
+            name
+            for name in LEVERS
+            if name in (*asked, "plain") or any(LEVERS[other].base == name for other in asked)
+        ]
 
     def training(self, name: str) -> TrainConfig:
         """A lever's settings."""
-        return TrainConfig(**dict(model_size=self.model_size, context_length=self.tokens, loss="chunked", kernels="torch") | LEVERS[name].changes)
+        return TrainConfig(
+            **dict(
+                model_size=self.model_size,
+                context_length=self.tokens,
+                loss="chunked",
+                kernels="torch",
+            )
+            | LEVERS[name].changes
+        )
 
 
 def main(args: list[str] | None = None) -> int:
@@ -75,20 +119,43 @@ def main(args: list[str] | None = None) -> int:
         print(f"benchmarks.levers: error: {error}", file=sys.stderr)
         return 2
     device = states["plain"].device
-    run = record.Run(cfg.out, "Time of memory levers", f"python -m benchmarks.levers --tokens {cfg.tokens} --model_size {cfg.model_size} "
-                     f"--rounds {cfg.rounds}", record.where(device), toy=False, echo=lambda line: None)
+    run = record.Run(
+        cfg.out,
+        "Time of memory levers",
+        f"python -m benchmarks.levers --tokens {cfg.tokens} --model_size {cfg.model_size} "
+        f"--rounds {cfg.rounds}",
+        record.where(device),
+        toy=False,
+        echo=lambda line: None,
+    )
     batch = batch_of(cfg, device)
-    found = {name: step.train_step(state, batch) for name, state in states.items()}  # also the warm-up
+    found = {
+        name: step.train_step(state, batch) for name, state in states.items()
+    }  # also the warm-up
     errors = {name: off(result, found["plain"]) for name, result in found.items()}
     wrong = [name for name, (loss, norm) in errors.items() if not (loss < CLOSE and norm < CLOSE)]
     for name in wrong:
         run.fail(f"{name}: loss and gradient norm are off by {errors[name]}")
-    calls = {name: lambda state=state: step.train_step(state, batch) for name, state in states.items() if name not in wrong}
+    calls = {
+        name: lambda state=state: step.train_step(state, batch)
+        for name, state in states.items()
+        if name not in wrong
+    }
     times = clock.interleaved(calls, tuple, device, cfg.rounds, cold=False)
     for name in times:
         base = LEVERS[name].base
-        run.row(TABLE, lever=name, beside=base, tokens=cfg.tokens, time=clock.ratio(times, name, base),
-                **{"step ms": clock.milliseconds(times[name]), "loss off by": errors[name][0], "gradient norm off by": errors[name][1]})
+        run.row(
+            TABLE,
+            lever=name,
+            beside=base,
+            tokens=cfg.tokens,
+            time=clock.ratio(times, name, base),
+            **{
+                "step ms": clock.milliseconds(times[name]),
+                "loss off by": errors[name][0],
+                "gradient norm off by": errors[name][1],
+            },
+        )
     print((run.folder / "results.md").read_text(encoding="utf-8"))
     return int(bool(wrong))
 
@@ -105,13 +172,19 @@ def build(cfg: LeversConfig, name: str) -> step.TrainState:
 
 def batch_of(cfg: LeversConfig, device: torch.device) -> list[dict]:
     """One micro-batch of one document."""
-    ids = torch.randint(cfg.training("plain").model().vocab_size, (1, cfg.tokens + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        cfg.training("plain").model().vocab_size,
+        (1, cfg.tokens + 1),
+        generator=torch.Generator().manual_seed(0),
+    )
     return [dict(tokens_BT=ids[:, :-1].to(device), labels_BT=ids[:, 1:].to(device))]
 
 
 def off(result: step.StepResult, plain: step.StepResult) -> tuple[float, float]:
     """Relative differences of loss and gradient norm."""
-    return abs(float(result.loss) / float(plain.loss) - 1), abs(float(result.grad_norm) / float(plain.grad_norm) - 1)
+    return abs(float(result.loss) / float(plain.loss) - 1), abs(
+        float(result.grad_norm) / float(plain.grad_norm) - 1
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Times the loss's elementwise tile bodies on CUDA: Triton twins against torch.compile and eager. Imports model.py and fused/.
+"""Times the loss's elementwise tile bodies on CUDA: Triton twins against torch.compile and eager.
+Imports model.py and fused/.
 
     python -m benchmarks.linear_ce          # N = V = 8192 in bf16: one tile at the default size
 
-Letters: N tokens, V vocabulary columns of the tile. A variant that fails its check against float64 is not timed.
+Letters: N tokens, V vocabulary columns of the tile. A variant that fails its check against float64
+is not timed.
 """
 
 import torch
@@ -14,14 +16,22 @@ BOUND = 2.0**-7  # twice the rounding step of bf16: eager's own distance from fl
 
 def variants() -> dict:
     from fused import linear_ce
+
     names = "fold_logsumexp", "logits_to_gradient"
     eager = [getattr(model, name) for name in names]
-    return {"eager": eager, "compiled": [torch.compile(body, dynamic=True) for body in eager],  # dynamic, as model.tile_body has it
-            "triton": [getattr(linear_ce, name) for name in names]}
+    return {
+        "eager": eager,
+        "compiled": [
+            torch.compile(body, dynamic=True) for body in eager
+        ],  # dynamic, as model.tile_body has it
+        "triton": [getattr(linear_ce, name) for name in names],
+    }
 
 
 def arguments(N: int, V: int, dtype: torch.dtype) -> tuple:
-    """(z, target, the fold's state, the gradient's vectors) of a tile in which every third target lies inside."""
+    """(z, target, the fold's state, the gradient's vectors) of a tile in which every third target
+    lies inside.
+    """
     z_NV = torch.randn(N, V, device="cuda", dtype=dtype).mul_(2)
     target_N = torch.randint(-V, 2 * V, (N,), device="cuda", dtype=torch.int32)
     zero_N = torch.zeros(N, device="cuda", dtype=torch.float32)
@@ -44,21 +54,43 @@ def check(name: str, fold, fill) -> bool:
 
 
 def bench(N: int = 8192, V: int = 8192) -> None:
-    """Median milliseconds, GB/s of the traffic that cannot be avoided, and time relative to the twins; one row per body and variant."""
+    """Median milliseconds, GB/s of the traffic that cannot be avoided, and time relative to the
+    twins; one row per body and variant.
+    """
     if not torch.cuda.is_available():
-        print("no CUDA device: nothing is measured (the interpreter's time says nothing about a GPU)")
+        print(
+            "no CUDA device: nothing is measured (the interpreter's time says nothing about a GPU)"
+        )
         return
     from triton.testing import do_bench  # it clears the L2 cache between runs
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, tile {N} x {V} bf16, median of many runs")
+
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, tile {N} x {V} bf16, median of many runs"
+    )
     passing = {name: bodies for name, bodies in variants().items() if check(name, *bodies)}
     z_NV, target_N, state, vectors = arguments(N, V, torch.bfloat16)
     # the tile is overwritten by its own gradient again and again: values change, traffic does not
-    for index, (label, rest, passes) in enumerate([("fold_logsumexp", state, 1), ("logits_to_gradient", vectors, 2)]):
-        times = {name: do_bench(lambda body=bodies[index]: body(z_NV, target_N, *rest, None), warmup=200, rep=500, return_mode="median")
-                 for name, bodies in passing.items()}
+    for index, (label, rest, passes) in enumerate(
+        [("fold_logsumexp", state, 1), ("logits_to_gradient", vectors, 2)]
+    ):
+        times = {
+            name: do_bench(
+                lambda body=bodies[index]: body(z_NV, target_N, *rest, None),
+                warmup=200,
+                rep=500,
+                return_mode="median",
+            )
+            for name, bodies in passing.items()
+        }
         for name, milliseconds in times.items():
-            ratio = f"{milliseconds / times['triton']:.2f}x triton's time" if "triton" in times else "triton failed"
-            print(f"{label:20} {name:9} {milliseconds:8.3f} ms {passes * z_NV.nbytes / milliseconds / 1e6:7.0f} GB/s   {ratio}")
+            ratio = (
+                f"{milliseconds / times['triton']:.2f}x triton's time"
+                if "triton" in times
+                else "triton failed"
+            )
+            print(
+                f"{label:20} {name:9} {milliseconds:8.3f} ms {passes * z_NV.nbytes / milliseconds / 1e6:7.0f} GB/s   {ratio}"
+            )
 
 
 if __name__ == "__main__":

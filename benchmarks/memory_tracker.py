@@ -1,7 +1,10 @@
-"""The profiler's tracker beside torch.distributed._tools' MemTracker, over the same two steps on fake tensors: time and what each finds.
+"""The profiler's tracker beside torch.distributed._tools' MemTracker, over the same two steps on
+fake tensors: time and what each finds.
 
-Refuses to print times where the two disagree by more than 2% on the peak. MemTracker knows no kernel's workspace, so ours runs
-without them too. Seconds of process CPU time, one thread; GiB = 2^30 bytes. Imports longhaul and model.py of ours.
+Refuses to print times where the two disagree by more than 2% on the peak. MemTracker knows no
+kernel's workspace, so ours runs
+without them too. Seconds of process CPU time, one thread; GiB = 2^30 bytes. Imports longhaul and
+model.py of ours.
 
     python -m benchmarks.memory_tracker [--layers 4 36] [--context_length 131072]
 """
@@ -32,7 +35,9 @@ def state_of(cfg: TrainConfig, skeleton):
 
 
 def two_steps(state, batch, between=lambda: None):
-    """What a training step does, without what asks a fake tensor for its value (clipping); `between` is called after each."""
+    """What a training step does, without what asks a fake tensor for its value (clipping);
+    `between` is called after each.
+    """
     for _ in range(2):
         for micro in batch:
             state.model(**micro, num_valid=1.0).backward()
@@ -52,10 +57,15 @@ def ours(cfg: TrainConfig) -> int:
 def theirs(cfg: TrainConfig) -> int:
     """Peak bytes by MemTracker."""
     from torch.distributed._tools.mem_tracker import MemTracker
+
     skeleton = step.skeleton(cfg, cfg.model())
     with FakeTensorMode(allow_non_fake_inputs=True), as_on("cuda"):
         state, batch, tracker = state_of(cfg, skeleton), fake_batch(cfg, 1), MemTracker()
-        tracker.track_external(state.model, state.optimizer, *(value for micro in batch for value in micro.values() if value is not None))
+        tracker.track_external(
+            state.model,
+            state.optimizer,
+            *(value for micro in batch for value in micro.values() if value is not None),
+        )
         with tracker:
             two_steps(state, batch, tracker.reset_mod_stats)
         snapshot = tracker.get_tracker_snapshot("peak")
@@ -71,11 +81,17 @@ def timed(function, *args):
 
 def row(cfg: TrainConfig) -> str:
     """A line of the table; SystemExit where the trackers disagree."""
-    (a, ours_s), (b, theirs_s), (_, profile_s) = timed(ours, cfg), timed(theirs, cfg), timed(profile, cfg)
+    (a, ours_s), (b, theirs_s), (_, profile_s) = (
+        timed(ours, cfg),
+        timed(theirs, cfg),
+        timed(profile, cfg),
+    )
     if abs(a / b - 1) > TOLERANCE:
         sys.exit(f"not timed: our peak is {a:,} bytes, MemTracker's {b:,}")
-    return (f"| {cfg.model_size}, {cfg.model().num_layers} layers, {cfg.context_length:,} tokens | {theirs_s:.2f} | {ours_s:.2f} | {theirs_s / ours_s:.1f}x | "
-            f"{profile_s:.2f} | {b / GIB:.3f} | {a / GIB:.3f} |")
+    return (
+        f"| {cfg.model_size}, {cfg.model().num_layers} layers, {cfg.context_length:,} tokens | {theirs_s:.2f} | {ours_s:.2f} | {theirs_s / ours_s:.1f}x | "
+        f"{profile_s:.2f} | {b / GIB:.3f} | {a / GIB:.3f} |"
+    )
 
 
 def main(args: list[str] | None = None):
@@ -86,12 +102,23 @@ def main(args: list[str] | None = None):
     parser.add_argument("--context_length", type=int, default=131072)
     given = parser.parse_args(args)
     torch.set_num_threads(1)
-    print("| step | MemTracker, s | our tracker, s | ratio | whole profile, s | MemTracker's peak, GiB | ours, GiB |\n|---|---|---|---|---|---|---|")
+    print(
+        "| step | MemTracker, s | our tracker, s | ratio | whole profile, s | MemTracker's peak, GiB | ours, GiB |\n|---|---|---|---|---|---|---|"
+    )
     small = TrainConfig(model_size="tiny", context_length=512)
     ours(small), theirs(small), profile(small)  # what only a first call does
     for layers in given.layers:
-        print(row(TrainConfig(model_size=given.model_size, context_length=given.context_length, gradient_checkpointing="full",
-                              model_overrides=(f"num_layers={layers}",))), flush=True)
+        print(
+            row(
+                TrainConfig(
+                    model_size=given.model_size,
+                    context_length=given.context_length,
+                    gradient_checkpointing="full",
+                    model_overrides=(f"num_layers={layers}",),
+                )
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What a benchmark finds, written as soon as it is there: results.json (numbers) and results.md (the same as tables) in one folder.
+"""What a benchmark finds, written as soon as it is there: results.json (numbers) and results.md
+(the same as tables) in one folder.
 
-A table is a name, a title and columns, each with the kind of its figures; a row is a dict of them. Where a figure could not be had its
+A table is a name, a title and columns, each with the kind of its figures; a row is a dict of them.
+Where a figure could not be had its
 place holds the reason. Imports longhaul.memory.watch of ours.
 """
 
@@ -20,12 +22,34 @@ import torch
 
 from longhaul.memory.watch import out_of_memory
 
-KINDS = {"text": "{}", "count": "{:,}", "ms": "{:,.3f}", "ratio": "{:.2f}x", "gib": "{:,.3f}", "mb": "{:,.1f}", "error": "{:.1e}",
-         "percent": "{:+.2f}%", "share": "{:.1%}", "rate": "{:,.0f}"}
+KINDS = {
+    "text": "{}",
+    "count": "{:,}",
+    "ms": "{:,.3f}",
+    "ratio": "{:.2f}x",
+    "gib": "{:,.3f}",
+    "mb": "{:,.1f}",
+    "error": "{:.1e}",
+    "percent": "{:+.2f}%",
+    "share": "{:.1%}",
+    "rate": "{:,.0f}",
+}
 # what a kernel, a compiler or a peer's call raises when it cannot serve; anything else ends the run
-FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, IndexError)
-if importlib.util.find_spec("triton"):  # its compiler's errors, and shared memory that does not suffice, are none of these
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    ImportError,
+    KeyError,
+    IndexError,
+)
+if importlib.util.find_spec(
+    "triton"
+):  # its compiler's errors, and shared memory that does not suffice, are none of these
     from triton.errors import TritonError
+
     FAILURES += (TritonError,)
 
 
@@ -45,31 +69,63 @@ def shown(kind: str, value) -> str:
 
 def markdown(columns: dict[str, str], rows: list[dict]) -> str:
     """A Markdown table."""
-    lines = [list(columns), ["---"] * len(columns), *([shown(kind, row.get(name)) for name, kind in columns.items()] for row in rows)]
+    lines = [
+        list(columns),
+        ["---"] * len(columns),
+        *([shown(kind, row.get(name)) for name, kind in columns.items()] for row in rows),
+    ]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def filled(table: dict) -> dict[str, str]:
     """The columns of a stored table in which a row has something."""
-    return {name: kind for name, kind in table["columns"].items() if any(row.get(name) is not None for row in table["rows"])}
+    return {
+        name: kind
+        for name, kind in table["columns"].items()
+        if any(row.get(name) is not None for row in table["rows"])
+    }
 
 
 class Run:
     """One run's results. `label` says what they are worth; `echo` prints each line as it comes."""
 
-    def __init__(self, folder: str | Path, label: str, command: str, where: dict, toy: bool, echo=print):
+    def __init__(
+        self, folder: str | Path, label: str, command: str, where: dict, toy: bool, echo=print
+    ):
         self.folder, self.echo = Path(folder), echo
-        self.data = dict(label=label, toy=toy, command=command, where=where, tables={}, notes=[], skipped=[], failures=[], jobs=[])
+        self.data = dict(
+            label=label,
+            toy=toy,
+            command=command,
+            where=where,
+            tables={},
+            notes=[],
+            skipped=[],
+            failures=[],
+            jobs=[],
+        )
         self.write()
 
     def row(self, table: Table, **figures):
-        """Add a row to its table, print it, write everything; a figure that is not finite becomes its name."""
+        """Add a row to its table, print it, write everything; a figure that is not finite becomes
+        its name.
+        """
         unknown = set(figures) - set(table.columns)
         assert not unknown, f"{table.name} has no columns {unknown}"
-        figures = {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
-        stored = self.data["tables"].setdefault(table.name, dict(title=table.title, columns=table.columns, rows=[]))
+        figures = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in figures.items()
+        }
+        stored = self.data["tables"].setdefault(
+            table.name, dict(title=table.title, columns=table.columns, rows=[])
+        )
         stored["rows"].append(figures)
-        self.echo(f"{table.name}: " + ", ".join(f"{name} {shown(table.columns[name], value)}" for name, value in figures.items()))
+        self.echo(
+            f"{table.name}: "
+            + ", ".join(
+                f"{name} {shown(table.columns[name], value)}" for name, value in figures.items()
+            )
+        )
         self.write()
 
     def note(self, line: str):
@@ -99,7 +155,10 @@ class Run:
     def write(self):
         """Both files, each appearing whole."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (("results.json", json.dumps(self.data, indent=1, allow_nan=False) + "\n"), ("results.md", page(self.data))):
+        for name, text in (
+            ("results.json", json.dumps(self.data, indent=1, allow_nan=False) + "\n"),
+            ("results.md", page(self.data)),
+        ):
             temporary = self.folder / f"{name}.tmp"
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, self.folder / name)
@@ -107,8 +166,15 @@ class Run:
 
 def page(data: dict) -> str:
     """The whole run as Markdown."""
-    parts = [f"# {data['label']}\n", f"`{data['command']}`\n", "".join(f"- {name}: {value}\n" for name, value in data["where"].items())]
-    parts += [f"## {table['title']}\n\n{markdown(filled(table), table['rows'])}" for table in data["tables"].values()]
+    parts = [
+        f"# {data['label']}\n",
+        f"`{data['command']}`\n",
+        "".join(f"- {name}: {value}\n" for name, value in data["where"].items()),
+    ]
+    parts += [
+        f"## {table['title']}\n\n{markdown(filled(table), table['rows'])}"
+        for table in data["tables"].values()
+    ]
     for title, key in (("Failed", "failures"), ("Skipped", "skipped"), ("Notes", "notes")):
         if data[key]:
             parts.append(f"## {title}\n\n" + "".join(f"- {line}\n" for line in data[key]))
@@ -116,9 +182,11 @@ def page(data: dict) -> str:
 
 
 def attempt(function, *args):
-    """(what `function` returns, "") or (None, why it does not): memory that ran out, or a kernel or peer that cannot serve.
+    """(what `function` returns, "") or (None, why it does not): memory that ran out, or a kernel or
+    peer that cannot serve.
 
-    A CUDA error that leaves the process without its device is raised: nothing after it could be trusted.
+    A CUDA error that leaves the process without its device is raised: nothing after it could be
+    trusted.
     """
     try:
         return function(*args), ""
@@ -126,7 +194,9 @@ def attempt(function, *args):
         if isinstance(error, torch.AcceleratorError):
             raise
         words = " ".join(str(error).split())
-        reason = "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {words[:160]}"
+        reason = (
+            "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {words[:160]}"
+        )
     free()
     return None, reason
 
@@ -143,26 +213,46 @@ def free():
 
 def where(device: torch.device) -> dict[str, str]:
     """Hardware, driver, clocks and versions."""
-    found = {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s): {cpu_name()}",
-             "torch": torch.__version__, "triton": version("triton"), "python": platform.python_version(), "commit": commit(),
-             "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    found = {
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} thread(s): {cpu_name()}",
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"memory": f"{properties.total_memory / 2**30:.1f} GiB", "L2": f"{properties.L2_cache_size / 2**20:.0f} MiB",
-                  "CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())} | nvidia_smi(device)
+        found |= {
+            "memory": f"{properties.total_memory / 2**30:.1f} GiB",
+            "L2": f"{properties.L2_cache_size / 2**20:.0f} MiB",
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(torch.backends.cudnn.version()),
+        } | nvidia_smi(device)
     return found
 
 
 def cpu_name() -> str:
     """The processor's model where the system says it."""
     path = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in path.read_text().splitlines() if line.startswith("model name")] if path.exists() else []
+    names = (
+        [
+            line.split(":", 1)[1].strip()
+            for line in path.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        if path.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def version(package: str) -> str:
     """An installed package's version."""
     from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -173,13 +263,23 @@ def commit() -> str:
     """The commit that is measured, with "-dirty" where files differ from it."""
     if shutil.which("git") is None:
         return "unknown: git is not on the path"
-    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return done.stdout.strip() if done.returncode == 0 else "unknown: not a git clone"
 
 
-SMI = {"driver": "driver_version", "SM clock now": "clocks.sm", "SM clock at most": "clocks.max.sm", "memory clock now": "clocks.mem",
-       "power limit": "power.limit", "temperature": "temperature.gpu"}
+SMI = {
+    "driver": "driver_version",
+    "SM clock now": "clocks.sm",
+    "SM clock at most": "clocks.max.sm",
+    "memory clock now": "clocks.mem",
+    "power limit": "power.limit",
+    "temperature": "temperature.gpu",
+}
 
 
 def nvidia_smi(device: torch.device) -> dict[str, str]:
@@ -187,7 +287,20 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
     if shutil.which("nvidia-smi") is None:
         return {"driver": "unknown: nvidia-smi is not on the path"}
     identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    done = subprocess.run(["nvidia-smi", f"--id={identity}", f"--query-gpu={','.join(SMI.values())}", "--format=csv,noheader"],
-                          capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [
+            "nvidia-smi",
+            f"--id={identity}",
+            f"--query-gpu={','.join(SMI.values())}",
+            "--format=csv,noheader",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     values = done.stdout.strip().split(", ")
-    return dict(zip(SMI, values)) if len(values) == len(SMI) else {"driver": f"unknown: nvidia-smi said {done.stdout.strip() or done.stderr.strip()!r}"}
+    return (
+        dict(zip(SMI, values))
+        if len(values) == len(SMI)
+        else {"driver": f"unknown: nvidia-smi said {done.stdout.strip() or done.stderr.strip()!r}"}
+    )

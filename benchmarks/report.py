@@ -1,7 +1,10 @@
-"""Writes the README's measured tables from the runs in benchmarks/results/: `python -m benchmarks.report`. No figure is typed by hand.
+"""Writes the README's measured tables from the runs in benchmarks/results/: `python -m
+benchmarks.report`. No figure is typed by hand.
 
-Between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` stands that table of benchmarks/results/NAME/results.json; between
-`<!-- results:gpu -->` and the same end what every run of benchmarks.gpu on a GPU found, or that there is none yet. A test holds the
+Between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` stands that table of
+benchmarks/results/NAME/results.json; between
+`<!-- results:gpu -->` and the same end what every run of benchmarks.gpu on a GPU found, or that
+there is none yet. A test holds the
 README to it. Imports benchmarks.record and longhaul.cli of ours.
 """
 
@@ -18,7 +21,15 @@ from longhaul.cli import flag
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- /results -->)", re.S)
-SHOWN = ("exact", "loss", "attention", "step", "memory", "workspaces", "allocator")  # of a GPU's run; its results.md has the stages too
+SHOWN = (
+    "exact",
+    "loss",
+    "attention",
+    "step",
+    "memory",
+    "workspaces",
+    "allocator",
+)  # of a GPU's run; its results.md has the stages too
 NONE_YET = """Not measured on a GPU yet. On a machine with one, ten minutes measure all of it, beside full logits, torch's own loss, Liger-Kernel,
 cut-cross-entropy, SDPA, cuDNN, flash-attn, fla and transformers, as far as they are installed:
 
@@ -34,7 +45,11 @@ class ReportConfig:
     """Which file, and whether to write it."""
 
     file: str = flag("README.md", "Markdown file with marked sections", group="report")
-    check: bool = flag(False, "write nothing; exit code 1 where the file is not what the results say", group="report")
+    check: bool = flag(
+        False,
+        "write nothing; exit code 1 where the file is not what the results say",
+        group="report",
+    )
 
 
 def main(args: list[str] | None = None) -> int:
@@ -55,7 +70,10 @@ def main(args: list[str] | None = None) -> int:
 
 def runs(folder: Path = RESULTS) -> dict[str, dict]:
     """Name of the folder -> its results."""
-    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/results.json"))}
+    return {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("*/results.json"))
+    }
 
 
 def written(text: str, found: dict[str, dict]) -> str:
@@ -66,7 +84,10 @@ def written(text: str, found: dict[str, dict]) -> str:
 def section(name: str, found: dict[str, dict]) -> str:
     """What stands in a section."""
     if name == "gpu":
-        return "\n".join(of_gpu(folder, data) for folder, data in found.items() if is_gpu(data)) or NONE_YET
+        return (
+            "\n".join(of_gpu(folder, data) for folder, data in found.items() if is_gpu(data))
+            or NONE_YET
+        )
     folder, _, table = name.partition("/")
     if table not in found.get(folder, {}).get("tables", {}):
         known = [f"{folder}/{table}" for folder, data in found.items() for table in data["tables"]]
@@ -82,15 +103,31 @@ def is_gpu(data: dict) -> bool:
 
 def of_gpu(folder: str, data: dict) -> str:
     """A GPU's run: what it is, its tables, what failed and was skipped."""
-    tables = [f"{data['tables'][name]['title']}:\n\n{one_table(data, name)}" for name in SHOWN if name in data["tables"]]
-    rest = [f"{title}: {'; '.join(data[key])}.\n" for title, key in (("Failed", "failures"), ("Skipped", "skipped")) if data[key]]
-    return "\n".join([f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). {credit(data)}\n", *tables, *rest])
+    tables = [
+        f"{data['tables'][name]['title']}:\n\n{one_table(data, name)}"
+        for name in SHOWN
+        if name in data["tables"]
+    ]
+    rest = [
+        f"{title}: {'; '.join(data[key])}.\n"
+        for title, key in (("Failed", "failures"), ("Skipped", "skipped"))
+        if data[key]
+    ]
+    return "\n".join(
+        [
+            f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). {credit(data)}\n",
+            *tables,
+            *rest,
+        ]
+    )
 
 
 def credit(data: dict) -> str:
     """Where, with what, when and how a run was taken."""
     place = data["where"]
-    versions = ", ".join(f"{name} {place[name]}" for name in ("torch", "triton", "driver") if name in place)
+    versions = ", ".join(
+        f"{name} {place[name]}" for name in ("torch", "triton", "driver") if name in place
+    )
     return f"{place['device']}, {versions}, {place['date']}, commit {place['commit']}: `{data['command']}`"
 
 

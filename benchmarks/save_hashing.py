@@ -1,4 +1,6 @@
-"""What hashing adds to a save's wall time: `python -m benchmarks.save_hashing [--mib 512] [--disk_mib_s 270]`. Imports longhaul.storage of ours."""
+"""What hashing adds to a save's wall time: `python -m benchmarks.save_hashing [--mib 512]
+[--disk_mib_s 270]`. Imports longhaul.storage of ours.
+"""
 
 import argparse
 import hashlib
@@ -55,7 +57,12 @@ def main(args: list[str] | None = None):
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--folder", default=".", help="on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--disk_mib_s", type=float, default=0, help="as on a disk no faster than this: each write also sleeps; 0: this disk")
+    parser.add_argument(
+        "--disk_mib_s",
+        type=float,
+        default=0,
+        help="as on a disk no faster than this: each write also sleeps; 0: this disk",
+    )
     given = parser.parse_args(args)
     if given.disk_mib_s:
         slow_down(given.disk_mib_s)
@@ -69,8 +76,10 @@ def main(args: list[str] | None = None):
                 found.append(seconds(tensors, folder, digests))
         for name, middle in dict(median=statistics.median, best=min).items():
             plain, hashed = (middle(found) for found in times.values())
-            print(f"{given.mib} MiB, {name} of {given.rounds}: {plain:.3f} s without SHA-256 ({given.mib / plain:,.0f} MiB/s), {hashed:.3f} s with: "
-                  f"{100 * (hashed / plain - 1):+.1f}%")
+            print(
+                f"{given.mib} MiB, {name} of {given.rounds}: {plain:.3f} s without SHA-256 ({given.mib / plain:,.0f} MiB/s), {hashed:.3f} s with: "
+                f"{100 * (hashed / plain - 1):+.1f}%"
+            )
     finally:
         shutil.rmtree(folder)
 

@@ -1,8 +1,11 @@
-"""Self-certainty KL(U || p) over a frozen head, forward and backward: `vocab_stats` against full logits, memory and CPU time.
+"""Self-certainty KL(U || p) over a frozen head, forward and backward: `vocab_stats` against full
+logits, memory and CPU time.
 
-    python -m benchmarks.self_certainty [--tokens 512] [--hidden_size 2048] [--vocab_size 151936] [--repeats 5]
+    python -m benchmarks.self_certainty [--tokens 512] [--hidden_size 2048] [--vocab_size 151936]
+    [--repeats 5]
 
-One CPU thread, bf16, interleaved; refuses to time what is off by more than 1e-3 nats from full logits in float64. Imports benchmarks.clock,
+One CPU thread, bf16, interleaved; refuses to time what is off by more than 1e-3 nats from full
+logits in float64. Imports benchmarks.clock,
 longhaul.cli, longhaul.memory.measure and longhaul.vocab of ours.
 """
 
@@ -45,22 +48,40 @@ def main(args: list[str] | None = None):
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(given.tokens, given.hidden_size, generator=generator).bfloat16()
-    weight_VD = (torch.randn(given.vocab_size, given.hidden_size, generator=generator) / given.hidden_size**0.5).bfloat16()
+    weight_VD = (
+        torch.randn(given.vocab_size, given.hidden_size, generator=generator)
+        / given.hidden_size**0.5
+    ).bfloat16()
     few = hidden_ND[:32]
     exact = full_logits(few.double(), weight_VD.double())
-    table = {"full logits": full_logits} | {f"vocab_stats, {kind} bodies": functools.partial(tiled, kernels=kind) for kind in ("compiled", "torch")}
+    table = {"full logits": full_logits} | {
+        f"vocab_stats, {kind} bodies": functools.partial(tiled, kernels=kind)
+        for kind in ("compiled", "torch")
+    }
     for name, statistic in table.items():
         error = float((statistic(few, weight_VD) - exact).abs().max())
         if error > 1e-3:
             raise SystemExit(f"{name} is off by {error:.1e} nats: not timed")
         gradient(statistic, hidden_ND, weight_VD)
-    peaks = {name: peak_bytes(lambda: gradient(f, hidden_ND, weight_VD), hidden_ND.device) for name, f in table.items()}
-    rounds = [[seconds(lambda: gradient(f, hidden_ND, weight_VD)) for f in table.values()] for _ in range(given.repeats)]
-    print(f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width {given.hidden_size}, V={given.vocab_size:,}, frozen head")
-    print("| self-certainty, forward and backward | peak, MB | less memory | time |\n|---|---|---|---|")
+    peaks = {
+        name: peak_bytes(lambda: gradient(f, hidden_ND, weight_VD), hidden_ND.device)
+        for name, f in table.items()
+    }
+    rounds = [
+        [seconds(lambda: gradient(f, hidden_ND, weight_VD)) for f in table.values()]
+        for _ in range(given.repeats)
+    ]
+    print(
+        f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width {given.hidden_size}, V={given.vocab_size:,}, frozen head"
+    )
+    print(
+        "| self-certainty, forward and backward | peak, MB | less memory | time |\n|---|---|---|---|"
+    )
     for index, name in enumerate(table):
         ratio = statistics.median(times[index] / times[0] for times in rounds)
-        print(f"| {name} | {peaks[name] / 1e6:,.1f} | {peaks['full logits'] / peaks[name]:.0f}x | {ratio:.2f}x |")
+        print(
+            f"| {name} | {peaks[name] / 1e6:,.1f} | {peaks['full logits'] / peaks[name]:.0f}x | {ratio:.2f}x |"
+        )
 
 
 if __name__ == "__main__":

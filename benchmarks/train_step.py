@@ -1,10 +1,15 @@
-"""A training step beside a plain loop over transformers' Qwen3ForCausalLM: same weights, data, dtype and optimizer.
+"""A training step beside a plain loop over transformers' Qwen3ForCausalLM: same weights, data,
+dtype and optimizer.
 
-    python -m benchmarks.train_step [--sizes tiny 30M] [--context_length 2048] [--dtypes bf16 fp32] [--steps 6]
+    python -m benchmarks.train_step [--sizes tiny 30M] [--context_length 2048] [--dtypes bf16 fp32]
+    [--steps 6]
 
-Each side is a process of its own, as a user would start it, on one CPU thread; their steps alternate. Both start from the same weights
-and must give the same first loss, else nothing is timed. The figure is the median of the ratios of process CPU time. Ours is
-`longhaul.step` after `dist.start`; theirs is the loop of the transformers documentation: fp32 weights under autocast for bf16, fused
+Each side is a process of its own, as a user would start it, on one CPU thread; their steps
+alternate. Both start from the same weights
+and must give the same first loss, else nothing is timed. The figure is the median of the ratios of
+process CPU time. Ours is
+`longhaul.step` after `dist.start`; theirs is the loop of the transformers documentation: fp32
+weights under autocast for bf16, fused
 AdamW, clipping. Imports longhaul and benchmarks.clock of ours.
 """
 
@@ -24,7 +29,14 @@ from longhaul.config import TrainConfig
 
 SIZES = {
     "tiny": (),
-    "30M": ("hidden_size=448", "num_layers=8", "num_heads=7", "num_kv_heads=7", "head_dim=64", "ffn_size=1344"),
+    "30M": (
+        "hidden_size=448",
+        "num_layers=8",
+        "num_heads=7",
+        "num_kv_heads=7",
+        "head_dim=64",
+        "ffn_size=1344",
+    ),
 }
 VOCABULARY = {"tiny": 8192, "30M": 16384}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss
@@ -32,12 +44,24 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # of the first loss
 
 def arguments(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m benchmarks.train_step")
-    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="model sizes")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES), help="model sizes"
+    )
     parser.add_argument("--context_length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--batch_size", type=int, default=2, help="rows of a step")
-    parser.add_argument("--dtypes", nargs="+", choices=("bf16", "fp32"), default=["bf16", "fp32"], help="compute precision")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=("bf16", "fp32"),
+        default=["bf16", "fp32"],
+        help="compute precision",
+    )
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each, alternating")
-    parser.add_argument("--side", choices=tuple(SIDES), help="internal: run one side, a step per line of standard input")
+    parser.add_argument(
+        "--side",
+        choices=tuple(SIDES),
+        help="internal: run one side, a step per line of standard input",
+    )
     parser.add_argument("--weights", help="internal: folder of the common weights")
     return parser.parse_args(args)
 
@@ -46,8 +70,10 @@ def main(args: list[str] | None = None):
     given = arguments(args)
     if given.side:
         return serve(given)
-    print(f"torch {torch.__version__}, one CPU thread, context {given.context_length:,}, {given.batch_size} rows; process CPU time\n"
-          "| size | dtype | transformers, tokens/s | longhaul, tokens/s | ratio |\n|---|---|---|---|---|")
+    print(
+        f"torch {torch.__version__}, one CPU thread, context {given.context_length:,}, {given.batch_size} rows; process CPU time\n"
+        "| size | dtype | transformers, tokens/s | longhaul, tokens/s | ratio |\n|---|---|---|---|---|"
+    )
     for size in given.sizes:
         for dtype in given.dtypes:
             compare(size, dtype, given)
@@ -57,8 +83,17 @@ def main(args: list[str] | None = None):
 
 
 def settings(size: str, dtype: str, given) -> TrainConfig:
-    return TrainConfig(model_size="tiny", model_overrides=SIZES[size], vocab_size=VOCABULARY[size], context_length=given.context_length, batch_size=given.batch_size,
-                       dtype=dtype, warmup_steps=0, schedule="constant", lr=1e-4)
+    return TrainConfig(
+        model_size="tiny",
+        model_overrides=SIZES[size],
+        vocab_size=VOCABULARY[size],
+        context_length=given.context_length,
+        batch_size=given.batch_size,
+        dtype=dtype,
+        warmup_steps=0,
+        schedule="constant",
+        lr=1e-4,
+    )
 
 
 def longhaul_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
@@ -75,8 +110,11 @@ def transformers_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
     """The training loop of transformers' documentation on the common weights."""
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
+
     logging.disable_progress_bar()
-    one_step = plain_loop(Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32), cfg, "cpu")
+    one_step = plain_loop(
+        Qwen3ForCausalLM.from_pretrained(weights, dtype=torch.float32), cfg, "cpu"
+    )
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     return lambda: float(one_step(inputs, targets))
 
@@ -84,11 +122,19 @@ def transformers_step(cfg: TrainConfig, weights: Path, tokens: torch.Tensor):
 def plain_loop(model, cfg: TrainConfig, device: str):
     """step(inputs, targets) -> loss: fp32 weights under autocast for bf16, fused AdamW, clipping."""
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=cfg.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
 
     def one_step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, torch.bfloat16, enabled=cfg.dtype == "bf16"):
-            loss = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False).loss
+            loss = model(
+                input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False
+            ).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         optimizer.step()
@@ -106,7 +152,12 @@ def serve(given):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cfg = settings(given.sizes[0], given.dtypes[0], given)
-    tokens = torch.randint(0, cfg.model().vocab_size, (given.batch_size, given.context_length + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0,
+        cfg.model().vocab_size,
+        (given.batch_size, given.context_length + 1),
+        generator=torch.Generator().manual_seed(0),
+    )
     one_step = SIDES[given.side](cfg, Path(given.weights), tokens)
     for _ in sys.stdin:
         losses = []
@@ -121,9 +172,26 @@ class Side:
     """A running side: `step()` -> (loss, CPU seconds)."""
 
     def __init__(self, name: str, size: str, dtype: str, weights: Path, given):
-        command = [sys.executable, "-m", "benchmarks.train_step", "--side", name, "--weights", str(weights), "--sizes", size, "--dtypes", dtype,
-                   "--context_length", str(given.context_length), "--batch_size", str(given.batch_size)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.train_step",
+            "--side",
+            name,
+            "--weights",
+            str(weights),
+            "--sizes",
+            size,
+            "--dtypes",
+            dtype,
+            "--context_length",
+            str(given.context_length),
+            "--batch_size",
+            str(given.batch_size),
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def step(self) -> tuple[float, float]:
         print(file=self.process.stdin, flush=True)
@@ -145,14 +213,19 @@ def compare(size: str, dtype: str, given):
         sides = [Side(name, size, dtype, weights, given) for name in SIDES]
         (loss, _), (their_loss, _) = (side.step() for side in sides)
         if abs(loss - their_loss) > TOLERANCE[dtype] * their_loss:
-            raise SystemExit(f"{size} {dtype}: first losses {loss} and {their_loss} differ: not timed")
+            raise SystemExit(
+                f"{size} {dtype}: first losses {loss} and {their_loss} differ: not timed"
+            )
         times = [[side.step()[1] for side in sides] for _ in range(given.steps)]
     for side in sides:
         side.close()
     tokens = given.batch_size * given.context_length
     ours, theirs = (tokens / statistics.median(column) for column in zip(*times))
     ratio = statistics.median(b / a for a, b in times)
-    print(f"| {size} ({model.num_params() / 1e6:.0f}M) | {dtype} | {theirs:,.0f} | {ours:,.0f} | {ratio:.2f}x |", flush=True)
+    print(
+        f"| {size} ({model.num_params() / 1e6:.0f}M) | {dtype} | {theirs:,.0f} | {ours:,.0f} | {ratio:.2f}x |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

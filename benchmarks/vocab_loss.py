@@ -1,12 +1,19 @@
-"""Every way to compute the loss over a large vocabulary: time, extra memory and error, forward and backward, in one interleaved run.
+"""Every way to compute the loss over a large vocabulary: time, extra memory and error, forward and
+backward, in one interleaved run.
 
-    python -m benchmarks.vocab_loss [--cases 512x2048 512x2048i 2560x1024 512x8192] [--vocab_size 151936] [--rounds 3] [--out FOLDER]
+    python -m benchmarks.vocab_loss [--cases 512x2048 512x2048i 2560x1024 512x8192] [--vocab_size
+    151936] [--rounds 3] [--out FOLDER]
 
-A case is width x tokens; an i behind it ignores half of the labels. Time is process CPU time on one thread (CUDA: events), the median over
-rounds of fresh inputs, and its ratio to longhaul's own choice the median of the rounds' ratios; extra memory is the peak of all
-allocations beyond the two gradients; errors are against float64 on the first tokens (loss absolute in nats, gradients relative). Ours is
-timed only if its loss is within 1e-3 nats and its gradients at most 1.5 times as wrong as the standard's; others if they compute the
-same function at all. Imports verify_chunked_loss.py, longhaul.memory.measure, longhaul.cli, model.py and benchmarks.clock and .record.
+A case is width x tokens; an i behind it ignores half of the labels. Time is process CPU time on one
+thread (CUDA: events), the median over
+rounds of fresh inputs, and its ratio to longhaul's own choice the median of the rounds' ratios;
+extra memory is the peak of all
+allocations beyond the two gradients; errors are against float64 on the first tokens (loss absolute
+in nats, gradients relative). Ours is
+timed only if its loss is within 1e-3 nats and its gradients at most 1.5 times as wrong as the
+standard's; others if they compute the
+same function at all. Imports verify_chunked_loss.py, longhaul.memory.measure, longhaul.cli,
+model.py and benchmarks.clock and .record.
 """
 
 import functools
@@ -27,10 +34,30 @@ from verify_chunked_loss import gradients, naive_loop, standard_loss
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there
 OURS, STANDARD = "longhaul", "standard"
-BOUNDS = 1e-2, 5e-2  # loss (nats) and relative gradients of another's: beyond them it is another function, not a coarser one
-TABLE = Table("loss", "The loss over the vocabulary, forward and backward, bf16", {
-    "loss": "text", "width": "count", "tokens": "count", "vocabulary": "count", "time, ms": "ms", "time / longhaul": "ratio",
-    "extra memory, MB": "mb", "of the logits": "share", "loss error": "error", "dh error": "error", "dW error": "error"})
+BOUNDS = (
+    1e-2,
+    5e-2,
+    # loss (nats) and relative gradients of another's: beyond them it is another function, not a
+    # coarser
+    # one
+)
+TABLE = Table(
+    "loss",
+    "The loss over the vocabulary, forward and backward, bf16",
+    {
+        "loss": "text",
+        "width": "count",
+        "tokens": "count",
+        "vocabulary": "count",
+        "time, ms": "ms",
+        "time / longhaul": "ratio",
+        "extra memory, MB": "mb",
+        "of the logits": "share",
+        "loss error": "error",
+        "dh error": "error",
+        "dW error": "error",
+    },
+)
 
 
 # ---- the losses: hidden [N, D], weight [V, D], labels [N] -> mean over valid tokens
@@ -38,26 +65,45 @@ TABLE = Table("loss", "The loss over the vocabulary, forward and backward, bf16"
 
 def chunk_sum(hidden, weight, labels):
     """Summed loss of one chunk through its logits."""
-    return F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        (hidden @ weight.T).float(), labels, ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def checkpointed_loop(h, w, y, chunk=512, part=chunk_sum):
     """The naive loop with each chunk recomputed in the backward."""
-    total = sum(checkpoint(part, hidden, w, labels, use_reentrant=False) for hidden, labels in zip(h.split(chunk), y.split(chunk)))
+    total = sum(
+        checkpoint(part, hidden, w, labels, use_reentrant=False)
+        for hidden, labels in zip(h.split(chunk), y.split(chunk))
+    )
     return total / (y != IGNORE).sum().clamp(min=1)
 
 
 def variants(device: torch.device, say=print) -> dict:
-    """Name -> function(hidden, weight, labels), longhaul's choice first; what is not installed is said."""
+    """Name -> function(hidden, weight, labels), longhaul's choice first; what is not installed is
+    said.
+    """
     ours = functools.partial(linear_cross_entropy, reduction="mean")
     automatic, other = ("compiled", "eager") if device.type == "cuda" else ("eager", "compiled")
     bodies = functools.partial(ours, kernels={"eager": "torch"}.get(other, other))
-    table = {OURS: ours, STANDARD: standard_loss, f"longhaul, {other} bodies": bodies, "standard, torch.compile": torch.compile(standard_loss),
-             "naive loop": functools.partial(naive_loop, chunk=512), "checkpointed loop": checkpointed_loop,
-             "checkpointed loop, torch.compile": functools.partial(checkpointed_loop, chunk=4096, part=torch.compile(chunk_sum))} | torch_own(say)
+    table = {
+        OURS: ours,
+        STANDARD: standard_loss,
+        f"longhaul, {other} bodies": bodies,
+        "standard, torch.compile": torch.compile(standard_loss),
+        "naive loop": functools.partial(naive_loop, chunk=512),
+        "checkpointed loop": checkpointed_loop,
+        "checkpointed loop, torch.compile": functools.partial(
+            checkpointed_loop, chunk=4096, part=torch.compile(chunk_sum)
+        ),
+    } | torch_own(say)
     say(f"longhaul's bodies are {automatic} here")
     if device.type == "cuda":
-        return table | {"longhaul, triton bodies": functools.partial(ours, kernels="triton")} | installed_peers(say)
+        return (
+            table
+            | {"longhaul, triton bodies": functools.partial(ours, kernels="triton")}
+            | installed_peers(say)
+        )
     say("longhaul, triton bodies, Liger-Kernel, cut-cross-entropy: need a CUDA device")
     return table
 
@@ -70,25 +116,35 @@ def torch_own(say=print) -> dict:
     found = {"F.linear_cross_entropy": lambda h, w, y: F.linear_cross_entropy(h, w, y)}
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         options = torch.nn.LinearCrossEntropyOptions(acc_policy="accurate")
-        found["F.linear_cross_entropy, chunks"] = lambda h, w, y: F.linear_cross_entropy(h, w, y, options=options)
+        found["F.linear_cross_entropy, chunks"] = lambda h, w, y: F.linear_cross_entropy(
+            h, w, y, options=options
+        )
     return found
 
 
 def installed_peers(say=print) -> dict:
-    """Liger-Kernel and cut-cross-entropy, which need a GPU; each also in its more exact form where it has one."""
+    """Liger-Kernel and cut-cross-entropy, which need a GPU; each also in its more exact form where
+    it has one.
+    """
     peers = {}
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss as Liger
+
         peers["Liger-Kernel"] = lambda h, w, y: Liger()(w, h, y)
         if "accum_dtype" in inspect.signature(Liger.__init__).parameters:
-            peers["Liger-Kernel, fp32 sums"] = lambda h, w, y: Liger(accum_dtype=torch.float32)(w, h, y)
+            peers["Liger-Kernel, fp32 sums"] = lambda h, w, y: Liger(accum_dtype=torch.float32)(
+                w, h, y
+            )
     else:
         say("Liger-Kernel: not installed (pip install liger-kernel)")
     if importlib.util.find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy as cce
+
         peers["cut-cross-entropy"] = cce
         if "accum_c_fp32" in inspect.signature(cce).parameters:
-            peers["cut-cross-entropy, fp32 sums"] = functools.partial(cce, accum_e_fp32=True, accum_c_fp32=True, filter_eps=None)
+            peers["cut-cross-entropy, fp32 sums"] = functools.partial(
+                cce, accum_e_fp32=True, accum_c_fp32=True, filter_eps=None
+            )
     else:
         say("cut-cross-entropy: not installed (pip install cut-cross-entropy)")
     return peers
@@ -111,13 +167,21 @@ def inputs(D: int, N: int, V: int, ignored: bool, device: torch.device, seed: in
 def check(loss, few, exact) -> list[float]:
     """Errors of loss (absolute), dh and dW (relative) against float64 on the first tokens."""
     got = gradients(loss, *few)
-    return [abs(float(got[0]) - float(exact[0])), clock.relative(got[1], exact[1]), clock.relative(got[2], exact[2])]
+    return [
+        abs(float(got[0]) - float(exact[0])),
+        clock.relative(got[1], exact[1]),
+        clock.relative(got[2], exact[2]),
+    ]
 
 
 def sound(name: str, errors: list[float], standard: list[float]) -> bool:
-    """Whether a variant computes the loss well enough to be timed: ours as exactly as the standard, another's at all."""
+    """Whether a variant computes the loss well enough to be timed: ours as exactly as the standard,
+    another's at all.
+    """
     if name.startswith(OURS):
-        return errors[0] <= 1e-3 and all(mine <= 1.5 * other for mine, other in zip(errors[1:], standard[1:]))
+        return errors[0] <= 1e-3 and all(
+            mine <= 1.5 * other for mine, other in zip(errors[1:], standard[1:])
+        )
     return errors[0] <= BOUNDS[0] and all(error <= BOUNDS[1] for error in errors[1:])
 
 
@@ -125,19 +189,42 @@ def checked(table: dict, few) -> dict:
     """Name -> (errors, "") or (None or errors, why it is not timed)."""
     exact = gradients(standard_loss, few[0].double(), few[1].double(), few[2])
     found = {name: attempt(check, loss, few, exact) for name, loss in table.items()}
-    standard = check(standard_loss, few, exact)  # the yardstick, also at sizes where the standard loss itself has no line any more
-    return {name: (errors, why or ("" if sound(name, errors, standard) else "not timed: fails its check"))
-            for name, (errors, why) in found.items()}
+    standard = check(
+        standard_loss, few, exact
+    )  # the yardstick, also at sizes where the standard loss itself has no line any more
+    return {
+        name: (
+            errors,
+            why or ("" if sound(name, errors, standard) else "not timed: fails its check"),
+        )
+        for name, (errors, why) in found.items()
+    }
 
 
 def peak_mb(loss, batch) -> float:
     """MB beyond the two gradients; the first call compiles and warms up."""
     gradients(loss, *batch)
-    return (peak_bytes(lambda: gradients(loss, *batch), batch[0].device) - batch[0].nbytes - batch[1].nbytes) / 1e6
+    return (
+        peak_bytes(lambda: gradients(loss, *batch), batch[0].device)
+        - batch[0].nbytes
+        - batch[1].nbytes
+    ) / 1e6
 
 
-def case(run: Run, D: int, N: int, V: int, table: dict, device: torch.device, rounds: int, ignored: bool = False, limit: float = math.inf) -> dict:
-    """Check, then memory, then interleaved times: a row per variant; returns name -> why it was not timed, for those."""
+def case(
+    run: Run,
+    D: int,
+    N: int,
+    V: int,
+    table: dict,
+    device: torch.device,
+    rounds: int,
+    ignored: bool = False,
+    limit: float = math.inf,
+) -> dict:
+    """Check, then memory, then interleaved times: a row per variant; returns name -> why it was not
+    timed, for those.
+    """
     batch = inputs(D, N, V, ignored, device)
     errors = checked(table, (batch[0][:CHECK_TOKENS], batch[1], batch[2][:CHECK_TOKENS]))
     why = {name: reason for name, (_, reason) in errors.items() if reason}
@@ -147,30 +234,64 @@ def case(run: Run, D: int, N: int, V: int, table: dict, device: torch.device, ro
         why |= {name: reason} if reason else {}
     del batch
     seeds = iter(range(1, 1 + rounds))
-    calls = {name: functools.partial(gradients, loss) for name, loss in table.items() if name not in why}
-    times = clock.interleaved(calls, lambda: inputs(D, N, V, ignored, device, next(seeds)), device, rounds, limit)
+    calls = {
+        name: functools.partial(gradients, loss) for name, loss in table.items() if name not in why
+    }
+    times = clock.interleaved(
+        calls, lambda: inputs(D, N, V, ignored, device, next(seeds)), device, rounds, limit
+    )
     for name in table:
-        figures = {"time, ms": clock.milliseconds(times[name]), "time / longhaul": clock.ratio(times, name, OURS), "extra memory, MB": memory[name],
-                   "of the logits": memory[name] * 1e6 / (2 * N * V)} if name in times else {"time, ms": why[name]}
-        run.row(TABLE, **{"loss": name + ", half ignored" * ignored, "width": D, "tokens": N, "vocabulary": V}, **figures,
-                **dict(zip(("loss error", "dh error", "dW error"), errors[name][0] or ())))
+        figures = (
+            {
+                "time, ms": clock.milliseconds(times[name]),
+                "time / longhaul": clock.ratio(times, name, OURS),
+                "extra memory, MB": memory[name],
+                "of the logits": memory[name] * 1e6 / (2 * N * V),
+            }
+            if name in times
+            else {"time, ms": why[name]}
+        )
+        run.row(
+            TABLE,
+            **{"loss": name + ", half ignored" * ignored, "width": D, "tokens": N, "vocabulary": V},
+            **figures,
+            **dict(zip(("loss error", "dh error", "dW error"), errors[name][0] or ())),
+        )
     return why
 
 
 def main(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m benchmarks.vocab_loss")
-    parser.add_argument("--cases", nargs="+", default=["512x2048", "512x2048i", "2560x1024", "512x8192"], help="width x tokens, i: half ignored")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["512x2048", "512x2048i", "2560x1024", "512x8192"],
+        help="width x tokens, i: half ignored",
+    )
     parser.add_argument("--vocab_size", type=int, default=151_936, help="vocabulary")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    parser.add_argument("--only", nargs="+", default=[], help="names of variants beside longhaul and the standard loss")
-    parser.add_argument("--out", default="runs/vocab_loss", help="folder of results.json and results.md")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="names of variants beside longhaul and the standard loss",
+    )
+    parser.add_argument(
+        "--out", default="runs/vocab_loss", help="folder of results.json and results.md"
+    )
     given = parser.parse_args(args)
     torch.set_num_threads(1)
     device = torch.device(given.device)
     command = f"python -m benchmarks.vocab_loss --cases {' '.join(given.cases)} --vocab_size {given.vocab_size} --rounds {given.rounds}"
     run = Run(given.out, "The loss over the vocabulary", command, where(device), toy=False)
-    table = {name: loss for name, loss in variants(device, run.note).items() if name in (OURS, STANDARD, *given.only) or not given.only}
+    table = {
+        name: loss
+        for name, loss in variants(device, run.note).items()
+        if name in (OURS, STANDARD, *given.only) or not given.only
+    }
     for words in given.cases:
         width, tokens = (int(number) for number in words.rstrip("i").split("x"))
         case(run, width, tokens, given.vocab_size, table, device, given.rounds, words.endswith("i"))

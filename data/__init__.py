@@ -10,5 +10,6 @@
     pipeline.py   documents -> ids on several cores (worker.py) -> dataset folder, durably (folders.py)
     prepare.py    `python -m data.prepare`: the door to all of it
 
-Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed, epoch, position}.
+Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
+epoch, position}.
 """

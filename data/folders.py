@@ -1,6 +1,7 @@
 """Folders that are there whole or not at all: build beside, flush to disk, rename.
 
-Imports data.manifest. A lock on the temporary folder keeps two writers apart; the system drops it with the process, so
+Imports data.manifest. A lock on the temporary folder keeps two writers apart; the system drops it
+with the process, so
 nothing is left to clean up by hand after a kill.
 """
 
@@ -19,25 +20,32 @@ def require_new(output: Path) -> None:
     if output.is_symlink() or (output.exists() and not output.is_dir()):
         raise ValueError(f"output {output} is not a folder: choose another --output")
     if (output / MANIFEST).exists():
-        raise ValueError(f"output {output} already holds a dataset: choose another --output, or delete it first")
+        raise ValueError(
+            f"output {output} already holds a dataset: choose another --output, or delete it first"
+        )
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"output {output} is not empty: choose another --output")
     parent = next(parent for parent in output.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"output {output} cannot be made: {parent} is no folder that may be written: choose another "
-                         "--output")
+        raise ValueError(
+            f"output {output} cannot be made: {parent} is no folder that may be written: choose another "
+            "--output"
+        )
 
 
 @contextmanager
 def building(output: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `output`; on success make it durable and rename it to `output`.
+    """Yield an empty temporary folder beside `output`; on success make it durable and rename it to
+    `output`.
 
     Raises ValueError when `output` holds something or another process builds it at the moment.
     """
     require_new(output)
     folder = output.absolute().parent / f".tmp-{output.absolute().name}"
     if folder.is_symlink():
-        raise ValueError(f"{folder} is a link, and what it leads to would be cleared: remove the link, or choose another --output")
+        raise ValueError(
+            f"{folder} is a link, and what it leads to would be cleared: remove the link, or choose another --output"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
         _clear(folder)
@@ -54,13 +62,17 @@ def building(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold an advisory lock on an existing folder. Raises ValueError when it may not wait and another holds it."""
+    """Hold an advisory lock on an existing folder. Raises ValueError when it may not wait and
+    another holds it.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, operation)
         except BlockingIOError:
-            raise ValueError(f"another process is writing {folder}: wait for it, or choose another --output") from None
+            raise ValueError(
+                f"another process is writing {folder}: wait for it, or choose another --output"
+            ) from None
         yield
     finally:
         os.close(handle)

@@ -1,8 +1,11 @@
 """Position -> batch, as a pure function of {seed, epoch, position}: no workers, no hidden state.
 
-Imports data.shards, data.packing, data.order. Letters: R rows, T context length, B rows of the global batch.
-The global batch of step s is the positions [s * B, (s + 1) * B); position p is in epoch p // rows, and `permute` names
-its row of the packing plan. A rank takes a contiguous slice of the positions, so the order ignores the world size.
+Imports data.shards, data.packing, data.order. Letters: R rows, T context length, B rows of the
+global batch.
+The global batch of step s is the positions [s * B, (s + 1) * B); position p is in epoch p // rows,
+and `permute` names
+its row of the packing plan. A rank takes a contiguous slice of the positions, so the order ignores
+the world size.
 Positions may be left out (`skip`): steps then count those that remain.
 """
 
@@ -20,10 +23,14 @@ IGNORE = -100
 class Batch(NamedTuple):
     """Rows of a batch, numpy arrays.
 
-    tokens [R,T] int64; labels [R,T] int64: the next token of the same document (also across the cut of a document longer
-    than T), -100 where there is none; positions [R,T] int64, from 0 in every piece; doc_ids [R,T] int32, rising from 0
-    in every row, the padding at the end of a row counting as a piece of its own; num_valid: labels that are not -100.
+    tokens [R,T] int64; labels [R,T] int64: the next token of the same document (also across the cut
+    of a document longer
+    than T), -100 where there is none; positions [R,T] int64, from 0 in every piece; doc_ids [R,T]
+    int32, rising from 0
+    in every row, the padding at the end of a row counting as a piece of its own; num_valid: labels
+    that are not -100.
     """
+
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
@@ -32,17 +39,31 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """The rows of one split at one context length, in the order of `seed`, without the global positions in `skip`.
+    """The rows of one split at one context length, in the order of `seed`, without the global
+    positions in `skip`.
 
     Raises ValueError when the split has fewer rows than one global batch, naming what would work.
     """
 
-    def __init__(self, dataset: Dataset, context_length: int, global_batch_rows: int, seed: int = 0,
-                 split: str = "train", skip: Ranges = ()):
+    def __init__(
+        self,
+        dataset: Dataset,
+        context_length: int,
+        global_batch_rows: int,
+        seed: int = 0,
+        split: str = "train",
+        skip: Ranges = (),
+    ):
         if global_batch_rows < 1:
-            raise ValueError(f"the global batch is {global_batch_rows} rows: give a positive number")
+            raise ValueError(
+                f"the global batch is {global_batch_rows} rows: give a positive number"
+            )
         self.dataset, self.split = dataset, dataset.split(split)
-        self.context_length, self.global_batch_rows, self.seed = context_length, global_batch_rows, seed
+        self.context_length, self.global_batch_rows, self.seed = (
+            context_length,
+            global_batch_rows,
+            seed,
+        )
         self.skip = skip
         self.plan: Plan = pack(self.split.lengths, context_length)
         if self.rows_per_epoch < global_batch_rows:
@@ -54,29 +75,42 @@ class Loader:
         return self.plan.num_rows
 
     def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the epoch, and what is left out.
+        """Where step `step` begins, for a checkpoint: {seed, epoch, position}, position within the
+        epoch, and what is left out.
 
         skip: in the order without these rows, rather than this loader's.
         """
         skip = self.skip if skip is None else skip
         epoch, position = divmod(around(step * self.global_batch_rows, skip), self.rows_per_epoch)
-        return {"seed": self.seed, "epoch": epoch, "position": position} | ({"skip": list(map(list, skip))} if skip else {})
+        return {"seed": self.seed, "epoch": epoch, "position": position} | (
+            {"skip": list(map(list, skip))} if skip else {}
+        )
 
     def step(self, state: dict) -> int:
-        """The step that begins at `state`. Raises ValueError when none does (another seed, data or batch size)."""
+        """The step that begins at `state`. Raises ValueError when none does (another seed, data or
+        batch size).
+        """
         position = state["epoch"] * self.rows_per_epoch + state["position"]
         index = position - sum(end - begin for begin, end in before(self.skip, position))
         if state["seed"] != self.seed or index % self.global_batch_rows:
-            raise ValueError(f"the data state {state} is not at a step of this run (seed {self.seed}, global batch "
-                             f"{self.global_batch_rows} rows): resume with the seed and global batch of that run")
+            raise ValueError(
+                f"the data state {state} is not at a step of this run (seed {self.seed}, global batch "
+                f"{self.global_batch_rows} rows): resume with the seed and global batch of that run"
+            )
         return index // self.global_batch_rows
 
     def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
-        """The global positions of one rank in one step. Raises ValueError unless world_size divides the batch."""
+        """The global positions of one rank in one step. Raises ValueError unless world_size divides
+        the batch.
+        """
         if self.global_batch_rows % world_size:
-            valid = [n for n in range(1, self.global_batch_rows + 1) if self.global_batch_rows % n == 0]
-            raise ValueError(f"a global batch of {self.global_batch_rows} rows does not divide over {world_size} ranks: "
-                             f"allowed are {', '.join(map(str, valid))} ranks")
+            valid = [
+                n for n in range(1, self.global_batch_rows + 1) if self.global_batch_rows % n == 0
+            ]
+            raise ValueError(
+                f"a global batch of {self.global_batch_rows} rows does not divide over {world_size} ranks: "
+                f"allowed are {', '.join(map(str, valid))} ranks"
+            )
         share = self.global_batch_rows // world_size
         begin = step * self.global_batch_rows + rank * share
         indices = range(begin, begin + share)
@@ -89,8 +123,13 @@ class Loader:
     def rows(self, positions: Sequence[int]) -> Batch:
         """The rows at global positions (any number of epochs on), in that order."""
         shape = (len(positions), self.context_length)
-        batch = Batch(np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64),
-                      np.empty(shape, np.int32), 0)
+        batch = Batch(
+            np.empty(shape, np.int64),
+            np.empty(shape, np.int64),
+            np.empty(shape, np.int64),
+            np.empty(shape, np.int32),
+            0,
+        )
         for r, position in enumerate(positions):
             self._fill(self.row_index(position), *(part[r] for part in batch[:4]))
         if batch.tokens.size and batch.tokens.max() >= self.dataset.vocab_size:
@@ -106,8 +145,14 @@ class Loader:
         """How much context the tokens of this split really have at this context length."""
         return effective_context(self.split.lengths, self.context_length)
 
-    def _fill(self, row: int, tokens: np.ndarray, labels: np.ndarray, positions: np.ndarray,
-              doc_ids: np.ndarray) -> None:
+    def _fill(
+        self,
+        row: int,
+        tokens: np.ndarray,
+        labels: np.ndarray,
+        positions: np.ndarray,
+        doc_ids: np.ndarray,
+    ) -> None:
         """Write one row in place; each array is [T]."""
         end = 0
         starts = []
@@ -116,7 +161,7 @@ class Loader:
             starts.append(begin)
             ids = self.split.read(document, start, length + 1)
             tokens[begin:end] = ids[:length]
-            labels[begin:begin + len(ids) - 1] = ids[1:]
+            labels[begin : begin + len(ids) - 1] = ids[1:]
             if len(ids) == length:  # the document ends here: no next token
                 labels[end - 1] = IGNORE
         if end < self.context_length:
@@ -131,7 +176,13 @@ class Loader:
         context = self.context_length
         while context > 1 and pack(lengths, context).num_rows < wanted:
             context //= 2
-        shorter = f"--context_length {context} (with this batch)" if context > 1 else "a corpus with more text"
-        return (f"the {self.split.name} split of {self.dataset.path} has {self.split.num_tokens} tokens: {rows} rows of "
-                f"{self.context_length}, fewer than one global batch of {wanted}: use a global batch of at most {rows} "
-                f"rows, or {shorter}, or more text")
+        shorter = (
+            f"--context_length {context} (with this batch)"
+            if context > 1
+            else "a corpus with more text"
+        )
+        return (
+            f"the {self.split.name} split of {self.dataset.path} has {self.split.num_tokens} tokens: {rows} rows of "
+            f"{self.context_length}, fewer than one global batch of {wanted}: use a global batch of at most {rows} "
+            f"rows, or {shorter}, or more text"
+        )

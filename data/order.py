@@ -1,8 +1,11 @@
 """A shuffled order without an array: position -> row by a keyed bijection of [0, n).
 
-Imports nothing of ours. A 6-round balanced Feistel network permutes the smallest power of four that holds n; a value
-that lands at n or above is permuted again until it is below (cycle walking, under 4 passes on average), which keeps the
-map one-to-one. State is three numbers, so any position of any epoch is computed directly. Ranges of positions may be left
+Imports nothing of ours. A 6-round balanced Feistel network permutes the smallest power of four that
+holds n; a value
+that lands at n or above is permuted again until it is below (cycle walking, under 4 passes on
+average), which keeps the
+map one-to-one. State is three numbers, so any position of any epoch is computed directly. Ranges of
+positions may be left
 out: the positions that remain close up.
 """
 
@@ -30,7 +33,9 @@ def permute_array(seed: int, epoch: int, n: int, positions: np.ndarray) -> np.nd
     """`permute` of many positions at once, int64 [any shape] -> int64 of that shape."""
     positions = np.asarray(positions)
     if positions.size and not (0 <= positions.min() and positions.max() < n):
-        raise ValueError(f"positions are {positions.min()} to {positions.max()}: allowed are 0 to {n - 1} (n = {n})")
+        raise ValueError(
+            f"positions are {positions.min()} to {positions.max()}: allowed are 0 to {n - 1} (n = {n})"
+        )
     half, keys = _half_bits(n), _round_keys(seed, epoch)
     rows = _feistel(positions.astype(np.uint64), half, keys)
     while (outside := rows >= n).any():
@@ -44,8 +49,12 @@ Ranges = Sequence[tuple[int, int]]  # rising and disjoint; each is [begin, end)
 def parse_ranges(words: Iterable[str]) -> Ranges:
     """Ranges of "a:b" words. Raises ValueError for a word that is none."""
     for word in words:
-        if not re.fullmatch(r"\d{1,18}:\d{1,18}", word) or int(word.split(":")[0]) >= int(word.split(":")[1]):
-            raise ValueError(f"the rows {word!r}: give ranges a:b with a < b, such as 4096:4160, which leaves out 4096 to 4159")
+        if not re.fullmatch(r"\d{1,18}:\d{1,18}", word) or int(word.split(":")[0]) >= int(
+            word.split(":")[1]
+        ):
+            raise ValueError(
+                f"the rows {word!r}: give ranges a:b with a < b, such as 4096:4160, which leaves out 4096 to 4159"
+            )
     return merged([tuple(map(int, word.split(":"))) for word in words])
 
 

@@ -2,10 +2,12 @@
 
     python -m data.prepare                                          the embedded corpus, into the cache
     python -m data.prepare --input books/ --output data/books       text files, a tokenizer of 8,192 pieces trained on them
-    python -m data.prepare --input a.jsonl.gz b.jsonl --text_field content --output data/web --vocab_size 32000
+    python -m data.prepare --input a.jsonl.gz b.jsonl --text_field content --output data/web
+    --vocab_size 32000
     python -m data.prepare --input more/ --output data/more --tokenizer data/web/tokenizer.model
 
-Imports data.corpus, data.pipeline, data.sources, data.packing, data.shards, data.folders. Exit codes: 0 done, 2 bad
+Imports data.corpus, data.pipeline, data.sources, data.packing, data.shards, data.folders. Exit
+codes: 0 done, 2 bad
 input (one line, with the remedy, before anything is written), 3 damaged data, 6 storage.
 """
 
@@ -45,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ChildProcessError as error:
         return _fail(error, EXIT_STORAGE)
     except OSError as error:
-        return _fail(f"cannot read or write: {error}: check the free space and the permissions", EXIT_STORAGE)
+        return _fail(
+            f"cannot read or write: {error}: check the free space and the permissions", EXIT_STORAGE
+        )
     except KeyboardInterrupt:
         return _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
 
@@ -57,7 +61,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = [flag for action in parser._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
-        raise ValueError(f"unknown flag {unknown[0]}: " + (f"did you mean {near[0]}?" if near else "see --help"))
+        raise ValueError(
+            f"unknown flag {unknown[0]}: " + (f"did you mean {near[0]}?" if near else "see --help")
+        )
     _check(options)
     return options
 
@@ -68,23 +74,38 @@ def prepare(options: argparse.Namespace) -> Dataset:
     if options.val_fraction is not None:
         settings["val_fraction"] = options.val_fraction
     if options.input is None and options.output is None:
-        return prepare_embedded(documents=options.documents or "directory", max_bytes=options.max_bytes, **settings)
+        return prepare_embedded(
+            documents=options.documents or "directory", max_bytes=options.max_bytes, **settings
+        )
     require_new(Path(options.output))
-    settings |= {"tokenizer": options.tokenizer, "character_coverage": options.character_coverage or 1.0}
+    settings |= {
+        "tokenizer": options.tokenizer,
+        "character_coverage": options.character_coverage or 1.0,
+    }
     if options.input is None:
-        return build_embedded(embedded_files(options.max_bytes), options.output, options.documents or "directory",
-                              **settings)
+        return build_embedded(
+            embedded_files(options.max_bytes),
+            options.output,
+            options.documents or "directory",
+            **settings,
+        )
     return prepare_files(options, settings)
 
 
 def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     """Prepare the user's own files."""
     skipped: dict[str, None] = {}  # each document is read twice: count a message once
-    report = (lambda message: skipped.update({message: None})) if options.on_error == "skip" else refuse
+    report = (
+        (lambda message: skipped.update({message: None})) if options.on_error == "skip" else refuse
+    )
     text_field = options.text_field or "text"
     join = by_directory if options.documents == "directory" else iter
-    dataset = build_dataset(lambda: join(read_documents(options.input, text_field, report)), options.output,
-                            sources=[describe_input(path) for path in options.input], **settings)
+    dataset = build_dataset(
+        lambda: join(read_documents(options.input, text_field, report)),
+        options.output,
+        sources=[describe_input(path) for path in options.input],
+        **settings,
+    )
     for message in skipped:
         print(f"left out: {message}", file=sys.stderr)
     return dataset
@@ -94,9 +115,15 @@ def describe_input(path: str) -> dict:
     """Provenance of one --input: its files, bytes, and the SHA-256 over "name hash" lines."""
     files, digest = list_files([path]), hashlib.sha256()
     for file in files:
-        digest.update(f"{file.relative_to(path)} {sha256_file(file)}\n".encode("utf-8", "surrogateescape"))
-    return {"name": path, "files": len(files), "bytes": sum(file.stat().st_size for file in files),
-            "sha256": digest.hexdigest()}
+        digest.update(
+            f"{file.relative_to(path)} {sha256_file(file)}\n".encode("utf-8", "surrogateescape")
+        )
+    return {
+        "name": path,
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "sha256": digest.hexdigest(),
+    }
 
 
 def summary(dataset: Dataset) -> str:
@@ -104,9 +131,13 @@ def summary(dataset: Dataset) -> str:
     lines = [f"{dataset.path}: vocabulary {dataset.vocab_size:,}, {dataset.dtype.name}"]
     for name, split in dataset.splits.items():
         per_token = split.source_bytes / split.num_tokens
-        lines.append(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, {per_token:.2f} "
-                     f"bytes/token, unigram entropy {split.unigram_entropy:.3f} nats/token")
-    lines.append("  context   half of all tokens have at least   tokens in documents of half the context or more")
+        lines.append(
+            f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, {per_token:.2f} "
+            f"bytes/token, unigram entropy {split.unigram_entropy:.3f} nats/token"
+        )
+    lines.append(
+        "  context   half of all tokens have at least   tokens in documents of half the context or more"
+    )
     lengths = dataset.split("train").lengths
     for context in CONTEXTS:
         found = effective_context(lengths, context)
@@ -115,26 +146,76 @@ def summary(dataset: Dataset) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="python -m data.prepare", description=__doc__.split("\n\nImports")[0],
-                            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                            epilog="Hyphens and underscores in flags are the same.")
+    parser = _OneLineParser(
+        prog="python -m data.prepare",
+        description=__doc__.split("\n\nImports")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        epilog="Hyphens and underscores in flags are the same.",
+    )
     add = parser.add_argument
-    add("--input", nargs="+", metavar="PATH", help="text files, .jsonl files, either with .gz, or folders of them; "
-        "without it: the sources of Python, numpy and torch as installed here (no download)")
-    add("--output", metavar="DIR", help="new folder for the dataset (the embedded corpus may go to the cache instead)")
-    add("--tokenizer", metavar="PATH", help="a sentencepiece model to use, for example another dataset's tokenizer.model")
-    add("--vocab_size", type=int, metavar="N", help="train a tokenizer of N pieces on this text (default 8192)")
-    add("--character_coverage", type=float, metavar="X",
-        help="share of the characters that get a piece of their own; the rest become bytes (default 1.0)")
-    add("--text_field", metavar="NAME", help="the field of a JSONL line that holds the text (default text)")
-    add("--documents", choices=GROUPINGS, help="file: each file or line is a document (default with --input); directory: "
-        "the files of a directory are one long document (default without)")
-    add("--val_fraction", type=float, metavar="X", help="share of the tokens, in whole documents, held out for validation "
-        "(default 0.01; embedded corpus 0.02; 0 for none)")
-    add("--on_error", choices=("error", "skip"),
-        help="at a document that is no valid text: stop (default), or leave it out and say so")
-    add("--workers", type=int, default=2, metavar="N", help="encoding processes (default 2); no effect on the result")
-    add("--max_bytes", type=int, metavar="N", help="embedded corpus only: a sample of about N bytes")
+    add(
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="text files, .jsonl files, either with .gz, or folders of them; "
+        "without it: the sources of Python, numpy and torch as installed here (no download)",
+    )
+    add(
+        "--output",
+        metavar="DIR",
+        help="new folder for the dataset (the embedded corpus may go to the cache instead)",
+    )
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="a sentencepiece model to use, for example another dataset's tokenizer.model",
+    )
+    add(
+        "--vocab_size",
+        type=int,
+        metavar="N",
+        help="train a tokenizer of N pieces on this text (default 8192)",
+    )
+    add(
+        "--character_coverage",
+        type=float,
+        metavar="X",
+        help="share of the characters that get a piece of their own; the rest become bytes (default 1.0)",
+    )
+    add(
+        "--text_field",
+        metavar="NAME",
+        help="the field of a JSONL line that holds the text (default text)",
+    )
+    add(
+        "--documents",
+        choices=GROUPINGS,
+        help="file: each file or line is a document (default with --input); directory: "
+        "the files of a directory are one long document (default without)",
+    )
+    add(
+        "--val_fraction",
+        type=float,
+        metavar="X",
+        help="share of the tokens, in whole documents, held out for validation "
+        "(default 0.01; embedded corpus 0.02; 0 for none)",
+    )
+    add(
+        "--on_error",
+        choices=("error", "skip"),
+        help="at a document that is no valid text: stop (default), or leave it out and say so",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=2,
+        metavar="N",
+        help="encoding processes (default 2); no effect on the result",
+    )
+    add(
+        "--max_bytes", type=int, metavar="N", help="embedded corpus only: a sample of about N bytes"
+    )
     return parser
 
 
@@ -145,7 +226,11 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def _underscored(argument: str) -> str:
     name, equals, value = argument.partition("=")
-    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else argument
+    return (
+        name[:2] + name[2:].replace("-", "_") + equals + value
+        if name.startswith("--")
+        else argument
+    )
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -156,12 +241,18 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} needs --output DIR, the new folder for the dataset")
     for name in sorted(given & {"text_field", "on_error"}):
         if "input" not in given:
-            raise ValueError(f"--{name} needs --input PATH: it has no effect on the embedded corpus")
+            raise ValueError(
+                f"--{name} needs --input PATH: it has no effect on the embedded corpus"
+            )
     for name in sorted(given & {"vocab_size", "character_coverage"}):
         if "tokenizer" in given:
-            raise ValueError(f"--tokenizer and --{name} exclude each other: a given tokenizer is not trained")
+            raise ValueError(
+                f"--tokenizer and --{name} exclude each other: a given tokenizer is not trained"
+            )
     if {"input", "max_bytes"} <= given:
-        raise ValueError("--max_bytes is for the embedded corpus: leave it out, or leave out --input")
+        raise ValueError(
+            "--max_bytes is for the embedded corpus: leave it out, or leave out --input"
+        )
 
 
 def _fail(message: object, code: int) -> int:

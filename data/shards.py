@@ -6,8 +6,10 @@
     val.idx           uint64: the indices of the validation documents; all others are for training
     tokenizer.model   the sentencepiece model, where there is one
 
-Imports data.manifest, data.folders and data.order. The folder is built beside its final place and renamed, so it is
-there whole or not at all; a killed preparation leaves a `.tmp-NAME` folder, which the next one clears and refills with
+Imports data.manifest, data.folders and data.order. The folder is built beside its final place and
+renamed, so it is
+there whole or not at all; a killed preparation leaves a `.tmp-NAME` folder, which the next one
+clears and refills with
 the same bytes.
 """
 
@@ -21,11 +23,29 @@ from typing import Iterable, NamedTuple
 import numpy as np
 
 from data.folders import building, write_durable
-from data.manifest import (MANIFEST, PREPARE, IntegrityError, TokenizerMismatch, check_file, inside, read_manifest,
-                           sha256_file, token_dtype, write_manifest)
+from data.manifest import (
+    MANIFEST,
+    PREPARE,
+    IntegrityError,
+    TokenizerMismatch,
+    check_file,
+    inside,
+    read_manifest,
+    sha256_file,
+    token_dtype,
+    write_manifest,
+)
 from data.order import mix
 
-__all__ = ["Dataset", "IntegrityError", "Split", "TokenizedDocument", "check_vocab", "open_dataset", "write_dataset"]
+__all__ = [
+    "Dataset",
+    "IntegrityError",
+    "Split",
+    "TokenizedDocument",
+    "check_vocab",
+    "open_dataset",
+    "write_dataset",
+]
 SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # unigram counts are taken over this many tokens at a time
 TOKENIZER_FILE = "tokenizer.model"
@@ -33,27 +53,45 @@ VALIDATION_FILE = "val.idx"
 
 
 class TokenizedDocument(NamedTuple):
-    """One document's ids (any integer array) and the UTF-8 bytes of text that they stand for (0: unknown)."""
+    """One document's ids (any integer array) and the UTF-8 bytes of text that they stand for (0:
+    unknown).
+    """
+
     tokens: np.ndarray
     source_bytes: int = 0
 
 
-def write_dataset(documents: Iterable[TokenizedDocument | np.ndarray], output: Path | str, *, vocab_size: int,
-                  eod_id: int, tokenizer: Path | str | None = None, sources: Iterable[dict] = (),
-                  val_fraction: float = 0.01, shard_tokens: int = SHARD_TOKENS) -> "Dataset":
-    """Write documents of token ids, from any tokenizer, as a new dataset folder `output`, and open it.
+def write_dataset(
+    documents: Iterable[TokenizedDocument | np.ndarray],
+    output: Path | str,
+    *,
+    vocab_size: int,
+    eod_id: int,
+    tokenizer: Path | str | None = None,
+    sources: Iterable[dict] = (),
+    val_fraction: float = 0.01,
+    shard_tokens: int = SHARD_TOKENS,
+) -> "Dataset":
+    """Write documents of token ids, from any tokenizer, as a new dataset folder `output`, and open
+    it.
 
-    Each document gets a closing `eod_id` unless it has one; empty documents are left out. `sources` is provenance for
-    the manifest. Raises ValueError when `output` holds something, an id is not below `vocab_size`, or there is no text.
+    Each document gets a closing `eod_id` unless it has one; empty documents are left out. `sources`
+    is provenance for
+    the manifest. Raises ValueError when `output` holds something, an id is not below `vocab_size`,
+    or there is no text.
     """
     if not 0 <= eod_id < vocab_size:
-        raise ValueError(f"eod_id is {eod_id}, outside the vocabulary of {vocab_size}: allowed are 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"eod_id is {eod_id}, outside the vocabulary of {vocab_size}: allowed are 0 to {vocab_size - 1}"
+        )
     require_fraction(val_fraction)
     output = Path(output)
     with building(output) as folder:
         writer = _Writer(folder, vocab_size, eod_id, shard_tokens)
         for document in documents:
-            writer.add(document if isinstance(document, TokenizedDocument) else TokenizedDocument(document))
+            writer.add(
+                document if isinstance(document, TokenizedDocument) else TokenizedDocument(document)
+            )
         content = writer.finish(val_fraction)
         content["tokenizer"] = _store_tokenizer(tokenizer, folder)
         content["sources"] = list(sources)
@@ -64,14 +102,19 @@ def write_dataset(documents: Iterable[TokenizedDocument | np.ndarray], output: P
 def require_fraction(val_fraction: float) -> None:
     """Raise ValueError unless 0 <= val_fraction < 1."""
     if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction is {val_fraction}: allowed are 0 (no validation split) up to below 1")
+        raise ValueError(
+            f"val_fraction is {val_fraction}: allowed are 0 (no validation split) up to below 1"
+        )
 
 
 def choose_validation(lengths: np.ndarray, fraction: float) -> np.ndarray:
-    """The indices, ascending, of whole documents that hold about `fraction` of all tokens, picked by a hash of the index.
+    """The indices, ascending, of whole documents that hold about `fraction` of all tokens, picked
+    by a hash of the index.
 
-    Half of them come from the longer documents (those that hold half of the tokens), so that long context is validated
-    too; none takes more than half. With two documents or more and a positive fraction at least one is chosen.
+    Half of them come from the longer documents (those that hold half of the tokens), so that long
+    context is validated
+    too; none takes more than half. With two documents or more and a positive fraction at least one
+    is chosen.
     """
     if fraction == 0 or len(lengths) < 2:
         return np.zeros(0, dtype=np.int64)
@@ -100,7 +143,9 @@ def _take(documents: np.ndarray, lengths: np.ndarray, budget: float) -> list[int
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """H = -sum_v p_v ln p_v of token counts [V], in nats per token: the loss of the best model without context."""
+    """H = -sum_v p_v ln p_v of token counts [V], in nats per token: the loss of the best model
+    without context.
+    """
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
 
@@ -108,9 +153,11 @@ def unigram_entropy(counts: np.ndarray) -> float:
 def check_vocab(dataset: "Dataset", model_vocab: int) -> None:
     """Raise ValueError when the data's ids do not fit a model of `model_vocab` ids."""
     if dataset.vocab_size > model_vocab:
-        raise ValueError(f"the data in {dataset.path} has a vocabulary of {dataset.vocab_size}, more than the model's "
-                         f"{model_vocab}: use --vocab_size {dataset.vocab_size} or more for the model, "
-                         f"or prepare the data with a smaller vocabulary")
+        raise ValueError(
+            f"the data in {dataset.path} has a vocabulary of {dataset.vocab_size}, more than the model's "
+            f"{model_vocab}: use --vocab_size {dataset.vocab_size} or more for the model, "
+            f"or prepare the data with a smaller vocabulary"
+        )
 
 
 def open_dataset(path: Path | str, verify: bool = False) -> "Dataset":
@@ -125,7 +172,12 @@ class _Writer:
     """Fills shards in document order, hashing and counting on the way."""
 
     def __init__(self, folder: Path, vocab_size: int, eod_id: int, shard_tokens: int):
-        self.folder, self.vocab_size, self.eod_id, self.shard_tokens = folder, vocab_size, eod_id, shard_tokens
+        self.folder, self.vocab_size, self.eod_id, self.shard_tokens = (
+            folder,
+            vocab_size,
+            eod_id,
+            shard_tokens,
+        )
         self.dtype = np.dtype(token_dtype(vocab_size))
         self.lengths, self.source_bytes = array("q"), array("q")
         self.counts = np.zeros(vocab_size, dtype=np.int64)
@@ -134,7 +186,9 @@ class _Writer:
         self._file = None
 
     def add(self, document: TokenizedDocument) -> None:
-        """Append one document. Raises ValueError for an id that is not an integer in [0, vocab_size)."""
+        """Append one document. Raises ValueError for an id that is not an integer in [0,
+        vocab_size).
+        """
         tokens = self._checked(np.asarray(document.tokens))
         if len(tokens) == 0:
             return
@@ -151,24 +205,39 @@ class _Writer:
     def finish(self, val_fraction: float) -> dict:
         """Close the last shard and choose the validation documents; returns most of the manifest."""
         if self._file is None:
-            raise ValueError("there is no text in the input (every document is empty): give --input with text in it")
+            raise ValueError(
+                "there is no text in the input (every document is empty): give --input with text in it"
+            )
         self._close_shard()
         self._count()
         chosen = choose_validation(np.array(self.lengths), val_fraction)
         write_durable(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes())
-        validation = {"file": VALIDATION_FILE, "bytes": chosen.nbytes,
-                      "sha256": sha256_file(self.folder / VALIDATION_FILE)}
-        return {"dtype": self.dtype.name, "vocab_size": self.vocab_size, "eod_id": self.eod_id, "shards": self.shards,
-                "splits": self._describe_splits(chosen), "validation": validation}
+        validation = {
+            "file": VALIDATION_FILE,
+            "bytes": chosen.nbytes,
+            "sha256": sha256_file(self.folder / VALIDATION_FILE),
+        }
+        return {
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "shards": self.shards,
+            "splits": self._describe_splits(chosen),
+            "validation": validation,
+        }
 
     def _checked(self, tokens: np.ndarray) -> np.ndarray:
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-            raise ValueError(f"document {len(self.lengths)} is a {tokens.dtype} array of shape {tokens.shape}: "
-                             "give a one-dimensional array of integer ids")
+            raise ValueError(
+                f"document {len(self.lengths)} is a {tokens.dtype} array of shape {tokens.shape}: "
+                "give a one-dimensional array of integer ids"
+            )
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
         if len(bad):
-            raise ValueError(f"document {len(self.lengths)} has the id {tokens[bad[0]]} at token {bad[0]} (shard "
-                             f"{len(self.shards)}): ids must be 0 to {self.vocab_size - 1}; give the true vocab_size")
+            raise ValueError(
+                f"document {len(self.lengths)} has the id {tokens[bad[0]]} at token {bad[0]} (shard "
+                f"{len(self.shards)}): ids must be 0 to {self.vocab_size - 1}; give the true vocab_size"
+            )
         return tokens.astype(self.dtype)
 
     def _append(self, tokens: np.ndarray) -> None:
@@ -196,10 +265,18 @@ class _Writer:
         self._file.close()
         ends, path = np.array(self._ends, dtype="<u8"), Path(self._file.name)
         write_durable(path.with_suffix(".idx"), ends.tobytes())
-        self.shards.append({
-            "bin": path.name, "idx": path.with_suffix(".idx").name, "bytes": path.stat().st_size,
-            "tokens": int(ends[-1]), "documents": len(ends), "max_id": self._max_id,
-            "bin_sha256": self._hash.hexdigest(), "idx_sha256": hashlib.sha256(ends.tobytes()).hexdigest()})
+        self.shards.append(
+            {
+                "bin": path.name,
+                "idx": path.with_suffix(".idx").name,
+                "bytes": path.stat().st_size,
+                "tokens": int(ends[-1]),
+                "documents": len(ends),
+                "max_id": self._max_id,
+                "bin_sha256": self._hash.hexdigest(),
+                "idx_sha256": hashlib.sha256(ends.tobytes()).hexdigest(),
+            }
+        )
         self._file = None
 
     def _describe_splits(self, chosen: np.ndarray) -> dict:
@@ -207,12 +284,18 @@ class _Writer:
         if len(chosen) == 0:
             return {"train": self._describe(everything, self.counts)}
         counts = self._count_documents(chosen)
-        return {"train": self._describe(np.delete(everything, chosen), self.counts - counts),
-                "val": self._describe(chosen, counts)}
+        return {
+            "train": self._describe(np.delete(everything, chosen), self.counts - counts),
+            "val": self._describe(chosen, counts),
+        }
 
     def _describe(self, documents: np.ndarray, counts: np.ndarray) -> dict:
-        return {"documents": len(documents), "tokens": int(counts.sum()), "unigram_entropy": unigram_entropy(counts),
-                "source_bytes": int(np.array(self.source_bytes)[documents].sum())}
+        return {
+            "documents": len(documents),
+            "tokens": int(counts.sum()),
+            "unigram_entropy": unigram_entropy(counts),
+            "source_bytes": int(np.array(self.source_bytes)[documents].sum()),
+        }
 
     def _count_documents(self, documents: np.ndarray) -> np.ndarray:
         store = _Store(self.folder, self.shards, self.dtype)
@@ -223,22 +306,28 @@ class _Writer:
 
 
 class _Store:
-    """The shards as one sequence of documents, memory-mapped; indices as in the files, before any split."""
+    """The shards as one sequence of documents, memory-mapped; indices as in the files, before any
+    split.
+    """
 
     def __init__(self, folder: Path, shards: list[dict], dtype: np.dtype):
         self.shards, self.paths = shards, [inside(folder, shard["bin"]) for shard in shards]
         # viewed as a plain array: slicing a memmap object costs 10x more
-        self._maps = [np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) for path in self.paths]
+        self._maps = [
+            np.memmap(path, dtype=dtype, mode="r").view(np.ndarray) for path in self.paths
+        ]
         ends = [_read_ends(inside(folder, shard["idx"]), shard) for shard in shards]
         self._first = np.cumsum([0] + [len(e) for e in ends])
-        self._begins = np.concatenate([np.concatenate([[0], e[:-1]]) for e in ends]).astype(np.int64)
+        self._begins = np.concatenate([np.concatenate([[0], e[:-1]]) for e in ends]).astype(
+            np.int64
+        )
         self.lengths = np.concatenate(ends).astype(np.int64) - self._begins
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         shard = self._first.searchsorted(document, side="right") - 1
         length = min(length, self.lengths[document] - start)
         begin = self._begins[document] + start
-        return self._maps[shard][begin:begin + length]
+        return self._maps[shard][begin : begin + length]
 
     def first_bad_id(self, vocab_size: int) -> str | None:
         """Where the first id >= vocab_size is, in words; None when there is none."""
@@ -251,16 +340,24 @@ class _Store:
 
 def _read_ends(path: Path, shard: dict) -> np.ndarray:
     ends = np.fromfile(path, dtype="<u8")
-    if len(ends) == 0 or ends[-1] != shard["tokens"] or ends[0] == 0 or (ends[1:] <= ends[:-1]).any():
-        raise IntegrityError(f"{path} is damaged: document ends must rise to {shard['tokens']}: "
-                             f"restore it, or prepare the data again with `{PREPARE}`")
+    if (
+        len(ends) == 0
+        or ends[-1] != shard["tokens"]
+        or ends[0] == 0
+        or (ends[1:] <= ends[:-1]).any()
+    ):
+        raise IntegrityError(
+            f"{path} is damaged: document ends must rise to {shard['tokens']}: "
+            f"restore it, or prepare the data again with `{PREPARE}`"
+        )
     return ends
 
 
 class Dataset:
     """A dataset folder opened for reading; sizes are checked now, hashes by `verify`.
 
-    Attributes: path, manifest, vocab_size, eod_id, tokenizer_path (None for ids tokenized elsewhere), tokenizer_sha256,
+    Attributes: path, manifest, vocab_size, eod_id, tokenizer_path (None for ids tokenized
+    elsewhere), tokenizer_sha256,
     fingerprint (SHA-256 over all of it), splits ("train" and, where there is one, "val").
     Raises ValueError for a folder that is no dataset, IntegrityError for a damaged one.
     """
@@ -286,14 +383,18 @@ class Dataset:
     def split(self, name: str) -> "Split":
         """The documents of "train" or "val". Raises ValueError when there are none."""
         if name not in self.splits:
-            raise ValueError(f"the data in {self.path} has no split {name!r} (it has {', '.join(self.splits)}): "
-                             "prepare it with a larger --val_fraction and at least two documents")
+            raise ValueError(
+                f"the data in {self.path} has no split {name!r} (it has {', '.join(self.splits)}): "
+                "prepare it with a larger --val_fraction and at least two documents"
+            )
         return self.splits[name]
 
     def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
-        """Hash every file again and look at every id; raises IntegrityError naming the first damaged file.
+        """Hash every file again and look at every id; raises IntegrityError naming the first
+        damaged file.
 
-        Returns a stamp per file, for a later call as `known`: files whose stamp is still the same are not read again. The stamp has
+        Returns a stamp per file, for a later call as `known`: files whose stamp is still the same
+        are not read again. The stamp has
         the time of the last change to the file's inode, which no program can set.
         """
         stamps = {name: _stamp(inside(self.path, name)) for name, _, _ in self._files()}
@@ -309,7 +410,9 @@ class Dataset:
         try:
             check_file(path, tokenizer["bytes"], tokenizer["sha256"])
         except IntegrityError as error:
-            raise TokenizerMismatch(f"the ids were made with another tokenizer than the one beside them: {error}") from None
+            raise TokenizerMismatch(
+                f"the ids were made with another tokenizer than the one beside them: {error}"
+            ) from None
 
     def require_ids_in_vocab(self) -> None:
         """Raise IntegrityError naming shard and offset of the first id outside the vocabulary."""
@@ -318,7 +421,13 @@ class Dataset:
 
     def _files(self) -> list[tuple[str, int, str]]:
         content, width = self.manifest, self.dtype.itemsize
-        files = [(content["validation"]["file"], content["validation"]["bytes"], content["validation"]["sha256"])]
+        files = [
+            (
+                content["validation"]["file"],
+                content["validation"]["bytes"],
+                content["validation"]["sha256"],
+            )
+        ]
         for shard in content["shards"]:
             files.append((shard["bin"], shard["tokens"] * width, shard["bin_sha256"]))
             files.append((shard["idx"], shard["documents"] * 8, shard["idx_sha256"]))
@@ -328,18 +437,28 @@ class Dataset:
         for shard in self.manifest["shards"]:
             if shard["max_id"] >= self.vocab_size:
                 self.require_ids_in_vocab()
-                raise IntegrityError(f"{self.path / MANIFEST}: {shard['bin']} has max_id {shard['max_id']}, outside the "
-                                     f"vocabulary of {self.vocab_size}: prepare the data again with `{PREPARE}`")
+                raise IntegrityError(
+                    f"{self.path / MANIFEST}: {shard['bin']} has max_id {shard['max_id']}, outside the "
+                    f"vocabulary of {self.vocab_size}: prepare the data again with `{PREPARE}`"
+                )
 
     def _open_splits(self) -> dict[str, "Split"]:
-        chosen = np.fromfile(inside(self.path, self.manifest["validation"]["file"]), dtype="<u8")  # unsigned: a flipped top bit is large, not negative
+        chosen = np.fromfile(
+            inside(self.path, self.manifest["validation"]["file"]), dtype="<u8"
+        )  # unsigned: a flipped top bit is large, not negative
         everything = np.arange(len(self._store.lengths))
         if len(chosen) and (chosen[-1] >= len(everything) or (chosen[1:] <= chosen[:-1]).any()):
-            raise IntegrityError(f"{self.path}: the list of validation documents is damaged: "
-                                 f"prepare the data again with `{PREPARE}`")
+            raise IntegrityError(
+                f"{self.path}: the list of validation documents is damaged: "
+                f"prepare the data again with `{PREPARE}`"
+            )
         chosen = chosen.astype(np.int64)
         indices = {"train": np.delete(everything, chosen), "val": chosen}
-        return {name: Split(self, name, indices[name], self._store) for name in ("train", "val") if len(indices[name])}
+        return {
+            name: Split(self, name, indices[name], self._store)
+            for name in ("train", "val")
+            if len(indices[name])
+        }
 
 
 def _stamp(path: Path) -> list[int]:
@@ -348,7 +467,9 @@ def _stamp(path: Path) -> list[int]:
 
 
 class Split:
-    """The documents of one split: `lengths` int64 [documents], `read`, and what the manifest says of them."""
+    """The documents of one split: `lengths` int64 [documents], `read`, and what the manifest says
+    of them.
+    """
 
     def __init__(self, dataset: Dataset, name: str, documents: np.ndarray, store: _Store):
         self.dataset, self.name = dataset, name
@@ -361,12 +482,20 @@ class Split:
         self.unigram_entropy: float = about["unigram_entropy"]
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
-        """Ids [start, start + length) of a document, fewer at its end: a read-only view into the file."""
+        """Ids [start, start + length) of a document, fewer at its end: a read-only view into the
+        file.
+        """
         return self._store.read(self._documents[document], start, length)
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """A loss in nats per token as bits per byte of source text: loss * tokens / (bytes * ln 2); nan without bytes."""
-        return nats_per_token * self.num_tokens / (self.source_bytes * math.log(2)) if self.source_bytes else math.nan
+        """A loss in nats per token as bits per byte of source text: loss * tokens / (bytes * ln 2);
+        nan without bytes.
+        """
+        return (
+            nats_per_token * self.num_tokens / (self.source_bytes * math.log(2))
+            if self.source_bytes
+            else math.nan
+        )
 
 
 def _store_tokenizer(tokenizer: Path | str | None, folder: Path) -> dict | None:
@@ -374,4 +503,8 @@ def _store_tokenizer(tokenizer: Path | str | None, folder: Path) -> dict | None:
         return None
     model = Path(tokenizer).read_bytes()
     write_durable(folder / TOKENIZER_FILE, model)
-    return {"file": TOKENIZER_FILE, "bytes": len(model), "sha256": hashlib.sha256(model).hexdigest()}
+    return {
+        "file": TOKENIZER_FILE,
+        "bytes": len(model),
+        "sha256": hashlib.sha256(model).hexdigest(),
+    }

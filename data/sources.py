@@ -1,6 +1,7 @@
 """Text from files: plain, JSONL, and gzip of both; a folder is walked in sorted order.
 
-Imports nothing of ours. Every byte counts: no newline translation, no BOM removal, no normalisation. What is not valid
+Imports nothing of ours. Every byte counts: no newline translation, no BOM removal, no
+normalisation. What is not valid
 text is named as file:offset or file:line and refused, or handed to `report` and left out.
 """
 
@@ -18,6 +19,7 @@ Report = Callable[[str], None]
 
 class Document(NamedTuple):
     """One document: where it comes from, and its text."""
+
     name: str
     text: str
 
@@ -28,22 +30,27 @@ def refuse(message: str) -> None:
 
 
 def list_files(inputs: Iterable[Path | str]) -> list[Path]:
-    """The regular files of `inputs`, in order; folders recursively, sorted, without hidden entries, __pycache__ or linked folders.
+    """The regular files of `inputs`, in order; folders recursively, sorted, without hidden entries,
+    __pycache__ or linked folders.
 
     Raises ValueError for a path that is not there, or when no file is found.
     """
     inputs = [Path(path) for path in inputs]
     files = [file for path in inputs for file in _expand(path)]
     if not files:
-        raise ValueError(f"no files in {', '.join(map(str, inputs))}: give --input files or folders that hold text")
+        raise ValueError(
+            f"no files in {', '.join(map(str, inputs))}: give --input files or folders that hold text"
+        )
     return files
 
 
-def read_documents(inputs: Iterable[Path | str], text_field: str = "text",
-                   report: Report = refuse) -> Iterator[Document]:
+def read_documents(
+    inputs: Iterable[Path | str], text_field: str = "text", report: Report = refuse
+) -> Iterator[Document]:
     """The documents of all `inputs` in order: one per text file, one per line of a .jsonl file.
 
-    Raises ValueError (or calls `report` and goes on) for text that is not UTF-8, a lone surrogate, a bad line or
+    Raises ValueError (or calls `report` and goes on) for text that is not UTF-8, a lone surrogate,
+    a bad line or
     damaged gzip.
     """
     for path in list_files(inputs):
@@ -63,9 +70,11 @@ def decode(content: bytes, path: Path | str, report: Report = refuse) -> str | N
 
 
 def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
-    """Join the documents of one directory, which must follow each other, into one; a comment line names each.
+    """Join the documents of one directory, which must follow each other, into one; a comment line
+    names each.
 
-    Short files packed into a long row are not long context: a directory is a text whose parts refer to each other.
+    Short files packed into a long row are not long context: a directory is a text whose parts refer
+    to each other.
     """
     directory, parts = None, []
     for document in documents:
@@ -90,7 +99,9 @@ def _expand(path: Path) -> Iterator[Path]:
         yield path
     elif path.is_dir():
         for folder, folders, names in os.walk(path):
-            folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+            folders[:] = sorted(
+                name for name in folders if not name.startswith(".") and name != "__pycache__"
+            )
             found = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
             yield from (file for file in found if file.is_file())
     else:
@@ -123,7 +134,9 @@ def _read_text(path: Path, report: Report) -> Iterator[Document]:
 def _read_jsonl(path: Path, text_field: str, report: Report) -> Iterator[Document]:
     with _readable(path, report), _open(path) as file:
         for number, line in enumerate(file, start=1):
-            text = _parse_line(line, f"{path}:{number}", text_field, report) if line.strip() else None
+            text = (
+                _parse_line(line, f"{path}:{number}", text_field, report) if line.strip() else None
+            )
             if text is not None:
                 yield Document(f"{path}:{number}", text)
 
@@ -134,10 +147,18 @@ def _parse_line(line: bytes, place: str, text_field: str, report: Report) -> str
     except (ValueError, RecursionError) as error:
         return report(f"{place}: this line is not JSON ({error})")
     if not isinstance(record, dict) or not isinstance(text := record.get(text_field), str):
-        fields = ", ".join(map(str, list(record)[:8])) if isinstance(record, dict) else type(record).__name__
-        return report(f"{place}: there is no string field {text_field!r} (found: {fields}); set --text_field")
+        fields = (
+            ", ".join(map(str, list(record)[:8]))
+            if isinstance(record, dict)
+            else type(record).__name__
+        )
+        return report(
+            f"{place}: there is no string field {text_field!r} (found: {fields}); set --text_field"
+        )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return report(f"{place}: character {error.start} of {text_field!r} is a lone surrogate, which is no text")
+        return report(
+            f"{place}: character {error.start} of {text_field!r} is a lone surrogate, which is no text"
+        )
     return text

@@ -1,8 +1,11 @@
 """A lossless sentencepiece tokenizer: decode(encode(text)) == text for every valid Unicode string.
 
-Imports data.foreign. Three things make it lossless: no normalisation and no dummy prefix, byte pieces for whatever
-the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always spelled as its three byte pieces.
-The end-of-document piece is a *control* piece: no text, `<|endoftext|>` included, ever encodes to it.
+Imports data.foreign. Three things make it lossless: no normalisation and no dummy prefix, byte
+pieces for whatever
+the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always spelled as its three
+byte pieces.
+The end-of-document piece is a *control* piece: no text, `<|endoftext|>` included, ever encodes to
+it.
 """
 
 import codecs
@@ -19,34 +22,59 @@ import sentencepiece
 from data.foreign import refuse_pickle
 
 EOD_PIECE = "<|endoftext|>"
-SPACE_MARK = "\u2581"  # sentencepiece writes a space as this character, so the character itself needs byte pieces
-CHUNK_CHARS = 8192  # encoding cost grows with the text's length (agenda leaves the cache): 2.5x faster than 1 MiB chunks
-TRAIN_CHUNK_CHARS = 65536  # the trainer drops any "sentence" over 4 MiB, or that holds U+2585: keep what it drops small
+# sentencepiece writes a space as this character, so the character itself needs byte pieces
+SPACE_MARK = "\u2581"
+# encoding cost grows with the text's length (agenda leaves the cache): 2.5x faster than 1 MiB
+# chunks
+CHUNK_CHARS = 8192
+# the trainer drops any "sentence" over 4 MiB, or that holds U+2585: keep what it drops small
+TRAIN_CHUNK_CHARS = 65536
 TRAIN_FLAGS = dict(
-    model_type="bpe", normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-    byte_fallback=True, allow_whitespace_only_pieces=True, split_digits=True, max_sentence_length=4194304,
-    unk_id=1, eos_id=0, bos_id=-1, pad_id=-1, eos_piece=EOD_PIECE, minloglevel=2,
-    num_threads=2,  # recorded in the model file: pinned, so that its SHA-256 does not depend on the machine
+    model_type="bpe",
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    add_dummy_prefix=False,
+    byte_fallback=True,
+    allow_whitespace_only_pieces=True,
+    split_digits=True,
+    max_sentence_length=4194304,
+    unk_id=1,
+    eos_id=0,
+    bos_id=-1,
+    pad_id=-1,
+    eos_piece=EOD_PIECE,
+    minloglevel=2,
+    # recorded in the model file: pinned, so that its SHA-256 does not depend on the machine
+    num_threads=2,
 )
 MIN_VOCAB_SIZE = 2 + 256 + 1  # end of document, unknown, the bytes, and at least one character
 LOSSLESS_PROBE = "  a\tb\r\n\n \x00 <|endoftext|> \u2581\u00e9 \ufeff\U0001f600 "
 
 
-def train(documents: Iterable[str], vocab_size: int, path: Path | str, character_coverage: float = 1.0) -> "Tokenizer":
-    """Train a BPE tokenizer on whole documents and write it to `path`; the same documents give the same bytes.
+def train(
+    documents: Iterable[str], vocab_size: int, path: Path | str, character_coverage: float = 1.0
+) -> "Tokenizer":
+    """Train a BPE tokenizer on whole documents and write it to `path`; the same documents give the
+    same bytes.
 
     Raises ValueError when `vocab_size` is impossible for this text, naming a size that works.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(f"vocab_size is {vocab_size}, but 256 byte pieces and 2 control pieces are always there: "
-                         f"use at least {MIN_VOCAB_SIZE}, better 1024 or more")
+        raise ValueError(
+            f"vocab_size is {vocab_size}, but 256 byte pieces and 2 control pieces are always there: "
+            f"use at least {MIN_VOCAB_SIZE}, better 1024 or more"
+        )
     if not 0.9 <= character_coverage <= 1:
         raise ValueError(f"character_coverage is {character_coverage}: allowed are 0.9 to 1.0")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_chunks(documents), model_writer=model, vocab_size=vocab_size,
-            character_coverage=character_coverage, **TRAIN_FLAGS)
+            sentence_iterator=_training_chunks(documents),
+            model_writer=model,
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            **TRAIN_FLAGS,
+        )
     except RuntimeError as error:
         raise ValueError(_explain_training_failure(str(error), vocab_size)) from None
     Path(path).write_bytes(model.getvalue())
@@ -60,13 +88,19 @@ def _training_chunks(documents: Iterable[str]) -> Iterator[str]:
 
 def _explain_training_failure(message: str, vocab_size: int) -> str:
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
-        return (f"vocab_size is {vocab_size}, but this text has so many different characters that it needs more than "
-                f"{found[1]}: use a larger --vocab_size, or --character_coverage 0.9995 (rare ones become byte pieces)")
+        return (
+            f"vocab_size is {vocab_size}, but this text has so many different characters that it needs more than "
+            f"{found[1]}: use a larger --vocab_size, or --character_coverage 0.9995 (rare ones become byte pieces)"
+        )
     if found := re.search(r"set it to a value <= (\d+)", message):
-        return (f"vocab_size is {vocab_size}, but this text is too small to fill it: "
-                f"use --vocab_size {found[1]} or less, or more text")
-    return (f"a tokenizer of vocab_size {vocab_size} cannot be trained on this text: use more text, a smaller "
-            f"--vocab_size (at least {MIN_VOCAB_SIZE}), or --tokenizer PATH ({message.strip().splitlines()[-1]})")
+        return (
+            f"vocab_size is {vocab_size}, but this text is too small to fill it: "
+            f"use --vocab_size {found[1]} or less, or more text"
+        )
+    return (
+        f"a tokenizer of vocab_size {vocab_size} cannot be trained on this text: use more text, a smaller "
+        f"--vocab_size (at least {MIN_VOCAB_SIZE}), or --tokenizer PATH ({message.strip().splitlines()[-1]})"
+    )
 
 
 def _chunks(text: str, size: int) -> Iterator[str]:
@@ -83,36 +117,51 @@ def _chunks(text: str, size: int) -> Iterator[str]:
 class Tokenizer:
     """A sentencepiece model file: `encode`, `decode`, `vocab_size`, `eod_id`, `sha256`.
 
-    Raises ValueError when the file is missing, is no sentencepiece model, or would not give the text back exactly.
+    Raises ValueError when the file is missing, is no sentencepiece model, or would not give the
+    text back exactly.
     """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         if not self.path.is_file():
-            raise ValueError(f"tokenizer {self.path} is not a file: give a sentencepiece .model file, "
-                             "or train one with --vocab_size N")
-        refuse_pickle(self.path, "give a sentencepiece .model file, or train one with --vocab_size N")
+            raise ValueError(
+                f"tokenizer {self.path} is not a file: give a sentencepiece .model file, "
+                "or train one with --vocab_size N"
+            )
+        refuse_pickle(
+            self.path, "give a sentencepiece .model file, or train one with --vocab_size N"
+        )
         model = self.path.read_bytes()
         self.sha256 = hashlib.sha256(model).hexdigest()
         self._processor = _load(model, self.path)
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod_id: int = self._processor.eos_id()
-        self._mark_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        self._mark_ids = [
+            self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()
+        ]
         self._require_lossless()
 
     def _require_lossless(self) -> None:
         try:
             self._pieces
         except UnicodeDecodeError as error:
-            raise ValueError(f"tokenizer {self.path} is damaged: a piece is not UTF-8 ({error}): copy the file again, or "
-                             "train one with --vocab_size N") from None
+            raise ValueError(
+                f"tokenizer {self.path} is damaged: a piece is not UTF-8 ({error}): copy the file again, or "
+                "train one with --vocab_size N"
+            ) from None
         if self.eod_id < 0 or not self._processor.is_control(self.eod_id):
-            raise ValueError(f"tokenizer {self.path} has no end-of-document control piece (eos_id): "
-                             "train one with --vocab_size N")
-        if not all(self._processor.is_byte(i) for i in self._mark_ids) or \
-                self.decode(self.encode(LOSSLESS_PROBE)) != LOSSLESS_PROBE:
-            raise ValueError(f"tokenizer {self.path} is not lossless (normalisation, a dummy prefix or no byte pieces): "
-                             "train one with --vocab_size N")
+            raise ValueError(
+                f"tokenizer {self.path} has no end-of-document control piece (eos_id): "
+                "train one with --vocab_size N"
+            )
+        if (
+            not all(self._processor.is_byte(i) for i in self._mark_ids)
+            or self.decode(self.encode(LOSSLESS_PROBE)) != LOSSLESS_PROBE
+        ):
+            raise ValueError(
+                f"tokenizer {self.path} is not lossless (normalisation, a dummy prefix or no byte pieces): "
+                "train one with --vocab_size N"
+            )
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without an end-of-document id. Raises ValueError for a lone surrogate."""
@@ -130,7 +179,9 @@ class Tokenizer:
         return np.array(self.encode(text), dtype=np.uint32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; control pieces are silent, broken UTF-8 (which no text encodes to) becomes U+FFFD."""
+        """The text of `ids`; control pieces are silent, broken UTF-8 (which no text encodes to)
+        becomes U+FFFD.
+        """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -140,8 +191,10 @@ class Tokenizer:
     def piece_bytes(self, index: int) -> bytes:
         """The bytes that one id stands for: b"" for a control piece."""
         if not 0 <= index < self.vocab_size:
-            raise ValueError(f"token id {index} is outside the tokenizer's vocabulary of {self.vocab_size}: "
-                             "these ids come from another tokenizer")
+            raise ValueError(
+                f"token id {index} is outside the tokenizer's vocabulary of {self.vocab_size}: "
+                "these ids come from another tokenizer"
+            )
         return self._pieces[index]
 
     def stream(self) -> "StreamDecoder":
@@ -167,7 +220,9 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text as they arrive; a character whose bytes are incomplete waits for the next id."""
+    """Turns ids into text as they arrive; a character whose bytes are incomplete waits for the next
+    id.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -187,8 +242,10 @@ def require_encodable(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which is no "
-                         "Unicode text: repair the source, or skip it with --on_error skip") from None
+        raise ValueError(
+            f"character {error.start} is the lone surrogate U+{ord(text[error.start]):04X}, which is no "
+            "Unicode text: repair the source, or skip it with --on_error skip"
+        ) from None
 
 
 def _load(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
@@ -198,6 +255,8 @@ def _load(model: bytes, path: Path) -> sentencepiece.SentencePieceProcessor:
     except (RuntimeError, ValueError):
         loaded = False
     if not loaded or processor.get_piece_size() == 0:
-        raise ValueError(f"tokenizer {path} is not a sentencepiece model (damaged, or another format): "
-                         "give a .model file, or train one with --vocab_size N")
+        raise ValueError(
+            f"tokenizer {path} is not a sentencepiece model (damaged, or another format): "
+            "give a .model file, or train one with --vocab_size N"
+        )
     return processor

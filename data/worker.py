@@ -1,7 +1,10 @@
-"""Encoding processes that know nothing of their parent: batches of text in by pipe, ids out by pipe.
+"""Encoding processes that know nothing of their parent: batches of text in by pipe, ids out by
+pipe.
 
-Imports data.tokenizer. Plain child processes rather than multiprocessing's: they never import the caller's main module (and
-torch with it), work from any script or prompt, and end when their parent does, however that ends: their input closes.
+Imports data.tokenizer. Plain child processes rather than multiprocessing's: they never import the
+caller's main module (and
+torch with it), work from any script or prompt, and end when their parent does, however that ends:
+their input closes.
 A message is a count, that many lengths (uint64, little-endian), and the parts one after the other.
 """
 
@@ -23,8 +26,12 @@ class Worker:
     def __init__(self, tokenizer: Path):
         root = str(Path(__file__).resolve().parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen([sys.executable, "-m", "data.worker", str(tokenizer)], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "data.worker", str(tokenizer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """The ids of each UTF-8 text, uint32. Raises ChildProcessError when the process is gone."""
@@ -34,7 +41,9 @@ class Worker:
         except BrokenPipeError:
             parts = None
         if parts is None:
-            raise ChildProcessError("an encoding process ended early, most likely for want of memory: use --workers 1")
+            raise ChildProcessError(
+                "an encoding process ended early, most likely for want of memory: use --workers 1"
+            )
         return [np.frombuffer(part, dtype="<u4") for part in parts]
 
     def close(self) -> None:
@@ -61,10 +70,15 @@ def _receive(pipe: BinaryIO) -> list[bytes] | None:
 
 
 def _serve(tokenizer: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides
     model = Tokenizer(tokenizer)
     while (texts := _receive(sys.stdin.buffer)) is not None:
-        _send(sys.stdout.buffer, [np.array(model.encode(text.decode()), dtype="<u4").tobytes() for text in texts])
+        _send(
+            sys.stdout.buffer,
+            [np.array(model.encode(text.decode()), dtype="<u4").tobytes() for text in texts],
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What a layer keeps for its backward, and where: checkpointing, offload to the host, tiled MLP, attention by groups of heads.
+"""What a layer keeps for its backward, and where: checkpointing, offload to the host, tiled MLP,
+attention by groups of heads.
 
-Each lever is a function taking the model and changes no result: what is not kept is computed again. Imports model.py of ours.
+Each lever is a function taking the model and changes no result: what is not kept is computed again.
+Imports model.py of ours.
 """
 
 import contextlib
@@ -11,46 +13,71 @@ import weakref
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from model import Decoder
 
-ATTENTION_OPS = {  # what selective checkpointing keeps: the one part of a layer whose time grows with the square of the length
-    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-    "longhaul::nsa_forward", "longhaul::nsa_triton_forward"}
+# what selective checkpointing keeps: the one part of a layer whose time grows with the square of
+# the length
+ATTENTION_OPS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "longhaul::nsa_forward",
+    "longhaul::nsa_triton_forward",
+}
 
 
 # ---- checkpointing
 
 
 def checkpoint_layers(model: Decoder, selective: bool = False, offload: bool = False):
-    """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al. 2016).
+    """Keep one input [B, T, D] per layer and run the layer again in the backward (Chen et al.
+    2016).
 
-    selective: attention's outputs are kept too, so that its forward runs once. offload: the inputs wait on the host.
+    selective: attention's outputs are kept too, so that its forward runs once. offload: the inputs
+    wait on the host.
     """
-    options = dict(context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention)) if selective else {}
+    options = (
+        dict(context_fn=functools.partial(create_selective_checkpoint_contexts, _keep_attention))
+        if selective
+        else {}
+    )
     host = HostCopies() if offload else None
     for layer in model.layers:
-        kept = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
+        kept = functools.partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options
+        )
         layer.forward = functools.partial(_offloaded, host, kept) if offload else kept
 
 
 def _keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op.name().split(".")[0] in ATTENTION_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if op.name().split(".")[0] in ATTENTION_OPS
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 # ---- offload
 
 
 def _offloaded(host: "HostCopies", forward, *args):
-    """A checkpoint saves its inputs outside of itself: the hooks see those alone, never what the layer computes again."""
+    """A checkpoint saves its inputs outside of itself: the hooks see those alone, never what the
+    layer computes again.
+    """
     with torch.autograd.graph.saved_tensors_hooks(host.pack, host.unpack):
         return forward(*args)
 
 
 class HostCopies:
-    """Layer inputs [B, T, D] in pinned host memory. On CUDA a stream of their own copies them behind the computation: out while
+    """Layer inputs [B, T, D] in pinned host memory. On CUDA a stream of their own copies them
+    behind the computation: out while
     the layer runs, back one layer ahead of the backward. Elsewhere the copies are plain."""
 
     def __init__(self):
@@ -106,7 +133,12 @@ class _Handle:
 
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, pinned where x is on CUDA; on meta, of no device."""
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.device.type == "cuda", device="meta" if x.is_meta else "cpu")
+    host = torch.empty(
+        x.shape,
+        dtype=x.dtype,
+        pin_memory=x.device.type == "cuda",
+        device="meta" if x.is_meta else "cpu",
+    )
     return host.copy_(x, non_blocking=True)
 
 
@@ -115,13 +147,15 @@ def from_host(host: Tensor, device: torch.device) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-# ---- parts: a function of [B, T, D] and weights that saves its input alone and is run again in the backward, part by part
+# --- parts: a function of [B, T, D] and weights that saves its input alone and is run again in the backward, part by part
 
 
 class _Keep(torch.autograd.Function):
-    """Identity that saves x and the weights; its backward gets the output's gradient through `_Run` and computes theirs.
+    """Identity that saves x and the weights; its backward gets the output's gradient through `_Run`
+    and computes theirs.
 
-    Two functions and not one: inside a checkpoint, which stops running a layer again at its last saved tensor, `_Run` of the MLP
+    Two functions and not one: inside a checkpoint, which stops running a layer again at its last
+    saved tensor, `_Run` of the MLP
     then never runs a second time for nothing.
     """
 
@@ -157,14 +191,18 @@ def _again(run, leaves: list[Tensor], dy: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Parts:
-    """A module whose forward goes part by part. `twin` has the module's plain forward and shares its parameters."""
+    """A module whose forward goes part by part. `twin` has the module's plain forward and shares
+    its parameters.
+    """
 
     def __init__(self, module: torch.nn.Module):
         self.module, self.twin = module, copy.copy(module)
         self.names = [name for name, _ in module.named_parameters()]
 
     def weights(self) -> list[Tensor]:
-        found = dict(self.module.named_parameters())  # read at each call: FSDP puts whole parameters in their place
+        found = dict(
+            self.module.named_parameters()
+        )  # read at each call: FSDP puts whole parameters in their place
         return [found[name] for name in self.names]
 
     def call(self, x, weights, *args) -> Tensor:
@@ -185,8 +223,11 @@ def _wide_sum(w: Tensor) -> Tensor:
 
 
 def tile_mlp(model: Decoder, tiles: int):
-    """Run each MLP over `tiles` parts of the tokens, forward and backward: its [N, F] activations exist for one part at a time
-    (Sequence Tiling of ALST, Bekman et al. 2025). Weight gradients are summed over the parts in fp32."""
+    """Run each MLP over `tiles` parts of the tokens, forward and backward: its [N, F] activations
+    exist for one part at a time
+    (Sequence Tiling of ALST, Bekman et al. 2025). Weight gradients are summed over the parts in
+    fp32.
+    """
     for layer in model.layers:
         parts = _Parts(layer.mlp)
         layer.mlp.forward = functools.partial(_tiled, parts, tiles)
@@ -211,8 +252,13 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
         dx, sums = torch.empty_like(x), [_wide_sum(w) for w in weights]
         xs, dys, dxs = split(x), split(dy), split(dx)
         for tile in range(len(xs)):
-            add(_again(lambda x, *w: parts.call(x, w), [xs[tile], *weights], dys[tile]), dxs[tile], sums)
+            add(
+                _again(lambda x, *w: parts.call(x, w), [xs[tile], *weights], dys[tile]),
+                dxs[tile],
+                sums,
+            )
         return dx, *(total.to(w.dtype) for total, w in zip(sums, weights))
+
     return parts.run(forward, gradients, x_BTD.contiguous())
 
 
@@ -220,27 +266,39 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
 
 
 def group_heads(model: Decoder, groups: int):
-    """Run attention for `groups` groups of KV heads in turn, with their query heads: queries, keys, values and outputs exist for
-    one group at a time. The backward runs a group's forward again, so that attention runs once more than without."""
+    """Run attention for `groups` groups of KV heads in turn, with their query heads: queries, keys,
+    values and outputs exist for
+    one group at a time. The backward runs a group's forward again, so that attention runs once more
+    than without.
+    """
     for layer in model.layers:
-        layer.attention.forward = functools.partial(_grouped, _Heads(layer.attention), groups, model.config)
+        layer.attention.forward = functools.partial(
+            _grouped, _Heads(layer.attention), groups, model.config
+        )
 
 
 class _Heads(_Parts):
-    """An attention layer without its output projection: what every group writes into the same [B, T, D], sums and gradients of x,
+    """An attention layer without its output projection: what every group writes into the same [B,
+    T, D], sums and gradients of x,
     goes there by the products themselves, so that no group has a [B, T, D] of its own."""
 
     def __init__(self, attention: torch.nn.Module):
         super().__init__(attention)
         self.plain, self.twin = self.twin, copy.copy(attention)
-        self.sums = {name: _Summing(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")}
+        self.sums = {
+            name: _Summing(getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")
+        }
         self.twin._modules = dict(attention._modules) | self.sums | dict(o_proj=torch.nn.Identity())
         self.inner = [name for name in self.names if name != OUT]
 
     def outputs(self, x, weights: dict, rope, documents, dx: Tensor | None = None) -> Tensor:
-        """[B, T, H*K] of the heads whose weights are given; the projections add the gradient of x to `dx`."""
+        """[B, T, H*K] of the heads whose weights are given; the projections add the gradient of x
+        to `dx`.
+        """
         self._add_to(dx)
-        outputs = functional_call(self.twin, {name: weights[name] for name in self.inner}, (x, rope, documents))
+        outputs = functional_call(
+            self.twin, {name: weights[name] for name in self.inner}, (x, rope, documents)
+        )
         self._add_to(None)
         return outputs
 
@@ -253,7 +311,9 @@ OUT = "o_proj.weight"
 
 
 class _Summing(torch.nn.Module):
-    """y = x w^T; in the backward dx += dy w in place, where autograd would hold three gradients of x to sum them."""
+    """y = x w^T; in the backward dx += dy w in place, where autograd would hold three gradients of
+    x to sum them.
+    """
 
     def __init__(self, linear: torch.nn.Module):
         super().__init__()
@@ -280,7 +340,9 @@ class _Project(torch.autograd.Function):
         return None, dy.T @ x.flatten(0, -2), None
 
 
-def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
+def _grouped(
+    parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=None, cache=None
+) -> Tensor:
     if cache is not None:
         return parts.plain(x_BTD, rope, documents, cache)
     slices = [head_slices(parts.names, config, group, groups) for group in range(groups)]
@@ -292,11 +354,19 @@ def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=
         y = torch.zeros_like(x)
         for takes in slices:
             own = taken(weights, takes)
-            y.view(-1, y.shape[-1]).addmm_(parts.outputs(x, own, rope, documents).flatten(0, 1), own[OUT].T.to(x.dtype))
+            y.view(-1, y.shape[-1]).addmm_(
+                parts.outputs(x, own, rope, documents).flatten(0, 1), own[OUT].T.to(x.dtype)
+            )
         return y
 
     def gradients(dy, x, *weights):
-        dx, dweights = torch.zeros_like(x), [_wide_sum(w) if take is _whole else torch.zeros_like(w) for take, w in zip(slices[0], weights)]
+        dx, dweights = (
+            torch.zeros_like(x),
+            [
+                _wide_sum(w) if take is _whole else torch.zeros_like(w)
+                for take, w in zip(slices[0], weights)
+            ],
+        )
         for takes in slices:
             add(backward(dy, x, taken(weights, takes), dx), takes, dweights)
         return dx, *(total.to(w.dtype) for total, w in zip(dweights, weights))
@@ -319,6 +389,7 @@ def _grouped(parts: _Heads, groups: int, config, x_BTD: Tensor, rope, documents=
         if rest is not None:  # of what reads x beside the three projections
             dx += rest
         return dict(zip(own, grads)) | {OUT: dout}
+
     return parts.run(forward, gradients, x_BTD.contiguous())
 
 
@@ -327,13 +398,21 @@ def _flat(w: Tensor) -> Tensor:
 
 
 def head_slices(names: list[str], config, group: int, groups: int) -> list:
-    """For each parameter of an attention layer, a function that takes the view of it that one group of heads uses."""
+    """For each parameter of an attention layer, a function that takes the view of it that one group
+    of heads uses.
+    """
     K, queries, keys = config.head_dim, config.num_heads // groups, config.num_kv_heads // groups
 
     def span(width):
         return slice(group * width, (group + 1) * width)
-    rows = {"q_proj.weight": queries * K, "k_proj.weight": keys * K, "v_proj.weight": keys * K,
-            "sparse.gate.weight": 3 * queries, "sparse.gate.bias": 3 * queries}
+
+    rows = {
+        "q_proj.weight": queries * K,
+        "k_proj.weight": keys * K,
+        "v_proj.weight": keys * K,
+        "sparse.gate.weight": 3 * queries,
+        "sparse.gate.bias": 3 * queries,
+    }
     takes = {name: functools.partial(_rows, where=span(width)) for name, width in rows.items()}
     takes[OUT] = lambda w: w[:, span(queries * K)]
     takes["sparse.kv_proj.weight"] = lambda w: w.unflatten(0, (4, -1))[:, span(keys * K)]

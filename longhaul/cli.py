@@ -1,4 +1,5 @@
-"""Command lines: dataclass -> argparse, both spellings of a flag, unknown flags answered with the nearest known one.
+"""Command lines: dataclass -> argparse, both spellings of a flag, unknown flags answered with the
+nearest known one.
 
 Imports the standard library alone.
 """
@@ -12,13 +13,20 @@ from pathlib import Path
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with no abbreviations, `--a-b` equal to `--a_b`, and one-line errors (exit code 2) that name the remedy."""
+    """argparse with no abbreviations, `--a-b` equal to `--a_b`, and one-line errors (exit code 2)
+    that name the remedy.
+    """
 
     def __init__(self, **kwargs):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs
+        )
 
     def add_argument(self, *names, **kwargs):
-        names = [name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name in names]
+        names = [
+            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
+            for name in names
+        ]
         return super().add_argument(*names, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
@@ -46,9 +54,18 @@ def _underscored(arg: str) -> str:
     return "--" + name[2:].replace("-", "_") + equals + value
 
 
-def flag(default, help: str, aliases: tuple[str, ...] = (), choices: tuple | None = None, bare=None, many: bool = False,
-         group: str = ""):
-    """A dataclass field that is also a command-line flag; `bare` is the value of the flag given without one."""
+def flag(
+    default,
+    help: str,
+    aliases: tuple[str, ...] = (),
+    choices: tuple | None = None,
+    bare=None,
+    many: bool = False,
+    group: str = "",
+):
+    """A dataclass field that is also a command-line flag; `bare` is the value of the flag given
+    without one.
+    """
     metadata = dict(help=help, aliases=aliases, choices=choices, bare=bare, many=many, group=group)
     if many:
         return field(default_factory=lambda: tuple(default), metadata=metadata)
@@ -56,12 +73,17 @@ def flag(default, help: str, aliases: tuple[str, ...] = (), choices: tuple | Non
 
 
 def parse(cls, args: list[str] | None = None, description: str = ""):
-    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults; ValueError for what is wrong."""
+    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults;
+    ValueError for what is wrong.
+    """
     parser = build_parser(cls, description)
     parser.error = _raise
     given = vars(parser.parse_args(args))
     from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in {**from_file, **given}.items()}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in {**from_file, **given}.items()
+    }
     return cls(**given)
 
 
@@ -70,7 +92,9 @@ def _raise(message: str):
 
 
 def build_parser(cls, description: str = "") -> Parser:
-    """One flag per field of `cls`; a flag that is not given is absent, so that given and default can be told apart."""
+    """One flag per field of `cls`; a flag that is not given is absent, so that given and default
+    can be told apart.
+    """
     parser = Parser(description=description)
     groups = {}
     for spec in fields(cls):
@@ -82,9 +106,15 @@ def build_parser(cls, description: str = "") -> Parser:
 
 def _add_flag(group, spec):
     meta = spec.metadata
-    default = spec.default if spec.default is not MISSING else " ".join(spec.default_factory()) or "none"
+    default = (
+        spec.default if spec.default is not MISSING else " ".join(spec.default_factory()) or "none"
+    )
     names = [f"--{name}" for name in (spec.name, *meta["aliases"])]
-    kind = dict(type=_type_of(spec), choices=meta["choices"], metavar=None if meta["choices"] else spec.name.upper().split("_")[-1])
+    kind = dict(
+        type=_type_of(spec),
+        choices=meta["choices"],
+        metavar=None if meta["choices"] else spec.name.upper().split("_")[-1],
+    )
     if spec.type is bool:
         names += [f"--no_{spec.name}"]
         kind = dict(action=_Switch, nargs=0)
@@ -92,7 +122,13 @@ def _add_flag(group, spec):
         kind.update(nargs="?", const=meta["bare"])
     elif meta["many"]:
         kind.update(nargs="+")
-    group.add_argument(*names, dest=spec.name, default=argparse.SUPPRESS, help=f"{meta['help']} (default: {default})", **kind)
+    group.add_argument(
+        *names,
+        dest=spec.name,
+        default=argparse.SUPPRESS,
+        help=f"{meta['help']} (default: {default})",
+        **kind,
+    )
 
 
 class _Switch(argparse.Action):
@@ -104,17 +140,27 @@ class _Switch(argparse.Action):
 
 def _type_of(spec):
     base = {"int": int, "float": float, "str": str}
-    name = spec.type if isinstance(spec.type, str) else getattr(spec.type, "__name__", str(spec.type))
+    name = (
+        spec.type if isinstance(spec.type, str) else getattr(spec.type, "__name__", str(spec.type))
+    )
     return next((kind for key, kind in base.items() if key in name), str)
 
 
 def read_toml(cls, path: str, parser: Parser) -> dict:
-    """Values of a TOML file by field name or alias; tables only group keys. Errors name file and key."""
+    """Values of a TOML file by field name or alias; tables only group keys. Errors name file and
+    key.
+    """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # TOMLDecodeError is a ValueError, as is a number of too many digits
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError is a ValueError, as is a number of too many digits
         parser.error(f"--config {path}: {error}")
-    names = {alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])}
+    names = {
+        alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])
+    }
     values = {}
     for key, value in _flatten(table):
         spec = names.get(key.replace("-", "_"))
@@ -138,7 +184,7 @@ def _checked(spec, value, where: str, parser: Parser):
     if spec.metadata["many"]:
         fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return tuple(value) if fine else parser.error(f"{where}={value!r}: give a list of strings")
-    if type(value) is int and not -2**63 <= value < 2**63:
+    if type(value) is int and not -(2**63) <= value < 2**63:
         parser.error(f"{where} has {len(str(value))} digits: give a number below 2^63")
     if wanted is float and type(value) is int:
         value = float(value)

@@ -1,6 +1,8 @@
-"""Whether a checkpoint's manifest and files say what they must, whoever wrote them: hashes prove only that nothing changed since.
+"""Whether a checkpoint's manifest and files say what they must, whoever wrote them: hashes prove
+only that nothing changed since.
 
-Imports model.py, longhaul.storage and longhaul.weights of ours. What is wrong is a ValueError of a few words; checkpoint.py names the folder.
+Imports model.py, longhaul.storage and longhaul.weights of ours. What is wrong is a ValueError of a
+few words; checkpoint.py names the folder.
 """
 
 import dataclasses
@@ -16,7 +18,9 @@ TABLES = ("data", "config", "model_config", "files")
 
 
 def check_manifest(manifest: dict):
-    """ValueError unless every value that is read later has the type, and every range of rows the bounds, that it must have."""
+    """ValueError unless every value that is read later has the type, and every range of rows the
+    bounds, that it must have.
+    """
     for name in NUMBERS:
         if not _is_count(manifest[name]):
             raise ValueError(f"{name} is {_short(manifest[name])}")
@@ -29,7 +33,9 @@ def check_manifest(manifest: dict):
 
 
 def _check_skips(skips):
-    pairs = isinstance(skips, list) and all(isinstance(one, list) and len(one) == 2 and all(map(_is_count, one)) for one in skips)
+    pairs = isinstance(skips, list) and all(
+        isinstance(one, list) and len(one) == 2 and all(map(_is_count, one)) for one in skips
+    )
     if not pairs or any(begin >= end for begin, end in skips):
         raise ValueError(f"the rows left out are {_short(skips)}")
 
@@ -38,25 +44,44 @@ def _check_file(name: str, entry):
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise ValueError(f"it names {_short(name)}, which is not a plain file of this folder")
     kinds = dict(bytes=int, blocks=list, rows=dict, shapes=dict)
-    if not isinstance(entry, dict) or any(not isinstance(entry.get(key), kind) for key, kind in kinds.items()) or not _is_count(entry["bytes"]):
+    if (
+        not isinstance(entry, dict)
+        or any(not isinstance(entry.get(key), kind) for key, kind in kinds.items())
+        or not _is_count(entry["bytes"])
+    ):
         raise ValueError(f"{name} is not described by bytes, blocks, rows and shapes")
-    if len(entry["blocks"]) != -(-entry["bytes"] // storage.BLOCK) or entry["rows"].keys() != entry["shapes"].keys():
-        raise ValueError(f"{name} has {len(entry['blocks'])} digests for {entry['bytes']} bytes, or rows and shapes of other tensors")
+    if (
+        len(entry["blocks"]) != -(-entry["bytes"] // storage.BLOCK)
+        or entry["rows"].keys() != entry["shapes"].keys()
+    ):
+        raise ValueError(
+            f"{name} has {len(entry['blocks'])} digests for {entry['bytes']} bytes, or rows and shapes of other tensors"
+        )
     for tensor, rows in entry["rows"].items():
         shape = entry["shapes"][tensor]
-        fine = all(isinstance(one, list) and all(map(_is_count, one)) for one in (rows, shape)) and len(rows) == 2 and shape
+        fine = (
+            all(isinstance(one, list) and all(map(_is_count, one)) for one in (rows, shape))
+            and len(rows) == 2
+            and shape
+        )
         if not fine or not rows[0] <= rows[1] <= shape[0]:
-            raise ValueError(f"{name} holds rows {_short(rows)} of a tensor of shape {_short(shape)}")
+            raise ValueError(
+                f"{name} holds rows {_short(rows)} of a tensor of shape {_short(shape)}"
+            )
 
 
 def check_tensors(path: Path, entry: dict):
-    """ValueError unless the file holds the rows that its entry of the manifest says. Reads the header alone."""
+    """ValueError unless the file holds the rows that its entry of the manifest says. Reads the
+    header alone.
+    """
     with weights.opened(path) as source:
         for name in entry["rows"].keys() - set(source.keys()):
             raise ValueError(f"{path.name} lacks {_short(name)}")
         for name, (begin, end) in entry["rows"].items():
             if source.get_slice(name).get_shape() != [end - begin, *entry["shapes"][name][1:]]:
-                raise ValueError(f"{path.name} holds {_short(name)} in another shape than the manifest says")
+                raise ValueError(
+                    f"{path.name} holds {_short(name)} in another shape than the manifest says"
+                )
 
 
 def check_model(manifest: dict, shapes: dict[str, tuple[int, ...]]):
@@ -65,7 +90,9 @@ def check_model(manifest: dict, shapes: dict[str, tuple[int, ...]]):
     for entry in manifest["files"].values():
         for name in entry["rows"].keys() & shapes.keys():
             if tuple(entry["shapes"][name]) != shapes[name]:
-                raise ValueError(f"{name} has shape {entry['shapes'][name]}, its configuration says {list(shapes[name])}")
+                raise ValueError(
+                    f"{name} has shape {entry['shapes'][name]}, its configuration says {list(shapes[name])}"
+                )
             held[name] += entry["rows"][name][1] - entry["rows"][name][0]
     lacking = [name for name, shape in shapes.items() if held[name] < shape[0]]
     if lacking:
@@ -73,13 +100,19 @@ def check_model(manifest: dict, shapes: dict[str, tuple[int, ...]]):
 
 
 def model_config(manifest: dict, **overrides) -> ModelConfig:
-    """The model that the checkpoint is of; ValueError for what is no configuration, or one of more tensors than the files hold."""
+    """The model that the checkpoint is of; ValueError for what is no configuration, or one of more
+    tensors than the files hold.
+    """
     fields = _fields(ModelConfig, manifest["model_config"] | dict(nsa=NSAConfig()))
     layers = sum(len(entry["rows"]) for entry in manifest["files"].values())
     for name, size in fields.items():
         if type(size) is int and size > (layers if name == "num_layers" else LARGEST_SIZE):
             raise ValueError(f"model_config.{name} is {size}, which the files do not hold")
-    return ModelConfig(**fields | dict(nsa=NSAConfig(**_fields(NSAConfig, manifest["model_config"].get("nsa", {})))) | overrides)
+    return ModelConfig(
+        **fields
+        | dict(nsa=NSAConfig(**_fields(NSAConfig, manifest["model_config"].get("nsa", {}))))
+        | overrides
+    )
 
 
 def _fields(cls, values) -> dict:
@@ -87,7 +120,12 @@ def _fields(cls, values) -> dict:
     kinds = {spec.name: spec.type for spec in dataclasses.fields(cls)}
     for name, value in values.items() if isinstance(values, dict) else [(cls.__name__, values)]:
         kind = kinds.get(name)
-        if kind is None or not isinstance(value, (int, float) if kind is float else kind) or kind is not bool and isinstance(value, bool):
+        if (
+            kind is None
+            or not isinstance(value, (int, float) if kind is float else kind)
+            or kind is not bool
+            and isinstance(value, bool)
+        ):
             raise ValueError(f"model_config.{name[:40]} is {_short(value)}")
         if kind in (int, float) and not abs(value) < LARGEST:
             raise ValueError(f"model_config.{name} is {_short(value)}")

@@ -1,6 +1,8 @@
-"""Processes: what torchrun says of this one, the device, the process group, the named mesh, reductions, printing, refusal.
+"""Processes: what torchrun says of this one, the device, the process group, the named mesh,
+reductions, printing, refusal.
 
-Imports longhaul.exits of ours. torch.distributed is loaded only where there is more than one process.
+Imports longhaul.exits of ours. torch.distributed is loaded only where there is more than one
+process.
 """
 
 import ctypes
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from longhaul.exits import Halt, code_of
 
-PATIENCE = timedelta(hours=1)  # of a collective: rank 0 may hash a large data set or prepare one meanwhile
+PATIENCE = timedelta(
+    hours=1
+)  # of a collective: rank 0 may hash a large data set or prepare one meanwhile
 
 
 @dataclass(frozen=True)
@@ -31,28 +35,43 @@ class World:
 
     @classmethod
     def from_environment(cls) -> "World":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them; one process without it."""
-        names = dict(rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE")
-        return cls(**{field: int(os.environ[name]) for field, name in names.items() if name in os.environ})
+        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them; one process
+        without it.
+        """
+        names = dict(
+            rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE"
+        )
+        return cls(
+            **{field: int(os.environ[name]) for field, name in names.items() if name in os.environ}
+        )
 
 
 def choose_device(name: str, world: World) -> torch.device:
-    """`auto` takes this process's GPU where there is one. A GPU that is asked for and missing is an error."""
+    """`auto` takes this process's GPU where there is one. A GPU that is asked for and missing is an
+    error.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and gpus == 0:
-        raise ValueError("--device cuda: torch sees no GPU here: use --device cpu, or install a CUDA build of torch")
+        raise ValueError(
+            "--device cuda: torch sees no GPU here: use --device cpu, or install a CUDA build of torch"
+        )
     if name == "cpu" or gpus == 0:
         return torch.device("cpu")
     if world.local_size > gpus:
-        raise ValueError(f"{world.local_size} processes on this machine for {gpus} GPU(s): use --nproc_per_node={gpus}")
+        raise ValueError(
+            f"{world.local_size} processes on this machine for {gpus} GPU(s): use --nproc_per_node={gpus}"
+        )
     return torch.device("cuda", world.local_rank)
 
 
 def keep_freed_memory():
-    """Ask glibc to keep what is freed for the next allocation, in blocks of less than 32 MiB, instead of handing it back to the kernel.
+    """Ask glibc to keep what is freed for the next allocation, in blocks of less than 32 MiB,
+    instead of handing it back to the kernel.
 
-    Activations are freed and taken again every step; a fresh page costs a fault each time: 20-30% of a CPU step. Larger blocks, where
-    that is no longer measurable, are mapped one by one: among small ones that stay they would leave holes that nothing fits into.
+    Activations are freed and taken again every step; a fresh page costs a fault each time: 20-30%
+    of a CPU step. Larger blocks, where
+    that is no longer measurable, are mapped one by one: among small ones that stay they would leave
+    holes that nothing fits into.
     """
     if platform.libc_ver()[0] == "glibc":
         top_pad, trim_threshold, mmap_threshold = -2, -1, -3  # mallopt(3)
@@ -70,15 +89,19 @@ def cores() -> int:
 def start(world: World, device: torch.device):
     """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process.
 
-    A rank that was killed or stopped is found by its heartbeat (longhaul/peers.py), one that is lost in its own work after PATIENCE.
+    A rank that was killed or stopped is found by its heartbeat (longhaul/peers.py), one that is
+    lost in its own work after PATIENCE.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(max(1, cores() // world.local_size))  # torchrun's default is 1 however many cores there are
+        torch.set_num_threads(
+            max(1, cores() // world.local_size)
+        )  # torchrun's default is 1 however many cores there are
         keep_freed_memory()
     if world.size > 1:
         import torch.distributed as dist
+
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
 
 
@@ -89,13 +112,19 @@ def stop():
 
 
 def check_replicas(world: World, replicas: int, context: int = 1):
-    """ValueError where the replicas, or the ranks that share a row in each of them, do not divide the ranks."""
+    """ValueError where the replicas, or the ranks that share a row in each of them, do not divide
+    the ranks.
+    """
     if world.size % replicas:
-        raise ValueError(f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors(world.size)}")
+        raise ValueError(
+            f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors(world.size)}"
+        )
     if world.size // replicas % context:
         each = f" of each of the {replicas} replicas" if replicas > 1 else ""
-        raise ValueError(f"--context_parallel_size {context} does not divide the {world.size // replicas} rank(s){each}: "
-                         f"choose from {divisors(world.size // replicas)}")
+        raise ValueError(
+            f"--context_parallel_size {context} does not divide the {world.size // replicas} rank(s){each}: "
+            f"choose from {divisors(world.size // replicas)}"
+        )
 
 
 def divisors(number: int) -> list[int]:
@@ -104,25 +133,35 @@ def divisors(number: int) -> list[int]:
 
 
 def data_mesh(world: World, device: torch.device, replicas: int):
-    """The mesh ("replicate", "shard") of all ranks, flattened to ("shard",) for one replica; None for one process."""
+    """The mesh ("replicate", "shard") of all ranks, flattened to ("shard",) for one replica; None
+    for one process.
+    """
     if world.size == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
+
     if replicas == 1:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def context_mesh(world: World, device: torch.device, context: int):
-    """The mesh ("dp", "cp"), whose neighbours in "cp" share their rows; None where each rank has its own.
+    """The mesh ("dp", "cp"), whose neighbours in "cp" share their rows; None where each rank has
+    its own.
 
-    A mesh of its own beside `data_mesh`, which shards parameters over dp and cp alike: a slice of two dimensions of one mesh would
+    A mesh of its own beside `data_mesh`, which shards parameters over dp and cp alike: a slice of
+    two dimensions of one mesh would
     mean HSDP, and flattening one is not public.
     """
     if context == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
-    return init_device_mesh(device.type, (world.size // context, context), mesh_dim_names=("dp", "cp"))
+
+    return init_device_mesh(
+        device.type, (world.size // context, context), mesh_dim_names=("dp", "cp")
+    )
 
 
 def all_sum(value: Tensor) -> Tensor:
@@ -141,7 +180,9 @@ class Refusal(ValueError):
 
 
 def on_rank0(function, world: World):
-    """What `function()` gives on rank 0, on every rank; an error that ends the run too. For decisions that all ranks must share."""
+    """What `function()` gives on rank 0, on every rank; an error that ends the run too. For
+    decisions that all ranks must share.
+    """
     answer, wrong = [None, None, 2], None
     if world.rank == 0:
         try:
@@ -172,7 +213,9 @@ def any_rank(flag: bool, group=None) -> bool:
 
 
 def host_group(world: World):
-    """A process group between the ranks' hosts, for what must not meet the training's own collectives; None for one process."""
+    """A process group between the ranks' hosts, for what must not meet the training's own
+    collectives; None for one process.
+    """
     return torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
 
 
@@ -187,14 +230,18 @@ def refuse(message: str, code: int = 2):
 
     Ranks above 0 wait first, so that what all have found is said once, by rank 0.
     """
-    if World.from_environment().rank:  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+    if (
+        World.from_environment().rank
+    ):  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
         time.sleep(5)
     last_words(message)
     sys.exit(code)
 
 
 def last_words(message: str):
-    """`message` on standard error, and where torchrun's report, which it prints below a failed rank's words, ends with it."""
+    """`message` on standard error, and where torchrun's report, which it prints below a failed
+    rank's words, ends with it.
+    """
     print(message, file=sys.stderr, flush=True)
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with open(report, "w", encoding="utf-8") as file:

@@ -7,13 +7,17 @@ from torch import Tensor
 
 from model import Decoder, KVCache
 
-PREFILL_CHUNK = 4096  # prompt tokens per forward of standard attention, which bounds activations; NSA takes a prompt whole
+# prompt tokens per forward of standard attention, which bounds activations; NSA takes a prompt
+# whole
+PREFILL_CHUNK = 4096
 
 
 def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Probabilities [V] in fp32 after temperature, top-k and nucleus filtering (Holtzman et al. 2020), in this order.
+    """Probabilities [V] in fp32 after temperature, top-k and nucleus filtering (Holtzman et al.
+    2020), in this order.
 
-    top_k 0 and top_p 1 filter nothing. The nucleus is the smallest set of the most probable tokens with mass >= top_p.
+    top_k 0 and top_p 1 filter nothing. The nucleus is the smallest set of the most probable tokens
+    with mass >= top_p.
     """
     logits_V = logits_V.float() / temperature
     if top_k:
@@ -30,20 +34,35 @@ def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
 def check_sampling(temperature: float, top_k: int, top_p: float):
     """ValueError for settings that cannot be sampled from; temperature 0 is greedy."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is greedy), "
-                         "top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)")
+        raise ValueError(
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is greedy), "
+            "top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
+        )
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.8, top_k: int = 50,
-             top_p: float = 1.0, seed: int = 0, stop_id: int | None = None, vocab_size: int | None = None) -> Iterator[int]:
-    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on equal devices.
+def generate(
+    model: Decoder,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_id: int | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on
+    equal devices.
 
     `vocab_size`: ids below it only (a model's vocabulary may be larger than its tokenizer's).
     """
     check_sampling(temperature, top_k, top_p)
     if not prompt or max_new_tokens < 1:
-        raise ValueError(f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be at least 1")
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be at least 1"
+        )
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
@@ -65,7 +84,9 @@ def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
         model.hidden(part_1T, cache=cache)
 
 
-def _choose(logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator) -> Tensor:
+def _choose(
+    logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
     if temperature == 0:
         return logits_V.argmax()
     return torch.multinomial(filtered(logits_V, temperature, top_k, top_p), 1, generator=generator)

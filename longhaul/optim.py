@@ -1,4 +1,6 @@
-"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.states of ours."""
+"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.states
+of ours.
+"""
 
 import math
 
@@ -12,7 +14,8 @@ def learning_rate(step: int, cfg) -> float:
     """Learning rate of optimizer step `step` (0-based): linear warmup, then `cfg.schedule`.
 
     cosine: lr * (m + (1-m) * (1 + cos(pi*u)) / 2) over the steps after warmup, m = min_lr_ratio.
-    wsd: constant, then linear to m*lr over the last `decay_fraction` of the run (Hu et al. 2024). constant: constant.
+    wsd: constant, then linear to m*lr over the last `decay_fraction` of the run (Hu et al. 2024).
+    constant: constant.
     """
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
@@ -26,36 +29,57 @@ def learning_rate(step: int, cfg) -> float:
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
 
-MOMENTS = {"adamw": states.Plain(torch.float32), "adamw_bf16": states.Plain(torch.bfloat16), "adamw_8bit": states.EightBit(),
-           "muon": states.Plain(torch.float32)}
+MOMENTS = {
+    "adamw": states.Plain(torch.float32),
+    "adamw_bf16": states.Plain(torch.bfloat16),
+    "adamw_8bit": states.EightBit(),
+    "muon": states.Plain(torch.float32),
+}
 
 
 def parameter_groups(model: Decoder, weight_decay: float, muon: bool = False) -> list[dict]:
-    """Matrices decay, vectors (norms, biases) do not; with `muon` the layers' matrices are a group of their own."""
+    """Matrices decay, vectors (norms, biases) do not; with `muon` the layers' matrices are a group
+    of their own.
+    """
     named = list(model.named_parameters())
     hidden = [p for name, p in named if muon and p.ndim >= 2 and name.startswith("layers.")]
     kept = {id(p) for p in hidden}
-    groups = [dict(params=[p for _, p in named if p.ndim >= 2 and id(p) not in kept], weight_decay=weight_decay),
-              dict(params=[p for _, p in named if p.ndim < 2], weight_decay=0.0)]
+    groups = [
+        dict(
+            params=[p for _, p in named if p.ndim >= 2 and id(p) not in kept],
+            weight_decay=weight_decay,
+        ),
+        dict(params=[p for _, p in named if p.ndim < 2], weight_decay=0.0),
+    ]
     return groups + [dict(params=hidden, weight_decay=weight_decay, muon=True)] * muon
 
 
 def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), torch's own and fused where the device has it (fused refuses meta), or one of states.py."""
+    """AdamW (Loshchilov & Hutter 2019), torch's own and fused where the device has it (fused
+    refuses meta), or one of states.py.
+    """
     device = next(model.parameters()).device.type
     groups = parameter_groups(model, cfg.weight_decay, cfg.optimizer == "muon")
     common = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
-    if cfg.optimizer == "adamw" and cfg.master_weights == "fp32" and not (cfg.offload_optimizer or cfg.optimizer_in_backward):
+    if (
+        cfg.optimizer == "adamw"
+        and cfg.master_weights == "fp32"
+        and not (cfg.offload_optimizer or cfg.optimizer_in_backward)
+    ):
         return torch.optim.AdamW(groups, **common, fused=device in ("cpu", "cuda"))
     kind = states.Muon if cfg.optimizer == "muon" else states.AdamW
-    optimizer = kind(groups, MOMENTS[cfg.optimizer], **common, seed=cfg.seed, host=cfg.offload_optimizer)
+    optimizer = kind(
+        groups, MOMENTS[cfg.optimizer], **common, seed=cfg.seed, host=cfg.offload_optimizer
+    )
     if cfg.optimizer_in_backward:
         optimizer.update_in_backward()
     return optimizer
 
 
 def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> torch.Tensor:
-    """The global gradient norm, a 0-d fp32 tensor, after clipping to cfg.grad_clip; with updates in the backward, of what they saw."""
+    """The global gradient norm, a 0-d fp32 tensor, after clipping to cfg.grad_clip; with updates in
+    the backward, of what they saw.
+    """
     if not cfg.optimizer_in_backward:
         return clip_gradients(model, cfg.grad_clip)
     total = torch.stack(optimizer.squares).sum()
@@ -64,9 +88,11 @@ def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> torch.
 
 
 def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
-    """The global gradient norm before clipping, a 0-d fp32 tensor; gradients are scaled where it exceeds `largest` (0: never).
+    """The global gradient norm before clipping, a 0-d fp32 tensor; gradients are scaled where it
+    exceeds `largest` (0: never).
 
-    One infinite element would make its weight NaN after scaling: the caller skips the step where the norm is not finite.
+    One infinite element would make its weight NaN after scaling: the caller skips the step where
+    the norm is not finite.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
@@ -78,15 +104,25 @@ def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
 
 
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """In fp64 over rows that are summed in fp32: one fp32 sum over millions is off by 5e-5, and by where shards are cut. Vectors are cut
+    """In fp64 over rows that are summed in fp32: one fp32 sum over millions is off by 5e-5, and by
+    where shards are cut. Vectors are cut
     within their one row: all in fp64."""
     if gradient.ndim < 2:
         return gradient.double().square().sum()
-    return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32)).double().square().sum()
+    return (
+        torch.linalg.vector_norm(
+            gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32)
+        )
+        .double()
+        .square()
+        .sum()
+    )
 
 
 def _over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`total` summed over the ranks among which tensors such as `like` are cut (replicas hold the same shards); a NaN so reaches all."""
+    """`total` summed over the ranks among which tensors such as `like` are cut (replicas hold the
+    same shards); a NaN so reaches all.
+    """
     if hasattr(like, "device_mesh"):
         for dim, placement in enumerate(like.placements):
             if placement.is_shard():

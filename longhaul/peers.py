@@ -1,7 +1,10 @@
-"""Who is still there: every rank beats in the job's TCP store, so that one that was killed or stopped can be named.
+"""Who is still there: every rank beats in the job's TCP store, so that one that was killed or
+stopped can be named.
 
-gloo reports a closed connection, and NCCL nothing for minutes; neither says whose process it was. Each rank watches the next one
-alone: two small requests a second, however many ranks there are. Imports longhaul.dist and longhaul.exits of ours.
+gloo reports a closed connection, and NCCL nothing for minutes; neither says whose process it was.
+Each rank watches the next one
+alone: two small requests a second, however many ranks there are. Imports longhaul.dist and
+longhaul.exits of ours.
 """
 
 import faulthandler
@@ -19,16 +22,25 @@ STORE = "0 (or the launcher, which keeps the store)"
 
 
 class Peers:
-    """Heartbeats of this rank and a watch over the next; `timeout` seconds of silence end this process, with its stacks on screen.
+    """Heartbeats of this rank and a watch over the next; `timeout` seconds of silence end this
+    process, with its stacks on screen.
 
     `leave(code, words)` is called before that, to record it.
     """
 
     def __init__(self, world: dist.World, timeout: float, leave: Callable[[int, str], None]):
         self.world, self.timeout, self.leave, self.closed = world, timeout, leave, threading.Event()
-        self.store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+        self.store = torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+        )
         self.answered = self.heard = time.monotonic()  # the store; the next rank
-        self.threads = [threading.Thread(target=work, name="peers", daemon=True) for work in (self._beat, self._watch)]
+        self.threads = [
+            threading.Thread(target=work, name="peers", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -44,7 +56,9 @@ class Peers:
             try:
                 self.store.add(_beat(self.world.rank), 1)
                 found = self.store.add(_beat(next_one), 0)
-            except RuntimeError:  # the store ended with the process that kept it: the next collective fails and asks `lost`
+            # the store ended with the process that kept it: the next collective fails and asks
+            # `lost`
+            except RuntimeError:
                 self.closed.set()
                 return
             self.answered = time.monotonic()
@@ -58,7 +72,11 @@ class Peers:
             if now - self.answered > self.timeout:
                 self._end(STORE)
             elif now - self.heard > self.timeout:
-                self._end(self.store.compare_set("longhaul/lost", "", str((self.world.rank + 1) % self.world.size)).decode())
+                self._end(
+                    self.store.compare_set(
+                        "longhaul/lost", "", str((self.world.rank + 1) % self.world.size)
+                    ).decode()
+                )
 
     def _end(self, silent: str):
         faulthandler.dump_traceback(all_threads=True)
@@ -68,14 +86,22 @@ class Peers:
         os._exit(exits.WORLD)
 
     def lost(self) -> exits.Halt | None:
-        """After a collective failed: the halt that names who is gone, None where all ranks still beat."""
+        """After a collective failed: the halt that names who is gone, None where all ranks still
+        beat.
+        """
         try:
             before = self._beats()
             time.sleep(4 * EVERY)
-            silent = [rank for rank, beats in enumerate(self._beats()) if beats == before[rank] and rank != self.world.rank]
+            silent = [
+                rank
+                for rank, beats in enumerate(self._beats())
+                if beats == before[rank] and rank != self.world.rank
+            ]
             if not silent:
                 return None
-            first = self.store.compare_set("longhaul/lost", "", str(silent[0])).decode()  # others may have left since, because of it
+            first = self.store.compare_set(
+                "longhaul/lost", "", str(silent[0])
+            ).decode()  # others may have left since, because of it
         except RuntimeError:
             return exits.Halt(self._words(STORE), exits.WORLD)
         return exits.Halt(self._words(first), exits.WORLD)
@@ -84,10 +110,11 @@ class Peers:
         return [self.store.add(_beat(rank), 0) for rank in range(self.world.size)]
 
     def _words(self, rank: str) -> str:
-        return (f"rank {rank} of {self.world.size} was killed or does not answer (rank {self.world.rank} waited for it, --timeout "
-                f"{self.timeout:g}): look at that rank's machine, then give the same command again")
+        return (
+            f"rank {rank} of {self.world.size} was killed or does not answer (rank {self.world.rank} waited for it, --timeout "
+            f"{self.timeout:g}): look at that rank's machine, then give the same command again"
+        )
 
 
 def _beat(rank: int) -> str:
     return f"longhaul/beat/{rank}"
-

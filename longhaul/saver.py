@@ -1,4 +1,6 @@
-"""When and how a run saves: at once or in the background, checked again, pruned. Imports longhaul.checkpoint, .dist, .exits, .step of ours."""
+"""When and how a run saves: at once or in the background, checked again, pruned. Imports
+longhaul.checkpoint, .dist, .exits, .step of ours.
+"""
 
 import dataclasses
 import os
@@ -22,11 +24,21 @@ def size_of(cfg, model_config) -> int:
 class Saver:
     """The checkpoints of a run: one save at a time, `keep` of them kept.
 
-    In the background (`--async_save`) the state is copied to host memory and a thread writes it through the same rename while training
-    goes on; `wait` ends it, and raises what went wrong. The ranks' threads meet in a process group of their own.
+    In the background (`--async_save`) the state is copied to host memory and a thread writes it
+    through the same rename while training
+    goes on; `wait` ends it, and raises what went wrong. The ranks' threads meet in a process group
+    of their own.
     """
 
-    def __init__(self, folder: Path, world: dist.World, keep: int, background: bool, saved: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        world: dist.World,
+        keep: int,
+        background: bool,
+        saved: int,
+        say: Callable[[str], None],
+    ):
         self.folder, self.world, self.keep, self.say = folder, world, keep, say
         self.saved = saved  # the step of the last save
         self.seconds: float | None = None  # that the first one took
@@ -51,7 +63,9 @@ class Saver:
             under_way.result()
 
     def end(self):
-        """Leave with nothing being written. A save that failed while a run ends for another reason is said, not raised."""
+        """Leave with nothing being written. A save that failed while a run ends for another reason
+        is said, not raised.
+        """
         if self.under_way is not None and (error := self.under_way.exception()):
             self.say(f"warning: the save that was under way failed: {error}")
         self.under_way = None
@@ -61,7 +75,9 @@ class Saver:
         if not self._reads_back(path):
             path = checkpoint.write(shot, self.folder, self.group)
             if not self._reads_back(path):
-                raise StorageError(f"{path} does not read back as it was written, twice; it is renamed .corrupt: check the disk")
+                raise StorageError(
+                    f"{path} does not read back as it was written, twice; it is renamed .corrupt: check the disk"
+                )
         if self.seconds is None:
             self.seconds = time.monotonic() - start
             if warning := slow_shutdown(self.seconds, os.environ):
@@ -69,7 +85,9 @@ class Saver:
         self.say(f"saved {path}")
 
     def _reads_back(self, path: Path) -> bool:
-        """Whether the new checkpoint verifies, on all ranks alike; if so older ones are pruned, else it is set aside."""
+        """Whether the new checkpoint verifies, on all ranks alike; if so older ones are pruned,
+        else it is set aside.
+        """
         damaged = None
         if self.world.rank == 0:
             try:
@@ -81,9 +99,13 @@ class Saver:
 
 
 def slow_shutdown(seconds: float, environment) -> str | None:
-    """A warning where the launcher would kill a run that takes `seconds` to save before it has saved."""
+    """A warning where the launcher would kill a run that takes `seconds` to save before it has
+    saved.
+    """
     allowed = float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
     if "TORCHELASTIC_RUN_ID" not in environment or seconds < allowed:
         return None
-    return (f"warning: a save takes {seconds:.1f} s, and torchrun kills after {allowed:g} s what it asked to stop: give "
-            f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={int(4 * seconds) + 1} torchrun --shutdown_timeout={int(4 * seconds) + 1} ...")
+    return (
+        f"warning: a save takes {seconds:.1f} s, and torchrun kills after {allowed:g} s what it asked to stop: give "
+        f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={int(4 * seconds) + 1} torchrun --shutdown_timeout={int(4 * seconds) + 1} ..."
+    )

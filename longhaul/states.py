@@ -1,9 +1,12 @@
-"""Optimizers whose states take less memory on the device: bf16 or 8-bit moments, no master copy, states on the host, Muon.
+"""Optimizers whose states take less memory on the device: bf16 or 8-bit moments, no master copy,
+states on the host, Muon.
 
-Each works on the rows of a parameter that this rank holds, a slab of them at a time, so that fp32 copies of moments stay small:
+Each works on the rows of a parameter that this rank holds, a slab of them at a time, so that fp32
+copies of moments stay small:
 decode the slab's moments, run torch's AdamW on it in fp32, encode. Imports torch alone.
 
-State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, muon 4 for matrices of layers; a bf16 parameter without master
+State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, muon 4 for matrices of layers; a
+bf16 parameter without master
 copy takes 2 where an fp32 one takes 4.
 """
 
@@ -25,7 +28,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def generator(device: torch.device, *key) -> torch.Generator | None:
-    """A generator that depends on `key` alone: a resumed run rounds as the run would have; None on meta."""
+    """A generator that depends on `key` alone: a resumed run rounds as the run would have; None on
+    meta.
+    """
     if device.type == "meta":
         return None
     digest = hashlib.sha256(repr(key).encode()).digest()
@@ -33,7 +38,9 @@ def generator(device: torch.device, *key) -> torch.Generator | None:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, draw: torch.Generator | None) -> Tensor:
-    """x in `dtype`; to bf16 by stochastic rounding: up with the probability of what is cut off, so that the mean is exact."""
+    """x in `dtype`; to bf16 by stochastic rounding: up with the probability of what is cut off, so
+    that the mean is exact.
+    """
     if dtype != torch.bfloat16:
         return x.to(dtype)
     noise = torch.randint(2**16, x.shape, generator=draw, dtype=torch.int32, device=x.device)
@@ -61,15 +68,18 @@ class Plain:
 
 
 class EightBit:
-    """Moments as codes of a dynamic map and one fp32 scale for each 256 elements of a row (8-bit Adam, Dettmers et al. 2022).
+    """Moments as codes of a dynamic map and one fp32 scale for each 256 elements of a row (8-bit
+    Adam, Dettmers et al. 2022).
 
     A positive second moment never becomes 0: its update would divide by eps.
     """
 
     def new(self, name: str, like: Tensor) -> dict[str, Tensor]:
         shape = (*like.shape[:-1], -(-like.shape[-1] // BLOCK))
-        return {name: torch.full_like(like, _zero(name), dtype=torch.uint8),
-                f"{name}_scale": torch.zeros(shape, dtype=torch.float32, device=like.device)}
+        return {
+            name: torch.full_like(like, _zero(name), dtype=torch.uint8),
+            f"{name}_scale": torch.zeros(shape, dtype=torch.float32, device=like.device),
+        }
 
     def read(self, state: dict, name: str, rows: slice) -> Tensor:
         values = _code(name, state[name].device)[state[name][rows].int()]
@@ -79,7 +89,11 @@ class EightBit:
         blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
         scale = blocks.abs().amax(-1)
         code = _code(name, x.device)
-        index = torch.bucketize(x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny), (code[1:] + code[:-1]) / 2, out_int32=True)
+        index = torch.bucketize(
+            x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny),
+            (code[1:] + code[:-1]) / 2,
+            out_int32=True,
+        )
         if name == "exp_avg_sq":
             index = torch.where(x > 0, index.clamp_(min=1), index)
         state[name][rows], state[f"{name}_scale"][rows] = index.to(torch.uint8), scale
@@ -98,7 +112,9 @@ _CODES: dict[tuple, Tensor] = {}
 
 
 def _code(name: str, device: torch.device) -> Tensor:
-    """The 256 values that a code stands for, increasing; kept per device, but not one of a simulation's tensors without values."""
+    """The 256 values that a code stands for, increasing; kept per device, but not one of a
+    simulation's tensors without values.
+    """
     if (name, device) in _CODES:
         return _CODES[name, device]
     code = torch.tensor(_values(name), dtype=torch.float32, device=device)
@@ -109,7 +125,8 @@ def _code(name: str, device: torch.device) -> Tensor:
 
 @functools.cache
 def _values(name: str) -> tuple[float, ...]:
-    """0, 1, and seven decades with twice as many values in each next one: the means between evenly spaced edges from 0.1 to 1.
+    """0, 1, and seven decades with twice as many values in each next one: the means between evenly
+    spaced edges from 0.1 to 1.
 
     Plain Python: a simulation's tensors have no values that could be read here.
     """
@@ -125,33 +142,61 @@ def _values(name: str) -> tuple[float, ...]:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019), the same arithmetic as torch's; `moments`: how matrices' moments are stored.
+    """AdamW (Loshchilov & Hutter 2019), the same arithmetic as torch's; `moments`: how matrices'
+    moments are stored.
 
-    Vectors (norms, biases) keep fp32 moments. bf16 parameters, which have no master copy, are updated by stochastic rounding.
-    host=True: moments and an fp32 master copy stay in host memory, 12 bytes per parameter, and are updated there.
+    Vectors (norms, biases) keep fp32 moments. bf16 parameters, which have no master copy, are
+    updated by stochastic rounding.
+    host=True: moments and an fp32 master copy stay in host memory, 12 bytes per parameter, and are
+    updated there.
     """
 
-    def __init__(self, groups: list[dict], moments, betas: tuple[float, float], eps: float, lr: float, seed: int = 0, host: bool = False):
+    def __init__(
+        self,
+        groups: list[dict],
+        moments,
+        betas: tuple[float, float],
+        eps: float,
+        lr: float,
+        seed: int = 0,
+        host: bool = False,
+    ):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps))
-        self.moments, self.vector_moments, self.seed, self.host = moments, Plain(torch.float32), seed, host
+        self.moments, self.vector_moments, self.seed, self.host = (
+            moments,
+            Plain(torch.float32),
+            seed,
+            host,
+        )
         self.squares: list[Tensor] = []
-        self.index = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        self.index = {
+            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
+        }
 
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
         """A parameter's state before its first step: tensors of this rank's rows."""
         like = local(p).detach()
         if self.host:
-            like = torch.empty_like(like, device="meta" if like.is_meta else "cpu", dtype=torch.float32).copy_(like)
+            like = torch.empty_like(
+                like, device="meta" if like.is_meta else "cpu", dtype=torch.float32
+            ).copy_(like)
         moments = self._moments(p)
-        state = {**moments.new("exp_avg", like), **moments.new("exp_avg_sq", like), "step": torch.zeros((), dtype=torch.float32)}
+        state = {
+            **moments.new("exp_avg", like),
+            **moments.new("exp_avg_sq", like),
+            "step": torch.zeros((), dtype=torch.float32),
+        }
         return state | (dict(master=like) if self.host else {})
 
     def _moments(self, p: Tensor):
         return self.moments if p.ndim >= 2 else self.vector_moments
 
     def update_in_backward(self):
-        """From now on every parameter is updated as soon as its gradient is there, which is then freed: gradients of one layer
-        exist at a time. Rows whose gradient is not finite stay as they are. `squares` collects the sums of squares."""
+        """From now on every parameter is updated as soon as its gradient is there, which is then
+        freed: gradients of one layer
+        exist at a time. Rows whose gradient is not finite stay as they are. `squares` collects the
+        sums of squares.
+        """
         for group in self.param_groups:
             for p in group["params"]:
                 p.register_post_accumulate_grad_hook(functools.partial(self._update_now, group))
@@ -177,20 +222,45 @@ class AdamW(torch.optim.Optimizer):
             self.state[p] = self.new_state(p)
         state, weight, grad = self.state[p], local(p), local(p.grad)
         state["step"] += 1
-        draw = generator(state["exp_avg"].device, self.seed, self.index[p], int(state["step"]) if not weight.is_meta else 0, _rank(p))
+        draw = generator(
+            state["exp_avg"].device,
+            self.seed,
+            self.index[p],
+            int(state["step"]) if not weight.is_meta else 0,
+            _rank(p),
+        )
         target = state["master"] if self.host else weight
         for rows in slabs(target):
             self._slab(p, target, grad[rows].to(target.device), rows, group, draw)
         if self.host:
-            weight.copy_(target.to(weight.dtype), non_blocking=True)  # to the nearest: the master copy is what learns
+            weight.copy_(
+                target.to(weight.dtype), non_blocking=True
+            )  # to the nearest: the master copy is what learns
 
     def _slab(self, p: Tensor, target: Tensor, grad: Tensor, rows: slice, group: dict, draw):
         state, moments = self.state[p], self._moments(p)
-        weight, m, v = target[rows].float(), moments.read(state, "exp_avg", rows), moments.read(state, "exp_avg_sq", rows)
+        weight, m, v = (
+            target[rows].float(),
+            moments.read(state, "exp_avg", rows),
+            moments.read(state, "exp_avg_sq", rows),
+        )
         before = state["step"] - 1  # adamw adds one
-        adamw([weight], [grad.float()], [m], [v], [], [before.to(weight.device)], fused=weight.device.type in ("cpu", "cuda"),
-              amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=group["weight_decay"],
-              eps=group["eps"], maximize=False)
+        adamw(
+            [weight],
+            [grad.float()],
+            [m],
+            [v],
+            [],
+            [before.to(weight.device)],
+            fused=weight.device.type in ("cpu", "cuda"),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
         moments.write(state, "exp_avg", rows, m, draw)
         moments.write(state, "exp_avg_sq", rows, v, draw)
         if target.dtype != torch.float32:
@@ -207,14 +277,20 @@ def _rank(p: Tensor) -> int:
     """Which rows of p this rank holds, by number: replicas, which hold the same, round alike."""
     if not hasattr(p, "device_mesh"):
         return 0
-    return next(p.device_mesh.get_local_rank(dim) for dim, placement in enumerate(p.placements) if placement.is_shard())
+    return next(
+        p.device_mesh.get_local_rank(dim)
+        for dim, placement in enumerate(p.placements)
+        if placement.is_shard()
+    )
 
 
 class Muon(AdamW):
     """Muon (Jordan et al. 2024) for the groups marked `muon`, AdamW for the others.
 
-    B = mu B + g; W -= lr * 0.2 sqrt(max(rows, columns)) * orthogonal(g + mu B), mu = 0.95: the update has AdamW's size, so one
-    learning rate serves both (Liu et al. 2025). Under FSDP each rank makes the whole matrix orthogonal and keeps its rows.
+    B = mu B + g; W -= lr * 0.2 sqrt(max(rows, columns)) * orthogonal(g + mu B), mu = 0.95: the
+    update has AdamW's size, so one
+    learning rate serves both (Liu et al. 2025). Under FSDP each rank makes the whole matrix
+    orthogonal and keeps its rows.
     """
 
     momentum = 0.95
@@ -222,10 +298,16 @@ class Muon(AdamW):
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
         if not self._orthogonal(p):
             return super().new_state(p)
-        return {"momentum": torch.zeros_like(local(p), dtype=torch.float32), "step": torch.zeros((), dtype=torch.float32)}
+        return {
+            "momentum": torch.zeros_like(local(p), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32),
+        }
 
     def _orthogonal(self, p: Tensor) -> bool:
-        return any(group.get("muon") and any(p is other for other in group["params"]) for group in self.param_groups)
+        return any(
+            group.get("muon") and any(p is other for other in group["params"])
+            for group in self.param_groups
+        )
 
     @torch.no_grad()
     def update(self, p: Tensor, group: dict):
@@ -238,8 +320,18 @@ class Muon(AdamW):
         state["momentum"].mul_(self.momentum).add_(grad)
         direction = orthogonal(_whole(grad.add(state["momentum"], alpha=self.momentum), p))
         rate = 0.2 * max(p.shape) ** 0.5 * group["lr"]
-        wide = weight.float().mul_(1 - group["lr"] * group["weight_decay"]).sub_(_own_rows(direction, p), alpha=rate)
-        weight.copy_(rounded(wide, weight.dtype, generator(weight.device, self.seed, self.index[p], int(state["step"]), _rank(p))))
+        wide = (
+            weight.float()
+            .mul_(1 - group["lr"] * group["weight_decay"])
+            .sub_(_own_rows(direction, p), alpha=rate)
+        )
+        weight.copy_(
+            rounded(
+                wide,
+                weight.dtype,
+                generator(weight.device, self.seed, self.index[p], int(state["step"]), _rank(p)),
+            )
+        )
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
@@ -258,11 +350,15 @@ def _whole(rows: Tensor, p: Tensor) -> Tensor:
     if not hasattr(p, "device_mesh"):
         return rows
     from torch.distributed.tensor import DTensor
-    return DTensor.from_local(rows, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
+
+    return DTensor.from_local(
+        rows, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    ).full_tensor()
 
 
 def _own_rows(whole: Tensor, p: Tensor) -> Tensor:
     if not hasattr(p, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()

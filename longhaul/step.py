@@ -1,4 +1,5 @@
-"""THE path: `build` makes the model and its optimizer, `train_step` is one step. Training, simulation, profiling and tests
+"""THE path: `build` makes the model and its optimizer, `train_step` is one step. Training,
+simulation, profiling and tests
 all come through here, so none of them can drift from what runs.
 
 Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel of ours.
@@ -25,33 +26,44 @@ class TrainState:
     mesh: object = None  # DeviceMesh of the data-parallel ranks; None for one process
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen, padding included
-    checked: bool = False  # whether a first step has checked its labels, at the cost of a host synchronisation
+    checked: bool = (
+        False  # whether a first step has checked its labels, at the cost of a host synchronisation
+    )
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
 
 
 @dataclass
 class StepResult:
-    """One step's figures; `loss` and `grad_norm` are 0-d tensors on the device, read when they are logged."""
+    """One step's figures; `loss` and `grad_norm` are 0-d tensors on the device, read when they are
+    logged.
+    """
 
     loss: Tensor  # mean over the global valid tokens, nats
     grad_norm: Tensor  # before clipping
     lr: float
     num_valid: Tensor  # global count of positions with a target
     local_loss: Tensor | None = None  # this rank's share of `loss`
-    skipped: bool = False  # whether the gradient norm was NaN or infinite on any rank, so that none took the step
+    # whether the gradient norm was NaN or infinite on any rank, so that none took the step
+    skipped: bool = False
 
 
-def build(cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None) -> TrainState:
-    """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta nothing is allocated.
+def build(
+    cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None
+) -> TrainState:
+    """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta
+    nothing is allocated.
 
-    `cfg.context_ranks` neighbouring ranks share their rows: each is given them whole and works on its part of the tokens.
+    `cfg.context_ranks` neighbouring ranks share their rows: each is given them whole and works on
+    its part of the tokens.
     """
     context_mesh = dist.context_mesh(world, torch.device(device), cfg.context_ranks)
     return fill(skeleton(cfg, model_config, mesh, context_mesh), cfg, device, world, mesh)
 
 
 def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> Decoder:
-    """The model on meta with every lever applied: first half of `build`, apart because fake tensors begin after it."""
+    """The model on meta with every lever applied: first half of `build`, apart because fake tensors
+    begin after it.
+    """
     with torch.device("meta"):
         model = Decoder(model_config)
     if cfg.bare_weights:
@@ -70,30 +82,49 @@ def fill(model: Decoder, cfg, device, world: dist.World, mesh) -> TrainState:
 
 
 def micro_batches(rows, size: int, device: torch.device) -> list[dict]:
-    """Micro-batches of `size` rows on `device` from the loader's arrays [R, T]; document ids stay on the host.
+    """Micro-batches of `size` rows on `device` from the loader's arrays [R, T]; document ids stay
+    on the host.
 
     `rows` has numpy arrays tokens, labels, positions, doc_ids.
     """
+
     def on_device(name: str, part: slice) -> Tensor:
         host = torch.from_numpy(getattr(rows, name)[part])
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+        return (
+            host.pin_memory().to(device, non_blocking=True)
+            if device.type == "cuda"
+            else host.to(device)
+        )
 
     parts = [slice(start, start + size) for start in range(0, len(rows.tokens), size)]
-    return [dict(tokens_BT=on_device("tokens", part), labels_BT=on_device("labels", part),
-                 positions=on_device("positions", part), doc_ids=torch.from_numpy(rows.doc_ids[part])) for part in parts]
+    return [
+        dict(
+            tokens_BT=on_device("tokens", part),
+            labels_BT=on_device("labels", part),
+            positions=on_device("positions", part),
+            doc_ids=torch.from_numpy(rows.doc_ids[part]),
+        )
+        for part in parts
+    ]
 
 
 def count_valid(batch: list[dict], state: TrainState) -> Tensor:
-    """Positions with a target in all micro-batches of all ranks: the one divisor of the loss. No host synchronisation."""
+    """Positions with a target in all micro-batches of all ranks: the one divisor of the loss. No
+    host synchronisation.
+    """
     local = torch.stack([(micro["labels_BT"] != IGNORE).sum() for micro in batch]).sum()
-    return dist.all_sum(local.to(state.device)) // state.cfg.context_ranks  # which all counted the same rows
+    return (
+        dist.all_sum(local.to(state.device)) // state.cfg.context_ranks
+    )  # which all counted the same rows
 
 
 def train_step(state: TrainState, batch: list[dict], must_stop=None) -> StepResult | None:
     """One optimizer step over the micro-batches `batch` (keyword arguments of Decoder.forward).
 
-    The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens. FSDP2 averages gradients over
-    ranks, so each rank's share is multiplied by their number before the backward. `must_stop()`, the same on all ranks, is asked between
+    The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens.
+    FSDP2 averages gradients over
+    ranks, so each rank's share is multiplied by their number before the backward. `must_stop()`,
+    the same on all ranks, is asked between
     micro-batches; where it is true the step is given up, nothing has changed, and None is returned.
     """
     computed = gradients(state, batch, must_stop)
@@ -101,14 +132,23 @@ def train_step(state: TrainState, batch: list[dict], must_stop=None) -> StepResu
 
 
 def gradients(state: TrainState, batch: list[dict], must_stop=None) -> tuple[Tensor, Tensor] | None:
-    """(this rank's loss, global number of valid tokens) and every parameter's gradient; None where it was given up."""
+    """(this rank's loss, global number of valid tokens) and every parameter's gradient; None where
+    it was given up.
+    """
     model = state.model
     model.validate, state.checked = not state.checked, True
     num_valid = count_valid(batch, state)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
-    pairs = Pairs(model) if state.cfg.pairwise_accumulation and state.world.size == 1 and len(batch) > 2 and len(batch) % 2 == 0 else None
+    pairs = (
+        Pairs(model)
+        if state.cfg.pairwise_accumulation
+        and state.world.size == 1
+        and len(batch) > 2
+        and len(batch) % 2 == 0
+        else None
+    )
     for index, micro in enumerate(batch if pairs is None else pairs.order(batch)):
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
@@ -122,9 +162,11 @@ def gradients(state: TrainState, batch: list[dict], must_stop=None) -> tuple[Ten
 
 
 class Pairs:
-    """Micro-batches of one process summed as two would: ((g0 + g2) + (g1 + g3)), the first of each pair being rank 0's.
+    """Micro-batches of one process summed as two would: ((g0 + g2) + (g1 + g3)), the first of each
+    pair being rank 0's.
 
-    Sums of two are exact to the bit whoever adds them, and sums of more depend on their order. Costs one more gradient.
+    Sums of two are exact to the bit whoever adds them, and sums of more depend on their order.
+    Costs one more gradient.
     """
 
     def __init__(self, model: Decoder):
@@ -152,19 +194,29 @@ def update(state: TrainState, batch: list[dict], total: Tensor, num_valid: Tenso
     """Clip, step the optimizer, count: what follows once the gradients are there."""
     cfg, lr = state.cfg, optim.learning_rate(state.step, state.cfg)
     norm = optim.global_norm(state.model, state.optimizer, cfg)
-    loss, fine = dist.all_sum(torch.stack([total, norm.isfinite().float()]))  # fine: ranks whose norm is neither NaN nor inf
-    takes_it = norm.is_meta or bool(fine == state.world.size)  # the same on all ranks, though replicas may have differed
+    loss, fine = dist.all_sum(
+        torch.stack([total, norm.isfinite().float()])
+    )  # fine: ranks whose norm is neither NaN nor inf
+    takes_it = norm.is_meta or bool(
+        fine == state.world.size
+    )  # the same on all ranks, though replicas may have differed
     if takes_it:
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     state.step += 1
-    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (state.world.size // cfg.context_ranks)
+    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (
+        state.world.size // cfg.context_ranks
+    )
     return StepResult(loss, norm, lr, num_valid, total, not takes_it)
 
 
 @torch.no_grad()
-def evaluate(state: TrainState, batches: list[list[dict]], must_stop=None) -> tuple[float, int] | None:
-    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number; None where `must_stop()` gave it up."""
+def evaluate(
+    state: TrainState, batches: list[list[dict]], must_stop=None
+) -> tuple[float, int] | None:
+    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number; None
+    where `must_stop()` gave it up.
+    """
     total, count = torch.zeros((), device=state.device, dtype=torch.float64), 0
     for batch in batches:
         for micro in batch:

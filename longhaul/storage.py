@@ -1,6 +1,8 @@
-"""The disk: durable writes that are hashed on the way, reads that are tried again, free space. Imports longhaul.exits of ours.
+"""The disk: durable writes that are hashed on the way, reads that are tried again, free space.
+Imports longhaul.exits of ours.
 
-What changes the disk in a save goes through `write`, `fsync`, `rename`, `make_folder` and `remove`, so that a test can count, record
+What changes the disk in a save goes through `write`, `fsync`, `rename`, `make_folder` and `remove`,
+so that a test can count, record
 or break each of them.
 """
 
@@ -19,22 +21,34 @@ from torch import Tensor
 
 from longhaul.exits import StorageError
 
-BLOCK = 64 * 2**20  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
+BLOCK = (
+    64 * 2**20
+)  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
 PIECE = 8 * 2**20  # bytes written or read at a time
 HASHING = 4  # threads that hash, a block each
 RETRIES = 3
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
-          torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
-# -------------------------------------------------------------------------------------------------- what touches the disk
+# ---------------------------------------------------------------------------- what touches the disk
 
 
 def write(file, piece):
     """Append bytes to an open unbuffered file, all of them."""
     view = memoryview(piece)
     while len(view):
-        view = view[file.write(view):]
+        view = view[file.write(view) :]
 
 
 def fsync(path: Path):
@@ -63,7 +77,7 @@ def read(file, size: int) -> bytes:
     return file.read(size)
 
 
-# ----------------------------------------------------------------------------------------------------------------- files
+# -------------------------------------------------------------------------------------------- files
 
 
 def write_bytes(path: Path, content: bytes):
@@ -82,11 +96,14 @@ def write_json(path: Path, content: dict):
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict:
-    """A safetensors file of host or device tensors, one copied to the host at a time, forced to the disk; its size and digests.
+    """A safetensors file of host or device tensors, one copied to the host at a time, forced to the
+    disk; its size and digests.
 
     Bytes are hashed by a thread while they are written, so that they need not be read again.
     """
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))  # large elements first: all aligned
+    tensors = dict(
+        sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    )  # large elements first: all aligned
     digests = Digests()
     with digests.pool, open(path, "wb", buffering=0) as file:
         for content in (_header(tensors), *map(_bytes_of, tensors.values())):
@@ -98,11 +115,15 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict:
 
 
 def _header(tensors: dict[str, Tensor]) -> bytes:
-    """Eight bytes of length, then JSON: {name: {dtype, shape, data_offsets}}, filled up to a multiple of eight bytes."""
+    """Eight bytes of length, then JSON: {name: {dtype, shape, data_offsets}}, filled up to a
+    multiple of eight bytes.
+    """
     table, end = {}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        table[name] = dict(dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[begin, end])
+        table[name] = dict(
+            dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[begin, end]
+        )
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -119,12 +140,16 @@ class _bytes_of:
 
     def __getitem__(self, part: slice) -> memoryview:
         if self.view is None:
-            self.view = memoryview(self.tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
+            self.view = memoryview(
+                self.tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
+            )
         return self.view[part]
 
 
 class Digests:
-    """Size and SHA-256 of each 64 MiB block of what is fed. Blocks are hashed side by side by threads, while others are read or written."""
+    """Size and SHA-256 of each 64 MiB block of what is fed. Blocks are hashed side by side by
+    threads, while others are read or written.
+    """
 
     def __init__(self):
         self.pool, self.digests, self.size, self.pieces = ThreadPoolExecutor(HASHING), [], 0, []
@@ -133,7 +158,7 @@ class Digests:
         while len(piece):
             part = piece[: BLOCK - self.size % BLOCK]
             self.pieces.append(part)
-            self.size, piece = self.size + len(part), piece[len(part):]
+            self.size, piece = self.size + len(part), piece[len(part) :]
             if self.size % BLOCK == 0:
                 self._submit()
 
@@ -183,10 +208,12 @@ def retried(function: Callable, path: Path):
                 raise
             failure = error
         time.sleep(0.05 * 2**attempt)
-    raise StorageError(f"{path} cannot be read ({failure}; tried {RETRIES + 1} times): check the disk, then give the same command again")
+    raise StorageError(
+        f"{path} cannot be read ({failure}; tried {RETRIES + 1} times): check the disk, then give the same command again"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------- space
+# -------------------------------------------------------------------------------------------- space
 
 
 def free_bytes(folder: Path) -> int:
@@ -196,9 +223,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_space(folder: Path, checkpoint: int, keep: int):
-    """ValueError where a run that keeps `keep` checkpoints of `checkpoint` bytes will not fit: a new one stands beside them before
+    """ValueError where a run that keeps `keep` checkpoints of `checkpoint` bytes will not fit: a
+    new one stands beside them before
     the oldest may go. Those that the folder has already count."""
     free, more = free_bytes(folder), max(1, keep + 1 - len(list(folder.glob("step-????????"))))
     if free < more * checkpoint:
-        raise ValueError(f"--output_dir {folder} has {free:,} bytes free, and {more} checkpoint(s) of this model beside what is there need "
-                         f"{more * checkpoint:,}: free space, or choose another --output_dir")
+        raise ValueError(
+            f"--output_dir {folder} has {free:,} bytes free, and {more} checkpoint(s) of this model beside what is there need "
+            f"{more * checkpoint:,}: free space, or choose another --output_dir"
+        )

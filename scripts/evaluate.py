@@ -1,6 +1,7 @@
 """Validation loss of a checkpoint: `python -m scripts.evaluate --checkpoint runs/quickstart`.
 
-Imports longhaul.checkpoint, longhaul.config, longhaul.dist, longhaul.step, longhaul.cli and data of ours.
+Imports longhaul.checkpoint, longhaul.config, longhaul.dist, longhaul.step, longhaul.cli and data of
+ours.
 """
 
 import math
@@ -19,11 +20,23 @@ from longhaul.config import TrainConfig
 
 def arguments(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.evaluate")
-    parser.add_argument("--checkpoint", required=True, help="a step-* folder, or a run's folder: its newest checkpoint")
-    parser.add_argument("--data", default=None, help="folder made by data.prepare; by default the run's own data")
-    parser.add_argument("--context_length", type=int, default=0, help="tokens of a row; 0: as in training")
-    parser.add_argument("--batches", type=int, default=32, help="rows of the validation split, at most")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="a step-* folder, or a run's folder: its newest checkpoint",
+    )
+    parser.add_argument(
+        "--data", default=None, help="folder made by data.prepare; by default the run's own data"
+    )
+    parser.add_argument(
+        "--context_length", type=int, default=0, help="tokens of a row; 0: as in training"
+    )
+    parser.add_argument(
+        "--batches", type=int, default=32, help="rows of the validation split, at most"
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
+    )
     return parser, parser.parse_args(args)
 
 
@@ -35,12 +48,21 @@ def main(args: list[str] | None = None):
             raise ValueError(f"--batches {given.batches} is out of range: give at least 1")
         folder = newest(Path(given.checkpoint))
         manifest = read_manifest(folder)
-        cfg = TrainConfig(**{**manifest["config"], "model_overrides": tuple(manifest["config"]["model_overrides"])})
+        cfg = TrainConfig(
+            **{
+                **manifest["config"],
+                "model_overrides": tuple(manifest["config"]["model_overrides"]),
+            }
+        )
         dataset = open_data(cfg, given.data)
-        trained_on = manifest.get("identity", {}).get("tokenizer")  # a converted checkpoint does not know
+        trained_on = manifest.get("identity", {}).get(
+            "tokenizer"
+        )  # a converted checkpoint does not know
         if trained_on and dataset.tokenizer_sha256 != trained_on:
-            raise CheckpointError(f"{dataset.path} was tokenized by another tokenizer than {folder}'s: prepare the data with "
-                                  f"--tokenizer {folder.parent / 'tokenizer.model'}")
+            raise CheckpointError(
+                f"{dataset.path} was tokenized by another tokenizer than {folder}'s: prepare the data with "
+                f"--tokenizer {folder.parent / 'tokenizer.model'}"
+            )
         report(folder, cfg, dataset, given)
     except ValueError as error:
         parser.error(str(error))
@@ -48,7 +70,11 @@ def main(args: list[str] | None = None):
 
 def open_data(cfg: TrainConfig, path: str | None):
     """The dataset of --data, of the run, or the embedded corpus."""
-    return open_dataset(path or cfg.data) if path or cfg.data else prepare_embedded(documents=cfg.documents, report=lambda *line: None)
+    return (
+        open_dataset(path or cfg.data)
+        if path or cfg.data
+        else prepare_embedded(documents=cfg.documents, report=lambda *line: None)
+    )
 
 
 def report(folder: Path, cfg: TrainConfig, dataset, given):
@@ -63,7 +89,9 @@ def report(folder: Path, cfg: TrainConfig, dataset, given):
     split = loader.split
     print(f"{folder}: validation over {count:,} tokens at context {context:,}")
     print(f"  loss             {loss:.4f} nats per token (perplexity {math.exp(loss):.1f})")
-    print(f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: what knowing only the frequencies gives")
+    print(
+        f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: what knowing only the frequencies gives"
+    )
     print(f"  bits per byte    {split.bits_per_byte(loss):.4f}")
 
 

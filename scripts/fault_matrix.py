@@ -1,6 +1,8 @@
-"""Inject faults for real and say what came of them: `python -m scripts.fault_matrix [--rows A,B,15-19] [--trials N] [--full]`.
+"""Inject faults for real and say what came of them: `python -m scripts.fault_matrix [--rows
+A,B,15-19] [--trials N] [--full]`.
 
-A line per row as it ends; exit code 0 if all hold, 1 if one does not, 2 for rows that do not exist. Imports scripts.faults of ours.
+A line per row as it ends; exit code 0 if all hold, 1 if one does not, 2 for rows that do not exist.
+Imports scripts.faults of ours.
 """
 
 import argparse
@@ -16,7 +18,14 @@ import torch
 from scripts.faults import corruption, data, numerics, process, resume, security, storage
 from scripts.faults.rows import Failed, Row
 
-GROUPS: dict[str, list[Row]] = {"A": process.ROWS, "B": storage.ROWS, "C": resume.ROWS, "D": data.ROWS, "E": numerics.ROWS + corruption.ROWS, "F": security.ROWS}
+GROUPS: dict[str, list[Row]] = {
+    "A": process.ROWS,
+    "B": storage.ROWS,
+    "C": resume.ROWS,
+    "D": data.ROWS,
+    "E": numerics.ROWS + corruption.ROWS,
+    "F": security.ROWS,
+}
 FORK = multiprocessing.get_context("fork")
 LIMIT = 1800  # seconds that one row may take
 
@@ -35,15 +44,21 @@ def _numbers(word: str, every: dict[int, Row]) -> set[int]:
         return {row.number for row in GROUPS[word.upper()]}
     first, dash, last = word.partition("-")
     if not first.isdecimal() or bool(dash) != last.isdecimal():
-        raise ValueError(f"--rows {word!r}: give groups ({', '.join(GROUPS)}), numbers or ranges such as A,15-19")
+        raise ValueError(
+            f"--rows {word!r}: give groups ({', '.join(GROUPS)}), numbers or ranges such as A,15-19"
+        )
     found = every.keys() & set(range(int(first), int(last or first) + 1))
     if not found:
-        raise ValueError(f"--rows {word!r} names no row: there are {', '.join(map(str, sorted(every)))}")
+        raise ValueError(
+            f"--rows {word!r} names no row: there are {', '.join(map(str, sorted(every)))}"
+        )
     return found
 
 
 def run(row: Row, trials: int) -> tuple[bool, str, float]:
-    """(whether it holds, in words, seconds). In a process of its own, so that rows share nothing and a crash is an outcome."""
+    """(whether it holds, in words, seconds). In a process of its own, so that rows share nothing
+    and a crash is an outcome.
+    """
     folder, start = Path(tempfile.mkdtemp(prefix=f"fault-{row.number}-")), time.monotonic()
     outcome = folder.with_name(f"{folder.name}.outcome")
     child = FORK.Process(target=_inside, args=(row, trials, folder, outcome))
@@ -52,7 +67,12 @@ def run(row: Row, trials: int) -> tuple[bool, str, float]:
     if child.is_alive():
         child.kill()
         child.join()
-    held, words = child.exitcode == 0, outcome.read_text() if outcome.exists() else f"the check ended with code {child.exitcode}: see above"
+    held, words = (
+        child.exitcode == 0,
+        outcome.read_text()
+        if outcome.exists()
+        else f"the check ended with code {child.exitcode}: see above",
+    )
     shutil.rmtree(folder, ignore_errors=True)
     outcome.unlink(missing_ok=True)
     return held, words, time.monotonic() - start
@@ -73,24 +93,44 @@ def _inside(row: Row, trials: int, folder: Path, outcome: Path):
 def main(args: list[str] | None = None):
     """The command line."""
     parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(GROUPS), help="groups, numbers and ranges: A,B,15-19 (default: all)")
-    parser.add_argument("--trials", type=int, help="trials of every row (default: the row's own number)")
-    parser.add_argument("--full", action="store_true", help="as many trials as the issue asks for, not as few as CI has time for")
+    parser.add_argument(
+        "--rows",
+        default=",".join(GROUPS),
+        help="groups, numbers and ranges: A,B,15-19 (default: all)",
+    )
+    parser.add_argument(
+        "--trials", type=int, help="trials of every row (default: the row's own number)"
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="as many trials as the issue asks for, not as few as CI has time for",
+    )
     given = parser.parse_args(args)
     try:
         rows = select(given.rows)
     except ValueError as error:
         print(f"fault_matrix: error: {error}", file=sys.stderr)
         sys.exit(2)
-    failed = [row.number for row in rows if not _report(row, given.trials or (row.full if given.full else row.trials))]
-    print(f"{len(rows) - len(failed)} of {len(rows)} rows hold" + (f"; not {', '.join(map(str, failed))}" if failed else ""))
+    failed = [
+        row.number
+        for row in rows
+        if not _report(row, given.trials or (row.full if given.full else row.trials))
+    ]
+    print(
+        f"{len(rows) - len(failed)} of {len(rows)} rows hold"
+        + (f"; not {', '.join(map(str, failed))}" if failed else "")
+    )
     sys.exit(1 if failed else 0)
 
 
 def _report(row: Row, trials: int) -> bool:
     print(f"{row.number:3}  {row.fault} -> {row.must}", flush=True)
     held, words, seconds = run(row, trials)
-    print(f"     {'holds' if held else 'FAILS'}, {trials} trial(s), {seconds:.1f} s: {words}", flush=True)
+    print(
+        f"     {'holds' if held else 'FAILS'}, {trials} trial(s), {seconds:.1f} s: {words}",
+        flush=True,
+    )
     return held
 
 

@@ -1,8 +1,12 @@
-"""Feed damaged and hostile bytes to everything that reads files from elsewhere: `python -m scripts.fuzz [--inputs N] [--only NAME ...]`.
+"""Feed damaged and hostile bytes to everything that reads files from elsewhere: `python -m
+scripts.fuzz [--inputs N] [--only NAME ...]`.
 
-Each input is a good file, damaged by a generator of its own seed. It must be accepted, or refused by one line that is a ValueError:
-any other exception, a crash of the process, more than 10 s or 100 MB is a failure, and the seed that shows it is printed.
-The readers run in a forked child, so that a crash in a C or Rust parser is counted rather than suffered. Imports scripts.faults.readers of ours.
+Each input is a good file, damaged by a generator of its own seed. It must be accepted, or refused
+by one line that is a ValueError:
+any other exception, a crash of the process, more than 10 s or 100 MB is a failure, and the seed
+that shows it is printed.
+The readers run in a forked child, so that a crash in a C or Rust parser is counted rather than
+suffered. Imports scripts.faults.readers of ours.
 """
 
 import argparse
@@ -32,7 +36,9 @@ FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Result:
-    """Counts over the inputs of one target, the peak above the start in MB, and what went wrong, with its seed."""
+    """Counts over the inputs of one target, the peak above the start in MB, and what went wrong,
+    with its seed.
+    """
 
     name: str
     accepted: int
@@ -48,11 +54,13 @@ class Result:
         return not (self.wrong or self.crashed) and self.peak_mb < LIMIT_MB
 
 
-# ----------------------------------------------------------------------------------------------------------- running
+# ------------------------------------------------------------------------------------------ running
 
 
 class Shared:
-    """Numbers that a child leaves to its parent however it ends: the next seed, and a count for each of NAMES."""
+    """Numbers that a child leaves to its parent however it ends: the next seed, and a count for
+    each of NAMES.
+    """
 
     def __init__(self):
         self.memory = mmap.mmap(-1, 8 * (2 + len(NAMES)))
@@ -80,21 +88,35 @@ def fuzz(target: Target, inputs: int) -> Result:
             child.start()
             child.join()
             if child.exitcode:
-                failures.append(f"{target.name} seed {shared[NEXT]}: {_last_words(child.exitcode, log)}")
+                failures.append(
+                    f"{target.name} seed {shared[NEXT]}: {_last_words(child.exitcode, log)}"
+                )
                 shared.count("wrong" if child.exitcode > 0 else "crashed")
                 shared[NEXT] += 1
     counts = [shared[COUNTS + at] for at in range(len(NAMES))]
-    return Result(target.name, *counts, shared[PEAK] / 1e6, time.perf_counter() - started, tuple(failures))
+    return Result(
+        target.name, *counts, shared[PEAK] / 1e6, time.perf_counter() - started, tuple(failures)
+    )
 
 
 def _last_words(code: int, log: Path) -> str:
     """The error below the last traceback, or the signal that ended the child."""
-    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*", log.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    return (errors or [f"exit code {code}"])[-1][:300] if code > 0 else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
+    errors = re.findall(
+        r"^\w[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*",
+        log.read_text(encoding="utf-8", errors="replace"),
+        re.MULTILINE,
+    )
+    return (
+        (errors or [f"exit code {code}"])[-1][:300]
+        if code > 0
+        else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
+    )
 
 
 def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):
-    """In the child: all inputs from the next one on. What is not a refusal ends it, and the parent starts another behind that input."""
+    """In the child: all inputs from the next one on. What is not a refusal ends it, and the parent
+    starts another behind that input.
+    """
     _write_to(log)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
@@ -142,9 +164,19 @@ def line(one: Result) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.fuzz", description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=INPUTS, metavar="N", help=f"inputs of each reader (default {INPUTS:,})")
-    parser.add_argument("--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.fuzz", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--inputs",
+        type=int,
+        default=INPUTS,
+        metavar="N",
+        help=f"inputs of each reader (default {INPUTS:,})",
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers"
+    )
     given = parser.parse_args(arguments)
     results = []
     print(HEAD, flush=True)

@@ -1,4 +1,5 @@
-"""Continue a prompt with a trained checkpoint: `python -m scripts.generate --checkpoint runs/quickstart --prompt "def f("`.
+"""Continue a prompt with a trained checkpoint: `python -m scripts.generate --checkpoint
+runs/quickstart --prompt "def f("`.
 
 Imports longhaul.checkpoint, longhaul.generate, longhaul.cli and data.tokenizer of ours.
 """
@@ -17,16 +18,42 @@ from longhaul.generate import check_sampling, generate
 
 def arguments(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.generate")
-    parser.add_argument("--checkpoint", required=True, help="a step-* folder, or a run's folder: its newest checkpoint")
-    parser.add_argument("--tokenizer", default=None, help="sentencepiece model; by default the run's own tokenizer.model")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="a step-* folder, or a run's folder: its newest checkpoint",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default=None,
+        help="sentencepiece model; by default the run's own tokenizer.model",
+    )
     parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="tokens at most; ends earlier at the end of the document")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the most probable token")
-    parser.add_argument("--top_k", type=int, default=50, help="sample among the k most probable tokens; 0: all")
-    parser.add_argument("--top_p", type=float, default=1.0, help="sample among the most probable tokens of this mass")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=int,
+        default=128,
+        help="tokens at most; ends earlier at the end of the document",
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the most probable token"
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=50, help="sample among the k most probable tokens; 0: all"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample among the most probable tokens of this mass",
+    )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision"
+    )
     return parser, parser.parse_args(args)
 
 
@@ -39,8 +66,17 @@ def main(args: list[str] | None = None):
         tokenizer = Tokenizer(given.tokenizer or folder.parent / "tokenizer.model")
         prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
         model = load_model(folder, given.device, given.dtype)
-        ids = generate(model, prompt, given.max_new_tokens, temperature=given.temperature, top_k=given.top_k, top_p=given.top_p,
-                       seed=given.seed, stop_id=tokenizer.eod_id, vocab_size=tokenizer.vocab_size)
+        ids = generate(
+            model,
+            prompt,
+            given.max_new_tokens,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            seed=given.seed,
+            stop_id=tokenizer.eod_id,
+            vocab_size=tokenizer.vocab_size,
+        )
         stream(given.prompt, ids, tokenizer)
     except ValueError as error:
         parser.error(str(error))
@@ -55,7 +91,9 @@ def stream(prompt: str, ids, tokenizer: Tokenizer):
         sys.stdout.flush()
         count += 1
     print(decoder.finish())
-    print(f"[{count} tokens, {count / (time.perf_counter() - start):.1f} tokens/s]", file=sys.stderr)
+    print(
+        f"[{count} tokens, {count / (time.perf_counter() - start):.1f} tokens/s]", file=sys.stderr
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""One thread, whatever a test starts: small tensors run faster so, and bits do not depend on the machine's cores."""
+"""One thread, whatever a test starts: small tensors run faster so, and bits do not depend on the
+machine's cores.
+"""
 
 import os
 
@@ -18,5 +20,7 @@ def pytest_collection_modifyitems(items: list):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    monkeypatch.setattr(dist, "cores", lambda: 1)  # dist.start sets the threads of the process from it
+    monkeypatch.setattr(
+        dist, "cores", lambda: 1
+    )  # dist.start sets the threads of the process from it
     torch.set_num_threads(1)

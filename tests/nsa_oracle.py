@@ -1,20 +1,28 @@
-"""Dense float64 attention, written straight from the equations: the truth that every faster version is tested against.
+"""Dense float64 attention, written straight from the equations: the truth that every faster version
+is tested against.
 
-One document, nothing chunked, every probability matrix whole: meant for at most a few thousand tokens. Gradients come
+One document, nothing chunked, every probability matrix whole: meant for at most a few thousand
+tokens. Gradients come
 from autograd. Imports torch only.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G query heads per KV head, K head dim,
-N compressed blocks (block i covers tokens i*s .. i*s+l-1), J selection blocks (block j covers j*l' .. (j+1)*l'-1).
+N compressed blocks (block i covers tokens i*s .. i*s+l-1), J selection blocks (block j covers j*l'
+.. (j+1)*l'-1).
 """
+
 import torch
 
 
 def _attend(q_BTHK, k_BSGK, v_BSGK, visible):
-    """softmax(q k / sqrt(K)) v over the visible keys, and the probabilities; a row that sees nothing is exactly zero."""
+    """softmax(q k / sqrt(K)) v over the visible keys, and the probabilities; a row that sees
+    nothing is exactly zero.
+    """
     q, k, v = q_BTHK.double(), k_BSGK.double(), v_BSGK.double()
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     logits_BHTS = torch.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
-    logits_BHTS = logits_BHTS.masked_fill(~visible, -1e300)  # finite, so that a blind row's softmax has gradients
+    logits_BHTS = logits_BHTS.masked_fill(
+        ~visible, -1e300
+    )  # finite, so that a blind row's softmax has gradients
     p_BHTS = torch.softmax(logits_BHTS, -1) * visible
     return torch.einsum("bhts,bshk->bthk", p_BHTS, v), p_BHTS
 
@@ -33,7 +41,9 @@ def compressed(q_BTHK, k_cmp_BNGK, v_cmp_BNGK, cfg):
 
 
 def importance(p_BHTN, G, cfg):
-    """Equation 4: imp[b, t, g, j] = sum over the group's heads and over i of p * |block i with block j| / s."""
+    """Equation 4: imp[b, t, g, j] = sum over the group's heads and over i of p * |block i with
+    block j| / s.
+    """
     B, H, T, N = p_BHTN.shape
     J = -(-T // cfg.sel_block)
     i, j = torch.arange(N)[:, None] * cfg.cmp_stride, torch.arange(J)[None, :] * cfg.sel_block
@@ -48,12 +58,14 @@ def forced(j, c, cfg):
 
 
 def choose(imp_BTGJ, cfg):
-    """Equation 5: chosen[b, t, g, j], forced blocks first, then the most important, the lower index on a tie."""
+    """Equation 5: chosen[b, t, g, j], forced blocks first, then the most important, the lower index
+    on a tie.
+    """
     chosen = torch.zeros(imp_BTGJ.shape, dtype=torch.bool)
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in imp_BTGJ.shape[:3])).tolist():
         c, imp = t // cfg.sel_block, imp_BTGJ[b, t, g].tolist()
         order = sorted(range(c + 1), key=lambda j: (not forced(j, c, cfg), -imp[j], j))
-        chosen[b, t, g, order[:cfg.sel_count]] = True
+        chosen[b, t, g, order[: cfg.sel_count]] = True
     return chosen
 
 
@@ -70,11 +82,17 @@ def nsa(q_BTHK, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates_BTH3, cfg, chose
 
 
 def phi(x_BTGK, w1, w2, pe, cfg):
-    """Equation 2 before norm and rotation: mean(x) + W2 silu(W1 flatten(x + pe)) of every block, one after another."""
+    """Equation 2 before norm and rotation: mean(x) + W2 silu(W1 flatten(x + pe)) of every block,
+    one after another.
+    """
     x, l, s = x_BTGK.double(), cfg.cmp_block, cfg.cmp_stride
-    blocks = [x[:, i:i + l] for i in range(0, x.shape[1] - l + 1, s)]
+    blocks = [x[:, i : i + l] for i in range(0, x.shape[1] - l + 1, s)]
     out = []
     for block_BlGK in blocks:
-        flat = (block_BlGK + pe.double()[:, None]).transpose(1, 2).flatten(2)  # token-major, then features
-        out.append(block_BlGK.mean(1) + torch.nn.functional.silu(flat @ w1.double().T) @ w2.double().T)
+        flat = (
+            (block_BlGK + pe.double()[:, None]).transpose(1, 2).flatten(2)
+        )  # token-major, then features
+        out.append(
+            block_BlGK.mean(1) + torch.nn.functional.silu(flat @ w1.double().T) @ w2.double().T
+        )
     return torch.stack(out, 1) if out else x[:, :0]

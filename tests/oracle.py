@@ -1,7 +1,10 @@
-"""The decoder written straight from its equations: dense, obvious, slow, without options. Imports torch alone.
+"""The decoder written straight from its equations: dense, obvious, slow, without options. Imports
+torch alone.
 
-Truth is these functions on float64 weights; on bfloat16 weights they are the plain low-precision path whose own error the error rule
-refers to. One document per call: packed documents are as many calls. Rotary angles are fp32 by definition, whatever the weights.
+Truth is these functions on float64 weights; on bfloat16 weights they are the plain low-precision
+path whose own error the error rule
+refers to. One document per call: packed documents are as many calls. Rotary angles are fp32 by
+definition, whatever the weights.
 Letters as in model.py; weights have the Decoder's names.
 """
 
@@ -24,7 +27,9 @@ def rotate(x_THK, theta):
 
 
 def causal_attention(q_THK, k_TGK, v_TGK):
-    """softmax(q k^T / sqrt(K), over the keys at or before the query) v; query head h reads key head h // (H/G)."""
+    """softmax(q k^T / sqrt(K), over the keys at or before the query) v; query head h reads key head
+    h // (H/G).
+    """
     T, H, K = q_THK.shape
     queries_per_key = H // k_TGK.shape[1]
     future_TT = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -42,6 +47,7 @@ def decoder_logits(weights, config, tokens_T):
     T, K = len(tokens_T), config.head_dim
     x_TD = weights["embed.weight"][tokens_T]
     for i in range(config.num_layers):
+
         def w(name):
             return weights[f"layers.{i}.{name}.weight"]
 

@@ -1,4 +1,6 @@
-"""What a layer keeps: checkpointing whole and selective, offload, tiled MLP, attention by groups of heads, alone and together."""
+"""What a layer keeps: checkpointing whole and selective, offload, tiled MLP, attention by groups of
+heads, alone and together.
+"""
 
 import itertools
 
@@ -13,16 +15,46 @@ from model import KVCache
 
 T, V = 96, 101
 SPARSE = ("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16")
-BASE = dict(model_size="tiny", vocab_size=V, context_length=T, dtype="fp32", warmup_steps=0, lr=1e-3, adam_eps=1e-6,
-            model_overrides=("num_layers=2", "hidden_size=64", "num_heads=8", "num_kv_heads=4", "head_dim=16", "ffn_size=96"))
+BASE = dict(
+    model_size="tiny",
+    vocab_size=V,
+    context_length=T,
+    dtype="fp32",
+    warmup_steps=0,
+    lr=1e-3,
+    adam_eps=1e-6,
+    model_overrides=(
+        "num_layers=2",
+        "hidden_size=64",
+        "num_heads=8",
+        "num_kv_heads=4",
+        "head_dim=16",
+        "ffn_size=96",
+    ),
+)
 LEVERS = {
-    "full": dict(gradient_checkpointing="full"), "selective": dict(gradient_checkpointing="selective"),
+    "full": dict(gradient_checkpointing="full"),
+    "selective": dict(gradient_checkpointing="selective"),
     "offload": dict(gradient_checkpointing="full", offload_activations=True),
-    "tiles": dict(mlp_tiles=3), "many tiles": dict(mlp_tiles=1000), "groups": dict(attention_head_groups=2),
+    "tiles": dict(mlp_tiles=3),
+    "many tiles": dict(mlp_tiles=1000),
+    "groups": dict(attention_head_groups=2),
     "one head": dict(attention_head_groups=4),
-    "full, tiles, groups, offload": dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2, offload_activations=True),
-    "selective, tiles, offload": dict(gradient_checkpointing="selective", mlp_tiles=4, offload_activations=True)}
-ATTENTION = {"standard": {}, "nsa": dict(attention_type="nsa", nsa=SPARSE), "nsa, separate": dict(attention_type="nsa", nsa=(*SPARSE, "kv=separate"))}
+    "full, tiles, groups, offload": dict(
+        gradient_checkpointing="full",
+        mlp_tiles=4,
+        attention_head_groups=2,
+        offload_activations=True,
+    ),
+    "selective, tiles, offload": dict(
+        gradient_checkpointing="selective", mlp_tiles=4, offload_activations=True
+    ),
+}
+ATTENTION = {
+    "standard": {},
+    "nsa": dict(attention_type="nsa", nsa=SPARSE),
+    "nsa, separate": dict(attention_type="nsa", nsa=(*SPARSE, "kv=separate")),
+}
 
 
 def batch(rows=2, packed=True):
@@ -41,7 +73,9 @@ def gradients(packed=True, **changes):
     state = build(**changes)
     loss = state.model(**batch(packed=packed)[0])
     loss.backward()
-    return [("loss", loss.detach())] + [(name, p.grad) for name, p in state.model.named_parameters()]
+    return [("loss", loss.detach())] + [
+        (name, p.grad) for name, p in state.model.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -49,8 +83,12 @@ def gradients(packed=True, **changes):
 def test_no_lever_changes_a_gradient(attention, packed):
     truth = gradients(packed, **ATTENTION[attention])
     for lever, changes in LEVERS.items():
-        for (name, want), (_, got) in zip(truth, gradients(packed, **ATTENTION[attention], **changes)):
-            assert (got - want).abs().max() <= 2e-6 * max(1.0, want.abs().max()) and (got - want).norm() <= 1e-5 * want.norm(), (lever, name)
+        for (name, want), (_, got) in zip(
+            truth, gradients(packed, **ATTENTION[attention], **changes)
+        ):
+            assert (got - want).abs().max() <= 2e-6 * max(1.0, want.abs().max()) and (
+                got - want
+            ).norm() <= 1e-5 * want.norm(), (lever, name)
 
 
 @pytest.mark.parametrize("lever", LEVERS)
@@ -93,13 +131,22 @@ def operators(**changes) -> Count:
 @pytest.mark.parametrize("attention", ["standard", "nsa"])
 def test_selective_checkpointing_runs_attention_once_and_full_twice(attention):
     layers, kind = 2, ATTENTION[attention]
-    for lever, forwards in (({}, layers), (LEVERS["selective"], layers), (LEVERS["full"], 2 * layers)):
+    for lever, forwards in (
+        ({}, layers),
+        (LEVERS["selective"], layers),
+        (LEVERS["full"], 2 * layers),
+    ):
         assert operators(**kind, **lever).attention() == forwards, lever
 
 
 def test_tiles_inside_a_checkpoint_run_no_mlp_a_third_time():
-    """silu runs forward, again, and once more inside SwiGLU's backward; in each of 4 tiles as often."""
-    plain, tiled = (operators(gradient_checkpointing="full", mlp_tiles=tiles).calls["aten::silu"] for tiles in (1, 4))
+    """silu runs forward, again, and once more inside SwiGLU's backward; in each of 4 tiles as
+    often.
+    """
+    plain, tiled = (
+        operators(gradient_checkpointing="full", mlp_tiles=tiles).calls["aten::silu"]
+        for tiles in (1, 4)
+    )
     assert tiled == 4 * plain == 4 * 2 * 3
 
 
@@ -111,7 +158,9 @@ def kept_bytes(**changes) -> int:
 def test_each_lever_keeps_less():
     plain, full = kept_bytes(), kept_bytes(**LEVERS["full"])
     assert full < 0.45 * plain
-    assert kept_bytes(mlp_tiles=3) < 0.85 * plain and kept_bytes(attention_head_groups=2) < 0.6 * plain
+    assert (
+        kept_bytes(mlp_tiles=3) < 0.85 * plain and kept_bytes(attention_head_groups=2) < 0.6 * plain
+    )
 
 
 def test_offload_moves_every_layer_input_and_gives_it_back(monkeypatch):
@@ -122,7 +171,9 @@ def test_offload_moves_every_layer_input_and_gives_it_back(monkeypatch):
     step.train_step(state, batch())
     assert moved == [(2, T, 64)] * 2
     host = state.model.layers[0].forward.args[0]
-    assert [ref() for ref in host.waiting if ref() is not None] == [], "no input outlives its backward"
+    assert [ref() for ref in host.waiting if ref() is not None] == [], (
+        "no input outlives its backward"
+    )
 
 
 @torch.no_grad()
@@ -149,19 +200,31 @@ def test_head_slices_cover_every_weight_once():
         assert (count == (4 if name in shared or "compressor" in name else 1)).all(), name
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"), (dict(mlp_tiles=-1), "--mlp_tiles -1"),
-    (dict(offload_activations=True), "add --gradient_checkpointing"),
-    (dict(compile=True, mlp_tiles=2), "--compile"), (dict(compile=True, attention_head_groups=2), "--compile"),
-    (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(attention_head_groups=3), "--attention_head_groups 3 does not divide 4 KV heads"),
+        (dict(mlp_tiles=-1), "--mlp_tiles -1"),
+        (dict(offload_activations=True), "add --gradient_checkpointing"),
+        (dict(compile=True, mlp_tiles=2), "--compile"),
+        (dict(compile=True, attention_head_groups=2), "--compile"),
+        (dict(attention_head_groups=2, gradient_checkpointing="selective"), "use full"),
+    ],
+)
 def test_levers_that_exclude_each_other_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         TrainConfig(**BASE | changes)
 
 
 def test_every_pair_of_levers_is_exact_or_refused():
-    singles = dict(gradient_checkpointing="full"), dict(gradient_checkpointing="selective"), dict(mlp_tiles=3), dict(attention_head_groups=2), \
-        dict(offload_activations=True), dict(loss="chunked")
+    singles = (
+        dict(gradient_checkpointing="full"),
+        dict(gradient_checkpointing="selective"),
+        dict(mlp_tiles=3),
+        dict(attention_head_groups=2),
+        dict(offload_activations=True),
+        dict(loss="chunked"),
+    )
     truth, exact = dict(gradients()), 0
     for one, other in itertools.combinations(singles, 2):
         try:

@@ -1,16 +1,42 @@
-"""The advisor on the cards that users name, for a model of 1.2B parameters: which analysis runs in fp32, which needs half precision."""
+"""The advisor on the cards that users name, for a model of 1.2B parameters: which analysis runs in
+fp32, which needs half precision.
+"""
 
 import pytest
 
 import profile_memory
 
-ANALYSIS = ["--advise", "--task", "analysis", "--dtype", "float32", "--model_size", "1.7B", "--model_overrides", "num_layers=18", "--context_length", "2048"]
+ANALYSIS = [
+    "--advise",
+    "--task",
+    "analysis",
+    "--dtype",
+    "float32",
+    "--model_size",
+    "1.7B",
+    "--model_overrides",
+    "num_layers=18",
+    "--context_length",
+    "2048",
+]
 
 
-@pytest.mark.parametrize("card, code, change", [
-    (["--gpu", "RTX 3060 Ti"], 2, "bf16 instead of fp32"), (["--gpu", "RTX 3070"], 2, "bf16 instead of fp32"), (["--gpu", "RTX 3080"], 2, "bf16 instead of fp32"),
-    (["--vram", "8", "--cc", "70"], 2, "fp16 instead of fp32"), (["--gpu", "RTX 3090"], 0, ""), (["--gpu", "RTX 4090"], 0, ""), (["--gpu", "V100 16GB"], 0, ""),
-    (["--gpu", "A100 40GB"], 0, ""), (["--gpu", "A100 80GB"], 0, ""), (["--vram", "2"], 3, "")], ids=str)
+@pytest.mark.parametrize(
+    "card, code, change",
+    [
+        (["--gpu", "RTX 3060 Ti"], 2, "bf16 instead of fp32"),
+        (["--gpu", "RTX 3070"], 2, "bf16 instead of fp32"),
+        (["--gpu", "RTX 3080"], 2, "bf16 instead of fp32"),
+        (["--vram", "8", "--cc", "70"], 2, "fp16 instead of fp32"),
+        (["--gpu", "RTX 3090"], 0, ""),
+        (["--gpu", "RTX 4090"], 0, ""),
+        (["--gpu", "V100 16GB"], 0, ""),
+        (["--gpu", "A100 40GB"], 0, ""),
+        (["--gpu", "A100 80GB"], 0, ""),
+        (["--vram", "2"], 3, ""),
+    ],
+    ids=str,
+)
 def test_each_card_gets_its_precision(card, code, change, capsys, monkeypatch):
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 1)
     assert profile_memory.main([*ANALYSIS, "--batch_size", "14", *card]) == code
@@ -23,4 +49,6 @@ def test_advice_for_training_climbs_to_the_host(capsys, monkeypatch):
     args = ["--advise", "--gpu", "RTX 4090", "--model_size", "1.7B", "--context_length", "32768"]
     assert profile_memory.main(args) == 2
     printed = capsys.readouterr().out
-    assert "offloaded activations" in printed and "--offload_activations" in printed.splitlines()[-1]
+    assert (
+        "offloaded activations" in printed and "--offload_activations" in printed.splitlines()[-1]
+    )

@@ -1,4 +1,6 @@
-"""The model of the caching allocator: known answers on traces made by hand, and what must hold on any trace."""
+"""The model of the caching allocator: known answers on traces made by hand, and what must hold on
+any trace.
+"""
 
 import random
 
@@ -6,15 +8,30 @@ import pytest
 
 from longhaul.config import TrainConfig
 from longhaul.memory.allocator import GIB, MIB, Allocator, OutOfMemory, replay, step_events
-from longhaul.memory.device import EXPANDABLE, FITS, TOO_SMALL, Demand, beyond_the_allocator, card, runs_within, waterfall
+from longhaul.memory.device import (
+    EXPANDABLE,
+    FITS,
+    TOO_SMALL,
+    Demand,
+    beyond_the_allocator,
+    card,
+    runs_within,
+    waterfall,
+)
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import Event, Storage, Trace
 
 
-def trace_of(*changes: tuple[int, int], category: str = "temporary", first: int = 1, **more) -> Trace:
+def trace_of(
+    *changes: tuple[int, int], category: str = "temporary", first: int = 1, **more
+) -> Trace:
     """A trace whose events are (storage, bytes), at times that count from `first`."""
     events = [Event(first + index, size, key) for index, (key, size) in enumerate(changes)]
-    storages = {key: Storage(key, size, category, "start", "", (size,), "uint8", "") for key, size in changes if size > 0}
+    storages = {
+        key: Storage(key, size, category, "start", "", (size,), "uint8", "")
+        for key, size in changes
+        if size > 0
+    }
     return Trace(events, storages, **{"stages": [(0, "start")]} | more)
 
 
@@ -30,11 +47,23 @@ def random_trace(seed: int, count: int = 600) -> Trace:
     return trace_of(*changes, *((key, -size) for key, size in alive.items()))
 
 
-@pytest.mark.parametrize("sizes, classic, expandable", [
-    ([1], 2, 2), ([MIB], 2, 2), ([MIB, MIB], 2, 2), ([MIB, MIB, 1], 4, 4),  # small pool
-    ([MIB + 1], 20, 20), ([10 * MIB - 512] * 2, 20, 20), ([9 * MIB] * 3, 40, 40),  # shared large segments
-    ([10 * MIB], 10, 20), ([10 * MIB + 1], 12, 20), ([31 * MIB], 32, 40),  # a segment of its own
-    ([3 * MIB, 30 * MIB], 20 + 30, 40), ([1, 3 * MIB], 2 + 20, 2 + 20)])
+@pytest.mark.parametrize(
+    "sizes, classic, expandable",
+    [
+        ([1], 2, 2),
+        ([MIB], 2, 2),
+        ([MIB, MIB], 2, 2),
+        ([MIB, MIB, 1], 4, 4),  # small pool
+        ([MIB + 1], 20, 20),
+        ([10 * MIB - 512] * 2, 20, 20),
+        ([9 * MIB] * 3, 40, 40),  # shared large segments
+        ([10 * MIB], 10, 20),
+        ([10 * MIB + 1], 12, 20),
+        ([31 * MIB], 32, 40),  # a segment of its own
+        ([3 * MIB, 30 * MIB], 20 + 30, 40),
+        ([1, 3 * MIB], 2 + 20, 2 + 20),
+    ],
+)
 def test_segments_have_the_sizes_that_the_source_gives(sizes, classic, expandable):
     trace = trace_of(*enumerate(sizes))
     assert replay(trace).peak_reserved == classic * MIB
@@ -89,12 +118,16 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks():
     assert allocator.malloc(35 * MIB)[0].address == 30 * MIB
     assert allocator.reserved == 80 * MIB  # 25 MiB lacked, in pages of 20
     allocator.free(*first)
-    assert allocator.malloc(5 * MIB)[0].address == 0, "the hole comes before the end, which can grow"
+    assert allocator.malloc(5 * MIB)[0].address == 0, (
+        "the hole comes before the end, which can grow"
+    )
 
 
 def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
     changes = []
-    for key in range(10, 30):  # each tensor is larger than all holes before it, as with growing lengths
+    for key in range(
+        10, 30
+    ):  # each tensor is larger than all holes before it, as with growing lengths
         changes += [(key, key * 3 * MIB), (key, -key * 3 * MIB)]
     trace = trace_of(*changes)
     assert replay(trace).peak_reserved == sum(-(-key * 3 // 2) * 2 for key in range(10, 30)) * MIB
@@ -111,11 +144,15 @@ def test_a_workspace_is_there_and_gone_and_counts_in_both_peaks():
 
 def test_optimizer_states_settle_in_segments_that_the_first_step_left():
     state = {7: Storage(7, 12 * MIB, "optimizer", "start", "", (), "float32", "")}
-    trace = trace_of((0, 40 * MIB), (0, -40 * MIB), (1, 64), (1, -64), stages=[(0, "start"), (3, "optimizer")])
+    trace = trace_of(
+        (0, 40 * MIB), (0, -40 * MIB), (1, 64), (1, -64), stages=[(0, "start"), (3, "optimizer")]
+    )
     trace.events.insert(0, Event(0, 12 * MIB, 7))
     trace.storages |= state
     assert replay(trace, steps=1).peak_reserved == 42 * MIB
-    assert replay(trace).peak_reserved == 82 * MIB, "28 MiB are left of the segment, so the second step needs another 40"
+    assert replay(trace).peak_reserved == 82 * MIB, (
+        "28 MiB are left of the segment, so the second step needs another 40"
+    )
     assert replay(trace).peak_live == 52 * MIB
 
 
@@ -134,13 +171,17 @@ def test_a_storage_that_is_emptied_and_filled_again_has_its_block_moved():
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_on_any_trace_live_is_at_most_allocated_at_most_reserved_and_all_is_repeatable(seed, expandable):
+def test_on_any_trace_live_is_at_most_allocated_at_most_reserved_and_all_is_repeatable(
+    seed, expandable
+):
     trace = random_trace(seed)
     found = replay(trace, expandable)
     assert found.peak_live == trace.peak()[0] <= found.peak_allocated <= found.peak_reserved
     assert found == replay(trace, expandable)
     assert 0 <= found.fragmentation < 1
-    assert found.peak_reserved == replay(trace, expandable, steps=6).peak_reserved, "no leak from step to step"
+    assert found.peak_reserved == replay(trace, expandable, steps=6).peak_reserved, (
+        "no leak from step to step"
+    )
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -182,7 +223,10 @@ def test_the_waterfall_adds_up_from_live_to_device():
     found = replay(random_trace(0))
     for ranks in (1, 2):
         rows = dict(waterfall(found, ranks))
-        assert rows["live"] + rows["rounding to blocks"] + rows["reserved, not in use"] == rows["reserved"]
+        assert (
+            rows["live"] + rows["rounding to blocks"] + rows["reserved, not in use"]
+            == rows["reserved"]
+        )
         assert rows["device"] == rows["reserved"] + GIB // 2 + 64 * MIB + rows.get("NCCL", 0)
         assert ("NCCL" in rows) == (ranks > 1)
 
@@ -201,7 +245,9 @@ def test_an_empty_trace_reserves_nothing():
 
 
 def test_a_training_step_reserves_the_same_from_the_second_repetition_on():
-    trace = simulate(TrainConfig(model_size="tiny", context_length=2048, gradient_checkpointing="full"))
+    trace = simulate(
+        TrainConfig(model_size="tiny", context_length=2048, gradient_checkpointing="full")
+    )
     for expandable in (False, True):
         assert replay(trace, expandable, steps=2) == replay(trace, expandable, steps=5)
         assert replay(trace, expandable).peak_live == trace.peak()[0]
@@ -213,16 +259,34 @@ def test_a_step_fits_a_card_by_classic_segments_by_expandable_ones_or_not_at_all
     beyond = sum(beyond_the_allocator().values())
     assert demand.verdict(demand.classic.peak_reserved + beyond) == FITS
     assert demand.verdict(demand.classic.peak_live + beyond - 1) == TOO_SMALL
-    assert demand.verdict(demand.expandable.peak_reserved + beyond) == (FITS if runs_within(demand.trace, demand.least_bytes) else EXPANDABLE)
+    assert demand.verdict(demand.expandable.peak_reserved + beyond) == (
+        FITS if runs_within(demand.trace, demand.least_bytes) else EXPANDABLE
+    )
 
 
-@pytest.mark.parametrize("name, expected", [("RTX 3060 Ti", (7.8, 86)), ("nvidia geforce rtx 3060ti", (7.8, 86)), ("V100 16GB", (15.8, 70))])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("RTX 3060 Ti", (7.8, 86)),
+        ("nvidia geforce rtx 3060ti", (7.8, 86)),
+        ("V100 16GB", (15.8, 70)),
+    ],
+)
 def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
     assert (card(name).gib, card(name).cc) == expected
 
 
-@pytest.mark.parametrize("args, words", [(("RTX 9999",), "known are"), (("RTX 3060 Ty",), "did you mean RTX 3060 Ti"), (("", 0.0), "give one of them"),
-                                         (("H100", 80.0), "give one of them"), (("", -3.0), "above 0"), (("H100", 0.0, 7), "86")])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("RTX 9999",), "known are"),
+        (("RTX 3060 Ty",), "did you mean RTX 3060 Ti"),
+        (("", 0.0), "give one of them"),
+        (("H100", 80.0), "give one of them"),
+        (("", -3.0), "above 0"),
+        (("H100", 0.0, 7), "86"),
+    ],
+)
 def test_a_card_that_is_none_is_refused_in_one_line(args, words):
     with pytest.raises(ValueError, match=words):
         card(*args)

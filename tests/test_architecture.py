@@ -1,4 +1,6 @@
-"""The house of DESIGN: imports point down, model.py stands alone, the README's flags exist, files stay small."""
+"""The house of DESIGN: imports point down, model.py stands alone, the README's flags exist, files
+stay small.
+"""
 
 import ast
 import dataclasses
@@ -14,27 +16,81 @@ from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 # model -> fused and model -> nsa are lazy: only where kernels="triton", attention_type="nsa"
-SAME_LEVEL = {("model", "fused"), ("model", "nsa"), ("fused", "nsa"), ("nsa", "fused"), ("benchmarks", "verify_chunked_loss"), ("scripts", "train"),
-              ("longhaul.dist", "longhaul.exits"), ("longhaul.parallel", "longhaul.rows"), ("longhaul.parallel", "longhaul.activations"),
-              ("longhaul.supervise", "longhaul.storage"), ("longhaul.supervise", "longhaul.peers"), ("longhaul.qwen3", "longhaul.weights"),
-              ("longhaul.contents", "longhaul.weights"), ("longhaul.contents", "longhaul.storage")}
-LEVELS = [  # a module may import modules of lower levels, and of its own level where the pair stands in SAME_LEVEL
-    {"model", "nsa", "fused", "data", "longhaul.dist", "longhaul.context", "longhaul.cli", "longhaul.states", "longhaul.exits"},
-    {"longhaul.config", "longhaul.vocab", "longhaul.parallel", "longhaul.optim", "longhaul.qwen3", "longhaul.generate", "longhaul.weights",
-     "longhaul.contents",
-     "longhaul.activations", "longhaul.flops", "longhaul.rows", "longhaul.storage", "longhaul.supervise", "longhaul.peers"},
+SAME_LEVEL = {
+    ("model", "fused"),
+    ("model", "nsa"),
+    ("fused", "nsa"),
+    ("nsa", "fused"),
+    ("benchmarks", "verify_chunked_loss"),
+    ("scripts", "train"),
+    ("longhaul.dist", "longhaul.exits"),
+    ("longhaul.parallel", "longhaul.rows"),
+    ("longhaul.parallel", "longhaul.activations"),
+    ("longhaul.supervise", "longhaul.storage"),
+    ("longhaul.supervise", "longhaul.peers"),
+    ("longhaul.qwen3", "longhaul.weights"),
+    ("longhaul.contents", "longhaul.weights"),
+    ("longhaul.contents", "longhaul.storage"),
+}
+# a module may import modules of lower levels, and of its own level where the pair stands in
+# SAME_LEVEL
+LEVELS = [
+    {
+        "model",
+        "nsa",
+        "fused",
+        "data",
+        "longhaul.dist",
+        "longhaul.context",
+        "longhaul.cli",
+        "longhaul.states",
+        "longhaul.exits",
+    },
+    {
+        "longhaul.config",
+        "longhaul.vocab",
+        "longhaul.parallel",
+        "longhaul.optim",
+        "longhaul.qwen3",
+        "longhaul.generate",
+        "longhaul.weights",
+        "longhaul.contents",
+        "longhaul.activations",
+        "longhaul.flops",
+        "longhaul.rows",
+        "longhaul.storage",
+        "longhaul.supervise",
+        "longhaul.peers",
+    },
     {"longhaul.step", "longhaul.checkpoint", "longhaul.metrics", "longhaul.numerics"},
-    {"longhaul.memory", "longhaul.evals", "longhaul.posttrain", "longhaul.analysis", "longhaul.saver", "longhaul.audit",
-     "longhaul.identity"},
+    {
+        "longhaul.memory",
+        "longhaul.evals",
+        "longhaul.posttrain",
+        "longhaul.analysis",
+        "longhaul.saver",
+        "longhaul.audit",
+        "longhaul.identity",
+    },
     {"train", "profile_memory", "verify_chunked_loss", "scripts", "benchmarks"},
 ]
 STANDARD_LIBRARY_AND = {  # what a level-0 room may import from outside
-    "model": {"torch"}, "nsa": {"torch"}, "fused": {"torch", "triton"}, "data": {"numpy", "sentencepiece", "tqdm"},
-    "longhaul.dist": {"torch"}, "longhaul.cli": set(), "longhaul.exits": set(), "longhaul.context": {"torch"},
+    "model": {"torch"},
+    "nsa": {"torch"},
+    "fused": {"torch", "triton"},
+    "data": {"numpy", "sentencepiece", "tqdm"},
+    "longhaul.dist": {"torch"},
+    "longhaul.cli": set(),
+    "longhaul.exits": set(),
+    "longhaul.context": {"torch"},
     "longhaul.states": {"torch"},
 }
 SIZES = {"model.py": 900}
-SOURCES = sorted(path for path in ROOT.rglob("*.py") if not {"tests", ".venv", "runs"} & set(path.relative_to(ROOT).parts))
+SOURCES = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if not {"tests", ".venv", "runs"} & set(path.relative_to(ROOT).parts)
+)
 
 
 def module_of(path: Path) -> str:
@@ -44,7 +100,12 @@ def module_of(path: Path) -> str:
 
 def room_of(module: str) -> str | None:
     """The longest name of LEVELS that is the module or a parent of it."""
-    names = [name for level in LEVELS for name in level if module == name or module.startswith(name + ".")]
+    names = [
+        name
+        for level in LEVELS
+        for name in level
+        if module == name or module.startswith(name + ".")
+    ]
     return max(names, key=len, default=None)
 
 
@@ -67,12 +128,16 @@ def imports(path: Path) -> set[str]:
 def test_imports_point_to_lower_levels_only(path):
     room = room_of(module_of(path))
     if room is None:
-        assert module_of(path) in ("longhaul",), f"{path} has no place in the house: give it a level"
+        assert module_of(path) in ("longhaul",), (
+            f"{path} has no place in the house: give it a level"
+        )
         return
     for name in imports(path):
         other = room_of(name)
         if other and other != room and (room, other) not in SAME_LEVEL:
-            assert level_of(other) < level_of(room), f"{room} (level {level_of(room)}) imports {other} (level {level_of(other)})"
+            assert level_of(other) < level_of(room), (
+                f"{room} (level {level_of(room)}) imports {other} (level {level_of(other)})"
+            )
 
 
 @pytest.mark.parametrize("room", STANDARD_LIBRARY_AND)
@@ -87,7 +152,10 @@ def test_the_ground_floor_imports_only_what_it_may(room):
 
 def test_the_modules_have_no_import_cycle():
     graph = {module_of(path): {name for name in imports(path)} for path in SOURCES}
-    graph = {module: {other for other in graph if other in used and other != module} for module, used in graph.items()}
+    graph = {
+        module: {other for other in graph if other in used and other != module}
+        for module, used in graph.items()
+    }
     done: set[str] = set()
     while len(done) < len(graph):
         ready = {module for module, used in graph.items() if module not in done and used <= done}
@@ -140,7 +208,13 @@ print("trained and generated")
 
 def test_model_py_alone_in_an_empty_folder_trains_and_generates(tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path / "model.py")
-    done = subprocess.run([sys.executable, "-I", "-c", ALONE, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "trained and generated\n", done.stderr
 
 
@@ -153,11 +227,17 @@ def flags_of(text: str) -> set[str]:
 @pytest.mark.parametrize("name", ["README.md", "scripts/quickstart.sh", "docs/LOG.md"])
 def test_the_flags_of_the_documents_exist(name):
     fields = dataclasses.fields(TrainConfig)
-    known = {flag for field in fields for flag in (field.name, *field.metadata["aliases"], f"no_{field.name}")} | {"help"}
+    known = {
+        flag
+        for field in fields
+        for flag in (field.name, *field.metadata["aliases"], f"no_{field.name}")
+    } | {"help"}
     assert not flags_of((ROOT / name).read_text()) - known
 
 
 def test_the_readme_lists_every_setting():
     table = (ROOT / "README.md").read_text()
-    missing = [field.name for field in dataclasses.fields(TrainConfig) if f"`{field.name}`" not in table]
+    missing = [
+        field.name for field in dataclasses.fields(TrainConfig) if f"`{field.name}`" not in table
+    ]
     assert not missing, f"README.md does not name {missing}"

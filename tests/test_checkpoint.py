@@ -9,7 +9,13 @@ from longhaul import checkpoint, dist, step
 from longhaul.checkpoint import CheckpointError
 from longhaul.config import TrainConfig
 
-CFG = TrainConfig(model_size="tiny", vocab_size=64, context_length=8, dtype="fp32", model_overrides=("num_layers=1",))
+CFG = TrainConfig(
+    model_size="tiny",
+    vocab_size=64,
+    context_length=8,
+    dtype="fp32",
+    model_overrides=("num_layers=1",),
+)
 
 
 def trained(steps: int = 1):
@@ -44,8 +50,14 @@ def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
 
 
 def test_a_tied_weight_is_stored_once(saved):
-    names = [name for file in checkpoint.read_manifest(saved)["files"].values() for name in file["rows"]]
-    assert "model.embed.weight" in names and "model.lm_head.weight" not in names and len(names) == len(set(names))
+    names = [
+        name for file in checkpoint.read_manifest(saved)["files"].values() for name in file["rows"]
+    ]
+    assert (
+        "model.embed.weight" in names
+        and "model.lm_head.weight" not in names
+        and len(names) == len(set(names))
+    )
 
 
 def test_a_checkpoint_is_never_overwritten(saved):
@@ -112,10 +124,19 @@ def break_file(kind: str, folder):
         manifest.write_text(kind)
 
 
-@pytest.mark.parametrize("kind, words", [
-    ("truncated", "bytes"), ("missing", "is missing"), ("link", "not a plain file"), ("no manifest", "not a readable checkpoint"),
-    ("future version", "update longhaul"), ("path", "not a plain file"), ("{", "not a readable checkpoint"), ("[1]", "is not of format"),
-])
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("truncated", "bytes"),
+        ("missing", "is missing"),
+        ("link", "not a plain file"),
+        ("no manifest", "not a readable checkpoint"),
+        ("future version", "update longhaul"),
+        ("path", "not a plain file"),
+        ("{", "not a readable checkpoint"),
+        ("[1]", "is not of format"),
+    ],
+)
 def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys):
     break_file(kind, saved)
     with pytest.raises(CheckpointError, match=words):
@@ -126,7 +147,10 @@ def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys)
         return
     with pytest.raises(CheckpointError, match="no checkpoint is usable"):
         checkpoint.latest(saved.parent)
-    assert "DAMAGED CHECKPOINT" in capsys.readouterr().out and (saved.parent / "step-00000001.corrupt").exists()
+    assert (
+        "DAMAGED CHECKPOINT" in capsys.readouterr().out
+        and (saved.parent / "step-00000001.corrupt").exists()
+    )
 
 
 def test_rows_cover_a_plain_tensor_whole():

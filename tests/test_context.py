@@ -1,4 +1,6 @@
-"""Context parallelism: ranks that share the tokens of a row train as one process does; what cannot be shared is refused."""
+"""Context parallelism: ranks that share the tokens of a row train as one process does; what cannot
+be shared is refused.
+"""
 
 import functools
 
@@ -16,37 +18,79 @@ from tests.test_parallel import ROWS, assert_same, train
 
 T = 72  # divides by 2 x 4 ranks; every chunk boundary falls inside a document
 STANDARD = dict(context_length=T)
-SPARSE = dict(context_length=T, attention_type="nsa", nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"))
+SPARSE = dict(
+    context_length=T,
+    attention_type="nsa",
+    nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
+)
 
 SMALL = ("num_layers=2", "hidden_size=64", "ffn_size=96")
 
 
-# ------------------------------------------------------------------------------------------ parity with one process
+# -------------------------------------------------------------------------- parity with one process
 
 
-def setting(base: dict, cp: int, *overrides: str, packed: bool = True, **changes) -> tuple[dict, bool]:
-    return {**base, "context_parallel_size": cp, "model_overrides": (*SMALL, *overrides), **changes}, packed
+def setting(
+    base: dict, cp: int, *overrides: str, packed: bool = True, **changes
+) -> tuple[dict, bool]:
+    return {
+        **base,
+        "context_parallel_size": cp,
+        "model_overrides": (*SMALL, *overrides),
+        **changes,
+    }, packed
 
 
 UNTIED, FOUR = "tie_embeddings=False", "num_kv_heads=4"
-PARTS = dict(gradient_checkpointing="full", mlp_tiles=3, attention_head_groups=2, offload_activations=True)
+PARTS = dict(
+    gradient_checkpointing="full", mlp_tiles=3, attention_head_groups=2, offload_activations=True
+)
 FAST = {
-    2: [setting(STANDARD, 2, context_parallel_mode="ulysses"), setting(STANDARD, 2, UNTIED, batch_size=2, gradient_checkpointing="full"),
-        setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"), setting(SPARSE, 2, UNTIED, batch_size=2),
+    2: [
+        setting(STANDARD, 2, context_parallel_mode="ulysses"),
+        setting(STANDARD, 2, UNTIED, batch_size=2, gradient_checkpointing="full"),
+        setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
+        setting(SPARSE, 2, UNTIED, batch_size=2),
         setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
-        setting(STANDARD, 2, FOUR, batch_size=2, context_parallel_mode="ulysses", **PARTS), setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
-        setting(STANDARD, 2, batch_size=2, context_parallel_mode="gather_kv", gradient_checkpointing="selective", mlp_tiles=2)],
-    4: [setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2), setting(STANDARD, 4, batch_size=2), setting(SPARSE, 2, batch_size=2),
-        setting(SPARSE, 4, FOUR, UNTIED, batch_size=4)],
+        setting(STANDARD, 2, FOUR, batch_size=2, context_parallel_mode="ulysses", **PARTS),
+        setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
+        setting(
+            STANDARD,
+            2,
+            batch_size=2,
+            context_parallel_mode="gather_kv",
+            gradient_checkpointing="selective",
+            mlp_tiles=2,
+        ),
+    ],
+    4: [
+        setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
+        setting(STANDARD, 4, batch_size=2),
+        setting(SPARSE, 2, batch_size=2),
+        setting(SPARSE, 4, FOUR, UNTIED, batch_size=4),
+    ],
 }
 ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))
-WHOLE = {  # {dp1cp2, dp2cp1, dp2cp2, dp1cp4} x attentions, tied with one kind of micro-batches and untied with the other, in turn; scripts.equivalence has all
-    size: [setting(base, cp, FOUR, *tied, packed=packed, batch_size=batch, context_parallel_mode=mode)
-           for cp in groups for turn, (base, mode) in enumerate(ATTENTIONS)
-           for tied, (batch, packed) in zip(((), (UNTIED,))[:: (-1) ** (turn + cp)], ((1, True), (2 if cp < size else 4, False)))]
-    for size, groups in {2: (1, 2), 4: (2, 4)}.items()}
+# {dp1cp2, dp2cp1, dp2cp2, dp1cp4} x attentions, tied with one kind of micro-batches and untied with
+# the other, in turn; scripts.equivalence has all
+WHOLE = {
+    size: [
+        setting(base, cp, FOUR, *tied, packed=packed, batch_size=batch, context_parallel_mode=mode)
+        for cp in groups
+        for turn, (base, mode) in enumerate(ATTENTIONS)
+        for tied, (batch, packed) in zip(
+            ((), (UNTIED,))[:: (-1) ** (turn + cp)], ((1, True), (2 if cp < size else 4, False))
+        )
+    ]
+    for size, groups in {2: (1, 2), 4: (2, 4)}.items()
+}
 
-COMPILED = {2: [setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full") for base in (STANDARD, SPARSE)]}
+COMPILED = {
+    2: [
+        setting(base, 2, batch_size=2, compile=True, gradient_checkpointing="full")
+        for base in (STANDARD, SPARSE)
+    ]
+}
 
 
 def train_each(world: dist.World, settings: list) -> list[dict]:
@@ -55,12 +99,19 @@ def train_each(world: dist.World, settings: list) -> list[dict]:
 
 @functools.cache
 def ranks(size: int, tier: str) -> list:
-    return run_ranks(train_each, size, {"fast": FAST, "whole": WHOLE, "compiled": COMPILED}[tier][size])
+    return run_ranks(
+        train_each, size, {"fast": FAST, "whole": WHOLE, "compiled": COMPILED}[tier][size]
+    )
 
 
 @functools.cache
 def truth(attention: str, overrides: tuple[str, ...], packed: bool) -> dict:
-    return train(dist.World(), (SPARSE if attention == "nsa" else STANDARD) | dict(model_overrides=overrides, batch_size=ROWS), packed)
+    return train(
+        dist.World(),
+        (SPARSE if attention == "nsa" else STANDARD)
+        | dict(model_overrides=overrides, batch_size=ROWS),
+        packed,
+    )
 
 
 def check_parity(tier: str, settings: dict, size: int, index: int):
@@ -72,8 +123,16 @@ def check_parity(tier: str, settings: dict, size: int, index: int):
 
 
 def each(settings: dict) -> list:
-    return [pytest.param(size, index, id=f"{size} ranks {changes} {'packed' if packed else 'whole'}", marks=[pytest.mark.slow] * (size > 2))
-            for size in settings for index, (changes, packed) in enumerate(settings[size])]
+    return [
+        pytest.param(
+            size,
+            index,
+            id=f"{size} ranks {changes} {'packed' if packed else 'whole'}",
+            marks=[pytest.mark.slow] * (size > 2),
+        )
+        for size in settings
+        for index, (changes, packed) in enumerate(settings[size])
+    ]
 
 
 @pytest.mark.parametrize("size, index", each(FAST))
@@ -92,10 +151,13 @@ def test_every_way_to_share_rows_changes_nothing(size, index):
 def test_compiled_layers_share_rows(index):
     for results in ranks(2, "compiled"):
         changes, packed = COMPILED[2][index]
-        assert_same(results[index], truth(changes.get("attention_type", "standard"), changes["model_overrides"], packed))
+        assert_same(
+            results[index],
+            truth(changes.get("attention_type", "standard"), changes["model_overrides"], packed),
+        )
 
 
-# ------------------------------------------------------------------------------------------ the exchanges, by themselves
+# --------------------------------------------------------------------- the exchanges, by themselves
 
 
 B, P, H, G, K = 2, 3, 9, 3, 8  # heads and ranks are odd
@@ -104,28 +166,53 @@ LENGTHS = [[T], [5, 1, 30, T - 36]]  # documents of the two rows
 
 def whole_inputs(heads: int, seed: int) -> torch.Tensor:
     """[B, T, heads, K], in a strided memory that is never contiguous."""
-    return torch.randn(B, heads, K, T, generator=torch.Generator().manual_seed(seed)).permute(0, 3, 1, 2)
+    return torch.randn(B, heads, K, T, generator=torch.Generator().manual_seed(seed)).permute(
+        0, 3, 1, 2
+    )
 
 
 def by_documents(q, k, v) -> torch.Tensor:
     rows = []
     for row, lengths in enumerate(LENGTHS):
-        rows.append(torch.cat([sdpa(*parts, causal=True) for parts in zip(*(x[row : row + 1].split(lengths, 1) for x in (q, k, v)))], 1))
+        rows.append(
+            torch.cat(
+                [
+                    sdpa(*parts, causal=True)
+                    for parts in zip(*(x[row : row + 1].split(lengths, 1) for x in (q, k, v)))
+                ],
+                1,
+            )
+        )
     return torch.cat(rows)
 
 
 def exchange_and_back(world: dist.World) -> dict:
-    """What a rank gets of the collectives and of gathered attention, forward and backward, from inputs that all can make."""
-    ulysses, zigzag = (context.Shard(mode, world.rank, world.size, torch.distributed.group.WORLD) for mode in ("ulysses", "gather_kv"))
+    """What a rank gets of the collectives and of gathered attention, forward and backward, from
+    inputs that all can make.
+    """
+    ulysses, zigzag = (
+        context.Shard(mode, world.rank, world.size, torch.distributed.group.WORLD)
+        for mode in ("ulysses", "gather_kv")
+    )
     x, weight = ulysses.cut(whole_inputs(H, 0)).requires_grad_(), whole_inputs(H, 1)
     heads = context.to_heads(x, ulysses)
     (heads * weight[:, :, world.rank * 3 : world.rank * 3 + 3]).sum().backward()
-    back = context.to_tokens(heads.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(), ulysses)
+    back = context.to_tokens(
+        heads.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(), ulysses
+    )
     q, k, v = (zigzag.cut(whole_inputs(n, 2 + i)).requires_grad_() for i, n in enumerate((H, G, G)))
     ends = torch.tensor([0, T, T + 5, T + 6, T + 36, 2 * T])
     o = context.gathered_attention(q, k, v, zigzag, context.pieces(ends, (B, T), zigzag))
     o.backward(zigzag.cut(whole_inputs(H, 5)))
-    return dict(heads=heads.detach(), grad=x.grad, back=back.detach(), o=o.detach(), dq=q.grad, dk=k.grad, dv=v.grad)
+    return dict(
+        heads=heads.detach(),
+        grad=x.grad,
+        back=back.detach(),
+        o=o.detach(),
+        dq=q.grad,
+        dk=k.grad,
+        dv=v.grad,
+    )
 
 
 def test_the_exchanges_equal_the_plain_computation_forward_and_backward():
@@ -145,35 +232,53 @@ def test_the_exchanges_equal_the_plain_computation_forward_and_backward():
 def test_the_shards_of_a_row_are_all_of_it_once_and_equal(mode):
     shards = [context.Shard(mode, rank, 4) for rank in range(4)]
     parts = [shard.cut(torch.arange(T)[None])[0] for shard in shards]
-    assert sorted(torch.cat(parts).tolist()) == list(range(T)) and {len(part) for part in parts} == {T // 4}
+    assert sorted(torch.cat(parts).tolist()) == list(range(T)) and {
+        len(part) for part in parts
+    } == {T // 4}
     if mode == "gather_kv":  # as many (query, key) pairs on each rank
         assert len({int((part + 1).sum()) for part in parts}) == 1
 
 
 def test_the_pieces_of_all_ranks_meet_each_causal_pair_of_a_document_once():
-    ends, meetings = torch.tensor([0, 5, 6, 36, T, T + 50, 2 * T]), torch.zeros(2, T, T, dtype=torch.int)
+    ends, meetings = (
+        torch.tensor([0, 5, 6, 36, T, T + 50, 2 * T]),
+        torch.zeros(2, T, T, dtype=torch.int),
+    )
     for rank in range(4):
         shard = context.Shard("gather_kv", rank, 4)
         token = shard.cut(torch.arange(T)[None])[0]
         for rows, queries, past, own in context.pieces(ends, (2, T), shard):
             assert torch.equal(token[queries], torch.arange(T)[own])
             meetings[rows, own, past] += 1
-            meetings[rows, own, own] += torch.ones(own.stop - own.start, own.stop - own.start, dtype=torch.int).tril()
+            meetings[rows, own, own] += torch.ones(
+                own.stop - own.start, own.stop - own.start, dtype=torch.int
+            ).tril()
     lengths = ends.diff().tolist()
     for row, part in ((0, lengths[:4]), (1, lengths[4:])):
-        assert torch.equal(meetings[row], torch.block_diag(*(torch.ones(n, n, dtype=torch.int).tril() for n in part)))
+        assert torch.equal(
+            meetings[row],
+            torch.block_diag(*(torch.ones(n, n, dtype=torch.int).tril() for n in part)),
+        )
 
 
 def test_the_attention_of_a_gpu_is_called_as_its_signature_says():
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
-        q, k = (torch.empty(1, n, heads, 64, device="cuda", dtype=torch.bfloat16) for n, heads in ((24, 8), (40, 2)))
+        q, k = (
+            torch.empty(1, n, heads, 64, device="cuda", dtype=torch.bfloat16)
+            for n, heads in ((24, 8), (40, 2))
+        )
         o, lse = context._flash(q, k, k, causal=False)
         grads = context._flash_backward(o, q, o, lse, k, k, causal=False)
-    assert o.shape == q.shape and lse.shape == (1, 8, 24) and [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    assert (
+        o.shape == q.shape
+        and lse.shape == (1, 8, 24)
+        and [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    )
 
 
-# ------------------------------------------------------------------------------------------ what holds for every rank
+# ------------------------------------------------------------------------ what holds for every rank
 
 
 SIZES = dict(model_size="tiny", dtype="fp32", vocab_size=211, context_length=T)
@@ -184,7 +289,9 @@ def micro(tokens, labels, doc_ids) -> dict:
 
 
 def edges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens; labels at the last tokens of the ranks' spans alone; one document that ends inside the second span, and another."""
+    """Tokens; labels at the last tokens of the ranks' spans alone; one document that ends inside
+    the second span, and another.
+    """
     tokens = torch.randint(0, 211, (1, T), generator=torch.Generator().manual_seed(0))
     labels = torch.full((1, T), -100)
     for edge in range(T // 4 - 1, T, T // 4):
@@ -194,28 +301,47 @@ def edges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def losses_of_shared_rows(world: dist.World, changes: dict) -> dict:
     cfg = TrainConfig(**SIZES | changes)
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
+    )
     tokens, labels, doc_ids = edges()
     other = tokens.clone()
     other[:, 50:] = 210 - other[:, 50:]
     first = torch.where(doc_ids == 0, labels, -100)
     evaluate = lambda *parts: step.evaluate(state, [[micro(*parts)]])
-    local = sum(parameter.to_local().numel() if world.size > 1 else parameter.numel() for parameter in state.model.parameters())
+    local = sum(
+        parameter.to_local().numel() if world.size > 1 else parameter.numel()
+        for parameter in state.model.parameters()
+    )
     step.train_step(state, [micro(tokens, labels, doc_ids)] * 2)
-    return dict(edges=evaluate(tokens, labels, doc_ids), first=evaluate(tokens, first, doc_ids), second_changed=evaluate(other, first, doc_ids),
-                share=local / cfg.model().num_params(), tokens=state.tokens, sampled=sample(state))
+    return dict(
+        edges=evaluate(tokens, labels, doc_ids),
+        first=evaluate(tokens, first, doc_ids),
+        second_changed=evaluate(other, first, doc_ids),
+        share=local / cfg.model().num_params(),
+        tokens=state.tokens,
+        sampled=sample(state),
+    )
 
 
 def sample(state) -> list[int]:
     from longhaul.generate import generate
+
     return list(generate(state.model, [1, 2, 3], 8))
 
 
-KINDS = [dict(context_parallel_mode="ulysses"), dict(context_parallel_mode="gather_kv"), {name: SPARSE[name] for name in ("attention_type", "nsa")}]
+KINDS = [
+    dict(context_parallel_mode="ulysses"),
+    dict(context_parallel_mode="gather_kv"),
+    {name: SPARSE[name] for name in ("attention_type", "nsa")},
+]
 
 
 def losses_of_each(world: dist.World) -> list[dict]:
-    return [losses_of_shared_rows(world, changes | dict(context_parallel_size=world.size)) for changes in KINDS]
+    return [
+        losses_of_shared_rows(world, changes | dict(context_parallel_size=world.size))
+        for changes in KINDS
+    ]
 
 
 def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
@@ -223,8 +349,12 @@ def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
         for changes, got in zip(KINDS, results):
             want = losses_of_shared_rows(dist.World(), changes)
             for name in ("edges", "first"):
-                assert got[name][1] == want[name][1] and abs(got[name][0] - want[name][0]) < 2e-6, name  # evaluation counts a row once
-            assert got["second_changed"] == got["first"], "a later document changed the loss of an earlier one"
+                assert got[name][1] == want[name][1] and abs(got[name][0] - want[name][0]) < 2e-6, (
+                    name
+                )  # evaluation counts a row once
+            assert got["second_changed"] == got["first"], (
+                "a later document changed the loss of an earlier one"
+            )
             assert got["tokens"] == 2 * T and got["sampled"] == want["sampled"]
             assert got["share"] < 0.51, "parameters are sharded over the ranks of a row too"
 
@@ -233,14 +363,25 @@ LONG, ROOM = 2048, ("num_layers=2", "hidden_size=64", "ffn_size=96")
 
 
 def memory(world: dist.World, changes: dict, length: int) -> dict:
-    """Bytes kept for the backward, peak of a step and the largest tensor, of this rank's part of rows of `length` tokens."""
-    cfg = TrainConfig(**SIZES | dict(context_length=length, model_overrides=ROOM, gradient_checkpointing="none") | changes)
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+    """Bytes kept for the backward, peak of a step and the largest tensor, of this rank's part of
+    rows of `length` tokens.
+    """
+    cfg = TrainConfig(
+        **SIZES
+        | dict(context_length=length, model_overrides=ROOM, gradient_checkpointing="none")
+        | changes
+    )
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
+    )
     tokens = torch.randint(0, 211, (1, length))
     batch = micro(tokens, tokens, None)
     step.train_step(state, [batch])  # the optimizer's states exist from here on
     with Largest() as largest:
-        peak = min(peak_bytes(lambda: step.train_step(state, [batch]), torch.device("cpu")) for _ in range(4))  # gloo's thread may let go of a buffer late
+        peak = min(
+            peak_bytes(lambda: step.train_step(state, [batch]), torch.device("cpu"))
+            for _ in range(4)
+        )  # gloo's thread may let go of a buffer late
     return dict(kept=saved_bytes(lambda: state.model(**batch)), peak=peak, largest=largest.elements)
 
 
@@ -261,14 +402,28 @@ SPARSE_LONG = dict(attention_type="nsa", nsa=("sel_count=4", "window=128"))
 
 
 def memory_of_each(world: dist.World) -> list[dict]:
-    return [memory(world, changes | dict(context_parallel_size=2), LONG) for changes in (*KINDS[:2], SPARSE_LONG)]
+    return [
+        memory(world, changes | dict(context_parallel_size=2), LONG)
+        for changes in (*KINDS[:2], SPARSE_LONG)
+    ]
 
 
 def test_a_rank_keeps_what_half_a_row_keeps_and_makes_nothing_quadratic():
-    alone, whole = ([memory(dist.World(), changes, length) for changes in (*KINDS[:2], SPARSE_LONG)] for length in (LONG // 2, LONG))
+    alone, whole = (
+        [memory(dist.World(), changes, length) for changes in (*KINDS[:2], SPARSE_LONG)]
+        for length in (LONG // 2, LONG)
+    )
     for results in run_ranks(memory_of_each, 2):
         for changes, got, half, row in zip((*KINDS[:2], SPARSE_LONG), results, alone, whole):
-            by_tokens = 0 if changes.get("context_parallel_mode") == "gather_kv" else 2 * LONG // 2 * 8 * 32 * 4
-            assert got["kept"] - by_tokens < 1.01 * half["kept"], changes  # beside attention's output, which the projection has by tokens
-            assert got["peak"] < 0.7 * row["peak"], changes  # the exchange's buffers, and what FSDP gathers
+            by_tokens = (
+                0
+                if changes.get("context_parallel_mode") == "gather_kv"
+                else 2 * LONG // 2 * 8 * 32 * 4
+            )
+            assert got["kept"] - by_tokens < 1.01 * half["kept"], (
+                changes
+            )  # beside attention's output, which the projection has by tokens
+            assert got["peak"] < 0.7 * row["peak"], (
+                changes
+            )  # the exchange's buffers, and what FSDP gathers
             assert got["largest"] <= half["largest"] < LONG * LONG / 8, changes

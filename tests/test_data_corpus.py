@@ -27,7 +27,7 @@ def texts_of(dataset: Dataset) -> list[str]:
     found = []
     for split in dataset.splits.values():
         for d in range(split.num_documents):
-            ids = split.read(d, 0, 10 ** 9).tolist()
+            ids = split.read(d, 0, 10**9).tolist()
             assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
             found.append(tokenizer.decode(ids))
     return found
@@ -60,12 +60,16 @@ def test_another_setting_is_another_entry_of_the_cache(cache):
 
 def test_the_embedded_corpus_gives_its_files_back(cache):
     texts = texts_of(prepare_embedded(cache, documents="file", **SMALL))
-    files = {read_verified(file).decode() for file in embedded_files(SMALL["max_bytes"]) if file.size}
+    files = {
+        read_verified(file).decode() for file in embedded_files(SMALL["max_bytes"]) if file.size
+    }
     assert set(texts) == files
 
 
 def test_the_embedded_corpus_records_where_it_comes_from(cache):
-    sources = {source["name"]: source for source in prepare_embedded(cache, **SMALL).manifest["sources"]}
+    sources = {
+        source["name"]: source for source in prepare_embedded(cache, **SMALL).manifest["sources"]
+    }
     assert set(sources) <= {"stdlib", "numpy", "torch"}
     assert all(len(source["sha256"]) == 64 and source["version"] for source in sources.values())
 
@@ -78,15 +82,21 @@ def test_every_file_of_numpy_has_the_hash_of_its_record():
 
 
 def test_the_corpus_holds_python_torch_and_numpy_without_importing_torch():
-    script = ("import sys; from data.corpus import embedded_files; found = {f.package for f in embedded_files()}; "
-              "print(sorted(found), 'torch' in sys.modules)")
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    script = (
+        "import sys; from data.corpus import embedded_files; found = {f.package for f in embedded_files()}; "
+        "print(sorted(found), 'torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.stdout.strip() == "['numpy', 'stdlib', 'torch'] False", result.stderr
 
 
 def test_a_changed_file_of_a_package_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    good = SourceFile("numpy", "a.py", tmp_path / "a.py", 6, corpus._base64(hashlib.sha256(b"x = 1\n")))
+    good = SourceFile(
+        "numpy", "a.py", tmp_path / "a.py", 6, corpus._base64(hashlib.sha256(b"x = 1\n"))
+    )
     assert read_verified(good) == b"x = 1\n"
     (tmp_path / "a.py").write_text("x = 2\n")
     with pytest.raises(IntegrityError, match="reinstall numpy"):
@@ -107,11 +117,14 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path):
 def test_a_package_that_is_absent_or_without_record_is_said_and_left_out(monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
+
     reports = []
     monkeypatch.setattr(importlib.metadata, "distribution", absent)
     assert {file.package for file in embedded_files(report=reports.append)} == {"stdlib"}
-    assert reports == ["embedded corpus: numpy is not installed and left out",
-                       "embedded corpus: torch is not installed and left out"]
+    assert reports == [
+        "embedded corpus: numpy is not installed and left out",
+        "embedded corpus: torch is not installed and left out",
+    ]
 
 
 def test_an_unknown_grouping_is_refused(tmp_path):
@@ -128,10 +141,23 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 
 
 def test_two_processes_that_need_the_corpus_share_one_preparation(tmp_path):
-    command = [sys.executable, "-m", "data.prepare", "--vocab_size", "512", "--max_bytes", "200000", "--workers", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--vocab_size",
+        "512",
+        "--max_bytes",
+        "200000",
+        "--workers",
+        "1",
+    ]
     environment = {**os.environ, "LONGHAUL_CACHE": str(tmp_path)}
     (tmp_path / ".tmp-embedded-of-a-killed-run").mkdir()
-    processes = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) for _ in range(2)]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -1,4 +1,6 @@
-"""A batch is a pure function of its step; labels, positions and documents are what a reader would write by hand."""
+"""A batch is a pure function of its step; labels, positions and documents are what a reader would
+write by hand.
+"""
 
 import json
 import time
@@ -13,15 +15,24 @@ VOCAB, EOD = 1000, 0
 
 
 def make(folder, lengths, **settings):
-    """Documents of the given lengths (the closing end-of-document id included), each id naming its document."""
+    """Documents of the given lengths (the closing end-of-document id included), each id naming its
+    document.
+    """
     rng = np.random.default_rng(0)
     documents = [rng.integers(1, VOCAB, length - 1) for length in lengths]
-    return write_dataset(documents, folder, vocab_size=VOCAB, eod_id=EOD, **{"val_fraction": 0, **settings})
+    return write_dataset(
+        documents, folder, vocab_size=VOCAB, eod_id=EOD, **{"val_fraction": 0, **settings}
+    )
 
 
 @pytest.fixture
 def dataset(tmp_path):
-    return make(tmp_path / "d", np.random.default_rng(1).integers(2, 200, 300), val_fraction=0.05, shard_tokens=5000)
+    return make(
+        tmp_path / "d",
+        np.random.default_rng(1).integers(2, 200, 300),
+        val_fraction=0.05,
+        shard_tokens=5000,
+    )
 
 
 def all_rows(loader):
@@ -34,7 +45,7 @@ def test_rows_are_what_the_plan_says_by_the_obvious_loop(dataset):
     for r, position in enumerate(range(loader.rows_per_epoch)):
         tokens, labels, positions, doc_ids = [], [], [], []
         for n, (document, start, length) in enumerate(loader.plan.row(loader.row_index(position))):
-            text = loader.split.read(document, 0, 10 ** 9).tolist()
+            text = loader.split.read(document, 0, 10**9).tolist()
             for t in range(start, start + length):
                 tokens.append(text[t])
                 labels.append(text[t + 1] if t + 1 < len(text) else IGNORE)
@@ -54,15 +65,23 @@ def test_shapes_and_types_are_the_models(dataset):
     assert batch.num_valid == (batch.labels != IGNORE).sum() > 0
 
 
-def test_every_token_is_an_input_once_per_epoch_and_a_label_once_unless_it_opens_a_document(dataset):
+def test_every_token_is_an_input_once_per_epoch_and_a_label_once_unless_it_opens_a_document(
+    dataset,
+):
     loader = Loader(dataset, 64, 4)
     batch, split = all_rows(loader), loader.split
-    documents = [split.read(d, 0, 10 ** 9) for d in range(split.num_documents)]
+    documents = [split.read(d, 0, 10**9) for d in range(split.num_documents)]
     count = lambda ids: np.bincount(ids, minlength=VOCAB).tolist()
-    inside = np.concatenate([row[:sum(n for _, _, n in loader.plan.row(loader.row_index(p)))]
-                             for p, row in enumerate(batch.tokens)])
+    inside = np.concatenate(
+        [
+            row[: sum(n for _, _, n in loader.plan.row(loader.row_index(p)))]
+            for p, row in enumerate(batch.tokens)
+        ]
+    )
     assert count(inside) == count(np.concatenate(documents))
-    assert count(batch.labels[batch.labels != IGNORE]) == count(np.concatenate([d[1:] for d in documents]))
+    assert count(batch.labels[batch.labels != IGNORE]) == count(
+        np.concatenate([d[1:] for d in documents])
+    )
 
 
 def test_a_long_document_keeps_its_label_across_the_end_of_a_row(tmp_path):
@@ -83,7 +102,9 @@ def test_no_label_comes_from_another_document(tmp_path):
     batch = all_rows(Loader(make(tmp_path / "d", [5] * 40), 20, 1))
     ends = batch.tokens == EOD
     assert (batch.labels[ends] == IGNORE).all()
-    np.testing.assert_array_equal(batch.labels[:, :-1][~ends[:, :-1]], batch.tokens[:, 1:][~ends[:, :-1]])
+    np.testing.assert_array_equal(
+        batch.labels[:, :-1][~ends[:, :-1]], batch.tokens[:, 1:][~ends[:, :-1]]
+    )
 
 
 def test_padding_is_at_the_end_with_its_own_document_and_no_label(tmp_path):
@@ -106,12 +127,16 @@ def test_ranks_together_read_the_global_batch_whatever_their_number(dataset, wor
         whole = loader.batch(step)
         shares = [loader.batch(step, rank, world_size) for rank in range(world_size)]
         for part in range(4):
-            np.testing.assert_array_equal(np.concatenate([share[part] for share in shares]), whole[part])
+            np.testing.assert_array_equal(
+                np.concatenate([share[part] for share in shares]), whole[part]
+            )
         assert sum(share.num_valid for share in shares) == whole.num_valid
 
 
 def test_a_world_size_that_does_not_divide_the_batch_lists_those_that_do(dataset):
-    with pytest.raises(ValueError, match="does not divide over 4 ranks: allowed are 1, 2, 3, 6 ranks"):
+    with pytest.raises(
+        ValueError, match="does not divide over 4 ranks: allowed are 1, 2, 3, 6 ranks"
+    ):
         Loader(dataset, 32, 6).batch(0, 0, 4)
 
 
@@ -140,12 +165,15 @@ def test_batches_do_not_depend_on_what_was_read_before(dataset):
 
 
 def test_the_state_is_three_numbers_that_lead_back_to_the_step(dataset):
-    loader = Loader(dataset, 32, 4, seed=2 ** 31)
-    for step in (0, 1, loader.rows_per_epoch, 10 ** 6):
+    loader = Loader(dataset, 32, 4, seed=2**31)
+    for step in (0, 1, loader.rows_per_epoch, 10**6):
         state = json.loads(json.dumps(loader.state(step)))
-        assert set(state) == {"seed", "epoch", "position"} and state["position"] < loader.rows_per_epoch
+        assert (
+            set(state) == {"seed", "epoch", "position"}
+            and state["position"] < loader.rows_per_epoch
+        )
         assert loader.step(state) == step
-    assert len(json.dumps(loader.state(10 ** 6))) <= 64
+    assert len(json.dumps(loader.state(10**6))) <= 64
 
 
 def test_a_state_of_another_run_is_refused(dataset):
@@ -163,24 +191,35 @@ def test_the_seed_changes_the_order_and_nothing_else(dataset):
 
 def test_train_and_validation_rows_share_no_document(dataset):
     train, val = Loader(dataset, 64, 1), Loader(dataset, 64, 1, split="val")
-    found = lambda loader: {tuple(loader.split.read(d, 0, 10 ** 9)) for d, _, _ in
-                            (piece for r in range(loader.rows_per_epoch) for piece in loader.plan.row(r))}
+    found = lambda loader: {
+        tuple(loader.split.read(d, 0, 10**9))
+        for d, _, _ in (piece for r in range(loader.rows_per_epoch) for piece in loader.plan.row(r))
+    }
     assert found(val) and not found(train) & found(val)
 
 
 def test_too_little_data_for_a_batch_names_settings_that_work(tmp_path):
     dataset = make(tmp_path / "d", [100] * 4)
-    with pytest.raises(ValueError, match=r"1 rows of 512, fewer than one global batch of 3.*at most 1 rows, "
-                                         r"or --context_length 128"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 rows of 512, fewer than one global batch of 3.*at most 1 rows, "
+        r"or --context_length 128",
+    ):
         Loader(dataset, 512, 3)
     assert Loader(dataset, 512, 1).rows_per_epoch == 1
     assert Loader(dataset, 128, 3).rows_per_epoch >= 3
     with pytest.raises(ValueError, match="more text"):
-        Loader(dataset, 512, 10 ** 6)
+        Loader(dataset, 512, 10**6)
 
 
-@pytest.mark.parametrize("context, rows, message", [(0, 1, "context_length is 0"), (-1, 1, "context_length is -1"),
-                                                    (8, 0, "global batch is 0 rows")])
+@pytest.mark.parametrize(
+    "context, rows, message",
+    [
+        (0, 1, "context_length is 0"),
+        (-1, 1, "context_length is -1"),
+        (8, 0, "global batch is 0 rows"),
+    ],
+)
 def test_numbers_that_are_not_positive_are_refused(dataset, context, rows, message):
     with pytest.raises(ValueError, match=message):
         Loader(dataset, context, rows)

@@ -5,7 +5,7 @@ import pytest
 
 from data.order import mix, permute, permute_array
 
-SIZES = sorted({1, 2, 3, *(2 ** k + d for k in range(2, 14) for d in (-1, 0, 1))})
+SIZES = sorted({1, 2, 3, *(2**k + d for k in range(2, 14) for d in (-1, 0, 1))})
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -15,7 +15,7 @@ def test_every_row_comes_exactly_once_in_an_epoch(n):
 
 
 def test_one_position_and_many_agree():
-    for n in (1, 2, 3, 5, 1000, 10 ** 9, 2 ** 40 + 1):
+    for n in (1, 2, 3, 5, 1000, 10**9, 2**40 + 1):
         positions = np.unique(np.linspace(0, n - 1, 200, dtype=np.int64))
         rows = permute_array(3, 4, n, positions)
         assert rows.tolist() == [permute(3, 4, n, int(p)) for p in positions]
@@ -23,17 +23,21 @@ def test_one_position_and_many_agree():
 
 
 def test_a_billion_rows_stay_distinct_without_an_array():
-    positions = np.random.default_rng(0).choice(10 ** 9, 200_000, replace=False)
-    assert len(np.unique(permute_array(1, 0, 10 ** 9, positions))) == len(np.unique(positions))
+    positions = np.random.default_rng(0).choice(10**9, 200_000, replace=False)
+    assert len(np.unique(permute_array(1, 0, 10**9, positions))) == len(np.unique(positions))
 
 
 def test_known_values_never_change():
     assert [permute(0, 0, 10, p) for p in range(10)] == [9, 4, 6, 8, 7, 3, 1, 5, 2, 0]
-    assert permute(42, 3, 10 ** 9, 123456789) == 754980091
+    assert permute(42, 3, 10**9, 123456789) == 754980091
 
 
 def test_seed_and_epoch_change_the_order():
-    orders = {tuple(permute_array(seed, epoch, 1000, np.arange(1000))) for seed in (0, 1, 2) for epoch in (0, 1, 2)}
+    orders = {
+        tuple(permute_array(seed, epoch, 1000, np.arange(1000)))
+        for seed in (0, 1, 2)
+        for epoch in (0, 1, 2)
+    }
     assert len(orders) == 9
 
 
@@ -41,11 +45,13 @@ def test_the_order_looks_random():
     rows = permute_array(0, 0, 10_000, np.arange(10_000)).astype(float)
     assert abs(np.corrcoef(np.arange(10_000), rows)[0, 1]) < 0.05
     assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.05
-    assert (rows == np.arange(10_000)).sum() < 10  # a random permutation has one fixed point on average
+    assert (
+        rows == np.arange(10_000)
+    ).sum() < 10  # a random permutation has one fixed point on average
 
 
 def test_a_large_or_negative_seed_works():
-    assert 0 <= permute(2 ** 64 + 5, 2 ** 40, 17, 3) < 17
+    assert 0 <= permute(2**64 + 5, 2**40, 17, 3) < 17
     assert 0 <= permute(-1, 0, 17, 3) < 17
 
 

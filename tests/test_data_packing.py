@@ -1,4 +1,6 @@
-"""Packing puts every token into exactly one row, cuts only what is too long, and wastes next to nothing."""
+"""Packing puts every token into exactly one row, cuts only what is too long, and wastes next to
+nothing.
+"""
 
 import time
 
@@ -20,7 +22,7 @@ def test_every_token_is_in_exactly_one_row_and_no_row_overflows(context):
         row = plan.row(r)
         assert 0 < sum(length for _, _, length in row) <= context
         for document, start, length in row:
-            seen[document][start:start + length] += 1
+            seen[document][start : start + length] += 1
     assert all((counts == 1).all() for counts in seen)
 
 
@@ -53,13 +55,19 @@ def test_best_fit_equals_the_obvious_search():
 
 def test_longer_documents_go_first_and_equal_ones_in_their_order():
     plan = pack(np.array([2, 7, 3, 9, 7, 3]), 10)
-    assert [plan.row(r) for r in range(plan.num_rows)] == [[(3, 0, 9)], [(1, 0, 7), (5, 0, 3)], [(4, 0, 7), (2, 0, 3)],
-                                                           [(0, 0, 2)]]
+    assert [plan.row(r) for r in range(plan.num_rows)] == [
+        [(3, 0, 9)],
+        [(1, 0, 7), (5, 0, 3)],
+        [(4, 0, 7), (2, 0, 3)],
+        [(0, 0, 2)],
+    ]
 
 
 def test_the_plan_is_the_same_every_time():
     a, b = pack(lengths_of(1, 3000), 512), pack(lengths_of(1, 3000), 512)
-    assert all((getattr(a, f) == getattr(b, f)).all() for f in ("document", "start", "length", "first"))
+    assert all(
+        (getattr(a, f) == getattr(b, f)).all() for f in ("document", "start", "length", "first")
+    )
 
 
 def test_padding_is_far_below_one_percent():
@@ -84,8 +92,15 @@ def test_two_hundred_thousand_documents_pack_in_seconds():
     assert plan.length.sum() == lengths.sum()
 
 
-@pytest.mark.parametrize("lengths, context, message", [
-    ([3], 0, "context_length is 0"), ([3], -5, "context_length is -5"), ([], 8, "no documents"), ([3, 0], 8, "empty ones")])
+@pytest.mark.parametrize(
+    "lengths, context, message",
+    [
+        ([3], 0, "context_length is 0"),
+        ([3], -5, "context_length is -5"),
+        ([], 8, "no documents"),
+        ([3, 0], 8, "empty ones"),
+    ],
+)
 def test_impossible_requests_are_refused(lengths, context, message):
     with pytest.raises(ValueError, match=message):
         pack(lengths, context)

@@ -1,4 +1,6 @@
-"""Files become a dataset that gives every byte back; bad input is one line, exit code 2, and nothing written."""
+"""Files become a dataset that gives every byte back; bad input is one line, exit code 2, and
+nothing written.
+"""
 
 import gzip
 import json
@@ -21,8 +23,16 @@ from data.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box and sing about long context\n"
-TRICKY = ["crlf\r\nline\r\n", "\ufeffbom first", "nul \x00 inside", "space mark \u2581\u2581 here", "<|endoftext|> is text",
-          "tab\tand  spaces   ", "\n\n\n", "\u00e9\u65e5\U0001f600"]
+TRICKY = [
+    "crlf\r\nline\r\n",
+    "\ufeffbom first",
+    "nul \x00 inside",
+    "space mark \u2581\u2581 here",
+    "<|endoftext|> is text",
+    "tab\tand  spaces   ",
+    "\n\n\n",
+    "\u00e9\u65e5\U0001f600",
+]
 
 
 def text_of(seed: int, words: int = 400) -> str:
@@ -44,8 +54,13 @@ def folder(tmp_path):
 
 def run(*arguments, **settings) -> subprocess.CompletedProcess:
     """The command line as a user runs it."""
-    return subprocess.run([sys.executable, "-m", "data.prepare", *map(str, arguments)], cwd=ROOT, capture_output=True,
-                          text=True, **settings)
+    return subprocess.run(
+        [sys.executable, "-m", "data.prepare", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        **settings,
+    )
 
 
 def texts_of(dataset: Dataset) -> list[str]:
@@ -54,7 +69,7 @@ def texts_of(dataset: Dataset) -> list[str]:
     found = []
     for split in dataset.splits.values():
         for d in range(split.num_documents):
-            ids = split.read(d, 0, 10 ** 9).tolist()
+            ids = split.read(d, 0, 10**9).tolist()
             assert ids[-1] == dataset.eod_id and dataset.eod_id not in ids[:-1]
             found.append(tokenizer.decode(ids))
     return found
@@ -66,6 +81,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 # --- reading
 
+
 def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("hidden")
@@ -73,7 +89,9 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
     names = [str(path.relative_to(folder)) for path in list_files([folder])]
-    assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [f"b/deep/{n}.txt" for n in range(8)]
+    assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [
+        f"b/deep/{n}.txt" for n in range(8)
+    ]
 
 
 def test_a_link_to_a_folder_is_not_followed(folder):
@@ -82,7 +100,9 @@ def test_a_link_to_a_folder_is_not_followed(folder):
 
 
 def test_every_byte_of_a_text_file_is_in_its_document(folder):
-    assert [d.text.encode() for d in read_documents([folder])] == [p.read_bytes() for p in list_files([folder])]
+    assert [d.text.encode() for d in read_documents([folder])] == [
+        p.read_bytes() for p in list_files([folder])
+    ]
 
 
 def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
@@ -105,9 +125,15 @@ BAD_FILES = {
     "surrogate.txt": (b"a\xed\xa0\x80", r"surrogate.txt:1: byte 0xed is not UTF-8"),
     "broken.jsonl": (b'{"text": "a"}\n{"text": \n', r"broken.jsonl:2: this line is not JSON"),
     "array.jsonl": (b"[1]\n", r"array.jsonl:1: there is no string field 'text' \(found: list\)"),
-    "field.jsonl": (b'{"body": "a"}\n', r"field.jsonl:1: there is no string field 'text' \(found: body\); set --text_field"),
+    "field.jsonl": (
+        b'{"body": "a"}\n',
+        r"field.jsonl:1: there is no string field 'text' \(found: body\); set --text_field",
+    ),
     "number.jsonl": (b'{"text": 3}\n', r"number.jsonl:1: there is no string field 'text'"),
-    "lone.jsonl": (b'{"text": "ab\\ud800"}\n', r"lone.jsonl:1: character 2 of 'text' is a lone surrogate"),
+    "lone.jsonl": (
+        b'{"text": "ab\\ud800"}\n',
+        r"lone.jsonl:1: character 2 of 'text' is a lone surrogate",
+    ),
     "deep.jsonl": (b"[" * 100_000 + b"\n", r"deep.jsonl:1: this line is not JSON"),
     "bad.txt.gz": (b"not gzip", r"bad.txt.gz is damaged gzip"),
     "cut.txt.gz": (gzip.compress(b"hello" * 100)[:-9], r"cut.txt.gz is damaged gzip"),
@@ -137,11 +163,15 @@ def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
 
 def test_the_files_of_a_directory_become_one_document_with_their_names():
     documents = [Document("a/x.py", "1\n"), Document("a/y.py", "2"), Document("b/z.py", "3\n")]
-    assert list(by_directory(documents)) == [Document("a", "# a/x.py\n1\n# a/y.py\n2\n"), Document("b", "# b/z.py\n3\n")]
+    assert list(by_directory(documents)) == [
+        Document("a", "# a/x.py\n1\n# a/y.py\n2\n"),
+        Document("b", "# b/z.py\n3\n"),
+    ]
     assert list(by_directory([])) == []
 
 
 # --- encoding
+
 
 def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(monkeypatch):
     monkeypatch.setattr(pipeline, "SAMPLE_BYTES", 50_000)
@@ -160,13 +190,17 @@ def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path,
     one = list(encode(documents, dataset.tokenizer_path, 1))
     for workers in (2, 3):
         many = list(encode(iter(documents), dataset.tokenizer_path, workers))
-        assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [(d.tokens.tolist(), d.source_bytes) for d in one]
+        assert [(d.tokens.tolist(), d.source_bytes) for d in many] == [
+            (d.tokens.tolist(), d.source_bytes) for d in one
+        ]
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
     dataset = build_dataset(lambda: read_documents([folder]), tmp_path / "d", vocab_size=350)
     worker = Worker(dataset.tokenizer_path)
-    assert worker.encode([b"the fox"])[0].tolist() == Tokenizer(dataset.tokenizer_path).encode("the fox")
+    assert worker.encode([b"the fox"])[0].tolist() == Tokenizer(dataset.tokenizer_path).encode(
+        "the fox"
+    )
     worker._process.kill()
     with pytest.raises(ChildProcessError, match="--workers 1"):
         worker.encode([b"the fox"])
@@ -175,14 +209,19 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
 
 # --- the command line
 
+
 def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path):
-    result = run("--input", folder, "--output", tmp_path / "d", "--vocab-size", 350, "--val-fraction", 0.2)
+    result = run(
+        "--input", folder, "--output", tmp_path / "d", "--vocab-size", 350, "--val-fraction", 0.2
+    )
     assert result.returncode == 0, result.stderr
     dataset = open_dataset(tmp_path / "d", verify=True)
     expected = [path.read_bytes().decode() for path in list_files([folder])]
     assert sorted(texts_of(dataset)) == sorted(expected)
     assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
-    assert sum(split.source_bytes for split in dataset.splits.values()) == sum(len(t.encode()) for t in expected)
+    assert sum(split.source_bytes for split in dataset.splits.values()) == sum(
+        len(t.encode()) for t in expected
+    )
     assert dataset.manifest["sources"][0]["files"] == 20 and "bytes/token" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
 
@@ -190,18 +229,46 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
 def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):
     assert main(["--input", str(folder), "--output", str(tmp_path / "a"), "--vocab_size=350"]) == 0
     model = tmp_path / "a" / "tokenizer.model"
-    assert main(["--input", str(folder / "0.txt"), "--output", str(tmp_path / "b"), "--tokenizer", str(model)]) == 0
+    assert (
+        main(
+            [
+                "--input",
+                str(folder / "0.txt"),
+                "--output",
+                str(tmp_path / "b"),
+                "--tokenizer",
+                str(model),
+            ]
+        )
+        == 0
+    )
     assert Dataset(tmp_path / "a").tokenizer_sha256 == Dataset(tmp_path / "b").tokenizer_sha256
     assert Dataset(tmp_path / "b").tokenizer_path.read_bytes() == model.read_bytes()
 
 
 def test_the_output_inside_the_input_does_not_read_itself(folder):
-    assert main(["--input", str(folder), "--output", str(folder / "out"), "--vocab_size", "350"]) == 0
+    assert (
+        main(["--input", str(folder), "--output", str(folder / "out"), "--vocab_size", "350"]) == 0
+    )
     assert sum(s.num_documents for s in Dataset(folder / "out").splits.values()) == 20
 
 
 def test_directories_as_documents_are_longer_and_fewer(folder, tmp_path):
-    assert main(["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350", "--documents", "directory"]) == 0
+    assert (
+        main(
+            [
+                "--input",
+                str(folder),
+                "--output",
+                str(tmp_path / "d"),
+                "--vocab_size",
+                "350",
+                "--documents",
+                "directory",
+            ]
+        )
+        == 0
+    )
     texts = texts_of(Dataset(tmp_path / "d"))
     assert len(texts) == 3 and any(f"# {folder}/b/0.txt\n{text_of(10)}" in text for text in texts)
 
@@ -211,7 +278,9 @@ def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
     arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
     assert main(arguments) == 2 and not (tmp_path / "d").exists()
     assert main([*arguments, "--on_error", "skip"]) == 0
-    assert capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2  # refused once, left out once
+    assert (
+        capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2
+    )  # refused once, left out once
     assert len(texts_of(Dataset(tmp_path / "d"))) == 20
 
 
@@ -248,7 +317,9 @@ BAD_REQUESTS = {
 
 @pytest.fixture
 def places(tmp_path):
-    paths = {name: tmp_path / name for name in ("IN", "OUT", "NOWHERE", "EMPTY", "BLANK", "BAD", "TAKEN")}
+    paths = {
+        name: tmp_path / name for name in ("IN", "OUT", "NOWHERE", "EMPTY", "BLANK", "BAD", "TAKEN")
+    }
     for name in ("IN", "EMPTY", "BLANK", "TAKEN"):
         paths[name].mkdir()
     paths["BAD"] = tmp_path / "bad.txt"
@@ -265,11 +336,16 @@ def fill(request_line: str, places: dict[str, Path]) -> list[str]:
 
 
 def tree_of(folder: Path) -> list[tuple[str, bytes | None]]:
-    return [(str(path), path.read_bytes() if path.is_file() else None) for path in sorted(folder.rglob("*"))]
+    return [
+        (str(path), path.read_bytes() if path.is_file() else None)
+        for path in sorted(folder.rglob("*"))
+    ]
 
 
 @pytest.mark.parametrize("request_line", BAD_REQUESTS)
-def test_a_bad_request_is_one_line_exit_code_2_and_nothing_written(places, tmp_path, capsys, request_line):
+def test_a_bad_request_is_one_line_exit_code_2_and_nothing_written(
+    places, tmp_path, capsys, request_line
+):
     before = tree_of(tmp_path)
     assert main(fill(request_line, places)) == 2
     error = capsys.readouterr().err
@@ -277,8 +353,16 @@ def test_a_bad_request_is_one_line_exit_code_2_and_nothing_written(places, tmp_p
     assert tree_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("request_line", ["--inptu x", "--input NOWHERE --output OUT", "--input BAD --output OUT",
-                                          "--input IN --output TAKEN", "--input IN --output OUT --tokenizer BAD"])
+@pytest.mark.parametrize(
+    "request_line",
+    [
+        "--inptu x",
+        "--input NOWHERE --output OUT",
+        "--input BAD --output OUT",
+        "--input IN --output TAKEN",
+        "--input IN --output OUT --tokenizer BAD",
+    ],
+)
 def test_the_process_itself_ends_with_2_and_one_line(places, request_line):
     result = run(*fill(request_line, places))
     assert result.returncode == 2 and result.stdout == ""
@@ -290,7 +374,10 @@ def test_a_dataset_is_never_overwritten(folder, tmp_path, capsys):
     assert main(arguments) == 0
     before = contents_of(tmp_path / "d")
     assert main(arguments) == 2
-    assert "already holds a dataset" in capsys.readouterr().err and contents_of(tmp_path / "d") == before
+    assert (
+        "already holds a dataset" in capsys.readouterr().err
+        and contents_of(tmp_path / "d") == before
+    )
 
 
 def test_help_names_every_flag_and_ends_well():
@@ -313,12 +400,17 @@ def test_a_preparation_killed_midway_is_finished_by_a_rerun_to_the_same_bytes(fo
     assert run(*arguments, tmp_path / "whole").returncode == 0
     duration = time.monotonic() - begin
     for part in (0.4, 0.7, 0.9):
-        process = subprocess.Popen([sys.executable, "-m", "data.prepare", *map(str, arguments), str(tmp_path / "d")],
-                                   cwd=ROOT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "data.prepare", *map(str, arguments), str(tmp_path / "d")],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        )
         time.sleep(part * duration)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert not (tmp_path / "d").exists() or contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+        assert not (tmp_path / "d").exists() or contents_of(tmp_path / "d") == contents_of(
+            tmp_path / "whole"
+        )
     if not (tmp_path / "d").exists():
         assert run(*arguments, tmp_path / "d").returncode == 0
     assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")

@@ -13,8 +13,16 @@ from hypothesis import given, settings, strategies as st
 
 from data.folders import building, locked
 from data.manifest import MANIFEST, token_dtype
-from data.shards import (Dataset, IntegrityError, TokenizedDocument, check_vocab, choose_validation, open_dataset,
-                         unigram_entropy, write_dataset)
+from data.shards import (
+    Dataset,
+    IntegrityError,
+    TokenizedDocument,
+    check_vocab,
+    choose_validation,
+    open_dataset,
+    unigram_entropy,
+    write_dataset,
+)
 
 VOCAB, EOD = 100, 0
 
@@ -26,8 +34,14 @@ def documents_of(seed=0, n=50, vocab=VOCAB):
 
 @pytest.fixture
 def dataset(tmp_path):
-    return write_dataset(documents_of(), tmp_path / "data", vocab_size=VOCAB, eod_id=EOD, shard_tokens=300,
-                         val_fraction=0.1)
+    return write_dataset(
+        documents_of(),
+        tmp_path / "data",
+        vocab_size=VOCAB,
+        eod_id=EOD,
+        shard_tokens=300,
+        val_fraction=0.1,
+    )
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
@@ -35,8 +49,11 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 
 def all_documents(dataset: Dataset) -> dict[int, list[int]]:
-    return {int(index): split.read(d, 0, 10 ** 9).tolist() for split in dataset.splits.values()
-            for d, index in enumerate(split._documents)}
+    return {
+        int(index): split.read(d, 0, 10**9).tolist()
+        for split in dataset.splits.values()
+        for d, index in enumerate(split._documents)
+    }
 
 
 def rewrite_manifest(folder: Path, change) -> None:
@@ -44,13 +61,17 @@ def rewrite_manifest(folder: Path, change) -> None:
     content = json.loads((folder / MANIFEST).read_text())
     change(content)
     content.pop("checksum", None)
-    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    content["checksum"] = hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     (folder / MANIFEST).write_text(json.dumps(content))
 
 
 def test_every_document_comes_back_with_its_closing_end_of_document(dataset):
     assert len(dataset.manifest["shards"]) > 3
-    assert all_documents(dataset) == {i: [*document.tolist(), EOD] for i, document in enumerate(documents_of())}
+    assert all_documents(dataset) == {
+        i: [*document.tolist(), EOD] for i, document in enumerate(documents_of())
+    }
     dataset.verify()
 
 
@@ -64,17 +85,24 @@ def test_splits_share_no_document_and_lose_none(dataset):
 
 def test_a_read_stops_at_the_end_of_its_document(dataset):
     split = dataset.split("train")
-    assert len(split.read(0, 1, 10 ** 6)) == split.lengths[0] - 1
+    assert len(split.read(0, 1, 10**6)) == split.lengths[0] - 1
     assert split.read(0, int(split.lengths[0]) - 1, 5).tolist() == [EOD]
 
 
 def test_an_end_of_document_that_is_there_is_not_doubled_and_empty_documents_are_left_out(tmp_path):
-    dataset = write_dataset([np.array([5, EOD]), np.array([], int), np.array([6])], tmp_path / "d", vocab_size=10,
-                            eod_id=EOD, val_fraction=0)
+    dataset = write_dataset(
+        [np.array([5, EOD]), np.array([], int), np.array([6])],
+        tmp_path / "d",
+        vocab_size=10,
+        eod_id=EOD,
+        val_fraction=0,
+    )
     assert all_documents(dataset) == {0: [5, EOD], 1: [6, EOD]}
 
 
-@pytest.mark.parametrize("vocab, dtype", [(2, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (151_936, "uint32")])
+@pytest.mark.parametrize(
+    "vocab, dtype", [(2, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (151_936, "uint32")]
+)
 def test_the_width_of_an_id_follows_the_vocabulary(tmp_path, vocab, dtype):
     tokens = np.array([1, vocab - 1, vocab // 2])
     dataset = write_dataset([tokens], tmp_path / "d", vocab_size=vocab, eod_id=0)
@@ -85,7 +113,7 @@ def test_the_width_of_an_id_follows_the_vocabulary(tmp_path, vocab, dtype):
 
 def test_unigram_entropy_is_that_of_the_tokens_of_the_split(dataset):
     for name, split in dataset.splits.items():
-        ids = np.concatenate([split.read(d, 0, 10 ** 9) for d in range(split.num_documents)])
+        ids = np.concatenate([split.read(d, 0, 10**9) for d in range(split.num_documents)])
         p = np.unique(ids, return_counts=True)[1] / len(ids)
         assert split.unigram_entropy == pytest.approx(-(p * np.log(p)).sum(), abs=1e-12), name
     assert unigram_entropy(np.array([5, 5, 5, 5, 0])) == pytest.approx(np.log(4))
@@ -93,14 +121,22 @@ def test_unigram_entropy_is_that_of_the_tokens_of_the_split(dataset):
 
 def test_source_bytes_give_bits_per_byte(tmp_path):
     documents = [TokenizedDocument(np.array([1, 2, 3]), 8), TokenizedDocument(np.array([4]), 4)]
-    split = write_dataset(documents, tmp_path / "d", vocab_size=9, eod_id=0, val_fraction=0).split("train")
+    split = write_dataset(documents, tmp_path / "d", vocab_size=9, eod_id=0, val_fraction=0).split(
+        "train"
+    )
     assert (split.source_bytes, split.num_tokens) == (12, 6)
     assert split.bits_per_byte(np.log(2)) == pytest.approx(0.5)
 
 
 def test_writing_twice_gives_the_same_bytes(dataset, tmp_path):
-    again = write_dataset(documents_of(), tmp_path / "again", vocab_size=VOCAB, eod_id=EOD, shard_tokens=300,
-                          val_fraction=0.1)
+    again = write_dataset(
+        documents_of(),
+        tmp_path / "again",
+        vocab_size=VOCAB,
+        eod_id=EOD,
+        shard_tokens=300,
+        val_fraction=0.1,
+    )
     assert contents_of(again.path) == contents_of(dataset.path)
     assert again.fingerprint == dataset.fingerprint
 
@@ -114,7 +150,9 @@ def test_validation_documents_are_whole_within_the_budget_and_of_both_lengths():
     assert 0.3 < lengths[chosen][lengths[chosen] >= half].sum() / lengths[chosen].sum() < 0.7
 
 
-@pytest.mark.parametrize("lengths, fraction, expected", [([5], 0.5, []), ([5, 3, 9], 0.0, []), ([5, 3, 9], 0.01, [1])])
+@pytest.mark.parametrize(
+    "lengths, fraction, expected", [([5], 0.5, []), ([5, 3, 9], 0.0, []), ([5, 3, 9], 0.01, [1])]
+)
 def test_validation_has_a_document_whenever_there_are_two(lengths, fraction, expected):
     assert choose_validation(np.array(lengths), fraction).tolist() == expected
 
@@ -125,18 +163,31 @@ def test_a_missing_split_is_named(tmp_path):
         dataset.split("val")
 
 
-@pytest.mark.parametrize("bad, message", [
-    ([1, 100], r"id 100 at token 1 .*ids must be 0 to 99"), ([-1], "id -1 at token 0"), ([1.5], "integer ids"),
-    ([[1, 2]], "one-dimensional")])
-def test_ids_outside_the_vocabulary_are_refused_at_write_and_nothing_is_left(tmp_path, bad, message):
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ([1, 100], r"id 100 at token 1 .*ids must be 0 to 99"),
+        ([-1], "id -1 at token 0"),
+        ([1.5], "integer ids"),
+        ([[1, 2]], "one-dimensional"),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_at_write_and_nothing_is_left(
+    tmp_path, bad, message
+):
     with pytest.raises(ValueError, match=f"document 1.*{message}"):
         write_dataset([np.array([1]), np.array(bad)], tmp_path / "d", vocab_size=VOCAB, eod_id=EOD)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"vocab_size": 0, "eod_id": 0}, "eod_id is 0"), ({"vocab_size": 9, "eod_id": 9}, "allowed are 0 to 8"),
-    ({"vocab_size": 9, "eod_id": 0, "val_fraction": 1.0}, "val_fraction is 1.0")])
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"vocab_size": 0, "eod_id": 0}, "eod_id is 0"),
+        ({"vocab_size": 9, "eod_id": 9}, "allowed are 0 to 8"),
+        ({"vocab_size": 9, "eod_id": 0, "val_fraction": 1.0}, "val_fraction is 1.0"),
+    ],
+)
 def test_impossible_settings_are_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         write_dataset([np.array([1])], tmp_path / "d", **settings)
@@ -150,8 +201,12 @@ def test_no_text_at_all_is_refused(tmp_path):
 def test_an_id_beyond_the_vocabulary_is_refused_at_open_naming_shard_and_offset(dataset):
     def shrink(content):
         content["vocab_size"] = 50
+
     rewrite_manifest(dataset.path, shrink)
-    with pytest.raises(IntegrityError, match=r"shard-00000.bin has the id \d+ at token \d+, outside the vocabulary of 50"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"shard-00000.bin has the id \d+ at token \d+, outside the vocabulary of 50",
+    ):
         Dataset(dataset.path)
 
 
@@ -162,8 +217,11 @@ def test_a_truncated_or_grown_or_missing_file_is_found_at_open(dataset):
         content = path.read_bytes()
         for damaged in (content[:-2], content + b"\0\0"):
             path.write_bytes(damaged)
-            with pytest.raises(IntegrityError, match=f"{path.name} is damaged: expected {len(content)} bytes, "
-                                                     f"found {len(damaged)}"):
+            with pytest.raises(
+                IntegrityError,
+                match=f"{path.name} is damaged: expected {len(content)} bytes, "
+                f"found {len(damaged)}",
+            ):
                 Dataset(dataset.path)
         path.unlink()
         with pytest.raises(IntegrityError, match=f"{path.name} is missing"):
@@ -203,7 +261,7 @@ def test_document_ends_that_do_not_rise_are_found_at_open(dataset):
         Dataset(dataset.path)
 
 
-@pytest.mark.parametrize("first", [2 ** 63, 2 ** 64 - 3, 50, 10 ** 9])
+@pytest.mark.parametrize("first", [2**63, 2**64 - 3, 50, 10**9])
 def test_validation_documents_that_cannot_be_are_found_at_open(dataset, first):
     path = dataset.path / "val.idx"
     chosen = np.fromfile(path, dtype="<u8")
@@ -220,10 +278,19 @@ def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
         Dataset(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("content, message", [
-    ("", "not JSON"), ("{", "not JSON"), ("[]", "not a dataset manifest"), ("{}", "not a dataset manifest"),
-    ("[" * 100_000, "not JSON"), ('{"magic": "longhaul-dataset", "version": 99}', "format version 99, this code reads 1"),
-    ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs")], ids=range(7))
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[]", "not a dataset manifest"),
+        ("{}", "not a dataset manifest"),
+        ("[" * 100_000, "not JSON"),
+        ('{"magic": "longhaul-dataset", "version": 99}', "format version 99, this code reads 1"),
+        ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs"),
+    ],
+    ids=range(7),
+)
 def test_a_garbled_or_future_manifest_is_refused_in_one_line(dataset, content, message):
     (dataset.path / MANIFEST).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -234,17 +301,36 @@ def test_a_garbled_or_future_manifest_is_refused_in_one_line(dataset, content, m
 def test_sixteen_bits_for_a_large_vocabulary_are_refused(dataset):
     def widen(content):
         content["vocab_size"] = 151_936
+
     rewrite_manifest(dataset.path, widen)
-    with pytest.raises(ValueError, match="a vocabulary of 151936 is stored as uint32, not as 'uint16'"):
+    with pytest.raises(
+        ValueError, match="a vocabulary of 151936 is stored as uint32, not as 'uint16'"
+    ):
         Dataset(dataset.path)
 
 
-@pytest.mark.parametrize("name", ["../secret.bin", "/etc/passwd", "..", "a/../../b", "", "sub/shard.bin", "\x00", "a" * 5000,
-                                  ".hidden", "c:\\x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.bin",
+        "/etc/passwd",
+        "..",
+        "a/../../b",
+        "",
+        "sub/shard.bin",
+        "\x00",
+        "a" * 5000,
+        ".hidden",
+        "c:\\x",
+    ],
+)
 def test_a_manifest_cannot_name_a_file_outside_the_dataset(dataset, name):
     for place in (lambda c: c["shards"][0], lambda c: c["shards"][0], lambda c: c["validation"]):
         shutil.copy(dataset.path / MANIFEST, dataset.path.parent / "saved")
-        rewrite_manifest(dataset.path, lambda c: place(c).update({"bin": name} if "bin" in place(c) else {"file": name}))
+        rewrite_manifest(
+            dataset.path,
+            lambda c: place(c).update({"bin": name} if "bin" in place(c) else {"file": name}),
+        )
         with pytest.raises(ValueError, match="not a plain file inside the dataset"):
             Dataset(dataset.path)
         shutil.copy(dataset.path.parent / "saved", dataset.path / MANIFEST)
@@ -258,14 +344,20 @@ def test_a_symbolic_link_in_a_dataset_is_refused(dataset, tmp_path):
         Dataset(dataset.path)
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-2 ** 70, 2 ** 70) | st.floats() | st.text(max_size=8),
-                    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children,
-                                                                                       max_size=3), max_leaves=5)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3)
+    ),
+    max_leaves=5,
+)
 
 
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(data=st.data(), value=JSON)
-def test_a_manifest_with_any_one_value_replaced_opens_or_is_refused_in_one_line(fuzzed, data, value):
+def test_a_manifest_with_any_one_value_replaced_opens_or_is_refused_in_one_line(
+    fuzzed, data, value
+):
     folder, original = fuzzed
     (folder / MANIFEST).write_bytes(original)
 
@@ -273,10 +365,15 @@ def test_a_manifest_with_any_one_value_replaced_opens_or_is_refused_in_one_line(
         place = content
         while True:
             key = data.draw(st.sampled_from(sorted(place))) if isinstance(place, dict) else 0
-            if not isinstance(place[key], (dict, list)) or not place[key] or data.draw(st.booleans()):
+            if (
+                not isinstance(place[key], (dict, list))
+                or not place[key]
+                or data.draw(st.booleans())
+            ):
                 place[key] = value
                 return
             place = place[key]
+
     rewrite_manifest(folder, change)
     try:
         Dataset(folder).verify()
@@ -289,7 +386,9 @@ def fuzzed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "d"
     model = folder.parent / "any.model"
     model.write_bytes(b"stored as it is")
-    write_dataset(documents_of(), folder, vocab_size=VOCAB, eod_id=EOD, shard_tokens=300, tokenizer=model)
+    write_dataset(
+        documents_of(), folder, vocab_size=VOCAB, eod_id=EOD, shard_tokens=300, tokenizer=model
+    )
     return folder, (folder / MANIFEST).read_bytes()
 
 
@@ -304,13 +403,17 @@ def test_a_manifest_of_noise_is_refused(fuzzed, noise):
 
 def test_data_of_a_larger_vocabulary_than_the_model_is_refused(dataset):
     check_vocab(dataset, VOCAB)
-    with pytest.raises(ValueError, match=r"vocabulary of 100, more than the model's 99: use --vocab_size 100"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary of 100, more than the model's 99: use --vocab_size 100"
+    ):
         check_vocab(dataset, VOCAB - 1)
 
 
 def test_the_tokenizer_travels_with_the_dataset_and_is_hashed(tmp_path):
     (tmp_path / "t.model").write_bytes(b"model bytes")
-    dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0, tokenizer=tmp_path / "t.model")
+    dataset = write_dataset(
+        [np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0, tokenizer=tmp_path / "t.model"
+    )
     assert dataset.tokenizer_path.read_bytes() == b"model bytes"
     assert dataset.tokenizer_sha256 == hashlib.sha256(b"model bytes").hexdigest()
     dataset.tokenizer_path.write_bytes(b"other bytes")
@@ -332,7 +435,9 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(dataset, tmp_p
         with pytest.raises(ValueError, match="choose another --output"):
             write_dataset([np.array([1])], output, vocab_size=9, eod_id=0)
     (tmp_path / "empty").mkdir()
-    assert write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0).vocab_size == 9
+    assert (
+        write_dataset([np.array([1])], tmp_path / "empty", vocab_size=9, eod_id=0).vocab_size == 9
+    )
 
 
 def test_two_writers_of_one_output_do_not_mix(tmp_path):
@@ -348,7 +453,12 @@ def test_what_a_killed_writer_left_is_not_in_the_dataset(tmp_path):
     (stale / "folder").mkdir(parents=True)
     (stale / "shard-00007.bin").write_bytes(b"stale")
     dataset = write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)
-    assert sorted(contents_of(dataset.path)) == ["manifest.json", "shard-00000.bin", "shard-00000.idx", "val.idx"]
+    assert sorted(contents_of(dataset.path)) == [
+        "manifest.json",
+        "shard-00000.bin",
+        "shard-00000.idx",
+        "val.idx",
+    ]
 
 
 def test_a_lock_is_free_again_after_its_block(tmp_path):
@@ -376,7 +486,10 @@ write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_
     root, output = Path(__file__).parent.parent, tmp_path / "d"
 
     def run(target: Path, kill_at: int) -> int:
-        return subprocess.run([sys.executable, "-c", script, str(target), str(kill_at)], cwd=root).returncode
+        return subprocess.run(
+            [sys.executable, "-c", script, str(target), str(kill_at)], cwd=root
+        ).returncode
+
     assert run(tmp_path / "whole", -1) == 0
     expected = contents_of(tmp_path / "whole")
     leftovers = 0
@@ -389,6 +502,8 @@ write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_
 
 
 def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.folders.os.access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(
+        "data.folders.os.access", lambda path, mode: False
+    )  # root may write everywhere
     with pytest.raises(ValueError, match="no folder that may be written"):
         write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

@@ -13,10 +13,34 @@ from hypothesis import given, settings, strategies as st
 from data.tokenizer import EOD_PIECE, Tokenizer, train
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-TRAINING = [(STDLIB / name).read_text(encoding="utf-8") for name in ("argparse.py", "typing.py", "os.py")]
-DIFFICULT = ["", " ", "  a  b ", "\t\t\n", "\r\n", "a\r\nb\rc\n", "\ufeffbom", "\x00nul\x00", "\u2581", "a\u2581 \u2581\u2581b", "\u2585",
-             EOD_PIECE, f"a{EOD_PIECE}b", "<0x41>", "<unk>", "<s>", "\u00e9 e\u0301 \ufb01 \uff21 \u2460", "\U0001f600\U0001f468\u200d\U0001f469",
-             "\ufffd\ufffe\uffff\U0010ffff", "1234567890", "x" * 5000, "\n" * 9000, "\u65e5\u672c\u8a9e" * 4000]
+TRAINING = [
+    (STDLIB / name).read_text(encoding="utf-8") for name in ("argparse.py", "typing.py", "os.py")
+]
+DIFFICULT = [
+    "",
+    " ",
+    "  a  b ",
+    "\t\t\n",
+    "\r\n",
+    "a\r\nb\rc\n",
+    "\ufeffbom",
+    "\x00nul\x00",
+    "\u2581",
+    "a\u2581 \u2581\u2581b",
+    "\u2585",
+    EOD_PIECE,
+    f"a{EOD_PIECE}b",
+    "<0x41>",
+    "<unk>",
+    "<s>",
+    "\u00e9 e\u0301 \ufb01 \uff21 \u2460",
+    "\U0001f600\U0001f468\u200d\U0001f469",
+    "\ufffd\ufffe\uffff\U0010ffff",
+    "1234567890",
+    "x" * 5000,
+    "\n" * 9000,
+    "\u65e5\u672c\u8a9e" * 4000,
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +81,12 @@ def test_the_end_of_document_id_decodes_to_nothing(tokenizer):
     assert tokenizer.decode(ids) == "abcd"
 
 
-def test_training_text_that_holds_the_end_of_document_string_does_not_make_it_a_text_piece(tmp_path):
-    tokenizer = train([f"{EOD_PIECE} some words {EOD_PIECE}\n" * 500, *TRAINING], 600, tmp_path / "t.model")
+def test_training_text_that_holds_the_end_of_document_string_does_not_make_it_a_text_piece(
+    tmp_path,
+):
+    tokenizer = train(
+        [f"{EOD_PIECE} some words {EOD_PIECE}\n" * 500, *TRAINING], 600, tmp_path / "t.model"
+    )
     assert tokenizer.eod_id not in tokenizer.encode(EOD_PIECE)
     assert tokenizer.decode(tokenizer.encode(EOD_PIECE)) == EOD_PIECE
 
@@ -119,8 +147,15 @@ def test_training_on_no_text_is_refused(tmp_path):
         train([], 600, tmp_path / "t.model")
 
 
-@pytest.mark.parametrize("content, message", [(b"", "is not a sentencepiece model"), (b"not a model", "is not a sentencepiece model"),
-                                              (b"\x00" * 100, "is not a sentencepiece model"), (b"\x80\x04pickle", "is a pickle.*was not opened")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is not a sentencepiece model"),
+        (b"not a model", "is not a sentencepiece model"),
+        (b"\x00" * 100, "is not a sentencepiece model"),
+        (b"\x80\x04pickle", "is a pickle.*was not opened"),
+    ],
+)
 def test_a_file_that_is_no_model_is_refused(tmp_path, content, message):
     (tmp_path / "bad.model").write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
@@ -134,8 +169,13 @@ def test_a_missing_model_is_refused(tmp_path):
 
 
 def test_a_model_that_does_not_give_text_back_is_refused(tmp_path):
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TRAINING[0].splitlines()), minloglevel=2,
-                                             model_prefix=str(tmp_path / "lossy"), vocab_size=600, model_type="bpe")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TRAINING[0].splitlines()),
+        minloglevel=2,
+        model_prefix=str(tmp_path / "lossy"),
+        vocab_size=600,
+        model_type="bpe",
+    )
     with pytest.raises(ValueError, match="not lossless"):
         Tokenizer(tmp_path / "lossy.model")
 
@@ -161,6 +201,10 @@ for n in range(150):
 print(outcomes)
 assert outcomes["refused"] > 30
 """
-    result = subprocess.run([sys.executable, "-c", script, tokenizer.path, tmp_path / "damaged.model"],
-                            capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    result = subprocess.run(
+        [sys.executable, "-c", script, tokenizer.path, tmp_path / "damaged.model"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
     assert result.returncode == 0, result.stderr[-2000:]

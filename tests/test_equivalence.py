@@ -13,7 +13,14 @@ def test_levers_are_equal_and_the_table_says_so(capsys):
 
 
 def test_pairs_are_equal_or_refused_with_the_reason(monkeypatch, capsys):
-    monkeypatch.setattr(equivalence, "LEVERS", {name: equivalence.LEVERS[name] for name in ("selective checkpointing", "head groups", "tiled MLP")})
+    monkeypatch.setattr(
+        equivalence,
+        "LEVERS",
+        {
+            name: equivalence.LEVERS[name]
+            for name in ("selective checkpointing", "head groups", "tiled MLP")
+        },
+    )
     assert equivalence.main(["--what", "pairs", "--steps", "2"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("  equal\n") == 2 and "refused: --attention_head_groups" in printed
@@ -28,8 +35,12 @@ def test_a_wrong_lever_is_found(monkeypatch, capsys):
 
 
 def test_a_loss_that_is_no_number_is_not_equal(capsys):
-    assert not equivalence.report("later", [[1.0, float("nan")], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]])
-    assert not equivalence.report("first", [[1.0, 1.0], [float("nan"), 1.0]], [[1.0, 1.0], [1.0, 1.0]])
+    assert not equivalence.report(
+        "later", [[1.0, float("nan")], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]
+    )
+    assert not equivalence.report(
+        "first", [[1.0, 1.0], [float("nan"), 1.0]], [[1.0, 1.0], [1.0, 1.0]]
+    )
     assert equivalence.report("none", [[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]])
 
 
@@ -43,6 +54,8 @@ def test_every_way_to_spread_is_in_the_table():
 @pytest.mark.slow
 def test_ranks_are_equal(monkeypatch, capsys):
     whole = equivalence.spread()
-    monkeypatch.setattr(equivalence, "spread", lambda: [case for case in whole if case.ranks == 2][::5])
+    monkeypatch.setattr(
+        equivalence, "spread", lambda: [case for case in whole if case.ranks == 2][::5]
+    )
     assert equivalence.main(["--what", "ranks", "--steps", "3"]) == 0
     assert capsys.readouterr().out.count("  equal\n") == 4

@@ -8,21 +8,67 @@ from longhaul.config import TrainConfig
 from longhaul.memory.estimate import estimate
 from longhaul.memory.simulate import simulate
 
-SHAPES = [(dict(), 1), (dict(batch_size=3, context_length=2000), 1), (dict(dtype="fp32", context_length=4096), 1),
-          (dict(context_length=16384), 2), (dict(batch_size=2, context_length=4096), 8)]
-GRID = [(dict(attention_type=attention, gradient_checkpointing=checkpointing, loss=loss) | shape, ranks)
-        for attention, checkpointing, loss, (shape, ranks) in itertools.product(("standard", "nsa"), ("none", "full"), ("chunked", "standard"), SHAPES)]
-GRID += [(dict(gradient_checkpointing="full", context_length=512), 2), (dict(gradient_checkpointing="full", dp_replicate=2), 4),
-         (dict(gradient_checkpointing="full", gradient_accumulation_steps=2), 1), (dict(context_length=16384, gradient_accumulation_steps=2), 2),
-         (dict(gradient_checkpointing="full", model_overrides=("num_layers=4", "tie_embeddings=False")), 4),
-         (dict(model_overrides=("num_layers=4", "tie_embeddings=False"), gradient_accumulation_steps=2, gradient_checkpointing="full"), 1),
-         (dict(model_overrides=("num_layers=4", "tie_embeddings=False"), gradient_accumulation_steps=2, gradient_checkpointing="full"), 2),
-         (dict(model_overrides=("num_layers=5", "tie_embeddings=False"), dtype="fp32", loss="standard", batch_size=2, context_length=777), 4),
-         (dict(model_size="tiny", model_overrides=("num_layers=3",), context_length=777), 2),
-         (dict(attention_type="nsa", nsa=("kv=separate",), context_length=16384), 1), (dict(context_length=300, dtype="fp32"), 1)]
+SHAPES = [
+    (dict(), 1),
+    (dict(batch_size=3, context_length=2000), 1),
+    (dict(dtype="fp32", context_length=4096), 1),
+    (dict(context_length=16384), 2),
+    (dict(batch_size=2, context_length=4096), 8),
+]
+GRID = [
+    (dict(attention_type=attention, gradient_checkpointing=checkpointing, loss=loss) | shape, ranks)
+    for attention, checkpointing, loss, (shape, ranks) in itertools.product(
+        ("standard", "nsa"), ("none", "full"), ("chunked", "standard"), SHAPES
+    )
+]
+GRID += [
+    (dict(gradient_checkpointing="full", context_length=512), 2),
+    (dict(gradient_checkpointing="full", dp_replicate=2), 4),
+    (dict(gradient_checkpointing="full", gradient_accumulation_steps=2), 1),
+    (dict(context_length=16384, gradient_accumulation_steps=2), 2),
+    (
+        dict(
+            gradient_checkpointing="full", model_overrides=("num_layers=4", "tie_embeddings=False")
+        ),
+        4,
+    ),
+    (
+        dict(
+            model_overrides=("num_layers=4", "tie_embeddings=False"),
+            gradient_accumulation_steps=2,
+            gradient_checkpointing="full",
+        ),
+        1,
+    ),
+    (
+        dict(
+            model_overrides=("num_layers=4", "tie_embeddings=False"),
+            gradient_accumulation_steps=2,
+            gradient_checkpointing="full",
+        ),
+        2,
+    ),
+    (
+        dict(
+            model_overrides=("num_layers=5", "tie_embeddings=False"),
+            dtype="fp32",
+            loss="standard",
+            batch_size=2,
+            context_length=777,
+        ),
+        4,
+    ),
+    (dict(model_size="tiny", model_overrides=("num_layers=3",), context_length=777), 2),
+    (dict(attention_type="nsa", nsa=("kv=separate",), context_length=16384), 1),
+    (dict(context_length=300, dtype="fp32"), 1),
+]
 
 
 @pytest.mark.parametrize("changes, ranks", GRID, ids=str)
 def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes, ranks):
-    cfg = TrainConfig(**dict(model_size="0.6B", context_length=8192, model_overrides=("num_layers=4",)) | changes)
-    assert estimate(cfg, cfg.model(), ranks).peak == pytest.approx(simulate(cfg, ranks).peak()[0], rel=1e-3)
+    cfg = TrainConfig(
+        **dict(model_size="0.6B", context_length=8192, model_overrides=("num_layers=4",)) | changes
+    )
+    assert estimate(cfg, cfg.model(), ranks).peak == pytest.approx(
+        simulate(cfg, ranks).peak()[0], rel=1e-3
+    )

@@ -12,8 +12,14 @@ ROOT = Path(__file__).parent.parent
 EVERY = [row for rows in fault_matrix.GROUPS.values() for row in rows]
 
 
-@pytest.mark.parametrize("group, slow", [(group, slow) if not slow else pytest.param(group, slow, marks=pytest.mark.slow)
-                                         for group in fault_matrix.GROUPS for slow in (False, True)])
+@pytest.mark.parametrize(
+    "group, slow",
+    [
+        (group, slow) if not slow else pytest.param(group, slow, marks=pytest.mark.slow)
+        for group in fault_matrix.GROUPS
+        for slow in (False, True)
+    ],
+)
 def test_every_row_of_the_fault_matrix_holds(group, slow):
     """In a process that forks before it starts a thread, which this one may have done."""
     rows = [str(row.number) for row in fault_matrix.GROUPS[group] if row.slow == slow]

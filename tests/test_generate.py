@@ -1,4 +1,6 @@
-"""Sampling: the filters, greedy decoding against full forwards, seeds, limits; scripts.generate and scripts.evaluate as a user runs them."""
+"""Sampling: the filters, greedy decoding against full forwards, seeds, limits; scripts.generate and
+scripts.evaluate as a user runs them.
+"""
 
 import subprocess
 import sys
@@ -23,7 +25,11 @@ def decoder():
 
 def test_top_k_keeps_the_k_most_probable_in_their_proportions():
     p = filtered(torch.tensor([1.0, 3.0, 2.0, 0.0]), 1.0, 2, 1.0)
-    assert p[0] == p[3] == 0 and float(p[1] / p[2]) == pytest.approx(torch.tensor(1.0).exp().item()) and float(p.sum()) == pytest.approx(1)
+    assert (
+        p[0] == p[3] == 0
+        and float(p[1] / p[2]) == pytest.approx(torch.tensor(1.0).exp().item())
+        and float(p.sum()) == pytest.approx(1)
+    )
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
@@ -34,7 +40,10 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass():
 
 def test_a_low_temperature_sharpens_and_a_high_one_flattens():
     logits = torch.tensor([0.0, 1.0])
-    assert filtered(logits, 0.1, 0, 1.0)[1] > 0.9999 and abs(filtered(logits, 100.0, 0, 1.0)[1] - 0.5) < 0.01
+    assert (
+        filtered(logits, 0.1, 0, 1.0)[1] > 0.9999
+        and abs(filtered(logits, 100.0, 0, 1.0)[1] - 0.5) < 0.01
+    )
 
 
 @pytest.mark.parametrize("length", [1, 5, PREFILL_CHUNK + 3])
@@ -47,7 +56,10 @@ def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
 
 
 def test_equal_seeds_repeat_and_others_differ(decoder):
-    texts = [list(generate(decoder, [1, 2], 20, temperature=1.0, top_k=0, seed=seed)) for seed in (3, 3, 4)]
+    texts = [
+        list(generate(decoder, [1, 2], 20, temperature=1.0, top_k=0, seed=seed))
+        for seed in (3, 3, 4)
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -57,7 +69,18 @@ def test_the_stop_token_ends_the_text_and_ids_stay_below_the_tokenizers_vocabula
     assert max(generate(decoder, [1], 40, temperature=5.0, top_k=0, vocab_size=7)) < 7
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=-1), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5), dict(prompt=[]), dict(count=0)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=-1),
+        dict(top_k=-1),
+        dict(top_p=0.0),
+        dict(top_p=1.5),
+        dict(prompt=[]),
+        dict(count=0),
+    ],
+    ids=str,
+)
 def test_settings_that_cannot_be_sampled_from_are_refused(decoder, settings):
     prompt, count = settings.pop("prompt", [1]), settings.pop("count", 3)
     with pytest.raises(ValueError, match="at least 1|need temperature"):
@@ -67,17 +90,57 @@ def test_settings_that_cannot_be_sampled_from_are_refused(decoder, settings):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
-    prepare = [sys.executable, "-m", "data.prepare", "--input", "longhaul", "--output", str(folder / "set"), "--vocab_size", "600", "--val_fraction", "0.2"]
+    prepare = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--input",
+        "longhaul",
+        "--output",
+        str(folder / "set"),
+        "--vocab_size",
+        "600",
+        "--val_fraction",
+        "0.2",
+    ]
     subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    train.main(["--model_size", "tiny", "--model_overrides", "num_layers=1", "--vocab_size", "600", "--context_length", "64", "--max_steps", "2",
-                "--data", str(folder / "set"), "--output_dir", str(folder / "run"), "--device", "cpu", "--dtype", "fp32", "--eval_every", "0"])
+    train.main(
+        [
+            "--model_size",
+            "tiny",
+            "--model_overrides",
+            "num_layers=1",
+            "--vocab_size",
+            "600",
+            "--context_length",
+            "64",
+            "--max_steps",
+            "2",
+            "--data",
+            str(folder / "set"),
+            "--output_dir",
+            str(folder / "run"),
+            "--device",
+            "cpu",
+            "--dtype",
+            "fp32",
+            "--eval_every",
+            "0",
+        ]
+    )
     return folder / "run"
 
 
 def test_scripts_generate_streams_the_prompt_and_its_continuation(run, capsys):
-    generate_script.main(["--checkpoint", str(run), "--prompt", "def é", "--max-new-tokens", "12", "--device", "cpu"])
+    generate_script.main(
+        ["--checkpoint", str(run), "--prompt", "def é", "--max-new-tokens", "12", "--device", "cpu"]
+    )
     captured = capsys.readouterr()
-    assert captured.out.startswith("def é") and len(captured.out) > len("def é\n") and "tokens/s" in captured.err
+    assert (
+        captured.out.startswith("def é")
+        and len(captured.out) > len("def é\n")
+        and "tokens/s" in captured.err
+    )
 
 
 def test_scripts_evaluate_prints_the_loss_beside_the_unigram_entropy(run, capsys):
@@ -88,11 +151,17 @@ def test_scripts_evaluate_prints_the_loss_beside_the_unigram_entropy(run, capsys
     assert 5 < loss < 7
 
 
-@pytest.mark.parametrize("script, flags", [
-    (generate_script, ["--prompt", "x", "--checkpoint", "/nonexistent"]), (generate_script, ["--prompt", "x", "--top_p", "2", "--checkpoint", "RUN"]),
-    (generate_script, ["--prompt", "x", "--promt", "y", "--checkpoint", "RUN"]), (evaluate_script, ["--checkpoint", "RUN", "--batches", "0"]),
-    (evaluate_script, ["--checkpoint", "RUN", "--data", "/nonexistent"]),
-], ids=str)
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        (generate_script, ["--prompt", "x", "--checkpoint", "/nonexistent"]),
+        (generate_script, ["--prompt", "x", "--top_p", "2", "--checkpoint", "RUN"]),
+        (generate_script, ["--prompt", "x", "--promt", "y", "--checkpoint", "RUN"]),
+        (evaluate_script, ["--checkpoint", "RUN", "--batches", "0"]),
+        (evaluate_script, ["--checkpoint", "RUN", "--data", "/nonexistent"]),
+    ],
+    ids=str,
+)
 def test_scripts_answer_bad_input_in_one_line_with_exit_code_2(run, capsys, script, flags):
     with pytest.raises(SystemExit) as stop:
         script.main([str(run) if flag == "RUN" else flag for flag in flags] + ["--device", "cpu"])

@@ -1,4 +1,6 @@
-"""More than one machine: two network namespaces are two hosts; and the recipes that start torchrun on real ones."""
+"""More than one machine: two network namespaces are two hosts; and the recipes that start torchrun
+on real ones.
+"""
 
 import json
 import os
@@ -15,8 +17,26 @@ from longhaul import cli
 from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-FLAGS = ["--device", "cpu", "--model_size", "tiny", "--context_length", "256", "--max_steps", "30", "--save_every", "10", "--warmup_steps", "4",
-         "--eval_every", "0", "--dtype", "fp32", "--timeout", "8"]
+FLAGS = [
+    "--device",
+    "cpu",
+    "--model_size",
+    "tiny",
+    "--context_length",
+    "256",
+    "--max_steps",
+    "30",
+    "--save_every",
+    "10",
+    "--warmup_steps",
+    "4",
+    "--eval_every",
+    "0",
+    "--dtype",
+    "fp32",
+    "--timeout",
+    "8",
+]
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 
 
@@ -26,7 +46,9 @@ def ip(*words: str):
 
 @pytest.fixture
 def hosts():
-    """Two network namespaces joined by a cable; skipped with the reason where this machine does not let us make them."""
+    """Two network namespaces joined by a cable; skipped with the reason where this machine does not
+    let us make them.
+    """
     names, made = [f"longhaul{os.getpid()}{end}" for end in "ab"], []
     if shutil.which("ip") is None:
         pytest.skip("the command `ip` (iproute2) is not here, so no network namespaces")
@@ -34,9 +56,26 @@ def hosts():
         for name in names:
             ip("netns", "add", name)
             made.append(name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        ip(
+            "link",
+            "add",
+            "cable",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES):
-            for words in (["addr", "add", f"{address}/24", "dev", "cable"], ["link", "set", "cable", "up"], ["link", "set", "lo", "up"]):
+            for words in (
+                ["addr", "add", f"{address}/24", "dev", "cable"],
+                ["link", "set", "cable", "up"],
+                ["link", "set", "lo", "up"],
+            ):
                 ip("-n", name, *words)
         yield names
     except subprocess.CalledProcessError as error:
@@ -47,16 +86,40 @@ def hosts():
 
 
 def start(host: str, rank: int, folder: Path) -> subprocess.Popen:
-    """torchrun on one of the two hosts, as a user with two machines would call it, with one core so that sums have the same order."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={rank}", "--nproc_per_node=1",
-                f"--master_addr={ADDRESSES[0]}", "--master_port=29511", "train.py", *FLAGS, "--output_dir", str(folder)]
-    return subprocess.Popen(["ip", "netns", "exec", host, "taskset", "-c", str(rank % os.cpu_count()), *torchrun], cwd=ROOT, text=True,
-                            env=os.environ | dict(GLOO_SOCKET_IFNAME="cable"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """torchrun on one of the two hosts, as a user with two machines would call it, with one core so
+    that sums have the same order.
+    """
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        f"--node_rank={rank}",
+        "--nproc_per_node=1",
+        f"--master_addr={ADDRESSES[0]}",
+        "--master_port=29511",
+        "train.py",
+        *FLAGS,
+        "--output_dir",
+        str(folder),
+    ]
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, "taskset", "-c", str(rank % os.cpu_count()), *torchrun],
+        cwd=ROOT,
+        text=True,
+        env=os.environ | dict(GLOO_SOCKET_IFNAME="cable"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def losses(folder: Path) -> dict[int, float]:
     """The last loss that was logged for each step."""
-    return {row["step"]: row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "loss" in row}
+    return {
+        row["step"]: row["loss"]
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "loss" in row
+    }
 
 
 @pytest.mark.slow
@@ -78,15 +141,34 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, tmp_path):
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
 
     alone = tmp_path / "one machine"
-    subprocess.run(["taskset", "--cpu-list", "0", sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29512", "train.py", *FLAGS,
-                    "--output_dir", str(alone)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [
+            "taskset",
+            "--cpu-list",
+            "0",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--master_port=29512",
+            "train.py",
+            *FLAGS,
+            "--output_dir",
+            str(alone),
+        ],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     assert losses(folder) == losses(alone) and len(losses(alone)) == 30
 
 
 def wait_for(condition, jobs, seconds: float = 180):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end and not any(job.poll() for job in jobs), [job.communicate()[0] for job in jobs if job.poll()]
+        assert time.monotonic() < end and not any(job.poll() for job in jobs), [
+            job.communicate()[0] for job in jobs if job.poll()
+        ]
         time.sleep(0.05)
 
 
@@ -99,38 +181,71 @@ case "$1" in show) echo 127.0.0.1 ;; *) echo "$@" >> "$0.calls" ;; esac
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A PATH on which Slurm's commands do what they do on one node: srun runs its words, scontrol answers and notes."""
+    """A PATH on which Slurm's commands do what they do on one node: srun runs its words, scontrol
+    answers and notes.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in dict(srun='#!/bin/sh\nexec "$@"\n', scontrol=SCONTROL).items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     path = os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | dict(PATH=path, SLURM_JOB_NODELIST="here", SLURM_JOB_NUM_NODES="1", SLURM_JOB_ID="7", SLURM_GPUS_ON_NODE="1", PORT="29513")
+    return os.environ | dict(
+        PATH=path,
+        SLURM_JOB_NODELIST="here",
+        SLURM_JOB_NUM_NODES="1",
+        SLURM_JOB_ID="7",
+        SLURM_GPUS_ON_NODE="1",
+        PORT="29513",
+    )
 
 
 @pytest.mark.slow
-def test_under_slurm_a_job_that_was_stopped_goes_back_into_the_queue_and_one_that_failed_does_not(slurm, tmp_path):
+def test_under_slurm_a_job_that_was_stopped_goes_back_into_the_queue_and_one_that_failed_does_not(
+    slurm, tmp_path
+):
     folder, calls = tmp_path / "run", tmp_path / "bin" / "scontrol.calls"
     command = ["bash", "scripts/slurm.sh", *FLAGS, f"--output-dir={folder}"]
-    job = subprocess.Popen(command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     wait_for(lambda: (folder / "metrics.jsonl").exists(), [job])
     (folder / "STOP").touch()
     text = job.communicate(timeout=120)[0]
     assert job.returncode == 0 and calls.read_text() == "requeue 7\n", text
-    assert subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True).returncode == 0 and len(losses(folder)) == 30
-    assert subprocess.run([*command, "--model_size", "0.6B"], cwd=ROOT, env=slurm, capture_output=True).returncode != 0
+    assert (
+        subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True).returncode == 0
+        and len(losses(folder)) == 30
+    )
+    assert (
+        subprocess.run(
+            [*command, "--model_size", "0.6B"], cwd=ROOT, env=slurm, capture_output=True
+        ).returncode
+        != 0
+    )
     assert calls.read_text() == "requeue 7\n"
 
 
 def test_the_kubernetes_recipe_names_one_service_and_flags_that_exist():
-    yaml = pytest.importorskip("yaml", reason="pyyaml, which comes with transformers, is not installed")
+    yaml = pytest.importorskip(
+        "yaml", reason="pyyaml, which comes with transformers, is not installed"
+    )
     service, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
     pods = job["spec"]["template"]["spec"]
     words = shlex.split(pods["containers"][0]["command"][-1])
-    given = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--") and "=" in word)
-    assert pods["subdomain"] == service["metadata"]["name"] and given["master_addr"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    given = dict(
+        word.removeprefix("--").split("=")
+        for word in words
+        if word.startswith("--") and "=" in word
+    )
+    assert (
+        pods["subdomain"] == service["metadata"]["name"]
+        and given["master_addr"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    )
     assert int(given["nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert int(given["nproc_per_node"]) == pods["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert (
+        int(given["nproc_per_node"])
+        == pods["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    )
     assert int(given["shutdown_timeout"]) < pods["terminationGracePeriodSeconds"]
     assert cli.parse(TrainConfig, words[words.index("train.py") + 1 :]).context_length == 1048576

@@ -1,4 +1,6 @@
-"""What each lever saves: simulated against the allocator's record on a small model, against the closed form, and the ladder of the 4B."""
+"""What each lever saves: simulated against the allocator's record on a small model, against the
+closed form, and the ladder of the 4B.
+"""
 
 import pytest
 import torch
@@ -13,10 +15,17 @@ from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import GIB
 
-RUNGS = [dict(gradient_checkpointing="selective"), dict(gradient_checkpointing="full", mlp_tiles=4), dict(mlp_tiles=4),
-         dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2), dict(gradient_checkpointing="full", optimizer="adamw_bf16"),
-         dict(gradient_checkpointing="full", optimizer="adamw_8bit"), dict(gradient_checkpointing="full", optimizer_in_backward=True, grad_clip=0.0),
-         dict(attention_type="nsa", gradient_checkpointing="selective", mlp_tiles=4), dict(gradient_checkpointing="full", optimizer="muon")]
+RUNGS = [
+    dict(gradient_checkpointing="selective"),
+    dict(gradient_checkpointing="full", mlp_tiles=4),
+    dict(mlp_tiles=4),
+    dict(gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2),
+    dict(gradient_checkpointing="full", optimizer="adamw_bf16"),
+    dict(gradient_checkpointing="full", optimizer="adamw_8bit"),
+    dict(gradient_checkpointing="full", optimizer_in_backward=True, grad_clip=0.0),
+    dict(attention_type="nsa", gradient_checkpointing="selective", mlp_tiles=4),
+    dict(gradient_checkpointing="full", optimizer="muon"),
+]
 
 
 @pytest.mark.parametrize("changes", RUNGS, ids=str)
@@ -26,9 +35,18 @@ def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
 
 
-@pytest.mark.parametrize("changes", [dict(mlp_tiles=7), dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8"))], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(mlp_tiles=7),
+        dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8")),
+    ],
+    ids=str,
+)
 def test_leaving_alike_parts_out_of_the_simulation_changes_no_peak_and_no_reservation(changes):
-    cfg = TrainConfig(model_size="tiny", context_length=2048, gradient_checkpointing="full", **changes)
+    cfg = TrainConfig(
+        model_size="tiny", context_length=2048, gradient_checkpointing="full", **changes
+    )
     few, every = (simulate(cfg, every_part=whole) for whole in (False, True))
     assert len(few.storages) < len(every.storages) and few.peak_by_stage() == every.peak_by_stage()
     assert Demand.of(few, 1).least_bytes == Demand.of(every, 1).least_bytes
@@ -38,65 +56,151 @@ HOST = dict(gradient_checkpointing="full", offload_activations=True)
 IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 
 
-@pytest.mark.parametrize("changes, ranks, tolerance", [
-    (HOST, 1, 0.01), (HOST | dict(offload_optimizer=True), 1, 0.01), (HOST | dict(offload_optimizer=True) | IN_BACKWARD, 1, 0.01),
-    (dict(gradient_checkpointing="selective"), 1, 0.01), (dict(gradient_checkpointing="full", optimizer="adamw_bf16"), 1, 0.01),
-    (dict(gradient_checkpointing="full", optimizer="adamw_8bit", master_weights="none"), 1, 0.01),
-    (dict(gradient_checkpointing="full", context_parallel_size=2), 2, 0.01), (dict(gradient_checkpointing="full", mlp_tiles=16), 1, 0.005),
-    (dict(gradient_checkpointing="full", mlp_tiles=0, context_length=32768), 2, 0.005),
-    (dict(gradient_checkpointing="full", mlp_tiles=0, attention_head_groups=8), 1, 0.005),
-    (HOST | IN_BACKWARD | dict(offload_optimizer=True, mlp_tiles=0, attention_head_groups=4, context_length=32768), 1, 0.005),
-    (HOST | IN_BACKWARD | dict(offload_optimizer=True, mlp_tiles=0, attention_type="nsa"), 1, 0.04)], ids=str)
+@pytest.mark.parametrize(
+    "changes, ranks, tolerance",
+    [
+        (HOST, 1, 0.01),
+        (HOST | dict(offload_optimizer=True), 1, 0.01),
+        (HOST | dict(offload_optimizer=True) | IN_BACKWARD, 1, 0.01),
+        (dict(gradient_checkpointing="selective"), 1, 0.01),
+        (dict(gradient_checkpointing="full", optimizer="adamw_bf16"), 1, 0.01),
+        (
+            dict(gradient_checkpointing="full", optimizer="adamw_8bit", master_weights="none"),
+            1,
+            0.01,
+        ),
+        (dict(gradient_checkpointing="full", context_parallel_size=2), 2, 0.01),
+        (dict(gradient_checkpointing="full", mlp_tiles=16), 1, 0.005),
+        (dict(gradient_checkpointing="full", mlp_tiles=0, context_length=32768), 2, 0.005),
+        (dict(gradient_checkpointing="full", mlp_tiles=0, attention_head_groups=8), 1, 0.005),
+        (
+            HOST
+            | IN_BACKWARD
+            | dict(
+                offload_optimizer=True, mlp_tiles=0, attention_head_groups=4, context_length=32768
+            ),
+            1,
+            0.005,
+        ),
+        (
+            HOST | IN_BACKWARD | dict(offload_optimizer=True, mlp_tiles=0, attention_type="nsa"),
+            1,
+            0.04,
+        ),
+    ],
+    ids=str,
+)
 def test_the_closed_form_knows_the_levers(changes, ranks, tolerance):
-    cfg = TrainConfig(**dict(model_size="0.6B", context_length=16384, model_overrides=("num_layers=4",)) | changes)
-    assert estimate(cfg, cfg.model(), ranks).peak == pytest.approx(simulate(cfg, ranks).peak()[0], rel=tolerance)
+    cfg = TrainConfig(
+        **dict(model_size="0.6B", context_length=16384, model_overrides=("num_layers=4",)) | changes
+    )
+    assert estimate(cfg, cfg.model(), ranks).peak == pytest.approx(
+        simulate(cfg, ranks).peak()[0], rel=tolerance
+    )
 
 
 @pytest.mark.parametrize("layers", [4, 9, 40])
 def test_what_stays_on_the_host_is_counted_there(layers):
-    cfg = TrainConfig(**dict(model_size="0.6B", context_length=6144, model_overrides=(f"num_layers={layers}",), offload_optimizer=True) | HOST)
+    cfg = TrainConfig(
+        **dict(
+            model_size="0.6B",
+            context_length=6144,
+            model_overrides=(f"num_layers={layers}",),
+            offload_optimizer=True,
+        )
+        | HOST
+    )
     config, trace = cfg.model(), profile(cfg).trace
     inputs = layers * 6144 * config.hidden_size * 2
-    assert 12 * config.num_params() + inputs <= trace.host_peak <= 12 * config.num_params() + inputs + 2 * config.vocab_size * config.hidden_size
-    assert estimate(cfg, config).host == 12 * config.num_params() + layers * 2**24, "a pinned block of 12 MiB is one of 16 MiB"
+    assert (
+        12 * config.num_params() + inputs
+        <= trace.host_peak
+        <= 12 * config.num_params() + inputs + 2 * config.vocab_size * config.hidden_size
+    )
+    assert estimate(cfg, config).host == 12 * config.num_params() + layers * 2**24, (
+        "a pinned block of 12 MiB is one of 16 MiB"
+    )
 
 
-LADDER = [  # of the 4B at 131,072 tokens: live GiB, host GiB (0: none); each from the simulation, so that a change is seen
-    (dict(), 87.36, 0), (dict(optimizer="adamw_bf16"), 72.38, 0), (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
-    (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0), (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.7),
+# of the 4B at 131,072 tokens: live GiB, host GiB (0: none); each from the simulation, so that a
+# change is seen
+LADDER = [
+    (dict(), 87.36, 0),
+    (dict(optimizer="adamw_bf16"), 72.38, 0),
+    (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
+    (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0),
+    (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.7),
     (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.07, 67.5),
-    (dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0) | IN_BACKWARD, 20.46, 67.5),
-    (dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0, attention_head_groups=8) | IN_BACKWARD, 12.75, 67.5)]
+    (
+        dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0) | IN_BACKWARD,
+        20.46,
+        67.5,
+    ),
+    (
+        dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0, attention_head_groups=8)
+        | IN_BACKWARD,
+        12.75,
+        67.5,
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes, live, host", LADDER, ids=str)
 def test_the_ladder_of_the_4b(changes, live, host):
-    found = profile(TrainConfig(**dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes))
-    assert found.peak / GIB == pytest.approx(live, rel=5e-3) and found.trace.host_peak / GIB == pytest.approx(host, rel=1e-2)
+    found = profile(
+        TrainConfig(
+            **dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes
+        )
+    )
+    assert found.peak / GIB == pytest.approx(
+        live, rel=5e-3
+    ) and found.trace.host_peak / GIB == pytest.approx(host, rel=1e-2)
 
 
 def test_the_ladder_pulls_exact_levers_one_by_one_and_solve_prints_the_hosts_share():
-    cfg = TrainConfig(model_size="0.6B", context_length=65536, model_overrides=("num_layers=4", "num_heads=4", "num_kv_heads=2"))
+    cfg = TrainConfig(
+        model_size="0.6B",
+        context_length=65536,
+        model_overrides=("num_layers=4", "num_heads=4", "num_kv_heads=2"),
+    )
     names = [name for name, _ in planner.ladder(cfg)]
-    assert names[-1].split(" + ") == [name for name, _ in planner.LEVERS if name != "micro-batches of one row"]
+    assert names[-1].split(" + ") == [
+        name for name, _ in planner.LEVERS if name != "micro-batches of one row"
+    ]
     answer = solve.solve(cfg, "levers", 4.5, 1)
-    assert "host GiB" in answer.text and answer.code == solve.CHANGED and "--offload" in answer.text.splitlines()[-1]
+    assert (
+        "host GiB" in answer.text
+        and answer.code == solve.CHANGED
+        and "--offload" in answer.text.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("mode, ranks, groups", [("gather_kv", 16, 8), ("ulysses", 4, 2)])
 def test_the_ladder_goes_to_its_end_however_ranks_share_rows(mode, ranks, groups):
-    cfg = TrainConfig(context_length=131_072, gradient_checkpointing="full", context_parallel_size=ranks, context_parallel_mode=mode)
+    cfg = TrainConfig(
+        context_length=131_072,
+        gradient_checkpointing="full",
+        context_parallel_size=ranks,
+        context_parallel_mode=mode,
+    )
     assert list(planner.ladder(cfg))[-1][1].attention_head_groups == groups
 
 
 def test_a_command_for_two_machines_names_both():
-    assert planner.command(TrainConfig(), planner.World(size=16, local_size=8)).startswith("torchrun --nnodes=2 --node_rank=N --master_addr=HOST --nproc_per_node=8 train.py")
+    assert planner.command(TrainConfig(), planner.World(size=16, local_size=8)).startswith(
+        "torchrun --nnodes=2 --node_rank=N --master_addr=HOST --nproc_per_node=8 train.py"
+    )
 
 
 def test_a_host_that_is_too_small_for_an_offload_is_refused(monkeypatch):
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 8 * GIB)
     monkeypatch.setattr(planner, "available_gib", lambda device, world: 80.0)
-    cfg = TrainConfig(model_size="4B", context_length=4096, offload_optimizer=True, gradient_checkpointing="full")
+    cfg = TrainConfig(
+        model_size="4B", context_length=4096, offload_optimizer=True, gradient_checkpointing="full"
+    )
     plan = planner.plan(cfg, cfg.model(), planner.World(), torch.device("cuda"))
-    assert not plan.fits and plan.shortage() == "levers keep 45.0 GiB per rank on the host and 8.0 GiB are there"
+    assert (
+        not plan.fits
+        and plan.shortage() == "levers keep 45.0 GiB per rank on the host and 8.0 GiB are there"
+    )

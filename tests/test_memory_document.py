@@ -1,4 +1,6 @@
-"""docs/MEMORY.md is what the tool computes, and the tool's tracker finds what torch's MemTracker finds."""
+"""docs/MEMORY.md is what the tool computes, and the tool's tracker finds what torch's MemTracker
+finds.
+"""
 
 from pathlib import Path
 
@@ -22,7 +24,9 @@ def test_the_document_has_no_other_words():
 
 def test_the_tracker_finds_the_peak_that_torchs_memtracker_finds():
     cfg = TrainConfig(model_size="tiny", context_length=4096)
-    assert memory_tracker.ours(cfg) == pytest.approx(memory_tracker.theirs(cfg), rel=memory_tracker.TOLERANCE)
+    assert memory_tracker.ours(cfg) == pytest.approx(
+        memory_tracker.theirs(cfg), rel=memory_tracker.TOLERANCE
+    )
 
 
 def test_the_benchmark_prints_its_table(capsys):

@@ -1,6 +1,8 @@
-"""A change of more than 1% in the predicted peak of eight configurations fails, naming the tensor that grew.
+"""A change of more than 1% in the predicted peak of eight configurations fails, naming the tensor
+that grew.
 
-After a change that is meant: `python -m tests.test_memory_gate` writes the table anew; commit it with the reason.
+After a change that is meant: `python -m tests.test_memory_gate` writes the table anew; commit it
+with the reason.
 """
 
 import json
@@ -12,34 +14,67 @@ from longhaul.config import TrainConfig
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.report import top_tensors
 
-TABLE = Path(__file__).with_name("memory_peaks.json")  # name -> peak bytes and the tensors alive there
+TABLE = Path(__file__).with_name(
+    "memory_peaks.json"
+)  # name -> peak bytes and the tensors alive there
 LONG = dict(context_length=131072, gradient_checkpointing="full")
 CONFIGURATIONS = {
-    "4B 131k": (LONG, 1), "4B 131k nsa": (LONG | dict(attention_type="nsa"), 1), "4B 131k 2 ranks": (LONG, 2),
-    "4B 131k standard loss": (LONG | dict(loss="standard"), 1), "4B 8k no checkpointing": (dict(context_length=8192), 1),
-    "8B 32k 8 ranks nsa": (dict(model_size="8B", context_length=32768, gradient_checkpointing="full", attention_type="nsa"), 8),
+    "4B 131k": (LONG, 1),
+    "4B 131k nsa": (LONG | dict(attention_type="nsa"), 1),
+    "4B 131k 2 ranks": (LONG, 2),
+    "4B 131k standard loss": (LONG | dict(loss="standard"), 1),
+    "4B 8k no checkpointing": (dict(context_length=8192), 1),
+    "8B 32k 8 ranks nsa": (
+        dict(
+            model_size="8B",
+            context_length=32768,
+            gradient_checkpointing="full",
+            attention_type="nsa",
+        ),
+        8,
+    ),
     "0.6B 4k fp32 batch 4": (dict(model_size="0.6B", dtype="fp32", batch_size=4), 1),
-    "tiny 2k accumulation": (dict(model_size="tiny", context_length=2048, gradient_accumulation_steps=2), 1),
+    "tiny 2k accumulation": (
+        dict(model_size="tiny", context_length=2048, gradient_accumulation_steps=2),
+        1,
+    ),
 }
 
 
 def predicted(name: str) -> dict:
     changes, ranks = CONFIGURATIONS[name]
     found = profile(TrainConfig(**changes), ranks)
-    tensors = {f"{t['module']} {t['category']} {'x'.join(map(str, t['shape']))} {t['dtype']} from {t['op']} in {t['stage']}": t["bytes"] * t["count"]
-               for t in top_tensors(found, 60)}
-    return dict(peak_live_bytes=found.peak, peak_stage=found.peak_stage, categories=found.stages[found.peak_stage], tensors=tensors)
+    tensors = {
+        f"{t['module']} {t['category']} {'x'.join(map(str, t['shape']))} {t['dtype']} from {t['op']} in {t['stage']}": t[
+            "bytes"
+        ]
+        * t["count"]
+        for t in top_tensors(found, 60)
+    }
+    return dict(
+        peak_live_bytes=found.peak,
+        peak_stage=found.peak_stage,
+        categories=found.stages[found.peak_stage],
+        tensors=tensors,
+    )
 
 
 def complaint(name: str, old: dict, new: dict) -> str:
-    """"" where the peak is within 1%; else what changed, with the tensor and the category that grew most."""
+    """ "" where the peak is within 1%; else what changed, with the tensor and the category that
+    grew most.
+    """
     change = new["peak_live_bytes"] / old["peak_live_bytes"] - 1
     if abs(change) <= 0.01:
         return ""
+
     def grown(key: str) -> str:
-        growth = {tensor: new[key].get(tensor, 0) - old[key].get(tensor, 0) for tensor in new[key].keys() | old[key].keys()}
+        growth = {
+            tensor: new[key].get(tensor, 0) - old[key].get(tensor, 0)
+            for tensor in new[key].keys() | old[key].keys()
+        }
         largest = max(growth, key=lambda tensor: growth[tensor] * (1 if change > 0 else -1))
         return f"{largest} by {growth[largest]:+,} bytes"
+
     return f"{name}: the peak changed by {100 * change:+.2f}%, in {new['peak_stage']}; tensor: {grown('tensors')}; category: {grown('categories')}"
 
 
@@ -51,10 +86,17 @@ def test_the_predicted_peak_is_the_committed_one(name):
 def test_a_tensor_that_grows_is_named():
     old = json.loads(TABLE.read_text())["4B 131k"]
     tensor = max(old["tensors"], key=old["tensors"].get)
-    new = old | dict(peak_live_bytes=int(old["peak_live_bytes"] * 1.02), tensors=old["tensors"] | {tensor: 2 * old["tensors"][tensor]})
+    new = old | dict(
+        peak_live_bytes=int(old["peak_live_bytes"] * 1.02),
+        tensors=old["tensors"] | {tensor: 2 * old["tensors"][tensor]},
+    )
     assert tensor in complaint("4B 131k", old, new) and "+2.00%" in complaint("4B 131k", old, new)
-    assert not complaint("4B 131k", old, old | dict(peak_live_bytes=int(old["peak_live_bytes"] * 1.009)))
+    assert not complaint(
+        "4B 131k", old, old | dict(peak_live_bytes=int(old["peak_live_bytes"] * 1.009))
+    )
 
 
 if __name__ == "__main__":
-    TABLE.write_text(json.dumps({name: predicted(name) for name in CONFIGURATIONS}, indent=1) + "\n")
+    TABLE.write_text(
+        json.dumps({name: predicted(name) for name in CONFIGURATIONS}, indent=1) + "\n"
+    )

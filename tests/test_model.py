@@ -1,4 +1,6 @@
-"""model.py against the oracle, and every promise it makes: documents, cache, rotary positions, memory, initialisation, errors."""
+"""model.py against the oracle, and every promise it makes: documents, cache, rotary positions,
+memory, initialisation, errors.
+"""
 
 import copy
 import dataclasses
@@ -14,8 +16,18 @@ from longhaul.flops import train_flops
 from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, RotaryCache
 from tests import oracle
 
-SMALL = dict(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=40, rope_theta=1e4,
-             loss_chunk_size=8, init_std=0.25)
+SMALL = dict(
+    vocab_size=61,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_size=40,
+    rope_theta=1e4,
+    loss_chunk_size=8,
+    init_std=0.25,
+)
 
 
 def build(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
@@ -43,16 +55,26 @@ def some_labels(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def weights_of(decoder: Decoder, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """Leaf copies of the weights for the oracle."""
-    return {name: p.detach().to(dtype, copy=True).requires_grad_() for name, p in decoder.named_parameters()}
+    return {
+        name: p.detach().to(dtype, copy=True).requires_grad_()
+        for name, p in decoder.named_parameters()
+    }
 
 
 def oracle_run(weights: dict, config: ModelConfig, tokens_BT, labels_BT, documents=None):
     """Logits [B, T, V], loss and gradients by name; `documents` lists (row, start, end)."""
     documents = documents or [(row, 0, tokens_BT.shape[1]) for row in range(len(tokens_BT))]
-    parts = [oracle.decoder_logits(weights, config, tokens_BT[row, start:end]) for row, start, end in documents]
+    parts = [
+        oracle.decoder_logits(weights, config, tokens_BT[row, start:end])
+        for row, start, end in documents
+    ]
     logits = torch.cat(parts).view(*tokens_BT.shape, -1)
     loss = oracle.cross_entropy(logits.flatten(0, 1), labels_BT.flatten())
-    return logits.detach(), loss.detach(), dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
+    return (
+        logits.detach(),
+        loss.detach(),
+        dict(zip(weights, torch.autograd.grad(loss, list(weights.values())))),
+    )
 
 
 def decoder_run(decoder: Decoder, tokens_BT, labels_BT, **kwargs):
@@ -73,18 +95,25 @@ def assert_equal_runs(got, truth, tolerance: float):
     assert error(got[1], truth[1]) < tolerance, "loss"
     largest = max(gradient.norm() for gradient in truth[2].values())
     for name, gradient in truth[2].items():
-        # a gradient that is zero in truth (queries of a single token) is held against the largest one
-        assert (got[2][name].double() - gradient).norm() <= tolerance * max(gradient.norm(), 1e-3 * largest), name
+        # a gradient that is zero in truth (queries of a single token) is held against the largest
+        # one
+        assert (got[2][name].double() - gradient).norm() <= tolerance * max(
+            gradient.norm(), 1e-3 * largest
+        ), name
 
 
-# ---------------------------------------------------------------------------------------------------- against the oracle
+# ------------------------------------------------------------------------------- against the oracle
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("loss", ["standard", "chunked"])
-def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(kv_heads, tied, loss):
-    decoder = build(dtype="float64", num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss)
+def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
+    kv_heads, tied, loss
+):
+    decoder = build(
+        dtype="float64", num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss
+    )
     tokens, labels = some_tokens(2, 17), some_labels(2, 17)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
     assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
@@ -101,7 +130,11 @@ def test_odd_lengths_equal_the_oracle(length):
 def test_fp32_is_within_rounding_of_the_truth():
     decoder = build()
     tokens, labels = some_tokens(2, 65), some_labels(2, 65)
-    assert_equal_runs(decoder_run(decoder, tokens, labels), oracle_run(weights_of(decoder), decoder.config, tokens, labels), 2e-5)
+    assert_equal_runs(
+        decoder_run(decoder, tokens, labels),
+        oracle_run(weights_of(decoder), decoder.config, tokens, labels),
+        2e-5,
+    )
 
 
 @pytest.mark.parametrize("loss", ["standard", "chunked"])
@@ -114,24 +147,33 @@ def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed):
     got = decoder_run(decoder, tokens, labels)
     assert got[0].dtype == torch.bfloat16 and got[1].dtype == torch.float32
     assert error(got[0], truth[0]) <= 1.1 * error(plain[0], truth[0])
-    ratios = [error(got[2][name], truth[2][name]) / error(plain[2][name], truth[2][name]) for name in truth[2]]
+    ratios = [
+        error(got[2][name], truth[2][name]) / error(plain[2][name], truth[2][name])
+        for name in truth[2]
+    ]
     assert max(ratios) <= 1.5 and sum(ratios) / len(ratios) <= 1.0, ratios
 
 
 def test_fp32_master_weights_get_fp32_gradients_from_bf16_compute():
     decoder = build(dtype="bfloat16")
     decoder_run(decoder, some_tokens(1, 9), some_labels(1, 9))
-    assert {p.dtype for p in decoder.parameters()} == {p.grad.dtype for p in decoder.parameters()} == {torch.float32}
+    assert (
+        {p.dtype for p in decoder.parameters()}
+        == {p.grad.dtype for p in decoder.parameters()}
+        == {torch.float32}
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- own functions
+# ------------------------------------------------------------------------------------ own functions
 
 
 def test_rmsnorm_has_the_gradient_of_its_equation():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 2, 5, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
-    torch.testing.assert_close(model._RMSNorm.apply(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6))
+    torch.testing.assert_close(
+        model._RMSNorm.apply(x, weight, 1e-6), oracle.rms_norm(x, weight, 1e-6)
+    )
     assert torch.autograd.gradcheck(lambda x, w: model._RMSNorm.apply(x, w, 1e-6), (x, weight))
 
 
@@ -148,15 +190,28 @@ def test_rmsnorm_squares_large_fp16_values_without_overflow():
 
 def test_swiglu_has_the_gradient_of_its_equation():
     generator = torch.Generator().manual_seed(0)
-    gate, up = (torch.randn(3, 7, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(2))
+    gate, up = (
+        torch.randn(3, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(2)
+    )
     torch.testing.assert_close(model._SwiGLU.apply(gate, up), gate * gate.sigmoid() * up)
     assert torch.autograd.gradcheck(model._SwiGLU.apply, (gate, up))
 
 
 def test_rotation_has_the_gradient_of_its_equation():
-    x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    x = torch.randn(
+        2,
+        5,
+        3,
+        8,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+        requires_grad=True,
+    )
     cos, sin = RotaryCache(ModelConfig(**SMALL | dict(head_dim=8)))(5, torch.device("cpu"))
-    torch.testing.assert_close(model._Rotate.apply(x, cos, sin)[1], oracle.rotate(x[1], SMALL["rope_theta"]))
+    torch.testing.assert_close(
+        model._Rotate.apply(x, cos, sin)[1], oracle.rotate(x[1], SMALL["rope_theta"])
+    )
     assert torch.autograd.gradcheck(lambda x: model._Rotate.apply(x, cos, sin), (x,))
 
 
@@ -170,13 +225,15 @@ def test_own_functions_keep_the_low_precision_of_their_input_and_the_dtype_of_th
     assert (out.dtype, x.grad.dtype, weight.grad.dtype) == (dtype, dtype, torch.float32)
 
 
-# ----------------------------------------------------------------------------------------------------------- documents
+# ---------------------------------------------------------------------------------------- documents
 
 SEGMENTS = [[5, 1, 11], [9, 8], [17]]  # lengths of the documents of three rows of 17
 
 
 def packed(continued: bool = False):
-    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the end of a row."""
+    """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
+    end of a row.
+    """
     ids, documents, current = [], [], 0
     for row, lengths in enumerate(SEGMENTS):
         if not (continued and row):
@@ -207,7 +264,12 @@ def test_packed_documents_equal_calls_of_this_decoder_one_by_one():
     tokens = some_tokens(3, 17)
     together = decoder(tokens, doc_ids=doc_ids)
     for row, start, end in documents:
-        torch.testing.assert_close(together[row, start:end], decoder(tokens[row : row + 1, start:end])[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            together[row, start:end],
+            decoder(tokens[row : row + 1, start:end])[0],
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -234,26 +296,40 @@ def test_documents_of_one_row_each_change_nothing():
 def test_document_ids_may_come_back_in_any_order_and_integer_type():
     decoder, tokens = build(), some_tokens(1, 6)
     first = decoder(tokens, doc_ids=torch.tensor([[0, 0, 1, 1, 0, 0]]))
-    assert torch.equal(first, decoder(tokens, doc_ids=torch.tensor([[9, 9, 2, 2, 5, 5]], dtype=torch.int32)))
+    assert torch.equal(
+        first, decoder(tokens, doc_ids=torch.tensor([[9, 9, 2, 2, 5, 5]], dtype=torch.int32))
+    )
 
 
 def test_given_positions_win_over_the_documents_own():
     decoder, tokens = build(), some_tokens(1, 8)
     doc_ids = torch.tensor([[0] * 3 + [1] * 5])
     restarted = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
-    assert torch.equal(decoder(tokens, doc_ids=doc_ids), decoder(tokens, doc_ids=doc_ids, positions=restarted))
+    assert torch.equal(
+        decoder(tokens, doc_ids=doc_ids), decoder(tokens, doc_ids=doc_ids, positions=restarted)
+    )
     shifted = decoder(tokens, positions=torch.arange(8)[None] * 2)
     assert (decoder(tokens) - shifted).abs().max() > 1e-2
     far = decoder(tokens, positions=torch.arange(8)[None] + 1000)  # rotary attention is relative
     torch.testing.assert_close(decoder(tokens), far, atol=1e-3, rtol=1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------------ KV cache
+# ----------------------------------------------------------------------------------------- KV cache
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("parts", [[1] * 23, [16] + [1] * 7, [7, 7, 7, 2], [23], [1, 22], [22, 1]],
-                         ids=["token by token", "prefill and steps", "chunked prefill", "whole", "one and rest", "rest and one"])
+@pytest.mark.parametrize(
+    "parts",
+    [[1] * 23, [16] + [1] * 7, [7, 7, 7, 2], [23], [1, 22], [22, 1]],
+    ids=[
+        "token by token",
+        "prefill and steps",
+        "chunked prefill",
+        "whole",
+        "one and rest",
+        "rest and one",
+    ],
+)
 def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts):
     decoder, tokens = build(num_kv_heads=kv_heads), some_tokens(2, 23)
     cache = KVCache(decoder.config, batch_size=2, max_length=30)
@@ -274,10 +350,13 @@ def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward():
 def test_the_cache_has_the_compute_dtype_and_the_size_of_its_key_heads():
     cache = KVCache(ModelConfig(**SMALL | dict(compute_dtype="bfloat16")), 3, 10)
     assert len(cache.layers) == 2 and cache.length == 0
-    assert cache.layers[0].k_BSGK.shape == (3, 10, 2, 6) and cache.layers[1].v_BSGK.dtype == torch.bfloat16
+    assert (
+        cache.layers[0].k_BSGK.shape == (3, 10, 2, 6)
+        and cache.layers[1].v_BSGK.dtype == torch.bfloat16
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- rotary positions
+# --------------------------------------------------------------------------------- rotary positions
 
 
 def test_the_cache_equals_direct_positions_bit_for_bit_whatever_its_history():
@@ -307,7 +386,9 @@ def test_angles_are_right_to_fp32_rounding_at_131k_positions():
     frequency_k = 1e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128)
     angle = torch.arange(131_072, dtype=torch.float64)[:, None] * frequency_k
     bound = 131_072 * 2**-22  # the product and the frequency round once each
-    assert (cos[0, :, 0].double() - angle.cos()).abs().max() < bound and (sin[0, :, 0].double() - angle.sin()).abs().max() < bound
+    assert (cos[0, :, 0].double() - angle.cos()).abs().max() < bound and (
+        sin[0, :, 0].double() - angle.sin()
+    ).abs().max() < bound
     assert (cos[0, :1024, 0].double() - angle[:1024].cos()).abs().max() < 1024 * 2**-22
 
 
@@ -335,18 +416,34 @@ def test_training_goes_on_after_sampling_in_inference_mode():
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
-@pytest.mark.parametrize("head_dim,theta,factor,original", [(128, 1e6, 4.0, 32768), (64, 1e4, 8.0, 4096),
-                                                            (6, 1e4, 2.0, 64), (32, 5e5, 40.0, 512)])
+@pytest.mark.parametrize(
+    "head_dim,theta,factor,original",
+    [(128, 1e6, 4.0, 32768), (64, 1e4, 8.0, 4096), (6, 1e4, 2.0, 64), (32, 5e5, 40.0, 512)],
+)
 def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta, factor, original):
-    transformers = pytest.importorskip("transformers", reason="transformers is the reference for rotary scalings")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is the reference for rotary scalings"
+    )
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
     rope = dict(rope_type="default" if scaling == "none" else scaling, rope_theta=theta)
     if scaling != "none":
-        rope |= dict(factor=factor) | (dict(original_max_position_embeddings=original) if scaling == "yarn" else {})
+        rope |= dict(factor=factor) | (
+            dict(original_max_position_embeddings=original) if scaling == "yarn" else {}
+        )
     longest = int(original * factor)
-    theirs = Qwen3RotaryEmbedding(transformers.Qwen3Config(head_dim=head_dim, max_position_embeddings=longest, rope_parameters=rope))
-    config = ModelConfig(head_dim=head_dim, rope_theta=theta, rope_scaling=scaling, rope_original_context=original,
-                         rope_factor=1.0 if scaling == "none" else factor)
+    theirs = Qwen3RotaryEmbedding(
+        transformers.Qwen3Config(
+            head_dim=head_dim, max_position_embeddings=longest, rope_parameters=rope
+        )
+    )
+    config = ModelConfig(
+        head_dim=head_dim,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rope_original_context=original,
+        rope_factor=1.0 if scaling == "none" else factor,
+    )
     ours_k, scale = model.rope_frequencies(config, torch.device("cpu"))
     torch.testing.assert_close(ours_k, theirs.inv_freq, rtol=1e-6, atol=0)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
@@ -359,19 +456,35 @@ def test_a_larger_theta_stretches_the_slowest_wavelength_and_leaves_the_fastest(
     assert (small[-1] / large[-1]).item() == pytest.approx(500 ** (126 / 128), rel=1e-5)
 
 
-# -------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
 
 def largest_allocation(function) -> int:
-    """Bytes of the largest block that torch's CPU allocator hands out while `function` runs, kernels' scratch included."""
+    """Bytes of the largest block that torch's CPU allocator hands out while `function` runs,
+    kernels' scratch included.
+    """
     from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    return max(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    )
 
 
-WIDE = dict(vocab_size=16_384, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=64, loss="chunked",
-            loss_chunk_size=512)
+WIDE = dict(
+    vocab_size=16_384,
+    hidden_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_size=64,
+    loss="chunked",
+    loss_chunk_size=512,
+)
 
 
 def training_pass(length: int, dtype: str, documents: bool):
@@ -415,12 +528,14 @@ def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
 def test_the_chunked_loss_saves_no_logits_for_the_backward():
     saved = []
     decoder, tokens = Decoder(ModelConfig(**WIDE)), some_tokens(1, 1024)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
         decoder(tokens, tokens).backward()
     assert max(saved) <= WIDE["vocab_size"] * WIDE["hidden_size"] < 1024 * WIDE["vocab_size"] / 4
 
 
-# ---------------------------------------------------------------------------------------------------------- initial weights
+# ---------------------------------------------------------------------------------- initial weights
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
@@ -449,7 +564,13 @@ def test_construction_leaves_the_global_random_state_alone():
 def test_equal_shapes_of_different_names_get_different_weights():
     decoder = Decoder(ModelConfig(**SMALL | dict(num_kv_heads=4, tie_embeddings=False)))
     a, b = decoder.layers[0], decoder.layers[1]
-    same_shape = [a.attention.q_proj, a.attention.k_proj, a.attention.v_proj, b.attention.q_proj, b.attention.v_proj]
+    same_shape = [
+        a.attention.q_proj,
+        a.attention.k_proj,
+        a.attention.v_proj,
+        b.attention.q_proj,
+        b.attention.v_proj,
+    ]
     assert len({p.weight.sum().item() for p in same_shape}) == len(same_shape)
     assert not torch.equal(decoder.embed.weight, decoder.lm_head.weight)
 
@@ -460,7 +581,9 @@ def test_initial_weights_have_the_documented_scale():
         if parameter.ndim == 1:
             assert (parameter == 1).all()
             continue
-        std = 0.02 / (math.sqrt(2 * 4) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+        std = 0.02 / (
+            math.sqrt(2 * 4) if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+        )
         assert parameter.std().item() == pytest.approx(std, rel=0.03), name
         assert abs(parameter.mean().item()) < 5 * std / parameter.numel() ** 0.5, name
 
@@ -472,32 +595,57 @@ def test_initialising_on_meta_is_refused_with_the_remedy():
         decoder.init_weights()
 
 
-# ----------------------------------------------------------------------------------------------------- counts and the loss rule
+# ------------------------------------------------------------------------- counts and the loss rule
 
 
-@pytest.mark.parametrize("name,count", [("tiny", 5_114_368), ("0.6B", 596_049_920), ("1.7B", 1_720_574_976), ("4B", 4_022_468_096),
-                                        ("8B", 8_190_735_360)])
+@pytest.mark.parametrize(
+    "name,count",
+    [
+        ("tiny", 5_114_368),
+        ("0.6B", 596_049_920),
+        ("1.7B", 1_720_574_976),
+        ("4B", 4_022_468_096),
+        ("8B", 8_190_735_360),
+    ],
+)
 def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
     config = ModelConfig.preset(name)
     with torch.device("meta"):
         assert Decoder(config).num_params() == config.num_params() == count
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(tie_embeddings=False), dict(num_layers=5, num_kv_heads=1), dict(head_dim=10, ffn_size=7)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(tie_embeddings=False),
+        dict(num_layers=5, num_kv_heads=1),
+        dict(head_dim=10, ffn_size=7),
+    ],
+)
 def test_the_closed_form_of_the_parameters_equals_the_real_count(changes):
     decoder = build(**changes)
-    assert decoder.config.num_params() == decoder.num_params() == sum(p.numel() for p in decoder.parameters())
+    assert (
+        decoder.config.num_params()
+        == decoder.num_params()
+        == sum(p.numel() for p in decoder.parameters())
+    )
     assert decoder.config.layer_params() == sum(p.numel() for p in decoder.layers[0].parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_flops_count_products_as_torch_counts_them(tied):
     from torch.utils.flop_counter import FlopCounterMode
+
     decoder = build(tie_embeddings=tied, loss="standard")
     with FlopCounterMode(display=False) as counter:
         decoder(some_tokens(2, 64), some_labels(2, 64)).backward()
     counts = counter.get_flop_counts()["Global"]
-    products = sum(n for operation, n in counts.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm))
+    products = sum(
+        n
+        for operation, n in counts.items()
+        if operation in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+    )
     assert train_flops(decoder.config, 2 * 64, 0) == products
     pairs = 2 * 64 * 65 / 2
     scores = train_flops(decoder.config, 2 * 64, pairs) - products
@@ -507,37 +655,59 @@ def test_training_flops_count_products_as_torch_counts_them(tied):
 def test_the_4b_costs_six_flops_per_parameter_and_mostly_attention_at_131k():
     config = ModelConfig.preset("4B")
     assert train_flops(config, 1, 0) == pytest.approx(6 * config.num_params(), rel=1e-3)
-    whole, dense = train_flops(config, 131_072, 131_072 * 131_073 / 2), train_flops(config, 131_072, 0)
+    whole, dense = (
+        train_flops(config, 131_072, 131_072 * 131_073 / 2),
+        train_flops(config, 131_072, 0),
+    )
     assert (whole - dense) / whole == pytest.approx(0.83, abs=0.01)
 
 
-@pytest.mark.parametrize("seq,gib,chunked", [(4096, 1.16, False), (40_000, 11.32, True), (131_072, 37.09, True), (35_335, 10.0, False),
-                                             (35_336, 10.0, True)])
+@pytest.mark.parametrize(
+    "seq,gib,chunked",
+    [
+        (4096, 1.16, False),
+        (40_000, 11.32, True),
+        (131_072, 37.09, True),
+        (35_335, 10.0, False),
+        (35_336, 10.0, True),
+    ],
+)
 def test_the_ten_gib_rule_has_the_documented_figures(seq, gib, chunked):
     with torch.device("meta"):
         decoder = Decoder(ModelConfig.preset("4B", num_layers=1))
     assert round(decoder.logits_gib(1, seq), 2) == gib
     assert decoder.should_chunk(1, seq) is chunked
     assert decoder.logits_gib(2, seq) == 2 * decoder.logits_gib(1, seq)
-    assert decoder.loss_function(1, seq) is not model.standard_cross_entropy  # at this vocabulary tiles win at any length
-    small = Decoder(ModelConfig.preset("tiny", vocab_size=128, num_layers=1, logits_threshold_gib=0.01))
+    assert (
+        decoder.loss_function(1, seq) is not model.standard_cross_entropy
+    )  # at this vocabulary tiles win at any length
+    small = Decoder(
+        ModelConfig.preset("tiny", vocab_size=128, num_layers=1, logits_threshold_gib=0.01)
+    )
     for tokens in (8, 50_000):
-        assert (small.loss_function(1, tokens) is model.standard_cross_entropy) is not small.should_chunk(1, tokens)
+        assert (
+            small.loss_function(1, tokens) is model.standard_cross_entropy
+        ) is not small.should_chunk(1, tokens)
     assert not small.should_chunk(1, 8) and small.should_chunk(1, 50_000)
 
 
 def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
     tight = build(logits_threshold_gib=64 * 61 * 2 / GIB)
     assert not tight.should_chunk(1, 64) and tight.should_chunk(1, 65)
-    assert build(loss="chunked").should_chunk(1, 1) and not build(loss="standard").should_chunk(1, 10**9)
+    assert build(loss="chunked").should_chunk(1, 1) and not build(loss="standard").should_chunk(
+        1, 10**9
+    )
 
 
 def test_standard_and_chunked_loss_agree():
-    runs = [decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33)) for loss in ("standard", "chunked")]
+    runs = [
+        decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33))
+        for loss in ("standard", "chunked")
+    ]
     assert_equal_runs(runs[0], runs[1], 1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------- the loss
+# ----------------------------------------------------------------------------------------- the loss
 
 
 @pytest.mark.parametrize("loss", ["standard", "chunked"])
@@ -569,22 +739,43 @@ def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(los
 def test_the_head_sends_any_function_to_its_weight():
     decoder = build()
     hidden = decoder.hidden(some_tokens(1, 5)).flatten(0, 1)
-    out = decoder.lm_head(hidden, lambda h_ND, w_VD, scale: {"sum": (h_ND @ w_VD.T * scale).sum(), "shape": w_VD.sum(1)}, 2.0)
+    out = decoder.lm_head(
+        hidden,
+        lambda h_ND, w_VD, scale: {"sum": (h_ND @ w_VD.T * scale).sum(), "shape": w_VD.sum(1)},
+        2.0,
+    )
     torch.testing.assert_close(out["sum"], 2 * (hidden @ decoder.embed.weight.T).sum())
 
 
-# ------------------------------------------------------------------------------------------------------------ bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize("changes,words", [
-    (dict(vocab_size=0), "vocab_size=0"), (dict(hidden_size=-4), "hidden_size=-4"), (dict(num_layers=0), "num_layers=0"),
-    (dict(num_heads=0), "num_heads=0"), (dict(num_kv_heads=0), "num_kv_heads=0"), (dict(head_dim=0), "head_dim=0"),
-    (dict(ffn_size=0), "ffn_size=0"), (dict(loss_chunk_size=-1), "loss_chunk_size=-1"), (dict(rope_theta=-1.0), "rope_theta=-1.0"),
-    (dict(rope_original_context=0), "rope_original_context=0"), (dict(norm_eps=0.0), "norm_eps=0.0"), (dict(norm_eps=math.nan), "norm_eps=nan"),
-    (dict(attention_type="flash"), "standard, nsa"), (dict(rope_scaling="ntk"), "none, linear, yarn"), (dict(loss="tiled"), "auto, standard, chunked"),
-    (dict(compute_dtype="fp8"), "bfloat16"), (dict(num_heads=6, num_kv_heads=4), r"\[1, 2, 3, 6\]"), (dict(head_dim=7), "even head_dim"),
-    (dict(rope_factor=2.0), "rope_scaling='none'"), (dict(rope_scaling="yarn"), "above 1"), (dict(rope_scaling="linear", rope_factor=0.5), "above 1"),
-])
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        (dict(vocab_size=0), "vocab_size=0"),
+        (dict(hidden_size=-4), "hidden_size=-4"),
+        (dict(num_layers=0), "num_layers=0"),
+        (dict(num_heads=0), "num_heads=0"),
+        (dict(num_kv_heads=0), "num_kv_heads=0"),
+        (dict(head_dim=0), "head_dim=0"),
+        (dict(ffn_size=0), "ffn_size=0"),
+        (dict(loss_chunk_size=-1), "loss_chunk_size=-1"),
+        (dict(rope_theta=-1.0), "rope_theta=-1.0"),
+        (dict(rope_original_context=0), "rope_original_context=0"),
+        (dict(norm_eps=0.0), "norm_eps=0.0"),
+        (dict(norm_eps=math.nan), "norm_eps=nan"),
+        (dict(attention_type="flash"), "standard, nsa"),
+        (dict(rope_scaling="ntk"), "none, linear, yarn"),
+        (dict(loss="tiled"), "auto, standard, chunked"),
+        (dict(compute_dtype="fp8"), "bfloat16"),
+        (dict(num_heads=6, num_kv_heads=4), r"\[1, 2, 3, 6\]"),
+        (dict(head_dim=7), "even head_dim"),
+        (dict(rope_factor=2.0), "rope_scaling='none'"),
+        (dict(rope_scaling="yarn"), "above 1"),
+        (dict(rope_scaling="linear", rope_factor=0.5), "above 1"),
+    ],
+)
 def test_a_wrong_configuration_is_one_line_that_names_field_and_remedy(changes, words):
     with pytest.raises(ValueError, match=words) as caught:
         ModelConfig(**SMALL | changes)
@@ -605,13 +796,30 @@ def test_the_configuration_is_frozen_and_replaceable():
     assert dataclasses.replace(config, num_layers=1).vocab_size == 99
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (lambda config: dict(tokens_BT=torch.zeros(5, dtype=torch.long)), r"\(5,\).*\[batch, tokens\]"),
-    (lambda config: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
-    (lambda config: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)), "one target per position"),
-    (lambda config: dict(tokens_BT=some_tokens(1, 5), doc_ids=torch.zeros(1, 5), cache=KVCache(config, 1, 5)), "cache and doc_ids"),
-    (lambda config: dict(tokens_BT=some_tokens(1, 5), cache=KVCache(config, 1, 4)), "max_length >= 5"),
-])
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (
+            lambda config: dict(tokens_BT=torch.zeros(5, dtype=torch.long)),
+            r"\(5,\).*\[batch, tokens\]",
+        ),
+        (lambda config: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+        (
+            lambda config: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)),
+            "one target per position",
+        ),
+        (
+            lambda config: dict(
+                tokens_BT=some_tokens(1, 5), doc_ids=torch.zeros(1, 5), cache=KVCache(config, 1, 5)
+            ),
+            "cache and doc_ids",
+        ),
+        (
+            lambda config: dict(tokens_BT=some_tokens(1, 5), cache=KVCache(config, 1, 4)),
+            "max_length >= 5",
+        ),
+    ],
+)
 def test_a_wrong_call_is_one_line_that_names_the_remedy(arguments, words):
     decoder = build()
     with pytest.raises(ValueError, match=words) as caught:
@@ -625,21 +833,28 @@ def test_an_empty_cache_is_refused(sizes):
         KVCache(ModelConfig(**SMALL), *sizes)
 
 
-# ------------------------------------------------------------------------------------------------------ copies, and alone
+# -------------------------------------------------------------------------------- copies, and alone
 
 
 def test_a_deep_copy_is_equal_independent_and_tied():
     decoder, tokens = build(), some_tokens(1, 6)
     before = decoder(tokens)
     twin = copy.deepcopy(decoder)
-    assert torch.equal(before, twin(tokens)) and twin.lm_head.weight is twin.embed.weight is not decoder.embed.weight
+    assert (
+        torch.equal(before, twin(tokens))
+        and twin.lm_head.weight is twin.embed.weight is not decoder.embed.weight
+    )
     twin.embed.weight.data.zero_()
     assert torch.equal(before, decoder(tokens))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_state_dict_holds_parameters_alone_and_restores_every_logit(tied):
-    decoder, other, tokens = build(1, tie_embeddings=tied), build(2, tie_embeddings=tied), some_tokens(1, 6)
+    decoder, other, tokens = (
+        build(1, tie_embeddings=tied),
+        build(2, tie_embeddings=tied),
+        some_tokens(1, 6),
+    )
     decoder(tokens)
     state = decoder.state_dict()
     assert state.keys() == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}
@@ -663,21 +878,42 @@ def test_a_few_steps_of_training_learn_a_sequence_by_heart():
 # ---- inputs of the wrong shape
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(doc_ids=torch.zeros(1, 12, dtype=torch.int32)), "doc_ids are (1, 12) and tokens (2, 6): give one id per token"),
-    (dict(positions=torch.zeros(1, 1, dtype=torch.int64)), "positions are (1, 1) and tokens (2, 6)"),
-    (dict(cache=KVCache(ModelConfig.preset("tiny", vocab_size=32), 3, 8)), "build it with batch_size=2"),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (
+            dict(doc_ids=torch.zeros(1, 12, dtype=torch.int32)),
+            "doc_ids are (1, 12) and tokens (2, 6): give one id per token",
+        ),
+        (
+            dict(positions=torch.zeros(1, 1, dtype=torch.int64)),
+            "positions are (1, 1) and tokens (2, 6)",
+        ),
+        (
+            dict(cache=KVCache(ModelConfig.preset("tiny", vocab_size=32), 3, 8)),
+            "build it with batch_size=2",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
 def test_inputs_that_would_broadcast_silently_are_refused(changes, words):
     decoder = Decoder(ModelConfig.preset("tiny", vocab_size=32))
     with pytest.raises(ValueError, match=re.escape(words)):
         decoder(torch.zeros(2, 6, dtype=torch.int64), **changes)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(rope_theta=1.0), dict(rope_theta=math.inf), dict(rope_scaling="yarn", rope_factor=math.nan), dict(logits_threshold_gib=math.nan),
-    dict(logits_threshold_gib=-1.0), dict(norm_eps=0.0),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(rope_theta=1.0),
+        dict(rope_theta=math.inf),
+        dict(rope_scaling="yarn", rope_factor=math.nan),
+        dict(logits_threshold_gib=math.nan),
+        dict(logits_threshold_gib=-1.0),
+        dict(norm_eps=0.0),
+    ],
+    ids=str,
+)
 def test_a_number_out_of_range_is_refused_by_name(changes):
     with pytest.raises(ValueError, match=list(changes)[-1]):
         ModelConfig.preset("tiny", **changes)
@@ -685,5 +921,8 @@ def test_a_number_out_of_range_is_refused_by_name(changes):
 
 def test_both_losses_take_int32_labels():
     tokens = torch.arange(12).view(2, 6)
-    losses = [Decoder(ModelConfig.preset("tiny", vocab_size=32, loss=kind))(tokens, tokens.int()) for kind in ("standard", "chunked")]
+    losses = [
+        Decoder(ModelConfig.preset("tiny", vocab_size=32, loss=kind))(tokens, tokens.int())
+        for kind in ("standard", "chunked")
+    ]
     torch.testing.assert_close(*losses)

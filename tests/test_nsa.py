@@ -1,13 +1,19 @@
-"""Native Sparse Attention: the engine and the plain version against the dense float64 oracle, and decoding against both.
+"""Native Sparse Attention: the engine and the plain version against the dense float64 oracle, and
+decoding against both.
 
 Letters as in nsa_oracle.py.
 """
+
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from model import NSAConfig
 from nsa import branches as nsa_branches
@@ -17,9 +23,13 @@ from nsa import engine as nsa_engine
 from nsa import plain as nsa_plain
 from tests import nsa_oracle as oracle
 
-SMALL = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)  # sparse from 80 tokens on
+SMALL = NSAConfig(
+    cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24
+)  # sparse from 80 tokens on
 NAMES = ("q", "k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "gates")
-BOTH = pytest.mark.parametrize("attention", [nsa_engine.nsa_attention, nsa_plain.nsa_attention], ids=["engine", "plain"])
+BOTH = pytest.mark.parametrize(
+    "attention", [nsa_engine.nsa_attention, nsa_plain.nsa_attention], ids=["engine", "plain"]
+)
 
 
 def inputs(T, G=2, M=2, K=16, cfg=SMALL, B=1, dtype=torch.float32, seed=0, documents=None):
@@ -44,7 +54,9 @@ def relative(x, truth):
 
 
 def compare(attention, tensors, cfg, forward_bound, gradient_bound):
-    """Parts and all gradients against the oracle run on the same inputs and the same chosen blocks; returns the parts."""
+    """Parts and all gradients against the oracle run on the same inputs and the same chosen blocks;
+    returns the parts.
+    """
     with torch.no_grad():
         parts = attention(*tensors, cfg, return_parts=True)
     chosen = chosen_mask(parts["block_idx"], tensors[0].shape[1], cfg)
@@ -52,17 +64,24 @@ def compare(attention, tensors, cfg, forward_bound, gradient_bound):
     truth = dict(zip(("o", "o_cmp", "o_slc", "o_win"), oracle.nsa(*truth_in, cfg, chosen)))
     for name, want in truth.items():
         assert relative(parts[name], want) <= forward_bound, name
-    weight = torch.randn(truth["o"].shape, generator=torch.Generator().manual_seed(9)).to(tensors[0].dtype)
+    weight = torch.randn(truth["o"].shape, generator=torch.Generator().manual_seed(9)).to(
+        tensors[0].dtype
+    )
     grads = torch.autograd.grad(attention(*tensors, cfg), tensors, weight)
-    for name, grad, want in zip(NAMES, grads, torch.autograd.grad(truth["o"], truth_in, weight.double())):
-        # a lone visible key has a softmax gradient of exactly 0: measure what is left against the gradient's scale
+    for name, grad, want in zip(
+        NAMES, grads, torch.autograd.grad(truth["o"], truth_in, weight.double())
+    ):
+        # a lone visible key has a softmax gradient of exactly 0: measure what is left against the
+        # gradient's scale
         bound = gradient_bound if want.norm() > 1e-6 else 1e-5
         assert relative(grad, want) <= bound, f"gradient of {name}"
     return parts, chosen, truth_in
 
 
 def assert_selection(chosen_BTGJ, truth_in, cfg, slack):
-    """Right count, forced blocks in, and no block left out that is more important by over `slack` (relative)."""
+    """Right count, forced blocks in, and no block left out that is more important by over `slack`
+    (relative).
+    """
     B, T, G, J = chosen_BTGJ.shape
     _, p = oracle.compressed(truth_in[0], truth_in[3], truth_in[4], cfg)
     imp = oracle.importance(p, G, cfg)
@@ -76,7 +95,7 @@ def assert_selection(chosen_BTGJ, truth_in, cfg, slack):
     assert (best_out <= worst_in * (1 + slack) + 1e-30).all()
 
 
-# ---- against the oracle ---------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------- against the oracle
 @BOTH
 @pytest.mark.parametrize("T", [1, 7, 8, 15, 16, 17, 31, 79, 80, 81, 100, 257, 500])
 def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attention, T):
@@ -87,37 +106,60 @@ def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attentio
 @pytest.mark.parametrize("T", [1, 31, 32, 33, 63, 64, 65, 128, 1023, 1024, 1025, 1399, 2177])
 def test_default_blocks_match_float64_in_every_branch_gradient_and_choice(T):
     cfg = NSAConfig()
-    _, chosen, truth_in = compare(nsa_engine.nsa_attention, inputs(T, G=1, M=4, K=32, cfg=cfg), cfg, 2e-5, 6e-5)
+    _, chosen, truth_in = compare(
+        nsa_engine.nsa_attention, inputs(T, G=1, M=4, K=32, cfg=cfg), cfg, 2e-5, 6e-5
+    )
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
 def test_plain_version_matches_float64_past_the_dense_length():
     cfg = NSAConfig()
-    _, chosen, truth_in = compare(nsa_plain.nsa_attention, inputs(1283, G=1, M=2, K=32, cfg=cfg), cfg, 2e-5, 6e-5)
+    _, chosen, truth_in = compare(
+        nsa_plain.nsa_attention, inputs(1283, G=1, M=2, K=32, cfg=cfg), cfg, 2e-5, 6e-5
+    )
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
 @BOTH
-@pytest.mark.parametrize("G, M", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (1, 16), (2, 3)])
+@pytest.mark.parametrize(
+    "G, M", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 4), (8, 1), (1, 8), (1, 16), (2, 3)]
+)
 def test_every_group_size_matches_float64(attention, G, M):
     _, chosen, truth_in = compare(attention, inputs(203, G, M), SMALL, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, SMALL, 1e-5)
 
 
-@pytest.mark.parametrize("sizes", [
-    dict(cmp_block=16, cmp_stride=16), dict(cmp_block=4, cmp_stride=4), dict(cmp_block=16, cmp_stride=4),
-    dict(sel_init=0, sel_local=1), dict(sel_init=2, sel_local=3), dict(sel_count=6, sel_init=3, sel_local=1),
-    dict(sel_count=1, sel_init=0, sel_local=1), dict(window=1), dict(window=1000), dict(sel_block=8, cmp_stride=2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(cmp_block=16, cmp_stride=16),
+        dict(cmp_block=4, cmp_stride=4),
+        dict(cmp_block=16, cmp_stride=4),
+        dict(sel_init=0, sel_local=1),
+        dict(sel_init=2, sel_local=3),
+        dict(sel_count=6, sel_init=3, sel_local=1),
+        dict(sel_count=1, sel_init=0, sel_local=1),
+        dict(window=1),
+        dict(window=1000),
+        dict(sel_block=8, cmp_stride=2),
+    ],
+)
 @BOTH
 def test_other_block_sizes_match_float64(attention, sizes):
-    cfg = NSAConfig(**(dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24) | sizes))
+    cfg = NSAConfig(
+        **(dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24) | sizes)
+    )
     _, chosen, truth_in = compare(attention, inputs(197, cfg=cfg), cfg, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
-@pytest.mark.parametrize("T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), (1500, NSAConfig(), 128)])
+@pytest.mark.parametrize(
+    "T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), (1500, NSAConfig(), 128)]
+)
 def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
-    _, chosen, truth_in = compare(nsa_engine.nsa_attention, inputs(T, 1, 4, K, cfg, dtype=torch.bfloat16), cfg, 1.5e-2, 1.5e-2)
+    _, chosen, truth_in = compare(
+        nsa_engine.nsa_attention, inputs(T, 1, 4, K, cfg, dtype=torch.bfloat16), cfg, 1.5e-2, 1.5e-2
+    )
     assert_selection(chosen, truth_in, cfg, 1e-4)
 
 
@@ -125,29 +167,33 @@ def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
 def test_bf16_logits_keep_fp32_precision(K):
     q, k = (torch.randn(n, K).bfloat16() * 8 for n in (64, 96))
     truth = q.double() @ k.double().T
-    assert (nsa_branches._dot(q, k) - truth).abs().max() <= 2 ** -16 * truth.abs().max()
-    assert (nsa_branches._dot(q[None], k[None])[0] - truth).abs().max() <= 2 ** -16 * truth.abs().max()
+    assert (nsa_branches._dot(q, k) - truth).abs().max() <= 2**-16 * truth.abs().max()
+    assert (
+        nsa_branches._dot(q[None], k[None])[0] - truth
+    ).abs().max() <= 2**-16 * truth.abs().max()
 
 
 def test_engine_and_plain_version_agree_on_a_longer_sequence():
     tensors = inputs(1500, G=2, M=2)
     weight = torch.randn_like(tensors[0])
-    ours, plain = ([o := f(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
-                   for f in (nsa_engine.nsa_attention, nsa_plain.nsa_attention))
+    ours, plain = (
+        [o := f(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
+        for f in (nsa_engine.nsa_attention, nsa_plain.nsa_attention)
+    )
     for x, y in zip(ours, plain):
         assert relative(x, y.double()) <= 1e-5
 
 
-# ---- extreme inputs -------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------- extreme inputs
 @pytest.mark.parametrize("T", [7, 8, 90])
 @BOTH
 def test_rows_without_a_visible_block_are_exactly_zero_with_zero_gradients(attention, T):
     tensors = inputs(T)
     parts = attention(*tensors, SMALL, return_parts=True)
-    blind = parts["o_cmp"][:, :SMALL.cmp_block - 1]
+    blind = parts["o_cmp"][:, : SMALL.cmp_block - 1]
     assert (blind == 0).all()
     grads = torch.autograd.grad(blind.sum(), tensors, materialize_grads=True)
-    assert all((g[:, :SMALL.cmp_block - 1] == 0).all() for g in grads[:1])
+    assert all((g[:, : SMALL.cmp_block - 1] == 0).all() for g in grads[:1])
     assert all((g == 0).all() for g in grads[1:7])
 
 
@@ -168,8 +214,11 @@ def test_huge_logits_stay_finite_and_exact(attention):
 @BOTH
 @pytest.mark.parametrize("init", [0, 1])
 def test_equal_importance_keeps_the_lowest_blocks(attention, init):
-    """q = 0: every visible compressed block has the same mass, and so has every block between the first, which no
-    compressed block enters from the left (mass 7 against 8: chosen only when forced), and the local ones."""
+    """q = 0: every visible compressed block has the same mass, and so has every block between the
+    first, which no
+    compressed block enters from the left (mass 7 against 8: chosen only when forced), and the local
+    ones.
+    """
     cfg, tensors = replace(SMALL, sel_init=init), inputs(400)
     with torch.no_grad():
         tensors[0].zero_()
@@ -198,14 +247,17 @@ def test_nothing_in_the_future_matters(attention):
     T, cut = 300, 177
     tensors, other = inputs(T), inputs(T, seed=1)
     blocks = SMALL.compressed_blocks(cut)
-    mixed = [torch.cat((x[:, :n], y[:, n:]), 1) for i, (x, y) in enumerate(zip(tensors, other))
-             for n in [blocks if i in (3, 4) else cut]]
+    mixed = [
+        torch.cat((x[:, :n], y[:, n:]), 1)
+        for i, (x, y) in enumerate(zip(tensors, other))
+        for n in [blocks if i in (3, 4) else cut]
+    ]
     before, after = (attention(*x, SMALL, return_parts=True) for x in (tensors, mixed))
     for name in before:
         assert torch.equal(before[name][:, :cut], after[name][:, :cut]), name
     grads = torch.autograd.grad(before["o"][:, :cut].sum(), tensors)
     for i, g in enumerate(grads):
-        assert (g[:, blocks if i in (3, 4) else cut:] == 0).all(), NAMES[i]
+        assert (g[:, blocks if i in (3, 4) else cut :] == 0).all(), NAMES[i]
 
 
 @BOTH
@@ -221,16 +273,21 @@ def test_up_to_n_blocks_the_selected_branch_is_full_attention(attention):
 def test_the_choice_of_blocks_carries_no_gradient(attention):
     tensors = inputs(200)
     o_slc = attention(*tensors, SMALL, return_parts=True)["o_slc"]
-    grads = torch.autograd.grad(o_slc.sum(), tensors[3:5], materialize_grads=True, allow_unused=True)
+    grads = torch.autograd.grad(
+        o_slc.sum(), tensors[3:5], materialize_grads=True, allow_unused=True
+    )
     assert all((g == 0).all() for g in grads)
 
 
-# ---- determinism, documents -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------- determinism, documents
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_repeats_are_bit_identical(dtype):
     tensors = inputs(1100, dtype=dtype)
     weight = torch.randn_like(tensors[0])
-    runs = [[o := nsa_engine.nsa_attention(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)] for _ in "12"]
+    runs = [
+        [o := nsa_engine.nsa_attention(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
+        for _ in "12"
+    ]
     assert all(torch.equal(x, y) for x, y in zip(*runs))
 
 
@@ -255,7 +312,7 @@ def test_packed_documents_equal_separate_ones_exactly(attention, documents):
         block += n
 
 
-# ---- compression and decoding ---------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------- compression and decoding
 def rope(x_BTGK, position_T):
     K = x_BTGK.shape[-1]
     angle = position_T[:, None] * 10_000.0 ** (-torch.arange(0, K, 2) / K)
@@ -273,9 +330,13 @@ def compressor(cfg, K=16):
 
 
 @pytest.mark.parametrize("kind", ["mlp", "mean"])
-@pytest.mark.parametrize("T, sizes", [(8, (8, 4)), (11, (8, 4)), (100, (8, 4)), (50, (16, 4)), (33, (8, 8)), (5, (8, 4))])
+@pytest.mark.parametrize(
+    "T, sizes", [(8, (8, 4)), (11, (8, 4)), (100, (8, 4)), (50, (16, 4)), (33, (8, 8)), (5, (8, 4))]
+)
 def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
-    cfg = NSAConfig(cmp_block=sizes[0], cmp_stride=sizes[1], sel_block=16, sel_count=5, cmp_kind=kind)
+    cfg = NSAConfig(
+        cmp_block=sizes[0], cmp_stride=sizes[1], sel_block=16, sel_count=5, cmp_kind=kind
+    )
     module, zero = compressor(cfg), torch.zeros(16, cfg.cmp_block * 16)
     k, v = (torch.randn(2, T, 3, 16, requires_grad=True) for _ in "kv")
     k_cmp, v_cmp = module(k, v, rope, nsa_compress.layout(None, (1, T), cfg, "cpu"))
@@ -283,23 +344,41 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
     k_args = (module.k_w1, module.k_w2, module.pe_lK) if mlp else (zero, zero_w2, pe0)
     v_args = (module.v_w1, module.v_w2, pe0) if mlp else (zero, zero_w2, pe0)
     k_true, v_true = oracle.phi(k, *k_args, cfg), oracle.phi(v, *v_args, cfg)
-    k_true = k_true * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * module.norm_weight.double()
+    k_true = (
+        k_true
+        * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        * module.norm_weight.double()
+    )
     k_true = rope(k_true, torch.arange(k_true.shape[1]) * cfg.cmp_stride + cfg.cmp_block // 2)
     assert k_cmp.shape[1] == cfg.compressed_blocks(T)
     leaves = [k, v, *module.parameters()]
     for x, truth in ((k_cmp, k_true), (v_cmp, v_true)):
         assert relative(x, truth) <= 2e-6
         weight = torch.randn(x.shape)
-        got, want = (torch.autograd.grad((y * weight).sum(), leaves, retain_graph=True, materialize_grads=True)
-                     for y in (x, truth))
+        got, want = (
+            torch.autograd.grad(
+                (y * weight).sum(), leaves, retain_graph=True, materialize_grads=True
+            )
+            for y in (x, truth)
+        )
         assert all(relative(g, w.double()) <= 6e-5 for g, w in zip(got, want))
 
 
 def test_compression_with_a_zero_second_matrix_is_the_mean():
-    x, modules = torch.randn(1, 100, 2, 16), {kind: compressor(NSAConfig(cmp_kind=kind)) for kind in ("mlp", "mean")}
+    x, modules = (
+        torch.randn(1, 100, 2, 16),
+        {kind: compressor(NSAConfig(cmp_kind=kind)) for kind in ("mlp", "mean")},
+    )
     with torch.no_grad():
-        modules["mlp"].k_w2.zero_(), modules["mlp"].v_w2.zero_(), modules["mlp"].norm_weight.copy_(modules["mean"].norm_weight)
-        mlp, mean = (module(x, x, rope, nsa_compress.layout(None, (1, 100), module.cfg, "cpu")) for module in modules.values())
+        (
+            modules["mlp"].k_w2.zero_(),
+            modules["mlp"].v_w2.zero_(),
+            modules["mlp"].norm_weight.copy_(modules["mean"].norm_weight),
+        )
+        mlp, mean = (
+            module(x, x, rope, nsa_compress.layout(None, (1, 100), module.cfg, "cpu"))
+            for module in modules.values()
+        )
     assert all(torch.equal(a, b) for a, b in zip(mlp, mean))
 
 
@@ -308,15 +387,24 @@ def test_compression_restarts_at_every_document():
     module, x = compressor(SMALL), torch.randn(1, 72, 2, 16)
     cu = torch.tensor([0] + documents).cumsum(0)
     position = torch.cat([torch.arange(n) for n in documents])
-    packed = module(x, x, lambda k, token: rope(k, position[token]), nsa_compress.layout(cu, (1, 72), SMALL, "cpu"))
-    alone = [module(x[:, a:b], x[:, a:b], rope, nsa_compress.layout(None, (1, b - a), SMALL, "cpu"))
-             for a, b in zip(cu.tolist(), cu.tolist()[1:])]
+    packed = module(
+        x,
+        x,
+        lambda k, token: rope(k, position[token]),
+        nsa_compress.layout(cu, (1, 72), SMALL, "cpu"),
+    )
+    alone = [
+        module(x[:, a:b], x[:, a:b], rope, nsa_compress.layout(None, (1, b - a), SMALL, "cpu"))
+        for a, b in zip(cu.tolist(), cu.tolist()[1:])
+    ]
     for i in range(2):
         assert torch.allclose(packed[i], torch.cat([y[i] for y in alone], 1), rtol=0, atol=1e-6)
 
 
 def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
-    """Raw projections of T tokens and what a layer feeds: rotated q, k; one K/V shared by the branches."""
+    """Raw projections of T tokens and what a layer feeds: rotated q, k; one K/V shared by the
+    branches.
+    """
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(B, T, h, K, generator=make).to(dtype) for h in (G * M, G, G))
     gates = torch.randn(B, T, G * M, 3, generator=make).sigmoid().to(dtype)
@@ -347,8 +435,8 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
             fill(state, case, module, 0, prompt)
         for t in range(prompt, T):
             fill(state, case, module, t, t + 1)
-            o = nsa_decode.nsa_decode(q[:, t:t + 1], gates[:, t:t + 1], state)
-            assert (o - full[:, t:t + 1]).abs().max() <= 2e-5, t
+            o = nsa_decode.nsa_decode(q[:, t : t + 1], gates[:, t : t + 1], state)
+            assert (o - full[:, t : t + 1]).abs().max() <= 2e-5, t
 
 
 @KV
@@ -371,7 +459,9 @@ def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
 
 def test_a_full_decode_state_says_so():
     state = nsa_decode.NSAState(SMALL, 2, 10, 2, 16)
-    with pytest.raises(ValueError, match="holds 10 positions and 11 are needed: build it with max_length >= 11"):
+    with pytest.raises(
+        ValueError, match="holds 10 positions and 11 are needed: build it with max_length >= 11"
+    ):
         fill(state, decode_case(11), compressor(SMALL), 0, 11)
 
 
@@ -383,20 +473,36 @@ def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
         state.append(one, one, one, one, window, window, compressor(SMALL), rope)
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(sel_init=0, sel_local=1), dict(sel_init=2, sel_local=3), dict(cmp_block=16),
-                                   dict(cmp_block=4), dict(cmp_block=16, cmp_stride=16), dict(sel_count=3)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        dict(sel_init=0, sel_local=1),
+        dict(sel_init=2, sel_local=3),
+        dict(cmp_block=16),
+        dict(cmp_block=4),
+        dict(cmp_block=16, cmp_stride=16),
+        dict(sel_count=3),
+    ],
+)
 def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
     cfg = replace(SMALL, **sizes)
     index_XJ = torch.arange(256).view(2, 128)
     for t in range(cfg.sel_count * cfg.sel_block, 600):
         N = cfg.compressed_blocks(t + 1)
-        p_XN = torch.randint(1, 4, (2, N), generator=torch.Generator().manual_seed(t)).float() / 8  # few values: many ties
-        best = nsa_decode._best_rows(p_XN, index_XJ, t // cfg.sel_block, cfg) - torch.tensor([[0], [128]])
-        assert torch.equal(best.sort().values, nsa_plain.select_blocks(p_XN, torch.tensor(t), cfg).sort().values), t
+        p_XN = (
+            torch.randint(1, 4, (2, N), generator=torch.Generator().manual_seed(t)).float() / 8
+        )  # few values: many ties
+        best = nsa_decode._best_rows(p_XN, index_XJ, t // cfg.sel_block, cfg) - torch.tensor(
+            [[0], [128]]
+        )
+        assert torch.equal(
+            best.sort().values, nsa_plain.select_blocks(p_XN, torch.tensor(t), cfg).sort().values
+        ), t
         assert (best[:, -1] == t // cfg.sel_block).all()
 
 
-# ---- threads and modes ----------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------- threads and modes
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()
@@ -432,7 +538,9 @@ def test_inference_mode_and_autocast_change_nothing(two_threads):
             assert torch.equal(nsa_engine.nsa_attention(*tensors, SMALL), want)
 
 
-def test_an_error_inside_a_thread_is_the_callers_and_the_threads_are_given_back(two_threads, monkeypatch):
+def test_an_error_inside_a_thread_is_the_callers_and_the_threads_are_given_back(
+    two_threads, monkeypatch
+):
     monkeypatch.setattr(nsa_engine, "rows_forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         nsa_engine.nsa_attention(*inputs(300), SMALL)
@@ -442,7 +550,7 @@ def test_no_row_gives_no_result(two_threads):
     assert nsa_engine.nsa_attention(*(x[:0] for x in inputs(100)), SMALL).shape == (0, 100, 4, 16)
 
 
-# ---- the custom ops -------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------- the custom ops
 SIZES = [getattr(SMALL, name) for name in nsa_engine.Sizes._fields]
 
 
@@ -459,8 +567,12 @@ def test_opcheck_passes_for_forward_and_backward(dtype, documents):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_fullgraph_compile_gives_the_eager_result(dynamic):
-    compiled = torch.compile(lambda *x: nsa_engine.nsa_attention(*x, SMALL) * 2, fullgraph=True, dynamic=dynamic,
-                             backend="aot_eager")
+    compiled = torch.compile(
+        lambda *x: nsa_engine.nsa_attention(*x, SMALL) * 2,
+        fullgraph=True,
+        dynamic=dynamic,
+        backend="aot_eager",
+    )
     for T in (100, 132):
         tensors = inputs(T)
         eager, fast = nsa_engine.nsa_attention(*tensors, SMALL) * 2, compiled(*tensors)
@@ -496,7 +608,11 @@ def test_checkpointing_recomputes_and_selective_checkpointing_runs_the_forward_o
     grads, counts = [], []
     for context in (None, {}, {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}):
         calls.clear()
-        o = layer(*tensors) if context is None else checkpoint(layer, *tensors, use_reentrant=False, **context)
+        o = (
+            layer(*tensors)
+            if context is None
+            else checkpoint(layer, *tensors, use_reentrant=False, **context)
+        )
         grads.append(torch.autograd.grad(o.sum(), tensors))
         counts.append(len(calls))
     assert counts == [1, 2, 1]
@@ -505,8 +621,15 @@ def test_checkpointing_recomputes_and_selective_checkpointing_runs_the_forward_o
 
 def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
     tensors = inputs(130)
-    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors]
-    for x, y in zip(*(torch.autograd.grad(nsa_engine.nsa_attention(*z, SMALL).sum(), z) for z in (tensors, strided))):
+    strided = [
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors
+    ]
+    for x, y in zip(
+        *(
+            torch.autograd.grad(nsa_engine.nsa_attention(*z, SMALL).sum(), z)
+            for z in (tensors, strided)
+        )
+    ):
         assert torch.equal(x, y)
 
 
@@ -522,24 +645,36 @@ def test_the_largest_tensor_grows_linearly_with_the_tokens():
                     if isinstance(x, torch.Tensor):
                         self.most = max(self.most, x.untyped_storage().nbytes())
                 return out
+
         tensors = [x.detach() for x in inputs(T, G=1, M=2, cfg=NSAConfig())]
         sizes = [getattr(NSAConfig(), name) for name in nsa_engine.Sizes._fields]
         with Watch() as watch:  # the kernels themselves: a mode does not see inside an operator
             o, *saved = nsa_engine.nsa_forward._init_fn(*tensors, None, sizes)
             nsa_engine.nsa_backward._init_fn(torch.ones_like(o), *tensors, *saved, None, sizes)
         return watch.most
+
     sizes = [largest(T) for T in (4096, 8192, 16384)]
-    assert sizes[2] <= 2.2 * sizes[1] <= 2.2 ** 2 * sizes[0]
-    assert sizes[2] < 16384 ** 2  # a [T, T] mask of one byte
+    assert sizes[2] <= 2.2 * sizes[1] <= 2.2**2 * sizes[0]
+    assert sizes[2] < 16384**2  # a [T, T] mask of one byte
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("bad, words", [
-    (dict(cmp_stride=12), "cmp_block=32, cmp_stride=12"), (dict(sel_block=72), "cmp_stride=16, sel_block=72"),
-    (dict(cmp_block=128), "cmp_block <= sel_block"), (dict(sel_count=2), "sel_init \\+ sel_local"),
-    (dict(window=0), "window=0"), (dict(sel_local=0), "sel_local=0"), (dict(sel_init=-1), "sel_init=-1"),
-    (dict(cmp_kind="max"), "'mlp' or 'mean'"), (dict(kv="both"), "'shared' or 'separate'"), (dict(cmp_stride=0), "cmp_stride=0"),
-    (dict(window=1.5), "window=1.5; allowed: window an integer >= 1")])
+# ---------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        (dict(cmp_stride=12), "cmp_block=32, cmp_stride=12"),
+        (dict(sel_block=72), "cmp_stride=16, sel_block=72"),
+        (dict(cmp_block=128), "cmp_block <= sel_block"),
+        (dict(sel_count=2), "sel_init \\+ sel_local"),
+        (dict(window=0), "window=0"),
+        (dict(sel_local=0), "sel_local=0"),
+        (dict(sel_init=-1), "sel_init=-1"),
+        (dict(cmp_kind="max"), "'mlp' or 'mean'"),
+        (dict(kv="both"), "'shared' or 'separate'"),
+        (dict(cmp_stride=0), "cmp_stride=0"),
+        (dict(window=1.5), "window=1.5; allowed: window an integer >= 1"),
+    ],
+)
 def test_a_bad_config_names_value_rule_and_remedy(bad, words):
     with pytest.raises(ValueError, match=words):
         NSAConfig(**bad)
@@ -561,8 +696,21 @@ def test_wrong_shapes_head_counts_and_dtypes_are_refused():
     with pytest.raises(ValueError, match="float64"):
         attention(q, k.double(), v, k_cmp, v_cmp, k_win, v_win, gates, SMALL)
     with pytest.raises(ValueError, match="int64"):
-        attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=torch.tensor([0, 120], dtype=torch.int32))
+        attention(
+            q,
+            k,
+            v,
+            k_cmp,
+            v_cmp,
+            k_win,
+            v_win,
+            gates,
+            SMALL,
+            cu_seqlens=torch.tensor([0, 120], dtype=torch.int32),
+        )
     with pytest.raises(ValueError, match="cu_seqlens as a list"):
         attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=[0, 120])
     with pytest.raises(ValueError, match="compress every document"):
-        attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=torch.tensor([0, 60, 120]))
+        attention(
+            q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=torch.tensor([0, 60, 120])
+        )

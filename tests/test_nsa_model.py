@@ -1,4 +1,6 @@
-"""Native Sparse Attention inside the decoder: decoding, packing, levers, initial values, weights of other models, no leak."""
+"""Native Sparse Attention inside the decoder: decoding, packing, levers, initial values, weights of
+other models, no leak.
+"""
 
 import dataclasses
 import json
@@ -19,14 +21,34 @@ from model import Decoder, KVCache, ModelConfig, NSAConfig
 from nsa import plain
 
 ROOT = Path(__file__).parent.parent
-SIZES = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)  # sparse from 80 tokens on
-KINDS = pytest.mark.parametrize("kind", [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")], ids=str)
+SIZES = dict(
+    cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24
+)  # sparse from 80 tokens on
+KINDS = pytest.mark.parametrize(
+    "kind",
+    [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")],
+    ids=str,
+)
 
 
 def build(kind=None, **changes) -> Decoder:
     """A small decoder whose gates and compression have left their initial values."""
-    config = ModelConfig.preset("tiny", **{**dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96,
-                                                  attention_type="nsa", nsa=NSAConfig(**SIZES, **kind or {})), **changes})
+    config = ModelConfig.preset(
+        "tiny",
+        **{
+            **dict(
+                vocab_size=97,
+                num_layers=2,
+                hidden_size=64,
+                num_heads=4,
+                head_dim=16,
+                ffn_size=96,
+                attention_type="nsa",
+                nsa=NSAConfig(**SIZES, **kind or {}),
+            ),
+            **changes,
+        },
+    )
     decoder, generator = Decoder(config), torch.Generator().manual_seed(1)
     for name, parameter in decoder.named_parameters():
         if ".sparse." in name:
@@ -55,7 +77,9 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(ki
 def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind):
     decoder, x = build(kind, compute_dtype="bfloat16"), tokens()
     cache = KVCache(decoder.config, 2, 200)
-    decoded = torch.cat([decoder(part, cache=cache) for part in x.split([150] + [1] * 50, 1)], 1).float()
+    decoded = torch.cat(
+        [decoder(part, cache=cache) for part in x.split([150] + [1] * 50, 1)], 1
+    ).float()
     full = decoder(x).float()
     assert (decoded - full).norm() <= 1.5e-2 * full.norm()
 
@@ -67,7 +91,14 @@ def test_decoding_follows_positions_of_every_row_and_then_the_default_ones():
     for positions, later in ((rows, rows), (torch.arange(200).expand(2, -1), None)):
         cache = KVCache(decoder.config, 2, 200)
         pieces = [decoder(x[:, :150], positions=positions[:, :150], cache=cache)]
-        pieces += [decoder(x[:, t:t + 1], positions=None if later is None else later[:, t:t + 1], cache=cache) for t in range(150, 200)]
+        pieces += [
+            decoder(
+                x[:, t : t + 1],
+                positions=None if later is None else later[:, t : t + 1],
+                cache=cache,
+            )
+            for t in range(150, 200)
+        ]
         full = decoder(x, positions=positions)
         assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max()
 
@@ -78,10 +109,15 @@ def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(atten
     decoder, x = build(attention_type=attention), tokens()
     cache = KVCache(decoder.config, 2, 160)
     first = decoder(x[:, :150], cache=cache)
-    with pytest.raises(ValueError, match="holds 160 positions and 161 are needed: build it with max_length >= 161"):
+    with pytest.raises(
+        ValueError, match="holds 160 positions and 161 are needed: build it with max_length >= 161"
+    ):
         decoder(x[:, 150:161], cache=cache)
     for rows in (x[:1], torch.cat((x, x))):
-        with pytest.raises(ValueError, match=f"holds 2 rows and {len(rows)} are given: build it with batch_size={len(rows)}"):
+        with pytest.raises(
+            ValueError,
+            match=f"holds 2 rows and {len(rows)} are given: build it with batch_size={len(rows)}",
+        ):
             decoder(rows[:, 150:152], cache=cache)
     rest = decoder(x[:, 150:160], cache=cache)
     full = decoder(x[:, :160])
@@ -104,9 +140,16 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
     weight = torch.randn(2, 200, 97, generator=torch.Generator().manual_seed(2))
     packed = decoder(x, doc_ids=ids)
     grads = torch.autograd.grad((packed * weight).sum(), decoder.parameters())
-    alone = [torch.cat([decoder(part) for part in row[None].split(sizes, 1)], 1) for row, sizes in zip(x, lengths)]
+    alone = [
+        torch.cat([decoder(part) for part in row[None].split(sizes, 1)], 1)
+        for row, sizes in zip(x, lengths)
+    ]
     assert (packed - torch.cat(alone)).abs().max() <= 1e-5 * packed.abs().max()
-    for (name, _), got, want in zip(decoder.named_parameters(), grads, torch.autograd.grad((torch.cat(alone) * weight).sum(), decoder.parameters())):
+    for (name, _), got, want in zip(
+        decoder.named_parameters(),
+        grads,
+        torch.autograd.grad((torch.cat(alone) * weight).sum(), decoder.parameters()),
+    ):
         assert want.abs().max() > 0 and (got - want).abs().max() <= 2e-5 * want.abs().max(), name
 
 
@@ -134,16 +177,31 @@ def test_training_starts_from_open_gates_and_mean_pooling():
     fresh = Decoder(build().config)
     for layer in fresh.layers:
         sparse = layer.attention.sparse
-        assert not sparse.gate.bias.any() and not sparse.compressor.k_w2.any() and not sparse.compressor.v_w2.any()
+        assert (
+            not sparse.gate.bias.any()
+            and not sparse.compressor.k_w2.any()
+            and not sparse.compressor.v_w2.any()
+        )
         assert sparse.compressor.norm_weight.eq(1).all() and sparse.compressor.k_w1.std() > 0.01
 
 
-@pytest.mark.parametrize("changes", [dict(gradient_checkpointing="full"), dict(gradient_checkpointing="full", loss="chunked"),
-                                     pytest.param(dict(compile=True), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(gradient_checkpointing="full"),
+        dict(gradient_checkpointing="full", loss="chunked"),
+        pytest.param(dict(compile=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_levers_change_no_gradient(changes, packed):
     cfg, x = TrainConfig(**{"compile": False, **changes}), tokens(2, 161)
-    batch = dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:], doc_ids=(torch.arange(160) >= 90).expand(2, -1) if packed else None)
+    batch = dict(
+        tokens_BT=x[:, :-1],
+        labels_BT=x[:, 1:],
+        doc_ids=(torch.arange(160) >= 90).expand(2, -1) if packed else None,
+    )
     results = []
     for apply in (False, True):
         decoder = build(loss=cfg.loss)
@@ -207,41 +265,78 @@ print(loss.item(), sum(p.grad.square().sum() for p in decoder.parameters()).item
 
 def run_kernels(kernels, **environment):
     script = TRITON.format(kernels=kernels)
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs():
-    pytest.importorskip("triton", reason="triton is not installed: the twin in the decoder is not tested")
+    pytest.importorskip(
+        "triton", reason="triton is not installed: the twin in the decoder is not tested"
+    )
     engine, twin = (run_kernels(kernels, TRITON_INTERPRET="1") for kernels in ("torch", "triton"))
-    assert [float(x) for x in twin.stdout.split()] == pytest.approx([float(x) for x in engine.stdout.split()], rel=1e-5), twin.stderr
+    assert [float(x) for x in twin.stdout.split()] == pytest.approx(
+        [float(x) for x in engine.stdout.split()], rel=1e-5
+    ), twin.stderr
     refused = run_kernels("triton", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").stderr
-    assert "ValueError: nsa_attention of fused.nsa was given torch.float32 on cpu; it needs" in refused and "TRITON_INTERPRET=1" in refused
+    assert (
+        "ValueError: nsa_attention of fused.nsa was given torch.float32 on cpu; it needs" in refused
+        and "TRITON_INTERPRET=1" in refused
+    )
 
 
 def test_a_sparse_configuration_survives_the_run_record():
     cfg = TrainConfig(model_size="tiny", attention_type="nsa", nsa=("kv=separate", "window=128"))
-    again = TrainConfig(**{name: tuple(value) if isinstance(value, list) else value
-                           for name, value in json.loads(json.dumps(dataclasses.asdict(cfg))).items()})
-    assert again.model() == cfg.model() and again.model().nsa == NSAConfig(kv="separate", window=128)
+    again = TrainConfig(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in json.loads(json.dumps(dataclasses.asdict(cfg))).items()
+        }
+    )
+    assert again.model() == cfg.model() and again.model().nsa == NSAConfig(
+        kv="separate", window=128
+    )
     assert TrainConfig(model_size="tiny", nsa=("window=128",)).without_effect() == ["nsa"]
 
 
-# ---- no leak: tokens drawn at random have no loss below their entropy, unless a branch sees the label
+# --- no leak: tokens drawn at random have no loss below their entropy, unless a branch sees the label
 
 
 def random_tokens_loss(core, steps=80) -> float:
     """Mean training loss of the last quarter, on fresh tokens drawn uniformly from 16."""
-    cfg = TrainConfig(model_size="tiny", model_overrides=("num_layers=1", "hidden_size=64", "num_heads=4", "head_dim=16", "ffn_size=96"),
-                      vocab_size=16, context_length=128, attention_type="nsa", nsa=tuple(f"{k}={v}" for k, v in SIZES.items()), dtype="fp32",
-                      lr=1e-2, warmup_steps=5, max_steps=steps, schedule="constant")
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=(
+            "num_layers=1",
+            "hidden_size=64",
+            "num_heads=4",
+            "head_dim=16",
+            "ffn_size=96",
+        ),
+        vocab_size=16,
+        context_length=128,
+        attention_type="nsa",
+        nsa=tuple(f"{k}={v}" for k, v in SIZES.items()),
+        dtype="fp32",
+        lr=1e-2,
+        warmup_steps=5,
+        max_steps=steps,
+        schedule="constant",
+    )
     state = step.build(cfg, cfg.model(), "cpu")
     for layer in state.model.layers:
         layer.attention.sparse.core = core
     losses = []
     for index in range(steps):
         x = torch.randint(16, (4, 129), generator=torch.Generator().manual_seed(index))
-        losses.append(float(step.train_step(state, [dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:])]).loss))
-    return sum(losses[-steps // 4:]) / (steps // 4)
+        losses.append(
+            float(step.train_step(state, [dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:])]).loss)
+        )
+    return sum(losses[-steps // 4 :]) / (steps // 4)
 
 
 def test_training_on_random_tokens_stays_above_their_entropy():
@@ -250,5 +345,8 @@ def test_training_on_random_tokens_stays_above_their_entropy():
 
 def test_the_leak_guard_notices_a_window_that_sees_one_token_ahead():
     def leaky(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, *more):
-        return nsa.nsa_attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win.roll(-1, 1), v_win.roll(-1, 1), *more)
+        return nsa.nsa_attention(
+            q, k_slc, v_slc, k_cmp, v_cmp, k_win.roll(-1, 1), v_win.roll(-1, 1), *more
+        )
+
     assert random_tokens_loss(leaky) < math.log(16) - 0.2

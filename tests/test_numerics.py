@@ -17,8 +17,18 @@ from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from tests.ranks import run_ranks
 
-RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=4)
-SMALL = ("hidden_size=32", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=8", "ffn_size=48")
+RANGES = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(1, 20)).map(lambda pair: (pair[0], sum(pair))),
+    max_size=4,
+)
+SMALL = (
+    "hidden_size=32",
+    "num_layers=2",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "head_dim=8",
+    "ffn_size=48",
+)
 
 
 # ---- rows that are left out
@@ -39,10 +49,14 @@ def test_ranges_keep_their_positions_through_every_form(ranges, limit):
     made = order.ranges_of(positions)
     assert made == order.merged(ranges) == order.parse_ranges(order.words_of(made))
     assert all(one[1] < other[0] for one, other in zip(made, made[1:]))
-    assert [p for begin, end in order.before(made, limit) for p in range(begin, end)] == [p for p in positions if p < limit]
+    assert [p for begin, end in order.before(made, limit) for p in range(begin, end)] == [
+        p for p in positions if p < limit
+    ]
 
 
-@pytest.mark.parametrize("word", ["5", "5:5", "9:5", "-1:5", "a:b", "1:2:3", "", ":", "1:", "1 :2", "9" * 30 + ":1"])
+@pytest.mark.parametrize(
+    "word", ["5", "5:5", "9:5", "-1:5", "a:b", "1:2:3", "", ":", "1:", "1 :2", "9" * 30 + ":1"]
+)
 def test_what_is_no_range_is_refused_with_an_example(word):
     with pytest.raises(ValueError, match="give ranges a:b with a < b, such as 4096:4160"):
         TrainConfig(skip_rows=(word,))
@@ -51,7 +65,9 @@ def test_what_is_no_range_is_refused_with_an_example(word):
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     documents = [np.random.default_rng(n).integers(1, 64, 20) for n in range(60)]
-    return write_dataset(documents, tmp_path_factory.mktemp("data") / "d", vocab_size=64, eod_id=0, val_fraction=0)
+    return write_dataset(
+        documents, tmp_path_factory.mktemp("data") / "d", vocab_size=64, eod_id=0, val_fraction=0
+    )
 
 
 @pytest.mark.parametrize("skip", [(), ((0, 4),), ((5, 6), (9, 14)), ((3, 60),)])
@@ -59,7 +75,9 @@ def test_a_loader_without_rows_has_the_others_in_their_order_on_any_number_of_ra
     loader, plain = Loader(dataset, 32, 4, skip=skip), Loader(dataset, 32, 4)
     expected = [p for p in range(200) if not any(begin <= p < end for begin, end in skip)][:32]
     for ranks in (1, 2, 4):
-        found = [p for s in range(8) for rank in range(ranks) for p in loader.positions(s, rank, ranks)]
+        found = [
+            p for s in range(8) for rank in range(ranks) for p in loader.positions(s, rank, ranks)
+        ]
         assert found == expected
     assert (loader.batch(3).tokens == plain.rows(expected[12:16]).tokens).all()
     assert all(loader.step(loader.state(s)) == s for s in range(30))
@@ -67,19 +85,40 @@ def test_a_loader_without_rows_has_the_others_in_their_order_on_any_number_of_ra
 
 
 def manifest(step: int, skip=()) -> dict:
-    return dict(step=step, rows_per_step=4, data=dict(seed=0, epoch=0, position=0) | (dict(skip=list(map(list, skip))) if skip else {}))
+    return dict(
+        step=step,
+        rows_per_step=4,
+        data=dict(seed=0, epoch=0, position=0) | (dict(skip=list(map(list, skip))) if skip else {}),
+    )
 
 
-@pytest.mark.parametrize("at, recorded, given, expected", [
-    (0, (), ["0:4"], ("0:4",)), (2, (), ["8:12"], ("8:12",)), (2, (), [], ()), (2, ((4, 8),), [], ("4:8",)), (2, ((4, 8),), ["12:20"], ("4:8", "12:20")),
-    (2, ((4, 8),), ["4:8"], ("4:8",)), (2, ((8, 12),), ["8:12", "12:16"], ("8:16",))])
+@pytest.mark.parametrize(
+    "at, recorded, given, expected",
+    [
+        (0, (), ["0:4"], ("0:4",)),
+        (2, (), ["8:12"], ("8:12",)),
+        (2, (), [], ()),
+        (2, ((4, 8),), [], ("4:8",)),
+        (2, ((4, 8),), ["12:20"], ("4:8", "12:20")),
+        (2, ((4, 8),), ["4:8"], ("4:8",)),
+        (2, ((8, 12),), ["8:12", "12:16"], ("8:16",)),
+    ],
+)
 def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(at, recorded, given, expected):
-    assert identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows == expected
+    assert (
+        identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
+        == expected
+    )
 
 
-@pytest.mark.parametrize("at, recorded, given", [(2, (), ["0:4"]), (2, (), ["7:20"]), (2, ((4, 8),), ["10:11"]), (3, ((4, 8),), ["4:9"])])
+@pytest.mark.parametrize(
+    "at, recorded, given",
+    [(2, (), ["0:4"]), (2, (), ["7:20"]), (2, ((4, 8),), ["10:11"]), (3, ((4, 8),), ["4:9"])],
+)
 def test_rows_that_were_trained_on_cannot_be_left_out_any_more(at, recorded, given):
-    with pytest.raises(ValueError, match="was trained on the rows before .*: resume an earlier one"):
+    with pytest.raises(
+        ValueError, match="was trained on the rows before .*: resume an earlier one"
+    ):
         identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given)))
 
 
@@ -119,14 +158,19 @@ def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
     log = tmp_path / "metrics.jsonl"
     lines = [json.dumps(dict(step=n, loss=None if n == 5 else float(n))) for n in range(1, 200)]
     log.write_text("\n".join(lines) + '\n{"step": 200, "lo')
-    assert numerics.Spikes(numerics.recent_losses(log, 150)).window == numerics.Spikes(map(float, range(1, 151))).window
+    assert (
+        numerics.Spikes(numerics.recent_losses(log, 150)).window
+        == numerics.Spikes(map(float, range(1, 151))).window
+    )
     assert numerics.recent_losses(tmp_path / "none", 3) == []
 
 
 # ---- replicas
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64]
+)
 def test_a_digest_changes_with_any_bit_and_with_the_order(dtype, monkeypatch):
     monkeypatch.setattr(numerics, "SLAB", 64)
     tensor = (torch.randn(7, 31, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
@@ -144,10 +188,22 @@ def test_a_shard_without_rows_has_a_digest():
 
 
 def replicas_after_two_steps(world, changes: dict) -> int:
-    cfg = TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64, context_length=32, dp_replicate=2, lr=1e-2, **changes)
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 2))
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=SMALL,
+        vocab_size=64,
+        context_length=32,
+        dp_replicate=2,
+        lr=1e-2,
+        **changes,
+    )
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 2)
+    )
     for index in range(2):
-        ids = torch.randint(64, (1, 33), generator=torch.Generator().manual_seed(2 * index + world.rank))
+        ids = torch.randint(
+            64, (1, 33), generator=torch.Generator().manual_seed(2 * index + world.rank)
+        )
         step.train_step(state, [dict(tokens_BT=ids[:, :-1], labels_BT=ids[:, 1:])])
     numerics.require_equal_replicas(state)
     return state.step
@@ -158,13 +214,20 @@ def replicas_of_each(world, settings: list[dict]) -> list[int]:
 
 
 def test_replicas_round_alike():
-    settings = [dict(optimizer="adamw_bf16"), dict(optimizer="adamw_8bit", master_weights="none"), dict(optimizer="muon", master_weights="none")]
+    settings = [
+        dict(optimizer="adamw_bf16"),
+        dict(optimizer="adamw_8bit", master_weights="none"),
+        dict(optimizer="muon", master_weights="none"),
+    ]
     assert run_ranks(replicas_of_each, 2, settings) == [[2, 2, 2]] * 2
 
 
 def test_without_replicas_there_is_nothing_to_compare():
-    state = step.build(TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64), TrainConfig(
-        model_size="tiny", model_overrides=SMALL, vocab_size=64).model(), "cpu")
+    state = step.build(
+        TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64),
+        TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64).model(),
+        "cpu",
+    )
     numerics.require_equal_replicas(state)
 
 
@@ -172,10 +235,27 @@ def test_without_replicas_there_is_nothing_to_compare():
 
 
 def one_process(tmp_path, dataset, **settings):
-    cfg = TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64, context_length=32, dtype="fp32", output_dir=str(tmp_path), **settings)
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=SMALL,
+        vocab_size=64,
+        context_length=32,
+        dtype="fp32",
+        output_dir=str(tmp_path),
+        **settings,
+    )
     state = step.build(cfg, cfg.model(), "cpu")
     loader = Loader(dataset, 32, 4)
-    return state, loader, numerics.Numerics(state, loader, tmp_path, lambda cfg: f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume}")
+    return (
+        state,
+        loader,
+        numerics.Numerics(
+            state,
+            loader,
+            tmp_path,
+            lambda cfg: f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume}",
+        ),
+    )
 
 
 def poisoned_step(state, loader):
@@ -193,11 +273,15 @@ def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, dataset):
     result, said = poisoned_step(state, loader), []
     assert result.skipped and state.step == 2
     assert watch.after(result, said.append) == dict(spike=0.0) and watch.skipped == [2]
-    assert all(torch.equal(one, other) for one, (_, other) in zip(before, numerics.named_tensors(state)))
+    assert all(
+        torch.equal(one, other) for one, (_, other) in zip(before, numerics.named_tensors(state))
+    )
     assert "(1 of 10 such steps allowed); rows 4:8 are in" in said[0] and len(said) == 1
 
 
-def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, dataset):
+def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
+    tmp_path, dataset
+):
     state, loader, watch = one_process(tmp_path, dataset)
     watch.after(poisoned_step(state, loader), print)
     step.train_step(state, step.micro_batches(loader.batch(1), 4, state.device))
@@ -206,7 +290,9 @@ def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_on
     checkpoint.load(again, path)
     for one in (state, again):
         step.train_step(one, step.micro_batches(loader.batch(2), 4, state.device))
-    for (name, expected), (_, found) in zip(numerics.named_tensors(state), numerics.named_tensors(again), strict=True):
+    for (name, expected), (_, found) in zip(
+        numerics.named_tensors(state), numerics.named_tensors(again), strict=True
+    ):
         assert torch.equal(expected, found), name
 
 
@@ -215,13 +301,19 @@ def test_one_step_more_than_allowed_halts_and_names_the_way_back(tmp_path, datas
     (tmp_path / "step-00000001").mkdir()
     state.step = 1
     watch.after(poisoned_step(state, loader), print)
-    with pytest.raises(NumericalHalt, match=r"steps 2, 3 had .*; rows 4:12, .*: train.py --skip_rows 4:12 --resume .*step-00000001"):
+    with pytest.raises(
+        NumericalHalt,
+        match=r"steps 2, 3 had .*; rows 4:12, .*: train.py --skip_rows 4:12 --resume .*step-00000001",
+    ):
         watch.after(poisoned_step(state, loader), print)
 
 
 def test_updates_in_the_backward_cannot_be_skipped(tmp_path, dataset):
     state, loader, watch = one_process(tmp_path, dataset, optimizer_in_backward=True, grad_clip=0.0)
-    with pytest.raises(NumericalHalt, match="after --optimizer_in_backward had changed other weights: train.py --skip_rows 0:4"):
+    with pytest.raises(
+        NumericalHalt,
+        match="after --optimizer_in_backward had changed other weights: train.py --skip_rows 0:4",
+    ):
         watch.after(poisoned_step(state, loader), print)
 
 
@@ -236,6 +328,7 @@ def test_rows_that_cannot_be_written_down_do_not_stop_the_run(tmp_path, dataset)
 def test_a_disk_that_fails_the_library_does_not_stop_the_run(tmp_path, dataset, monkeypatch):
     def failing(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
     monkeypatch.setattr(numerics, "save_file", failing)
     state, loader, watch = one_process(tmp_path, dataset)
     said = []
@@ -247,8 +340,16 @@ def test_the_way_back_starts_at_the_newest_checkpoint_before_the_rows(tmp_path, 
     state, _, watch = one_process(tmp_path, dataset)
     for at in (2, 4, 6):
         (tmp_path / f"step-{at:08d}").mkdir()
-    assert watch.way_back(("17:20",)).endswith("--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004"))
-    assert watch.way_back(("3:4", "24:26")).endswith("--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006"))
-    assert watch.way_back(("20:28",)).endswith("--skip_rows 24:28 --resume " + str(tmp_path / "step-00000006"))  # two steps, one before it
-    assert watch.way_back(("20:24",)).endswith("--skip_rows 20:24 --resume " + str(tmp_path / "step-00000004"))
+    assert watch.way_back(("17:20",)).endswith(
+        "--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004")
+    )
+    assert watch.way_back(("3:4", "24:26")).endswith(
+        "--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006")
+    )
+    assert watch.way_back(("20:28",)).endswith(
+        "--skip_rows 24:28 --resume " + str(tmp_path / "step-00000006")
+    )  # two steps, one before it
+    assert watch.way_back(("20:24",)).endswith(
+        "--skip_rows 20:24 --resume " + str(tmp_path / "step-00000004")
+    )
     assert watch.way_back(("3:4",)).endswith("--skip_rows 3:4 --resume auto")

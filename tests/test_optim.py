@@ -42,7 +42,9 @@ def test_matrices_decay_and_norms_do_not():
     model = Decoder(ModelConfig.preset("tiny", vocab_size=32))
     groups = optim.parameter_groups(model, 0.1)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all(p.ndim == 2 for p in groups[0]["params"]) and all(p.ndim == 1 for p in groups[1]["params"])
+    assert all(p.ndim == 2 for p in groups[0]["params"]) and all(
+        p.ndim == 1 for p in groups[1]["params"]
+    )
     assert sum(p.numel() for group in groups for p in group["params"]) == model.num_params()
 
 

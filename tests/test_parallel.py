@@ -1,4 +1,6 @@
-"""One process, FSDP2 over 2 and 4 ranks, HSDP, accumulation, checkpointing: the same losses, norms and weights."""
+"""One process, FSDP2 over 2 and 4 ranks, HSDP, accumulation, checkpointing: the same losses, norms
+and weights.
+"""
 
 import dataclasses
 import functools
@@ -14,13 +16,26 @@ from longhaul.generate import generate
 from tests.ranks import run_ranks
 
 STEPS, ROWS, T, V = 8, 4, 65, 211
-# adam_eps above the rounding of gradients near 0, which AdamW would otherwise turn into whole steps of lr, each run its own
-BASE = dict(model_size="tiny", context_length=T, dtype="fp32", lr=1e-3, warmup_steps=2, max_steps=STEPS, vocab_size=V,
-            global_batch_size=ROWS, batch_size=1, adam_eps=1e-6)
+# adam_eps above the rounding of gradients near 0, which AdamW would otherwise turn into whole steps
+# of lr, each run its own
+BASE = dict(
+    model_size="tiny",
+    context_length=T,
+    dtype="fp32",
+    lr=1e-3,
+    warmup_steps=2,
+    max_steps=STEPS,
+    vocab_size=V,
+    global_batch_size=ROWS,
+    batch_size=1,
+    adam_eps=1e-6,
+)
 
 
 def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
-    """ROWS rows of T tokens, with packed documents, and very unequal numbers of valid labels; the first row of odd steps has none."""
+    """ROWS rows of T tokens, with packed documents, and very unequal numbers of valid labels; the
+    first row of odd steps has none.
+    """
     generator = torch.Generator().manual_seed(index)
     ids = torch.randint(0, V, (ROWS, T + 1), generator=generator)
     labels = ids[:, 1:].clone()
@@ -33,7 +48,9 @@ def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
     first[:, 1:] = doc_ids.diff(dim=1) != 0
     starts = torch.where(first, torch.arange(T), 0).cummax(1).values
     parts = (ids[:, :-1], labels, torch.arange(T) - starts, doc_ids.int())
-    return Batch(*(part.contiguous().numpy() for part in parts), num_valid=int((labels != -100).sum()))
+    return Batch(
+        *(part.contiguous().numpy() for part in parts), num_valid=int((labels != -100).sum())
+    )
 
 
 def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
@@ -50,13 +67,25 @@ def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-    whole = lambda tensors: {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in tensors}
-    return dict(losses=losses, norms=norms, before=whole(before.items()), weights=whole(state.model.named_parameters()))
+    whole = lambda tensors: {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in tensors
+    }
+    return dict(
+        losses=losses,
+        norms=norms,
+        before=whole(before.items()),
+        weights=whole(state.model.named_parameters()),
+    )
 
 
 @pytest.fixture(scope="module")
 def single():
-    return {tied: train(dist.World(), {"model_overrides": (f"tie_embeddings={tied}",), "batch_size": ROWS}) for tied in (True, False)}
+    return {
+        tied: train(
+            dist.World(), {"model_overrides": (f"tie_embeddings={tied}",), "batch_size": ROWS}
+        )
+        for tied in (True, False)
+    }
 
 
 def assert_same(result: dict, truth: dict):
@@ -68,24 +97,50 @@ def assert_same(result: dict, truth: dict):
         assert moved > 0 and float((result["weights"][name] - weight).norm() / moved) < 1e-4, name
 
 
-@pytest.mark.parametrize("changes", [
-    dict(batch_size=1), dict(batch_size=2), dict(batch_size=4, gradient_checkpointing="full"), dict(batch_size=2, loss="chunked"),
-], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(batch_size=1),
+        dict(batch_size=2),
+        dict(batch_size=4, gradient_checkpointing="full"),
+        dict(batch_size=2, loss="chunked"),
+    ],
+    ids=str,
+)
 def test_levers_on_one_process_change_nothing(single, changes):
     assert_same(train(dist.World(), changes), single[True])
 
 
 SHARDED = {  # processes start once per size and run all of its settings
-    2: [dict(batch_size=2), dict(batch_size=1), dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-        dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"), dict(dp_replicate=2)],
+    2: [
+        dict(batch_size=2),
+        dict(batch_size=1),
+        dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+        dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"),
+        dict(dp_replicate=2),
+    ],
     4: [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")],
 }
 
 
-LEVERS = [dict(batch_size=1, gradient_checkpointing="selective"), dict(batch_size=2, gradient_checkpointing="full", offload_activations=True),
-          dict(batch_size=2, gradient_checkpointing="full", mlp_tiles=4, attention_head_groups=2, loss="chunked"),
-          dict(batch_size=2, offload_optimizer=True), dict(batch_size=2, optimizer_in_backward=True, grad_clip=0)]
-SMALL_STATES = [dict(batch_size=2, optimizer="adamw_8bit"), dict(batch_size=2, optimizer="adamw_bf16"), dict(batch_size=2, optimizer="muon")]
+LEVERS = [
+    dict(batch_size=1, gradient_checkpointing="selective"),
+    dict(batch_size=2, gradient_checkpointing="full", offload_activations=True),
+    dict(
+        batch_size=2,
+        gradient_checkpointing="full",
+        mlp_tiles=4,
+        attention_head_groups=2,
+        loss="chunked",
+    ),
+    dict(batch_size=2, offload_optimizer=True),
+    dict(batch_size=2, optimizer_in_backward=True, grad_clip=0),
+]
+SMALL_STATES = [
+    dict(batch_size=2, optimizer="adamw_8bit"),
+    dict(batch_size=2, optimizer="adamw_bf16"),
+    dict(batch_size=2, optimizer="muon"),
+]
 
 
 def train_each(world: dist.World, settings: list[dict]) -> list[dict]:
@@ -97,9 +152,16 @@ def sharded():
     return functools.cache(lambda size: run_ranks(train_each, size, SHARDED[size]))
 
 
-@pytest.mark.parametrize("size, index", [
-    pytest.param(size, index, id=f"{size} ranks {each[index]}", marks=[pytest.mark.slow] * (size != 2))
-    for size, each in SHARDED.items() for index in range(len(each))])
+@pytest.mark.parametrize(
+    "size, index",
+    [
+        pytest.param(
+            size, index, id=f"{size} ranks {each[index]}", marks=[pytest.mark.slow] * (size != 2)
+        )
+        for size, each in SHARDED.items()
+        for index in range(len(each))
+    ],
+)
 def test_ranks_change_nothing(single, sharded, size, index):
     tied = "tie_embeddings=False" not in SHARDED[size][index].get("model_overrides", ())
     for results in sharded(size):
@@ -114,22 +176,38 @@ def test_levers_under_ranks_change_nothing(single):
 
 
 def test_small_states_under_ranks_follow_those_of_one_process():
-    """Rounding is drawn anew for each rank's rows: losses agree as far as rounding reaches. Muon makes whole matrices orthogonal in bf16."""
+    """Rounding is drawn anew for each rank's rows: losses agree as far as rounding reaches. Muon
+    makes whole matrices orthogonal in bf16.
+    """
     truths = [train(dist.World(), changes | dict(batch_size=ROWS)) for changes in SMALL_STATES]
     for results in run_ranks(train_each, 2, SMALL_STATES):
         for changes, result, truth in zip(SMALL_STATES, results, truths):
-            torch.testing.assert_close(result["losses"], truth["losses"], rtol=2e-3, atol=0, msg=str(changes))
+            torch.testing.assert_close(
+                result["losses"], truth["losses"], rtol=2e-3, atol=0, msg=str(changes)
+            )
 
 
-SPARSE = dict(attention_type="nsa", nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"))
-SPARSE_SETTINGS = [dict(batch_size=1), dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-                   dict(batch_size=2, nsa=(*SPARSE["nsa"], "kv=separate", "cmp_kind=mean"))]
+SPARSE = dict(
+    attention_type="nsa",
+    nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
+)
+SPARSE_SETTINGS = [
+    dict(batch_size=1),
+    dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+    dict(batch_size=2, nsa=(*SPARSE["nsa"], "kv=separate", "cmp_kind=mean")),
+]
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_change_nothing_in_sparse_attention(size):
-    settings = [SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size)) for changes in SPARSE_SETTINGS]
-    truths = [train(dist.World(), setting | dict(batch_size=ROWS, gradient_checkpointing="none")) for setting in settings]
+    settings = [
+        SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size))
+        for changes in SPARSE_SETTINGS
+    ]
+    truths = [
+        train(dist.World(), setting | dict(batch_size=ROWS, gradient_checkpointing="none"))
+        for setting in settings
+    ]
     for results in run_ranks(train_each, size, settings):
         for result, truth in zip(results, truths):
             assert_same(result, truth)
@@ -140,7 +218,9 @@ def generated(world: dist.World, settings: list) -> list:
     ids = []
     for changes in settings:
         cfg = TrainConfig(**BASE | changes)
-        state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+        state = step.build(
+            cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
+        )
         ids.append(list(generate(state.model, list(range(1, 120)), 8, temperature=0)))
     return ids
 
@@ -153,8 +233,12 @@ def test_sharded_models_generate_what_one_process_does():
 @pytest.mark.slow
 def test_compiled_layers_change_nothing_and_are_compiled(single):
     from torch._dynamo.utils import counters
+
     counters.clear()
-    assert_same(train(dist.World(), dict(batch_size=2, compile=True, gradient_checkpointing="full")), single[True])
+    assert_same(
+        train(dist.World(), dict(batch_size=2, compile=True, gradient_checkpointing="full")),
+        single[True],
+    )
     assert counters["stats"]["unique_graphs"] > 0 and counters["stats"]["calls_captured"] > 20
 
 
@@ -167,8 +251,13 @@ def test_compiled_and_sharded_layers_change_nothing(single):
 
 def initial_weights(world: dist.World) -> dict:
     cfg = TrainConfig(**BASE)
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.data for name, p in state.model.named_parameters()}
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
+    )
+    return {
+        name: p.full_tensor() if hasattr(p, "full_tensor") else p.data
+        for name, p in state.model.named_parameters()
+    }
 
 
 def test_initial_weights_are_the_same_bits_for_every_world_size():
@@ -180,22 +269,39 @@ def test_initial_weights_are_the_same_bits_for_every_world_size():
 
 def save_after_two_steps(world: dist.World, folder: str) -> None:
     cfg = TrainConfig(**BASE)
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate))
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    )
     share = ROWS // world.size
     for index in range(2):
-        rows = Batch(*(part[world.rank * share : (world.rank + 1) * share] for part in rows_of_step(index)[:4]), num_valid=0)
+        rows = Batch(
+            *(
+                part[world.rank * share : (world.rank + 1) * share]
+                for part in rows_of_step(index)[:4]
+            ),
+            num_valid=0,
+        )
         step.train_step(state, step.micro_batches(rows, 1, state.device))
     checkpoint.save(state, Path(folder), {})
 
 
 def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict:
     cfg = TrainConfig(**BASE | changes | {"seed": 7})
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate))
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    )
     checkpoint.load(state, Path(folder))
     named = list(state.model.named_parameters())
     tensors = {f"model.{name}": p for name, p in named} | {
-        f"optim.{name}.{key}": value for name, p in named for key, value in state.optimizer.state[p].items() if value.ndim}
-    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for name, t in tensors.items()}
+        f"optim.{name}.{key}": value
+        for name, p in named
+        for key, value in state.optimizer.state[p].items()
+        if value.ndim
+    }
+    return {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t.detach()
+        for name, t in tensors.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +315,9 @@ def saved_by_two(tmp_path_factory):
 @pytest.mark.parametrize("size, replicas", [(3, 1), (4, 2)])
 def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, replicas):
     truth = tensors_after_loading(dist.World(), saved_by_two, {})
-    assert any(name.endswith("exp_avg_sq") and value.abs().sum() > 0 for name, value in truth.items())
+    assert any(
+        name.endswith("exp_avg_sq") and value.abs().sum() > 0 for name, value in truth.items()
+    )
     for result in run_ranks(tensors_after_loading, size, saved_by_two, {"dp_replicate": replicas}):
         assert result.keys() == truth.keys()
         for name, value in truth.items():
@@ -218,11 +326,17 @@ def test_a_checkpoint_is_the_same_bits_for_every_world_size(saved_by_two, size, 
 
 def step_with_a_nan_on_rank_1(world: dist.World) -> dict:
     cfg = TrainConfig(**BASE | {"batch_size": 2})
-    state = step.build(cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1))
+    state = step.build(
+        cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), 1)
+    )
     if world.rank == 1:
-        state.model.layers[0].register_forward_hook(lambda module, inputs, output: output * torch.nan)
+        state.model.layers[0].register_forward_hook(
+            lambda module, inputs, output: output * torch.nan
+        )
     before = [parameter.to_local().clone() for parameter in state.model.parameters()]
-    rows = Batch(*(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)[:4]), num_valid=0)
+    rows = Batch(
+        *(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)[:4]), num_valid=0
+    )
     result = step.train_step(state, step.micro_batches(rows, 2, state.device))
     same = all(torch.equal(a, b.to_local()) for a, b in zip(before, state.model.parameters()))
     return dict(norm=float(result.grad_norm), unchanged=same)
@@ -234,7 +348,9 @@ def test_a_nan_on_one_rank_changes_no_weight_on_any_rank():
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(ValueError, match=r"--dp_replicate 3 does not divide 4 rank\(s\): choose from \[1, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"--dp_replicate 3 does not divide 4 rank\(s\): choose from \[1, 2, 4\]"
+    ):
         dist.check_replicas(dist.World(0, 4), 3)
 
 

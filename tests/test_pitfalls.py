@@ -1,8 +1,12 @@
-"""Traps of torch's distributed parts that each cost somebody a day, those that no other test stands in front of.
+"""Traps of torch's distributed parts that each cost somebody a day, those that no other test stands
+in front of.
 
-Elsewhere: targets across shards, one divisor for all, documents under sharing (test_context); weights of a seed for every world size, NaN on one
-rank, gradients of all world sizes (test_parallel); a tied weight stored once (test_checkpoint); attention's forward once (test_activations);
-learning rate after a resume, words under torchrun (test_train, test_supervise); the order of sums (test_parallel).
+Elsewhere: targets across shards, one divisor for all, documents under sharing (test_context);
+weights of a seed for every world size, NaN on one
+rank, gradients of all world sizes (test_parallel); a tied weight stored once (test_checkpoint);
+attention's forward once (test_activations);
+learning rate after a resume, words under torchrun (test_train, test_supervise); the order of sums
+(test_parallel).
 """
 
 import torch
@@ -11,8 +15,22 @@ from longhaul import activations, context, dist, step
 from longhaul.config import TrainConfig
 from tests.ranks import run_ranks
 
-SHAPE = ("num_layers=2", "hidden_size=64", "num_heads=4", "num_kv_heads=2", "head_dim=16", "ffn_size=96")
-BASE = dict(model_size="tiny", vocab_size=211, context_length=64, dtype="fp32", model_overrides=SHAPE, max_steps=8)
+SHAPE = (
+    "num_layers=2",
+    "hidden_size=64",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "head_dim=16",
+    "ffn_size=96",
+)
+BASE = dict(
+    model_size="tiny",
+    vocab_size=211,
+    context_length=64,
+    dtype="fp32",
+    model_overrides=SHAPE,
+    max_steps=8,
+)
 
 
 def built(world: dist.World, **changes) -> step.TrainState:
@@ -26,14 +44,18 @@ def batch(micro_batches: int) -> list[dict]:
 
 
 def strided_exchange(world: dist.World) -> bool:
-    """gloo's all-to-all of or into strided memory is silently wrong: heads and tokens are exchanged from views of every kind."""
+    """gloo's all-to-all of or into strided memory is silently wrong: heads and tokens are exchanged
+    from views of every kind.
+    """
     shard = context.Shard("ulysses", world.rank, world.size, torch.distributed.group.WORLD)
     whole = torch.arange(2 * 8 * 4 * 3, dtype=torch.float32).view(2, 8, 4, 3)
     mine = whole.tensor_split(world.size, dim=1)[world.rank]
     strided = mine.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
     heads = context.to_heads(strided, shard)
     back = context.to_tokens(heads.transpose(1, 2).contiguous().transpose(1, 2), shard)
-    return torch.equal(heads, whole.tensor_split(world.size, dim=2)[world.rank]) and torch.equal(back, mine)
+    return torch.equal(heads, whole.tensor_split(world.size, dim=2)[world.rank]) and torch.equal(
+        back, mine
+    )
 
 
 def test_exchanges_from_strided_memory_are_right():
@@ -41,14 +63,19 @@ def test_exchanges_from_strided_memory_are_right():
 
 
 def tied_and_flat(world: dist.World) -> tuple[bool, bool, list[int]]:
-    """torch 2.11 unties a weight in two groups; two dimensions of a mesh mean replicas, where all ranks shall shard."""
+    """torch 2.11 unties a weight in two groups; two dimensions of a mesh mean replicas, where all
+    ranks shall shard.
+    """
     state = built(world, context_parallel_size=2)
     tied = state.model.lm_head.weight is state.model.embed.weight
     step.train_step(state, batch(1))
     table = state.model.embed.weight
     ids = [id(p) for _, p in state.model.named_parameters(remove_duplicate=False)]
-    return tied and state.model.lm_head.weight is table, len(ids) - len(set(ids)) == 1, \
-        [table.device_mesh.ndim, table.device_mesh.size(), table.to_local().shape[0]]
+    return (
+        tied and state.model.lm_head.weight is table,
+        len(ids) - len(set(ids)) == 1,
+        [table.device_mesh.ndim, table.device_mesh.size(), table.to_local().shape[0]],
+    )
 
 
 def test_a_tied_weight_stays_one_and_all_ranks_shard_it():
@@ -59,8 +86,13 @@ def test_a_tied_weight_stays_one_and_all_ranks_shard_it():
 def gradients_between_micro_batches(world: dist.World) -> list[float]:
     """Share of each gradient that a rank holds when the second micro-batch begins."""
     state, shares = built(world, gradient_accumulation_steps=2), []
-    state.model.register_forward_pre_hook(lambda *_: shares.extend(
-        p.grad.to_local().numel() / p.numel() for p in state.model.parameters() if p.grad is not None and p.shape[0] % 2 == 0))
+    state.model.register_forward_pre_hook(
+        lambda *_: shares.extend(
+            p.grad.to_local().numel() / p.numel()
+            for p in state.model.parameters()
+            if p.grad is not None and p.shape[0] % 2 == 0
+        )
+    )
     step.train_step(state, batch(2))
     return shares
 
@@ -71,9 +103,13 @@ def test_no_rank_holds_whole_gradients_between_micro_batches():
 
 
 def test_what_selective_checkpointing_keeps_is_not_seen_by_offload(monkeypatch):
-    """Saved-tensor hooks do not see attention's outputs: that lever's help says that inputs alone move, and so they do."""
+    """Saved-tensor hooks do not see attention's outputs: that lever's help says that inputs alone
+    move, and so they do.
+    """
     moved, to_host = [], activations.to_host
-    monkeypatch.setattr(activations, "to_host", lambda x: moved.append(tuple(x.shape)) or to_host(x))
+    monkeypatch.setattr(
+        activations, "to_host", lambda x: moved.append(tuple(x.shape)) or to_host(x)
+    )
     state = built(dist.World(), gradient_checkpointing="selective", offload_activations=True)
     step.train_step(state, batch(1))
     assert moved == [(1, 64, 64)] * state.model.config.num_layers

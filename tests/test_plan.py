@@ -1,4 +1,6 @@
-"""The closed form before a run: it moves the way each lever moves memory, and meets what a process really takes."""
+"""The closed form before a run: it moves the way each lever moves memory, and meets what a process
+really takes.
+"""
 
 import dataclasses
 
@@ -36,7 +38,9 @@ def test_the_computed_bytes_of_a_layer_are_those_that_autograd_keeps():
         torch.nn.init.ones_(parameter)
     rope = RotaryCache(config)(256, x.device)
     kept = saved_bytes(lambda: block(x, rope))
-    weights = sum(p.numel() for p in block.parameters() if p.ndim == 2) * 2  # the bf16 copies, which a GPU keeps per layer too
+    weights = (
+        sum(p.numel() for p in block.parameters() if p.ndim == 2) * 2
+    )  # the bf16 copies, which a GPU keeps per layer too
     vectors = sum(p.numel() for p in block.parameters() if p.ndim == 1) * 4
     tables = sum(table.untyped_storage().nbytes() for table in rope)
     assert abs(kept - weights - vectors - tables - saved_per_layer(config, 256, 2)) / kept < 0.02
@@ -49,7 +53,10 @@ def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(size
     block, x = Block(config), torch.zeros(1, 2048, 256, dtype=config.dtype, requires_grad=True)
     for parameter in block.parameters():
         torch.nn.init.ones_(parameter)
-    rope, documents = RotaryCache(config)(2048, x.device), nsa.layout(None, (1, 2048), config.nsa, "cpu")
+    rope, documents = (
+        RotaryCache(config)(2048, x.device),
+        nsa.layout(None, (1, 2048), config.nsa, "cpu"),
+    )
     kept = saved_bytes(lambda: block(x, rope, documents))
     weights = sum(p.numel() * (element if p.ndim == 2 else 4) for p in block.parameters())
     tables = sum(table.untyped_storage().nbytes() for table in rope)
@@ -59,11 +66,25 @@ def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(size
 def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
     plain, checkpointed = peak(), peak(gradient_checkpointing="full")
     assert 480 < plain < 600 and 80 < checkpointed < 100
-    assert peak(gradient_checkpointing="full", loss="standard") > 200 > 2 * peak(gradient_checkpointing="full", context_length=65536) * 0.6
+    assert (
+        peak(gradient_checkpointing="full", loss="standard")
+        > 200
+        > 2 * peak(gradient_checkpointing="full", context_length=65536) * 0.6
+    )
     assert peak(dtype="fp32") > 1.5 * plain
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(attention_type="nsa"), dict(gradient_checkpointing="full"), dict(loss="standard"), dict(dtype="fp32")], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(attention_type="nsa"),
+        dict(gradient_checkpointing="full"),
+        dict(loss="standard"),
+        dict(dtype="fp32"),
+    ],
+    ids=str,
+)
 def test_the_computed_peak_is_near_what_the_allocator_records(changes):
     cfg = TrainConfig(model_size="tiny", context_length=2048, **changes)
     state = step.build(cfg, cfg.model(), "cpu")
@@ -92,27 +113,58 @@ def test_sparse_flops_count_each_matrix_as_often_as_it_works(sizes):
     with torch.device("meta"):
         decoder = Decoder(config)
     assert decoder.num_params() == config.num_params()
-    matrices = {name: p.numel() for name, p in decoder.named_parameters() if p.ndim == 2 and not name.endswith("pe_lK")}
-    rate = {name: 2 / 16 if ".compressor." in name else 1 for name in matrices}  # once per stride and KV head
-    assert train_flops(config, 160, 0) == 6 * 160 * sum(size * rate[name] for name, size in matrices.items())
+    matrices = {
+        name: p.numel()
+        for name, p in decoder.named_parameters()
+        if p.ndim == 2 and not name.endswith("pe_lK")
+    }
+    rate = {
+        name: 2 / 16 if ".compressor." in name else 1 for name in matrices
+    }  # once per stride and KV head
+    assert train_flops(config, 160, 0) == 6 * 160 * sum(
+        size * rate[name] for name, size in matrices.items()
+    )
 
 
 def test_a_sparse_query_meets_the_keys_that_the_branches_show_it():
     config = TrainConfig(model_size="tiny", attention_type="nsa").model()
     positions = torch.tensor([0, 31, 511, 1023, 1024, 131_071])
-    blocks, selected, window = [0, 1, 31, 63, 63, 8191], [1, 32, 512, 1024, 961, 1024], [1, 32, 512, 512, 512, 512]
-    assert keys_met(config, positions).tolist() == [sum(parts) for parts in zip(blocks, selected, window)]
+    blocks, selected, window = (
+        [0, 1, 31, 63, 63, 8191],
+        [1, 32, 512, 1024, 961, 1024],
+        [1, 32, 512, 512, 512, 512],
+    )
+    assert keys_met(config, positions).tolist() == [
+        sum(parts) for parts in zip(blocks, selected, window)
+    ]
 
 
 def test_a_number_of_ranks_that_other_settings_forbid_is_passed_over(monkeypatch):
-    cfg = TrainConfig(context_length=4096, attention_head_groups=8, gradient_checkpointing="full", context_parallel_mode="ulysses")
+    cfg = TrainConfig(
+        context_length=4096,
+        attention_head_groups=8,
+        gradient_checkpointing="full",
+        context_parallel_mode="ulysses",
+    )
     world = World(size=2, local_size=2)
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
-    assert planner.plan(cfg, cfg.model(), world, torch.device("cuda"), available=200.0).cfg.context_parallel_size == 1
+    assert (
+        planner.plan(
+            cfg, cfg.model(), world, torch.device("cuda"), available=200.0
+        ).cfg.context_parallel_size
+        == 1
+    )
     asked = TrainConfig(context_length=131072, context_parallel_mode="ulysses")
-    found = [planner.fitted(planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib)) for gib in (14.0, 16.0)]
-    assert found[0] is None and found[1].cfg.context_parallel_size == 2  # the last lever allows one rank per row, and is not enough
+    found = [
+        planner.fitted(planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib))
+        for gib in (14.0, 16.0)
+    ]
+    assert (
+        found[0] is None and found[1].cfg.context_parallel_size == 2
+    )  # the last lever allows one rank per row, and is not enough
 
 
 def test_known_peaks_are_dense_bf16_figures():
-    assert PEAK_FLOPS["H100"] == 989e12 and all(5e13 < flops < 3e15 for flops in PEAK_FLOPS.values())
+    assert PEAK_FLOPS["H100"] == 989e12 and all(
+        5e13 < flops < 3e15 for flops in PEAK_FLOPS.values()
+    )

@@ -24,26 +24,56 @@ SMALL = ["--model_size", "tiny", "--context_length", "512"]
 def test_the_table_names_its_units_and_the_json_holds_everything(tmp_path, capsys):
     assert profile_memory.main([*SMALL, "--json", str(tmp_path / "out.json")]) == 0
     text, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
-    assert "live GiB" in text and "<- peak" in text and "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
-    assert found["waterfall"]["classic"]["reserved"] == found["peak_reserved_bytes"] > found["peak_live_bytes"] and "= device" in text
+    assert (
+        "live GiB" in text
+        and "<- peak" in text
+        and "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
+    )
+    assert (
+        found["waterfall"]["classic"]["reserved"]
+        == found["peak_reserved_bytes"]
+        > found["peak_live_bytes"]
+        and "= device" in text
+    )
     cfg = TrainConfig(model_size="tiny", context_length=512)
-    assert found["peak_live_bytes"] == profile(cfg).peak == found["stages"][found["peak_stage"]]["total"] == sum(found["categories"].values())
-    assert found["top_tensors"][0]["bytes"] >= found["top_tensors"][-1]["bytes"] and found["config"]["context_length"] == 512
+    assert (
+        found["peak_live_bytes"]
+        == profile(cfg).peak
+        == found["stages"][found["peak_stage"]]["total"]
+        == sum(found["categories"].values())
+    )
+    assert (
+        found["top_tensors"][0]["bytes"] >= found["top_tensors"][-1]["bytes"]
+        and found["config"]["context_length"] == 512
+    )
 
 
 def test_measure_runs_the_step_here_and_agrees(capsys):
     assert profile_memory.main([*SMALL, "--dtype", "fp32", "--device", "cpu", "--measure"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("allocator peak"))
+    row = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("allocator peak")
+    )
     assert abs(float(row.split()[-1].rstrip("%"))) < 0.01
 
 
-@pytest.mark.parametrize("args, words", [
-    (["--contxt_length", "9"], "did you mean --context_length"), (["--nproc", "0"], "--nproc 0 is out of range"),
-    (["--context_length", "-5"], "--context_length -5"), (["--model_size", "5B"], "choose from"), (["--gpu_memory_gib", "-1"], "GiB above 0"),
-    (["--nproc", "3", "--dp_replicate", "2"], "does not divide"), (["--measure"], "--device cpu"),
-    (["--snapshot", "x"], "on a machine with a GPU"), (["--dtype", "fp16"], "no loss scaler"), (["--advise", "--gpu", "RTX 9"], "known are"),
-    (["--advise"], "give one of them"), (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
-    ([*SMALL, "--json", "/nowhere/x.json"], "cannot be written")])
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--contxt_length", "9"], "did you mean --context_length"),
+        (["--nproc", "0"], "--nproc 0 is out of range"),
+        (["--context_length", "-5"], "--context_length -5"),
+        (["--model_size", "5B"], "choose from"),
+        (["--gpu_memory_gib", "-1"], "GiB above 0"),
+        (["--nproc", "3", "--dp_replicate", "2"], "does not divide"),
+        (["--measure"], "--device cpu"),
+        (["--snapshot", "x"], "on a machine with a GPU"),
+        (["--dtype", "fp16"], "no loss scaler"),
+        (["--advise", "--gpu", "RTX 9"], "known are"),
+        (["--advise"], "give one of them"),
+        (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
+        ([*SMALL, "--json", "/nowhere/x.json"], "cannot be written"),
+    ],
+)
 def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
     assert profile_memory.main(args) == 2
     error = capsys.readouterr().err
@@ -51,19 +81,25 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
 
 
 def test_the_command_exits_with_the_code():
-    done = subprocess.run([sys.executable, "profile_memory.py", "--nproc", "-1"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "profile_memory.py", "--nproc", "-1"], capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.startswith("profile_memory.py: error:")
 
 
 def test_the_html_page_shows_every_layer(tmp_path, capsys):
     path = tmp_path / "page.html"
-    assert profile_memory.main([*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]) == 0
+    assert (
+        profile_memory.main([*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]) == 0
+    )
     assert "layers.8" in path.read_text() and "predicted" in path.read_text()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def each_demand_once():
-    """A simulation takes seconds at full size, and the README's commands ask for the rungs that a test here asks for."""
+    """A simulation takes seconds at full size, and the README's commands ask for the rungs that a
+    test here asks for.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solve, "demand", functools.lru_cache(solve.demand))
         yield
@@ -73,18 +109,29 @@ def each_demand_once():
 def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=32768), "levers", 1.25, 1)
     assert answer.code == solve.CHANGED and "+ head groups" in answer.text
-    assert answer.text.splitlines()[-1] == (solve.EXPANDABLE_SEGMENTS + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
-                                            "--offload_activations --mlp_tiles --loss chunked")
+    assert answer.text.splitlines()[-1] == (
+        solve.EXPANDABLE_SEGMENTS
+        + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
+        "--offload_activations --mlp_tiles --loss chunked"
+    )
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).code == solve.FITS
     assert solve.solve(tiny, "world_size", 0.6, 2).code == solve.NOTHING
-    assert "+ micro-batches of one row" in [name for _, _, name in solve.levers(TrainConfig(model_size="tiny", batch_size=4, context_length=512), 1)]
+    assert "+ micro-batches of one row" in [
+        name
+        for _, _, name in solve.levers(
+            TrainConfig(model_size="tiny", batch_size=4, context_length=512), 1
+        )
+    ]
 
 
 def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refused(capsys):
     shared = TrainConfig(model_size="tiny", context_length=2048, context_parallel_size=2)
     answer = solve.solve(shared, "world_size", 24.0, 4)
-    assert [line.split()[0] for line in answer.text.splitlines()[2:4]] == ["2", "4"] and "--nproc_per_node=2" in answer.text.splitlines()[-1]
+    assert [line.split()[0] for line in answer.text.splitlines()[2:4]] == [
+        "2",
+        "4",
+    ] and "--nproc_per_node=2" in answer.text.splitlines()[-1]
     with pytest.raises(ValueError, match="use --gpus 2"):
         solve.solve(shared, "levers", 24.0, 1)
     assert profile_memory.main([*SMALL, "--context_parallel_size", "2"]) == 2
@@ -92,7 +139,9 @@ def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refuse
 
 
 def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over(monkeypatch):
-    monkeypatch.setattr(solve, "longest", lambda cfg, ranks, room: (cfg.context_length, solve.demand(cfg, ranks)))
+    monkeypatch.setattr(
+        solve, "longest", lambda cfg, ranks, room: (cfg.context_length, solve.demand(cfg, ranks))
+    )
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=98304), "context", 24.0, 3)
     assert "3 ranks " in answer.text and "3 ranks that share rows" not in answer.text
 
@@ -100,15 +149,44 @@ def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over
 def test_the_longest_context_fits_and_the_next_does_not():
     cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full")
     context, demand = solve.longest(cfg, 1, 1.5)
-    longer = solve.demand(TrainConfig(model_size="tiny", gradient_checkpointing="full", context_length=context + 1024), 1)
+    longer = solve.demand(
+        TrainConfig(
+            model_size="tiny", gradient_checkpointing="full", context_length=context + 1024
+        ),
+        1,
+    )
     assert context % 1024 == 0 and demand.least_bytes / GIB <= 1.5 < longer.least_bytes / GIB
 
 
-@pytest.mark.parametrize("args, code, words", [
-    (["--gpu", "RTX 4090", "--model_size", "0.6B", "--context_length", "16384"], 2, "run: python train.py"), (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits"),
-    (["--vram", "0.4", "--model_size", "8B"], 3, "does not fit"),
-    (["--gpu", "RTX 3060 Ti", "--task", "analysis", "--dtype", "float32", "--model_size", "1.7B"], 2, "bf16 instead of fp32")])
-def test_advice_says_what_to_change_and_exits_with_the_verdict(args, code, words, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "args, code, words",
+    [
+        (
+            ["--gpu", "RTX 4090", "--model_size", "0.6B", "--context_length", "16384"],
+            2,
+            "run: python train.py",
+        ),
+        (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits"),
+        (["--vram", "0.4", "--model_size", "8B"], 3, "does not fit"),
+        (
+            [
+                "--gpu",
+                "RTX 3060 Ti",
+                "--task",
+                "analysis",
+                "--dtype",
+                "float32",
+                "--model_size",
+                "1.7B",
+            ],
+            2,
+            "bf16 instead of fp32",
+        ),
+    ],
+)
+def test_advice_says_what_to_change_and_exits_with_the_verdict(
+    args, code, words, capsys, monkeypatch
+):
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 8 * GIB)
     assert profile_memory.main(["--advise", *args]) == code
     assert words in capsys.readouterr().out
@@ -117,4 +195,7 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(args, code, words
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_readme_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert profile_memory.main(shlex.split(command)) in (solve.FITS, solve.CHANGED) and not capsys.readouterr().err
+    assert (
+        profile_memory.main(shlex.split(command)) in (solve.FITS, solve.CHANGED)
+        and not capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""longhaul/qwen3.py and scripts/convert_qwen3.py against transformers' own Qwen3ForCausalLM, on random small models."""
+"""longhaul/qwen3.py and scripts/convert_qwen3.py against transformers' own Qwen3ForCausalLM, on
+random small models.
+"""
 
 import dataclasses
 import json
@@ -14,21 +16,55 @@ from longhaul import checkpoint, qwen3
 from model import Decoder, ModelConfig
 from tests.ranks import run_ranks
 
-transformers = pytest.importorskip("transformers", reason="transformers' Qwen3ForCausalLM is the reference")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers' Qwen3ForCausalLM is the reference"
+)
 ROOT = Path(__file__).parents[1]
-BASE = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            intermediate_size=80, max_position_embeddings=256)
+BASE = dict(
+    vocab_size=97,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    max_position_embeddings=256,
+)
 SHAPES = {
     "tied": dict(tie_word_embeddings=True),
     "untied": dict(tie_word_embeddings=False),
-    "one key head, odd sizes": dict(num_attention_heads=5, num_key_value_heads=1, hidden_size=35, head_dim=6, vocab_size=101, intermediate_size=33),
-    "as many key heads, one layer": dict(num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1, rms_norm_eps=1e-5),
-    "eight groups": dict(num_attention_heads=16, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True),
+    "one key head, odd sizes": dict(
+        num_attention_heads=5,
+        num_key_value_heads=1,
+        hidden_size=35,
+        head_dim=6,
+        vocab_size=101,
+        intermediate_size=33,
+    ),
+    "as many key heads, one layer": dict(
+        num_attention_heads=3, num_key_value_heads=3, num_hidden_layers=1, rms_norm_eps=1e-5
+    ),
+    "eight groups": dict(
+        num_attention_heads=16, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True
+    ),
     "theta": dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
     "linear": dict(rope_parameters=dict(rope_type="linear", rope_theta=5e5, factor=4.0)),
-    "yarn": dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)),
+    "yarn": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64
+        )
+    ),
 }
-COMPARED = [*BASE, "tie_word_embeddings", "rms_norm_eps", "rope_parameters", "attention_bias", "hidden_act", "layer_types", "use_sliding_window"]
+COMPARED = [
+    *BASE,
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "hidden_act",
+    "layer_types",
+    "use_sliding_window",
+]
 
 
 def random_model(seed: int = 0, dtype=torch.float32, **changes):
@@ -36,7 +72,9 @@ def random_model(seed: int = 0, dtype=torch.float32, **changes):
     reference = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**BASE | changes)).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in reference.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15 + (parameter.ndim == 1)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.15 + (
+            parameter.ndim == 1
+        )
     reference.tie_weights()
     return reference.to(dtype)
 
@@ -48,7 +86,11 @@ def saved(folder: Path, **kwargs):
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same_tensors(a: dict, b: dict):
@@ -65,13 +107,17 @@ def edit_config(folder: Path, **changes):
 
 @torch.no_grad()
 def assert_same_logits(ours: Decoder, theirs, tolerance: float = 1e-5):
-    tokens = torch.randint(theirs.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        theirs.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(1)
+    )
     expected = theirs(tokens).logits
     assert expected.std() > 0.1
-    torch.testing.assert_close(ours(tokens), expected, rtol=0, atol=tolerance * expected.abs().max().item())
+    torch.testing.assert_close(
+        ours(tokens), expected, rtol=0, atol=tolerance * expected.abs().max().item()
+    )
 
 
-# ------------------------------------------------------------------------------------------------- parity and round trip
+# ---------------------------------------------------------------------------- parity and round trip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -100,29 +146,71 @@ def test_the_spelling_of_transformers_4_reads_the_same_as_that_of_5(tmp_path, sh
     new = qwen3.from_hf(tmp_path).config
     rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
-    old = {("type" if key == "rope_type" else key): value for key, value in rope.items()} if len(rope) > 1 else None
-    edit_config(tmp_path, rope_parameters=..., dtype=..., rope_theta=theta, rope_scaling=old, torch_dtype="float32")
+    old = (
+        {("type" if key == "rope_type" else key): value for key, value in rope.items()}
+        if len(rope) > 1
+        else None
+    )
+    edit_config(
+        tmp_path,
+        rope_parameters=...,
+        dtype=...,
+        rope_theta=theta,
+        rope_scaling=old,
+        torch_dtype="float32",
+    )
     assert qwen3.from_hf(tmp_path).config == new
 
 
 def test_what_is_written_has_the_keys_that_transformers_4_reads(tmp_path):
-    qwen3.to_hf(Decoder(small(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)), tmp_path / "hf")
+    qwen3.to_hf(
+        Decoder(small(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)),
+        tmp_path / "hf",
+    )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config["rope_theta"] == 1e6 and config["torch_dtype"] == "float32" and config["architectures"] == ["Qwen3ForCausalLM"]
-    assert config["rope_scaling"] == dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-    assert config["max_position_embeddings"] == 256  # = original * factor: transformers 4.51 takes yarn's factor from this ratio
+    assert (
+        config["rope_theta"] == 1e6
+        and config["torch_dtype"] == "float32"
+        and config["architectures"] == ["Qwen3ForCausalLM"]
+    )
+    assert config["rope_scaling"] == dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=64
+    )
+    assert (
+        config["max_position_embeddings"] == 256
+    )  # = original * factor: transformers 4.51 takes yarn's factor from this ratio
 
 
 def small(**changes) -> ModelConfig:
-    return ModelConfig(**dict(vocab_size=97, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, ffn_size=40) | changes)
+    return ModelConfig(
+        **dict(
+            vocab_size=97,
+            hidden_size=24,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=6,
+            ffn_size=40,
+        )
+        | changes
+    )
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(tie_embeddings=False), dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
-                                     dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(tie_embeddings=False),
+        dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
+        dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4),
+    ],
+)
 def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
     decoder = Decoder(small(init_std=0.2, **changes))
     qwen3.to_hf(decoder, tmp_path / "hf")
-    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval())
+    assert_same_logits(
+        decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    )
     assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
 
 
@@ -142,7 +230,9 @@ def test_a_folder_of_mixed_dtypes_keeps_each(tmp_path):
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     decoder = qwen3.from_hf(tmp_path / "hf")
-    assert decoder.norm.weight.dtype == torch.float32 and decoder.embed.weight.dtype == torch.bfloat16
+    assert (
+        decoder.norm.weight.dtype == torch.float32 and decoder.embed.weight.dtype == torch.bfloat16
+    )
     qwen3.to_hf(decoder, tmp_path / "back")
     assert_same_tensors(tensors, tensors_of(tmp_path / "back"))
 
@@ -158,22 +248,37 @@ def test_shards_of_either_writer_are_read_by_the_other(tmp_path, tied):
     shards = list((tmp_path / "back").glob("model-0*-of-0*.safetensors"))
     assert len(shards) > 2 and all(path.stat().st_size < 45_000 for path in shards)
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
-    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back").eval())
+    assert_same_logits(
+        decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "back").eval()
+    )
 
 
 def test_a_tied_folder_may_store_its_head_again(tmp_path):
     reference = saved(tmp_path, tie_word_embeddings=True)
     tensors = tensors_of(tmp_path)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
     decoder = qwen3.from_hf(tmp_path)
     assert decoder.lm_head.weight is decoder.embed.weight
     assert_same_logits(decoder, reference)
 
 
 def test_overrides_extend_the_context_of_an_imported_model(tmp_path):
-    reference = saved(tmp_path / "plain", rope_parameters=dict(rope_type="default", rope_theta=1e4), max_position_embeddings=64)
-    decoder = qwen3.from_hf(tmp_path / "plain", rope_scaling="yarn", rope_factor=4.0, compute_dtype="float32")
-    longer = random_model(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64))
+    reference = saved(
+        tmp_path / "plain",
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+        max_position_embeddings=64,
+    )
+    decoder = qwen3.from_hf(
+        tmp_path / "plain", rope_scaling="yarn", rope_factor=4.0, compute_dtype="float32"
+    )
+    longer = random_model(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64
+        )
+    )
     longer.load_state_dict(reference.state_dict())
     assert_same_logits(decoder, longer)
 
@@ -183,7 +288,9 @@ def test_weights_load_into_a_built_decoder_in_its_own_dtype(tmp_path):
     decoder = Decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, compute_dtype="float32"))
     qwen3.load_into(decoder, tmp_path)
     assert {p.dtype for p in decoder.parameters()} == {torch.float32}
-    assert_same_logits(decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert_same_logits(
+        decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    )
 
 
 def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
@@ -202,13 +309,16 @@ def test_loading_under_other_rotary_settings_warns(tmp_path):
 def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
     """The whole weights of a decoder that FSDP2 shards over `world` and that load_into fills."""
     from longhaul import dist, parallel
+
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**qwen3.read_config(Path(folder))))
     parallel.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     qwen3.load_into(decoder, folder)
-    return {name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()}
+    return {
+        name: parameter.full_tensor().detach() for name, parameter in decoder.named_parameters()
+    }
 
 
 @pytest.mark.slow
@@ -234,7 +344,7 @@ def test_names_map_one_to_one():
     assert set(names) == set(random_model(num_hidden_layers=2).state_dict())
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
+# ---------------------------------------------------------------------------------------- bad input
 
 
 def bad_config(**changes):
@@ -248,15 +358,23 @@ def drop_tensor(folder: Path):
 
 
 def add_tensor(folder: Path):
-    save_file(tensors_of(folder) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, folder / "model.safetensors")
+    save_file(
+        tensors_of(folder) | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
+        folder / "model.safetensors",
+    )
 
 
 def misshape(folder: Path):
-    save_file(tensors_of(folder) | {"model.norm.weight": torch.zeros(47)}, folder / "model.safetensors")
+    save_file(
+        tensors_of(folder) | {"model.norm.weight": torch.zeros(47)}, folder / "model.safetensors"
+    )
 
 
 def integers(folder: Path):
-    save_file(tensors_of(folder) | {"model.norm.weight": torch.zeros(48, dtype=torch.int8)}, folder / "model.safetensors")
+    save_file(
+        tensors_of(folder) | {"model.norm.weight": torch.zeros(48, dtype=torch.int8)},
+        folder / "model.safetensors",
+    )
 
 
 def pickled(folder: Path):
@@ -278,12 +396,17 @@ def huge_header(folder: Path):
 
 
 def index_of(weight_map):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
 
 
 def different_head(folder: Path):
     tensors = tensors_of(folder)
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1},
+        folder / "model.safetensors",
+    )
 
 
 def twice(folder: Path):
@@ -307,14 +430,32 @@ BAD = [
     (bad_config(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
     (bad_config(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
     (bad_config(quantization_config=dict(quant_method="fp8")), "quantization_config="),
-    (bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "rotary scaling 'dynamic' is not supported"),
-    (bad_config(rope_scaling=dict(type="longrope", factor=2.0)), "rotary scaling 'longrope' is not supported"),
+    (
+        bad_config(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+        "rotary scaling 'dynamic' is not supported",
+    ),
+    (
+        bad_config(rope_scaling=dict(type="longrope", factor=2.0)),
+        "rotary scaling 'longrope' is not supported",
+    ),
     (bad_config(rope_scaling="yarn"), "rotary scaling 'yarn'"),
     (bad_config(rope_scaling=dict(rope_type="yarn")), "factor=None: give a number"),
-    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, beta_fast=16)), "beta_fast=16 is not supported"),
-    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=1.0)), "attention_factor=1.0 is not supported"),
-    (bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)), "truncate=False is not supported"),
-    (bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))), "full_attention=.* is not supported"),
+    (
+        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, beta_fast=16)),
+        "beta_fast=16 is not supported",
+    ),
+    (
+        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, attention_factor=1.0)),
+        "attention_factor=1.0 is not supported",
+    ),
+    (
+        bad_config(rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False)),
+        "truncate=False is not supported",
+    ),
+    (
+        bad_config(rope_parameters=dict(full_attention=dict(rope_type="default"))),
+        "full_attention=.* is not supported",
+    ),
     (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
@@ -372,7 +513,10 @@ def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
     assert (tmp_path / "used" / "notes.txt").read_text() == "keep me"
     (tmp_path / "empty").mkdir()
     qwen3.to_hf(Decoder(small()), tmp_path / "empty")
-    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
 
 
 def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
@@ -383,17 +527,25 @@ def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------------- command line
 
 
 def convert(*args) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "scripts.convert_qwen3", *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.convert_qwen3", *map(str, args)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path):
     reference = saved(tmp_path / "hf", **SHAPES["yarn"], tie_word_embeddings=True)
     done = convert("--input", tmp_path / "hf", "--output", tmp_path / "run")
-    assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", done.stderr
+    assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", (
+        done.stderr
+    )
     assert_same_logits(checkpoint.load_model(tmp_path / "run" / "step-00000000"), reference)
     done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
     assert done.returncode == 0, done.stderr
@@ -402,27 +554,46 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path)
 
 def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
     from scripts.convert_qwen3 import main
+
     saved(tmp_path / "hf")
     main(["--from-hf", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
-    main(["--checkpoint", str(tmp_path / "run" / "step-00000000"), "--output", str(tmp_path / "half"), "--dtype", "bfloat16"])
+    main(
+        [
+            "--checkpoint",
+            str(tmp_path / "run" / "step-00000000"),
+            "--output",
+            str(tmp_path / "half"),
+            "--dtype",
+            "bfloat16",
+        ]
+    )
     whole, half = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "half")
     assert_same_tensors({name: tensor.bfloat16() for name, tensor in whole.items()}, half)
 
 
-@pytest.mark.parametrize("arguments,words", [
-    (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
-    (["--checkpoint", "nowhere", "--output", "new"], "is no checkpoint and holds none: name a run"),
-    (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
-    (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
-    (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),
-    (["--output", "new"], "--input"),
-    (["--input", "hf", "--checkpoint", "run", "--output", "new"], "not allowed with"),
-    (["--input", "hf"], "--output"),
-    (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
-    (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),
-])
-def test_bad_input_exits_2_with_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, arguments, words):
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
+        (
+            ["--checkpoint", "nowhere", "--output", "new"],
+            "is no checkpoint and holds none: name a run",
+        ),
+        (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
+        (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
+        (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),
+        (["--output", "new"], "--input"),
+        (["--input", "hf", "--checkpoint", "run", "--output", "new"], "not allowed with"),
+        (["--input", "hf"], "--output"),
+        (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
+        (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(
+    tmp_path, monkeypatch, capsys, arguments, words
+):
     from scripts.convert_qwen3 import main
+
     monkeypatch.chdir(tmp_path)
     for folder in ("hf", "used", "torn/step-00000003"):
         Path(folder).mkdir(parents=True)
@@ -436,6 +607,7 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(tmp_path, monkeypatc
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path):
     from scripts.convert_qwen3 import import_hf
+
     saved(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "run", "keep")
     shard = next((tmp_path / "run" / "step-00000000").glob("*.safetensors"))

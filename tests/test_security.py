@@ -1,4 +1,6 @@
-"""No foreign code runs: what the product must never call, what opens no pickle, what a header may hold."""
+"""No foreign code runs: what the product must never call, what opens no pickle, what a header may
+hold.
+"""
 
 import ast
 import json
@@ -13,10 +15,44 @@ from longhaul import weights
 from scripts.faults.security import evil
 from tests.test_architecture import SOURCES, imports
 
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle", "yaml", "commands", "imp"}
-CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter", "yaml.load",
-         "yaml.unsafe_load", "os.system", "os.popen", "pd.read_pickle", "pandas.read_pickle", "subprocess.getoutput", "subprocess.getstatusoutput"}
-KEYWORDS = {"shell": False, "allow_pickle": False, "weights_only": True, "trust_remote_code": False}  # the only value that each may have
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "jsonpickle",
+    "yaml",
+    "commands",
+    "imp",
+}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "torch.load",
+    "torch.jit.load",
+    "torch.hub.load",
+    "torch.package.PackageImporter",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "os.system",
+    "os.popen",
+    "pd.read_pickle",
+    "pandas.read_pickle",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+}
+KEYWORDS = {
+    "shell": False,
+    "allow_pickle": False,
+    "weights_only": True,
+    "trust_remote_code": False,
+}  # the only value that each may have
 
 
 def foreign_code(tree: ast.AST) -> list[str]:
@@ -24,34 +60,76 @@ def foreign_code(tree: ast.AST) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            found += [f"{node.lineno}:import {name}" for name in names if name.split(".")[0] in MODULES]
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
+            found += [
+                f"{node.lineno}:import {name}" for name in names if name.split(".")[0] in MODULES
+            ]
         if isinstance(node, ast.Call):
             call = ast.unparse(node.func)
-            wrong = [word.arg for word in node.keywords if word.arg in KEYWORDS and getattr(word.value, "value", None) is not KEYWORDS[word.arg]]
+            wrong = [
+                word.arg
+                for word in node.keywords
+                if word.arg in KEYWORDS
+                and getattr(word.value, "value", None) is not KEYWORDS[word.arg]
+            ]
             if call in CALLS or wrong or call.rsplit(".", 1)[-1] in ("read_pickle", "load_pickle"):
                 found.append(f"{node.lineno}:{call}({', '.join(wrong)})")
-            if call in ("np.load", "numpy.load") and not any(word.arg == "allow_pickle" for word in node.keywords):
+            if call in ("np.load", "numpy.load") and not any(
+                word.arg == "allow_pickle" for word in node.keywords
+            ):
                 found.append(f"{node.lineno}:{call} without allow_pickle=False")
     return found
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_the_product_runs_no_foreign_code(path):
-    assert not foreign_code(ast.parse(path.read_text(encoding="utf-8"))) and not MODULES & {name.split(".")[0] for name in imports(path)}
+    assert not foreign_code(ast.parse(path.read_text(encoding="utf-8"))) and not MODULES & {
+        name.split(".")[0] for name in imports(path)
+    }
 
 
-@pytest.mark.parametrize("code", [
-    "import pickle", "from pickle import loads", "import yaml", "eval('1')", "exec(text)", "compile(text, 'x', 'exec')", "torch.load(path)",
-    "torch.load(path, weights_only=True)", "yaml.load(text)", "np.load(path)", "np.load(path, allow_pickle=True)", "numpy.load(path, allow_pickle=flag)",
-    "subprocess.run(command, shell=True)", "subprocess.run(command, shell=flag)", "os.system(command)", "pd.read_pickle(path)", "__import__(name)",
-    "from_pretrained(name, trust_remote_code=True)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import yaml",
+        "eval('1')",
+        "exec(text)",
+        "compile(text, 'x', 'exec')",
+        "torch.load(path)",
+        "torch.load(path, weights_only=True)",
+        "yaml.load(text)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "numpy.load(path, allow_pickle=flag)",
+        "subprocess.run(command, shell=True)",
+        "subprocess.run(command, shell=flag)",
+        "os.system(command)",
+        "pd.read_pickle(path)",
+        "__import__(name)",
+        "from_pretrained(name, trust_remote_code=True)",
+    ],
+)
 def test_the_check_finds_each_way_to_run_foreign_code(code):
     assert foreign_code(ast.parse(code))
 
 
-@pytest.mark.parametrize("code", ["model.eval()", "torch.compile(layer)", "np.load(path, allow_pickle=False)", "subprocess.run(command, shell=False)",
-                                  "json.load(file)", "regex.compile(text)"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.eval()",
+        "torch.compile(layer)",
+        "np.load(path, allow_pickle=False)",
+        "subprocess.run(command, shell=False)",
+        "json.load(file)",
+        "regex.compile(text)",
+    ],
+)
 def test_the_check_leaves_harmless_calls_alone(code):
     assert not foreign_code(ast.parse(code))
 
@@ -77,7 +155,18 @@ def test_no_safetensors_header_is_taken_for_a_pickle(tmp_path_factory, length):
     assert not is_pickle(path)
 
 
-@pytest.mark.parametrize("text", [b'{"a": 1, "a": 2}', b'{"x": {"a": 1, "b": 2, "a": 1}}', b"[" * 100_000, b"\xff", b"{", b"1" * 5000, b'{"a"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a": 1, "a": 2}',
+        b'{"x": {"a": 1, "b": 2, "a": 1}}',
+        b"[" * 100_000,
+        b"\xff",
+        b"{",
+        b"1" * 5000,
+        b'{"a"',
+    ],
+)
 def test_json_is_refused_as_a_value_error(text):
     with pytest.raises(ValueError):
         parse_json(text)
@@ -90,9 +179,17 @@ def test_json_beyond_the_limit_is_not_read(tmp_path):
         read_json(tmp_path / "a.json", 50)
 
 
-HEADERS = st.dictionaries(st.text(max_size=5), st.fixed_dictionaries({
-    "dtype": st.sampled_from(["F32", "BF16", "U8", "I64", "X"]), "shape": st.lists(st.integers(0, 4), max_size=3),
-    "data_offsets": st.lists(st.integers(0, 40), min_size=2, max_size=2)}), max_size=3)
+HEADERS = st.dictionaries(
+    st.text(max_size=5),
+    st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "BF16", "U8", "I64", "X"]),
+            "shape": st.lists(st.integers(0, 4), max_size=3),
+            "data_offsets": st.lists(st.integers(0, 40), min_size=2, max_size=2),
+        }
+    ),
+    max_size=3,
+)
 
 
 @settings(max_examples=500, deadline=None)

@@ -1,4 +1,6 @@
-"""The simulated step against the allocator's own record of the real one, and against itself: layers, ranks, stages."""
+"""The simulated step against the allocator's own record of the real one, and against itself:
+layers, ranks, stages.
+"""
 
 import json
 import os
@@ -21,13 +23,32 @@ from model import GIB
 from tests.ranks import run_ranks
 
 TINY = dict(model_size="tiny", context_length=2048)
-SETTINGS = [dict(), dict(gradient_checkpointing="full"), dict(loss="standard"), dict(loss="standard", gradient_checkpointing="full"),
-            dict(context_length=700, batch_size=2, gradient_accumulation_steps=2, gradient_checkpointing="full"),
-            dict(context_length=1000, gradient_accumulation_steps=3, loss="chunked"),
-            dict(attention_type="nsa"), dict(attention_type="nsa", gradient_checkpointing="full", context_length=3000),
-            dict(attention_type="nsa", nsa=("kv=separate", "cmp_kind=mean"), loss="standard"),
-            dict(vocab_size=1000, context_length=4096, gradient_checkpointing="full", model_overrides=("tie_embeddings=False", "ffn_size=256"))]
-TOLERANCE = {"fp32": 1e-4, "bf16": 2e-3}  # of the peak; a bf16 product on a CPU keeps scratch memory of its own
+SETTINGS = [
+    dict(),
+    dict(gradient_checkpointing="full"),
+    dict(loss="standard"),
+    dict(loss="standard", gradient_checkpointing="full"),
+    dict(
+        context_length=700,
+        batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing="full",
+    ),
+    dict(context_length=1000, gradient_accumulation_steps=3, loss="chunked"),
+    dict(attention_type="nsa"),
+    dict(attention_type="nsa", gradient_checkpointing="full", context_length=3000),
+    dict(attention_type="nsa", nsa=("kv=separate", "cmp_kind=mean"), loss="standard"),
+    dict(
+        vocab_size=1000,
+        context_length=4096,
+        gradient_checkpointing="full",
+        model_overrides=("tie_embeddings=False", "ffn_size=256"),
+    ),
+]
+TOLERANCE = {
+    "fp32": 1e-4,
+    "bf16": 2e-3,
+}  # of the peak; a bf16 product on a CPU keeps scratch memory of its own
 
 
 @pytest.fixture(autouse=True)
@@ -39,28 +60,50 @@ def single_thread():
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
 def test_the_predicted_peak_is_what_the_allocator_records(changes, dtype):
     cfg = TrainConfig(**TINY | dict(dtype=dtype) | changes)
-    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=TOLERANCE[dtype])
+    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(
+        allocator_peak(cfg), rel=TOLERANCE[dtype]
+    )
 
 
-SHARDED = [dict(dtype="fp32"), dict(dtype="bf16", gradient_checkpointing="full"), dict(dtype="fp32", attention_type="nsa", batch_size=2, context_length=1100)]
+SHARDED = [
+    dict(dtype="fp32"),
+    dict(dtype="bf16", gradient_checkpointing="full"),
+    dict(dtype="fp32", attention_type="nsa", batch_size=2, context_length=1100),
+]
 
 
 def observed_each(world: dist.World, settings: list[dict]) -> list[dict]:
     torch.set_num_threads(1)
     configs = [TrainConfig(**TINY | changes) for changes in settings]
-    return [observe(cfg, lambda: row_batch(cfg, world.size), world).peak_by_stage() for cfg in configs]
+    return [
+        observe(cfg, lambda: row_batch(cfg, world.size), world).peak_by_stage() for cfg in configs
+    ]
 
 
 def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
-    predicted = [simulate(TrainConfig(**TINY | changes), ranks=2, target="cpu").peak_by_stage() for changes in SHARDED]
+    predicted = [
+        simulate(TrainConfig(**TINY | changes), ranks=2, target="cpu").peak_by_stage()
+        for changes in SHARDED
+    ]
     for stages in run_ranks(observed_each, 2, SHARDED):
         for real, fake in zip(stages, predicted):
             assert max(real.values()) == max(fake.values())
-            late = {name for name in real if real[name] != fake[name]}  # gloo's threads hold a buffer a little longer, below the peak
-            assert late <= {"norm backward", "embedding backward", "gradient norm", "optimizer"} and all(real[name] < max(real.values()) for name in late)
+            late = {
+                name for name in real if real[name] != fake[name]
+            }  # gloo's threads hold a buffer a little longer, below the peak
+            assert late <= {
+                "norm backward",
+                "embedding backward",
+                "gradient norm",
+                "optimizer",
+            } and all(real[name] < max(real.values()) for name in late)
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(attention_type="nsa", gradient_checkpointing="full", dtype="fp32")], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(), dict(attention_type="nsa", gradient_checkpointing="full", dtype="fp32")],
+    ids=str,
+)
 def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
     cfg = TrainConfig(**TINY | changes)
     predicted, real = simulate(cfg, target="cpu"), observe(cfg, lambda: row_batch(cfg))
@@ -68,12 +111,21 @@ def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
     assert predicted.by_category(predicted.peak()[1]) == real.by_category(real.peak()[1])
 
 
-@pytest.mark.parametrize("changes, ranks", [
-    (dict(), 1), (dict(gradient_checkpointing="full", attention_type="nsa"), 1), (dict(gradient_checkpointing="full"), 4),
-    (dict(loss="standard", dtype="fp32"), 2)], ids=str)
+@pytest.mark.parametrize(
+    "changes, ranks",
+    [
+        (dict(), 1),
+        (dict(gradient_checkpointing="full", attention_type="nsa"), 1),
+        (dict(gradient_checkpointing="full"), 4),
+        (dict(loss="standard", dtype="fp32"), 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(changes, ranks, target):
-    cfg = TrainConfig(model_size="tiny", context_length=1200, model_overrides=("num_layers=9",), **changes)
+    cfg = TrainConfig(
+        model_size="tiny", context_length=1200, model_overrides=("num_layers=9",), **changes
+    )
     shallow, full = profile(cfg, ranks, target), profile(cfg, ranks, target, full=True)
     assert shallow.stages == full.stages and shallow.peak == full.trace.peak()[0]
     norm = next(time for time, stage in full.trace.stages if stage == "gradient norm")
@@ -112,11 +164,19 @@ print(before, 1024 * next(int(line.split()[1]) for line in open("/proc/self/stat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc is asked to give each freed block back, so that resident memory is what is alive")
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc",
+    reason="glibc is asked to give each freed block back, so that resident memory is what is alive",
+)
 def test_the_resident_memory_of_a_whole_process_is_predicted_within_five_percent():
     changes = dict(model_size="tiny", context_length=8192, dtype="fp32")
-    done = subprocess.run([sys.executable, "-c", PROCESS, json.dumps(changes)], env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROCESS, json.dumps(changes)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     before, measured = map(int, done.stdout.split())
     live = simulate(TrainConfig(**changes), target="cpu").peak()[0]
     assert live > 500 * 2**20 and before + live == pytest.approx(measured, rel=0.05)

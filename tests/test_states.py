@@ -1,4 +1,6 @@
-"""Optimizers with small states: the same arithmetic as torch's AdamW, what rounding may cost, updates in the backward, Muon."""
+"""Optimizers with small states: the same arithmetic as torch's AdamW, what rounding may cost,
+updates in the backward, Muon.
+"""
 
 import math
 
@@ -10,8 +12,24 @@ from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 
 V, T = 67, 48
-BASE = dict(model_size="tiny", vocab_size=V, context_length=T, dtype="fp32", warmup_steps=4, lr=2e-3, max_steps=500, schedule="constant",
-            model_overrides=("num_layers=1", "hidden_size=64", "num_heads=4", "num_kv_heads=2", "head_dim=16", "ffn_size=96"))
+BASE = dict(
+    model_size="tiny",
+    vocab_size=V,
+    context_length=T,
+    dtype="fp32",
+    warmup_steps=4,
+    lr=2e-3,
+    max_steps=500,
+    schedule="constant",
+    model_overrides=(
+        "num_layers=1",
+        "hidden_size=64",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "head_dim=16",
+        "ffn_size=96",
+    ),
+)
 
 
 def build(**changes):
@@ -19,10 +37,14 @@ def build(**changes):
 
 
 def batch(index, rows=4):
-    """A cycle through the vocabulary from a random start, every fifth token random: something to learn, and noise."""
+    """A cycle through the vocabulary from a random start, every fifth token random: something to
+    learn, and noise.
+    """
     make = torch.Generator().manual_seed(index)
     x = (torch.randint(V, (rows, 1), generator=make) + 3 * torch.arange(T + 1)) % V
-    x = torch.where(torch.rand(x.shape, generator=make) < 0.2, torch.randint(V, x.shape, generator=make), x)
+    x = torch.where(
+        torch.rand(x.shape, generator=make) < 0.2, torch.randint(V, x.shape, generator=make), x
+    )
     return [dict(tokens_BT=x[:, :-1], labels_BT=x[:, 1:])]
 
 
@@ -34,8 +56,15 @@ def losses(steps, **changes):
 # ---- exact
 
 
-@pytest.mark.parametrize("changes", [dict(offload_optimizer=True), dict(optimizer_in_backward=True),
-                                     dict(offload_optimizer=True, optimizer_in_backward=True)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(offload_optimizer=True),
+        dict(optimizer_in_backward=True),
+        dict(offload_optimizer=True, optimizer_in_backward=True),
+    ],
+    ids=str,
+)
 def test_where_and_when_the_update_runs_changes_no_bit(changes):
     plain, changed = build(grad_clip=0), build(grad_clip=0, **changes)
     for index in range(6):
@@ -52,13 +81,17 @@ def test_slabs_change_no_bit(monkeypatch):
     slabs = build(offload_optimizer=True)
     step.train_step(slabs, batch(0))
     assert len(states.slabs(slabs.model.embed.weight)) > 3
-    assert all(torch.equal(p, q) for p, q in zip(whole.model.parameters(), slabs.model.parameters()))
+    assert all(
+        torch.equal(p, q) for p, q in zip(whole.model.parameters(), slabs.model.parameters())
+    )
 
 
 def test_gradients_are_freed_during_the_backward():
     state, alive = build(optimizer_in_backward=True, grad_clip=0), []
     for p in state.model.parameters():
-        p.register_post_accumulate_grad_hook(lambda _: alive.append(sum(q.grad is not None for q in state.model.parameters())))
+        p.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(q.grad is not None for q in state.model.parameters()))
+        )
     step.train_step(state, batch(0))
     assert len(alive) == len(list(state.model.parameters())) and max(alive) <= 1
 
@@ -78,10 +111,17 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 def test_stochastic_rounding_is_right_on_average_and_exact_where_nothing_is_cut():
     draw = torch.Generator().manual_seed(0)
     x = torch.tensor([1.0, 1 + 2**-9, -3 - 2**-8, 1e-30, 0.0])
-    mean = torch.stack([states.rounded(x, torch.bfloat16, draw) for _ in range(20000)]).double().mean(0)
+    mean = (
+        torch.stack([states.rounded(x, torch.bfloat16, draw) for _ in range(20000)])
+        .double()
+        .mean(0)
+    )
     step_of = torch.tensor([2**-7, 2**-7, 2**-6, 1e-32, 1e-45], dtype=torch.float64)
     assert ((mean - x.double()).abs() <= 4 * step_of / math.sqrt(20000) + 1e-45).all()
-    assert states.rounded(x, torch.bfloat16, draw)[0] == 1 and states.rounded(x, torch.bfloat16, draw)[4] == 0
+    assert (
+        states.rounded(x, torch.bfloat16, draw)[0] == 1
+        and states.rounded(x, torch.bfloat16, draw)[4] == 0
+    )
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
@@ -112,10 +152,19 @@ def tail(curve):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes, bound", [(dict(optimizer="adamw_bf16"), 0.02), (dict(optimizer="adamw_8bit"), 0.02),
-                                            (dict(optimizer="muon"), 0.05)], ids=str)
+@pytest.mark.parametrize(
+    "changes, bound",
+    [
+        (dict(optimizer="adamw_bf16"), 0.02),
+        (dict(optimizer="adamw_8bit"), 0.02),
+        (dict(optimizer="muon"), 0.05),
+    ],
+    ids=str,
+)
 def test_small_states_end_where_fp32_states_end(reference, changes, bound):
-    """Bounds stated beforehand: the mean loss of the last 50 of 500 steps is at most 2% (Muon: 5%) above fp32 AdamW's."""
+    """Bounds stated beforehand: the mean loss of the last 50 of 500 steps is at most 2% (Muon: 5%)
+    above fp32 AdamW's.
+    """
     curve = losses(500, **changes)
     assert tail(reference) < 0.6 * reference[0], "the reference learns"
     assert tail(curve) <= (1 + bound) * tail(reference)
@@ -145,14 +194,24 @@ def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
     step.train_step(state, batch(0))
     for name, p in state.model.named_parameters():
         muon = p.ndim == 2 and name.startswith("layers.")
-        assert ("momentum" in state.optimizer.state[p]) == muon and ("exp_avg" in state.optimizer.state[p]) != muon, name
-    assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(list(state.model.parameters()))
+        assert ("momentum" in state.optimizer.state[p]) == muon and (
+            "exp_avg" in state.optimizer.state[p]
+        ) != muon, name
+    assert sum(len(group["params"]) for group in state.optimizer.param_groups) == len(
+        list(state.model.parameters())
+    )
 
 
 # ---- checkpoints, sizes, refusals
 
-KINDS = [dict(optimizer="adamw_bf16"), dict(optimizer="adamw_8bit"), dict(optimizer="muon"), dict(offload_optimizer=True, dtype="bf16"),
-         dict(master_weights="none", dtype="bf16"), dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16")]
+KINDS = [
+    dict(optimizer="adamw_bf16"),
+    dict(optimizer="adamw_8bit"),
+    dict(optimizer="muon"),
+    dict(offload_optimizer=True, dtype="bf16"),
+    dict(master_weights="none", dtype="bf16"),
+    dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -166,7 +225,9 @@ def test_a_resumed_run_continues_bit_for_bit(kind, tmp_path):
     for index in range(2, 4):
         step.train_step(second, batch(index))
     for name, part in checkpoint.named_rows(whole.model, whole.optimizer).items():
-        assert torch.equal(part.local, checkpoint.named_rows(second.model, second.optimizer)[name].local), name
+        assert torch.equal(
+            part.local, checkpoint.named_rows(second.model, second.optimizer)[name].local
+        ), name
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path):
@@ -174,17 +235,29 @@ def test_states_of_another_optimizer_are_refused(tmp_path):
     step.train_step(state, batch(0))
     folder = checkpoint.save(state, tmp_path, {})
     for other in (dict(), dict(optimizer="muon")):
-        with pytest.raises(checkpoint.CheckpointError, match="give the settings of the run that wrote it"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match="give the settings of the run that wrote it"
+        ):
             checkpoint.load(build(**other), folder)
 
 
-@pytest.mark.parametrize("kind, per_parameter", [(dict(), 8), (dict(optimizer="adamw_bf16"), 4), (dict(optimizer="adamw_8bit"), 2.13),
-                                                 (dict(offload_optimizer=True), 12)], ids=str)
+@pytest.mark.parametrize(
+    "kind, per_parameter",
+    [
+        (dict(), 8),
+        (dict(optimizer="adamw_bf16"), 4),
+        (dict(optimizer="adamw_8bit"), 2.13),
+        (dict(offload_optimizer=True), 12),
+    ],
+    ids=str,
+)
 def test_state_bytes_are_what_is_said(kind, per_parameter):
     state = build(**kind)
     step.train_step(state, batch(0))
     matrices = [p for p in state.model.parameters() if p.ndim == 2]
-    held = sum(value.nbytes for p in matrices for value in state.optimizer.state[p].values() if value.ndim)
+    held = sum(
+        value.nbytes for p in matrices for value in state.optimizer.state[p].values() if value.ndim
+    )
     assert held <= per_parameter * sum(p.numel() for p in matrices) * 1.001
 
 
@@ -195,12 +268,29 @@ def test_bare_weights_are_in_the_compute_precision():
         assert {p.dtype for p in state.model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(optimizer_in_backward=True), "add --grad_clip 0"), (dict(master_weights="none"), "saves nothing"),
-    (dict(optimizer_in_backward=True, grad_clip=0.0, optimizer="muon"), "each rank decides for its rows"),
-    (dict(optimizer_in_backward=True, grad_clip=0.0, audit_every=5), "--audit_every computes gradients twice"),
-    (dict(offload_optimizer=True, optimizer="adamw_8bit"), "--offload_optimizer keeps fp32 moments"),
-    (dict(offload_optimizer=True, master_weights="none", dtype="bf16"), "drop --master_weights none")])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(optimizer_in_backward=True), "add --grad_clip 0"),
+        (dict(master_weights="none"), "saves nothing"),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, optimizer="muon"),
+            "each rank decides for its rows",
+        ),
+        (
+            dict(optimizer_in_backward=True, grad_clip=0.0, audit_every=5),
+            "--audit_every computes gradients twice",
+        ),
+        (
+            dict(offload_optimizer=True, optimizer="adamw_8bit"),
+            "--offload_optimizer keeps fp32 moments",
+        ),
+        (
+            dict(offload_optimizer=True, master_weights="none", dtype="bf16"),
+            "drop --master_weights none",
+        ),
+    ],
+)
 def test_states_that_exclude_each_other_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         TrainConfig(**BASE | changes)
@@ -220,13 +310,23 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32():
         p.grad = grad
     count = sum(p.numel() for p in step_of)
     value = float(torch.tensor(0.01, dtype=torch.bfloat16))
-    assert float(optim.clip_gradients(state.model, 0)) == pytest.approx(value * math.sqrt(count), rel=1e-5)
+    assert float(optim.clip_gradients(state.model, 0)) == pytest.approx(
+        value * math.sqrt(count), rel=1e-5
+    )
 
 
 def test_a_simulation_beforehand_leaves_the_codes_of_8_bit_moments_as_they_are():
     states._CODES.clear()
     states._values.cache_clear()
-    cfg = TrainConfig(model_size="tiny", model_overrides=("num_layers=1",), context_length=64, optimizer="adamw_8bit", device="cpu")
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=("num_layers=1",),
+        context_length=64,
+        optimizer="adamw_8bit",
+        device="cpu",
+    )
     simulate(cfg, target="cpu")
     code = states._code("exp_avg", torch.device("cpu"))
-    assert type(code) is torch.Tensor and code[0] < -0.99 and code[-1] == 1 and (code.diff() > 0).all()
+    assert (
+        type(code) is torch.Tensor and code[0] < -0.99 and code[-1] == 1 and (code.diff() > 0).all()
+    )

@@ -1,4 +1,6 @@
-"""What stands around a run: locks, signals, exit.json, retried reads, hashed writes. The fault matrix has the rest."""
+"""What stands around a run: locks, signals, exit.json, retried reads, hashed writes. The fault
+matrix has the rest.
+"""
 
 import errno
 import json
@@ -16,7 +18,13 @@ from longhaul.exits import NumericalHalt, StorageError
 from longhaul.saver import Saver, size_of, slow_shutdown
 from longhaul.supervise import Guard, Lock, Signals
 
-CFG = TrainConfig(model_size="tiny", vocab_size=64, context_length=8, dtype="fp32", model_overrides=("num_layers=1",))
+CFG = TrainConfig(
+    model_size="tiny",
+    vocab_size=64,
+    context_length=8,
+    dtype="fp32",
+    model_overrides=("num_layers=1",),
+)
 TOKENS = torch.arange(8)[None]
 
 
@@ -26,16 +34,22 @@ def built(**changes) -> step.TrainState:
 
 
 def batch(rows: int = 1) -> list[dict]:
-    return [dict(tokens_BT=(TOKENS + row) % 64, labels_BT=(TOKENS + row) % 64) for row in range(rows)]
+    return [
+        dict(tokens_BT=(TOKENS + row) % 64, labels_BT=(TOKENS + row) % 64) for row in range(rows)
+    ]
 
 
 # ---- the end of a run
 
 
-@pytest.mark.parametrize("error, code, last", [
-    (ValueError("no: choose another"), 2, "door: error: no: choose another"), (StorageError("full: free space"), 6, "door: error: full: free space"),
-    (exits.WorldError("3 ranks: use 2"), 7, "door: error: 3 ranks: use 2"),
-])
+@pytest.mark.parametrize(
+    "error, code, last",
+    [
+        (ValueError("no: choose another"), 2, "door: error: no: choose another"),
+        (StorageError("full: free space"), 6, "door: error: full: free space"),
+        (exits.WorldError("3 ranks: use 2"), 7, "door: error: 3 ranks: use 2"),
+    ],
+)
 def test_an_error_with_a_code_ends_in_one_line_and_that_code(capsys, error, code, last):
     with pytest.raises(SystemExit) as stop, Guard("door", dist.World()):
         raise error
@@ -54,7 +68,9 @@ def test_exit_json_has_code_cause_remedy_and_step(tmp_path):
         guard.begin(tmp_path, 3)
         guard.step = 5
         raise StorageError("the disk is full: free space")
-    assert json.loads((tmp_path / "exit.json").read_text()) == dict(code=6, cause="the disk is full", remedy="free space", last_step=5)
+    assert json.loads((tmp_path / "exit.json").read_text()) == dict(
+        code=6, cause="the disk is full", remedy="free space", last_step=5
+    )
 
 
 def test_signals_are_put_back_as_they_were():
@@ -92,16 +108,27 @@ def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
 # ---- storage
 
 
-def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(tmp_path, monkeypatch):
+def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(storage, "PIECE", 24)
     monkeypatch.setattr(storage, "BLOCK", 64)
     torch.manual_seed(0)
-    tensors = {"a": torch.randn(5, 7), "b": torch.randn(3).bfloat16(), "c": torch.arange(11, dtype=torch.uint8), "d": torch.randn(4, 6).t(),
-               "e": torch.randn(2, 0)}
+    tensors = {
+        "a": torch.randn(5, 7),
+        "b": torch.randn(3).bfloat16(),
+        "c": torch.arange(11, dtype=torch.uint8),
+        "d": torch.randn(4, 6).t(),
+        "e": torch.randn(2, 0),
+    }
     written = storage.write_tensors(tmp_path / "x.safetensors", tensors)
-    assert written == storage.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(-written["bytes"] // 64)
+    assert written == storage.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(
+        -written["bytes"] // 64
+    )
     loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], value) for name, value in tensors.items())
+    assert loaded.keys() == tensors.keys() and all(
+        torch.equal(loaded[name], value) for name, value in tensors.items()
+    )
 
 
 def failing(times: int, number: int):
@@ -116,7 +143,9 @@ def failing(times: int, number: int):
     return function
 
 
-def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_missing(tmp_path, monkeypatch):
+def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_missing(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     assert storage.retried(failing(3, errno.EIO), tmp_path) == 4
     with pytest.raises(StorageError, match="tried 4 times.*check the disk"):
@@ -125,9 +154,14 @@ def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_miss
         storage.retried(failing(1, errno.ENOENT), tmp_path)
 
 
-def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(tmp_path, monkeypatch):
+def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(storage, "free_bytes", lambda folder: 299)
-    with pytest.raises(ValueError, match=r"has 299 bytes free, and 3 checkpoint\(s\) of this model beside what is there need 300: free space"):
+    with pytest.raises(
+        ValueError,
+        match=r"has 299 bytes free, and 3 checkpoint\(s\) of this model beside what is there need 300: free space",
+    ):
         storage.require_space(tmp_path, 100, keep=2)
     storage.require_space(tmp_path, 99, keep=2)
     for step in (5, 10, 15):
@@ -147,7 +181,9 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tmp_path, optimi
     assert 0 <= written - size_of(state.cfg, state.cfg.model()) < 8192  # the header
 
 
-def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong_later(tmp_path, monkeypatch):
+def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong_later(
+    tmp_path, monkeypatch
+):
     state, said = built(), []
     step.train_step(state, batch())
     expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
@@ -164,15 +200,22 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
     step.train_step(state, batch())
     saver.wait()
     saved = load_file(next((tmp_path / "step-00000001").glob("*.safetensors")))
-    assert started and said and all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
+    assert (
+        started
+        and said
+        and all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
+    )
     monkeypatch.setattr(storage, "rename", lambda old, new: failing(9, errno.ENOSPC)())
     saver.save(state, {})
     with pytest.raises(StorageError, match="bytes"):
         saver.wait()
 
 
-def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
+    tmp_path, monkeypatch, capsys
+):
     from longhaul import checkpoint
+
     state, broken = built(), []
     step.train_step(state, batch())
     original = checkpoint.write
@@ -185,7 +228,10 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(tmp
 
     monkeypatch.setattr(checkpoint, "write", write)
     Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None).save(state, {})
-    assert checkpoint.latest(tmp_path).name == "step-00000001" and (tmp_path / "step-00000001.corrupt").exists()
+    assert (
+        checkpoint.latest(tmp_path).name == "step-00000001"
+        and (tmp_path / "step-00000001.corrupt").exists()
+    )
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
 
 
@@ -209,7 +255,9 @@ def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
 def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypatch):
     plain, audited = built(), built()
     assert step.train_step(plain, batch(2)).loss == audit.audited_step(audited, batch(2)).loss
-    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), audited.model.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.model.parameters(), audited.model.parameters())
+    )
     original, calls = step.gradients, []
 
     def gradients(state, *args):

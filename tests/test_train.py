@@ -1,4 +1,6 @@
-"""train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in one line."""
+"""train.py as a user runs it: metrics, resume after kill -9, plans and refusals, every bad input in
+one line.
+"""
 
 import contextlib
 import dataclasses
@@ -22,17 +24,52 @@ from longhaul.memory import plan as planner
 from scripts import generate as generate_script
 
 ROOT = Path(__file__).parent.parent
-SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=64", "num_layers=2", "num_heads=4", "num_kv_heads=2", "head_dim=16",
-         "ffn_size=96", "--vocab_size", "1024", "--context_length", "64", "--warmup_steps", "2", "--eval_every", "4", "--eval_rows", "1",
-         "--dtype", "fp32", "--device", "cpu"]
+SMALL = [
+    "--model_size",
+    "tiny",
+    "--model_overrides",
+    "hidden_size=64",
+    "num_layers=2",
+    "num_heads=4",
+    "num_kv_heads=2",
+    "head_dim=16",
+    "ffn_size=96",
+    "--vocab_size",
+    "1024",
+    "--context_length",
+    "64",
+    "--warmup_steps",
+    "2",
+    "--eval_every",
+    "4",
+    "--eval_rows",
+    "1",
+    "--dtype",
+    "fp32",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A dataset of this repository's own sources."""
     folder = tmp_path_factory.mktemp("data")
-    command = [sys.executable, "-m", "data.prepare", "--input", "longhaul", "data", "model.py", "--output", str(folder / "set"),
-               "--vocab_size", "1024", "--val_fraction", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--input",
+        "longhaul",
+        "data",
+        "model.py",
+        "--output",
+        str(folder / "set"),
+        "--vocab_size",
+        "1024",
+        "--val_fraction",
+        "0.1",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return str(folder / "set")
 
@@ -56,7 +93,9 @@ def final_weights(out) -> dict:
 
 
 def losses(out) -> list[float]:
-    return [json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +115,30 @@ def test_every_step_is_one_object_of_metrics_jsonl(finished):
 
 def test_the_run_folder_holds_settings_tokenizer_tensorboard_and_the_newest_checkpoints(finished):
     assert {path.name for path in finished.iterdir()} == {
-        "run.json", "exit.json", "tokenizer.model", "metrics.jsonl", "tensorboard", "step-00000006", "step-00000008"}
+        "run.json",
+        "exit.json",
+        "tokenizer.model",
+        "metrics.jsonl",
+        "tensorboard",
+        "step-00000006",
+        "step-00000008",
+    }
     assert json.loads((finished / "run.json").read_text())["config"]["max_steps"] == 8
 
 
 def test_tensorboard_has_losses_validation_text_and_settings(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(finished / "tensorboard")).Reload()
-    assert {"train/loss", "train/perplexity", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/mem_gib",
-            "validation/loss"} <= set(events.Tags()["scalars"])
+    assert {
+        "train/loss",
+        "train/perplexity",
+        "train/lr",
+        "train/grad_norm",
+        "train/tokens_per_s",
+        "train/mem_gib",
+        "validation/loss",
+    } <= set(events.Tags()["scalars"])
     assert len(events.Scalars("train/loss")) == 8
     assert {"sample/text_summary", "config/text_summary"} <= set(events.Tags()["tensors"])
 
@@ -103,13 +157,22 @@ def test_a_run_that_is_extended_continues_where_it_ended(data, tmp_path, finishe
     whole = tmp_path / "whole"
     train.main(command(data, whole, "--max_steps", "6", "--schedule", "constant"))
     assert losses(out) == losses(whole)
-    assert all(torch.equal(value, final_weights(whole)[name]) for name, value in final_weights(out).items())
+    assert all(
+        torch.equal(value, final_weights(whole)[name]) for name, value in final_weights(out).items()
+    )
 
 
 def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen([*launcher, "train.py", *args], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                            text=True, start_new_session=True)
+    return subprocess.Popen(
+        [*launcher, "train.py", *args],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for_step(out, step: int, process: subprocess.Popen):
@@ -132,7 +195,9 @@ def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_b
     assert whole.wait(300) == 0, whole.communicate()[0]
     process = start(command(data, killed, *args), TORCHRUN)
     wait_for_step(killed, 24, process)
-    subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)  # torchrun's ranks lead sessions of their own
+    subprocess.run(
+        ["pkill", "-KILL", "-f", str(killed)], check=True
+    )  # torchrun's ranks lead sessions of their own
     process.wait()
     assert not (killed / "step-00000100").exists()
     again = start(command(data, killed, *args), TORCHRUN)
@@ -145,28 +210,84 @@ def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_b
 
 @pytest.mark.slow
 def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(data, tmp_path):
-    args = ["--save_every", "3", "--eval_every", "0", "--schedule", "constant", "--gradient_accumulation_steps", "2"]
+    args = [
+        "--save_every",
+        "3",
+        "--eval_every",
+        "0",
+        "--schedule",
+        "constant",
+        "--gradient_accumulation_steps",
+        "2",
+    ]
     two = start(command(data, tmp_path / "run", *args, "--max_steps", "3"), TORCHRUN)
     assert two.wait(300) == 0, two.communicate()[0]
     train.main(command(data, tmp_path / "run", *args, "--max_steps", "6"))
-    train.main(command(data, tmp_path / "whole", "--save_every", "3", "--eval_every", "0", "--schedule", "constant",
-                       "--global_batch_size", "4", "--max_steps", "6"))
-    torch.testing.assert_close(losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0)
+    train.main(
+        command(
+            data,
+            tmp_path / "whole",
+            "--save_every",
+            "3",
+            "--eval_every",
+            "0",
+            "--schedule",
+            "constant",
+            "--global_batch_size",
+            "4",
+            "--max_steps",
+            "6",
+        )
+    )
+    torch.testing.assert_close(
+        losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0
+    )
 
 
 def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
-    sparse = ("--attention_type", "nsa", "--nsa", "cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16", "kv=separate",
-              "--schedule", "constant", "--save_every", "2", "--eval_every", "2")
+    sparse = (
+        "--attention_type",
+        "nsa",
+        "--nsa",
+        "cmp_block=8",
+        "cmp_stride=4",
+        "sel_block=8",
+        "sel_count=4",
+        "window=16",
+        "kv=separate",
+        "--schedule",
+        "constant",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "2",
+    )
     for out, stops in (("whole", ["4"]), ("parts", ["2", "4"])):
         for stop in stops:
             train.main(command(data, tmp_path / out, *sparse, "--max_steps", stop))
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     weights = final_weights(tmp_path / "whole")
     assert any(".sparse." in name for name in weights)
-    assert all(torch.equal(value, final_weights(tmp_path / "parts")[name]) for name, value in weights.items())
+    assert all(
+        torch.equal(value, final_weights(tmp_path / "parts")[name])
+        for name, value in weights.items()
+    )
     assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
-    assert "nsa.window: 16 there, 32 here" in refusal(command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys)
-    generate_script.main(["--checkpoint", str(tmp_path / "whole"), "--prompt", "import torch, and then " * 9, "--max_new_tokens", "5", "--device", "cpu"])
+    assert "nsa.window: 16 there, 32 here" in refusal(
+        command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys
+    )
+    generate_script.main(
+        [
+            "--checkpoint",
+            str(tmp_path / "whole"),
+            "--prompt",
+            "import torch, and then " * 9,
+            "--max_new_tokens",
+            "5",
+            "--device",
+            "cpu",
+        ]
+    )
     assert "tokens/s" in capsys.readouterr().err
 
 
@@ -187,30 +308,58 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
 # ---- bad input
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
-    (["--context-length", "0"], "--context_length 0 is out of range: give a number of at least 1"),
-    (["--context_length", "many"], "argument --context_length"),
-    (["--model_overrides", "num_kv_heads=3"], "not divisible by num_kv_heads=3: choose num_kv_heads from [1, 2, 4, 8]"),
-    (["--model_overrides", "heads=3"], "--model_overrides 'heads=3': give name=value with a name of vocab_size"),
-    (["--model_size", "5B"], "invalid choice: '5B'"),
-    (["--vocab_size", "100"], "has a vocabulary of 1024, more than the model's 100: use --vocab_size 1024"),
-    (["--data", "/nonexistent"], "/nonexistent"),
-    (["--global_batch_size", "3", "--batch_size", "2"], "--global_batch_size 3 is not divisible by 1 ranks x --batch_size 2"),
-    (["--gradient_accumulation_steps", "1000000"], "fewer than one global batch of 1000000"),
-    (["--device", "cuda"], "torch sees no GPU here"),
-    (["--resume", "/nonexistent"], "is not a readable checkpoint"),
-    (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
-    (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
-    (["--beta1", "1"], "--beta1 1.0 is out of range"), (["--adam_eps", "-1"], "--adam_eps -1.0 is not positive"),
-    (["--attention_type", "nsa", "--nsa", "window=0"], "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window"),
-    (["--nsa", "windows=9"], "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block"),
-    (["--model_overrides", "nsa=1"], "use the flag --nsa"),
-    (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
-    (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
-    (["stray"], "'stray' stands alone"),
-], ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_bad_input_is_answered_in_one_line_that_names_the_remedy(data, tmp_path, capsys, flags, words):
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+        (
+            ["--context-length", "0"],
+            "--context_length 0 is out of range: give a number of at least 1",
+        ),
+        (["--context_length", "many"], "argument --context_length"),
+        (
+            ["--model_overrides", "num_kv_heads=3"],
+            "not divisible by num_kv_heads=3: choose num_kv_heads from [1, 2, 4, 8]",
+        ),
+        (
+            ["--model_overrides", "heads=3"],
+            "--model_overrides 'heads=3': give name=value with a name of vocab_size",
+        ),
+        (["--model_size", "5B"], "invalid choice: '5B'"),
+        (
+            ["--vocab_size", "100"],
+            "has a vocabulary of 1024, more than the model's 100: use --vocab_size 1024",
+        ),
+        (["--data", "/nonexistent"], "/nonexistent"),
+        (
+            ["--global_batch_size", "3", "--batch_size", "2"],
+            "--global_batch_size 3 is not divisible by 1 ranks x --batch_size 2",
+        ),
+        (["--gradient_accumulation_steps", "1000000"], "fewer than one global batch of 1000000"),
+        (["--device", "cuda"], "torch sees no GPU here"),
+        (["--resume", "/nonexistent"], "is not a readable checkpoint"),
+        (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
+        (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
+        (["--beta1", "1"], "--beta1 1.0 is out of range"),
+        (["--adam_eps", "-1"], "--adam_eps -1.0 is not positive"),
+        (
+            ["--attention_type", "nsa", "--nsa", "window=0"],
+            "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window",
+        ),
+        (
+            ["--nsa", "windows=9"],
+            "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block",
+        ),
+        (["--model_overrides", "nsa=1"], "use the flag --nsa"),
+        (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
+        (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
+        (["stray"], "'stray' stands alone"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_answered_in_one_line_that_names_the_remedy(
+    data, tmp_path, capsys, flags, words
+):
     if "--device" in flags and torch.cuda.is_available():
         pytest.skip("this machine has a GPU, so --device cuda is no bad input")
     assert words in refusal(command(data, tmp_path / "run", *flags), capsys)
@@ -219,11 +368,25 @@ def test_bad_input_is_answered_in_one_line_that_names_the_remedy(data, tmp_path,
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, where Triton runs")
 def test_triton_without_a_gpu_is_refused_before_anything_is_written(data, tmp_path):
-    pytest.importorskip("triton", reason="triton is not installed: its refusal on a CPU is not tested")
-    done = subprocess.run([sys.executable, "train.py", *command(data, tmp_path / "run", "--kernels", "triton")], cwd=ROOT, capture_output=True,
-                          text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
-    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
-    assert "kernels='triton' was given torch.float32 on cpu" in done.stderr and "choose kernels='auto' or 'torch'" in done.stderr
+    pytest.importorskip(
+        "triton", reason="triton is not installed: its refusal on a CPU is not tested"
+    )
+    done = subprocess.run(
+        [sys.executable, "train.py", *command(data, tmp_path / "run", "--kernels", "triton")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert (
+        done.returncode == 2
+        and len(done.stderr.strip().splitlines()) == 1
+        and not (tmp_path / "run").exists()
+    )
+    assert (
+        "kernels='triton' was given torch.float32 on cpu" in done.stderr
+        and "choose kernels='auto' or 'torch'" in done.stderr
+    )
 
 
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
@@ -237,27 +400,57 @@ def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
 def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monkeypatch):
     """Two documents of 600 and 400 tokens; the sums over queries are written out."""
     from data.loader import Batch
-    cfg = TrainConfig(model_size="tiny", attention_type=attention, context_length=1000, dtype="fp32")
+
+    cfg = TrainConfig(
+        model_size="tiny", attention_type=attention, context_length=1000, dtype="fp32"
+    )
     run = train.Run.__new__(train.Run)
     run.cfg, run.config, run.device = cfg, cfg.model(), torch.device("cpu")
     positions = torch.cat((torch.arange(600), torch.arange(400)))[None].numpy()
-    rows = Batch(tokens=positions, labels=positions, positions=positions, doc_ids=positions, num_valid=1000)
+    rows = Batch(
+        tokens=positions, labels=positions, positions=positions, doc_ids=positions, num_valid=1000
+    )
     pairs = 600 * 601 / 2 + 400 * 401 / 2
-    if attention == "nsa":  # compressed blocks of 32 every 16; 16 blocks of 64 hold all; a window of 512
-        pairs += sum((t + 1 - 32) // 16 + 1 for n in (600, 400) for t in range(31, n)) + sum(min(t + 1, 512) for n in (600, 400) for t in range(n))
+    if (
+        attention == "nsa"
+    ):  # compressed blocks of 32 every 16; 16 blocks of 64 hold all; a window of 512
+        pairs += sum((t + 1 - 32) // 16 + 1 for n in (600, 400) for t in range(31, n)) + sum(
+            min(t + 1, 512) for n in (600, 400) for t in range(n)
+        )
     monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: None)
     assert run._mfu(rows, 2.0) is None
     monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: 1e12)
-    assert run._mfu(rows, 2.0) == pytest.approx(train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12)
-    run.cfg = dataclasses.replace(cfg, context_parallel_size=2)  # two ranks did the work of these rows
-    assert run._mfu(rows, 2.0) == pytest.approx(train_flops(run.config, 1000, pairs) / 2.0 / 2e12, rel=1e-12)
+    assert run._mfu(rows, 2.0) == pytest.approx(
+        train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12
+    )
+    run.cfg = dataclasses.replace(
+        cfg, context_parallel_size=2
+    )  # two ranks did the work of these rows
+    assert run._mfu(rows, 2.0) == pytest.approx(
+        train_flops(run.config, 1000, pairs) / 2.0 / 2e12, rel=1e-12
+    )
 
 
 def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):
-    train.main(command(data, tmp_path, "--max_steps", "1", "--schedule", "constant", "--eval_every", "0"))
+    train.main(
+        command(data, tmp_path, "--max_steps", "1", "--schedule", "constant", "--eval_every", "0")
+    )
     record = json.loads((tmp_path / "run.json").read_text())
     assert not [name for name in record["identity"] if name.startswith("nsa")]
-    train.main(command(data, tmp_path, "--max_steps", "2", "--schedule", "constant", "--eval_every", "0", "--nsa", "window=32"))
+    train.main(
+        command(
+            data,
+            tmp_path,
+            "--max_steps",
+            "2",
+            "--schedule",
+            "constant",
+            "--eval_every",
+            "0",
+            "--nsa",
+            "window=32",
+        )
+    )
     assert len(losses(tmp_path)) == 2
 
 
@@ -267,17 +460,29 @@ def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_another_run(finished, data, tmp_path, capsys):
-    line = refusal(command(data, finished, "--resume", str(finished / "step-00000006"), "--max_steps", "9"), capsys)
+def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_another_run(
+    finished, data, tmp_path, capsys
+):
+    line = refusal(
+        command(data, finished, "--resume", str(finished / "step-00000006"), "--max_steps", "9"),
+        capsys,
+    )
     assert "holds step-00000008, which is newer" in line
-    branch = command(data, tmp_path / "branch", "--resume", str(finished / "step-00000006"), "--save_every", "1")
+    branch = command(
+        data, tmp_path / "branch", "--resume", str(finished / "step-00000006"), "--save_every", "1"
+    )
     train.main([*branch, "--max_steps", "7"])
     train.main([*branch, "--max_steps", "8"])  # the same command goes on where it stopped
-    assert "resumed" in (said := capsys.readouterr().out) and str(tmp_path / "branch" / "step-00000007") in said
+    assert (
+        "resumed" in (said := capsys.readouterr().out)
+        and str(tmp_path / "branch" / "step-00000007") in said
+    )
     train.main(command(data, tmp_path / "other", "--max_steps", "2", "--seed", "1"))
     log = (tmp_path / "other" / "metrics.jsonl").read_text()
     capsys.readouterr()
-    assert "seed: 1 there, 0 here" in refusal(command(data, tmp_path / "other", "--resume", str(finished / "step-00000006")), capsys)
+    assert "seed: 1 there, 0 here" in refusal(
+        command(data, tmp_path / "other", "--resume", str(finished / "step-00000006")), capsys
+    )
     assert (tmp_path / "other" / "metrics.jsonl").read_text() == log
 
 
@@ -296,24 +501,47 @@ def test_where_every_checkpoint_is_damaged_nothing_is_started_over(data, tmp_pat
     manifest = out / "step-00000002" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 1'))
     capsys.readouterr()
-    assert "no checkpoint is usable" in refusal(command(data, out, "--max_steps", "4"), capsys, code=4)
+    assert "no checkpoint is usable" in refusal(
+        command(data, out, "--max_steps", "4"), capsys, code=4
+    )
     assert len(losses(out)) == 2
 
 
 def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
     train.main(command(data, tmp_path / "run", "--max_steps", "2"))
     capsys.readouterr()
-    assert "--lr 0.0003 there, 0.01 here" in refusal(command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"), capsys)
-    train.main(command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01", "--override_settings"))
+    assert "--lr 0.0003 there, 0.01 here" in refusal(
+        command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"), capsys
+    )
+    train.main(
+        command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01", "--override_settings")
+    )
     out = capsys.readouterr().out
-    assert "changed since the checkpoint: lr 0.0003 -> 0.01" in out and "changed since the checkpoint: max_steps 2 -> 3" in out
+    assert (
+        "changed since the checkpoint: lr 0.0003 -> 0.01" in out
+        and "changed since the checkpoint: max_steps 2 -> 3" in out
+    )
     assert "changed since the checkpoint: output_dir" not in out
 
 
 def test_settings_without_effect_are_named(data, tmp_path, capsys):
-    train.main(command(data, tmp_path / "run", "--max_steps", "1", "--decay_fraction", "0.5", "--documents", "file"))
+    train.main(
+        command(
+            data,
+            tmp_path / "run",
+            "--max_steps",
+            "1",
+            "--decay_fraction",
+            "0.5",
+            "--documents",
+            "file",
+        )
+    )
     out = capsys.readouterr().out
-    assert "warning: --decay_fraction 0.5 has no effect" in out and "warning: --documents file has no effect" in out
+    assert (
+        "warning: --decay_fraction 0.5 has no effect" in out
+        and "warning: --documents file has no effect" in out
+    )
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_trains_and_samples(data, tmp_path):
@@ -321,37 +549,79 @@ def test_a_vocabulary_larger_than_the_tokenizers_trains_and_samples(data, tmp_pa
     assert len(losses(tmp_path / "run")) == 4
 
 
-def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(data, tmp_path, capsys, monkeypatch):
+def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
+    data, tmp_path, capsys, monkeypatch
+):
     from longhaul import optim
+
     monkeypatch.setattr(optim, "clip_gradients", lambda model, largest: torch.tensor(torch.nan))
     train.main(command(data, tmp_path / "run", "--max_steps", "2"))
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     captured = capsys.readouterr()
     assert [record["grad_norm"] for record in records] == [None, None]
-    assert "step 1: the gradient is NaN or infinite, so no rank changed a weight" in captured.out + captured.err
+    assert (
+        "step 1: the gradient is NaN or infinite, so no rank changed a weight"
+        in captured.out + captured.err
+    )
 
 
-def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(finished, data, tmp_path, capsys):
-    prepare = [sys.executable, "-m", "data.prepare", "--input", "tests", "--output", str(tmp_path / "other"), "--vocab_size", "900"]
+def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(
+    finished, data, tmp_path, capsys
+):
+    prepare = [
+        sys.executable,
+        "-m",
+        "data.prepare",
+        "--input",
+        "tests",
+        "--output",
+        str(tmp_path / "other"),
+        "--vocab_size",
+        "900",
+    ]
     subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    line = refusal(command(str(tmp_path / "other"), tmp_path / "new", "--resume", str(finished / "step-00000008")), capsys)
+    line = refusal(
+        command(
+            str(tmp_path / "other"), tmp_path / "new", "--resume", str(finished / "step-00000008")
+        ),
+        capsys,
+    )
     assert "tokenizer: " in line and "holds another run" in line
 
 
-@pytest.mark.parametrize("text, words", [
-    ("contxt_length = 3", "unknown key 'contxt_length': did you mean 'context_length'?"), ("context_length = 'x'", "give a int"),
-    ("context_length =", "--config"), ("loss = 'fast'", "choose one of auto, standard, chunked"), ("lr = true", "give a float"),
-])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("contxt_length = 3", "unknown key 'contxt_length': did you mean 'context_length'?"),
+        ("context_length = 'x'", "give a int"),
+        ("context_length =", "--config"),
+        ("loss = 'fast'", "choose one of auto, standard, chunked"),
+        ("lr = true", "give a float"),
+    ],
+)
 def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):
     (tmp_path / "c.toml").write_text(text)
     assert words in refusal(["--config", str(tmp_path / "c.toml")], capsys)
 
 
 def test_flags_win_over_the_toml_file_and_aliases_work_in_both(tmp_path, capsys):
-    (tmp_path / "c.toml").write_text("[model]\nmodel_size = 'tiny'\nseq_len = 256\n[optimisation]\nlearning_rate = 1\n")
+    (tmp_path / "c.toml").write_text(
+        "[model]\nmodel_size = 'tiny'\nseq_len = 256\n[optimisation]\nlearning_rate = 1\n"
+    )
     with contextlib.suppress(SystemExit):
-        train.main(["--config", str(tmp_path / "c.toml"), "--micro-batch-size", "3", "--max_seq_len=128", "--plan", "--device", "cpu"])
+        train.main(
+            [
+                "--config",
+                str(tmp_path / "c.toml"),
+                "--micro-batch-size",
+                "3",
+                "--max_seq_len=128",
+                "--plan",
+                "--device",
+                "cpu",
+            ]
+        )
     assert "context 128" in capsys.readouterr().out
 
 
@@ -377,7 +647,10 @@ def test_a_request_that_cannot_fit_ends_with_the_closest_command(tmp_path, capsy
 TOO_SMALL_FOR_4B = planner.host_available_bytes() < 500 * 2**30  # one rank needs 520 GiB (computed)
 
 
-@pytest.mark.skipif(not TOO_SMALL_FOR_4B, reason="this machine may hold the 4B at 131,072 tokens, so nothing is refused")
+@pytest.mark.skipif(
+    not TOO_SMALL_FOR_4B,
+    reason="this machine may hold the 4B at 131,072 tokens, so nothing is refused",
+)
 def test_under_torchrun_the_closest_command_is_the_last_text_on_screen():
     process = start(REQUEST, TORCHRUN)
     output, _ = process.communicate(timeout=300)
@@ -389,13 +662,19 @@ def test_under_torchrun_the_closest_command_is_the_last_text_on_screen():
 def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main([*SMALL, "--plan", "--output_dir", str(tmp_path / "run")])
-    assert stop.value.code == 0 and "GiB per rank" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    assert (
+        stop.value.code == 0
+        and "GiB per rank" in capsys.readouterr().out
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_a_wrong_flag_under_torchrun_ends_with_its_remedy():
     output, _ = start(["--learning_rat", "1"], TORCHRUN).communicate(timeout=300)
     last = [line.strip() for line in output.splitlines() if line.strip().strip("=")][-1]
-    assert last.endswith("unknown flag --learning_rat: did you mean --learning_rate? (--help lists all)"), output
+    assert last.endswith(
+        "unknown flag --learning_rat: did you mean --learning_rate? (--help lists all)"
+    ), output
 
 
 def test_a_smaller_model_is_proposed_with_room_for_the_datas_vocabulary(capsys, monkeypatch):
@@ -411,12 +690,23 @@ def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys):
         train.main(line)
     assert stop.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "--gradient_accumulation_steps 400000" in last and "--batch_size" not in last and "num_layers=2" in last
+    assert (
+        "--gradient_accumulation_steps 400000" in last
+        and "--batch_size" not in last
+        and "num_layers=2" in last
+    )
 
 
 def test_the_printed_command_gives_the_same_settings_back():
     from longhaul import cli
-    cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full", compile=True, model_overrides=("num_layers=2", "head_dim=16"), lr=0.5,
-                      output_dir="my runs")
+
+    cfg = TrainConfig(
+        model_size="tiny",
+        gradient_checkpointing="full",
+        compile=True,
+        model_overrides=("num_layers=2", "head_dim=16"),
+        lr=0.5,
+        output_dir="my runs",
+    )
     words = shlex.split(planner.command(cfg, dist.World()))
     assert words[:2] == ["python", "train.py"] and cli.parse(TrainConfig, words[2:]) == cfg

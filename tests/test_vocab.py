@@ -1,4 +1,5 @@
 """vocab_stats and gumbel_topk against the dense float64 formulas."""
+
 import math
 
 import pytest
@@ -19,8 +20,14 @@ def dense(h, w, y, reference, temperature=1.0, product=exact):
     z, r = product(h, w) / temperature, product(*reference) / temperature
     lp, lq = z.log_softmax(1), r.log_softmax(1)
     p, q, V = lp.exp(), lq.exp(), z.shape[1]
-    return {"logprob": lp.gather(1, y[:, None])[:, 0], "lse": z.logsumexp(1), "entropy": -(p * lp).sum(1),
-            "self_certainty": -lp.mean(1) - math.log(V), "kl_ref": (p * (lp - lq)).sum(1), "kl_from_ref": (q * (lq - lp)).sum(1)}
+    return {
+        "logprob": lp.gather(1, y[:, None])[:, 0],
+        "lse": z.logsumexp(1),
+        "entropy": -(p * lp).sum(1),
+        "self_certainty": -lp.mean(1) - math.log(V),
+        "kl_ref": (p * (lp - lq)).sum(1),
+        "kl_from_ref": (q * (lq - lp)).sum(1),
+    }
 
 
 def inputs(N=37, V=211, D=24, dtype=torch.float32, seed=0):
@@ -38,7 +45,15 @@ def test_every_value_and_gradient_equals_float64(tiles, temperature):
     h, w, y, reference = inputs()
     h.requires_grad_(), w.requires_grad_()
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
-    got = vocab_stats(h, w, y, reference=reference, temperature=temperature, token_tile=tiles[0], vocab_tile=tiles[1])
+    got = vocab_stats(
+        h,
+        w,
+        y,
+        reference=reference,
+        temperature=temperature,
+        token_tile=tiles[0],
+        vocab_tile=tiles[1],
+    )
     want = dense(hd, wd, y, reference, temperature)
     g = torch.Generator().manual_seed(1)
     for name in NAMES:
@@ -56,7 +71,9 @@ def test_gradcheck_of_all_together():
     h, w, y, reference = inputs(5, 11, 3, torch.float64)
     y[3] = -100
     h.requires_grad_(), w.requires_grad_()
-    f = lambda h, w: torch.stack(vocab_stats(h, w, y, reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)[:6])
+    f = lambda h, w: torch.stack(
+        vocab_stats(h, w, y, reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)[:6]
+    )
     assert torch.autograd.gradcheck(f, (h, w))
 
 
@@ -65,7 +82,9 @@ def test_one_backward_serves_a_sum_of_everything():
     h.requires_grad_(), w.requires_grad_()
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
     total = lambda s: sum((i + 1) * (v * v).sum() for i, v in enumerate(s))
-    got = torch.autograd.grad(total(vocab_stats(h, w, y, reference=reference, vocab_tile=50)[:6]), (h, w))
+    got = torch.autograd.grad(
+        total(vocab_stats(h, w, y, reference=reference, vocab_tile=50)[:6]), (h, w)
+    )
     want = torch.autograd.grad(total(dense(hd, wd, y, reference, 1.0).values()), (hd, wd))
     for a, b in zip(got, want):
         assert (a - b).norm() / b.norm() < 1e-6
@@ -87,7 +106,11 @@ def test_offsets_of_1e4_cancel():
     shift = torch.full((len(h), 1), 1e4)
     h1, w1 = torch.cat([h, shift], 1), torch.cat([w, torch.ones(len(w), 1)], 1)
     got, want = vocab_stats(h1, w1, y, vocab_tile=50), dense(h1, w1, y, reference, 1.0)
-    for name in ("logprob", "entropy", "self_certainty"):  # the fp32 logits themselves are good to 1e-3 at 1e4
+    for name in (
+        "logprob",
+        "entropy",
+        "self_certainty",
+    ):  # the fp32 logits themselves are good to 1e-3 at 1e4
         assert (getattr(got, name) - want[name]).abs().max() < 4e-3, name
 
 
@@ -100,10 +123,15 @@ def test_equal_policies_have_no_divergence():
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_bf16_errors_are_at_most_105_percent_of_those_of_full_bf16_logits(kernels):
     h, w, y, reference = inputs(300, 1000, 32, torch.bfloat16)
-    got, want = vocab_stats(h, w, y, reference=reference, vocab_tile=300, kernels=kernels), dense(h, w, y, reference)
+    got, want = (
+        vocab_stats(h, w, y, reference=reference, vocab_tile=300, kernels=kernels),
+        dense(h, w, y, reference),
+    )
     plain = dense(h, w, y, reference, product=lambda a, b: (a @ b.T).float())
     for name in NAMES:
-        assert (getattr(got, name) - want[name]).norm() <= 1.05 * (plain[name] - want[name]).norm(), name
+        assert (getattr(got, name) - want[name]).norm() <= 1.05 * (
+            plain[name] - want[name]
+        ).norm(), name
 
 
 def test_works_inside_a_full_graph_compile():
@@ -114,18 +142,30 @@ def test_works_inside_a_full_graph_compile():
         s = vocab_stats(h * 1.0, w, y, reference=reference, vocab_tile=50)
         return s.logprob.sum() + s.entropy.sum() + s.kl_ref.sum()
 
-    (a,), (b,) = torch.autograd.grad(f(h), h), torch.autograd.grad(torch.compile(f, fullgraph=True)(h), h)
+    (a,), (b,) = (
+        torch.autograd.grad(f(h), h),
+        torch.autograd.grad(torch.compile(f, fullgraph=True)(h), h),
+    )
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_the_seeds_chunked_self_certainty_is_off_by_the_log_of_its_chunks():
-    """Negative control: averaging KL(U || p) of separately normalised vocabulary chunks is another quantity."""
+    """Negative control: averaging KL(U || p) of separately normalised vocabulary chunks is another
+    quantity.
+    """
     h, w, _, _ = inputs(V=256)
     z, chunks = (h @ w.T).double(), 8
-    seed = torch.stack([c.logsumexp(1) - c.mean(1) - math.log(c.shape[1]) for c in z.chunk(chunks, 1)]).mean(0)
+    seed = torch.stack(
+        [c.logsumexp(1) - c.mean(1) - math.log(c.shape[1]) for c in z.chunk(chunks, 1)]
+    ).mean(0)
     error = (vocab_stats(h, w).self_certainty - seed).abs()
-    seed_unnormalised = torch.stack([c.logsumexp(1) - c.mean(1) - math.log(z.shape[1]) for c in z.chunk(chunks, 1)]).mean(0)
-    assert error.max() > 1e-2 and (vocab_stats(h, w).self_certainty - seed_unnormalised).min() >= math.log(chunks) - 1e-4
+    seed_unnormalised = torch.stack(
+        [c.logsumexp(1) - c.mean(1) - math.log(z.shape[1]) for c in z.chunk(chunks, 1)]
+    ).mean(0)
+    assert (
+        error.max() > 1e-2
+        and (vocab_stats(h, w).self_certainty - seed_unnormalised).min() >= math.log(chunks) - 1e-4
+    )
 
 
 def test_topk_equals_the_dense_topk_and_noise_only_reorders():
@@ -137,12 +177,18 @@ def test_topk_equals_the_dense_topk_and_noise_only_reorders():
     index, logit, key = gumbel_topk(h, w, 9, temperature=0.5, noise_NV=noise, vocab_tile=20)
     assert torch.equal(index, (z + noise).topk(9, 1).indices)
     torch.testing.assert_close(logit, z.gather(1, index), rtol=1e-5, atol=1e-5)
-    assert torch.equal(gumbel_topk(h, w, len(w), vocab_tile=20)[0].sort(1).values, torch.arange(len(w)).expand(len(h), -1))
+    assert torch.equal(
+        gumbel_topk(h, w, len(w), vocab_tile=20)[0].sort(1).values,
+        torch.arange(len(w)).expand(len(h), -1),
+    )
 
 
 def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_full_logits():
     g = torch.Generator().manual_seed(0)
-    h, w = torch.randn(512, 16, generator=g).bfloat16(), torch.randn(151_936, 16, generator=g).bfloat16()
+    h, w = (
+        torch.randn(512, 16, generator=g).bfloat16(),
+        torch.randn(151_936, 16, generator=g).bfloat16(),
+    )
 
     def full(hidden):
         z = (hidden @ w.T).float()
@@ -152,7 +198,10 @@ def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_ful
         hidden = h.detach().requires_grad_()
         return torch.autograd.grad(statistic(hidden).sum(), hidden)
 
-    plain, ours = (peak_bytes(lambda: gradient(f), torch.device("cpu")) for f in (full, lambda hidden: vocab_stats(hidden, w).self_certainty))
+    plain, ours = (
+        peak_bytes(lambda: gradient(f), torch.device("cpu"))
+        for f in (full, lambda hidden: vocab_stats(hidden, w).self_certainty)
+    )
     assert plain > 50 * ours
 
 
@@ -188,7 +237,14 @@ def test_gumbel_samples_follow_the_softmax():
     assert (index[:, 0] != index[:, 1]).all()
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=0.0), dict(vocab_tile=0), dict(reference=(torch.zeros(37, 2), torch.zeros(5, 2)))])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(temperature=0.0),
+        dict(vocab_tile=0),
+        dict(reference=(torch.zeros(37, 2), torch.zeros(5, 2))),
+    ],
+)
 def test_bad_input_is_named(bad):
     h, w, y, _ = inputs()
     with pytest.raises(ValueError):

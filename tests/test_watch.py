@@ -23,50 +23,89 @@ def arguments(data: str, out, *more: str) -> list[str]:  # noqa: F811
 def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_path, capsys):  # noqa: F811
     train.main(arguments(data, tmp_path / "run"))
     captured = capsys.readouterr()
-    line = next(line for line in (captured.out + captured.err).splitlines() if "step 2: peak of a step" in line)
+    line = next(
+        line
+        for line in (captured.out + captured.err).splitlines()
+        if "step 2: peak of a step" in line
+    )
     assert "planned 0.4" in line and "of resident memory" in line
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(CUDA), RuntimeError(CPU)], ids=["cuda", "cpu"])
-def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_are_told(error, data, tmp_path, capsys, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError(CUDA), RuntimeError(CPU)], ids=["cuda", "cpu"]
+)
+def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_are_told(
+    error, data, tmp_path, capsys, monkeypatch
+):  # noqa: F811
     def fails(*args):
         raise error
+
     monkeypatch.setattr(optim, "clip_gradients", fails)
     with pytest.raises(SystemExit) as stop:
         train.main(arguments(data, tmp_path / "run", "--batch_size", "2"))
     lines = capsys.readouterr().err.strip().splitlines()
     words = "\n".join(lines)
-    assert stop.value.code == 1 and "out of memory in gradient norm: an allocation of 37.09" in words
+    assert (
+        stop.value.code == 1 and "out of memory in gradient norm: an allocation of 37.09" in words
+    )
     row = next(line for line in lines if line.split()[:2] == ["gradient", "norm"])
     assert len(row.split()) == 4 and all(float(value) > 0.1 for value in row.split()[2:])
     assert lines[-1] == "nothing of longhaul fits here"
 
 
-def test_the_smallest_change_is_a_lever_before_it_is_a_smaller_model(data, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_the_smallest_change_is_a_lever_before_it_is_a_smaller_model(
+    data, tmp_path, capsys, monkeypatch
+):  # noqa: F811
     def fails(*args):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+        )
+
     monkeypatch.setattr(optim, "clip_gradients", fails)
     with pytest.raises(SystemExit):
         train.main(arguments(data, tmp_path / "run", "--batch_size", "2"))
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("python train.py --model_size tiny") and "--gradient_checkpointing" in last or "--loss chunked" in last
+    assert (
+        last.startswith("python train.py --model_size tiny")
+        and "--gradient_checkpointing" in last
+        or "--loss chunked" in last
+    )
     assert "num_layers=2" in last and "--context_length 64" in last
 
 
 def test_another_error_is_not_taken_for_missing_memory():
-    assert not out_of_memory(RuntimeError("size mismatch")) and not out_of_memory(ValueError("can't allocate memory"))
-    assert failed_bytes(RuntimeError("no number")) == 0 and failed_bytes(RuntimeError(CPU)) == 39826489344
+    assert not out_of_memory(RuntimeError("size mismatch")) and not out_of_memory(
+        ValueError("can't allocate memory")
+    )
+    assert (
+        failed_bytes(RuntimeError("no number")) == 0
+        and failed_bytes(RuntimeError(CPU)) == 39826489344
+    )
 
 
 def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
-    cfg = TrainConfig(model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto")
+    cfg = TrainConfig(
+        model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto"
+    )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    checkpointed = next(changed for _, changed in planner.ladder(cfg) if changed.gradient_checkpointing == "full")
-    with_checkpointing = planner.plan(checkpointed, checkpointed.model(), dist.World(), torch.device("cpu"))
+    checkpointed = next(
+        changed for _, changed in planner.ladder(cfg) if changed.gradient_checkpointing == "full"
+    )
+    with_checkpointing = planner.plan(
+        checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
+    )
     room = (asked.needed_gib + with_checkpointing.needed_gib) / 2
     found = train.fitting(planner.dataclasses.replace(asked, available_gib=room))
-    assert found.cfg.gradient_checkpointing == "full" and found.fits and "--fit auto" in capsys.readouterr().out
-    assert (found.cfg.model_size, found.cfg.context_length, found.cfg.rows_per_step(1)) == ("tiny", 8192, 4)
+    assert (
+        found.cfg.gradient_checkpointing == "full"
+        and found.fits
+        and "--fit auto" in capsys.readouterr().out
+    )
+    assert (found.cfg.model_size, found.cfg.context_length, found.cfg.rows_per_step(1)) == (
+        "tiny",
+        8192,
+        4,
+    )
     with pytest.raises(ValueError, match="closest command|nothing of longhaul"):
         train.fitting(planner.dataclasses.replace(asked, available_gib=0.5))
 

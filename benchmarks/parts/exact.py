@@ -1,4 +1,5 @@
-"""What every other figure rests on: the tests that need a GPU, and the Triton tile bodies against float64, both compiled and run here.
+"""What every other figure rests on: the tests that need a GPU, and the Triton tile bodies against
+float64, both compiled and run here.
 
 Imports benchmarks (linear_ce, parts, record) of ours.
 """
@@ -14,24 +15,34 @@ from benchmarks.record import Run, Table, attempt
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = 100
-TABLE = Table("exact", "Exact on this device before anything is timed", {"what": "text", "result": "text"})
+TABLE = Table(
+    "exact", "Exact on this device before anything is timed", {"what": "text", "result": "text"}
+)
 
 
 def jobs(place: Place) -> list[Job]:
     """First of all."""
-    return [Job("exact, Triton tile bodies", 0, 20, lambda run: tile_bodies(run, place)),
-            Job("exact, tests marked gpu", 1, SECONDS, lambda run: marked_tests(run, place))]
+    return [
+        Job("exact, Triton tile bodies", 0, 20, lambda run: tile_bodies(run, place)),
+        Job("exact, tests marked gpu", 1, SECONDS, lambda run: marked_tests(run, place)),
+    ]
 
 
 def tile_bodies(run: Run, place: Place):
     """The loss's elementwise bodies, eager, compiled and Triton."""
     if not place.cuda:
-        return run.note("Triton tile bodies: need a CUDA device (tests/test_fused_linear_ce.py runs them interpreted)")
+        return run.note(
+            "Triton tile bodies: need a CUDA device (tests/test_fused_linear_ce.py runs them interpreted)"
+        )
     if not importlib.util.find_spec("triton"):
         return run.note("Triton tile bodies: triton is not installed (pip install triton)")
     for name, bodies in linear_ce.variants().items():
         fine, why = attempt(linear_ce.check, name, *bodies)
-        run.row(TABLE, what=f"loss tile bodies, {name}", result="within rounding of float64" if fine else why or "fails")
+        run.row(
+            TABLE,
+            what=f"loss tile bodies, {name}",
+            result="within rounding of float64" if fine else why or "fails",
+        )
         if not fine:
             run.fail(f"loss tile bodies, {name}: {why or 'off float64'}")
 
@@ -41,7 +52,9 @@ def marked_tests(run: Run, place: Place):
     if not place.cuda:
         return run.note("tests marked gpu: need a CUDA device")
     if not importlib.util.find_spec("pytest"):
-        return run.note("tests marked gpu: pytest is not installed (pip install -r requirements-dev.txt)")
+        return run.note(
+            "tests marked gpu: pytest is not installed (pip install -r requirements-dev.txt)"
+        )
     code, last = pytest_gpu()
     run.row(TABLE, what="python -m pytest -m gpu", result=last)
     if code:
@@ -50,9 +63,19 @@ def marked_tests(run: Run, place: Place):
 
 def pytest_gpu() -> tuple[int, str]:
     """(exit code, last line) of the marked tests; code 124 where they take too long."""
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
+    files = [
+        str(path)
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+    ]
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *files],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return 124, f"not done after {SECONDS} s: run it alone"
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]

@@ -1,4 +1,6 @@
-"""The vocabulary loss at the 4B's head, N tokens at a time, against every peer. Imports benchmarks (vocab_loss, parts) of ours."""
+"""The vocabulary loss at the 4B's head, N tokens at a time, against every peer. Imports benchmarks
+(vocab_loss, parts) of ours.
+"""
 
 from benchmarks import vocab_loss
 from benchmarks.parts import Job, Place
@@ -13,13 +15,24 @@ TOY_WIDTH, TOY_VOCABULARY, TOY_ROUNDS = 64, 2048, 3
 def jobs(place: Place) -> list[Job]:
     """A job per number of tokens."""
     known: dict = {}
-    return [Job(f"loss, {tokens:,} tokens", importance, seconds, lambda run, N=tokens, limit=seconds / 2: one_size(run, place, N, known, limit))
-            for importance, tokens, seconds in (TOY if place.toy else SIZES)]
+    return [
+        Job(
+            f"loss, {tokens:,} tokens",
+            importance,
+            seconds,
+            lambda run, N=tokens, limit=seconds / 2: one_size(run, place, N, known, limit),
+        )
+        for importance, tokens, seconds in (TOY if place.toy else SIZES)
+    ]
 
 
 def one_size(run: Run, place: Place, N: int, known: dict, limit: float):
-    """Rows of one size; `known` keeps the losses, so that each compiles once, and the sizes at which memory ran out."""
-    width, vocabulary, rounds = (TOY_WIDTH, TOY_VOCABULARY, TOY_ROUNDS) if place.toy else (WIDTH, VOCABULARY, ROUNDS)
+    """Rows of one size; `known` keeps the losses, so that each compiles once, and the sizes at
+    which memory ran out.
+    """
+    width, vocabulary, rounds = (
+        (TOY_WIDTH, TOY_VOCABULARY, TOY_ROUNDS) if place.toy else (WIDTH, VOCABULARY, ROUNDS)
+    )
     if "table" not in known:
         known["table"], known["ended"] = losses(place, run.note), {}
     ended = {name: tokens for name, tokens in known["ended"].items() if tokens <= N}
@@ -34,9 +47,13 @@ def one_size(run: Run, place: Place, N: int, known: dict, limit: float):
 
 
 def losses(place: Place, say) -> dict:
-    """What is compared here; on a CPU without what compiles, which takes longer than all else at toy sizes."""
+    """What is compared here; on a CPU without what compiles, which takes longer than all else at
+    toy sizes.
+    """
     table = vocab_loss.variants(place.device, say)
     left_out = [name for name in table if "compile" in name] if not place.cuda else []
     if left_out:
-        say(f"{'; '.join(left_out)}: left out at toy sizes, where compiling takes longer than everything else")
+        say(
+            f"{'; '.join(left_out)}: left out at toy sizes, where compiling takes longer than everything else"
+        )
     return {name: loss for name, loss in table.items() if name not in left_out}

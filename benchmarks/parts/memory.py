@@ -1,7 +1,10 @@
-"""Memory, predicted against measured: six configurations by stage, what operators hold inside, and the allocator's replay.
+"""Memory, predicted against measured: six configurations by stage, what operators hold inside, and
+the allocator's replay.
 
-Predicted is longhaul.memory's simulation; measured is, on a GPU, the caching allocator's own peak of each stage, and on a CPU the tracker
-over a real run and the allocator's events. Imports benchmarks (parts, record), longhaul (config, step, memory) and model.py of ours.
+Predicted is longhaul.memory's simulation; measured is, on a GPU, the caching allocator's own peak
+of each stage, and on a CPU the tracker
+over a real run and the allocator's events. Imports benchmarks (parts, record), longhaul (config,
+step, memory) and model.py of ours.
 """
 
 import functools
@@ -30,40 +33,120 @@ CONFIGURATIONS = (  # importance, model, tokens, what differs from the defaults,
     (10, "0.6B", 32_768, FULL | dict(attention_type="nsa"), 40),
     (13, "4B", 8192, FULL | dict(optimizer="adamw_8bit", master_weights="none"), 40),
     (17, "1.7B", 16_384, dict(gradient_checkpointing="selective", optimizer="adamw_bf16"), 30),
-    (19, "1.7B", 32_768, FULL | dict(offload_activations=True, mlp_tiles=16, attention_head_groups=8, offload_optimizer=True), 90))
+    (
+        19,
+        "1.7B",
+        32_768,
+        FULL
+        | dict(
+            offload_activations=True, mlp_tiles=16, attention_head_groups=8, offload_optimizer=True
+        ),
+        90,
+    ),
+)
 TOY_CONFIGURATIONS = (
-    (5, "tiny", 128, dict(batch_size=2, gradient_accumulation_steps=2), 1), (9, "tiny", 256, FULL, 1), (10, "tiny", 256, FULL | dict(attention_type="nsa"), 1),
+    (5, "tiny", 128, dict(batch_size=2, gradient_accumulation_steps=2), 1),
+    (9, "tiny", 256, FULL, 1),
+    (10, "tiny", 256, FULL | dict(attention_type="nsa"), 1),
     (13, "tiny", 256, FULL | dict(optimizer="adamw_8bit", master_weights="none"), 1),
     (17, "tiny", 256, dict(gradient_checkpointing="selective", optimizer="adamw_bf16"), 1),
-    (19, "tiny", 256, FULL | dict(mlp_tiles=4, attention_head_groups=2), 1))
-PEAKS = Table("memory", "Peak of a training step, predicted and measured", {
-    "model": "text", "tokens": "count", "levers": "text", "live predicted, GiB": "gib", "measured, GiB": "gib", "difference": "percent",
-    "reserved predicted, GiB": "gib", "reserved, GiB": "gib", "reserved difference": "percent", "device predicted, GiB": "gib", "device, GiB": "gib"})
-STAGES = Table("stages", "The same by stage", {
-    "model": "text", "tokens": "count", "levers": "text", "stage": "text", "predicted, GiB": "gib", "measured, GiB": "gib", "difference": "percent"})
-WORKSPACES = Table("workspaces", "What operators hold inside beyond what they return, declared and measured", {
-    "operator": "text", "shapes": "text", "declared, MB": "mb", "measured, MB": "mb"})
-ALLOCATOR = Table("allocator", "Segments of the caching allocator over three steps: its own, and our model's of the same requests", {
-    "model": "text", "tokens": "count", "levers": "text", "events": "count", "reserved, GiB": "gib", "replayed, GiB": "gib", "difference": "percent",
-    "largest difference on the way, GiB": "gib", "predicted without running, GiB": "gib"})
+    (19, "tiny", 256, FULL | dict(mlp_tiles=4, attention_head_groups=2), 1),
+)
+PEAKS = Table(
+    "memory",
+    "Peak of a training step, predicted and measured",
+    {
+        "model": "text",
+        "tokens": "count",
+        "levers": "text",
+        "live predicted, GiB": "gib",
+        "measured, GiB": "gib",
+        "difference": "percent",
+        "reserved predicted, GiB": "gib",
+        "reserved, GiB": "gib",
+        "reserved difference": "percent",
+        "device predicted, GiB": "gib",
+        "device, GiB": "gib",
+    },
+)
+STAGES = Table(
+    "stages",
+    "The same by stage",
+    {
+        "model": "text",
+        "tokens": "count",
+        "levers": "text",
+        "stage": "text",
+        "predicted, GiB": "gib",
+        "measured, GiB": "gib",
+        "difference": "percent",
+    },
+)
+WORKSPACES = Table(
+    "workspaces",
+    "What operators hold inside beyond what they return, declared and measured",
+    {"operator": "text", "shapes": "text", "declared, MB": "mb", "measured, MB": "mb"},
+)
+ALLOCATOR = Table(
+    "allocator",
+    "Segments of the caching allocator over three steps: its own, and our model's of the same requests",
+    {
+        "model": "text",
+        "tokens": "count",
+        "levers": "text",
+        "events": "count",
+        "reserved, GiB": "gib",
+        "replayed, GiB": "gib",
+        "difference": "percent",
+        "largest difference on the way, GiB": "gib",
+        "predicted without running, GiB": "gib",
+    },
+)
 
 
 def jobs(place: Place) -> list[Job]:
-    """Six configurations, the workspaces of a dense and of a sparse step, the allocator's curve of two."""
+    """Six configurations, the workspaces of a dense and of a sparse step, the allocator's curve of
+    two.
+    """
     table = TOY_CONFIGURATIONS if place.toy else CONFIGURATIONS
-    found = [Job(f"memory, {model}, {tokens:,} tokens, {levers(changes)}", importance, seconds,
-                 functools.partial(one_configuration, place=place, cfg=settings(place, model, tokens, changes), words=levers(changes)))
-             for importance, model, tokens, changes, seconds in table]
+    found = [
+        Job(
+            f"memory, {model}, {tokens:,} tokens, {levers(changes)}",
+            importance,
+            seconds,
+            functools.partial(
+                one_configuration,
+                place=place,
+                cfg=settings(place, model, tokens, changes),
+                words=levers(changes),
+            ),
+        )
+        for importance, model, tokens, changes, seconds in table
+    ]
     for importance, (_, model, tokens, changes, seconds) in ((8, table[1]), (12, table[2])):
         cfg, words = settings(place, model, tokens, changes), levers(changes)
-        found += [Job(f"workspaces, {model}, {words}", importance, seconds, functools.partial(workspaces, place=place, cfg=cfg)),
-                  Job(f"allocator, {model}, {words}", importance, seconds, functools.partial(allocator, place=place, cfg=cfg, words=words))]
+        found += [
+            Job(
+                f"workspaces, {model}, {words}",
+                importance,
+                seconds,
+                functools.partial(workspaces, place=place, cfg=cfg),
+            ),
+            Job(
+                f"allocator, {model}, {words}",
+                importance,
+                seconds,
+                functools.partial(allocator, place=place, cfg=cfg, words=words),
+            ),
+        ]
     return found
 
 
 def settings(place: Place, model: str, tokens: int, changes: dict) -> TrainConfig:
     """A configuration as the trainer has it."""
-    return TrainConfig(model_size=model, context_length=tokens, device=place.device.type, warmup_steps=0, **changes)
+    return TrainConfig(
+        model_size=model, context_length=tokens, device=place.device.type, warmup_steps=0, **changes
+    )
 
 
 def levers(changes: dict) -> str:
@@ -82,30 +165,51 @@ def percent(predicted: int, measured: int) -> float | None:
 def one_configuration(run: Run, place: Place, cfg: TrainConfig, words: str):
     """A row of peaks and the rows of its stages."""
     found = profile(cfg, 1, place.device.type, full=not place.cuda)
-    measured = reconcile.measure_cuda(cfg, device=place.device) if place.cuda else reconcile.measure(cfg)
+    measured = (
+        reconcile.measure_cuda(cfg, device=place.device) if place.cuda else reconcile.measure(cfg)
+    )
     named = {"model": cfg.model_size, "tokens": cfg.context_length, "levers": words}
     a, b = found.trace.peak()[0], measured["allocator_peak_bytes"]
-    run.row(PEAKS, **named, **{"live predicted, GiB": a / GIB, "measured, GiB": b / GIB, "difference": percent(a, b)},
-            **(on_device(Demand.of(found.trace), measured) if place.cuda else {}))
+    run.row(
+        PEAKS,
+        **named,
+        **{"live predicted, GiB": a / GIB, "measured, GiB": b / GIB, "difference": percent(a, b)},
+        **(on_device(Demand.of(found.trace), measured) if place.cuda else {}),
+    )
     predicted = found.trace.peak_by_stage()
     for stage in dict.fromkeys([*predicted, *measured["stages"]]):
         a, b = predicted.get(stage, 0), measured["stages"].get(stage, 0)
-        run.row(STAGES, **named, **{"stage": stage, "predicted, GiB": a / GIB, "measured, GiB": b / GIB, "difference": percent(a, b)})
+        run.row(
+            STAGES,
+            **named,
+            **{
+                "stage": stage,
+                "predicted, GiB": a / GIB,
+                "measured, GiB": b / GIB,
+                "difference": percent(a, b),
+            },
+        )
 
 
 def on_device(demand: Demand, measured: dict) -> dict:
     """What only a GPU has: segments, and what the driver counts."""
     reserved, device = demand.classic.peak_reserved, dict(waterfall(demand.classic))["device"]
-    return {"reserved predicted, GiB": reserved / GIB, "reserved, GiB": measured["reserved_peak_bytes"] / GIB,
-            "reserved difference": percent(reserved, measured["reserved_peak_bytes"]), "device predicted, GiB": device / GIB,
-            "device, GiB": measured["device_bytes"] / GIB}
+    return {
+        "reserved predicted, GiB": reserved / GIB,
+        "reserved, GiB": measured["reserved_peak_bytes"] / GIB,
+        "reserved difference": percent(reserved, measured["reserved_peak_bytes"]),
+        "device predicted, GiB": device / GIB,
+        "device, GiB": measured["device_bytes"] / GIB,
+    }
 
 
 # ---- workspaces
 
 
 class Inside(TorchDispatchMode):
-    """Measures, once per operator and shapes, what heavy operators hold inside beyond what they return."""
+    """Measures, once per operator and shapes, what heavy operators hold inside beyond what they
+    return.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -113,12 +217,25 @@ class Inside(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
-        key = name, " ".join("x".join(map(str, value.shape)) for value in tree_leaves(args) if isinstance(value, torch.Tensor) and value.ndim > 1)
-        if key in self.found or not (name.startswith("longhaul::") or name in DECLARED[self.device.type]):
+        key = (
+            name,
+            " ".join(
+                "x".join(map(str, value.shape))
+                for value in tree_leaves(args)
+                if isinstance(value, torch.Tensor) and value.ndim > 1
+            ),
+        )
+        if key in self.found or not (
+            name.startswith("longhaul::") or name in DECLARED[self.device.type]
+        ):
             return func(*args, **(kwargs or {}))
         kept = []
         peak = peak_bytes(lambda: kept.append(func(*args, **(kwargs or {}))), self.device)
-        returned = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in tree_leaves(kept) if isinstance(leaf, torch.Tensor)}
+        returned = {
+            leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes()
+            for leaf in tree_leaves(kept)
+            if isinstance(leaf, torch.Tensor)
+        }
         self.found[key] = self.declared(func, args, kept[0]), peak - sum(returned.values())
         return kept[0]
 
@@ -126,17 +243,40 @@ class Inside(TorchDispatchMode):
 def workspaces(run: Run, place: Place, cfg: TrainConfig):
     """Rows of the heavy operators of a real step; on a GPU also what the driver and cuBLAS take."""
     state = step.build(cfg, cfg.model(), place.device)
-    batch = [{name: value if value is None else value.to(place.device) for name, value in micro.items()} for micro in row_batch(cfg)]
-    step.train_step(state, batch)  # what compiles and what stays is there before anything is measured
+    batch = [
+        {name: value if value is None else value.to(place.device) for name, value in micro.items()}
+        for micro in row_batch(cfg)
+    ]
+    step.train_step(
+        state, batch
+    )  # what compiles and what stays is there before anything is measured
     with Inside(place.device) as inside:
         step.train_step(state, batch)
     for (name, shapes), (declared, measured) in inside.found.items():
-        run.row(WORKSPACES, **{"operator": name, "shapes": shapes, "declared, MB": declared / 1e6, "measured, MB": measured / 1e6})
+        run.row(
+            WORKSPACES,
+            **{
+                "operator": name,
+                "shapes": shapes,
+                "declared, MB": declared / 1e6,
+                "measured, MB": measured / 1e6,
+            },
+        )
     if not place.cuda:
         return run.note("CUDA context and cuBLAS workspaces: need a CUDA device")
-    for name, declared, measured in (("CUDA context (and other processes)", CUDA_CONTEXT, context_bytes(place)),
-                                     ("cuBLAS and cuBLASLt", CUBLAS_WORKSPACES, cublas_bytes(place))):
-        run.row(WORKSPACES, **{"operator": name, "shapes": "", "declared, MB": declared / 1e6, "measured, MB": measured / 1e6})
+    for name, declared, measured in (
+        ("CUDA context (and other processes)", CUDA_CONTEXT, context_bytes(place)),
+        ("cuBLAS and cuBLASLt", CUBLAS_WORKSPACES, cublas_bytes(place)),
+    ):
+        run.row(
+            WORKSPACES,
+            **{
+                "operator": name,
+                "shapes": "",
+                "declared, MB": declared / 1e6,
+                "measured, MB": measured / 1e6,
+            },
+        )
 
 
 def context_bytes(place: Place) -> int:
@@ -160,14 +300,31 @@ def cublas_bytes(place: Place) -> int:
 
 
 def allocator(run: Run, place: Place, cfg: TrainConfig, words: str):
-    """A row: the allocator's own history against our replay of its requests, and against what was predicted without running."""
+    """A row: the allocator's own history against our replay of its requests, and against what was
+    predicted without running.
+    """
     if not place.cuda:
-        return run.note("the allocator's curve: needs a CUDA device, since a CPU has no caching allocator")
+        return run.note(
+            "the allocator's curve: needs a CUDA device, since a CPU has no caching allocator"
+        )
     if torch.cuda.memory_allocated(place.device) > 2 * CUBLAS_WORKSPACES:
-        run.note(f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were allocated before its history began")
+        run.note(
+            f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were allocated before its history began"
+        )
     found = history.curves(history.record(cfg, place.device))
     real, model = max(found.real), max(found.model)
     predicted = Demand.of(profile(cfg, 1, "cuda").trace).classic.peak_reserved
-    run.row(ALLOCATOR, **{"model": cfg.model_size, "tokens": cfg.context_length, "levers": words, "events": len(found.real), "reserved, GiB": real / GIB,
-                          "replayed, GiB": model / GIB, "difference": percent(model, real), "largest difference on the way, GiB": found.largest_difference / GIB,
-                          "predicted without running, GiB": predicted / GIB})
+    run.row(
+        ALLOCATOR,
+        **{
+            "model": cfg.model_size,
+            "tokens": cfg.context_length,
+            "levers": words,
+            "events": len(found.real),
+            "reserved, GiB": real / GIB,
+            "replayed, GiB": model / GIB,
+            "difference": percent(model, real),
+            "largest difference on the way, GiB": found.largest_difference / GIB,
+            "predicted without running, GiB": predicted / GIB,
+        },
+    )

@@ -1,9 +1,14 @@
-"""Whole training steps of 0.6B and 4B, and the same work by a plain loop over transformers: tokens/s, MFU, peak memory.
+"""Whole training steps of 0.6B and 4B, and the same work by a plain loop over transformers:
+tokens/s, MFU, peak memory.
 
-Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time. The peer has the same weights and must
-give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient checkpointing where it does not fit without. MFU
-counts the operations of the forward and backward without recomputation, attention's causal half alone. Imports benchmarks (clock, parts,
-record, train_step), longhaul (config, dist, flops, metrics, qwen3, step, memory.plan) and model.py of ours.
+Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time.
+The peer has the same weights and must
+give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient checkpointing where
+it does not fit without. MFU
+counts the operations of the forward and backward without recomputation, attention's causal half
+alone. Imports benchmarks (clock, parts,
+record, train_step), longhaul (config, dist, flops, metrics, qwen3, step, memory.plan) and model.py
+of ours.
 """
 
 import dataclasses
@@ -27,15 +32,42 @@ from model import GIB
 
 ROUNDS = 5
 LONGEST = 2**22  # tokens: where the search for what fits ends
-ASSUMED_FLOPS, ASSUMED_SHARE = 300e12, 0.35  # of a card that is not known, and of its peak: what a job may take is planned with them
-SIZES = ((3, "0.6B", "standard", 8192, True), (6, "4B", "standard", 8192, True), (7, "4B", "nsa", 32_768, False), (12, "4B", "standard", 32_768, False),
-         (14, "0.6B", "nsa", 131_072, False), (15, "0.6B", "standard", 131_072, False), (20, "4B", "nsa", 131_072, False),
-         (21, "4B", "standard", 131_072, False), (25, "4B", "nsa", 0, False), (26, "4B", "standard", 0, False), (27, "0.6B", "nsa", 0, False),
-         (28, "0.6B", "standard", 0, False))  # importance, model, attention, tokens (0: the longest that fits), beside transformers
+ASSUMED_FLOPS, ASSUMED_SHARE = (
+    300e12,
+    0.35,
+)  # of a card that is not known, and of its peak: what a job may take is planned with them
+SIZES = (
+    (3, "0.6B", "standard", 8192, True),
+    (6, "4B", "standard", 8192, True),
+    (7, "4B", "nsa", 32_768, False),
+    (12, "4B", "standard", 32_768, False),
+    (14, "0.6B", "nsa", 131_072, False),
+    (15, "0.6B", "standard", 131_072, False),
+    (20, "4B", "nsa", 131_072, False),
+    (21, "4B", "standard", 131_072, False),
+    (25, "4B", "nsa", 0, False),
+    (26, "4B", "standard", 0, False),
+    (27, "0.6B", "nsa", 0, False),
+    (28, "0.6B", "standard", 0, False),
+)  # importance, model, attention, tokens (0: the longest that fits), beside transformers
 TOY = ((3, "tiny", "standard", 256, True), (7, "tiny", "nsa", 256, False))
-TABLE = Table("step", "A training step, one row, bf16 compute, fp32 weights and AdamW", {
-    "system": "text", "model": "text", "attention": "text", "tokens": "count", "levers": "text", "step, ms": "ms", "tokens/s": "rate", "MFU": "share",
-    "speed / transformers": "ratio", "peak, GiB": "gib", "planned peak, GiB": "gib"})
+TABLE = Table(
+    "step",
+    "A training step, one row, bf16 compute, fp32 weights and AdamW",
+    {
+        "system": "text",
+        "model": "text",
+        "attention": "text",
+        "tokens": "count",
+        "levers": "text",
+        "step, ms": "ms",
+        "tokens/s": "rate",
+        "MFU": "share",
+        "speed / transformers": "ratio",
+        "peak, GiB": "gib",
+        "planned peak, GiB": "gib",
+    },
+)
 
 
 def jobs(place: Place) -> list[Job]:
@@ -44,7 +76,15 @@ def jobs(place: Place) -> list[Job]:
     for importance, model, attention, tokens, beside in TOY if place.toy else SIZES:
         limit = planned_seconds(settings(model, attention, tokens, place), place) if tokens else 0
         name = f"step, {model}, {attention}, {f'{tokens:,} tokens' if tokens else 'the longest context that fits'}"
-        work = functools.partial(one_context, place=place, model=model, attention=attention, tokens=tokens, beside=beside, limit=limit / 3)
+        work = functools.partial(
+            one_context,
+            place=place,
+            model=model,
+            attention=attention,
+            tokens=tokens,
+            beside=beside,
+            limit=limit / 3,
+        )
         found.append(Job(name, importance, limit or 600, work))
     return found
 
@@ -52,8 +92,17 @@ def jobs(place: Place) -> list[Job]:
 def settings(model: str, attention: str, tokens: int, place: Place) -> TrainConfig:
     """What a user would ask for: the model, the context and `--fit auto`."""
     kernels = "triton" if attention == "nsa" and place.cuda else "auto"
-    return TrainConfig(model_size=model, attention_type=attention, context_length=tokens, kernels=kernels, fit="auto", device=place.device.type,
-                       warmup_steps=0, schedule="constant", lr=1e-4)
+    return TrainConfig(
+        model_size=model,
+        attention_type=attention,
+        context_length=tokens,
+        kernels=kernels,
+        fit="auto",
+        device=place.device.type,
+        warmup_steps=0,
+        schedule="constant",
+        lr=1e-4,
+    )
 
 
 def planned_seconds(cfg: TrainConfig, place: Place) -> float:
@@ -84,7 +133,11 @@ def longest(model: str, attention: str, place: Place) -> int:
 
 def levers(plan: planner.Plan, cfg: TrainConfig) -> str:
     """What `--fit auto` changed of the request."""
-    names = [spec.name for spec in dataclasses.fields(TrainConfig) if getattr(plan.asked, spec.name) != getattr(cfg, spec.name)]
+    names = [
+        spec.name
+        for spec in dataclasses.fields(TrainConfig)
+        if getattr(plan.asked, spec.name) != getattr(cfg, spec.name)
+    ]
     return ", ".join(f"{name}={getattr(plan.asked, name)}" for name in names) or "none"
 
 
@@ -93,16 +146,24 @@ def levers(plan: planner.Plan, cfg: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Side:
-    """A system at work: `run(tokens, targets)` is a step that returns its loss; `first` was the loss of the first, on batch(seed 0)."""
+    """A system at work: `run(tokens, targets)` is a step that returns its loss; `first` was the
+    loss of the first, on batch(seed 0).
+    """
 
     run: Callable
     levers: str
     first: float
-    peak_gib: float | None  # of the second step, above what others hold; None where no allocator says it
+    peak_gib: (
+        float | None
+    )  # of the second step, above what others hold; None where no allocator says it
 
 
-def one_context(run: Run, place: Place, model: str, attention: str, tokens: int, beside: bool, limit: float):
-    """Our row, and transformers' where it is asked for: in turns where both fit, else one after the other."""
+def one_context(
+    run: Run, place: Place, model: str, attention: str, tokens: int, beside: bool, limit: float
+):
+    """Our row, and transformers' where it is asked for: in turns where both fit, else one after the
+    other.
+    """
     cfg = settings(model, attention, tokens or longest(model, attention, place), place)
     plan, name = fitted(cfg, place), f"step, {model}, {attention}, {cfg.context_length:,} tokens"
     if plan is None:
@@ -122,29 +183,70 @@ def one_context(run: Run, place: Place, model: str, attention: str, tokens: int,
         free()
         theirs, reason = their_side(plan, place, first)
         times = timed({"transformers": theirs}, cfg, place, limit) if theirs else {}
-        run.note(f"{name}: transformers ran after longhaul, not in turns, as both do not fit at once")
+        run.note(
+            f"{name}: transformers ran after longhaul, not in turns, as both do not fit at once"
+        )
     if beside:
-        row(run, cfg, "transformers", theirs.levers if theirs else "", times if theirs else reason, theirs.peak_gib if theirs else None)
+        row(
+            run,
+            cfg,
+            "transformers",
+            theirs.levers if theirs else "",
+            times if theirs else reason,
+            theirs.peak_gib if theirs else None,
+        )
 
 
 def timed(sides: dict[str, Side], cfg: TrainConfig, place: Place, limit: float) -> dict:
     """Seconds of each side's steps, in turns."""
-    return clock.interleaved({name: side.run for name, side in sides.items()}, functools.partial(batch, cfg, place), place.device, ROUNDS, limit, cold=False)
+    return clock.interleaved(
+        {name: side.run for name, side in sides.items()},
+        functools.partial(batch, cfg, place),
+        place.device,
+        ROUNDS,
+        limit,
+        cold=False,
+    )
 
 
-def row(run: Run, cfg: TrainConfig, system: str, words: str, times: dict | str, peak: float | None = None, planned: float | None = None):
+def row(
+    run: Run,
+    cfg: TrainConfig,
+    system: str,
+    words: str,
+    times: dict | str,
+    peak: float | None = None,
+    planned: float | None = None,
+):
     """One row; a reason instead of times says why there are none."""
     figures = {"step, ms": times} if isinstance(times, str) else speed(cfg, times, system)
-    run.row(TABLE, **{"system": system, "model": cfg.model_size, "attention": cfg.attention_type, "tokens": cfg.context_length, "levers": words,
-                      "peak, GiB": peak, "planned peak, GiB": planned}, **figures)
+    run.row(
+        TABLE,
+        **{
+            "system": system,
+            "model": cfg.model_size,
+            "attention": cfg.attention_type,
+            "tokens": cfg.context_length,
+            "levers": words,
+            "peak, GiB": peak,
+            "planned peak, GiB": planned,
+        },
+        **figures,
+    )
 
 
 def speed(cfg: TrainConfig, times: dict, system: str) -> dict:
     """Step time, tokens/s, MFU, and how many times faster than transformers."""
     taken = clock.milliseconds(times[system])
     peak = peak_flops(torch.device(cfg.device))
-    return {"step, ms": taken, "tokens/s": cfg.batch_size * cfg.context_length / taken * 1e3, "MFU": flops(cfg) / (taken / 1e3) / peak if peak else None,
-            "speed / transformers": clock.ratio(times, "transformers", system) if "transformers" in times else None}
+    return {
+        "step, ms": taken,
+        "tokens/s": cfg.batch_size * cfg.context_length / taken * 1e3,
+        "MFU": flops(cfg) / (taken / 1e3) / peak if peak else None,
+        "speed / transformers": clock.ratio(times, "transformers", system)
+        if "transformers" in times
+        else None,
+    }
 
 
 # ---- the two systems
@@ -157,11 +259,14 @@ def our_side(plan: planner.Plan, place: Place, words: str) -> Side:
 
     def one_step(tokens, targets):
         return step.train_step(state, [dict(tokens_BT=tokens, labels_BT=targets)]).loss
+
     return warmed(one_step, words, plan.cfg, place, base)
 
 
 def their_side(plan: planner.Plan, place: Place, first: float) -> tuple[Side | None, str]:
-    """(transformers' side, "") or (None, why not): with gradient checkpointing where ours has it, or where it does not fit without."""
+    """(transformers' side, "") or (None, why not): with gradient checkpointing where ours has it,
+    or where it does not fit without.
+    """
     if not importlib.util.find_spec("transformers"):
         return None, "not installed (pip install transformers)"
     why = ""
@@ -173,22 +278,31 @@ def their_side(plan: planner.Plan, place: Place, first: float) -> tuple[Side | N
 
 
 def plain_side(plan: planner.Plan, place: Place, checkpointing: bool, first: float) -> Side:
-    """A plain loop over transformers' model with our initial weights; ValueError where its first loss is another."""
+    """A plain loop over transformers' model with our initial weights; ValueError where its first
+    loss is another.
+    """
     base = allocated(place)
     model = copied(plan, place)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     words = f"sdpa, fused AdamW{', gradient checkpointing' * checkpointing}"
-    side = warmed(train_step.plain_loop(model, plan.cfg, place.device.type), words, plan.cfg, place, base)
+    side = warmed(
+        train_step.plain_loop(model, plan.cfg, place.device.type), words, plan.cfg, place, base
+    )
     if abs(side.first - first) > train_step.TOLERANCE[plan.cfg.dtype] * first:
-        raise ValueError(f"not timed: first losses {first:.4f} (longhaul) and {side.first:.4f} differ")
+        raise ValueError(
+            f"not timed: first losses {first:.4f} (longhaul) and {side.first:.4f} differ"
+        )
     return side
 
 
 def copied(plan: planner.Plan, place: Place):
     """transformers' Qwen3 in fp32 with the weights that ours starts from."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    decoder = step.build(dataclasses.replace(plan.cfg, offload_optimizer=False), plan.config, place.device).model
+
+    decoder = step.build(
+        dataclasses.replace(plan.cfg, offload_optimizer=False), plan.config, place.device
+    ).model
     with place.device:
         model = Qwen3ForCausalLM(Qwen3Config(**qwen3.hf_config(decoder)))
     parameters = dict(model.named_parameters())
@@ -205,7 +319,12 @@ def warmed(one_step, words: str, cfg: TrainConfig, place: Place, base: int) -> S
         torch.cuda.synchronize(place.device)
         torch.cuda.reset_peak_memory_stats(place.device)
     float(one_step(*batch(cfg, place)))
-    return Side(one_step, words, first, (torch.cuda.max_memory_allocated(place.device) - base) / GIB if place.cuda else None)
+    return Side(
+        one_step,
+        words,
+        first,
+        (torch.cuda.max_memory_allocated(place.device) - base) / GIB if place.cuda else None,
+    )
 
 
 def allocated(place: Place) -> int:
@@ -213,8 +332,15 @@ def allocated(place: Place) -> int:
     return torch.cuda.memory_allocated(place.device) if place.cuda else 0
 
 
-def batch(cfg: TrainConfig, place: Place, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(
+    cfg: TrainConfig, place: Place, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and their targets [B, T]."""
     generator = None if seed is None else torch.Generator(place.device).manual_seed(seed)
-    tokens = torch.randint(cfg.model().vocab_size, (cfg.batch_size, cfg.context_length + 1), device=place.device, generator=generator)
+    tokens = torch.randint(
+        cfg.model().vocab_size,
+        (cfg.batch_size, cfg.context_length + 1),
+        device=place.device,
+        generator=generator,
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,10 +1,15 @@
 """What PyTorch's CUDA caching allocator reserves for a trace: a replay.
 
-The trace's allocations and releases are replayed through a model of c10/cuda/CUDACachingAllocator.cpp with its default settings:
-sizes in steps of 512 bytes; requests up to 1 MiB come out of 2 MiB segments, those below 10 MiB out of 20 MiB segments, larger ones
-get a segment of their own in steps of 2 MiB; the smallest free block that is large enough is taken (the lowest address among
-equals) and split; free neighbours merge. Expandable segments: each of the two pools is one range that grows by 2 or 20 MiB.
-Not modelled: several streams, max_split_size, CUDA graphs' private pools. A workspace counts as one block.
+The trace's allocations and releases are replayed through a model of
+c10/cuda/CUDACachingAllocator.cpp with its default settings:
+sizes in steps of 512 bytes; requests up to 1 MiB come out of 2 MiB segments, those below 10 MiB out
+of 20 MiB segments, larger ones
+get a segment of their own in steps of 2 MiB; the smallest free block that is large enough is taken
+(the lowest address among
+equals) and split; free neighbours merge. Expandable segments: each of the two pools is one range
+that grows by 2 or 20 MiB.
+Not modelled: several streams, max_split_size, CUDA graphs' private pools. A workspace counts as one
+block.
 
 Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory.trace of ours.
 """
@@ -16,9 +21,12 @@ from longhaul.memory.trace import Event, Trace
 
 MIB, GIB = 2**20, 2**30
 STEP = 512  # every block is a multiple of it
-SMALL = MIB  # largest request of the small pool; in the large pool a remainder up to this size is not split off
+# largest request of the small pool; in the large pool a remainder up to this size is not split off
+SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-OWN_SEGMENT = 10 * MIB  # requests from here on have a segment of their own size, rounded up to ROUND
+OWN_SEGMENT = (
+    10 * MIB
+)  # requests from here on have a segment of their own size, rounded up to ROUND
 ROUND = 2 * MIB
 PERMANENT = ("parameter", "buffer", "optimizer")  # what outlives a step
 STEPS = 3  # times that a step is replayed: the later ones meet what the first left behind
@@ -39,7 +47,13 @@ class Block:
     __slots__ = ("address", "size", "free", "before", "after")
 
     def __init__(self, address: int, size: int, before=None, after=None):
-        self.address, self.size, self.free, self.before, self.after = address, size, False, before, after
+        self.address, self.size, self.free, self.before, self.after = (
+            address,
+            size,
+            False,
+            before,
+            after,
+        )
 
     @property
     def key(self) -> tuple[int, int]:
@@ -52,7 +66,9 @@ class Pool:
 
     def __init__(self, small: bool):
         self.small, self.end = small, 0  # address behind the newest segment
-        self.free: list[tuple[int, int, Block]] = []  # ascending (size, address, block); addresses are unique
+        self.free: list[
+            tuple[int, int, Block]
+        ] = []  # ascending (size, address, block); addresses are unique
 
     def growth(self, size: int) -> int:
         """Bytes that must be reserved anew for a block of `size`."""
@@ -81,7 +97,9 @@ class Pool:
         return self.free.pop(index)[2] if index < len(self.free) else None
 
     def cut(self, block: Block, size: int) -> Block:
-        """The first `size` bytes of a block that is no longer listed; the rest is listed where it is worth it."""
+        """The first `size` bytes of a block that is no longer listed; the rest is listed where it
+        is worth it.
+        """
         if self.splits(block.size - size):
             rest = Block(block.address + size, block.size - size, block, block.after)
             if block.after:
@@ -119,7 +137,9 @@ def _joined(low: Block, high: Block) -> Block:
 
 
 class ExpandablePool(Pool):
-    """One range that grows at its end; behind the last block stands an empty one that is never free, the unmapped rest."""
+    """One range that grows at its end; behind the last block stands an empty one that is never
+    free, the unmapped rest.
+    """
 
     def __init__(self, small: bool):
         super().__init__(small)
@@ -160,15 +180,20 @@ class ExpandablePool(Pool):
 
 
 class Allocator:
-    """malloc and free of one device; `reserved` and `allocated` are bytes of segments and of blocks in use.
+    """malloc and free of one device; `reserved` and `allocated` are bytes of segments and of blocks
+    in use.
 
-    capacity: bytes that segments may take, 0 for no limit. Where a new segment does not fit, those that are wholly free are given
-    back first, as the real allocator does before it fails; with expandable segments it gives back pages, which is not modelled.
+    capacity: bytes that segments may take, 0 for no limit. Where a new segment does not fit, those
+    that are wholly free are given
+    back first, as the real allocator does before it fails; with expandable segments it gives back
+    pages, which is not modelled.
     """
 
     def __init__(self, expandable: bool = False, capacity: int = 0):
         if expandable and capacity:
-            raise ValueError("capacity with expandable segments is not modelled: compare the replay's peak_reserved with the card")
+            raise ValueError(
+                "capacity with expandable segments is not modelled: compare the replay's peak_reserved with the card"
+            )
         kind = ExpandablePool if expandable else Pool
         self.pools = kind(small=True), kind(small=False)
         self.capacity, self.reserved, self.allocated = capacity, 0, 0
@@ -190,7 +215,9 @@ class Allocator:
         if self.capacity and self.reserved + growth > self.capacity:
             self.reserved -= sum(each.give_back() for each in self.pools)
             if self.reserved + growth > self.capacity:
-                raise OutOfMemory(f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}")
+                raise OutOfMemory(
+                    f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}"
+                )
         self.reserved += growth
         return pool.grow(growth)
 
@@ -250,26 +277,47 @@ class _Run:
 
 
 def step_events(trace: Trace) -> list[Event]:
-    """The events up to where a parameter, buffer or optimizer state is released: there the step is over and the model goes."""
-    last = next((index for index, event in enumerate(trace.events) if event.time and event.bytes < 0
-                 and trace.storages[event.storage].category in PERMANENT), len(trace.events))
+    """The events up to where a parameter, buffer or optimizer state is released: there the step is
+    over and the model goes.
+    """
+    last = next(
+        (
+            index
+            for index, event in enumerate(trace.events)
+            if event.time
+            and event.bytes < 0
+            and trace.storages[event.storage].category in PERMANENT
+        ),
+        len(trace.events),
+    )
     return trace.events[:last]
 
 
 def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int = STEPS) -> Replay:
-    """Peaks over `steps` repetitions of the trace's step; OutOfMemory where a capacity in bytes is given and exceeded.
+    """Peaks over `steps` repetitions of the trace's step; OutOfMemory where a capacity in bytes is
+    given and exceeded.
 
-    In the first repetition the optimizer's states are born when the optimizer first runs, as in training: they settle in
+    In the first repetition the optimizer's states are born when the optimizer first runs, as in
+    training: they settle in
     segments that activations left, which the later steps must replace.
     """
     run, events = _Run(Allocator(expandable, capacity)), step_events(trace)
     before = {event.storage: event.bytes for event in events if event.time == 0}
-    states = {key: size for key, size in before.items() if size and trace.storages[key].category == "optimizer"}
+    states = {
+        key: size
+        for key, size in before.items()
+        if size and trace.storages[key].category == "optimizer"
+    }
     _become(run, {key: size for key, size in before.items() if key not in states})
     for index in range(steps):
         _step(run, trace, events, states if index == 0 else {})
         _become(run, before)
-    return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, "expandable" if expandable else "classic")
+    return Replay(
+        run.peak_live,
+        run.peak_allocated,
+        run.peak_reserved,
+        "expandable" if expandable else "classic",
+    )
 
 
 def _become(run: _Run, wanted: dict[int, int]):

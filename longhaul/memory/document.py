@@ -1,4 +1,5 @@
-"""docs/MEMORY.md: the memory report of a 4B model at 131,072 tokens, every figure computed by this tool beside an earlier report's.
+"""docs/MEMORY.md: the memory report of a 4B model at 131,072 tokens, every figure computed by this
+tool beside an earlier report's.
 
 Imports longhaul.config, longhaul.memory (device, estimate, extrapolate,
 timeline, trace) and model.py of ours. GiB = 2^30 bytes, GB = 10^9.
@@ -38,26 +39,61 @@ def gib(size: float) -> str:
 def logits() -> str:
     """The logits of a row, by context."""
     V = ModelConfig().vocab_size
-    earlier = {4096: "1.16 GB, standard loss", 40000: "11.32 GB, chunked", CONTEXT: "37.09 GB, chunked"}
-    rows = [[f"{tokens:,}", gib(LOGITS * tokens * V), f"{LOGITS * tokens * V / 1e9:.2f} GB", words, ModelConfig(loss="auto").loss_path(1, tokens)]
-            for tokens, words in earlier.items()]
-    return table(["tokens", "bf16 logits", "the same in GB", "earlier", "loss path now"], rows) + """
+    earlier = {
+        4096: "1.16 GB, standard loss",
+        40000: "11.32 GB, chunked",
+        CONTEXT: "37.09 GB, chunked",
+    }
+    rows = [
+        [
+            f"{tokens:,}",
+            gib(LOGITS * tokens * V),
+            f"{LOGITS * tokens * V / 1e9:.2f} GB",
+            words,
+            ModelConfig(loss="auto").loss_path(1, tokens),
+        ]
+        for tokens, words in earlier.items()
+    ]
+    return (
+        table(["tokens", "bf16 logits", "the same in GB", "earlier", "loss path now"], rows)
+        + """
 
 The earlier figures are right but GiB. The loss runs in tiles well below the 10 GiB rule too: from a vocabulary of 8,192 on tiles are no slower."""
+    )
 
 
 def losses() -> str:
     """The loss stage, standard and in tiles."""
-    found = {loss: profile(TrainConfig(context_length=CONTEXT, gradient_checkpointing="full", loss=loss)) for loss in ("standard", "chunked")}
+    found = {
+        loss: profile(TrainConfig(context_length=CONTEXT, gradient_checkpointing="full", loss=loss))
+        for loss in ("standard", "chunked")
+    }
+
     def at(loss: str, stage: str) -> int:
         return sum(found[loss].stages[stage].values())
-    rows = [["loss forward", gib(at("standard", "loss forward")), "111 GB for the loss alone", gib(at("chunked", "loss forward"))],
-            ["loss backward", gib(at("standard", "loss backward")), "(not counted)", gib(at("chunked", "loss backward"))],
-            ["peak of the step", gib(found["standard"].peak), "OOM", gib(found["chunked"].peak)]]
-    return table(["stage (whole live memory)", "standard loss", "earlier", "tiled loss"], rows) + """
+
+    rows = [
+        [
+            "loss forward",
+            gib(at("standard", "loss forward")),
+            "111 GB for the loss alone",
+            gib(at("chunked", "loss forward")),
+        ],
+        [
+            "loss backward",
+            gib(at("standard", "loss backward")),
+            "(not counted)",
+            gib(at("chunked", "loss backward")),
+        ],
+        ["peak of the step", gib(found["standard"].peak), "OOM", gib(found["chunked"].peak)],
+    ]
+    return (
+        table(["stage (whole live memory)", "standard loss", "earlier", "tiled loss"], rows)
+        + """
 
 The earlier sum stops at the forward. A training step also holds the logits' gradient: the backward is the peak, and a chunk loop that leaves
 the chunks to autograd keeps them all (`python verify_chunked_loss.py` shows it)."""
+    )
 
 
 def breakdown() -> str:
@@ -66,14 +102,33 @@ def breakdown() -> str:
     P, x = config.num_params(), 2 * CONTEXT * config.hidden_size
     whole = profile(free)
     rows = [
-        ["parameters", f"{gib(2 * P)} in bf16; {gib(4 * P)} as trained here (fp32)", "8.72 GB",
-         f"{P:,} parameters are {2 * P / 1e9:.2f} GB in bf16; 3.92B, as written there, are 35 of the 36 layers and 7.30 GiB"],
+        [
+            "parameters",
+            f"{gib(2 * P)} in bf16; {gib(4 * P)} as trained here (fp32)",
+            "8.72 GB",
+            f"{P:,} parameters are {2 * P / 1e9:.2f} GB in bf16; 3.92B, as written there, are 35 of the 36 layers and 7.30 GiB",
+        ],
         ["hidden states after the embedding", f"{x / 2**20:,.0f} MiB", "+640 MB", "right, but MiB"],
-        ["kept by one layer without checkpointing", gib(saved_per_layer(config, CONTEXT, 2)), "16.5 GB", "activations alone"],
-        ["kept by all layers, checkpointed", gib(config.num_layers * x), "62.97 GB after the forward",
-         "62.97 - 25.87 = 37.10: that row counted the logits, not the layers"],
+        [
+            "kept by one layer without checkpointing",
+            gib(saved_per_layer(config, CONTEXT, 2)),
+            "16.5 GB",
+            "activations alone",
+        ],
+        [
+            "kept by all layers, checkpointed",
+            gib(config.num_layers * x),
+            "62.97 GB after the forward",
+            "62.97 - 25.87 = 37.10: that row counted the logits, not the layers",
+        ],
         ["live peak without checkpointing", gib(whole.peak), "-", f"in {whole.peak_stage}"],
-        ["live peak with checkpointing, tiled loss", gib(found.peak), "~66 GB", f"in {found.peak_stage}; optimizer, gradients and fp32 weights included"]]
+        [
+            "live peak with checkpointing, tiled loss",
+            gib(found.peak),
+            "~66 GB",
+            f"in {found.peak_stage}; optimizer, gradients and fp32 weights included",
+        ],
+    ]
     return table(["what", "computed", "earlier", "why they differ"], rows)
 
 
@@ -81,64 +136,164 @@ def stages() -> str:
     """Category x stage of the checkpointed step."""
     found = profile(CHECKPOINTED)
     used = [name for name in CATEGORIES if any(sizes.get(name) for sizes in found.stages.values())]
-    rows = [[stage, *(f"{sizes.get(name, 0) / GIB:.2f}" for name in used), f"{sum(sizes.values()) / GIB:.2f}"] for stage, sizes in found.stages.items()]
+    rows = [
+        [
+            stage,
+            *(f"{sizes.get(name, 0) / GIB:.2f}" for name in used),
+            f"{sum(sizes.values()) / GIB:.2f}",
+        ]
+        for stage, sizes in found.stages.items()
+    ]
     _, time = of_step(found.trace).peak()
-    tensors = [[f"{group['count'] * group['bytes'] / GIB:.2f}", str(group["count"]), group["category"], "x".join(map(str, group["shape"])),
-                group["dtype"], f"`{group['module']}`"] for group in alike(found.trace.at(time), 8)]
-    return (f"Live GiB, each stage at its largest moment; the step's peak is in {found.peak_stage}.\n\n" + table(["stage", *used, "total"], rows)
-            + "\n\nLargest tensors at the peak:\n\n" + table(["GiB", "count", "category", "shape", "dtype", "owner"], tensors))
+    tensors = [
+        [
+            f"{group['count'] * group['bytes'] / GIB:.2f}",
+            str(group["count"]),
+            group["category"],
+            "x".join(map(str, group["shape"])),
+            group["dtype"],
+            f"`{group['module']}`",
+        ]
+        for group in alike(found.trace.at(time), 8)
+    ]
+    return (
+        f"Live GiB, each stage at its largest moment; the step's peak is in {found.peak_stage}.\n\n"
+        + table(["stage", *used, "total"], rows)
+        + "\n\nLargest tensors at the peak:\n\n"
+        + table(["GiB", "count", "category", "shape", "dtype", "owner"], tensors)
+    )
 
 
 def ranks() -> str:
     """One GPU and two, what the allocator makes of them, and the cards."""
     demands = {count: Demand.of(profile(CHECKPOINTED, count).trace, count) for count in (1, 2, 8)}
+
     def column(name: str, segments: str, demand: Demand) -> str:
         return gib(dict(waterfall(getattr(demand, segments), demand.ranks))[name])
-    rows = [[str(count), column("live", "classic", demand), column("reserved", "classic", demand), column("reserved", "expandable", demand),
-             column("device", "expandable", demand), ", ".join(card for card, size in SIZES.items() if demand.verdict(int(size * GIB)) != "too small") or "none"]
-            for count, demand in demands.items()]
-    return table(["ranks", "live", "reserved, classic", "reserved, expandable", "device, expandable", "cards that hold it"], rows) + """
+
+    rows = [
+        [
+            str(count),
+            column("live", "classic", demand),
+            column("reserved", "classic", demand),
+            column("reserved", "expandable", demand),
+            column("device", "expandable", demand),
+            ", ".join(
+                card
+                for card, size in SIZES.items()
+                if demand.verdict(int(size * GIB)) != "too small"
+            )
+            or "none",
+        ]
+        for count, demand in demands.items()
+    ]
+    return (
+        table(
+            [
+                "ranks",
+                "live",
+                "reserved, classic",
+                "reserved, expandable",
+                "device, expandable",
+                "cards that hold it",
+            ],
+            rows,
+        )
+        + """
 
 The earlier report splits "68 GB" to 34 GB on each of two GPUs. FSDP2 shards weights, gradients and optimizer states; activations it does not:
 a rank's own row stays whole."""
+    )
 
 
 def formula() -> str:
     """The closed form beside the simulation."""
     rows = []
     for count in (1, 2, 8):
-        closed, simulated = estimate(CHECKPOINTED, CHECKPOINTED.model(), count), profile(CHECKPOINTED, count)
-        rows.append([str(count), gib(closed.peak), gib(simulated.peak), f"{100 * (closed.peak / simulated.peak - 1):+.4f}%"])
+        closed, simulated = (
+            estimate(CHECKPOINTED, CHECKPOINTED.model(), count),
+            profile(CHECKPOINTED, count),
+        )
+        rows.append(
+            [
+                str(count),
+                gib(closed.peak),
+                gib(simulated.peak),
+                f"{100 * (closed.peak / simulated.peak - 1):+.4f}%",
+            ]
+        )
     return table(["ranks", "closed form", "simulated", "difference"], rows)
 
 
 def rewards() -> str:
-    """Self-certainty over whole logits: an earlier analysis of 64 rows with a vocabulary of 151,936."""
+    """Self-certainty over whole logits: an earlier analysis of 64 rows with a vocabulary of
+    151,936.
+    """
     earlier = {2048: "160 GB", 4096: "320 GB", 6144: "480 GB", 8192: "640 GB"}
-    rows = [[f"{tokens:,}", f"{64 * tokens * 151936 * 4 / 1e9:,.1f} GB", words, f"{64 * tokens * 12 / 1e6:.1f} MB"] for tokens, words in earlier.items()]
-    return table(["tokens per row", "fp32 logits, computed", "earlier, all of it", "online, 12 bytes per token"], rows) + """
+    rows = [
+        [
+            f"{tokens:,}",
+            f"{64 * tokens * 151936 * 4 / 1e9:,.1f} GB",
+            words,
+            f"{64 * tokens * 12 / 1e6:.1f} MB",
+        ]
+        for tokens, words in earlier.items()
+    ]
+    return (
+        table(
+            [
+                "tokens per row",
+                "fp32 logits, computed",
+                "earlier, all of it",
+                "online, 12 bytes per token",
+            ],
+            rows,
+        )
+        + """
 
 The earlier figures are twice the logits: they count a gradient that does not exist, since the reward is detached. A policy update makes logits
 too unless they are tiled. 2K + 2K tokens are 4,096, not "160 GB, 90% less" than 18K but 77% less. Self-certainty needs one online
 log-sum-exp per token (`longhaul/vocab.py`); the mean of chunkwise log-sum-exps, as proposed there, is off by at least the log of their number."""
+    )
 
 
 def soft_tokens() -> str:
     """Soft tokens: an earlier table for 64 tokens, vocabulary 32,000, width 4,096, k = 256."""
     T, V, D, k = 64, 32000, 4096, 256
-    rows = [["soft tokens [T, V], fp32", f"{T * V * 4 / 1e6:.1f} MB", "~4 GB"], ["top-256 weights and indices", f"{T * k * 8 / 1e6:.2f} MB", "~32 MB"],
-            ["gathered embeddings [T, k, D], fp32", f"{T * k * D * 4 / 1e6:.0f} MB", "~32 MB"], ["dense [T, V] @ [V, D]: result and soft tokens",
-             f"{(T * V + T * D) * 4 / 1e6:.1f} MB", "~4 GB"]]
-    return table(["tensor", "computed", "earlier"], rows) + "\n\nThe gather is the largest of them: a weighted bag (`F.embedding_bag`) needs neither it nor the dense rows."
+    rows = [
+        ["soft tokens [T, V], fp32", f"{T * V * 4 / 1e6:.1f} MB", "~4 GB"],
+        ["top-256 weights and indices", f"{T * k * 8 / 1e6:.2f} MB", "~32 MB"],
+        ["gathered embeddings [T, k, D], fp32", f"{T * k * D * 4 / 1e6:.0f} MB", "~32 MB"],
+        [
+            "dense [T, V] @ [V, D]: result and soft tokens",
+            f"{(T * V + T * D) * 4 / 1e6:.1f} MB",
+            "~4 GB",
+        ],
+    ]
+    return (
+        table(["tensor", "computed", "earlier"], rows)
+        + "\n\nThe gather is the largest of them: a weighted bag (`F.embedding_bag`) needs neither it nor the dense rows."
+    )
 
 
-SECTIONS = {"Logits": logits, "The loss": losses, "The earlier breakdown, row by row": breakdown, "Where it is": stages, "Ranks and cards": ranks,
-            "Closed form and simulation": formula, "Rewards over the vocabulary": rewards, "Soft tokens": soft_tokens}
+SECTIONS = {
+    "Logits": logits,
+    "The loss": losses,
+    "The earlier breakdown, row by row": breakdown,
+    "Where it is": stages,
+    "Ranks and cards": ranks,
+    "Closed form and simulation": formula,
+    "Rewards over the vocabulary": rewards,
+    "Soft tokens": soft_tokens,
+}
 
 
 def document() -> str:
     """The whole file."""
-    return "\n\n".join([HEAD, *(f"## {title}\n\n{section()}" for title, section in SECTIONS.items())]) + "\n"
+    return (
+        "\n\n".join([HEAD, *(f"## {title}\n\n{section()}" for title, section in SECTIONS.items())])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""The closed form of a training step's memory and time: instant answers before anything is allocated.
+"""The closed form of a training step's memory and time: instant answers before anything is
+allocated.
 
-All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of ours.
-Letters: N tokens of a micro-batch on one rank (of rows that C ranks share, each holds T/C), L layers, D width, V vocabulary, P parameters;
-x, q, k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute dtype.
+All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of
+ours.
+Letters: N tokens of a micro-batch on one rank (of rows that C ranks share, each holds T/C), L
+layers, D width, V vocabulary, P parameters;
+x, q, k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute
+dtype.
 """
 
 from dataclasses import dataclass
@@ -15,7 +19,10 @@ from model import ModelConfig, default_tiles
 FP32 = 4
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
-CPU_FLOPS_PER_CORE = {"bfloat16": 60e9, "float32": 30e9}  # what small matrices reach on a server core: orders of magnitude only
+CPU_FLOPS_PER_CORE = {
+    "bfloat16": 60e9,
+    "float32": 30e9,
+}  # what small matrices reach on a server core: orders of magnitude only
 
 
 @dataclass(frozen=True)
@@ -38,70 +45,146 @@ class Estimate:
 def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
     """Bytes that one layer keeps for its backward without checkpointing.
 
-    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms, attention's log-sum-exp. NSA adds
-    the selected branch's output, keys and values cut into units, gates, chosen blocks (int16), and for kv="separate" 5k and 2 norms.
+    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms,
+    attention's log-sum-exp. NSA adds
+    the selected branch's output, keys and values cut into units, gates, chosen blocks (int16), and
+    for kv="separate" 5k and 2 norms.
     """
     x, q, k, f = _activations(config, tokens, element)
-    saved = 4 * x + 3 * q + 3 * k + 3 * f + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
+    saved = (
+        4 * x
+        + 3 * q
+        + 3 * k
+        + 3 * f
+        + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
+    )
     if config.attention_type == "standard":
         return saved
     nsa = config.nsa
-    branches = q + tokens * (3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count)
+    branches = q + tokens * (
+        3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count
+    )
     width = config.num_kv_heads * config.head_dim
-    blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (tokens // nsa.cmp_stride)
+    blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (
+        tokens // nsa.cmp_stride
+    )
     own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
-    branches += q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0  # the twin keeps o_cmp and its statistics
+    branches += (
+        q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0
+    )  # the twin keeps o_cmp and its statistics
     return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
 
 
 def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, int, int, int]:
-    widths = (config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.ffn_size)
+    widths = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.ffn_size,
+    )
     return tuple(element * tokens * width for width in widths)
 
 
 def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The live peak of one rank's training step on CUDA: fp32 weights, gradients and AdamW moments, `cfg.dtype` activations.
+    """The live peak of one rank's training step on CUDA: fp32 weights, gradients and AdamW moments,
+    `cfg.dtype` activations.
 
-    The largest of the stages that can be it; tests hold it against the simulated step (longhaul.memory.simulate).
+    The largest of the stages that can be it; tests hold it against the simulated step
+    (longhaul.memory.simulate).
     """
     held, element = cfg.context_length // cfg.context_ranks, 2 if cfg.dtype == "bf16" else 4
     N = cfg.batch_size * held
     x, q, k, f = _activations(config, N, element)
     shards, sharded, L = ranks // cfg.dp_replicate, ranks > 1, config.num_layers
-    P, layer, vocabulary = config.num_params(), config.layer_params(), config.vocab_size * config.hidden_size
+    P, layer, vocabulary = (
+        config.num_params(),
+        config.layer_params(),
+        config.vocab_size * config.hidden_size,
+    )
     down = config.hidden_size * config.ffn_size
     weight = element if cfg.bare_weights else FP32
-    cast = 0 if sharded or element == weight else element  # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
+    cast = (
+        0 if sharded or element == weight else element
+    )  # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
     whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced
-    static = int((weight + state_bytes(cfg)) * P) // shards + cfg.accumulation(ranks) * 24 * N + (element * (P - L * layer) if sharded else 0)
-    inner = saved_per_layer(config, N, element) - 4 * x - 3 * f + (q if _ulysses(cfg, config) else 0)  # o by heads and by tokens
-    beside = 4 * x + inner * (cfg.attention_head_groups == 1)  # what a layer's MLP finds saved; a layer in parts saves their inputs alone
-    kept = _checkpoint(cfg, config, x, q, N) if cfg.gradient_checkpointing != "none" else beside + 3 * f * (cfg.tiles == 1) + cast * layer
+    static = (
+        int((weight + state_bytes(cfg)) * P) // shards
+        + cfg.accumulation(ranks) * 24 * N
+        + (element * (P - L * layer) if sharded else 0)
+    )
+    inner = (
+        saved_per_layer(config, N, element) - 4 * x - 3 * f + (q if _ulysses(cfg, config) else 0)
+    )  # o by heads and by tokens
+    beside = 4 * x + inner * (
+        cfg.attention_head_groups == 1
+    )  # what a layer's MLP finds saved; a layer in parts saves their inputs alone
+    kept = (
+        _checkpoint(cfg, config, x, q, N)
+        if cfg.gradient_checkpointing != "none"
+        else beside + 3 * f * (cfg.tiles == 1) + cast * layer
+    )
     tables = FP32 * N * config.head_dim
-    gradient = 0 if cfg.optimizer_in_backward else weight  # bytes per parameter of gradients that wait for the optimizer
-    before = gradient * P // shards if cfg.accumulation(ranks) > 1 else 0  # gradients of the micro-batches before; later ones are added to them
-    added = bool(before) and not sharded  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
+    gradient = (
+        0 if cfg.optimizer_in_backward else weight
+    )  # bytes per parameter of gradients that wait for the optimizer
+    before = (
+        gradient * P // shards if cfg.accumulation(ranks) > 1 else 0
+    )  # gradients of the micro-batches before; later ones are added to them
+    added = (
+        bool(before) and not sharded
+    )  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
     head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
     layer_copy = element * layer if sharded else cast * (layer - down)
-    mlp = head + x + beside + 5 * f // cfg.tiles + layer_copy + (whole * down * (not added) if cfg.tiles == 1 else x + (3 * FP32 + weight) * down)
-    attention = head + 3 * x + _attention_backward(cfg, config, inner, q, k, x) + layer_copy + (whole if sharded else gradient) * (layer - down)
-    gathered = element * (P - L * layer) if sharded else 0  # the root's parameters, before they are copied to their places
+    mlp = (
+        head
+        + x
+        + beside
+        + 5 * f // cfg.tiles
+        + layer_copy
+        + (whole * down * (not added) if cfg.tiles == 1 else x + (3 * FP32 + weight) * down)
+    )
+    attention = (
+        head
+        + 3 * x
+        + _attention_backward(cfg, config, inner, q, k, x)
+        + layer_copy
+        + (whole if sharded else gradient) * (layer - down)
+    )
+    gathered = (
+        element * (P - L * layer) if sharded else 0
+    )  # the root's parameters, before they are copied to their places
     around = _around(L, kept, 0 if before else gradient * layer // shards, layer, element, sharded)
     stages = {
-        "loss backward": static + tables + before + L * kept + 2 * x + 4 * FP32 * N + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
+        "loss backward": static
+        + tables
+        + before
+        + L * kept
+        + 2 * x
+        + 4 * FP32 * N
+        + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
         "mlp backward": mlp + around,
         "attention backward": attention + around,
-        "embedding backward": _embedding_backward(config, static, N, (weight, gradient, element), shards, sharded, bool(before)),
+        "embedding backward": _embedding_backward(
+            config, static, N, (weight, gradient, element), shards, sharded, bool(before)
+        ),
         "gradient norm": static + gradient * P // shards - sharded * element * (P - L * layer),
     }
     if cfg.context_ranks > 1:
-        stages["attention backward"] = mlp - 5 * f // cfg.tiles + around + _exchanged(cfg, config, q, k, element)
+        stages["attention backward"] = (
+            mlp - 5 * f // cfg.tiles + around + _exchanged(cfg, config, q, k, element)
+        )
     return Estimate(static, stages, _host(cfg, L * (1 << (x - 1).bit_length()), P // shards))
 
 
 def _host(cfg, inputs: int, parameters: int) -> int:
-    """Layer inputs, in blocks that CUDA's pinned allocator rounds up to powers of two, and an fp32 copy and two moments of each parameter."""
-    return 0 if cfg.device == "cpu" else cfg.offload_activations * inputs + cfg.offload_optimizer * 12 * parameters
+    """Layer inputs, in blocks that CUDA's pinned allocator rounds up to powers of two, and an fp32
+    copy and two moments of each parameter.
+    """
+    return (
+        0
+        if cfg.device == "cpu"
+        else cfg.offload_activations * inputs + cfg.offload_optimizer * 12 * parameters
+    )
 
 
 def state_bytes(cfg) -> float:
@@ -112,17 +195,25 @@ def state_bytes(cfg) -> float:
 
 
 def _attention_backward(cfg, config: ModelConfig, inner: int, q: int, k: int, x: int) -> int:
-    """What attention saved, gradients of o, q, k, v, and what FlashAttention-2 sums dq, dk and dv in: all for one group of heads at a time."""
+    """What attention saved, gradients of o, q, k, v, and what FlashAttention-2 sums dq, dk and dv
+    in: all for one group of heads at a time.
+    """
     rows = cfg.batch_size * cfg.context_length // cfg.context_ranks * config.num_heads
-    workspace = FP32 * rows * (config.head_dim + 1) + 2 * q * (config.num_heads != config.num_kv_heads)
+    workspace = FP32 * rows * (config.head_dim + 1) + 2 * q * (
+        config.num_heads != config.num_kv_heads
+    )
     groups = cfg.attention_head_groups
     sparse = cfg.attention_type == "nsa"  # k and v have a gradient from each branch that reads them
     return (inner + 2 * q + (4 * k if sparse else 2 * k + workspace)) // groups + x * (groups > 1)
 
 
 def _checkpoint(cfg, config: ModelConfig, x: int, q: int, N: int) -> int:
-    """What a checkpointed layer keeps on the device: its input, and attention's output where that is saved."""
-    attention = (q + FP32 * N * config.num_heads) if cfg.gradient_checkpointing == "selective" else 0
+    """What a checkpointed layer keeps on the device: its input, and attention's output where that
+    is saved.
+    """
+    attention = (
+        (q + FP32 * N * config.num_heads) if cfg.gradient_checkpointing == "selective" else 0
+    )
     return attention + (0 if cfg.offload_activations and cfg.device != "cpu" else x)
 
 
@@ -131,7 +222,8 @@ def _ulysses(cfg, config: ModelConfig) -> bool:
 
 
 def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
-    """What context parallelism adds while a layer's attention runs backward: a buffer to send from and one to receive into, or all
+    """What context parallelism adds while a layer's attention runs backward: a buffer to send from
+    and one to receive into, or all
     keys and values and the fp32 sums of their gradients."""
     if _ulysses(cfg, config):
         return 2 * q
@@ -139,50 +231,94 @@ def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
 
 
 def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: bool) -> int:
-    """Beside the layer that works backward: inputs (or all) kept by those before it, gradients of those after; the worst layer.
+    """Beside the layer that works backward: inputs (or all) kept by those before it, gradients of
+    those after; the worst layer.
 
     FSDP2 gathers the layer before it, and reduces the fp32 gradients of the layer after it.
     """
     early, late = sharded * element * layer, sharded * FP32 * layer
     worst = {0: (L - 1) * done + late * (L > 1)}
     for index in {1, L - 2, L - 1} & set(range(1, L)):
-        worst[index] = index * kept + (L - 1 - index) * done + early + (late if index < L - 1 else 0)
+        worst[index] = (
+            index * kept + (L - 1 - index) * done + early + (late if index < L - 1 else 0)
+        )
     return max(worst.values())
 
 
-def _embedding_backward(config: ModelConfig, static: int, N: int, sizes: tuple[int, int, int], shards: int, sharded: bool, before: bool) -> int:
-    """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`: there are some of earlier micro-batches.
+def _embedding_backward(
+    config: ModelConfig,
+    static: int,
+    N: int,
+    sizes: tuple[int, int, int],
+    shards: int,
+    sharded: bool,
+    before: bool,
+) -> int:
+    """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`:
+    there are some of earlier micro-batches.
 
-    With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside both, then beside one and the result.
+    With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside
+    both, then beside one and the result.
     """
-    P, L, layer, table = config.num_params(), config.num_layers, config.layer_params(), config.vocab_size * config.hidden_size
+    P, L, layer, table = (
+        config.num_params(),
+        config.num_layers,
+        config.layer_params(),
+        config.vocab_size * config.hidden_size,
+    )
     tables, (weight, gradient, element) = 1 if config.tie_embeddings else 2, sizes
     if not sharded:
-        return static + gradient * (P - tables * table) + weight * (2 + before) * table + weight * N * config.hidden_size
+        return (
+            static
+            + gradient * (P - tables * table)
+            + weight * (2 + before) * table
+            + weight * N * config.hidden_size
+        )
     done = static + (gradient * L * layer + FP32 * before * tables * table) // shards
     if config.tie_embeddings:
         return done + FP32 * layer + 2 * element * table + element * N * config.hidden_size
-    return done - element * 2 * table + 2 * FP32 * table + element * table + max(element, 2 * FP32 // shards) * table
+    return (
+        done
+        - element * 2 * table
+        + 2 * FP32 * table
+        + element * table
+        + max(element, 2 * FP32 // shards) * table
+    )
 
 
-def _loss_backward(cfg, config: ModelConfig, N: int, held: int, element: int, whole: int, cast: int, gathered: int) -> int:
-    """Logits three times in fp32 (or once beside what FSDP2 gathers), or in tiles: gradients of hidden and of the head, one tile's logits."""
+def _loss_backward(
+    cfg, config: ModelConfig, N: int, held: int, element: int, whole: int, cast: int, gathered: int
+) -> int:
+    """Logits three times in fp32 (or once beside what FSDP2 gathers), or in tiles: gradients of
+    hidden and of the head, one tile's logits.
+    """
     V, D = config.vocab_size, config.hidden_size
     if config.loss_path(cfg.batch_size, held) == "standard":
         return FP32 * N * V + max(gathered, 2 * FP32 * N * V + cast * V * D)
     rows, tile = default_tiles(N, V, torch.device("cuda"), "compiled")
     rows, low = min(cfg.loss_chunk_size or rows, N), element < FP32
-    ends = low * N * D * element + cast * (V % tile or tile) * D  # hidden's gradient in its own dtype, beside that in fp32
+    ends = (
+        low * N * D * element + cast * (V % tile or tile) * D
+    )  # hidden's gradient in its own dtype, beside that in fp32
     loop = cast * tile * D + low * element * D * max(min(rows, N), tile if cast else 0)
-    return max(gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop))
+    return max(
+        gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop)
+    )
 
 
 def step_flops(cfg, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
     tokens = cfg.rows_per_step(ranks) * cfg.context_length
-    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * cfg.rows_per_step(ranks)
-    useful, attention = train_flops(config, tokens, pairs), 4 * config.num_layers * config.num_heads * config.head_dim * pairs
-    again = dict(none=0, full=useful / 3, selective=useful / 3 - attention)[cfg.gradient_checkpointing]
+    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * cfg.rows_per_step(
+        ranks
+    )
+    useful, attention = (
+        train_flops(config, tokens, pairs),
+        4 * config.num_layers * config.num_heads * config.head_dim * pairs,
+    )
+    again = dict(none=0, full=useful / 3, selective=useful / 3 - attention)[
+        cfg.gradient_checkpointing
+    ]
     return useful + again + attention * (cfg.attention_head_groups > 1)
 
 

@@ -1,6 +1,8 @@
-"""What the CUDA caching allocator did, event by event, replayed through our model of it: is allocator.py right?
+"""What the CUDA caching allocator did, event by event, replayed through our model of it: is
+allocator.py right?
 
-Events are those of torch.cuda.memory's history (`_snapshot()["device_traces"]`): dicts with action, addr, size and stream. Sizes are
+Events are those of torch.cuda.memory's history (`_snapshot()["device_traces"]`): dicts with action,
+addr, size and stream. Sizes are
 bytes. Imports longhaul.step, longhaul.memory (allocator, simulate) of ours.
 """
 
@@ -19,7 +21,9 @@ GROWS, SHRINKS = ("segment_alloc", "segment_map"), ("segment_free", "segment_unm
 
 @dataclass(frozen=True)
 class Curves:
-    """Reserved bytes after every allocation and release: the allocator's own, and our model's of the same requests."""
+    """Reserved bytes after every allocation and release: the allocator's own, and our model's of
+    the same requests.
+    """
 
     real: list[int]
     model: list[int]
@@ -31,8 +35,15 @@ class Curves:
 
 
 def curves(events: list[dict], expandable: bool = False) -> Curves:
-    """Replay a history that starts from an empty allocator; each stream has pools of its own, as there."""
-    allocators, blocks, real, found = collections.defaultdict(lambda: Allocator(expandable)), {}, 0, Curves([], [])
+    """Replay a history that starts from an empty allocator; each stream has pools of its own, as
+    there.
+    """
+    allocators, blocks, real, found = (
+        collections.defaultdict(lambda: Allocator(expandable)),
+        {},
+        0,
+        Curves([], []),
+    )
     for event in events:
         action, size = event["action"], event["size"]
         real += size * ((action in GROWS) - (action in SHRINKS))
@@ -50,13 +61,18 @@ def curves(events: list[dict], expandable: bool = False) -> Curves:
 
 
 def record(cfg, device: torch.device, steps: int = STEPS) -> list[dict]:
-    """The allocator's events while `cfg` (TrainConfig) is built and steps on an otherwise empty GPU."""
+    """The allocator's events while `cfg` (TrainConfig) is built and steps on an otherwise empty
+    GPU.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.memory._record_memory_history(context=None)  # without stacks: the events alone
     try:
         state = step.build(cfg, cfg.model(), device)
-        batch = [{name: value if value is None else value.to(device) for name, value in micro.items()} for micro in row_batch(cfg)]
+        batch = [
+            {name: value if value is None else value.to(device) for name, value in micro.items()}
+            for micro in row_batch(cfg)
+        ]
         for _ in range(steps):
             step.train_step(state, batch)
         torch.cuda.synchronize(device)

@@ -5,7 +5,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(function, device: torch.device) -> int:
-    """Peak of the bytes allocated while `function()` runs, above what was there before; what operators take inside counts.
+    """Peak of the bytes allocated while `function()` runs, above what was there before; what
+    operators take inside counts.
 
     CUDA: the caching allocator's own peak. CPU: the allocator's events, which the profiler records.
     """
@@ -24,8 +25,12 @@ def peak_bytes(function, device: torch.device) -> int:
 
 
 def peak_of(record: profile) -> int:
-    """Peak of the bytes that the CPU allocator gave out while the profiler ran, above what was there before."""
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    """Peak of the bytes that the CPU allocator gave out while the profiler ran, above what was
+    there before.
+    """
+    events = [
+        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()

@@ -1,7 +1,10 @@
-"""One self-contained HTML page of a simulated step: memory over its timeline as a picture, and its tables.
+"""One self-contained HTML page of a simulated step: memory over its timeline as a picture, and its
+tables.
 
-No network, no external file. Without JavaScript the picture, its tooltips (SVG titles) and all tables are there; the script only
-shows the tooltip's text beside the picture and moves it with the arrow keys. Colours are Okabe and Ito's, told apart by colour-blind
+No network, no external file. Without JavaScript the picture, its tooltips (SVG titles) and all
+tables are there; the script only
+shows the tooltip's text beside the picture and moves it with the arrow keys. Colours are Okabe and
+Ito's, told apart by colour-blind
 readers. Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, device,
 timeline, trace) of ours.
 """
@@ -10,16 +13,64 @@ from html import escape
 
 from longhaul.memory.allocator import GIB, MIB, Replay
 from longhaul.memory.device import replays as replays_of, waterfall
-from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, moments, of_step, sampled, stages_at_peak
+from longhaul.memory.timeline import (
+    Moment,
+    alike,
+    alive_at,
+    columns,
+    largest,
+    moments,
+    of_step,
+    sampled,
+    stages_at_peak,
+)
 from longhaul.memory.trace import CATEGORIES, Trace
 
-COLOURS = dict(parameter="#0072b2", gradient="#d55e00", optimizer="#e69f00", unsharded="#56b4e9", activation="#009e73",
-               temporary="#cc79a7", buffer="#8c8c8c", input="#f0e442", workspace="#7a3b8f")
-STACK = ("parameter", "optimizer", "buffer", "input", "unsharded", "gradient", "activation", "temporary", "workspace")  # what stays lies below
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BANDS = 1200, 440, 64, 26, 14, 46  # of the picture, in its own units
-PHASES = {"start": "forward", "embedding": "forward", "layer forward": "forward", "norm forward": "forward", "loss forward": "loss",
-          "loss backward": "loss", "gradient norm": "optimizer", "optimizer": "optimizer"}  # any other stage: backward
-POINTS, HOVERS, NAMED = 480, 240, 6  # columns of the areas, columns that answer the pointer, tensors that they name
+COLOURS = dict(
+    parameter="#0072b2",
+    gradient="#d55e00",
+    optimizer="#e69f00",
+    unsharded="#56b4e9",
+    activation="#009e73",
+    temporary="#cc79a7",
+    buffer="#8c8c8c",
+    input="#f0e442",
+    workspace="#7a3b8f",
+)
+STACK = (
+    "parameter",
+    "optimizer",
+    "buffer",
+    "input",
+    "unsharded",
+    "gradient",
+    "activation",
+    "temporary",
+    "workspace",
+)  # what stays lies below
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BANDS = (
+    1200,
+    440,
+    64,
+    26,
+    14,
+    46,
+)  # of the picture, in its own units
+PHASES = {
+    "start": "forward",
+    "embedding": "forward",
+    "layer forward": "forward",
+    "norm forward": "forward",
+    "loss forward": "loss",
+    "loss backward": "loss",
+    "gradient norm": "optimizer",
+    "optimizer": "optimizer",
+}  # any other stage: backward
+POINTS, HOVERS, NAMED = (
+    480,
+    240,
+    6,
+)  # columns of the areas, columns that answer the pointer, tensors that they name
 
 STYLE = """
 :root{--paper:#fff;--ink:#1b1f24;--faint:#5b6570;--line:#d5dae0;--band:#eef1f4;--mark:#b3261e;color-scheme:light dark}
@@ -72,8 +123,10 @@ def shape(group: dict) -> str:
 def line(group: dict) -> str:
     """A group of tensors as one line."""
     times = f"{group['count']} x {amount(group['bytes'])} = " if group["count"] > 1 else ""
-    return (f"{times}{amount(group['bytes'] * group['count'])}  {group['category']}  [{shape(group)}] {group['dtype']}  "
-            f"{group['module'] or '(top)'}  {group['op']}")
+    return (
+        f"{times}{amount(group['bytes'] * group['count'])}  {group['category']}  [{shape(group)}] {group['dtype']}  "
+        f"{group['module'] or '(top)'}  {group['op']}"
+    )
 
 
 # ---- the picture
@@ -95,7 +148,9 @@ class Scale:
 
 
 def areas(points: list[Moment], scale: Scale) -> str:
-    """One stacked area per category; memory keeps its level until the next moment, so lines run in steps."""
+    """One stacked area per category; memory keeps its level until the next moment, so lines run in
+    steps.
+    """
     base, shapes = [0] * len(points), []
     for name in STACK:
         top = [low + point.sizes[CATEGORIES.index(name)] for low, point in zip(base, points)]
@@ -126,8 +181,10 @@ def axis(scale: Scale) -> str:
     rows = [f'<text x="{LEFT - 8}" y="{TOP - 10}" text-anchor="end" class="faint">{name}</text>']
     for count in range(int(scale.top / unit / step) + 1):
         y = scale.y(count * step * unit)
-        rows.append(f'<path d="M{LEFT},{y:g}H{WIDTH - RIGHT}" stroke="var(--line)"/>'
-                    f'<text x="{LEFT - 8}" y="{y + 4:g}" text-anchor="end" class="faint">{count * step:g}</text>')
+        rows.append(
+            f'<path d="M{LEFT},{y:g}H{WIDTH - RIGHT}" stroke="var(--line)"/>'
+            f'<text x="{LEFT - 8}" y="{y + 4:g}" text-anchor="end" class="faint">{count * step:g}</text>'
+        )
     return "".join(rows)
 
 
@@ -138,22 +195,41 @@ def nice(raw: float) -> float:
 
 
 def bands(trace: Trace, scale: Scale) -> str:
-    """Two rows below the picture: phases with their names, and stages, which name themselves where there is room."""
+    """Two rows below the picture: phases with their names, and stages, which name themselves where
+    there is room.
+    """
     phases = [(time, PHASES.get(name, "backward")) for time, name in trace.stages]
-    return _band(phases, scale, scale.floor + 6, 20, True) + _band(trace.stages, scale, scale.floor + 28, 16, False)
+    return _band(phases, scale, scale.floor + 6, 20, True) + _band(
+        trace.stages, scale, scale.floor + 28, 16, False
+    )
 
 
 def _band(starts: list[tuple[int, str]], scale: Scale, y: float, height: int, strong: bool) -> str:
-    kept = [start for index, start in enumerate(starts) if start[0] <= scale.last and (not index or start[1] != starts[index - 1][1])]
+    kept = [
+        start
+        for index, start in enumerate(starts)
+        if start[0] <= scale.last and (not index or start[1] != starts[index - 1][1])
+    ]
     small = "" if strong else ' font-size="11"'
-    rows, tints = [], {name: 0.12 + 0.1 * (index % 5) for index, name in enumerate(dict.fromkeys(name for _, name in kept))}
+    rows, tints = (
+        [],
+        {
+            name: 0.12 + 0.1 * (index % 5)
+            for index, name in enumerate(dict.fromkeys(name for _, name in kept))
+        },
+    )
     for index, (time, name) in enumerate(kept):
-        left, right = scale.x(time), scale.x(kept[index + 1][0] if index + 1 < len(kept) else scale.last)
+        left, right = (
+            scale.x(time),
+            scale.x(kept[index + 1][0] if index + 1 < len(kept) else scale.last),
+        )
         if right <= left:
             continue
         text = f'<text x="{(left + right) / 2:g}" y="{y + height - 5:g}" text-anchor="middle"{small}>{name}</text>'
-        rows.append(f'<g><title>{name}</title><rect x="{left:g}" y="{y:g}" width="{right - left:g}" height="{height}" fill="var(--faint)" '
-                    f'fill-opacity="{tints[name]:.2f}" stroke="var(--paper)"/>{text if right - left > 7.5 * len(name) else ""}</g>')
+        rows.append(
+            f'<g><title>{name}</title><rect x="{left:g}" y="{y:g}" width="{right - left:g}" height="{height}" fill="var(--faint)" '
+            f'fill-opacity="{tints[name]:.2f}" stroke="var(--paper)"/>{text if right - left > 7.5 * len(name) else ""}</g>'
+        )
     return "".join(rows)
 
 
@@ -162,20 +238,26 @@ def marks(trace: Trace, peak: Moment, replays: tuple[Replay, Replay], scale: Sca
     rows = []
     for found, dash in zip(replays, ("9 4", "2 4")):
         y = scale.y(found.peak_reserved)
-        rows.append(f'<path d="M{LEFT},{y:g}H{WIDTH - RIGHT}" stroke="var(--faint)" stroke-dasharray="{dash}"><title>reserved, {found.segments} '
-                    f'segments: {amount(found.peak_reserved)}</title></path><text x="{WIDTH - RIGHT - 4}" y="{y - 4:g}" text-anchor="end" class="faint">'
-                    f'reserved, {found.segments} segments: {amount(found.peak_reserved)}</text>')
+        rows.append(
+            f'<path d="M{LEFT},{y:g}H{WIDTH - RIGHT}" stroke="var(--faint)" stroke-dasharray="{dash}"><title>reserved, {found.segments} '
+            f'segments: {amount(found.peak_reserved)}</title></path><text x="{WIDTH - RIGHT - 4}" y="{y - 4:g}" text-anchor="end" class="faint">'
+            f"reserved, {found.segments} segments: {amount(found.peak_reserved)}</text>"
+        )
     x, y = scale.x(peak.time), scale.y(peak.total)
     side, shift = ("end", -8) if x > WIDTH / 2 else ("start", 8)
     words = f"peak {amount(peak.total)} in {trace.stage_at(peak.time)}"
-    return "".join(rows) + (f'<path d="M{x:g},{scale.floor}V{y:g}" stroke="var(--mark)" stroke-width="1.5" stroke-dasharray="4 3"/>'
-                            f'<circle cx="{x:g}" cy="{y:g}" r="4.5" fill="var(--mark)"/>'
-                            f'<text x="{x + shift:g}" y="{y - 7:g}" text-anchor="{side}" font-weight="650" '
-                            f'stroke="var(--paper)" stroke-width="4" paint-order="stroke">{words}</text>')
+    return "".join(rows) + (
+        f'<path d="M{x:g},{scale.floor}V{y:g}" stroke="var(--mark)" stroke-width="1.5" stroke-dasharray="4 3"/>'
+        f'<circle cx="{x:g}" cy="{y:g}" r="4.5" fill="var(--mark)"/>'
+        f'<text x="{x + shift:g}" y="{y - 7:g}" text-anchor="{side}" font-weight="650" '
+        f'stroke="var(--paper)" stroke-width="4" paint-order="stroke">{words}</text>'
+    )
 
 
 def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
-    """Columns that tell the largest tensors of their largest moment, and the index of the peak's column."""
+    """Columns that tell the largest tensors of their largest moment, and the index of the peak's
+    column.
+    """
     groups = columns(found, HOVERS)
     chosen = [largest(group) for group in groups]
     edges = [scale.x(group[0].time) for group in groups] + [scale.x(scale.last)]
@@ -183,24 +265,37 @@ def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
     for index, (time, alive) in enumerate(alive_at(trace, [moment.time for moment in chosen])):
         module = trace.module_at(time)
         inside = chosen[index].sizes[CATEGORIES.index("workspace")]
-        words = [f"{amount(chosen[index].total)} alive in {trace.stage_at(time)}{f', {module}' if module else ''} (event {time:,})",
-                 *([f"{amount(inside)}  workspace inside the operator"] if inside else []), *map(line, alike(alive, NAMED))]
-        rows.append(f'<rect class="hover" x="{edges[index]:g}" y="{TOP}" width="{max(edges[index + 1] - edges[index], 0.1):.1f}" '
-                    f'height="{HEIGHT}" fill="transparent"><title>{escape(chr(10).join(words))}</title></rect>')
+        words = [
+            f"{amount(chosen[index].total)} alive in {trace.stage_at(time)}{f', {module}' if module else ''} (event {time:,})",
+            *([f"{amount(inside)}  workspace inside the operator"] if inside else []),
+            *map(line, alike(alive, NAMED)),
+        ]
+        rows.append(
+            f'<rect class="hover" x="{edges[index]:g}" y="{TOP}" width="{max(edges[index + 1] - edges[index], 0.1):.1f}" '
+            f'height="{HEIGHT}" fill="transparent"><title>{escape(chr(10).join(words))}</title></rect>'
+        )
     return "".join(rows), chosen.index(largest(found))
 
 
 def picture(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
     """The timeline as inline SVG."""
     peak = largest(found)
-    scale = Scale(found[0].time, found[-1].time, round(1.06 * max(peak.total, *(each.peak_reserved for each in replays))))
+    scale = Scale(
+        found[0].time,
+        found[-1].time,
+        round(1.06 * max(peak.total, *(each.peak_reserved for each in replays))),
+    )
     columns_, index = hovers(trace, found, scale)
-    words = (f"Stacked memory over the step: from {amount(found[0].total)} at its start to {amount(peak.total)} at the peak, in "
-             f"{trace.stage_at(peak.time)}.")
-    return (f'<svg id="timeline" viewBox="0 0 {WIDTH} {TOP + HEIGHT + BANDS + 18}" role="img" aria-label="{escape(words)}" tabindex="0" '
-            f'data-peak="{index}">{axis(scale)}{areas(sampled(found, POINTS), scale)}{bands(trace, scale)}'
-            f'{marks(trace, peak, replays, scale)}{columns_}<text x="{LEFT}" y="{TOP + HEIGHT + BANDS + 14}" class="faint" font-size="12">'
-            f"allocations and releases in their order ({len(trace.events):,} events; not seconds)</text></svg>")
+    words = (
+        f"Stacked memory over the step: from {amount(found[0].total)} at its start to {amount(peak.total)} at the peak, in "
+        f"{trace.stage_at(peak.time)}."
+    )
+    return (
+        f'<svg id="timeline" viewBox="0 0 {WIDTH} {TOP + HEIGHT + BANDS + 18}" role="img" aria-label="{escape(words)}" tabindex="0" '
+        f'data-peak="{index}">{axis(scale)}{areas(sampled(found, POINTS), scale)}{bands(trace, scale)}'
+        f'{marks(trace, peak, replays, scale)}{columns_}<text x="{LEFT}" y="{TOP + HEIGHT + BANDS + 14}" class="faint" font-size="12">'
+        f"allocations and releases in their order ({len(trace.events):,} events; not seconds)</text></svg>"
+    )
 
 
 # ---- the tables
@@ -208,15 +303,19 @@ def picture(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -
 
 def table(caption: str, head: list[str], rows: list[tuple[str, list[str]]], words: int = 1) -> str:
     """rows: (class of the row, cells); the first `words` columns hold words, the others numbers."""
+
     def cell(index: int, value: str, head: bool) -> str:
-        tag, scope = ("th", f' scope="{"col" if head else "row"}"') if head or not index else ("td", "")
+        tag, scope = (
+            ("th", f' scope="{"col" if head else "row"}"') if head or not index else ("td", "")
+        )
         number = "" if index < words else ' class="n"'
         return f"<{tag}{scope}{number}>{value}</{tag}>"
 
     def row(kind: str, values: list[str], head: bool = False) -> str:
         return f'<tr class="{kind}">{"".join(cell(index, value, head) for index, value in enumerate(values))}</tr>'
+
     body = "".join(row(kind, values) for kind, values in rows)
-    return (f'<div class="wide"><table><caption>{caption}</caption><thead>{row("", head, True)}</thead><tbody>{body}</tbody></table></div>')
+    return f'<div class="wide"><table><caption>{caption}</caption><thead>{row("", head, True)}</thead><tbody>{body}</tbody></table></div>'
 
 
 def swatch(category: str) -> str:
@@ -228,42 +327,102 @@ def stage_table(stages: dict[str, dict[str, int]]) -> str:
     """Category x stage, each stage at its largest moment."""
     used = [name for name in CATEGORIES if any(sizes.get(name) for sizes in stages.values())]
     top = max(sum(sizes.values()) for sizes in stages.values())
-    rows = [("peak" if sum(sizes.values()) == top else "", [stage, *(gib(sizes.get(name, 0)) for name in used), gib(sum(sizes.values()))])
-            for stage, sizes in stages.items()]
-    return table("Live GiB at each stage's own peak; the largest in red", ["stage", *map(swatch, used), "total"], rows)
+    rows = [
+        (
+            "peak" if sum(sizes.values()) == top else "",
+            [stage, *(gib(sizes.get(name, 0)) for name in used), gib(sum(sizes.values()))],
+        )
+        for stage, sizes in stages.items()
+    ]
+    return table(
+        "Live GiB at each stage's own peak; the largest in red",
+        ["stage", *map(swatch, used), "total"],
+        rows,
+    )
 
 
 def tensor_table(groups: list[dict]) -> str:
     """The largest tensors at the peak."""
-    head = ["tensor of", "category", "born in", "shape", "dtype", "operator", "count", "GiB each", "GiB"]
-    rows = [("", [escape(group["module"] or "(top)"), swatch(group["category"]), group["stage"], shape(group), group["dtype"], escape(group["op"]),
-                  str(group["count"]), gib(group["bytes"]), gib(group["bytes"] * group["count"])]) for group in groups]
-    return table("Storages alive at the peak, largest together first; layers.* counts all layers", head, rows, words=6)
+    head = [
+        "tensor of",
+        "category",
+        "born in",
+        "shape",
+        "dtype",
+        "operator",
+        "count",
+        "GiB each",
+        "GiB",
+    ]
+    rows = [
+        (
+            "",
+            [
+                escape(group["module"] or "(top)"),
+                swatch(group["category"]),
+                group["stage"],
+                shape(group),
+                group["dtype"],
+                escape(group["op"]),
+                str(group["count"]),
+                gib(group["bytes"]),
+                gib(group["bytes"] * group["count"]),
+            ],
+        )
+        for group in groups
+    ]
+    return table(
+        "Storages alive at the peak, largest together first; layers.* counts all layers",
+        head,
+        rows,
+        words=6,
+    )
 
 
 def waterfall_table(replays: tuple[Replay, Replay], ranks: int) -> str:
     """Live, reserved, device, for both kinds of segments."""
     columns_ = [dict(waterfall(found, ranks)) for found in replays]
-    rows = [("sum" if name in ("live", "reserved", "device") else "", [name, *(gib(column[name]) for column in columns_)]) for name in columns_[0]]
+    rows = [
+        (
+            "sum" if name in ("live", "reserved", "device") else "",
+            [name, *(gib(column[name]) for column in columns_)],
+        )
+        for name in columns_[0]
+    ]
     rows.append(("", ["fragmentation", *(f"{found.fragmentation:.1%}" for found in replays)]))
-    return table("GiB; reserved: a replay through a model of the caching allocator", ["", *(f"{found.segments} segments" for found in replays)], rows)
+    return table(
+        "GiB; reserved: a replay through a model of the caching allocator",
+        ["", *(f"{found.segments} segments" for found in replays)],
+        rows,
+    )
 
 
 # ---- the page
 
 
-def page(trace: Trace, title: str, note: str = "", ranks: int = 1, stages: dict[str, dict[str, int]] | None = None,
-         replays: tuple[Replay, Replay] | None = None) -> str:
+def page(
+    trace: Trace,
+    title: str,
+    note: str = "",
+    ranks: int = 1,
+    stages: dict[str, dict[str, int]] | None = None,
+    replays: tuple[Replay, Replay] | None = None,
+) -> str:
     """The page as text.
 
-    stages: stage -> category -> bytes where they are known better than from the trace (a shallow trace, extrapolated); replays: classic
+    stages: stage -> category -> bytes where they are known better than from the trace (a shallow
+    trace, extrapolated); replays: classic
     and expandable, if they are there already. ValueError for a trace without events.
     """
     trace = of_step(trace)
     found = moments(trace)
     replays = replays or replays_of(trace)
-    (_, alive), = alive_at(trace, [largest(found).time])
-    used = [name for index, name in enumerate(CATEGORIES) if any(moment.sizes[index] for moment in found)]
+    ((_, alive),) = alive_at(trace, [largest(found).time])
+    used = [
+        name
+        for index, name in enumerate(CATEGORIES)
+        if any(moment.sizes[index] for moment in found)
+    ]
     key = "".join(f"<li>{swatch(name)}</li>" for name in used)
     settings = [("", [escape(name), escape(str(value))]) for name, value in trace.config.items()]
     return f"""<!DOCTYPE html>

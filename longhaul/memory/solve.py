@@ -1,9 +1,14 @@
-"""What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the simulator itself.
+"""What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the
+simulator itself.
 
-A rung is a set of levers: those of plan.ladder one after the other, then the first that fits on more ranks (FSDP2, and sharing rows)
-and with sparse attention, which changes the model. Among what fits the shortest predicted step on the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
-magnitude). What must fit is what the allocator reserves with expandable segments, and what the device holds beside it. Sizes are
-GiB = 2^30 bytes per rank; host: what levers keep there. Imports longhaul (config, context, dist), longhaul.memory (device, estimate,
+A rung is a set of levers: those of plan.ladder one after the other, then the first that fits on
+more ranks (FSDP2, and sharing rows)
+and with sparse attention, which changes the model. Among what fits the shortest predicted step on
+the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
+magnitude). What must fit is what the allocator reserves with expandable segments, and what the
+device holds beside it. Sizes are
+GiB = 2^30 bytes per rank; host: what levers keep there. Imports longhaul (config, context, dist),
+longhaul.memory (device, estimate,
 extrapolate, plan) and model.py of ours.
 """
 
@@ -22,7 +27,9 @@ from longhaul.memory.plan import command, ladder
 from model import GIB
 
 FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes
-GPU_FLOPS = 400e12  # what a dense bf16 step reaches on an H100, about 40% of its peak; fp32 half of it
+GPU_FLOPS = (
+    400e12  # what a dense bf16 step reaches on an H100, about 40% of its peak; fp32 half of it
+)
 SMALLEST = 1024  # tokens: a shorter context is no answer
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
 
@@ -46,7 +53,10 @@ class Rung:
 
     @property
     def host_gib(self) -> float:
-        return max(self.demand.trace.host_peak, estimate(self.cfg, self.cfg.model(), self.ranks).host) / GIB
+        return (
+            max(self.demand.trace.host_peak, estimate(self.cfg, self.cfg.model(), self.ranks).host)
+            / GIB
+        )
 
     @property
     def seconds(self) -> float:
@@ -68,7 +78,10 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
 
 def levers(cfg: TrainConfig, ranks: int) -> list[tuple[TrainConfig, int, str]]:
     """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    return [(cfg, ranks, "as asked"), *((changed, ranks, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg))]
+    return [
+        (cfg, ranks, "as asked"),
+        *((changed, ranks, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg)),
+    ]
 
 
 def wider(cfg: TrainConfig, gpus: int, name: str) -> list[tuple[TrainConfig, int, str]]:
@@ -76,12 +89,27 @@ def wider(cfg: TrainConfig, gpus: int, name: str) -> list[tuple[TrainConfig, int
     rungs, upto = [], f"up to {name.removeprefix('+ ')}"
     for ranks in worlds(cfg, gpus)[1:]:
         rungs.append((cfg, ranks, f"{upto}, {ranks} ranks"))
-        if ranks in allowed_sizes(cfg.context_parallel_mode, cfg.attention_type, cfg.model().num_kv_heads, cfg.context_length, ranks):
+        if ranks in allowed_sizes(
+            cfg.context_parallel_mode,
+            cfg.attention_type,
+            cfg.model().num_kv_heads,
+            cfg.context_length,
+            ranks,
+        ):
             shared = dict(context_parallel_size=ranks, attention_head_groups=1)
-            rungs.append((dataclasses.replace(cfg, **shared), ranks, f"{upto}, {ranks} ranks that share rows"))
+            rungs.append(
+                (
+                    dataclasses.replace(cfg, **shared),
+                    ranks,
+                    f"{upto}, {ranks} ranks that share rows",
+                )
+            )
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [(sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention") for ranks in worlds(cfg, gpus)]
+        rungs += [
+            (sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention")
+            for ranks in worlds(cfg, gpus)
+        ]
     return rungs
 
 
@@ -90,8 +118,10 @@ def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
     least = cfg.dp_replicate * cfg.context_ranks
     found = [ranks for ranks in powers(gpus) if ranks % least == 0]
     if not found:
-        raise ValueError(f"--gpus {gpus}: {least} ranks hold one batch with these settings (--dp_replicate {cfg.dp_replicate}, "
-                         f"--context_parallel_size {cfg.context_ranks}): use --gpus {least}, or drop them")
+        raise ValueError(
+            f"--gpus {gpus}: {least} ranks hold one batch with these settings (--dp_replicate {cfg.dp_replicate}, "
+            f"--context_parallel_size {cfg.context_ranks}): use --gpus {least}, or drop them"
+        )
     return found
 
 
@@ -101,20 +131,30 @@ def powers(gpus: int) -> list[int]:
 
 
 def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
-    """The ladder and the best rung's command; exit code 0: fits as asked, 2: after changes, 3: nothing fits."""
+    """The ladder and the best rung's command; exit code 0: fits as asked, 2: after changes, 3:
+    nothing fits.
+    """
     finder = dict(levers=_by_levers, context=_by_context, world_size=_by_ranks)[what]
     rungs = finder(cfg, gpu_gib, gpus)
     verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
     fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
-    rows = [f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
-            f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"]
-    rows += [f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
-             for rung in rungs]
+    rows = [
+        f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
+        f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}",
+    ]
+    rows += [
+        f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
+        for rung in rungs
+    ]
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), NOTHING)
     best = _best(what, fitting)
-    unchanged = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0] and verdicts[id(best)] != EXPANDABLE
-    line = EXPANDABLE_SEGMENTS * (verdicts[id(best)] == EXPANDABLE) + command(best.cfg, World(size=best.ranks, local_size=best.ranks))
+    unchanged = (
+        best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0] and verdicts[id(best)] != EXPANDABLE
+    )
+    line = EXPANDABLE_SEGMENTS * (verdicts[id(best)] == EXPANDABLE) + command(
+        best.cfg, World(size=best.ranks, local_size=best.ranks)
+    )
     return Answer("\n".join([*rows, line]), FITS if unchanged else CHANGED)
 
 
@@ -123,12 +163,17 @@ def _best(what: str, fitting: list[Rung]) -> Rung:
         return max(fitting, key=lambda rung: (rung.cfg.context_length, -rung.seconds))
     if what == "world_size":
         return min(fitting, key=lambda rung: rung.ranks)
-    return min(fitting, key=lambda rung: (rung.cfg.attention_type == "nsa", rung.seconds * rung.ranks, rung.ranks))
+    return min(
+        fitting,
+        key=lambda rung: (rung.cfg.attention_type == "nsa", rung.seconds * rung.ranks, rung.ranks),
+    )
 
 
 def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
     rungs = [_rung(*asked) for asked in _progress(levers(cfg, worlds(cfg, gpus)[0]))]
-    start = next((rung for rung in rungs if rung.demand.verdict(int(room * GIB)) != TOO_SMALL), rungs[-1])
+    start = next(
+        (rung for rung in rungs if rung.demand.verdict(int(room * GIB)) != TOO_SMALL), rungs[-1]
+    )
     return rungs + [_rung(*asked) for asked in _progress(wider(start.cfg, gpus, start.levers))]
 
 
@@ -137,10 +182,15 @@ def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
 
 
 def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs, alone = [], levers(dataclasses.replace(cfg, context_length=SMALLEST), worlds(cfg, gpus)[0])
+    rungs, alone = (
+        [],
+        levers(dataclasses.replace(cfg, context_length=SMALLEST), worlds(cfg, gpus)[0]),
+    )
     for changed, ranks, names in _progress(alone + wider(alone[-1][0], gpus, alone[-1][2])):
         context, found = longest(changed, ranks, room)
-        rungs.append(Rung(dataclasses.replace(changed, context_length=context), ranks, names, found))
+        rungs.append(
+            Rung(dataclasses.replace(changed, context_length=context), ranks, names, found)
+        )
     return rungs
 
 
@@ -154,15 +204,19 @@ def _progress(rungs: list):
 
 
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
-    """(tokens, demand): the longest context, a multiple of 1024, whose device GiB are within `room`; the shortest if none is.
+    """(tokens, demand): the longest context, a multiple of 1024, whose device GiB are within
+    `room`; the shortest if none is.
 
-    Memory is close to affine in the context, but for the allocator's steps: a line through what fits and what does not aims, four
+    Memory is close to affine in the context, but for the allocator's steps: a line through what
+    fits and what does not aims, four
     times, then halves narrow it down. What is aimed at is simulated.
     """
     known: dict[int, Demand] = {}
 
     def size(context: int) -> float:
-        known[context] = known.get(context) or demand(dataclasses.replace(cfg, context_length=context), ranks)
+        known[context] = known.get(context) or demand(
+            dataclasses.replace(cfg, context_length=context), ranks
+        )
         return known[context].least_bytes / GIB
 
     best, above = SMALLEST, 32 * SMALLEST
@@ -173,13 +227,19 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     for index in range(32):
         if above == best + SMALLEST:
             break
-        aim = _on_the_line(size, best, above, room) if index < 4 else (best + above) // 2 // SMALLEST * SMALLEST
+        aim = (
+            _on_the_line(size, best, above, room)
+            if index < 4
+            else (best + above) // 2 // SMALLEST * SMALLEST
+        )
         aim = min(max(aim, best + SMALLEST), above - SMALLEST)
         best, above = (aim, above) if size(aim) <= room else (best, aim)
     return best, known[best]
 
 
 def _on_the_line(size, one: int, other: int, room: float) -> int:
-    """The context at which a line through two sizes meets `room`; the longer one where the line is flat."""
+    """The context at which a line through two sizes meets `room`; the longer one where the line is
+    flat.
+    """
     slope = (size(other) - size(one)) / (other - one)
     return int((one + (room - size(one)) / slope) // SMALLEST * SMALLEST) if slope > 0 else other

@@ -1,6 +1,8 @@
-"""Where a training step is: hooks on the model tell a tracker its stage and module, and label storages once the step is over.
+"""Where a training step is: hooks on the model tell a tracker its stage and module, and label
+storages once the step is over.
 
-Imports longhaul.memory (trace, tracker) and longhaul.optim of ours. Hooks on tensors, not on modules, mark the backward: a module's backward
+Imports longhaul.memory (trace, tracker) and longhaul.optim of ours. Hooks on tensors, not on
+modules, mark the backward: a module's backward
 hooks would put identity nodes into the graph, which hold memory of their own.
 """
 
@@ -52,8 +54,15 @@ class Stages:
         yield from self._around(model.embed, "embed", "embedding", "embedding backward")
         for index, layer in enumerate(model.layers):
             yield from self._around(layer, f"layers.{index}", "layer forward", "layer backward")
-            for name, backward in (("attention_norm", ""), ("attention", "attention backward"), ("mlp_norm", ""), ("mlp", "mlp backward")):
-                yield from self._around(getattr(layer, name), f"layers.{index}.{name}", "layer forward", backward)
+            for name, backward in (
+                ("attention_norm", ""),
+                ("attention", "attention backward"),
+                ("mlp_norm", ""),
+                ("mlp", "mlp backward"),
+            ):
+                yield from self._around(
+                    getattr(layer, name), f"layers.{index}.{name}", "layer forward", backward
+                )
         yield from self._around(model.norm, "norm", "norm forward", "norm backward")
         yield from self._around(model.lm_head, "lm_head", "loss forward", "loss backward")
         yield optimizer.register_step_pre_hook(lambda *_: self.tracker.enter("optimizer"))
@@ -64,24 +73,37 @@ class Stages:
             self.tracker.enter("recompute" if in_backward() else forward, name)
 
         def after(module, inputs, output):
-            if isinstance(output, torch.Tensor) and output.requires_grad and backward and not in_backward():
+            if (
+                isinstance(output, torch.Tensor)
+                and output.requires_grad
+                and backward
+                and not in_backward()
+            ):
                 output.register_hook(lambda _: self.tracker.enter(backward, name))
             before = self.stack.pop()
             self.tracker.enter(*(before if self.stack or in_backward() else (forward, "")))
+
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
 
     def _clipping(self, function):
         @functools.wraps(function)
         def clip(*args):
-            self.gradients = {self.tracker.register(local(p.grad), "backward") for p in self.state.model.parameters() if p.grad is not None}
+            self.gradients = {
+                self.tracker.register(local(p.grad), "backward")
+                for p in self.state.model.parameters()
+                if p.grad is not None
+            }
             self.tracker.enter("gradient norm")
             return function(*args)
+
         return clip
 
 
 def label(trace: Trace, tracker: Tracker, stages: Stages, inputs: set[int]):
-    """Give every storage of the trace its category, and parameters and optimizer states their names."""
+    """Give every storage of the trace its category, and parameters and optimizer states their
+    names.
+    """
     named = dict(owners(stages.state, tracker))
     kept = held_for_the_backward(trace)
     for identity, storage in trace.storages.items():
@@ -96,7 +118,9 @@ def label(trace: Trace, tracker: Tracker, stages: Stages, inputs: set[int]):
 
 
 def held_for_the_backward(trace: Trace) -> set[int]:
-    """Storages born in a forward that the loss's backward finds alive, and those of a recomputation that outlive its stage."""
+    """Storages born in a forward that the loss's backward finds alive, and those of a recomputation
+    that outlive its stage.
+    """
     born, died = {}, {}
     for event in trace.events:
         (born if event.bytes > 0 else died)[event.storage] = event.time
@@ -104,7 +128,9 @@ def held_for_the_backward(trace: Trace) -> set[int]:
     backward = [time for time, stage in trace.stages if stage == "loss backward"]
     kept = set()
     for identity, storage in trace.storages.items():
-        marks = backward if storage.stage in FORWARD else starts if storage.stage == "recompute" else ()
+        marks = (
+            backward if storage.stage in FORWARD else starts if storage.stage == "recompute" else ()
+        )
         birth = born.get(identity, 0)
         after = bisect.bisect_right(marks, birth)
         if after < len(marks) and died.get(identity, math.inf) >= marks[after]:
@@ -122,4 +148,7 @@ def owners(state, tracker: Tracker):
         yield tracker.register(buffer, "buffer"), ("buffer", name)
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
-            yield tracker.register(local(value), "optimizer"), ("optimizer", f"{names[parameter]} {key}")
+            yield (
+                tracker.register(local(value), "optimizer"),
+                ("optimizer", f"{names[parameter]} {key}"),
+            )

@@ -1,4 +1,5 @@
-"""A trace cut into moments: what is alive by category, which tensors are largest, what each stage peaks at.
+"""A trace cut into moments: what is alive by category, which tensors are largest, what each stage
+peaks at.
 
 Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, trace) of ours.
 """
@@ -12,7 +13,9 @@ from longhaul.memory.trace import CATEGORIES, Storage, Trace
 
 
 class Moment(NamedTuple):
-    """Bytes alive after the events of one time, in the order of CATEGORIES; the workspace of that time is among them."""
+    """Bytes alive after the events of one time, in the order of CATEGORIES; the workspace of that
+    time is among them.
+    """
 
     time: int
     sizes: tuple[int, ...]
@@ -36,7 +39,11 @@ def moments(trace: Trace) -> list[Moment]:
         if event.bytes:
             sizes[trace.storages[event.storage].category] += event.bytes
         if index + 1 == len(trace.events) or trace.events[index + 1].time != event.time:
-            found.append(Moment(event.time, tuple((sizes | dict(workspace=inside.get(event.time, 0))).values())))
+            found.append(
+                Moment(
+                    event.time, tuple((sizes | dict(workspace=inside.get(event.time, 0))).values())
+                )
+            )
     if not found:
         raise ValueError("the trace has no events: nothing was recorded that a picture could show")
     return found
@@ -57,7 +64,9 @@ def columns(found: list[Moment], count: int) -> list[list[Moment]]:
 
 
 def sampled(found: list[Moment], count: int) -> list[Moment]:
-    """At most 2 * count + 2 moments: the first, the last, and of each group its smallest and its largest, so that no peak is lost."""
+    """At most 2 * count + 2 moments: the first, the last, and of each group its smallest and its
+    largest, so that no peak is lost.
+    """
     kept = {found[0], found[-1], largest(found)}
     for group in columns(found, count):
         kept |= {largest(group), min(group, key=lambda moment: moment.total)}
@@ -65,11 +74,20 @@ def sampled(found: list[Moment], count: int) -> list[Moment]:
 
 
 def alike(storages: list[Storage], count: int) -> list[dict]:
-    """The largest groups of storages that differ by their layer's number alone: bytes of one, how many, and their names."""
+    """The largest groups of storages that differ by their layer's number alone: bytes of one, how
+    many, and their names.
+    """
     groups: dict[tuple, int] = {}
     for storage in storages:
-        key = (storage.size, storage.category, storage.stage, re.sub(r"^layers\.\d+", "layers.*", storage.module), storage.shape,
-               storage.dtype, storage.op)
+        key = (
+            storage.size,
+            storage.category,
+            storage.stage,
+            re.sub(r"^layers\.\d+", "layers.*", storage.module),
+            storage.shape,
+            storage.dtype,
+            storage.op,
+        )
         groups[key] = groups.get(key, 0) + 1
     ordered = sorted(groups.items(), key=lambda group: (-group[0][0] * group[1], str(group[0])))
     names = ("bytes", "category", "stage", "module", "shape", "dtype", "op")
@@ -91,7 +109,9 @@ def alive_at(trace: Trace, times: list[int]):
 
 
 def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int]]:
-    """Stage -> category -> bytes at the stage's largest moment; stages in the order in which they first start."""
+    """Stage -> category -> bytes at the stage's largest moment; stages in the order in which they
+    first start.
+    """
     best: dict[str, Moment] = {}
     for moment in found:
         stage = trace.stage_at(moment.time)

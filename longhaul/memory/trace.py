@@ -1,13 +1,25 @@
-"""The record of one training step's memory: what was allocated, when, by whom, and when it went. Imports the standard library alone.
+"""The record of one training step's memory: what was allocated, when, by whom, and when it went.
+Imports the standard library alone.
 
-All sizes are bytes; GiB = 2^30 bytes. Time counts events from 0: it orders, it does not measure seconds.
+All sizes are bytes; GiB = 2^30 bytes. Time counts events from 0: it orders, it does not measure
+seconds.
 """
 
 import bisect
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-CATEGORIES = ("parameter", "gradient", "optimizer", "unsharded", "activation", "temporary", "buffer", "input", "workspace")
+CATEGORIES = (
+    "parameter",
+    "gradient",
+    "optimizer",
+    "unsharded",
+    "activation",
+    "temporary",
+    "buffer",
+    "input",
+    "workspace",
+)
 
 
 class Event(NamedTuple):
@@ -26,7 +38,9 @@ class Storage:
     size: int  # bytes asked for; an allocator rounds up
     category: str  # one of CATEGORIES
     stage: str  # in which it was born
-    module: str  # name of the module whose forward, backward or parameter it belongs to; "" at the top
+    module: (
+        str  # name of the module whose forward, backward or parameter it belongs to; "" at the top
+    )
     shape: tuple[int, ...]  # of the first tensor that was seen on it
     dtype: str  # without "torch."
     op: str  # the operator that returned it
@@ -34,15 +48,23 @@ class Storage:
 
 @dataclass
 class Trace:
-    """One step. What was alive before it has events at time 0; `stages` are (time, name of the stage that starts there)."""
+    """One step. What was alive before it has events at time 0; `stages` are (time, name of the
+    stage that starts there).
+    """
 
     events: list[Event] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
     stages: list[tuple[int, str]] = field(default_factory=list)
-    modules: list[tuple[int, str]] = field(default_factory=list)  # (time, name of the module that works from there)
-    workspaces: list[tuple[int, int, str]] = field(default_factory=list)  # (time, bytes alive during that event alone, op)
+    modules: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (time, name of the module that works from there)
+    workspaces: list[tuple[int, int, str]] = field(
+        default_factory=list
+    )  # (time, bytes alive during that event alone, op)
     config: dict = field(default_factory=dict)  # the settings that were simulated
-    host_peaks: dict[str, int] = field(default_factory=dict)  # stage -> most bytes that levers keep in host memory
+    host_peaks: dict[str, int] = field(
+        default_factory=dict
+    )  # stage -> most bytes that levers keep in host memory
 
     @property
     def host_peak(self) -> int:
@@ -64,7 +86,10 @@ class Trace:
             if event.time > time:
                 break
             alive[event.storage] = alive.get(event.storage, 0) + event.bytes
-        return sorted((self.storages[key] for key, size in alive.items() if size > 0), key=lambda storage: -storage.size)
+        return sorted(
+            (self.storages[key] for key, size in alive.items() if size > 0),
+            key=lambda storage: -storage.size,
+        )
 
     def stage_at(self, time: int) -> str:
         """The stage that `time` lies in."""
@@ -101,7 +126,9 @@ class Trace:
         return peaks
 
     def by_category(self, time: int) -> dict[str, int]:
-        """Bytes alive at `time` by category, the workspace of that moment included; categories without any are left out."""
+        """Bytes alive at `time` by category, the workspace of that moment included; categories
+        without any are left out.
+        """
         sizes = dict.fromkeys(CATEGORIES, 0)
         for storage in self.at(time):
             sizes[storage.category] += storage.size

@@ -1,6 +1,8 @@
-"""Every storage that operators make, from birth to death, under a dispatch mode: on fake tensors (a prediction) or real ones.
+"""Every storage that operators make, from birth to death, under a dispatch mode: on fake tensors (a
+prediction) or real ones.
 
-Imports longhaul.memory.trace of ours. Sizes are bytes. A kernel's own buffers are no tensors: `workspace` declares them.
+Imports longhaul.memory.trace of ours. Sizes are bytes. A kernel's own buffers are no tensors:
+`workspace` declares them.
 """
 
 import contextlib
@@ -15,17 +17,26 @@ from longhaul.memory.trace import Event, Storage, Trace
 
 QUESTION = torch.ops.aten._local_scalar_dense.default
 SUM = torch.ops.aten.add.Tensor
-WRAPPERS = ("_dynamo/eval_frame.py", "torch/_compile.py", "utils/_python_dispatch.py")  # of __torch_dispatch__
+WRAPPERS = (
+    "_dynamo/eval_frame.py",
+    "torch/_compile.py",
+    "utils/_python_dispatch.py",
+)  # of __torch_dispatch__
 NOWHERE = -1  # the storage of a workspace's event: it lives for that moment alone
 
 
 def accumulate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """What autograd's engine does where two gradients of one tensor meet: in place where it holds the last reference.
+    """What autograd's engine does where two gradients of one tensor meet: in place where it holds
+    the last reference.
 
-    Under a dispatch mode it gives that up and adds into a third tensor. Two references to the storage and four to the tensor are this call's own.
+    Under a dispatch mode it gives that up and adds into a third tensor. Two references to the
+    storage and four to the tensor are this call's own.
     """
     for total, other in ((old, new), (new, old)):
-        alone = torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2 and total._use_count() == 4
+        alone = (
+            torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
+            and total._use_count() == 4
+        )
         if alone and torch.ops.aten.is_non_overlapping_and_dense(total):
             return total.add_(other)
     return old + new
@@ -45,10 +56,13 @@ def no_workspace(func, args, outputs) -> int:
 
 
 class Tracker(TorchDispatchMode):
-    """Records allocations in `trace`; a storage is dropped when its last tensor goes (weak reference), as an allocator sees it.
+    """Records allocations in `trace`; a storage is dropped when its last tensor goes (weak
+    reference), as an allocator sees it.
 
-    workspace(func, args, outputs): bytes that the operator holds inside beyond what it returns. fake: tensors have no values, so the
-    tracker answers where the program asks for one, and leaves out the fused optimizer, whose imitation allocates.
+    workspace(func, args, outputs): bytes that the operator holds inside beyond what it returns.
+    fake: tensors have no values, so the
+    tracker answers where the program asks for one, and leaves out the fused optimizer, whose
+    imitation allocates.
     """
 
     def __init__(self, workspace=no_workspace, fake: bool = False):
@@ -57,7 +71,13 @@ class Tracker(TorchDispatchMode):
         self.time, self.stage, self.module, self.count = 0, "start", "", 0
         self.alive: dict[int, tuple] = {}  # address of a storage -> (its weak reference, its id)
         self.held: dict[int, int] = {}  # id of a storage alive -> its bytes now
-        self.elsewhere, self.host = False, {}  # whether tensors are being made on the host; address of such a storage -> its reference and bytes
+        self.elsewhere, self.host = (
+            False,
+            {},
+            # whether tensors are being made on the host; address of such a storage -> its reference
+            # and
+            # bytes
+        )
 
     # ---- the mode
 
@@ -68,7 +88,10 @@ class Tracker(TorchDispatchMode):
             original(storage, size)
             if storage._cdata in self.alive:
                 self._resized(self.alive[storage._cdata][1], size)
-        torch.UntypedStorage.resize_ = resize_  # so FSDP2 frees whole parameters and takes them back, unseen by dispatch
+
+        torch.UntypedStorage.resize_ = (
+            resize_  # so FSDP2 frees whole parameters and takes them back, unseen by dispatch
+        )
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -77,7 +100,8 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # DTensor then runs the operator on its local shards, which come back here
+            # DTensor then runs the operator on its local shards, which come back here
+            return NotImplemented
         if self.fake and func is QUESTION:
             return self._answer(args[0])
         if self.fake and func is torch.ops.aten._fused_adamw_.default:
@@ -91,7 +115,9 @@ class Tracker(TorchDispatchMode):
         return outputs
 
     def _answer(self, value: torch.Tensor):
-        """No label is out of range, every token counts, every norm is finite: any() is False, other booleans True, numbers 1."""
+        """No label is out of range, every token counts, every norm is finite: any() is False, other
+        booleans True, numbers 1.
+        """
         if value.dtype != torch.bool:
             return 1
         known = self.alive.get(value.untyped_storage()._cdata)
@@ -115,16 +141,29 @@ class Tracker(TorchDispatchMode):
             return self._on_host(key, storage)
         if key not in self.alive:
             identity, self.count = self.count, self.count + 1
-            self.alive[key] = (weakref.ref(storage, lambda _: self._dropped(key, identity)), identity)
+            self.alive[key] = (
+                weakref.ref(storage, lambda _: self._dropped(key, identity)),
+                identity,
+            )
             size = self.held[identity] = storage.nbytes()
-            self.trace.storages[identity] = Storage(identity, size, "", self.stage, self.module, tuple(tensor.shape),
-                                                    str(tensor.dtype).removeprefix("torch."), op)
+            self.trace.storages[identity] = Storage(
+                identity,
+                size,
+                "",
+                self.stage,
+                self.module,
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                op,
+            )
             self._event(size, identity)
         return self.alive[key][1]
 
     @contextlib.contextmanager
     def on_host(self):
-        """What is made inside is in host memory: no event of the device's, but a part of `trace.host_peak`."""
+        """What is made inside is in host memory: no event of the device's, but a part of
+        `trace.host_peak`.
+        """
         before, self.elsewhere = self.elsewhere, True
         try:
             yield
@@ -133,7 +172,10 @@ class Tracker(TorchDispatchMode):
 
     def _on_host(self, key: int, storage) -> int:
         if key not in self.alive and key not in self.host:
-            self.host[key] = weakref.ref(storage, lambda _: self.host.pop(key, None)), storage.nbytes()
+            self.host[key] = (
+                weakref.ref(storage, lambda _: self.host.pop(key, None)),
+                storage.nbytes(),
+            )
             peaks, now = self.trace.host_peaks, sum(size for _, size in self.host.values())
             peaks[self.stage] = max(peaks.get(self.stage, 0), now)
         return self.alive[key][1] if key in self.alive else NOWHERE
@@ -169,7 +211,13 @@ class Tracker(TorchDispatchMode):
         """Forget what is gone, date what is alive to time 0, and record from here."""
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
-        self.trace = Trace(events, storages, [(0, "start")], config=config, host_peaks=dict(start=sum(size for _, size in self.host.values())))
+        self.trace = Trace(
+            events,
+            storages,
+            [(0, "start")],
+            config=config,
+            host_peaks=dict(start=sum(size for _, size in self.host.values())),
+        )
         self.time, self.stage, self.module = 0, "start", ""
         for storage in storages.values():
             storage.stage = "start"

@@ -1,8 +1,11 @@
 """The trace of a deep model from that of a five-layer one: the middle layer's events, repeated.
 
-A trace falls into runs: what happens from one layer's start to the next one's. In the five-layer trace layers 1, 2 and 3 each have a
-layer like themselves on either side, so a deeper model's trace has layer 2's run as often as it has more layers, each copy with
-storages of its own. What is left out is how the gradient norm's scratch, a few KiB after the peak, grows with the number of
+A trace falls into runs: what happens from one layer's start to the next one's. In the five-layer
+trace layers 1, 2 and 3 each have a
+layer like themselves on either side, so a deeper model's trace has layer 2's run as often as it has
+more layers, each copy with
+storages of its own. What is left out is how the gradient norm's scratch, a few KiB after the peak,
+grows with the number of
 parameters; `extrapolate` has it. Imports longhaul.memory.trace of ours.
 """
 
@@ -20,8 +23,14 @@ class Runs:
     """Which layer's run a moment lies in; `starts` are (time, layer), layer -1 before the first."""
 
     def __init__(self, trace: Trace):
-        layers = [(time, int(found[1])) for time, name in trace.modules if (found := re.match(r"layers\.(\d+)", name))]
-        self.starts = [(0, -1)] + [next(group) for _, group in groupby(layers, key=lambda start: start[1])]
+        layers = [
+            (time, int(found[1]))
+            for time, name in trace.modules
+            if (found := re.match(r"layers\.(\d+)", name))
+        ]
+        self.starts = [(0, -1)] + [
+            next(group) for _, group in groupby(layers, key=lambda start: start[1])
+        ]
 
     def index(self, time: int) -> int:
         """The run's number."""
@@ -37,18 +46,25 @@ def unroll(trace: Trace, layers: int) -> Trace:
 
 
 class _Unrolling:
-    """`more` copies of the middle layer beside the original: copy 0 is the original, the next `more` follow it."""
+    """`more` copies of the middle layer beside the original: copy 0 is the original, the next
+    `more` follow it.
+    """
 
     def __init__(self, old: Trace, more: int):
         self.old, self.more, self.runs, self.time = old, more, Runs(old), 0
         self.trace = Trace(config=old.config | dict(layers=LAYERS + more))
-        self.family, self.twins = {}, {}  # storage -> (layer, name within the layer); name -> layer -> storage
+        self.family, self.twins = (
+            {},
+            {},
+        )  # storage -> (layer, name within the layer); name -> layer -> storage
         self._families()
         self.ids: dict[tuple[int, int], int] = {}  # (storage, copy) -> id in the new trace
         self.inside = {time: (size, op) for time, size, op in old.workspaces}
         before = bisect.bisect_right(old.events, 0, key=lambda event: event.time)
         self._start(old.events[:before])
-        for run, events in groupby(old.events[before:], key=lambda event: self.runs.index(event.time)):
+        for run, events in groupby(
+            old.events[before:], key=lambda event: self.runs.index(event.time)
+        ):
             self._run(run, list(events))
 
     def _families(self):
@@ -64,13 +80,17 @@ class _Unrolling:
                 layer, name = int(owner[1]), (owner[2], storage.category)
             else:
                 born[run] = born.get(run, 0) + 1
-                layer = self.runs.layer(run) + (storage.category == "unsharded")  # FSDP2 gathers a layer just before its run
+                layer = self.runs.layer(run) + (
+                    storage.category == "unsharded"
+                )  # FSDP2 gathers a layer just before its run
                 name = self._visit(run), born[run]
             self.family[identity] = layer, name
             self.twins.setdefault(name, {})[layer] = identity
 
     def _visit(self, run: int) -> int:
-        """How often the run's layer was visited before: forward, backward, forward of the next micro-batch, ..."""
+        """How often the run's layer was visited before: forward, backward, forward of the next
+        micro-batch, ...
+        """
         return sum(1 for index in range(run) if self.runs.layer(index) == self.runs.layer(run))
 
     def _start(self, events: list[Event]):
@@ -78,7 +98,9 @@ class _Unrolling:
         for layer, block in groupby(events, key=lambda event: self.family[event.storage][0]):
             block = list(block)
             for copy in range(self.more + 1 if layer == MIDDLE else 1):
-                self.trace.events += [Event(0, event.bytes, self._id(event.storage, copy)) for event in block]
+                self.trace.events += [
+                    Event(0, event.bytes, self._id(event.storage, copy)) for event in block
+                ]
 
     def _run(self, run: int, events: list[Event]):
         layer = self.runs.layer(run)
@@ -90,12 +112,16 @@ class _Unrolling:
             self._play(run, events, copy)
 
     def _play(self, run: int, events: list[Event], copy: int | None):
-        """A run's events, of one copy of the middle layer or of another layer (None); marks of stages and modules with them."""
+        """A run's events, of one copy of the middle layer or of another layer (None); marks of
+        stages and modules with them.
+        """
         shift = self.time - events[0].time + 1 if self.time else 0
         self._marks(run, shift, copy)
         for event in events:
             self.time = event.time + shift
-            for storage in [event.storage] if event.storage < 0 else self._targets(event.storage, run, copy):
+            for storage in (
+                [event.storage] if event.storage < 0 else self._targets(event.storage, run, copy)
+            ):
                 self.trace.events.append(Event(self.time, event.bytes, storage))
             if event.storage < 0:
                 self.trace.workspaces.append((self.time, *self.inside[event.time]))
@@ -103,8 +129,15 @@ class _Unrolling:
     def _marks(self, run: int, shift: int, copy: int | None):
         start = self.runs.starts[run][0]
         end = self.runs.starts[run + 1][0] if run + 1 < len(self.runs.starts) else float("inf")
-        for ours, theirs in ((self.trace.stages, self.old.stages), (self.trace.modules, self.old.modules)):
-            ours += [(time + shift, self._renamed(name, self.runs.layer(run), copy or 0)) for time, name in theirs if start <= time < end]
+        for ours, theirs in (
+            (self.trace.stages, self.old.stages),
+            (self.trace.modules, self.old.modules),
+        ):
+            ours += [
+                (time + shift, self._renamed(name, self.runs.layer(run), copy or 0))
+                for time, name in theirs
+                if start <= time < end
+            ]
 
     def _renamed(self, module: str, layer: int, copy: int) -> str:
         place = layer + (copy if layer == MIDDLE else self.more if layer > MIDDLE else 0)
@@ -114,7 +147,9 @@ class _Unrolling:
         """The new ids that an event on `storage` concerns."""
         layer, name = self.family[storage]
         here = self.runs.layer(run)
-        if copy is not None and abs(layer - MIDDLE) == 1:  # a neighbour's: among the copies the neighbour is a copy
+        if (
+            copy is not None and abs(layer - MIDDLE) == 1
+        ):  # a neighbour's: among the copies the neighbour is a copy
             other = copy + layer - MIDDLE
             if 0 <= other <= self.more:
                 return [self._id(self.twins[name][MIDDLE], other)]
@@ -130,7 +165,9 @@ class _Unrolling:
         if key not in self.ids:
             self.ids[key] = identity = len(self.ids)
             old = self.old.storages[storage]
-            self.trace.storages[identity] = dataclasses.replace(old, id=identity, module=self._renamed(old.module, self._layer_of(old), copy))
+            self.trace.storages[identity] = dataclasses.replace(
+                old, id=identity, module=self._renamed(old.module, self._layer_of(old), copy)
+            )
         return self.ids[key]
 
     def _layer_of(self, storage: Storage) -> int:

@@ -1,4 +1,6 @@
-"""Row 43 of the fault matrix: a machine that computes wrongly and says nothing. Imports longhaul and scripts.faults of ours."""
+"""Row 43 of the fault matrix: a machine that computes wrongly and says nothing. Imports longhaul
+and scripts.faults of ours.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,9 @@ STEPS = ["--max_steps", "8", "--save_every", "4", "--audit_every", "3"]
 
 
 def flip_once(name: str, call: int):
-    """Flip one bit of one element of the gradient of parameter `name` when gradients are computed for the `call`-th time."""
+    """Flip one bit of one element of the gradient of parameter `name` when gradients are computed
+    for the `call`-th time.
+    """
     original, calls = step.gradients, []
 
     def gradients(state, *args):
@@ -35,13 +39,32 @@ def silent_corruption(trials: int, folder: Path) -> str:
     args = runs.arguments(source, folder / "run", *STEPS)
     for call in (3, 4):
         wrong = runs.finish(args, folder / f"wrong{call}", 5, before=partial(flip_once, name, call))
-        require("step 3 computed twice" in wrong.last_line() and name in wrong.last_line(), wrong.last_line())
+        require(
+            "step 3 computed twice" in wrong.last_line() and name in wrong.last_line(),
+            wrong.last_line(),
+        )
     runs.finish(args, folder / "again")
-    require(runs.same_end(folder / "run", folder / "whole"), "an audited run has other bits than one that is not")
-    ranks = runs.start_ranks(runs.arguments(source, folder / "ranks", *STEPS), folder / "log", 2, before=partial(flip_once, name, 4))
+    require(
+        runs.same_end(folder / "run", folder / "whole"),
+        "an audited run has other bits than one that is not",
+    )
+    ranks = runs.start_ranks(
+        runs.arguments(source, folder / "ranks", *STEPS),
+        folder / "log",
+        2,
+        before=partial(flip_once, name, 4),
+    )
     codes = [rank.wait() for rank in ranks]
     require(codes == [5, 5], f"on two ranks the codes are {codes}")
     return "one flipped bit of one gradient in either computation: code 5 naming step and tensor, also on 2 ranks; audited runs keep their bits"
 
 
-ROWS: list[Row] = [Row(43, "silent corruption of a step", "--audit_every N compares bits: 5", silent_corruption, slow=True)]
+ROWS: list[Row] = [
+    Row(
+        43,
+        "silent corruption of a step",
+        "--audit_every N compares bits: 5",
+        silent_corruption,
+        slow=True,
+    )
+]

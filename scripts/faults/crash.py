@@ -1,4 +1,6 @@
-"""Crash states of a save: kill at a call, or replay a recorded write log up to any call. Imports longhaul and scripts.faults of ours."""
+"""Crash states of a save: kill at a call, or replay a recorded write log up to any call. Imports
+longhaul and scripts.faults of ours.
+"""
 
 import contextlib
 import io
@@ -13,17 +15,26 @@ from longhaul import checkpoint, dist, step, storage
 from longhaul.config import TrainConfig
 from scripts.faults.rows import Failed, require
 
-CALLS = ("write", "fsync", "rename", "make_folder", "remove")  # of longhaul.storage: all that changes the disk in a save
+CALLS = (
+    "write",
+    "fsync",
+    "rename",
+    "make_folder",
+    "remove",
+)  # of longhaul.storage: all that changes the disk in a save
 
 
 def watch(before: Callable, *, arguments: bool = False):
-    """From here on `before(index, name)`, or with `arguments` `before(index, name, *args)`, precedes each call that changes the disk."""
+    """From here on `before(index, name)`, or with `arguments` `before(index, name, *args)`,
+    precedes each call that changes the disk.
+    """
     count = iter(range(10**9))
 
     def wrapped(name, original):
         def call(*args):
             before(next(count), name, *(args if arguments else ()))
             return original(*args)
+
         return call
 
     for name in CALLS:
@@ -36,7 +47,7 @@ def kill_at(wanted: int, index: int, name: str):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ----------------------------------------------------------------------------------------------------------------- pruning
+# ------------------------------------------------------------------------------------------ pruning
 
 
 def _at_prune(fault: Callable[[Path], None]):
@@ -53,9 +64,11 @@ def _at_prune(fault: Callable[[Path], None]):
 
 def half_deleted():
     """Killed when the shard of an old checkpoint is gone and its manifest is not."""
+
     def fault(path: Path):
         next(path.glob("rank-*")).unlink()
         os.kill(os.getpid(), signal.SIGKILL)
+
     _at_prune(fault)
 
 
@@ -76,7 +89,7 @@ def before_pruning():
     storage.rename = rename
 
 
-# ------------------------------------------------------------------------------------------------------------------ power loss
+# --------------------------------------------------------------------------------------- power loss
 
 
 @dataclass
@@ -119,13 +132,20 @@ class Disk:
             parent.entries.pop(path.name, None)
 
     def files(self, synced_names: bool, synced_bytes: bool) -> dict[Path, bytes | None]:
-        """What a machine that loses power now finds: `synced_names`: entries of folders as they were last forced to the disk, else all
+        """What a machine that loses power now finds: `synced_names`: entries of folders as they
+        were last forced to the disk, else all
         that were made; `synced_bytes`: the same of what files hold. Folders are None."""
         found: dict[Path, bytes | None] = {}
 
         def visit(node: Node, path: Path):
             for name, child in (node.synced_entries if synced_names else node.entries).items():
-                found[path / name] = None if child.content is None else child.synced if synced_bytes else child.content
+                found[path / name] = (
+                    None
+                    if child.content is None
+                    else child.synced
+                    if synced_bytes
+                    else child.content
+                )
                 visit(child, path / name)
 
         visit(self.top, Path())
@@ -133,9 +153,23 @@ class Disk:
 
 
 def record(folder: Path, saves: int) -> tuple[list[tuple], dict[int, bytes]]:
-    """(the log of `saves` saves with pruning to 2: (call, path, value) and ("saved", step); the bytes of each step's shard)."""
-    cfg = TrainConfig(model_size="tiny", vocab_size=32, context_length=8, dtype="fp32", model_overrides=(
-        "num_layers=1", "hidden_size=16", "num_heads=1", "num_kv_heads=1", "head_dim=16", "ffn_size=16"))
+    """(the log of `saves` saves with pruning to 2: (call, path, value) and ("saved", step); the
+    bytes of each step's shard).
+    """
+    cfg = TrainConfig(
+        model_size="tiny",
+        vocab_size=32,
+        context_length=8,
+        dtype="fp32",
+        model_overrides=(
+            "num_layers=1",
+            "hidden_size=16",
+            "num_heads=1",
+            "num_kv_heads=1",
+            "head_dim=16",
+            "ffn_size=16",
+        ),
+    )
     state, log, shards = step.build(cfg, cfg.model(), "cpu", dist.World()), [], {}
     watch(lambda index, name, *args: log.append(_entry(name, *args)), arguments=True)
     tokens = step.torch.arange(8)[None]
@@ -154,8 +188,12 @@ def _entry(name: str, first, second=None) -> tuple:
     return name, first, second
 
 
-MODELS = {"all writes of the prefix": (False, False), "names but no unsynced bytes": (False, True), "nothing unsynced": (True, True),
-          "bytes but no unsynced names": (True, False)}
+MODELS = {
+    "all writes of the prefix": (False, False),
+    "names but no unsynced bytes": (False, True),
+    "nothing unsynced": (True, True),
+    "bytes but no unsynced names": (True, False),
+}
 
 
 def power_loss(trials: int, folder: Path) -> str:
@@ -181,15 +219,32 @@ def replay(root: Path, log: list[tuple], shards: dict[int, bytes], again: Path) 
             disk.apply(name, path, value)
         for words, model in MODELS.items():
             files = disk.files(*model)
-            key = hash((durable, *sorted((str(name), content) for name, content in files.items() if content is not None)))
+            key = hash(
+                (
+                    durable,
+                    *sorted(
+                        (str(name), content)
+                        for name, content in files.items()
+                        if content is not None
+                    ),
+                )
+            )
             if key not in seen:
                 seen.add(key)
                 _check(files, again, durable, shards, f"{words}, {length} calls in")
     return len(seen)
 
 
-def _check(files: dict[Path, bytes | None], folder: Path, durable: int, shards: dict[int, bytes], where: str):
-    """What is left on the disk must resume from a checkpoint that is at least as new as the last durable one, and is what was saved."""
+def _check(
+    files: dict[Path, bytes | None],
+    folder: Path,
+    durable: int,
+    shards: dict[int, bytes],
+    where: str,
+):
+    """What is left on the disk must resume from a checkpoint that is at least as new as the last
+    durable one, and is what was saved.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for path, content in files.items():
@@ -203,4 +258,7 @@ def _check(files: dict[Path, bytes | None], folder: Path, durable: int, shards: 
     number = int(found.name[5:]) if found else 0
     require(number >= durable, f"{where}: step {durable} was durable, {number} is what is left")
     require("DAMAGED" not in said.getvalue(), f"{where}: {said.getvalue()}")
-    require(not found or next(found.glob("rank-*")).read_bytes() == shards[number], f"{where}: step {number} has other bytes")
+    require(
+        not found or next(found.glob("rank-*")).read_bytes() == shards[number],
+        f"{where}: step {number} has other bytes",
+    )

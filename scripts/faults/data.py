@@ -23,7 +23,9 @@ from scripts.faults.rows import Row, require
 ONE_STEP = ("--max_steps", "1")
 
 
-def refused(data: Path, out: Path, code: int, *words: str, flags: tuple[str, ...] = ONE_STEP) -> str:
+def refused(
+    data: Path, out: Path, code: int, *words: str, flags: tuple[str, ...] = ONE_STEP
+) -> str:
     """The last line of a training run that must end with `code` and say all of `words`."""
     child = runs.finish(runs.arguments(data, out, *flags), out.with_suffix(".log"), code)
     for word in words:
@@ -54,14 +56,19 @@ def reseal(folder: Path, change) -> None:
     content = json.loads((folder / "manifest.json").read_text())
     change(content)
     del content["checksum"]
-    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    content["checksum"] = hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def text_of(seed: int, words: int = 200) -> str:
     """Words of a small language."""
     draw = random.Random(seed)
-    return "".join(draw.choice(("alpha", "beta", "gamma", "delta", "\n", "x = 1", "  ", "return")) + " " for _ in range(words))
+    return "".join(
+        draw.choice(("alpha", "beta", "gamma", "delta", "\n", "x = 1", "  ", "return")) + " "
+        for _ in range(words)
+    )
 
 
 def shared_tokenizer(folder: Path) -> Path:
@@ -70,7 +77,7 @@ def shared_tokenizer(folder: Path) -> Path:
     return folder / "shared.model"
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def truncated(trials: int, folder: Path) -> str:
@@ -81,7 +88,12 @@ def truncated(trials: int, folder: Path) -> str:
     for trial in range(trials):
         size = draw.randrange(len(whole)) if trial else 0
         shard.write_bytes(whole[:size])
-        refused(data, folder / f"run-{trial}", 3, f"shard-00000.bin is damaged: expected {len(whole)} bytes, found {size}: restore it")
+        refused(
+            data,
+            folder / f"run-{trial}",
+            3,
+            f"shard-00000.bin is damaged: expected {len(whole)} bytes, found {size}: restore it",
+        )
         shard.write_bytes(whole)
         trains(data, folder / f"run-{trial}")
     return "exit code 3 with both sizes, before anything was written; restored, it trains"
@@ -92,7 +104,12 @@ def wrong_dtype(trials: int, folder: Path) -> str:
     data = runs.dataset(folder / "data")
     shard = data / "shard-00000.bin"
     whole = np.fromfile(shard, dtype="<u2")
-    for trial, (dtype, words) in enumerate((("<u4", f"expected {whole.nbytes} bytes, found {2 * whole.nbytes}"), (">u2", "shard-00000.bin is damaged"))):
+    for trial, (dtype, words) in enumerate(
+        (
+            ("<u4", f"expected {whole.nbytes} bytes, found {2 * whole.nbytes}"),
+            (">u2", "shard-00000.bin is damaged"),
+        )
+    ):
         whole.astype(dtype).tofile(shard)
         refused(data, folder / f"shard-{trial}", 3, words)
     whole.tofile(shard)
@@ -107,7 +124,9 @@ def wrong_dtype(trials: int, folder: Path) -> str:
 def large_ids(trials: int, folder: Path) -> str:
     """Row 32."""
     try:
-        write_dataset([np.array([1, 2]), np.array([3, 64])], folder / "bad", vocab_size=64, eod_id=0)
+        write_dataset(
+            [np.array([1, 2]), np.array([3, 64])], folder / "bad", vocab_size=64, eod_id=0
+        )
         require(False, "an id of 64 was written for a vocabulary of 64")
     except ValueError as error:
         require("document 1 has the id 64 at token 1 (shard 0)" in str(error), str(error))
@@ -117,7 +136,12 @@ def large_ids(trials: int, folder: Path) -> str:
     ids = np.fromfile(data / "shard-00000.bin", dtype="<u2")
     reseal(data, lambda content: content.update(vocab_size=50))
     first = int(np.flatnonzero(ids >= 50)[0])
-    refused(data, folder / "open", 3, f"shard-00000.bin has the id {ids[first]} at token {first}, outside the vocabulary of 50")
+    refused(
+        data,
+        folder / "open",
+        3,
+        f"shard-00000.bin has the id {ids[first]} at token {first}, outside the vocabulary of 50",
+    )
     (data / "manifest.json").write_bytes(manifest)
     _lie(data, ids)
     try:
@@ -125,7 +149,10 @@ def large_ids(trials: int, folder: Path) -> str:
         loader.rows(range(loader.rows_per_epoch))
         require(False, "an id outside of the vocabulary went into a batch")
     except IntegrityError as error:
-        require("shard-00000.bin has the id 999 at token 7, outside the vocabulary of 64" in str(error), str(error))
+        require(
+            "shard-00000.bin has the id 999 at token 7, outside the vocabulary of 64" in str(error),
+            str(error),
+        )
     return "refused at write, at open, and in a batch where the manifest lies; shard and offset are named"
 
 
@@ -144,16 +171,37 @@ def mismatch(trials: int, folder: Path) -> str:
     for seed in range(30):
         (folder / "text" / f"{seed}.txt").write_text(text_of(seed))
     for name in ("one", "two"):
-        require(prepared(folder, "--input", folder / "text", "--output", folder / name, "--tokenizer", model)[0] == 0, "preparation failed")
+        require(
+            prepared(
+                folder, "--input", folder / "text", "--output", folder / name, "--tokenizer", model
+            )[0]
+            == 0,
+            "preparation failed",
+        )
         tokenizer.train([text_of(seed) for seed in range(50, 90)], 300, model)
     flags = ("--vocab_size", "300", *ONE_STEP)
     trains(folder / "one", folder / "run", "--vocab_size", "300")
-    refused(folder / "two", folder / "run", 2, "tokenizer: ", flags=("--vocab_size", "300", "--max_steps", "2"))
+    refused(
+        folder / "two",
+        folder / "run",
+        2,
+        "tokenizer: ",
+        flags=("--vocab_size", "300", "--max_steps", "2"),
+    )
     kept = (folder / "one" / "tokenizer.model").read_bytes()
     shutil.copy(folder / "two" / "tokenizer.model", folder / "one" / "tokenizer.model")
-    refused(folder / "one", folder / "other", 2, "the ids were made with another tokenizer", flags=flags)
+    refused(
+        folder / "one", folder / "other", 2, "the ids were made with another tokenizer", flags=flags
+    )
     (folder / "one" / "tokenizer.model").write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-    refused(folder / "one", folder / "third", 2, "the ids were made with another tokenizer", "restore it", flags=flags)
+    refused(
+        folder / "one",
+        folder / "third",
+        2,
+        "the ids were made with another tokenizer",
+        "restore it",
+        flags=flags,
+    )
     (folder / "one" / "tokenizer.model").write_bytes(kept)
     trains(folder / "one", folder / "third", "--vocab_size", "300")
     return "2 for a run on ids of another tokenizer, and for another model beside the ids; restored, it trains"
@@ -161,31 +209,65 @@ def mismatch(trials: int, folder: Path) -> str:
 
 def narrow(trials: int, folder: Path) -> str:
     """Row 34."""
-    wide = write_dataset([np.array([1, 70_000, 5] * 40)], folder / "wide", vocab_size=70_001, eod_id=0, val_fraction=0)
-    require(wide.dtype == np.uint32 and wide.split("train").read(0, 1, 1)[0] == 70_000, "the writer did not take uint32")
+    wide = write_dataset(
+        [np.array([1, 70_000, 5] * 40)],
+        folder / "wide",
+        vocab_size=70_001,
+        eod_id=0,
+        val_fraction=0,
+    )
+    require(
+        wide.dtype == np.uint32 and wide.split("train").read(0, 1, 1)[0] == 70_000,
+        "the writer did not take uint32",
+    )
     data = runs.dataset(folder / "data")
     reseal(data, lambda content: content.update(vocab_size=70_001))
-    refused(data, folder / "run", 2, "a vocabulary of 70001 is stored as uint32, not as 'uint16': prepare the data again",
-            flags=("--vocab_size", "70001", *ONE_STEP))
+    refused(
+        data,
+        folder / "run",
+        2,
+        "a vocabulary of 70001 is stored as uint32, not as 'uint16': prepare the data again",
+        flags=("--vocab_size", "70001", *ONE_STEP),
+    )
     trains(folder / "wide", folder / "run", "--vocab_size", "70001")
     return "the writer takes uint32; a dataset that did not: 2; prepared again, it trains"
 
 
 def empty(trials: int, folder: Path) -> str:
-    """Row 35: no file, empty files, an empty JSONL field, an array of nothing, and a manifest with an empty shard."""
+    """Row 35: no file, empty files, an empty JSONL field, an array of nothing, and a manifest with
+    an empty shard.
+    """
     (folder / "none").mkdir()
     (folder / "files").mkdir()
     (folder / "files" / "a.txt").write_bytes(b"")
     (folder / "files" / "b.jsonl").write_text('{"text": ""}\n\n')
     for name, words in (("none", "no files in"), ("files", "there is no text in the input")):
         code, said = prepared(folder, "--input", folder / name, "--output", folder / "out")
-        require(code == 2 and words in said and len(said.splitlines()) == 1, f"{name}: {code}, {said}")
+        require(
+            code == 2 and words in said and len(said.splitlines()) == 1, f"{name}: {code}, {said}"
+        )
         require(not (folder / "out").exists(), f"{name}: an output was left behind")
     data = runs.dataset(folder / "data")
     manifest = (data / "manifest.json").read_bytes()
     for shards in ([], None):
-        reseal(data, lambda content: content.update(shards=shards if shards == [] else content["shards"] + [
-            dict(content["shards"][0], bin="shard-00001.bin", idx="shard-00001.idx", bytes=0, tokens=0, documents=0)]))
+        reseal(
+            data,
+            lambda content: content.update(
+                shards=shards
+                if shards == []
+                else content["shards"]
+                + [
+                    dict(
+                        content["shards"][0],
+                        bin="shard-00001.bin",
+                        idx="shard-00001.idx",
+                        bytes=0,
+                        tokens=0,
+                        documents=0,
+                    )
+                ]
+            ),
+        )
         refused(data, folder / "run", 2, "describes an empty")
         (data / "manifest.json").write_bytes(manifest)
     trains(data, folder / "run")
@@ -195,21 +277,47 @@ def empty(trials: int, folder: Path) -> str:
 def too_few_rows(trials: int, folder: Path) -> str:
     """Row 36."""
     data = runs.dataset(folder / "data", 12)
-    line = refused(data, folder / "run", 2, "fewer than one global batch of 64: use a global batch of at most", flags=(*ONE_STEP, "--global_batch_size", "64"))
+    line = refused(
+        data,
+        folder / "run",
+        2,
+        "fewer than one global batch of 64: use a global batch of at most",
+        flags=(*ONE_STEP, "--global_batch_size", "64"),
+    )
     most = line.split("at most ")[1].split()[0]
     trains(data, folder / "batch", "--global_batch_size", most)
-    refused(data, folder / "more", 2, "fewer than", flags=(*ONE_STEP, "--global_batch_size", str(int(most) + 1)))
+    refused(
+        data,
+        folder / "more",
+        2,
+        "fewer than",
+        flags=(*ONE_STEP, "--global_batch_size", str(int(most) + 1)),
+    )
     shorter = line.split("--context_length ")[1].split()[0]
     trains(data, folder / "context", "--context_length", shorter, "--global_batch_size", "64")
     return f"2; the global batch of {most} that it names trains and one of {int(most) + 1} does not; so does the context of {shorter} tokens"
 
 
-TEXTS = {"nul": b"a\0b\0", "crlf": b"one\r\ntwo\rthree\n\r", "bom": b"\xef\xbb\xbfafter the mark", "mark": "a\u2581b \u2581\u2581 \u2581".encode(),
-         "control": b"<|endoftext|> and <s> </s> <unk> <0x00> <0xE2>", "emoji": "\U0001f600\u200d\U0001f525 \ufffd\U0010ffff".encode(),
-         "spaces": b"  \t \n   x  ", "separators": "a\u2028b\u2029c\x0bd\x0ce\x85f".encode()}
-REFUSED = {"latin.txt": (b"caf\xe9 noir", ":3: byte 0xe9 is not UTF-8"), "cut.txt": (b"abc\xf0\x9f\x98", ":3: byte 0xf0"),
-           "overlong.txt": (b"ab\xc0\x80", ":2: byte 0xc0"), "surrogate.txt": (b"abcd\xed\xa0\x80", ":4: byte 0xed"),
-           "lone.jsonl": (b'{"text": "fine"}\n{"text": "ab\\ud800"}\n', ":2: character 2 of 'text' is a lone surrogate")}
+TEXTS = {
+    "nul": b"a\0b\0",
+    "crlf": b"one\r\ntwo\rthree\n\r",
+    "bom": b"\xef\xbb\xbfafter the mark",
+    "mark": "a\u2581b \u2581\u2581 \u2581".encode(),
+    "control": b"<|endoftext|> and <s> </s> <unk> <0x00> <0xE2>",
+    "emoji": "\U0001f600\u200d\U0001f525 \ufffd\U0010ffff".encode(),
+    "spaces": b"  \t \n   x  ",
+    "separators": "a\u2028b\u2029c\x0bd\x0ce\x85f".encode(),
+}
+REFUSED = {
+    "latin.txt": (b"caf\xe9 noir", ":3: byte 0xe9 is not UTF-8"),
+    "cut.txt": (b"abc\xf0\x9f\x98", ":3: byte 0xf0"),
+    "overlong.txt": (b"ab\xc0\x80", ":2: byte 0xc0"),
+    "surrogate.txt": (b"abcd\xed\xa0\x80", ":4: byte 0xed"),
+    "lone.jsonl": (
+        b'{"text": "fine"}\n{"text": "ab\\ud800"}\n',
+        ":2: character 2 of 'text' is a lone surrogate",
+    ),
+}
 
 
 def strange_text(trials: int, folder: Path) -> str:
@@ -217,37 +325,81 @@ def strange_text(trials: int, folder: Path) -> str:
     model = shared_tokenizer(folder)
     for name, content in TEXTS.items():
         (folder / f"{name}.txt").write_bytes(content)
-        code, said = prepared(folder, "--input", folder / f"{name}.txt", "--output", folder / name, "--tokenizer", model)
+        code, said = prepared(
+            folder,
+            "--input",
+            folder / f"{name}.txt",
+            "--output",
+            folder / name,
+            "--tokenizer",
+            model,
+        )
         require(code == 0, f"{name}: {said}")
         dataset = open_dataset(folder / name)
         ids = dataset.split("train").read(0, 0, 10**9)
-        require(tokenizer.Tokenizer(dataset.tokenizer_path).decode_bytes(ids) == content, f"{name} does not come back")
-        require((ids == dataset.eod_id).sum() == 1 and ids[-1] == dataset.eod_id, f"{name}: a control token in {ids}")
+        require(
+            tokenizer.Tokenizer(dataset.tokenizer_path).decode_bytes(ids) == content,
+            f"{name} does not come back",
+        )
+        require(
+            (ids == dataset.eod_id).sum() == 1 and ids[-1] == dataset.eod_id,
+            f"{name}: a control token in {ids}",
+        )
     for name, (content, words) in REFUSED.items():
         (folder / name).write_bytes(content)
-        code, said = prepared(folder, "--input", folder / name, "--output", folder / "out", "--tokenizer", model)
-        require(code == 2 and f"{folder / name}{words}" in said and not (folder / "out").exists(), f"{name}: {code}, {said}")
-        code, said = prepared(folder, "--input", folder / name, folder / "crlf.txt", "--output", folder / f"{name}.set", "--tokenizer", model,
-                              "--on_error", "skip")
-        require(code == 0 and f"left out: {folder / name}{words}" in said, f"{name}: the remedy gives {code}, {said}")
+        code, said = prepared(
+            folder, "--input", folder / name, "--output", folder / "out", "--tokenizer", model
+        )
+        require(
+            code == 2 and f"{folder / name}{words}" in said and not (folder / "out").exists(),
+            f"{name}: {code}, {said}",
+        )
+        code, said = prepared(
+            folder,
+            "--input",
+            folder / name,
+            folder / "crlf.txt",
+            "--output",
+            folder / f"{name}.set",
+            "--tokenizer",
+            model,
+            "--on_error",
+            "skip",
+        )
+        require(
+            code == 0 and f"left out: {folder / name}{words}" in said,
+            f"{name}: the remedy gives {code}, {said}",
+        )
     return f"{len(TEXTS)} kinds come back byte for byte with one end-of-document id each; {len(REFUSED)} are refused by file and offset, or left out"
 
 
 def killed(trials: int, folder: Path) -> str:
-    """Row 38: kill -9 at random moments of the preparation, then once more to the end. A kill that came too late does not count."""
+    """Row 38: kill -9 at random moments of the preparation, then once more to the end. A kill that
+    came too late does not count.
+    """
     (folder / "text").mkdir()
     for seed in range(60):
         (folder / "text" / f"{seed}.txt").write_text(text_of(seed, 1500))
     flags = ["--input", folder / "text", "--vocab_size", 300, "--workers", 1, "--output"]
     begin = time.monotonic()
-    require(_prepare_in_child(folder, [*flags, folder / "whole"]).wait() == 0, "the preparation itself fails")
-    duration, whole, draw, landed = time.monotonic() - begin, contents(folder / "whole"), random.Random(0), 0
+    require(
+        _prepare_in_child(folder, [*flags, folder / "whole"]).wait() == 0,
+        "the preparation itself fails",
+    )
+    duration, whole, draw, landed = (
+        time.monotonic() - begin,
+        contents(folder / "whole"),
+        random.Random(0),
+        0,
+    )
     for attempt in range(5 * trials):
         if landed == trials:
             return f"{landed} kills before the end, {attempt - landed} too late; a rerun gave the bytes of the uninterrupted preparation each time"
         delay = duration * draw.random()
         early = _kill_and_rerun(folder, [*flags, folder / "out"], delay, whole)
-        duration, landed = (duration * 1.03, landed + 1) if early else (delay, landed)  # as long as it takes on this machine now
+        duration, landed = (
+            (duration * 1.03, landed + 1) if early else (delay, landed)
+        )  # as long as it takes on this machine now
     require(False, f"only {landed} of {5 * trials} kills came before the end")
 
 
@@ -268,25 +420,36 @@ def _kill_and_rerun(folder: Path, flags: list, delay: float, whole: dict[str, by
 
 
 def _prepare_in_child(folder: Path, flags: list) -> runs.Child:
-    return runs.Child(folder / "prepare.log", lambda: sys.exit(prepare.main([str(flag) for flag in flags])))
+    return runs.Child(
+        folder / "prepare.log", lambda: sys.exit(prepare.main([str(flag) for flag in flags]))
+    )
 
 
 def leak(trials: int, folder: Path) -> str:
-    """Row 39: change every token of one packed document; the others' logits keep every bit, and its own do not."""
+    """Row 39: change every token of one packed document; the others' logits keep every bit, and its
+    own do not.
+    """
     for attention in ("standard", "nsa"):
         model = numerics.small_model(attention).eval()
         for trial in range(trials):
             draw = torch.Generator().manual_seed(trial)
             ends = torch.randperm(95, generator=draw)[:3].sort().values + 1
             doc_ids = torch.bucketize(torch.arange(96), ends, right=True)[None].int()
-            positions = torch.cat([torch.arange(n) for n in doc_ids.unique_consecutive(return_counts=True)[1]])[None]
+            positions = torch.cat(
+                [torch.arange(n) for n in doc_ids.unique_consecutive(return_counts=True)[1]]
+            )[None]
             tokens = torch.randint(1, 64, (1, 96), generator=draw)
             other, victim = tokens.clone(), trial % 4
             other[doc_ids == victim] = (other[doc_ids == victim] + 7) % 64
             with torch.no_grad():
-                before, after = (model(x, positions=positions, doc_ids=doc_ids) for x in (tokens, other))
+                before, after = (
+                    model(x, positions=positions, doc_ids=doc_ids) for x in (tokens, other)
+                )
             same = (before == after).all(-1)
-            require(bool(same[doc_ids != victim].all()), f"{attention}: document {victim} of {ends.tolist()} leaks")
+            require(
+                bool(same[doc_ids != victim].all()),
+                f"{attention}: document {victim} of {ends.tolist()} leaks",
+            )
             require(not same[doc_ids == victim].all(), f"{attention}: the perturbation did nothing")
     return "logits of the other documents bit-identical, in both attentions"
 
@@ -294,12 +457,27 @@ def leak(trials: int, folder: Path) -> str:
 ROWS: list[Row] = [
     Row(30, "truncated shard", "3, expected and actual sizes", truncated, 3, 50),
     Row(31, "wrong dtype", "3", wrong_dtype),
-    Row(32, "an id outside the vocabulary", "refused at write and open, shard and offset named", large_ids),
+    Row(
+        32,
+        "an id outside the vocabulary",
+        "refused at write and open, shard and offset named",
+        large_ids,
+    ),
     Row(33, "tokenizer or data hash mismatch", "2", mismatch),
     Row(34, "vocabulary above 65,536 in uint16", "2", narrow),
     Row(35, "empty shard or corpus", "2", empty),
-    Row(36, "fewer rows than a global batch", "2, the smallest setting that works named", too_few_rows),
-    Row(37, "invalid UTF-8, surrogates, NUL, CRLF, BOM, U+2581, <|endoftext|>", "lossless, or rejected by file:offset", strange_text),
+    Row(
+        36,
+        "fewer rows than a global batch",
+        "2, the smallest setting that works named",
+        too_few_rows,
+    ),
+    Row(
+        37,
+        "invalid UTF-8, surrogates, NUL, CRLF, BOM, U+2581, <|endoftext|>",
+        "lossless, or rejected by file:offset",
+        strange_text,
+    ),
     Row(38, "preparation killed", "a rerun gives the same bytes", killed, 50, 500, slow=True),
     Row(39, "a document changed in a packed row", "the others' logits bit-identical", leak, 6, 100),
 ]

@@ -1,4 +1,6 @@
-"""Disks that are too small: a real one where this process may mount it. Imports scripts.faults of ours."""
+"""Disks that are too small: a real one where this process may mount it. Imports scripts.faults of
+ours.
+"""
 
 import ctypes
 import os
@@ -8,7 +10,9 @@ NEW_MOUNTS, PRIVATE = 0x00020000, 0x4000 | 0x40000  # unshare(2); mount(2): MS_R
 
 
 def small_disk(folder: Path, size: int) -> bool:
-    """Mount a file system of `size` bytes on `folder`, for this process and its children alone; False where that is not allowed."""
+    """Mount a file system of `size` bytes on `folder`, for this process and its children alone;
+    False where that is not allowed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(NEW_MOUNTS) or libc.mount(b"none", b"/", None, PRIVATE, None):

@@ -1,6 +1,8 @@
-"""Group E of the fault matrix: numerics. Imports train, data, model.py, longhaul and scripts.faults of ours.
+"""Group E of the fault matrix: numerics. Imports train, data, model.py, longhaul and scripts.faults
+of ours.
 
-A fault is put into a forked child by replacing `longhaul.step.train_step` there before training begins.
+A fault is put into a forked child by replacing `longhaul.step.train_step` there before training
+begins.
 """
 
 import json
@@ -22,31 +24,46 @@ ROWS_PER_STEP = 4  # of the two-rank runs: 2 rows a rank
 
 
 def at(steps: Iterable[int], rank: int, fault: Callable) -> Callable:
-    """A child's first words: `fault(train_step, state, batch)` replaces the given steps (counted from 1) on one rank; None: on each."""
+    """A child's first words: `fault(train_step, state, batch)` replaces the given steps (counted
+    from 1) on one rank; None: on each.
+    """
+
     def before():
         plain = longhaul.step.train_step
 
         def poisoned(state, batch, *rest):
             mine = rank is None or state.world.rank == rank
-            return fault(plain, state, batch, *rest) if mine and state.step + 1 in steps else plain(state, batch, *rest)
+            return (
+                fault(plain, state, batch, *rest)
+                if mine and state.step + 1 in steps
+                else plain(state, batch, *rest)
+            )
+
         longhaul.step.train_step = poisoned
+
     return before
 
 
 def poison(value: float) -> Callable:
     """A layer's output times `value`, in the forward."""
+
     def fault(train_step, state, batch, *rest):
-        hook = state.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * value)
+        hook = state.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, out: out * value
+        )
         try:
             return train_step(state, batch, *rest)
         finally:
             hook.remove()
+
     return fault
 
 
 def overflow(train_step, state, batch, *rest):
     """A gradient that is infinite though the loss is not."""
-    hook = state.model.layers[1].mlp.register_full_backward_hook(lambda module, into, out: tuple(one * float("inf") for one in into))
+    hook = state.model.layers[1].mlp.register_full_backward_hook(
+        lambda module, into, out: tuple(one * float("inf") for one in into)
+    )
     try:
         return train_step(state, batch, *rest)
     finally:
@@ -63,7 +80,7 @@ def two_ranks(args: list[str], log: Path, code: int = 0, before: Callable = lamb
 
 def command_in(words: str) -> list[str]:
     """The flags of the last train.py command in some words."""
-    return shlex.split(words[words.rindex("train.py --") + len("train.py "):].splitlines()[0])
+    return shlex.split(words[words.rindex("train.py --") + len("train.py ") :].splitlines()[0])
 
 
 def tensors_of(step: Path) -> dict[str, bytes]:
@@ -71,12 +88,18 @@ def tensors_of(step: Path) -> dict[str, bytes]:
     found = {}
     for path in sorted(step.glob("rank-*.safetensors")):
         with safe_open(path, framework="pt") as source:
-            found |= {f"{path.name} {name}": source.get_tensor(name).numpy().tobytes() for name in source.keys()}
+            found |= {
+                f"{path.name} {name}": source.get_tensor(name).numpy().tobytes()
+                for name in source.keys()
+            }
     return found
 
 
 def watched_rows(out: Path) -> Callable:
-    """A child's first words: every rank writes the row positions of its steps to rows-RANK in `out`'s parent."""
+    """A child's first words: every rank writes the row positions of its steps to rows-RANK in
+    `out`'s parent.
+    """
+
     def before():
         plain = Loader.batch
 
@@ -84,7 +107,9 @@ def watched_rows(out: Path) -> Callable:
             with open(out.with_name(f"{out.name}-rows-{rank}"), "a", encoding="utf-8") as file:
                 file.write(json.dumps([step, list(self.positions(step, rank, world_size))]) + "\n")
             return plain(self, step, rank, world_size)
+
         Loader.batch = batch
+
     return before
 
 
@@ -98,46 +123,90 @@ def rows_seen(out: Path) -> dict[int, list[int]]:
     return seen
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def not_finite(trials: int, folder: Path) -> str:
-    """Row 40: NaN, infinity and an overflow of the backward, on either rank in turn; then a budget that runs out and the way back."""
+    """Row 40: NaN, infinity and an overflow of the backward, on either rank in turn; then a budget
+    that runs out and the way back.
+    """
     data = runs.dataset(folder / "data", 400)
     kinds = {"NaN": poison(float("nan")), "inf": poison(float("inf")), "backward": overflow}
     for trial in range(trials):
         name, rank = list(kinds)[trial % 3], (trial + 1) % 2
         out = folder / f"one-{trial}"
-        args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "4", "--save_every", "1", "--keep_last", "9")
+        args = runs.arguments(
+            data,
+            out,
+            "--batch_size",
+            "2",
+            "--max_steps",
+            "4",
+            "--save_every",
+            "1",
+            "--keep_last",
+            "9",
+        )
         words = two_ranks(args, folder / f"one-{trial}.log", 0, at({3}, rank, kinds[name]))
         before, after = tensors_of(out / "step-00000002"), tensors_of(out / "step-00000003")
-        require(before == after, f"{name} on rank {rank}: {sum(before[key] != after[key] for key in before)} tensors changed in a skipped step")
-        require(tensors_of(out / "step-00000004") != after, "nothing was trained after the skipped step")
+        require(
+            before == after,
+            f"{name} on rank {rank}: {sum(before[key] != after[key] for key in before)} tensors changed in a skipped step",
+        )
+        require(
+            tensors_of(out / "step-00000004") != after, "nothing was trained after the skipped step"
+        )
         rows = "8:12" if name == "backward" else "10:12" if rank else "8:10"
-        require("step 3: the gradient is NaN or infinite" in words and f"rows {rows} " in words, f"{name} on rank {rank}: {words[-900:]}")
+        require(
+            "step 3: the gradient is NaN or infinite" in words and f"rows {rows} " in words,
+            f"{name} on rank {rank}: {words[-900:]}",
+        )
         _same_rows(data, out / "skipped" / "step-00000003.safetensors", rows)
     out = folder / "budget"
-    args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "12", "--save_every", "4", "--max_skipped_steps", "2")
+    args = runs.arguments(
+        data,
+        out,
+        "--batch_size",
+        "2",
+        "--max_steps",
+        "12",
+        "--save_every",
+        "4",
+        "--max_skipped_steps",
+        "2",
+    )
     words = two_ranks(args, folder / "budget.log", 5, at({2, 6, 7}, 1, poison(float("nan"))))
     require("steps 2, 6, 7 " in words and "rows 4:8 20:28" in words, words[-900:])
     record = runs.exit_record(out)
     require(record["code"] == 5 and record["last_step"] == 6, f"exit.json says {record}")
-    require("--skip_rows 20:28" in record["remedy"] and "step-00000004" in record["remedy"], f"exit.json says {record}")
+    require(
+        "--skip_rows 20:28" in record["remedy"] and "step-00000004" in record["remedy"],
+        f"exit.json says {record}",
+    )
     flags = command_in(record["remedy"])
     beside = Path(flags[flags.index("--output_dir") + 1])
     two_ranks(flags, folder / "back.log", 0, watched_rows(beside))
     expected = [row for row in range(16, 12 * ROWS_PER_STEP + 8) if not 20 <= row < 28]
-    require(sum(rows_seen(beside).values(), []) == expected, f"the way back went over {rows_seen(beside)}")
+    require(
+        sum(rows_seen(beside).values(), []) == expected,
+        f"the way back went over {rows_seen(beside)}",
+    )
     return "no rank stepped, rows written down; budget of 2: exit code 5, and its command trained around them"
 
 
 def _same_rows(data: Path, dump: Path, rows: str):
     """Failed unless the file holds these rows of the order."""
-    loader, (begin, end) = Loader(open_dataset(data), runs.CONTEXT, ROWS_PER_STEP), map(int, rows.split(":"))
+    loader, (begin, end) = (
+        Loader(open_dataset(data), runs.CONTEXT, ROWS_PER_STEP),
+        map(int, rows.split(":")),
+    )
     wanted = loader.rows(range(begin, end))
     with safe_open(dump, framework="pt") as source:
         for name in ("tokens", "labels", "doc_ids"):
-            require((source.get_tensor(name).numpy() == getattr(wanted, name)).all(), f"{dump}: {name} are not those of rows {rows}")
+            require(
+                (source.get_tensor(name).numpy() == getattr(wanted, name)).all(),
+                f"{dump}: {name} are not those of rows {rows}",
+            )
 
 
 def masked(trials: int, folder: Path) -> str:
@@ -151,14 +220,27 @@ def masked(trials: int, folder: Path) -> str:
         for micro in batch:
             micro["labels_BT"].fill_(IGNORE)
         return train_step(state, batch, *rest)
+
     for rank, words in ((1, "one rank"), (None, "all ranks")):
         out = folder / words.replace(" ", "-")
-        args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "3", "--max_skipped_steps", "0")
+        args = runs.arguments(
+            data, out, "--batch_size", "2", "--max_steps", "3", "--max_skipped_steps", "0"
+        )
         two_ranks(args, folder / f"{out.name}.log", 0, at({2}, rank, without_labels))
-        losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        require(len(losses) == 3 and all(loss is not None for loss in losses), f"{words} without labels: losses {losses}")
-        require(rank is not None or losses[1] == 0, f"{words} without labels: loss {losses[1]}, not 0")
-        require(rank is None or 3 < losses[1] < 6, f"{words} without labels: loss {losses[1]} is not the other rank's")
+        losses = [
+            json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
+        require(
+            len(losses) == 3 and all(loss is not None for loss in losses),
+            f"{words} without labels: losses {losses}",
+        )
+        require(
+            rank is not None or losses[1] == 0, f"{words} without labels: loss {losses[1]}, not 0"
+        )
+        require(
+            rank is None or 3 < losses[1] < 6,
+            f"{words} without labels: loss {losses[1]} is not the other rank's",
+        )
     return "loss 0 and gradient 0 in both attentions and losses; on one rank the loss is the other's; no step skipped"
 
 
@@ -173,19 +255,37 @@ def _masked_micro_batch(model: Decoder, loss: str):
 
 
 def spike(trials: int, folder: Path) -> str:
-    """Row 42: a loss three times as large; the command of the line that reports it goes around its rows, on one rank and on two."""
+    """Row 42: a loss three times as large; the command of the line that reports it goes around its
+    rows, on one rank and on two.
+    """
     data = runs.dataset(folder / "data", 400)
     for trial in range(trials):
         bad = 18 + trial % 5
         out = folder / f"run-{trial}"
-        args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "24", "--save_every", "8", "--gradient_accumulation_steps", "2")
+        args = runs.arguments(
+            data,
+            out,
+            "--batch_size",
+            "2",
+            "--max_steps",
+            "24",
+            "--save_every",
+            "8",
+            "--gradient_accumulation_steps",
+            "2",
+        )
         child = runs.finish(args, folder / f"{trial}.log", 0, at({bad}, None, _thrice))
         found = [line for line in child.words().splitlines() if "LOSS SPIKE" in line]
-        require(len(found) == 1 and f"LOSS SPIKE at step {bad}: " in found[0], f"spike in step {bad}: {found}")
+        require(
+            len(found) == 1 and f"LOSS SPIKE at step {bad}: " in found[0],
+            f"spike in step {bad}: {found}",
+        )
         first = (bad - 1) * ROWS_PER_STEP
         require(f"rows {first}:{first + ROWS_PER_STEP};" in found[0], found[0])
-        spikes = [json.loads(line)["spike"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-        require(max(spikes[:bad - 1]) < 10 < spikes[bad - 1], f"scores {spikes}")
+        spikes = [
+            json.loads(line)["spike"] for line in (out / "metrics.jsonl").read_text().splitlines()
+        ]
+        require(max(spikes[: bad - 1]) < 10 < spikes[bad - 1], f"scores {spikes}")
         _around(command_in(found[0]), folder, first, (bad - 1) // 8 * 8)
     return "one line in the same step; its command left out exactly those rows, in the same order on 1 and on 2 ranks, and a resume knew of it"
 
@@ -200,17 +300,33 @@ def _thrice(train_step, state, batch, *rest):
 
 
 def _around(flags: list[str], folder: Path, first: int, resumed: int):
-    """Run the command; then on without --skip_rows, for the checkpoint knows of it; then from the start on two ranks."""
+    """Run the command; then on without --skip_rows, for the checkpoint knows of it; then from the
+    start on two ranks.
+    """
     out = Path(flags[flags.index("--output_dir") + 1])
     runs.finish(flags, folder / f"{out.name}.log", 0, watched_rows(out))
     skip = flags.index("--skip_rows")
-    longer = [*flags[:skip], *flags[skip + 2:], "--max_steps", "26"]
+    longer = [*flags[:skip], *flags[skip + 2 :], "--max_steps", "26"]
     longer[longer.index("--resume") + 1] = "auto"
     runs.finish(longer, folder / f"{out.name}.again.log", 0, watched_rows(out))
-    expected = [row for row in range(resumed * ROWS_PER_STEP, 27 * ROWS_PER_STEP) if not first <= row < first + ROWS_PER_STEP]
-    require(sum(rows_seen(out).values(), []) == expected, f"went over {rows_seen(out)}, not {expected}")
+    expected = [
+        row
+        for row in range(resumed * ROWS_PER_STEP, 27 * ROWS_PER_STEP)
+        if not first <= row < first + ROWS_PER_STEP
+    ]
+    require(
+        sum(rows_seen(out).values(), []) == expected, f"went over {rows_seen(out)}, not {expected}"
+    )
     two = folder / f"{out.name}-two"
-    flags = [*longer, "--output_dir", str(two), "--skip_rows", f"{first}:{first + ROWS_PER_STEP}", "--gradient_accumulation_steps", "1"]
+    flags = [
+        *longer,
+        "--output_dir",
+        str(two),
+        "--skip_rows",
+        f"{first}:{first + ROWS_PER_STEP}",
+        "--gradient_accumulation_steps",
+        "1",
+    ]
     two_ranks(flags, folder / f"{two.name}.log", 0, watched_rows(two))
     whole = [row for row in range(27 * ROWS_PER_STEP) if not first <= row < first + ROWS_PER_STEP]
     require(sum(rows_seen(two).values(), []) == whole, f"two ranks went over {rows_seen(two)}")
@@ -221,13 +337,33 @@ def drift(trials: int, folder: Path) -> str:
     data = runs.dataset(folder / "data", 400)
     for trial in range(trials):
         out = folder / f"run-{trial}"
-        args = runs.arguments(data, out, "--batch_size", "2", "--max_steps", "12", "--save_every", "5", "--dp_replicate", "2", "--check_replicas_every", "5")
+        args = runs.arguments(
+            data,
+            out,
+            "--batch_size",
+            "2",
+            "--max_steps",
+            "12",
+            "--save_every",
+            "5",
+            "--dp_replicate",
+            "2",
+            "--check_replicas_every",
+            "5",
+        )
         moment, layer = trial % 2 == 1, trial // 2 % 2
         two_ranks(args, folder / f"{trial}.log", 5, at({7}, trial // 2 % 2, _flip(moment, layer)))
         name = f"layers.{layer}.mlp.down_proj.weight"
-        name = f"{name}, exp_avg_sq of {name}, so" if moment else f"{name}, so"  # a moment takes its weight along
+        name = (
+            f"{name}, exp_avg_sq of {name}, so" if moment else f"{name}, so"
+        )  # a moment takes its weight along
         record = runs.exit_record(out)
-        require(record["code"] == 5 and record["last_step"] == 9 and f"bits of {name}" in record["cause"], f"exit.json says {record}")
+        require(
+            record["code"] == 5
+            and record["last_step"] == 9
+            and f"bits of {name}" in record["cause"],
+            f"exit.json says {record}",
+        )
         two_ranks(args, folder / f"{trial}.again.log", 0)
     return "both ranks end with 5 within 5 steps, the tensor named; the same command then finishes"
 
@@ -239,22 +375,58 @@ def _flip(moment: bool, layer: int) -> Callable:
         tensor = (state.optimizer.state[weight]["exp_avg_sq"] if moment else weight.data).to_local()
         tensor.view(torch.int32).view(-1)[5] ^= 1 << 20
         return result
+
     return fault
 
 
 def small_model(attention: str, **settings) -> Decoder:
     """A float32 decoder of 64 ids."""
     sparse = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16)
-    config = ModelConfig.preset("tiny", vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48,
-                                compute_dtype="float32", attention_type=attention, nsa=sparse, **settings)
+    config = ModelConfig.preset(
+        "tiny",
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_size=48,
+        compute_dtype="float32",
+        attention_type=attention,
+        nsa=sparse,
+        **settings,
+    )
     model = Decoder(config)
     model.init_weights(0)
     return model
 
 
 ROWS: list[Row] = [
-    Row(40, "NaN or infinity on 1 of 2 ranks", "no rank steps; rows written down; K skipped, then 5 naming steps, rows and the way back", not_finite, 3, 12),
+    Row(
+        40,
+        "NaN or infinity on 1 of 2 ranks",
+        "no rank steps; rows written down; K skipped, then 5 naming steps, rows and the way back",
+        not_finite,
+        3,
+        12,
+    ),
     Row(41, "all labels masked", "contribution 0, never NaN", masked),
-    Row(42, "a loss spike", "reported in 1 step; --skip_rows a:b replays around it", spike, 1, 10, slow=True),
-    Row(44, "replicas drift apart", "caught within N steps, the tensor named", drift, 2, 16, slow=True),
+    Row(
+        42,
+        "a loss spike",
+        "reported in 1 step; --skip_rows a:b replays around it",
+        spike,
+        1,
+        10,
+        slow=True,
+    ),
+    Row(
+        44,
+        "replicas drift apart",
+        "caught within N steps, the tensor named",
+        drift,
+        2,
+        16,
+        slow=True,
+    ),
 ]

@@ -1,6 +1,8 @@
-"""Group A of the fault matrix: what happens to processes. Imports longhaul, data and scripts.faults of ours.
+"""Group A of the fault matrix: what happens to processes. Imports longhaul, data and scripts.faults
+of ours.
 
-Every row ends with the same command given again, whose last weights must be those of a run that nothing happened to.
+Every row ends with the same command given again, whose last weights must be those of a run that
+nothing happened to.
 """
 
 import os
@@ -35,11 +37,14 @@ def whole_run(folder: Path, *more: str) -> tuple[Path, list[str]]:
 def again(folder: Path, args: list[str], name: str) -> str:
     """The remedy: the same command to its end, which must be that of folder/whole. What it said."""
     child = runs.finish(args, folder / f"{name}.again")
-    require(runs.same_end(folder / name, folder / "whole"), f"{name}: other bits than the uninterrupted run")
+    require(
+        runs.same_end(folder / name, folder / "whole"),
+        f"{name}: other bits than the uninterrupted run",
+    )
     return child.words()
 
 
-# ------------------------------------------------------------------------------------------------------------------ kill -9
+# ------------------------------------------------------------------------------------------ kill -9
 
 
 def killed_at_random(trials: int, folder: Path) -> str:
@@ -58,52 +63,75 @@ def killed_at_random(trials: int, folder: Path) -> str:
             child.kill()
             continue
         require(child.wait() == 0, f"exit code {child.process.exitcode}: {child.words()[-600:]}")
-        require(runs.same_end(folder / name, folder / "whole"), f"after {kills} kills: other bits than the uninterrupted run")
+        require(
+            runs.same_end(folder / name, folder / "whole"),
+            f"after {kills} kills: other bits than the uninterrupted run",
+        )
         shutil.rmtree(folder / name)
         ended += 1
     return f"{kills} kills in {ended} runs, all finals bit-identical"
 
 
 def killed_at_each_call(trials: int, folder: Path) -> str:
-    """Row 2: before each call that changes the disk; writes of tensors are sampled, the others all taken where trials allow."""
+    """Row 2: before each call that changes the disk; writes of tensors are sampled, the others all
+    taken where trials allow.
+    """
     source, more = whole_run(folder, "--max_steps", "3", "--save_every", "1")
     calls: list[str] = []
     listing = folder / "calls"
-    runs.finish(runs.arguments(source, folder / "counted", *more), folder / "counted.log", before=lambda: crash.watch(
-        lambda index, name: listing.open("a").write(f"{name}\n")))
+    runs.finish(
+        runs.arguments(source, folder / "counted", *more),
+        folder / "counted.log",
+        before=lambda: crash.watch(lambda index, name: listing.open("a").write(f"{name}\n")),
+    )
     calls = listing.read_text().split()
     points = [index for index, name in enumerate(calls) if name != "write" or index % 16 == 0]
     points = points[:: max(1, len(points) // trials)]
     for index in points:
         args = runs.arguments(source, folder / f"at{index}", *more)
-        runs.finish(args, folder / "killed.log", -signal.SIGKILL, before=lambda: crash.watch(partial(crash.kill_at, index)))
+        runs.finish(
+            args,
+            folder / "killed.log",
+            -signal.SIGKILL,
+            before=lambda: crash.watch(partial(crash.kill_at, index)),
+        )
         again(folder, args, f"at{index}")
         shutil.rmtree(folder / f"at{index}")
     return f"killed before {len(points)} of {len(calls)} calls of 3 saves and 1 pruning; each went on to the same bits"
 
 
 def killed_while_pruning(trials: int, folder: Path) -> str:
-    """Row 12: in the middle of deleting an old checkpoint, and just before and after the rename that begins it."""
+    """Row 12: in the middle of deleting an old checkpoint, and just before and after the rename
+    that begins it.
+    """
     source, more = whole_run(folder, "--max_steps", "5", "--save_every", "1")
-    for name, fault in dict(half=crash.half_deleted, renamed=crash.before_deleting, standing=crash.before_pruning).items():
+    for name, fault in dict(
+        half=crash.half_deleted, renamed=crash.before_deleting, standing=crash.before_pruning
+    ).items():
         args = runs.arguments(source, folder / name, *more)
         runs.finish(args, folder / f"{name}.log", -signal.SIGKILL, before=fault)
         newest = max((folder / name).glob("step-????????"))
         checkpoint.verify(newest)
-        require(newest.name == "step-00000003", f"{newest} is not the checkpoint that was just written")
+        require(
+            newest.name == "step-00000003", f"{newest} is not the checkpoint that was just written"
+        )
         require("resumed" in again(folder, args, name), "the run began anew")
     return "killed at 3 moments of a pruning: the newest checkpoint verifies, and the run went on from it"
 
 
-# ------------------------------------------------------------------------------------------------------------------ other ranks
+# -------------------------------------------------------------------------------------- other ranks
 
 
-def lost_rank(number: int, seconds: float, folder: Path, words: Callable[[str], None] = lambda text: None) -> str:
+def lost_rank(
+    number: int, seconds: float, folder: Path, words: Callable[[str], None] = lambda text: None
+) -> str:
     """Send one of two ranks `number`; the other must end within `seconds`, naming it."""
     source, took = runs.dataset(folder / "data"), []
     for lost in (1, 0):
         out = folder / f"run{lost}"
-        ranks = runs.start_ranks(runs.arguments(source, out, *ENDLESS, "--timeout", "3"), folder / f"log{lost}", 2)
+        ranks = runs.start_ranks(
+            runs.arguments(source, out, *ENDLESS, "--timeout", "3"), folder / f"log{lost}", 2
+        )
         runs.wait_for(lambda: runs.steps_logged(out) > 3)
         start = time.monotonic()
         ranks[lost].signal(number)
@@ -112,7 +140,10 @@ def lost_rank(number: int, seconds: float, folder: Path, words: Callable[[str], 
         ranks[lost].kill()
         said = ranks[1 - lost].words()
         require(code == 7, f"exit code {code}, not 7: {said[-600:]}")
-        require(f"rank {lost}" in ranks[1 - lost].last_line(), f"rank {lost} is not named: {ranks[1 - lost].last_line()}")
+        require(
+            f"rank {lost}" in ranks[1 - lost].last_line(),
+            f"rank {lost} is not named: {ranks[1 - lost].last_line()}",
+        )
         require(runs.exit_record(out)["code"] == 7, "exit.json has another code")
         words(said)
     return f"the other rank ended after {max(took):.1f} s with code 7, naming it; exit.json says so too"
@@ -125,14 +156,24 @@ def killed_rank(trials: int, folder: Path) -> str:
 
 def stopped_rank(trials: int, folder: Path) -> str:
     """Row 5."""
-    return lost_rank(signal.SIGSTOP, 60, folder, lambda said: require("most recent call first" in said, "no stack dump")) + "; stacks on screen"
+    return (
+        lost_rank(
+            signal.SIGSTOP,
+            60,
+            folder,
+            lambda said: require("most recent call first" in said, "no stack dump"),
+        )
+        + "; stacks on screen"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ signals
+# ------------------------------------------------------------------------------------------ signals
 
 
 def held(module, name: str, marker: Path, seconds: float, call: int = 1):
-    """Replace a function by itself, which first leaves a file `marker` and waits, at its call number `call`."""
+    """Replace a function by itself, which first leaves a file `marker` and waits, at its call
+    number `call`.
+    """
     original, calls = getattr(module, name), []
 
     def waiting(*args, **kwargs):
@@ -148,7 +189,10 @@ def held(module, name: str, marker: Path, seconds: float, call: int = 1):
 
 
 def compiling(marker: Path):
-    """Let layers be compiled by a backend that leaves a file and takes its time, as a real one does."""
+    """Let layers be compiled by a backend that leaves a file and takes its time, as a real one
+    does.
+    """
+
     def backend(graph, inputs):
         marker.touch()
         time.sleep(0.2)
@@ -163,7 +207,10 @@ def compiling(marker: Path):
 
 PHASES = {  # where the run is when the signal comes: (flags, what holds it there)
     "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 5)),
-    "between micro-batches": (["--gradient_accumulation_steps", "4"], lambda marker: held(step.Decoder, "forward", marker, 0.3, 18)),
+    "between micro-batches": (
+        ["--gradient_accumulation_steps", "4"],
+        lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),
+    ),
     "validation": (["--eval_every", "4"], lambda marker: held(step, "evaluate", marker, 0.3)),
     "save": ([], lambda marker: held(storage, "fsync", marker, 0.3, 6)),
     "compilation": (["--compile", "--max_steps", "2"], compiling),
@@ -179,14 +226,25 @@ def terminated(trials: int, folder: Path) -> str:
         inside.mkdir()
         marker, more = inside / "marker", [*STEPS, *flags]
         before = partial(hold, inside / "unused") if phase == "compilation" else lambda: None
-        runs.finish(runs.arguments(source, inside / "whole", *more), inside / "whole.log", before=before)
-        child = runs.start(runs.arguments(source, inside / "run", *more), inside / "log", before=partial(hold, marker))
+        runs.finish(
+            runs.arguments(source, inside / "whole", *more), inside / "whole.log", before=before
+        )
+        child = runs.start(
+            runs.arguments(source, inside / "run", *more),
+            inside / "log",
+            before=partial(hold, marker),
+        )
         runs.wait_for(marker.exists, words=f"{phase}: never came there: {child.words()[-400:]}")
         child.signal(signal.SIGTERM)
-        require(child.wait(30) == 75, f"{phase}: exit code {child.process.exitcode}: {child.words()[-600:]}")
+        require(
+            child.wait(30) == 75,
+            f"{phase}: exit code {child.process.exitcode}: {child.words()[-600:]}",
+        )
         saved_once(inside / "run", child, phase)
         runs.finish(runs.arguments(source, inside / "run", *more), inside / "again", before=before)
-        require(runs.same_end(inside / "run", inside / "whole"), f"{phase}: other bits after the resume")
+        require(
+            runs.same_end(inside / "run", inside / "whole"), f"{phase}: other bits after the resume"
+        )
     preparing(folder)
     return f"75 and one save at its step in {', '.join(PHASES)}; 75 with nothing to save in data preparation; the same bits afterwards"
 
@@ -194,22 +252,46 @@ def terminated(trials: int, folder: Path) -> str:
 def saved_once(out: Path, child: runs.Child, where: str):
     """The newest checkpoint is of the last step, was written once, and exit.json says all that."""
     record, newest = runs.exit_record(out), checkpoint.latest(out)
-    require(record["code"] == 75 and "same command" in record["remedy"], f"{where}: exit.json is {record}")
-    require(newest is not None and int(newest.name[5:]) == record["last_step"] > 0, f"{where}: {newest} with {record}")
+    require(
+        record["code"] == 75 and "same command" in record["remedy"],
+        f"{where}: exit.json is {record}",
+    )
+    require(
+        newest is not None and int(newest.name[5:]) == record["last_step"] > 0,
+        f"{where}: {newest} with {record}",
+    )
     require(child.words().count(f"saved {newest}") == 1, f"{where}: not saved once")
 
 
 def preparing(folder: Path):
     """A signal in data preparation ends it; the same command prepares it again."""
+
     def small(marker: Path):
-        data.corpus.prepare_embedded = partial(data.corpus.prepare_embedded, vocab_size=512, max_bytes=300_000, cache_dir=folder / "cache", workers=1)
+        data.corpus.prepare_embedded = partial(
+            data.corpus.prepare_embedded,
+            vocab_size=512,
+            max_bytes=300_000,
+            cache_dir=folder / "cache",
+            workers=1,
+        )
         held(data.corpus, "build_dataset", marker, 1)
 
-    args = [*runs.SMALL, "--output_dir", str(folder / "embedded"), "--max_steps", "2", "--vocab_size", "512"]
+    args = [
+        *runs.SMALL,
+        "--output_dir",
+        str(folder / "embedded"),
+        "--max_steps",
+        "2",
+        "--vocab_size",
+        "512",
+    ]
     child = runs.start(args, folder / "preparing", before=partial(small, folder / "marker"))
     runs.wait_for((folder / "marker").exists)
     child.signal(signal.SIGTERM)
-    require(child.wait(10) == 75 and "nothing to save" in child.last_line(), f"data preparation: {child.words()[-600:]}")
+    require(
+        child.wait(10) == 75 and "nothing to save" in child.last_line(),
+        f"data preparation: {child.words()[-600:]}",
+    )
     runs.finish(args, folder / "prepared", before=partial(small, folder / "marker"))
 
 
@@ -226,15 +308,28 @@ def terminated_group(trials: int, folder: Path) -> str:
     codes = [rank.wait(30) for rank in ranks]
     require(codes == [75, 75], f"exit codes {codes}: {ranks[0].words()[-600:]}")
     saved_once(out, ranks[0], "two ranks")
-    launched = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", *args], cwd=ROOT,
-                                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train.py", *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     before = runs.exit_record(out)["last_step"]
-    runs.wait_for(lambda: not (out / "exit.json").exists() and runs.steps_logged(out) > before + 3, 120)
+    runs.wait_for(
+        lambda: not (out / "exit.json").exists() and runs.steps_logged(out) > before + 3, 120
+    )
     launched.send_signal(signal.SIGTERM)
     launched.wait(60)
     record = runs.exit_record(out)
-    require(record["code"] == 75 and record["last_step"] > before, f"under torchrun exit.json is {record}")
-    require(int(checkpoint.latest(out).name[5:]) == record["last_step"], "under torchrun nothing was saved")
+    require(
+        record["code"] == 75 and record["last_step"] > before,
+        f"under torchrun exit.json is {record}",
+    )
+    require(
+        int(checkpoint.latest(out).name[5:]) == record["last_step"],
+        "under torchrun nothing was saved",
+    )
     return "both ranks 75 with one save, also where the signal comes twice; under torchrun exit.json has 75, and the checkpoint is there"
 
 
@@ -244,8 +339,14 @@ def interrupted_twice(trials: int, folder: Path) -> str:
     for number in (signal.SIGTERM, signal.SIGINT):
         name = signal.Signals(number).name
         marker, args = folder / f"{name}.marker", runs.arguments(source, folder / name, *more)
-        child = runs.start(args, folder / f"{name}.log", before=lambda: (held(step, "count_valid", folder / f"{name}.step", 0.3, 5), held(
-            storage, "rename", marker, 30, 5)))
+        child = runs.start(
+            args,
+            folder / f"{name}.log",
+            before=lambda: (
+                held(step, "count_valid", folder / f"{name}.step", 0.3, 5),
+                held(storage, "rename", marker, 30, 5),
+            ),
+        )
         runs.wait_for((folder / f"{name}.step").exists)
         child.signal(number)
         runs.wait_for(marker.exists, words=f"{name}: no save began: {child.words()[-400:]}")
@@ -253,13 +354,16 @@ def interrupted_twice(trials: int, folder: Path) -> str:
         start = time.monotonic()
         child.signal(number)
         code = child.wait(10)
-        require(code == 128 + number and time.monotonic() - start < 2, f"{name}: code {code} after {time.monotonic() - start:.1f} s")
+        require(
+            code == 128 + number and time.monotonic() - start < 2,
+            f"{name}: code {code} after {time.monotonic() - start:.1f} s",
+        )
         require(checkpoint.latest(folder / name) is not None, "the checkpoint before is gone")
         again(folder, args, name)
     return "SIGTERM and SIGINT alike: the second left at once, the checkpoint before is whole, the same bits afterwards"
 
 
-# ------------------------------------------------------------------------------------------------------------------ the rest
+# ----------------------------------------------------------------------------------------- the rest
 
 
 def slow_save(trials: int, folder: Path) -> str:
@@ -271,8 +375,14 @@ def slow_save(trials: int, folder: Path) -> str:
 
     for allowed, times in (("0", 1), ("600", 0)):
         args = runs.arguments(source, folder / allowed, *STEPS)
-        said = runs.finish(args, folder / f"{allowed}.log", before=partial(launched, allowed)).words()
-        require(said.count("warning: a save takes") == times and said.count("--shutdown_timeout=") == times, f"said {said.count('a save takes')} times")
+        said = runs.finish(
+            args, folder / f"{allowed}.log", before=partial(launched, allowed)
+        ).words()
+        require(
+            said.count("warning: a save takes") == times
+            and said.count("--shutdown_timeout=") == times,
+            f"said {said.count('a save takes')} times",
+        )
     return "warned once, at the first save, naming TORCH_ELASTIC_SHUTDOWN_TIMEOUT and --shutdown_timeout; silent where there is time"
 
 
@@ -286,7 +396,10 @@ def stop_file(trials: int, folder: Path) -> str:
     saved_once(out, child, "STOP")
     require(not (out / "STOP").exists(), "the STOP file would stop the next start as well")
     step_before = runs.exit_record(out)["last_step"]
-    runs.finish(runs.arguments(source, out, "--max_steps", str(step_before + 2), "--schedule", "constant"), folder / "again")
+    runs.finish(
+        runs.arguments(source, out, "--max_steps", str(step_before + 2), "--schedule", "constant"),
+        folder / "again",
+    )
     return "saved once, 75, the file is used up, and the run went on"
 
 
@@ -297,26 +410,64 @@ def two_jobs(trials: int, folder: Path) -> str:
     first = runs.start(args, folder / "first")
     runs.wait_for(lambda: runs.steps_logged(out) > 1)
     second = runs.finish(args, folder / "second", 2)
-    require(f"process {first.process.pid} on {os.uname().nodename}" in second.last_line(), second.last_line())
+    require(
+        f"process {first.process.pid} on {os.uname().nodename}" in second.last_line(),
+        second.last_line(),
+    )
     ranks = runs.start_ranks(args, folder / "third", 2)
     require([rank.wait(60) for rank in ranks] == [2, 2], "two ranks were not refused")
     before = runs.steps_logged(out)
     runs.wait_for(lambda: runs.steps_logged(out) > before, words="the first job was disturbed")
     first.kill()
     last = runs.finish([*args[:-6], "--max_steps", "3", "--schedule", "constant"], folder / "last")
-    require(f"process {first.process.pid}" in last.words() and "taken over" in last.words(), last.words()[-400:])
+    require(
+        f"process {first.process.pid}" in last.words() and "taken over" in last.words(),
+        last.words()[-400:],
+    )
     return "the second, of one rank or two, exits 2 naming process and host; a dead job's lock is taken over"
 
 
 ROWS: list[Row] = [
-    Row(1, "kill -9 at random moments", "bit-identical finals", killed_at_random, 100, 1000, slow=True),
-    Row(2, "kill at each call of a save that changes the disk", "every one resumes", killed_at_each_call, 24, 10000, slow=True),
-    Row(3, "power loss: prefixes of a save's write log", "durable checkpoints survive", crash.power_loss),
+    Row(
+        1,
+        "kill -9 at random moments",
+        "bit-identical finals",
+        killed_at_random,
+        100,
+        1000,
+        slow=True,
+    ),
+    Row(
+        2,
+        "kill at each call of a save that changes the disk",
+        "every one resumes",
+        killed_at_each_call,
+        24,
+        10000,
+        slow=True,
+    ),
+    Row(
+        3,
+        "power loss: prefixes of a save's write log",
+        "durable checkpoints survive",
+        crash.power_loss,
+    ),
     Row(4, "one of 2 ranks killed", "the other exits within 60 s, naming it", killed_rank),
     Row(5, "one of 2 ranks stopped", "timeout, stack dump, 7", stopped_rank, slow=True),
-    Row(6, "SIGTERM in step, validation, save, data preparation, compilation", "one save, 75", terminated, slow=True),
+    Row(
+        6,
+        "SIGTERM in step, validation, save, data preparation, compilation",
+        "one save, 75",
+        terminated,
+        slow=True,
+    ),
     Row(7, "SIGTERM to the whole group", "one save, 75", terminated_group, slow=True),
-    Row(8, "SIGTERM or SIGINT twice", "the first saves, the second leaves within 2 s", interrupted_twice),
+    Row(
+        8,
+        "SIGTERM or SIGINT twice",
+        "the first saves, the second leaves within 2 s",
+        interrupted_twice,
+    ),
     Row(9, "shutdown timeout shorter than a save", "warned at the first save", slow_save),
     Row(10, "a STOP file", "one save, 75", stop_file),
     Row(11, "two jobs in one run folder", "the second exits 2, naming the first", two_jobs),

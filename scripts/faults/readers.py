@@ -1,4 +1,5 @@
-"""Everything that reads files from elsewhere: a good file of each, how it is damaged, and the reader. For scripts/fuzz.py and rows F.
+"""Everything that reads files from elsewhere: a good file of each, how it is damaged, and the
+reader. For scripts/fuzz.py and rows F.
 
 Imports longhaul, data and model.py of ours, each where it is used.
 """
@@ -17,7 +18,9 @@ from typing import Callable
 
 @dataclass(frozen=True)
 class Target:
-    """A reader of foreign bytes: `make` writes a good folder, `damage` one input into it, `read` is what the product does with it."""
+    """A reader of foreign bytes: `make` writes a good folder, `damage` one input into it, `read` is
+    what the product does with it.
+    """
 
     name: str
     make: Callable[[Path], object]  # what it returns goes to `damage`
@@ -25,12 +28,41 @@ class Target:
     read: Callable[[Path], object]
 
 
-# ------------------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------- damage
 
 NUMBERS = (0, 1, 2, 0x7F, 0x80, 0xFF)
 LENGTHS = (1, 1, 2, 8, 64, 1 << 20)
-VALUES = (None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**400, -0.5, 1e308, float("inf"), float("nan"), "", "x", "../x", "/etc/passwd", "\0",
-          "\ud800", "a" * 70_000, [], {}, [[]], [0], [1, 0], ["x"], {"x": 1}, {"": None})
+VALUES = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    -0.5,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "../x",
+    "/etc/passwd",
+    "\0",
+    "\ud800",
+    "a" * 70_000,
+    [],
+    {},
+    [[]],
+    [0],
+    [1, 0],
+    ["x"],
+    {"x": 1},
+    {"": None},
+)
 
 
 def damaged(rng: random.Random, content: bytes) -> bytes:
@@ -45,7 +77,7 @@ def damaged(rng: random.Random, content: bytes) -> bytes:
         elif kind == 1:
             made[at] = rng.choice((*NUMBERS, rng.randrange(256)))
         elif kind == 2:
-            del made[at:at + size]
+            del made[at : at + size]
         elif kind == 3:
             made[at:at] = rng.randbytes(min(size, 64))
         else:
@@ -77,7 +109,13 @@ def damaged_json(rng: random.Random, value):
 def _some_place(rng: random.Random, value):
     """A container in `value` and one of its keys."""
     while True:
-        keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+        keys = (
+            list(value)
+            if isinstance(value, dict)
+            else range(len(value))
+            if isinstance(value, list)
+            else []
+        )
         if not keys:
             return None, None
         key = rng.choice(keys)
@@ -96,13 +134,18 @@ def _json_bytes(rng: random.Random, value) -> bytes:
     return damaged(rng, text) if rng.random() < 0.2 else text
 
 
-# ----------------------------------------------------------------------------------------------------------- targets
+# ------------------------------------------------------------------------------------------ targets
 
 
 def make_safetensors(folder: Path) -> bytes:
     import torch
     from safetensors.torch import save
-    tensors = {"a.weight": torch.arange(12.0).view(3, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.zeros(())}
+
+    tensors = {
+        "a.weight": torch.arange(12.0).view(3, 4),
+        "b": torch.arange(6, dtype=torch.bfloat16),
+        "c": torch.zeros(()),
+    }
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
     return (folder / "model.safetensors").read_bytes()
 
@@ -113,30 +156,45 @@ def damage_safetensors(rng: random.Random, good: bytes, folder: Path):
     if kind == 0:
         content = damaged(rng, good)
     elif kind == 1:
-        content = struct.pack("<Q", rng.choice((0, 1, length - 1, length + 1, 2**21, 2**27, 2**63, 2**64 - 1))) + good[8:]
+        content = (
+            struct.pack(
+                "<Q", rng.choice((0, 1, length - 1, length + 1, 2**21, 2**27, 2**63, 2**64 - 1))
+            )
+            + good[8:]
+        )
     else:
-        header = _json_bytes(rng, json.loads(good[8:8 + length]))
-        content = struct.pack("<Q", len(header)) + header + good[8 + length:]
+        header = _json_bytes(rng, json.loads(good[8 : 8 + length]))
+        content = struct.pack("<Q", len(header)) + header + good[8 + length :]
     if rng.random() < 0.01:  # a file that is as long as the header that it claims
         filler = rng.choice((b"[", b"{},", b'"a",', b" ", b'{"a":', b"[[],", b"0,"))
-        body = (filler * (rng.choice((1, 3, 30)) * 2**20 // len(filler)))
+        body = filler * (rng.choice((1, 3, 30)) * 2**20 // len(filler))
         content = struct.pack("<Q", len(body)) + body
     (folder / "model.safetensors").write_bytes(content)
 
 
 def read_safetensors(folder: Path):
     from longhaul import weights
+
     with weights.opened(folder / "model.safetensors") as source:
         for name in source.keys():
             source.get_slice(name).get_shape()
             source.get_tensor(name)
 
 
-SMALL = dict(vocab_size=32, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, ffn_size=16)
+SMALL = dict(
+    vocab_size=32,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_size=16,
+)
 
 
 def _decoder():
     from model import Decoder, ModelConfig
+
     decoder = Decoder(ModelConfig.preset("tiny", **SMALL))
     decoder.init_weights(0)
     return decoder
@@ -144,6 +202,7 @@ def _decoder():
 
 def make_qwen3(folder: Path) -> dict[str, bytes]:
     from longhaul import qwen3
+
     qwen3.to_hf(_decoder(), folder / "good", shard_bytes=2000)
     names = ("config.json", "model.safetensors.index.json")
     return {name: (folder / "good" / name).read_bytes() for name in names}
@@ -153,12 +212,15 @@ def damage_qwen3(rng: random.Random, good: dict, folder: Path):
     for name, content in good.items():
         (folder / "good" / name).write_bytes(content)
     name = rng.choice(list(good))
-    content = damaged(rng, good[name]) if rng.random() < 0.3 else _json_bytes(rng, json.loads(good[name]))
+    content = (
+        damaged(rng, good[name]) if rng.random() < 0.3 else _json_bytes(rng, json.loads(good[name]))
+    )
     (folder / "good" / name).write_bytes(content)
 
 
 def read_qwen3(folder: Path):
     from longhaul import qwen3
+
     qwen3.from_hf(folder / "good")
 
 
@@ -168,7 +230,13 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
     from longhaul import checkpoint, dist
     from longhaul.config import TrainConfig
     from longhaul.step import TrainState
-    cfg = TrainConfig(model_size="tiny", model_overrides=tuple(f"{name}={value}" for name, value in SMALL.items() if name != "vocab_size"))
+
+    cfg = TrainConfig(
+        model_size="tiny",
+        model_overrides=tuple(
+            f"{name}={value}" for name, value in SMALL.items() if name != "vocab_size"
+        ),
+    )
     state = TrainState(cfg, _decoder(), None, torch.device("cpu"), dist.World())
     path = checkpoint.save(state, folder, dict(identity={}, rows_per_step=1))
     shard = next(path.glob("*.safetensors"))
@@ -178,6 +246,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
     from longhaul import checkpoint, storage
+
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
     if rng.random() < 0.4:
@@ -196,6 +265,7 @@ def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
 
 def read_checkpoint(folder: Path):
     from longhaul import checkpoint
+
     checkpoint.load_model(folder / f"step-{0:08d}")
 
 
@@ -203,11 +273,20 @@ def make_dataset(folder: Path) -> dict[str, bytes]:
     import numpy as np
 
     from data.shards import write_dataset
+
     rng = np.random.default_rng(0)
     model = folder / "any.model"
     model.write_bytes(b"stored as it is")
     documents = [rng.integers(1, 100, rng.integers(1, 60)) for _ in range(30)]
-    path = write_dataset(documents, folder / "set", vocab_size=100, eod_id=0, shard_tokens=300, tokenizer=model, val_fraction=0.1).path
+    path = write_dataset(
+        documents,
+        folder / "set",
+        vocab_size=100,
+        eod_id=0,
+        shard_tokens=300,
+        tokenizer=model,
+        val_fraction=0.1,
+    ).path
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
@@ -218,7 +297,9 @@ def damage_manifest(rng: random.Random, good: dict, folder: Path):
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         content["checksum"] = hashlib.sha256(canonical).hexdigest()
     text = json.dumps(content).encode("utf-8", "replace")
-    (folder / "set" / "manifest.json").write_bytes(damaged(rng, text) if rng.random() < 0.2 else text)
+    (folder / "set" / "manifest.json").write_bytes(
+        damaged(rng, text) if rng.random() < 0.2 else text
+    )
 
 
 def damage_shards(rng: random.Random, good: dict, folder: Path):
@@ -229,7 +310,7 @@ def damage_shards(rng: random.Random, good: dict, folder: Path):
     name = rng.choice([name for name in good if name != "manifest.json"])
     made = damaged(rng, good[name])
     if rng.random() < 0.5:
-        made = (made + good[name])[:len(good[name])]
+        made = (made + good[name])[: len(good[name])]
     (folder / "set" / name).write_bytes(made)
 
 
@@ -237,6 +318,7 @@ def read_dataset(folder: Path):
     """Open and read every row without the hashes, then with them."""
     from data.loader import Loader
     from data.shards import open_dataset
+
     dataset = open_dataset(folder / "set")
     for split in dataset.splits:
         loader = Loader(dataset, 16, 1, split=split)
@@ -246,14 +328,19 @@ def read_dataset(folder: Path):
 
 def make_tokenizer(folder: Path) -> bytes:
     from data.tokenizer import train
-    text = "".join(f"def f{n}(x):\n    return x ** {n * n}  # {chr(945 + n % 25)}\n" for n in range(400))
+
+    text = "".join(
+        f"def f{n}(x):\n    return x ** {n * n}  # {chr(945 + n % 25)}\n" for n in range(400)
+    )
     train([text], 340, folder / "tokenizer.model")
     return (folder / "tokenizer.model").read_bytes()
 
 
 def damage_tokenizer(rng: random.Random, good: bytes, folder: Path):
     made = damaged(rng, good)
-    if rng.random() < 0.7:  # the same length: most of the protocol buffer stays readable, and the values are strange
+    if (
+        rng.random() < 0.7
+    ):  # the same length: most of the protocol buffer stays readable, and the values are strange
         made = bytearray(good)
         for _ in range(rng.choice((1, 2, 8))):
             made[rng.randrange(len(made))] = rng.choice((*NUMBERS, rng.randrange(256)))
@@ -262,6 +349,7 @@ def damage_tokenizer(rng: random.Random, good: bytes, folder: Path):
 
 def read_tokenizer(folder: Path):
     from data.tokenizer import Tokenizer
+
     tokenizer = Tokenizer(folder / "tokenizer.model")
     tokenizer.decode(tokenizer.encode("def f(x):\n\treturn \0 \u2581 \U0001f600 12345 " * 3))
 
@@ -269,7 +357,8 @@ def read_tokenizer(folder: Path):
 def make_toml(folder: Path) -> bytes:
     (folder / "run.toml").write_bytes(
         b'# a run\n[model]\nmodel_size = "tiny"\ncontext_length = 64\nmodel-overrides = ["num_layers=2", "ffn_size=96"]\n[data]\nbatch_size = 2\n'
-        b'[run]\nlr = 1e-3\nbeta1 = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = 1_000\nskip_rows = ["8:16"]\n')
+        b'[run]\nlr = 1e-3\nbeta1 = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = 1_000\nskip_rows = ["8:16"]\n'
+    )
     return (folder / "run.toml").read_bytes()
 
 
@@ -278,8 +367,27 @@ def damage_toml(rng: random.Random, good: bytes, folder: Path):
     kind = rng.randrange(4)
     if kind == 0:
         at = rng.randrange(len(lines))
-        value = rng.choice(("-1", "0", "inf", "nan", "1e400", "9" * 400, "true", '""', "[]", "{}", '["x=1"]', "1979-05-27", '"num_layers=1e9"',
-                            "'''x'''", "[" * 2000, "0xff", "{a.b = 1}"))
+        value = rng.choice(
+            (
+                "-1",
+                "0",
+                "inf",
+                "nan",
+                "1e400",
+                "9" * 400,
+                "true",
+                '""',
+                "[]",
+                "{}",
+                '["x=1"]',
+                "1979-05-27",
+                '"num_layers=1e9"',
+                "'''x'''",
+                "[" * 2000,
+                "0xff",
+                "{a.b = 1}",
+            )
+        )
         lines[at] = lines[at].split(b"=")[0] + b"= " + value.encode()
         content = b"\n".join(lines)
     elif kind == 1:
@@ -293,12 +401,19 @@ def damage_toml(rng: random.Random, good: bytes, folder: Path):
 def read_toml(folder: Path):
     from longhaul import cli
     from longhaul.config import TrainConfig
+
     cli.parse(TrainConfig, ["--config", str(folder / "run.toml")])
 
 
 def make_corpus(folder: Path) -> dict[str, bytes]:
-    lines = b"".join(json.dumps({"text": f"line {n} \u00e9\n", "n": n}).encode() + b"\n" for n in range(8))
-    good = {"a.jsonl": lines, "a.jsonl.gz": gzip.compress(lines, mtime=0), "a.txt": "Caf\u00e9 \u2581 \U0001f600\r\n".encode() * 9}
+    lines = b"".join(
+        json.dumps({"text": f"line {n} \u00e9\n", "n": n}).encode() + b"\n" for n in range(8)
+    )
+    good = {
+        "a.jsonl": lines,
+        "a.jsonl.gz": gzip.compress(lines, mtime=0),
+        "a.txt": "Caf\u00e9 \u2581 \U0001f600\r\n".encode() * 9,
+    }
     for name, content in good.items():
         (folder / name).write_bytes(content)
     return good
@@ -313,12 +428,18 @@ def damage_corpus(rng: random.Random, good: dict, folder: Path):
 
 def read_corpus(folder: Path):
     from data.sources import read_documents
+
     for document in read_documents([folder]):
         document.text.encode("utf-8")
 
 
 TARGETS = [
-    Target("safetensors", make_safetensors, damage_safetensors, read_safetensors), Target("qwen3", make_qwen3, damage_qwen3, read_qwen3),
-    Target("checkpoint", make_checkpoint, damage_checkpoint, read_checkpoint), Target("manifest", make_dataset, damage_manifest, read_dataset),
-    Target("shards", make_dataset, damage_shards, read_dataset), Target("tokenizer", make_tokenizer, damage_tokenizer, read_tokenizer),
-    Target("toml", make_toml, damage_toml, read_toml), Target("corpus", make_corpus, damage_corpus, read_corpus)]
+    Target("safetensors", make_safetensors, damage_safetensors, read_safetensors),
+    Target("qwen3", make_qwen3, damage_qwen3, read_qwen3),
+    Target("checkpoint", make_checkpoint, damage_checkpoint, read_checkpoint),
+    Target("manifest", make_dataset, damage_manifest, read_dataset),
+    Target("shards", make_dataset, damage_shards, read_dataset),
+    Target("tokenizer", make_tokenizer, damage_tokenizer, read_tokenizer),
+    Target("toml", make_toml, damage_toml, read_toml),
+    Target("corpus", make_corpus, damage_corpus, read_corpus),
+]

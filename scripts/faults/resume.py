@@ -1,4 +1,6 @@
-"""Group C of the fault matrix: what a resume means. Imports longhaul, data and scripts.faults of ours."""
+"""Group C of the fault matrix: what a resume means. Imports longhaul, data and scripts.faults of
+ours.
+"""
 
 import json
 import math
@@ -16,12 +18,18 @@ from scripts.faults.rows import Row, require
 CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
 
 
-def extended(folder: Path, source: Path, name: str, parts: list[tuple[int, int, list[str]]], **options) -> Path:
+def extended(
+    folder: Path, source: Path, name: str, parts: list[tuple[int, int, list[str]]], **options
+) -> Path:
     """A run that is continued: for each (ranks, last step, flags) the same folder once more."""
     for ranks, last, flags in parts:
         args = runs.arguments(source, folder / name, *CONSTANT, *flags, "--max_steps", str(last))
         log = folder / f"{name}-{last}"
-        for child in runs.start_ranks(args, log, ranks, **options) if ranks > 1 else [runs.start(args, log, **options)]:
+        for child in (
+            runs.start_ranks(args, log, ranks, **options)
+            if ranks > 1
+            else [runs.start(args, log, **options)]
+        ):
             require(child.wait() == 0, f"{name}: {child.words()[-600:]}")
     return folder / name
 
@@ -44,7 +52,7 @@ def noted(path: Path) -> list[tuple[int, int]]:
     return sorted(tuple(map(int, line.split())) for line in path.read_text().splitlines())
 
 
-# ------------------------------------------------------------------------------------------------------------------ order
+# -------------------------------------------------------------------------------------------- order
 
 
 def epochs(trials: int, folder: Path) -> str:
@@ -52,11 +60,25 @@ def epochs(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     epoch = loader.Loader(runs.data.shards.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
     steps = math.ceil(epoch / 2)  # of two rows
-    moments = dict(middle=steps // 2, last_batch=steps - 1, boundary=steps, second_epoch=steps + 3, third_epoch=2 * steps + 2)
+    moments = dict(
+        middle=steps // 2,
+        last_batch=steps - 1,
+        boundary=steps,
+        second_epoch=steps + 3,
+        third_epoch=2 * steps + 2,
+    )
     total, batch = 2 * steps + 4, ["--global_batch_size", "2"]
-    whole = extended(folder, source, "whole", [(1, total, batch)], before=partial(noting, folder / "rows"))
+    whole = extended(
+        folder, source, "whole", [(1, total, batch)], before=partial(noting, folder / "rows")
+    )
     for name, moment in moments.items():
-        parts = extended(folder, source, name, [(1, moment, batch), (1, total, batch)], before=partial(noting, folder / f"rows-{name}"))
+        parts = extended(
+            folder,
+            source,
+            name,
+            [(1, moment, batch), (1, total, batch)],
+            before=partial(noting, folder / f"rows-{name}"),
+        )
         require(noted(folder / f"rows-{name}") == noted(folder / "rows"), f"{name}: other rows")
         require(runs.same_end(parts, whole), f"{name}: other bits")
     state = json.loads((whole / f"step-{total:08d}" / "manifest.json").read_text())["data"]
@@ -69,8 +91,13 @@ def _far_away(source: Path) -> str:
     """The time to find row 10^9: a position is computed, not counted to."""
     rows = loader.Loader(runs.data.shards.open_dataset(source), runs.CONTEXT, 1)
     rows.batch(3)
-    state, row, seconds = min((_timed(rows) for _ in range(5)), key=lambda found: found[2])  # other jobs stretch single ones
-    require(seconds < 1e-3 and rows.step(state) == 10**9 and 0 <= row < rows.rows_per_epoch, f"row 10^9 took {seconds * 1e3:.2f} ms")
+    state, row, seconds = min(
+        (_timed(rows) for _ in range(5)), key=lambda found: found[2]
+    )  # other jobs stretch single ones
+    require(
+        seconds < 1e-3 and rows.step(state) == 10**9 and 0 <= row < rows.rows_per_epoch,
+        f"row 10^9 took {seconds * 1e3:.2f} ms",
+    )
     return f"row 10^9 found in {seconds * 1e6:.0f} us"
 
 
@@ -83,7 +110,10 @@ def _timed(rows) -> tuple[dict, int, float]:
 def worlds(trials: int, folder: Path) -> str:
     """Row 22: `trials` steps of 4 rows for the bits, 6 rows where three ranks take part."""
     source, steps = runs.dataset(folder / "data"), trials
-    four, six = ["--global_batch_size", "4", "--pairwise_accumulation", "--grad_clip", "0.5"], ["--global_batch_size", "6"]
+    four, six = (
+        ["--global_batch_size", "4", "--pairwise_accumulation", "--grad_clip", "0.5"],
+        ["--global_batch_size", "6"],
+    )
     thirds = [steps // 3, 2 * steps // 3, steps]
     options = dict(before=partial(noting, folder / "rows4"))
     one = extended(folder, source, "one", [(1, steps, four)], **options)
@@ -93,19 +123,36 @@ def worlds(trials: int, folder: Path) -> str:
         require(noted(folder / f"rows-{name}") == noted(folder / "rows4"), f"{name}: other rows")
         require(same_weights(out, one), f"{name}: other bits than one process")
     extended(folder, source, "six", [(1, 6, six)], before=partial(noting, folder / "rows6"))
-    extended(folder, source, "three", [(2, 3, six), (3, 6, six)], before=partial(noting, folder / "rows-three"))
+    extended(
+        folder,
+        source,
+        "three",
+        [(2, 3, six), (3, 6, six)],
+        before=partial(noting, folder / "rows-three"),
+    )
     require(noted(folder / "rows-three") == noted(folder / "rows6"), "2 -> 3 ranks: other rows")
-    refused = runs.start_ranks(runs.arguments(source, folder / "two", *CONSTANT, *four[2:], "--max_steps", str(steps + 1)), folder / "refused", 3)
+    refused = runs.start_ranks(
+        runs.arguments(source, folder / "two", *CONSTANT, *four[2:], "--max_steps", str(steps + 1)),
+        folder / "refused",
+        3,
+    )
     codes = [rank.wait() for rank in refused]
-    require(codes == [7] * 3 and "must be one of [1, 2, 4]" in refused[0].last_line(), f"{codes}: {refused[0].last_line()}")
-    return (f"after {steps} steps 1, 2, 1->2->1 and 2->1->2 ranks have the same weights, moments and rows; 2->3 the same rows; 3 ranks for a "
-            "batch of 4: code 7, sizes listed")
+    require(
+        codes == [7] * 3 and "must be one of [1, 2, 4]" in refused[0].last_line(),
+        f"{codes}: {refused[0].last_line()}",
+    )
+    return (
+        f"after {steps} steps 1, 2, 1->2->1 and 2->1->2 ranks have the same weights, moments and rows; 2->3 the same rows; 3 ranks for a "
+        "batch of 4: code 7, sizes listed"
+    )
 
 
 def same_weights(out: Path, other: Path) -> bool:
     """Whether the newest checkpoints of two runs hold the same bits, however many ranks wrote them."""
     found, wanted = whole_tensors(out), whole_tensors(other)
-    return found.keys() == wanted.keys() and all(torch.equal(value, wanted[name]) for name, value in found.items())
+    return found.keys() == wanted.keys() and all(
+        torch.equal(value, wanted[name]) for name, value in found.items()
+    )
 
 
 def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -115,22 +162,34 @@ def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
         with weights.opened(folder / file) as source:
             for name, (start, _) in about["rows"].items():
                 parts.setdefault(name, []).append((start, source.get_tensor(name)))
-    return {name: torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])]) for name, pieces in parts.items()}
+    return {
+        name: torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
+        for name, pieces in parts.items()
+    }
 
 
 def micro_batches(trials: int, folder: Path) -> str:
     """Row 23."""
     source, batch = runs.dataset(folder / "data"), ["--global_batch_size", "4"]
     extended(folder, source, "whole", [(1, 6, batch)], before=partial(noting, folder / "rows"))
-    parts = [(1, 2, [*batch, "--batch_size", "1"]), (1, 4, [*batch, "--batch_size", "4"]), (1, 6, ["--batch_size", "2"])]
-    changed = extended(folder, source, "changed", parts, before=partial(noting, folder / "changed-rows"))
+    parts = [
+        (1, 2, [*batch, "--batch_size", "1"]),
+        (1, 4, [*batch, "--batch_size", "4"]),
+        (1, 6, ["--batch_size", "2"]),
+    ]
+    changed = extended(
+        folder, source, "changed", parts, before=partial(noting, folder / "changed-rows")
+    )
     require(noted(folder / "changed-rows") == noted(folder / "rows"), "other rows")
-    near = all(abs(a - b) < 1e-4 for a, b in zip(runs.losses(changed), runs.losses(folder / "whole"), strict=True))
+    near = all(
+        abs(a - b) < 1e-4
+        for a, b in zip(runs.losses(changed), runs.losses(folder / "whole"), strict=True)
+    )
     require(near, "other losses")
     return "micro-batches of 1, 4 and 2 rows, a step of 4: same rows, same losses within 1e-4"
 
 
-# ------------------------------------------------------------------------------------------------------------------ settings
+# ----------------------------------------------------------------------------------------- settings
 
 
 def changed_settings(trials: int, folder: Path) -> str:
@@ -140,7 +199,10 @@ def changed_settings(trials: int, folder: Path) -> str:
     new = ["--lr", "0.02", "--beta1", "0.5"]
     args = runs.arguments(source, out, *CONSTANT, *new, "--max_steps", "6")
     refused = runs.finish(args, folder / "refused", 2)
-    require("--lr 0.0003 there, 0.02 here, --beta1 0.9 there, 0.5 here" in refused.last_line(), refused.last_line())
+    require(
+        "--lr 0.0003 there, 0.02 here, --beta1 0.9 there, 0.5 here" in refused.last_line(),
+        refused.last_line(),
+    )
     require("--override_settings" in refused.last_line(), "the remedy is not named")
 
     def seen():
@@ -154,10 +216,20 @@ def changed_settings(trials: int, folder: Path) -> str:
         optim.build_optimizer = build
 
     applied = runs.finish([*args, "--override_settings"], folder / "applied", before=seen)
-    require("changed since the checkpoint: lr 0.0003 -> 0.02" in applied.words() and "beta1 0.9 -> 0.5" in applied.words(), "not said")
+    require(
+        "changed since the checkpoint: lr 0.0003 -> 0.02" in applied.words()
+        and "beta1 0.9 -> 0.5" in applied.words(),
+        "not said",
+    )
     rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    require(rates[3:] == [0.02] * 3 and "betas in use (0.5, 0.95)" in applied.words(), f"not applied: {rates}")
-    require(runs.losses(out)[4:] != runs.losses(extended(folder, source, "plain", [(1, 6, [])]))[4:], "the run is as it was without them")
+    require(
+        rates[3:] == [0.02] * 3 and "betas in use (0.5, 0.95)" in applied.words(),
+        f"not applied: {rates}",
+    )
+    require(
+        runs.losses(out)[4:] != runs.losses(extended(folder, source, "plain", [(1, 6, [])]))[4:],
+        "the run is as it was without them",
+    )
     return "refused naming each; with --override_settings applied, said on screen and in TensorBoard, and the losses are others"
 
 
@@ -166,10 +238,20 @@ def other_run(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     extended(folder, source, "run", [(1, 2, [])])
     newest = folder / "run" / "step-00000002"
-    for flags, words in {("--context_length", "16"): "context_length: 32 there, 16 here", ("--vocab_size", "128"): "vocab_size: 64 there, 128 here",
-                         ("--rope_theta", "5e5"): "rope_theta", ("--seed", "3"): "seed: 0 there, 3 here"}.items():
+    for flags, words in {
+        ("--context_length", "16"): "context_length: 32 there, 16 here",
+        ("--vocab_size", "128"): "vocab_size: 64 there, 128 here",
+        ("--rope_theta", "5e5"): "rope_theta",
+        ("--seed", "3"): "seed: 0 there, 3 here",
+    }.items():
         for where in ([], ["--output_dir", str(folder / "other"), "--resume", str(newest)]):
-            child = runs.finish(runs.arguments(source, folder / "run", *CONSTANT, "--max_steps", "4", *flags, *where), folder / "log", 2)
+            child = runs.finish(
+                runs.arguments(
+                    source, folder / "run", *CONSTANT, "--max_steps", "4", *flags, *where
+                ),
+                folder / "log",
+                2,
+            )
             require(words in child.last_line(), f"{words} is not in: {child.last_line()}")
     return "context, vocabulary, rotary base, seed: 2, field by field, in the run's folder and for a named checkpoint"
 
@@ -189,16 +271,38 @@ def replaced_data(trials: int, folder: Path) -> str:
 
 
 def missing_state(trials: int, folder: Path) -> str:
-    """Row 27: the learning rate and every random draw are functions of step and seed, so those are what must be there."""
+    """Row 27: the learning rate and every random draw are functions of step and seed, so those are
+    what must be there.
+    """
     source = runs.dataset(folder / "data")
     extended(folder, source, "run", [(1, 2, [])])
     path = folder / "run" / "step-00000002" / "manifest.json"
     content = json.loads(path.read_text())
-    args = runs.arguments(source, folder / "run", *CONSTANT, "--max_steps", "4", "--resume", str(path.parent))
-    gone = {name: {key: value for key, value in content.items() if key != name} for name in (
-        "step", "tokens", "data", "config", "model_config", "world_size", "files", "identity", "rows_per_step", "threads", "torch")}
-    gone |= {"data's seed": content | dict(data={"epoch": 0, "position": 2}), "another position": content | dict(data=content["data"] | {"position": 1}),
-             "config's lr": content | dict(config={key: value for key, value in content["config"].items() if key != "lr"})}
+    args = runs.arguments(
+        source, folder / "run", *CONSTANT, "--max_steps", "4", "--resume", str(path.parent)
+    )
+    gone = {
+        name: {key: value for key, value in content.items() if key != name}
+        for name in (
+            "step",
+            "tokens",
+            "data",
+            "config",
+            "model_config",
+            "world_size",
+            "files",
+            "identity",
+            "rows_per_step",
+            "threads",
+            "torch",
+        )
+    }
+    gone |= {
+        "data's seed": content | dict(data={"epoch": 0, "position": 2}),
+        "another position": content | dict(data=content["data"] | {"position": 1}),
+        "config's lr": content
+        | dict(config={key: value for key, value in content["config"].items() if key != "lr"}),
+    }
     for name, manifest in gone.items():
         path.write_text(json.dumps(manifest | dict(checksum=checkpoint.checksum(manifest))))
         child = runs.finish(args, folder / "log", 4)
@@ -215,10 +319,28 @@ def other_machine(trials: int, folder: Path) -> str:
         runs.longhaul.dist.cores = lambda: 2
         torch.__version__ = "2.99.0"
 
-    child = runs.finish(runs.arguments(source, folder / "run", *CONSTANT, "--max_steps", "3"), folder / "log", before=elsewhere)
-    for words in ("warning: the checkpoint was written with threads 1, here it is 2", "here it is 2.99.0"):
+    child = runs.finish(
+        runs.arguments(source, folder / "run", *CONSTANT, "--max_steps", "3"),
+        folder / "log",
+        before=elsewhere,
+    )
+    for words in (
+        "warning: the checkpoint was written with threads 1, here it is 2",
+        "here it is 2.99.0",
+    ):
         require(words in child.words(), f"not said: {words}")
-    quiet = runs.finish(runs.arguments(source, folder / "run", *CONSTANT, "--max_steps", "3", "--output_dir", str(folder / "new")), folder / "quiet")
+    quiet = runs.finish(
+        runs.arguments(
+            source,
+            folder / "run",
+            *CONSTANT,
+            "--max_steps",
+            "3",
+            "--output_dir",
+            str(folder / "new"),
+        ),
+        folder / "quiet",
+    )
     require("was written with" not in quiet.words(), "warned without cause")
     return "warned of threads and of torch's version, and not otherwise"
 
@@ -227,17 +349,37 @@ def completed(trials: int, folder: Path) -> str:
     """Row 29."""
     args = runs.arguments(runs.dataset(folder / "data"), folder / "run", "--max_steps", "3")
     runs.finish(args, folder / "log")
-    require(runs.exit_record(folder / "run") == dict(code=0, cause="completed", remedy="", last_step=3), "exit.json has another end")
+    require(
+        runs.exit_record(folder / "run") == dict(code=0, cause="completed", remedy="", last_step=3),
+        "exit.json has another end",
+    )
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}
     again = runs.finish(args, folder / "again")
     require("nothing to do" in again.words(), again.words())
-    require(before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")}, "files were touched")
+    require(
+        before == {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*")},
+        "files were touched",
+    )
     return "exit code 0, nothing to do, no file touched"
 
 
 ROWS: list[Row] = [
-    Row(21, "resume in an epoch, at its last batch, at its end, later", "rows of the uninterrupted run", epochs, slow=True),
-    Row(22, "other numbers of ranks: 2->1, 1->2, 2->3", "same rows; 1 and 2: same bits; indivisible: 7", worlds, 12, 200, slow=True),
+    Row(
+        21,
+        "resume in an epoch, at its last batch, at its end, later",
+        "rows of the uninterrupted run",
+        epochs,
+        slow=True,
+    ),
+    Row(
+        22,
+        "other numbers of ranks: 2->1, 1->2, 2->3",
+        "same rows; 1 and 2: same bits; indivisible: 7",
+        worlds,
+        12,
+        200,
+        slow=True,
+    ),
     Row(23, "micro-batch changed, global batch kept", "same rows", micro_batches),
     Row(24, "--lr or betas changed", "refused; overridden: applied and said", changed_settings),
     Row(25, "architecture, vocabulary or context differs", "2, field by field", other_run),

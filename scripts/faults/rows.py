@@ -1,4 +1,6 @@
-"""What a row of the fault matrix is: a fault, what must happen, and the check that injects it. Imports nothing of ours."""
+"""What a row of the fault matrix is: a fault, what must happen, and the check that injects it.
+Imports nothing of ours.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ class Failed(AssertionError):
 
 @dataclass(frozen=True)
 class Row:
-    """One fault. `check(trials, empty_folder)` gives the outcome in words, or raises Failed with what went wrong."""
+    """One fault. `check(trials, empty_folder)` gives the outcome in words, or raises Failed with
+    what went wrong.
+    """
 
     number: int
     fault: str
@@ -19,7 +23,9 @@ class Row:
     check: Callable[[int, Path], str]
     trials: int = 1  # in CI
     full: int = 1  # with --full
-    slow: bool = False  # more than about 10 s at its CI trials: left out of the fast tier of the tests
+    slow: bool = (
+        False  # more than about 10 s at its CI trials: left out of the fast tier of the tests
+    )
 
 
 def require(held: bool, words: str):

@@ -1,6 +1,8 @@
-"""Small training runs in forked processes, for the rows that end them. Imports train, data, scripts.faults.rows and tests.ranks of ours.
+"""Small training runs in forked processes, for the rows that end them. Imports train, data,
+scripts.faults.rows and tests.ranks of ours.
 
-A child is forked from a parent that has imported everything and has started no thread, so a run costs what its steps cost.
+A child is forked from a parent that has imported everything and has started no thread, so a run
+costs what its steps cost.
 """
 
 import json
@@ -30,14 +32,37 @@ from tests.ranks import free_port
 
 FORK = multiprocessing.get_context("fork")
 VOCAB, CONTEXT = 64, 32
-SMALL = ["--model_size", "tiny", "--model_overrides", "hidden_size=32", "num_layers=2", "num_heads=2", "num_kv_heads=1", "head_dim=32", "ffn_size=48",
-         "--vocab_size", str(VOCAB), "--context_length", str(CONTEXT), "--warmup_steps", "2", "--eval_every", "0", "--dtype", "fp32", "--device", "cpu"]
+SMALL = [
+    "--model_size",
+    "tiny",
+    "--model_overrides",
+    "hidden_size=32",
+    "num_layers=2",
+    "num_heads=2",
+    "num_kv_heads=1",
+    "head_dim=32",
+    "ffn_size=48",
+    "--vocab_size",
+    str(VOCAB),
+    "--context_length",
+    str(CONTEXT),
+    "--warmup_steps",
+    "2",
+    "--eval_every",
+    "0",
+    "--dtype",
+    "fp32",
+    "--device",
+    "cpu",
+]
 
 
 def dataset(folder: Path, rows: int = 40) -> Path:
     """About `rows` rows of random ids in documents of many lengths."""
     draw = np.random.default_rng(0)
-    documents = (draw.integers(1, VOCAB, size) for size in draw.integers(3, 3 * CONTEXT, rows * 2 // 3))
+    documents = (
+        draw.integers(1, VOCAB, size) for size in draw.integers(3, 3 * CONTEXT, rows * 2 // 3)
+    )
     write_dataset(documents, folder, vocab_size=VOCAB, eod_id=0, val_fraction=0.1)
     return folder
 
@@ -92,16 +117,32 @@ def _inside(log: Path, function: Callable, args: tuple):
 
 
 def start(args: list[str], log: Path, before: Callable = lambda: None) -> Child:
-    """train.py with these flags in a child, which calls `before()` first: the place to inject a fault."""
+    """train.py with these flags in a child, which calls `before()` first: the place to inject a
+    fault.
+    """
     return Child(log, _train, args, before, {})
 
 
-def start_ranks(args: list[str], log: Path, size: int, before: Callable = lambda: None) -> list[Child]:
+def start_ranks(
+    args: list[str], log: Path, size: int, before: Callable = lambda: None
+) -> list[Child]:
     """The same on `size` ranks, each with a file of its own."""
     port = free_port()
-    worlds = [dict(RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-              for rank in range(size)]
-    return [Child(log.with_name(f"{log.name}-{rank}"), _train, args, before, world) for rank, world in enumerate(worlds)]
+    worlds = [
+        dict(
+            RANK=rank,
+            WORLD_SIZE=size,
+            LOCAL_RANK=rank,
+            LOCAL_WORLD_SIZE=size,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(size)
+    ]
+    return [
+        Child(log.with_name(f"{log.name}-{rank}"), _train, args, before, world)
+        for rank, world in enumerate(worlds)
+    ]
 
 
 def _train(args: list[str], before: Callable, world: dict):
@@ -119,7 +160,11 @@ def finish(args: list[str], log: Path, code: int = 0, before: Callable = lambda:
     return child
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60, words: str = "what was waited for did not come"):
+def wait_for(
+    condition: Callable[[], bool],
+    seconds: float = 60,
+    words: str = "what was waited for did not come",
+):
     """Until `condition()` holds; Failed after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

@@ -1,6 +1,7 @@
 """Group F of the fault matrix: security. Imports train, data, longhaul and scripts of ours.
 
-Pickles are made by hand here, byte by byte: if one were opened, it would make a file, and the row would fail.
+Pickles are made by hand here, byte by byte: if one were opened, it would make a file, and the row
+would fail.
 """
 
 import json
@@ -23,7 +24,15 @@ UNOPENED = "is a pickle, which can run code, and was not opened"
 def evil(mark: Path, protocol: bytes = b"\x80\x02") -> bytes:
     """A pickle that makes the file `mark` when it is opened: os.open(mark, O_CREAT | O_WRONLY)."""
     name = str(mark).encode()
-    return (protocol + b"cposix\nopen\n(X" + struct.pack("<I", len(name)) + name + b"J" + struct.pack("<i", os.O_CREAT | os.O_WRONLY) + b"tR.")
+    return (
+        protocol
+        + b"cposix\nopen\n(X"
+        + struct.pack("<I", len(name))
+        + name
+        + b"J"
+        + struct.pack("<i", os.O_CREAT | os.O_WRONLY)
+        + b"tR."
+    )
 
 
 def _say(main, args: list, log: Path, code: int = 2) -> str:
@@ -34,11 +43,13 @@ def _say(main, args: list, log: Path, code: int = 2) -> str:
     return child.words()
 
 
-# -------------------------------------------------------------------------------------------------------------- rows
+# --------------------------------------------------------------------------------------------- rows
 
 
 def pickles(trials: int, folder: Path) -> str:
-    """Row 45: as weights, checkpoint, dataset and tokenizer, under pickles' names and under good ones."""
+    """Row 45: as weights, checkpoint, dataset and tokenizer, under pickles' names and under good
+    ones.
+    """
     mark, data = folder / "mark", runs.dataset(folder / "data")
     bare, archive, dcp = folder / "model.pt", folder / "archive.bin", folder / "distributed"
     dcp.mkdir()
@@ -47,16 +58,40 @@ def pickles(trials: int, folder: Path) -> str:
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("archive/data.pkl", evil(mark))
     for number, pickle in enumerate((bare, archive, dcp)):
-        for number2, words in enumerate((["--init_from", pickle], ["--resume", pickle], ["--data", pickle])):
+        for number2, words in enumerate(
+            (["--init_from", pickle], ["--resume", pickle], ["--data", pickle])
+        ):
             log = folder / f"train-{number}-{number2}"
-            said = _say(_train, [*runs.arguments(data, folder / f"run-{number}-{number2}", *data_rows.ONE_STEP), *words], log)
-            require(UNOPENED in said.splitlines()[-1] and (words[0] == "--data" or "convert to safetensors" in said), f"{words}: {said[-300:]}")
-        for main, flag in ((generate.main, "--checkpoint"), (evaluate.main, "--checkpoint"), (convert_qwen3.main, "--input")):
-            more = dict(generate=["--prompt", "x"], convert_qwen3=["--output", folder / "converted"]).get(main.__module__.split(".")[-1], [])
+            said = _say(
+                _train,
+                [
+                    *runs.arguments(data, folder / f"run-{number}-{number2}", *data_rows.ONE_STEP),
+                    *words,
+                ],
+                log,
+            )
+            require(
+                UNOPENED in said.splitlines()[-1]
+                and (words[0] == "--data" or "convert to safetensors" in said),
+                f"{words}: {said[-300:]}",
+            )
+        for main, flag in (
+            (generate.main, "--checkpoint"),
+            (evaluate.main, "--checkpoint"),
+            (convert_qwen3.main, "--input"),
+        ):
+            more = dict(
+                generate=["--prompt", "x"], convert_qwen3=["--output", folder / "converted"]
+            ).get(main.__module__.split(".")[-1], [])
             said = _say(main, [flag, pickle, *more], folder / "log-other")
-            require(UNOPENED in said and "convert to safetensors" in said, f"{main.__module__}: {said[-300:]}")
+            require(
+                UNOPENED in said and "convert to safetensors" in said,
+                f"{main.__module__}: {said[-300:]}",
+            )
     for pickle in (bare, archive):
-        code, said = prepared(folder, "--input", data / "val.idx", "--output", folder / "out", "--tokenizer", pickle)
+        code, said = prepared(
+            folder, "--input", data / "val.idx", "--output", folder / "out", "--tokenizer", pickle
+        )
         require(code == 2 and UNOPENED in said, f"tokenizer: {code} {said}")
     _under_good_names(folder, mark)
     require(not mark.exists(), "a pickle was opened")
@@ -65,6 +100,7 @@ def pickles(trials: int, folder: Path) -> str:
 
 def _train(args: list[str]):
     import train
+
     train.main(args)
 
 
@@ -83,7 +119,9 @@ def _under_good_names(folder: Path, mark: Path):
     step = folder / "step-00000000"
     (step / name).write_bytes(evil(mark))
     manifest["files"][name] |= checkpoint.storage.describe(step / name)
-    (step / "manifest.json").write_text(json.dumps(manifest | {"checksum": checkpoint.checksum(manifest)}))
+    (step / "manifest.json").write_text(
+        json.dumps(manifest | {"checksum": checkpoint.checksum(manifest)})
+    )
     _raises(lambda: checkpoint.verify(step), UNOPENED)
 
 
@@ -99,34 +137,71 @@ def _raises(function, *words: str):
 
 
 def tensors(trials: int, folder: Path) -> str:
-    """Row 46: the four named faults, each by a file made for it; then damaged files by the thousand, with the memory watched."""
+    """Row 46: the four named faults, each by a file made for it; then damaged files by the
+    thousand, with the memory watched.
+    """
     path = folder / "model.safetensors"
     one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     faults = {
-        "huge header": (b" " * 8, 2**63, "a header of"), "long header": (b" " * (200 * 2**20), None, "a header of"),
-        "overlap": (json.dumps({"a": one, "b": one}).encode(), None, "begin at 0, those before end at 8"),
-        "hole": (json.dumps({"a": dict(one, data_offsets=[8, 16])}).encode(), None, "begin at 8, those before end at 0"),
-        "out of bounds": (json.dumps({"a": dict(one, shape=[40], data_offsets=[0, 160])}).encode(), None, "take 160 bytes, 16 are there"),
-        "duplicate key": (b'{"a": ' + json.dumps(one).encode() + b', "a": ' + json.dumps(dict(one, data_offsets=[8, 16])).encode() + b"}", None, "'a' is given twice"),
-        "overflow": (json.dumps({"a": dict(one, shape=[2**62, 4, 2])}).encode(), None, "has 8 bytes")}
+        "huge header": (b" " * 8, 2**63, "a header of"),
+        "long header": (b" " * (200 * 2**20), None, "a header of"),
+        "overlap": (
+            json.dumps({"a": one, "b": one}).encode(),
+            None,
+            "begin at 0, those before end at 8",
+        ),
+        "hole": (
+            json.dumps({"a": dict(one, data_offsets=[8, 16])}).encode(),
+            None,
+            "begin at 8, those before end at 0",
+        ),
+        "out of bounds": (
+            json.dumps({"a": dict(one, shape=[40], data_offsets=[0, 160])}).encode(),
+            None,
+            "take 160 bytes, 16 are there",
+        ),
+        "duplicate key": (
+            b'{"a": '
+            + json.dumps(one).encode()
+            + b', "a": '
+            + json.dumps(dict(one, data_offsets=[8, 16])).encode()
+            + b"}",
+            None,
+            "'a' is given twice",
+        ),
+        "overflow": (
+            json.dumps({"a": dict(one, shape=[2**62, 4, 2])}).encode(),
+            None,
+            "has 8 bytes",
+        ),
+    }
     for name, (header, length, words) in faults.items():
         path.write_bytes(struct.pack("<Q", length or len(header)) + header + bytes(16))
         _raises(lambda: weights.check_header(path), str(path), words, "cannot be read")
-    result = fuzz.fuzz(next(target for target in readers.TARGETS if target.name == "safetensors"), trials)
+    result = fuzz.fuzz(
+        next(target for target in readers.TARGETS if target.name == "safetensors"), trials
+    )
     require(result.fine, "; ".join(result.failures[:3]) or f"{result.peak_mb:.0f} MB")
-    require(result.refused > trials // 2, f"only {result.refused} were refused: the damage does nothing")
+    require(
+        result.refused > trials // 2, f"only {result.refused} were refused: the damage does nothing"
+    )
     return f"{len(faults)} named faults refused; of {trials:,} damaged files {result.refused:,} refused cleanly, none crashed, peak {result.peak_mb:.0f} MB"
 
 
 def paths(trials: int, folder: Path) -> str:
-    """Row 47: names that lead out, and links, in the manifest of a dataset, of a checkpoint, and in a safetensors index."""
+    """Row 47: names that lead out, and links, in the manifest of a dataset, of a checkpoint, and in
+    a safetensors index.
+    """
     data = runs.dataset(folder / "data")
     manifest, secret = (data / "manifest.json").read_bytes(), folder / "secret.bin"
     secret.write_bytes((data / "shard-00000.bin").read_bytes())
     names = ("../secret.bin", str(secret), "..", "x/../../secret.bin", "\0", "")
     for name in names:
         reseal(data, lambda content: content["shards"][0].update(bin=name))
-        _raises(lambda: open_dataset(data), "which is not a plain file inside the dataset: do not use it")
+        _raises(
+            lambda: open_dataset(data),
+            "which is not a plain file inside the dataset: do not use it",
+        )
         (data / "manifest.json").write_bytes(manifest)
     (data / "shard-00000.bin").unlink()
     (data / "shard-00000.bin").symlink_to(secret)
@@ -146,17 +221,23 @@ def _checkpoint_paths(folder: Path, secret: Path, names):
     entry = manifest["files"].pop(good)
     for name in names:
         changed = manifest | dict(files={name: entry})
-        (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checkpoint.checksum(changed)}))
+        (step / "manifest.json").write_text(
+            json.dumps(changed | {"checksum": checkpoint.checksum(changed)})
+        )
         _raises(lambda: checkpoint.verify(step), "not a plain file of this folder")
     changed = manifest | dict(files={good: entry})
-    (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checkpoint.checksum(changed)}))
+    (step / "manifest.json").write_text(
+        json.dumps(changed | {"checksum": checkpoint.checksum(changed)})
+    )
     (step / good).rename(folder / "moved.safetensors")
     (step / good).symlink_to(folder / "moved.safetensors")
     _raises(lambda: checkpoint.verify(step), "not a plain file of this folder")
 
 
 def tricks(trials: int, folder: Path) -> str:
-    """Row 48: tokenizer models of noise, inputs and outputs that are links, pipes or lead elsewhere; nothing outside changes."""
+    """Row 48: tokenizer models of noise, inputs and outputs that are links, pipes or lead
+    elsewhere; nothing outside changes.
+    """
     model, place = shared_tokenizer(folder), folder / "place"
     (place / "text").mkdir(parents=True)
     (place / "text" / "a.txt").write_text(text_of(1))
@@ -169,44 +250,118 @@ def tricks(trials: int, folder: Path) -> str:
     (place / "link").symlink_to(victim)
     (place / ".tmp-out").symlink_to(victim)
     (place / "file").write_text("mine")
-    cases = {"a pipe": ("pipe", "new"), "nothing": ("nothing", "new"), "a device": ("/dev/zero", "new"), "a linked output": ("text", "link"),
-             "a linked temporary folder": ("text", "out"), "a file as output": ("text", "file"), "below a file": ("text", "file/below"),
-             "a folder that is not empty": ("text", "text")}
+    cases = {
+        "a pipe": ("pipe", "new"),
+        "nothing": ("nothing", "new"),
+        "a device": ("/dev/zero", "new"),
+        "a linked output": ("text", "link"),
+        "a linked temporary folder": ("text", "out"),
+        "a file as output": ("text", "file"),
+        "below a file": ("text", "file/below"),
+        "a folder that is not empty": ("text", "text"),
+    }
     for name, (source, output) in cases.items():
-        code, said = prepared(folder, "--input", place / source, "--output", place / output, "--tokenizer", model)
+        code, said = prepared(
+            folder, "--input", place / source, "--output", place / output, "--tokenizer", model
+        )
         require(code == 2 and len(said.splitlines()) == 1, f"{name}: exit code {code}, {said}")
     _strange_names(place, model)
-    require(contents(victim) == before and {path.name for path in folder.iterdir()} == {"place", "victim", "shared.model", "bad.model"},
-            f"something was written outside: {sorted(folder.iterdir())}")
+    require(
+        contents(victim) == before
+        and {path.name for path in folder.iterdir()}
+        == {"place", "victim", "shared.model", "bad.model"},
+        f"something was written outside: {sorted(folder.iterdir())}",
+    )
     return f"{trials} tokenizers of noise and {len(cases)} paths refused with 2; strange file names are names; nothing outside of the output changed"
 
 
 def _bad_tokenizers(folder: Path, place: Path, model: Path, trials: int):
     import random
+
     good = model.read_bytes()
     for trial in range(trials):
         draw = random.Random(trial)
         bad = folder / "bad.model"
-        bad.write_bytes((b"", draw.randbytes(400), good[:draw.randrange(len(good))], readers.damaged(draw, good[:50]) + good[50:])[trial % 4])
-        code, said = prepared(folder, "--input", place / "text", "--output", place / f"set-{trial}", "--tokenizer", bad)
-        require(code == 2 and "bad.model" in said and not (place / f"set-{trial}").exists() or trial % 4 == 3 and code == 0, f"tokenizer {trial}: {code} {said}")
+        bad.write_bytes(
+            (
+                b"",
+                draw.randbytes(400),
+                good[: draw.randrange(len(good))],
+                readers.damaged(draw, good[:50]) + good[50:],
+            )[trial % 4]
+        )
+        code, said = prepared(
+            folder,
+            "--input",
+            place / "text",
+            "--output",
+            place / f"set-{trial}",
+            "--tokenizer",
+            bad,
+        )
+        require(
+            code == 2
+            and "bad.model" in said
+            and not (place / f"set-{trial}").exists()
+            or trial % 4 == 3
+            and code == 0,
+            f"tokenizer {trial}: {code} {said}",
+        )
 
 
 def _strange_names(place: Path, model: Path):
     """File names that would be paths, flags, lines or broken text if they were ever taken for such."""
     source = place / "names"
     source.mkdir()
-    for name in (b"-rf", b"new\nline.txt", b"caf\xe9.txt", "\u2581.txt".encode(), b"$(touch x)", b"%00", b"..txt"):
+    for name in (
+        b"-rf",
+        b"new\nline.txt",
+        b"caf\xe9.txt",
+        "\u2581.txt".encode(),
+        b"$(touch x)",
+        b"%00",
+        b"..txt",
+    ):
         (source / os.fsdecode(name)).write_text(text_of(len(name)))
     for documents in ("file", "directory"):
-        code, said = prepared(place, "--input", source, "--output", place / f"strange-{documents}", "--tokenizer", model, "--documents", documents)
+        code, said = prepared(
+            place,
+            "--input",
+            source,
+            "--output",
+            place / f"strange-{documents}",
+            "--tokenizer",
+            model,
+            "--documents",
+            documents,
+        )
         require(code == 0, f"strange names by {documents}: exit code {code}, {said}")
         open_dataset(place / f"strange-{documents}", verify=True)
 
 
 ROWS: list[Row] = [
-    Row(45, "a pickle named as weights, checkpoint, dataset or tokenizer", "refused unopened: convert to safetensors", pickles),
-    Row(46, "malformed safetensors", "a clean error, under 100 MB", tensors, 10_000, 100_000, slow=True),
+    Row(
+        45,
+        "a pickle named as weights, checkpoint, dataset or tokenizer",
+        "refused unopened: convert to safetensors",
+        pickles,
+    ),
+    Row(
+        46,
+        "malformed safetensors",
+        "a clean error, under 100 MB",
+        tensors,
+        10_000,
+        100_000,
+        slow=True,
+    ),
     Row(47, "../ or a link in a manifest", "refused", paths),
-    Row(48, "malformed tokenizer, path tricks", "2, no write outside the output folder", tricks, 40, 2000),
+    Row(
+        48,
+        "malformed tokenizer, path tricks",
+        "2, no write outside the output folder",
+        tricks,
+        40,
+        2000,
+    ),
 ]

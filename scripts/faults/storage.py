@@ -1,4 +1,6 @@
-"""Group B of the fault matrix: disks that are full, lie, or fail. Imports longhaul, data and scripts.faults of ours."""
+"""Group B of the fault matrix: disks that are full, lie, or fail. Imports longhaul, data and
+scripts.faults of ours.
+"""
 
 import contextlib
 import errno
@@ -18,25 +20,38 @@ from scripts.faults.rows import Row, require
 STEPS = ["--max_steps", "9", "--save_every", "3"]
 
 
-# ------------------------------------------------------------------------------------------------------------------ full
+# --------------------------------------------------------------------------------------------- full
 
 
 def full_disk(trials: int, folder: Path) -> str:
-    """Row 13: a real small disk where this process may mount one; then ENOSPC at every kind of call, once and for good."""
+    """Row 13: a real small disk where this process may mount one; then ENOSPC at every kind of
+    call, once and for good.
+    """
     source = runs.dataset(folder / "data")
     runs.finish(runs.arguments(source, folder / "whole", *STEPS), folder / "whole.log")
     size = sum(path.stat().st_size for path in max((folder / "whole").glob("step-*")).iterdir())
     real = disks.small_disk(folder / "disk", 12 * size)
     if real:
         _really_full(source, folder, size)
-    points = {name: index for index, name in reversed(list(enumerate(_calls_of_second_save(source, folder)))) if name != "-"}
+    points = {
+        name: index
+        for index, name in reversed(list(enumerate(_calls_of_second_save(source, folder))))
+        if name != "-"
+    }
     for name, index in points.items():
         for times, code in ((1, 0), (10**9, 6)):
             out = folder / f"{name}-{times}"
-            child = runs.finish(runs.arguments(source, out, *STEPS), folder / f"{out.name}.log", code, before=partial(_refuse, name.split("-")[0], index, times))
+            child = runs.finish(
+                runs.arguments(source, out, *STEPS),
+                folder / f"{out.name}.log",
+                code,
+                before=partial(_refuse, name.split("-")[0], index, times),
+            )
             _old_one_is_whole(out, child, code, folder, source)
-    return (f"{'a really full disk, and ' if real else ''}ENOSPC at {', '.join(points)}: once: tried again and done; for good: code 6 with bytes, "
-            "the checkpoint before verifies, and with space the same bits")
+    return (
+        f"{'a really full disk, and ' if real else ''}ENOSPC at {', '.join(points)}: once: tried again and done; for good: code 6 with bytes, "
+        "the checkpoint before verifies, and with space the same bits"
+    )
 
 
 def _really_full(source: Path, folder: Path, size: int):
@@ -44,7 +59,11 @@ def _really_full(source: Path, folder: Path, size: int):
     args = runs.arguments(source, out, *STEPS)
 
     def fill_up(index: int, name: str):
-        if name == "write" and (out / "step-00000003").exists() and not (folder / "disk" / "ballast").exists():
+        if (
+            name == "write"
+            and (out / "step-00000003").exists()
+            and not (folder / "disk" / "ballast").exists()
+        ):
             disks.fill(folder / "disk", size // 2)
 
     child = runs.finish(args, folder / "full.log", 6, before=lambda: crash.watch(fill_up))
@@ -56,14 +75,25 @@ def _really_full(source: Path, folder: Path, size: int):
 
 
 def _calls_of_second_save(source: Path, folder: Path) -> list[str]:
-    """The calls of storage by number: "-" but for those of the second save, of which the one that follows its rename is "fsync-last"."""
+    """The calls of storage by number: "-" but for those of the second save, of which the one that
+    follows its rename is "fsync-last".
+    """
     listing, out = folder / "calls", folder / "counted"
 
     def note(index: int, name: str):
-        inside, last = (out / ".tmp-step-00000006").exists(), name == "fsync" and (out / "step-00000006").exists()
-        listing.open("a").write(f"{name if inside and name != 'remove' else 'fsync-last' if last else '-'}\n")  # a removal needs no space
+        inside, last = (
+            (out / ".tmp-step-00000006").exists(),
+            name == "fsync" and (out / "step-00000006").exists(),
+        )
+        listing.open("a").write(
+            f"{name if inside and name != 'remove' else 'fsync-last' if last else '-'}\n"
+        )  # a removal needs no space
 
-    runs.finish(runs.arguments(source, out, *STEPS), folder / "counted.log", before=lambda: crash.watch(note))
+    runs.finish(
+        runs.arguments(source, out, *STEPS),
+        folder / "counted.log",
+        before=lambda: crash.watch(note),
+    )
     return listing.read_text().split()
 
 
@@ -81,11 +111,17 @@ def _refuse(wanted: str, index: int, times: int):
 
 def _old_one_is_whole(out: Path, child: runs.Child, code: int, folder: Path, source: Path):
     if code:
-        require("bytes" in child.last_line() and "free space" in child.last_line(), child.last_line())
+        require(
+            "bytes" in child.last_line() and "free space" in child.last_line(), child.last_line()
+        )
         checkpoint.verify(out / "step-00000003")
-        require(not list(out.glob(".tmp-step-*/*.safetensors")) or code, "half a checkpoint was left")
+        require(
+            not list(out.glob(".tmp-step-*/*.safetensors")) or code, "half a checkpoint was left"
+        )
         runs.finish(runs.arguments(source, out, *STEPS), folder / f"{out.name}.again")
-    require(runs.same_end(out, folder / "whole"), f"{out.name}: other bits than the uninterrupted run")
+    require(
+        runs.same_end(out, folder / "whole"), f"{out.name}: other bits than the uninterrupted run"
+    )
     shutil.rmtree(out)
 
 
@@ -94,9 +130,14 @@ def little_space(trials: int, folder: Path) -> str:
     source = runs.dataset(folder / "data")
     real = disks.small_disk(folder / "disk", 400_000)  # less than two checkpoints of 600 kB
     args = runs.arguments(source, folder / "disk" / "run", *STEPS)
-    before = (lambda: None) if real else lambda: setattr(storage, "free_bytes", lambda path: 400_000)
+    before = (
+        (lambda: None) if real else lambda: setattr(storage, "free_bytes", lambda path: 400_000)
+    )
     child = runs.finish(args, folder / "log", 2, before=before)
-    require("checkpoint(s) of this model beside what is there need" in child.last_line(), child.last_line())
+    require(
+        "checkpoint(s) of this model beside what is there need" in child.last_line(),
+        child.last_line(),
+    )
     require(not (folder / "disk" / "run").exists(), "something was written")
     return f"2 before step 1, nothing written ({'a real small disk' if real else 'simulated: no disk may be mounted here'}): {child.last_line()[-120:]}"
 
@@ -107,7 +148,10 @@ def unwritable(trials: int, folder: Path) -> str:
     (folder / "file").write_text("")
     for out in (folder / "file" / "run", Path("/proc/run")):
         child = runs.finish(runs.arguments(source, out, *STEPS), folder / "log", 2)
-        require("choose another" in child.last_line() and "step 1:" not in child.words(), child.last_line())
+        require(
+            "choose another" in child.last_line() and "step 1:" not in child.words(),
+            child.last_line(),
+        )
     return "2 before step 1 for a folder inside a file and one of a read-only file system"
 
 
@@ -130,30 +174,50 @@ def full_log(trials: int, folder: Path) -> str:
         if not real:
             metrics._open_lines = lambda *args: runs.os.open("/dev/full", runs.os.O_WRONLY)
 
-    child = runs.finish(runs.arguments(source, out, "--max_steps", "200", "--save_every", "100", "--schedule", "constant"), folder / "log", before=begin)
-    require(child.words().count("warning: the log cannot be written") == 1, f"warned {child.words().count('the log cannot be')} times")
+    child = runs.finish(
+        runs.arguments(
+            source, out, "--max_steps", "200", "--save_every", "100", "--schedule", "constant"
+        ),
+        folder / "log",
+        before=begin,
+    )
+    require(
+        child.words().count("warning: the log cannot be written") == 1,
+        f"warned {child.words().count('the log cannot be')} times",
+    )
     checkpoint.verify(out / "step-00000200")
     return f"200 steps, 2 saves, one warning ({'a full disk' if real else '/dev/full'})"
 
 
-# ------------------------------------------------------------------------------------------------------------------ lies
+# --------------------------------------------------------------------------------------------- lies
 
 
 def two_checkpoints(folder: Path, ranks: int = 1) -> tuple[list[str], Path]:
     """(flags, run folder) of a run with the checkpoints of steps 3 and 6."""
-    args = runs.arguments(runs.dataset(folder / "data"), folder / "run", "--max_steps", "6", "--save_every", "3")
-    for child in runs.start_ranks(args, folder / "log", ranks) if ranks > 1 else [runs.start(args, folder / "log")]:
+    args = runs.arguments(
+        runs.dataset(folder / "data"), folder / "run", "--max_steps", "6", "--save_every", "3"
+    )
+    for child in (
+        runs.start_ranks(args, folder / "log", ranks)
+        if ranks > 1
+        else [runs.start(args, folder / "log")]
+    ):
         require(child.wait() == 0, child.words()[-600:])
     return args, folder / "run"
 
 
 def falls_back(out: Path, where: str):
-    """The newest checkpoint is damaged: it is set aside with a loud line and the one before is found. Its name is given back."""
+    """The newest checkpoint is damaged: it is set aside with a loud line and the one before is
+    found. Its name is given back.
+    """
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         found = checkpoint.latest(out)
     require(found is not None and found.name == "step-00000003", f"{where}: {found} was taken")
-    require("DAMAGED CHECKPOINT" in said.getvalue() and (out / "step-00000006.corrupt").exists(), f"{where}: no loud line")
+    require(
+        "DAMAGED CHECKPOINT" in said.getvalue() and (out / "step-00000006.corrupt").exists(),
+        f"{where}: no loud line",
+    )
     (out / "step-00000006.corrupt").rename(out / "step-00000006")
 
 
@@ -161,12 +225,16 @@ def flip(path: Path, draw: random.Random) -> Callable[[], None]:
     """Flip one random bit of a file; returns what mends it."""
     content = path.read_bytes()
     position, bit = draw.randrange(len(content)), draw.randrange(8)
-    path.write_bytes(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1:])
+    path.write_bytes(
+        content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
+    )
     return lambda: path.write_bytes(content) and None
 
 
 def flipped_bits(trials: int, folder: Path) -> str:
-    """Row 15: half of them in checkpoints, half in the data; and a damaged checkpoint that is named."""
+    """Row 15: half of them in checkpoints, half in the data; and a damaged checkpoint that is
+    named.
+    """
     args, out = two_checkpoints(folder)
     draw, newest = random.Random(0), out / "step-00000006"
     manifest, harmless = checkpoint.read_manifest(newest), 0
@@ -182,13 +250,22 @@ def flipped_bits(trials: int, folder: Path) -> str:
     for index in range(trials - trials // 2):
         path = draw.choice(files)
         mend = flip(path, draw)
-        require(_data_is_refused(folder / "data"), f"flip {index} in the data's {path.name} was not seen")
+        require(
+            _data_is_refused(folder / "data"),
+            f"flip {index} in the data's {path.name} was not seen",
+        )
         mend()
     flip(max(newest.glob("rank-*")), draw)
-    named = runs.finish([*args, "--resume", str(newest), "--max_steps", "7", "--schedule", "constant"], folder / "named", 4)
+    named = runs.finish(
+        [*args, "--resume", str(newest), "--max_steps", "7", "--schedule", "constant"],
+        folder / "named",
+        4,
+    )
     require("use another checkpoint" in named.last_line(), named.last_line())
-    return (f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all detected, the checkpoint before used (but {harmless} in a "
-            "manifest that says the same, 1E-08 for 1e-08); named: code 4")
+    return (
+        f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all detected, the checkpoint before used (but {harmless} in a "
+        "manifest that says the same, 1E-08 for 1e-08); named: code 4"
+    )
 
 
 def means(path: Path, content: dict) -> bool:
@@ -221,9 +298,15 @@ def broken_files(trials: int, folder: Path) -> str:
         (newest / "between").rename(second)
 
     kept = {path: path.read_bytes() for path in newest.iterdir()}
-    faults = dict(truncated=lambda: first.write_bytes(kept[first][:-8]), longer=lambda: first.write_bytes(kept[first] + b"\0"),
-                  zeroed=lambda: first.write_bytes(kept[first][:4096] + bytes(4096) + kept[first][8192:]), deleted=first.unlink, swapped=swap,
-                  emptied=lambda: second.write_bytes(b""), folder=lambda: (first.unlink(), first.mkdir()))
+    faults = dict(
+        truncated=lambda: first.write_bytes(kept[first][:-8]),
+        longer=lambda: first.write_bytes(kept[first] + b"\0"),
+        zeroed=lambda: first.write_bytes(kept[first][:4096] + bytes(4096) + kept[first][8192:]),
+        deleted=first.unlink,
+        swapped=swap,
+        emptied=lambda: second.write_bytes(b""),
+        folder=lambda: (first.unlink(), first.mkdir()),
+    )
     for name, fault in faults.items():
         fault()
         falls_back(out, name)
@@ -232,7 +315,21 @@ def broken_files(trials: int, folder: Path) -> str:
         for path, content in kept.items():
             path.write_bytes(content)
     first.unlink()
-    runs.finish([*args, "--resume", str(newest), "--global_batch_size", "2", "--max_steps", "7", "--schedule", "constant"], folder / "named", 4)
+    runs.finish(
+        [
+            *args,
+            "--resume",
+            str(newest),
+            "--global_batch_size",
+            "2",
+            "--max_steps",
+            "7",
+            "--schedule",
+            "constant",
+        ],
+        folder / "named",
+        4,
+    )
     return f"{', '.join(faults)}: all detected, the checkpoint before used; named: code 4"
 
 
@@ -243,10 +340,24 @@ def bad_manifests(trials: int, folder: Path) -> str:
     content = json.loads(path.read_text())
     future = content | dict(version=99)
     future["checksum"] = checkpoint.checksum(future)
-    for name, text in dict(missing=None, empty="", malformed='{"format": ', list="[]", other='{"format": "x"}', future=json.dumps(future)).items():
+    for name, text in dict(
+        missing=None,
+        empty="",
+        malformed='{"format": ',
+        list="[]",
+        other='{"format": "x"}',
+        future=json.dumps(future),
+    ).items():
         path.unlink() if text is None else path.write_text(text)
-        child = runs.finish([*args, "--resume", str(path.parent), "--max_steps", "7", "--schedule", "constant"], folder / name, 4)
-        require(any(word in child.last_line() for word in ("use another", "update longhaul", "name a")), f"{name}: {child.last_line()}")
+        child = runs.finish(
+            [*args, "--resume", str(path.parent), "--max_steps", "7", "--schedule", "constant"],
+            folder / name,
+            4,
+        )
+        require(
+            any(word in child.last_line() for word in ("use another", "update longhaul", "name a")),
+            f"{name}: {child.last_line()}",
+        )
         path.write_text(json.dumps(content))
     path.write_text(json.dumps(future))
     runs.finish([*args, "--max_steps", "7", "--schedule", "constant"], folder / "auto", 4)
@@ -271,17 +382,38 @@ def failing_reads(trials: int, folder: Path) -> str:
         storage.read = read
 
     child = runs.finish(longer, folder / "always", 6, before=partial(failing, 10**9))
-    require("tried 4 times" in child.last_line() and "check the disk" in child.last_line(), child.last_line())
+    require(
+        "tried 4 times" in child.last_line() and "check the disk" in child.last_line(),
+        child.last_line(),
+    )
     require(not list(out.glob("*.corrupt")), "a checkpoint that could not be read was set aside")
     runs.finish(longer, folder / "thrice", before=partial(failing, 3))
     return "3 times: read at the 4th; always: code 6, and nothing is renamed"
 
 
 ROWS: list[Row] = [
-    Row(13, "disk full in a save", "tried twice, old checkpoint intact, 6 with bytes needed", full_disk, slow=True),
+    Row(
+        13,
+        "disk full in a save",
+        "tried twice, old checkpoint intact, 6 with bytes needed",
+        full_disk,
+        slow=True,
+    ),
     Row(14, "free space for less than 2 checkpoints", "2 before step 1", little_space),
-    Row(15, "one bit flipped in a checkpoint or shard", "detected, the checkpoint before used; named: 4", flipped_bits, 400, 10000),
-    Row(16, "shards truncated, zeroed, deleted, swapped", "detected, the checkpoint before used; named: 4", broken_files),
+    Row(
+        15,
+        "one bit flipped in a checkpoint or shard",
+        "detected, the checkpoint before used; named: 4",
+        flipped_bits,
+        400,
+        10000,
+    ),
+    Row(
+        16,
+        "shards truncated, zeroed, deleted, swapped",
+        "detected, the checkpoint before used; named: 4",
+        broken_files,
+    ),
     Row(17, "manifest missing, malformed, of a future version", "4 when named", bad_manifests),
     Row(18, "a folder that cannot be written", "2 before step 1", unwritable),
     Row(19, "EIO on read", "tried again 3 times, then 6", failing_reads),

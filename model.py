@@ -23,7 +23,7 @@ F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters
 import functools
 import hashlib
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn

@@ -253,7 +253,10 @@ def case(
         )
         run.row(
             TABLE,
-            **{"loss": name + ", half ignored" * ignored, "width": D, "tokens": N, "vocabulary": V},
+            loss=name + ", half ignored" * ignored,
+            width=D,
+            tokens=N,
+            vocabulary=V,
             **figures,
             **dict(zip(("loss error", "dh error", "dW error"), errors[name][0] or ())),
         )

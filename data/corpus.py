@@ -18,8 +18,9 @@ import os
 import platform
 import shutil
 import sysconfig
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Iterable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import sentencepiece
 

@@ -8,9 +8,9 @@ nothing is left to clean up by hand after a kill.
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 from data.manifest import MANIFEST
 

@@ -9,7 +9,8 @@ the world size.
 Positions may be left out (`skip`): steps then count those that remain.
 """
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 

@@ -10,7 +10,7 @@ out: the positions that remain close up.
 """
 
 import re
-from typing import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 

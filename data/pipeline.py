@@ -10,10 +10,10 @@ worker processes and come back in order, so the result does not depend on the nu
 import heapq
 import tempfile
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Callable, Iterable, Iterator
 
 from tqdm import tqdm
 

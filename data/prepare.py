@@ -16,8 +16,8 @@ import difflib
 import hashlib
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.folders import require_new

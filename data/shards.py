@@ -17,8 +17,9 @@ import hashlib
 import math
 import os
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 

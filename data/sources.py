@@ -9,9 +9,10 @@ import gzip
 import json
 import os
 import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import BinaryIO, Callable, Iterable, Iterator, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 Report = Callable[[str], None]

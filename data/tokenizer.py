@@ -12,9 +12,9 @@ import codecs
 import hashlib
 import io
 import re
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import numpy as np
 import sentencepiece

@@ -37,7 +37,8 @@ backward: dq of a chunk of pairs 0.27, dk and dv of its segments 0.20, in fp32 d
 deltas 0.05, sorting 0.02: at most 3.2 with what was saved.
 """
 
-from typing import NamedTuple, Optional, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -135,7 +136,7 @@ class Call:
         q_BTHK: Tensor,
         k_BTGK: Tensor,
         k_cmp_BNGK: Tensor,
-        cu_seqlens: Optional[Tensor],
+        cu_seqlens: Tensor | None,
         sizes: Sequence[int],
     ):
         B, T, self.H, self.K = q_BTHK.shape
@@ -401,7 +402,7 @@ def nsa_triton_forward(
     k_win: Tensor,
     v_win: Tensor,
     gates: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(o, o_cmp, o_slc, their log-sum-exps, block_idx); only o has gradients."""
@@ -659,7 +660,7 @@ def nsa_triton_backward(
     lse_cmp: Tensor,
     lse_slc: Tensor,
     block_idx: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""

@@ -86,7 +86,7 @@ def check_tensors(path: Path, entry: dict):
 
 def check_model(manifest: dict, shapes: dict[str, tuple[int, ...]]):
     """ValueError unless the files hold all rows of these tensors: before memory is taken for them."""
-    held = {name: 0 for name in shapes}
+    held = dict.fromkeys(shapes, 0)
     for entry in manifest["files"].values():
         for name in entry["rows"].keys() & shapes.keys():
             if tuple(entry["shapes"][name]) != shapes[name]:

@@ -11,8 +11,8 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 import torch
 from safetensors import SafetensorError

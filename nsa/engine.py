@@ -10,8 +10,8 @@ selected blocks.
 """
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -220,7 +220,7 @@ def nsa_forward(
     k_win: Tensor,
     v_win: Tensor,
     gates: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(o, o_slc, lse of the selected branch, block_idx); only o has gradients."""
@@ -258,7 +258,7 @@ def nsa_backward(
     o_slc: Tensor,
     lse: Tensor,
     block_idx: Tensor,
-    cu_seqlens: Optional[Tensor],
+    cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""

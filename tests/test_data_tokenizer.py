@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.tokenizer import EOD_PIECE, Tokenizer, train
 

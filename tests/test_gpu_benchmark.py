@@ -258,13 +258,13 @@ def test_the_scratch_buffer_is_written_before_each_timed_call_and_larger_than_an
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 * 2**30, 80 * 2**30))
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: order.append(size) or writes)
     clock.interleaved(
-        {name: lambda name=name: order.append(name) for name in "ab"}, lambda: [], CUDA, rounds=1
+        {name: lambda name=name: order.append(name) for name in "ab"}, list, CUDA, rounds=1
     )
     assert order == [2 * 2**30, "scratch", "a", "scratch", "b"]
 
 
 def test_no_round_begins_after_the_limit_and_a_ratio_is_of_rounds():
-    assert len(clock.interleaved({"a": lambda: None}, lambda: [], rounds=9, limit=-1)["a"]) == 1
+    assert len(clock.interleaved({"a": lambda: None}, list, rounds=9, limit=-1)["a"]) == 1
     assert (
         clock.ratio({"a": [2.0, 30.0, 4.0], "b": [1.0, 10.0, 4.0]}, "a", "b") == 2.0
         and clock.ratio({"a": [1.0]}, "a", "b") is None

@@ -13,8 +13,14 @@ import model
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from verify_chunked_loss import (
     gradients,
+)
+from verify_chunked_loss import (
     naive_loop as seed_loop,
+)
+from verify_chunked_loss import (
     relative as rel,
+)
+from verify_chunked_loss import (
     standard_loss as std,
 )
 

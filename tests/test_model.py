@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch

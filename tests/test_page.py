@@ -2,7 +2,6 @@
 traces.
 """
 
-import json
 import shutil
 import struct
 import subprocess

@@ -8,7 +8,8 @@ import pickle
 import struct
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data.foreign import is_pickle, parse_json, read_json, refuse_pickle
 from longhaul import weights

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longhaul import audit, dist, exits, storage, step
+from longhaul import audit, dist, exits, step, storage
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt, StorageError
 from longhaul.saver import Saver, size_of, slow_shutdown

@@ -8,8 +8,8 @@ step.py       whole training steps, and transformers' beside them
 memory.py     predicted against measured: stages, workspaces, the allocator's replay
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 

@@ -11,8 +11,8 @@ popular does. Imports benchmarks
 import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -334,7 +334,10 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
         )
         run.row(
             TABLE,
-            **{"attention": name, "heads": f"{H}/{G}", "what": what, "tokens": T},
+            attention=name,
+            heads=f"{H}/{G}",
+            what=what,
+            tokens=T,
             **figures,
             **dict(zip(("forward error", "worst gradient error"), errors)),
         )
@@ -376,7 +379,10 @@ def decode(run: Run, place: Place, T: int, limit: float):
         ratio = clock.milliseconds(timed) / clock.milliseconds(base) if timed and base else None
         run.row(
             TABLE,
-            **{"attention": name, "heads": f"{H}/{G}", "what": "decode", "tokens": T},
+            attention=name,
+            heads=f"{H}/{G}",
+            what="decode",
+            tokens=T,
             **figures,
             **{f"time / {BASE}": ratio, "forward error": error},
         )

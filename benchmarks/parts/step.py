@@ -14,8 +14,8 @@ of ours.
 import dataclasses
 import functools
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 

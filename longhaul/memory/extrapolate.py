@@ -10,9 +10,9 @@ simulations give both coefficients.
 Imports longhaul.config, longhaul.memory (simulate, trace, unroll) of ours.
 """
 
+import dataclasses
 import math
 import re
-import dataclasses
 from dataclasses import dataclass
 
 from longhaul.config import TrainConfig

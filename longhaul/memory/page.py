@@ -12,7 +12,8 @@ timeline, trace) of ours.
 from html import escape
 
 from longhaul.memory.allocator import GIB, MIB, Replay
-from longhaul.memory.device import replays as replays_of, waterfall
+from longhaul.memory.device import replays as replays_of
+from longhaul.memory.device import waterfall
 from longhaul.memory.timeline import (
     Moment,
     alike,

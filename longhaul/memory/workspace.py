@@ -11,7 +11,6 @@ Imports longhaul.memory.tracker, model.py and nsa of ours.
 import builtins
 import contextlib
 import functools
-import math
 from unittest import mock
 
 import torch

@@ -7,8 +7,8 @@ begins.
 
 import json
 import shlex
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Callable, Iterable
 
 import torch
 from safetensors import safe_open

@@ -11,9 +11,9 @@ import hashlib
 import json
 import random
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 
 @dataclass(frozen=True)

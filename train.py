@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from data import foreign, order
-from longhaul import checkpoint, cli, dist, exits, identity, storage, supervise
+from data import order
+from files import durable, untrusted
+from longhaul import checkpoint, cli, dist, exits, identity, supervise
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
@@ -189,7 +190,7 @@ class Run:
         return self._named_checkpoint(cfg)
 
     def _named_checkpoint(self, cfg: TrainConfig) -> str:
-        foreign.refuse_pickle(Path(cfg.resume))
+        untrusted.refuse_pickle(Path(cfg.resume))
         if not Path(cfg.resume).is_dir():
             raise ValueError(
                 f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder"
@@ -223,7 +224,7 @@ class Run:
     def _verify_data(self) -> dict:
         """Hash the data's files, but for those that have not been touched since this run last did."""
         known = self.record.get("data_stamps") if self.record else None
-        return storage.retried(lambda: self.dataset.verify(known), self.dataset.path)
+        return durable.retried(lambda: self.dataset.verify(known), self.dataset.path)
 
     def _lock(self):
         try:
@@ -276,7 +277,7 @@ class Run:
             )
             return
         dist.on_rank0(
-            lambda: storage.require_space(
+            lambda: durable.require_space(
                 self.folder, size_of(self.cfg, self.config), self.cfg.keep_last
             ),
             self.world,
@@ -325,7 +326,7 @@ class Run:
                 world_size=self.world.size,
                 data_stamps=self.stamps,
             )
-            storage.write_json(self.folder / "run.json", record)
+            durable.write_json(self.folder / "run.json", record)
             if self.dataset.tokenizer_path and not (self.folder / "tokenizer.model").exists():
                 temporary = shutil.copyfile(
                     self.dataset.tokenizer_path, self.folder / ".tmp-tokenizer"

@@ -178,9 +178,8 @@ def decode_row(T, dtype):
         state.append(k, v, k, v, None, None, compress, rope)
         for _ in range(32):
             sparse()
-        stride = (
-            CFG.cmp_stride
-        )  # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
+        # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
+        stride = CFG.cmp_stride
         calls = [
             lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense_products, sparse)
         ]

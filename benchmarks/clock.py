@@ -15,9 +15,8 @@ import torch
 
 CPU = torch.device("cpu")
 ROUNDS = 7
-SCRATCH_BYTES = (
-    2 * 2**30
-)  # written before each timed call on CUDA: the largest L2 of today holds a tenth of it
+# written before each timed call on CUDA: the largest L2 of today holds a tenth of it
+SCRATCH_BYTES = 2 * 2**30
 
 
 def seconds(call, device: torch.device = CPU) -> float:

@@ -1,5 +1,5 @@
 """What hashing adds to a save's wall time: `python -m benchmarks.save_hashing [--mib 512]
-[--disk_mib_s 270]`. Imports longhaul.storage of ours.
+[--disk_mib_s 270]`. Imports files.durable of ours.
 """
 
 import argparse
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from longhaul import storage
+from files import durable
 
 
-class Counted(storage.Digests):
+class Counted(durable.Digests):
     """Digests that only count bytes: the same threads and the same queue, without SHA-256."""
 
     def _digest(self, pieces: list) -> str:
@@ -24,31 +24,31 @@ class Counted(storage.Digests):
 
 def check(folder: Path):
     """Refuse to time a hash that is not the file's."""
-    written = storage.write_tensors(folder / "checked", {"x": torch.arange(1000)})
+    written = durable.write_tensors(folder / "checked", {"x": torch.arange(1000)})
     assert written["blocks"] == [hashlib.sha256((folder / "checked").read_bytes()).hexdigest()]
 
 
 def seconds(tensors: dict, folder: Path, digests) -> float:
     """One save: written, forced to the disk, removed outside the clock."""
-    kept, storage.Digests = storage.Digests, digests
+    kept, durable.Digests = durable.Digests, digests
     try:
         start = time.perf_counter()
-        storage.write_tensors(folder / "shard", tensors)
+        durable.write_tensors(folder / "shard", tensors)
         return time.perf_counter() - start
     finally:
-        storage.Digests = kept
+        durable.Digests = kept
         (folder / "shard").unlink(missing_ok=True)
 
 
 def slow_down(mib_s: float):
     """Let each write take as long as on a disk of `mib_s`."""
-    original = storage.write
+    original = durable.write
 
     def write(file, piece):
         original(file, piece)
         time.sleep(len(piece) / 2**20 / mib_s)
 
-    storage.write = write
+    durable.write = write
 
 
 def main(args: list[str] | None = None):
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None):
     try:
         check(folder)
         tensors = {f"layer{index}": torch.randn(2**20) for index in range(given.mib // 4)}
-        times = {digests: [] for digests in (Counted, storage.Digests)}
+        times = {digests: [] for digests in (Counted, durable.Digests)}
         for _ in range(given.rounds):  # in turns, so that a busy disk meets both
             for digests, found in times.items():
                 found.append(seconds(tensors, folder, digests))

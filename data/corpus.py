@@ -1,7 +1,7 @@
 """The embedded corpus, no download: the Python standard library and the installed torch and numpy,
 as source text.
 
-Imports data.sources, data.pipeline, data.folders. About 87 MB of .py, 25M tokens at a vocabulary of
+Imports data.sources, data.pipeline, files.folders. About 87 MB of .py, 25M tokens at a vocabulary of
 8,192.
 Each file of torch and numpy must have the SHA-256 of its package's RECORD; the standard library has
 no RECORD, so the
@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 import sentencepiece
 
-from data.folders import locked
 from data.manifest import MANIFEST, VERSION, IntegrityError
 from data.pipeline import build_dataset
 from data.shards import Dataset, open_dataset
 from data.sources import Document, Report, by_directory, decode
+from files.folders import locked
 
 PACKAGES = ("numpy", "torch")
 CORPUS_VERSION = 1  # raise it when the same files and settings give another dataset

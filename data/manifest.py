@@ -1,6 +1,6 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes everything else.
 
-Imports data.foreign. It is written last, so a folder without one is not a dataset. Its `checksum`
+Imports files.untrusted. It is written last, so a folder without one is not a dataset. Its `checksum`
 is the SHA-256 of
 the rest of it in canonical JSON, so that a flipped bit in the manifest itself is found as well.
 """
@@ -11,9 +11,9 @@ import os
 import re
 from pathlib import Path
 
-from data.foreign import is_pickle, read_json
+from files.folders import MANIFEST as MANIFEST
+from files.untrusted import is_pickle, read_json
 
-MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"
 VERSION = 1
 HASH_BLOCK = 1 << 22
@@ -208,9 +208,8 @@ def _check_values(path: Path, content: dict) -> None:
             f"{path} describes an empty shard: prepare the data again with `{PREPARE}`"
         )
     if content["dtype"] != (dtype := token_dtype(content["vocab_size"])):
-        kind = (
-            ValueError if dtype == "uint32" else IntegrityError
-        )  # ids that never fitted, or a file that was changed
+        # ids that never fitted, or a file that was changed
+        kind = ValueError if dtype == "uint32" else IntegrityError
         raise kind(
             f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
             f"{content['dtype']!r}: prepare the data again with `{PREPARE}`"

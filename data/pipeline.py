@@ -1,6 +1,6 @@
 """Documents -> tokenizer -> ids on several cores -> dataset folder.
 
-Imports data.sources, data.tokenizer, data.worker, data.shards, data.folders, data.order. The
+Imports data.sources, data.tokenizer, data.worker, data.shards, files.folders, data.order. The
 documents are read twice:
 once to check every one of them and to sample the tokenizer's training text, once to encode. Batches
 of documents go to
@@ -17,12 +17,12 @@ from queue import SimpleQueue
 
 from tqdm import tqdm
 
-from data.folders import require_new
 from data.order import mix
 from data.shards import Dataset, TokenizedDocument, require_fraction, write_dataset
 from data.sources import Document
 from data.tokenizer import Tokenizer, train
 from data.worker import Worker
+from files.folders import require_new
 
 SAMPLE_BYTES = (
     8_000_000  # 8,192 pieces trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44 in 7 s

@@ -6,7 +6,7 @@
     --vocab_size 32000
     python -m data.prepare --input more/ --output data/more --tokenizer data/web/tokenizer.model
 
-Imports data.corpus, data.pipeline, data.sources, data.packing, data.shards, data.folders. Exit
+Imports data.corpus, data.pipeline, data.sources, data.packing, data.shards, files.folders. Exit
 codes: 0 done, 2 bad
 input (one line, with the remedy, before anything is written), 3 damaged data, 6 storage.
 """
@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
-from data.folders import require_new
 from data.manifest import IntegrityError, sha256_file
 from data.packing import effective_context
 from data.pipeline import build_dataset
 from data.shards import Dataset
 from data.sources import by_directory, list_files, read_documents, refuse
+from files.folders import require_new
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 EXIT_BAD_INPUT, EXIT_INTEGRITY, EXIT_STORAGE, EXIT_INTERRUPTED = 2, 3, 6, 130

@@ -6,7 +6,7 @@
     val.idx           uint64: the indices of the validation documents; all others are for training
     tokenizer.model   the sentencepiece model, where there is one
 
-Imports data.manifest, data.folders and data.order. The folder is built beside its final place and
+Imports data.manifest, files.folders and data.order. The folder is built beside its final place and
 renamed, so it is
 there whole or not at all; a killed preparation leaves a `.tmp-NAME` folder, which the next one
 clears and refills with
@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.folders import building, write_durable
 from data.manifest import (
     MANIFEST,
     PREPARE,
@@ -37,6 +36,7 @@ from data.manifest import (
     write_manifest,
 )
 from data.order import mix
+from files.folders import building, write_durable
 
 __all__ = [
     "Dataset",

@@ -1,6 +1,6 @@
 """A lossless sentencepiece tokenizer: decode(encode(text)) == text for every valid Unicode string.
 
-Imports data.foreign. Three things make it lossless: no normalisation and no dummy prefix, byte
+Imports files.untrusted. Three things make it lossless: no normalisation and no dummy prefix, byte
 pieces for whatever
 the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always spelled as its three
 byte pieces.
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from data.foreign import refuse_pickle
+from files.untrusted import refuse_pickle
 
 EOD_PIECE = "<|endoftext|>"
 # sentencepiece writes a space as this character, so the character itself needs byte pieces

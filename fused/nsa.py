@@ -119,9 +119,8 @@ def blocks(K: int, itemsize: int) -> Blocks:
     """Tiles that fit the 227 KiB of shared memory of an H100: bf16 with K = 128 takes 192 KiB (113
     KiB on an A100), fp32 216 KiB.
     """
-    wide = (
-        triton.next_power_of_2(K) * itemsize > 256
-    )  # bytes of a row: fp32 from K = 128, 16-bit numbers from K = 256
+    # bytes of a row: fp32 from K = 128, 16-bit numbers from K = 256
+    wide = triton.next_power_of_2(K) * itemsize > 256
     return Blocks(64, 16, 32, 1) if wide else Blocks(128, 64, 64, 2)
 
 

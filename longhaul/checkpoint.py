@@ -8,9 +8,9 @@ Parameters and optimizer states are sharded on their first dimension, so a shard
 and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is
 renamed `.corrupt`, never
-deleted. Imports longhaul.contents, longhaul.dist, longhaul.exits, longhaul.parallel,
-longhaul.states, longhaul.storage,
-longhaul.weights, data.foreign and model.py of ours.
+deleted. Imports longhaul.contents, longhaul.dist, longhaul.exits, longhaul.parallel.apply,
+longhaul.optimizers, files.durable,
+files.tensors, files.untrusted and model.py of ours.
 """
 
 import dataclasses
@@ -22,10 +22,12 @@ from pathlib import Path
 
 import torch
 
-from data.foreign import parse_json, refuse_pickle
-from longhaul import contents, dist, exits, parallel, states, storage
+from files import durable
+from files.tensors import opened
+from files.untrusted import parse_json, refuse_pickle
+from longhaul import contents, dist, exits, optimizers
 from longhaul.exits import StorageError
-from longhaul.weights import opened
+from longhaul.parallel import apply
 from model import Decoder
 
 FORMAT, VERSION = "longhaul-checkpoint", 1
@@ -115,7 +117,7 @@ def snapshot(state, extra: dict, copied: bool = False) -> Snapshot:
     """A Snapshot of `state` (TrainState); `copied`: of host memory of its own, so that training may
     go on. `extra` joins the manifest.
     """
-    parallel.reshard(state.model)
+    apply.reshard(state.model)
     writes = (
         state.mesh is None or state.mesh.ndim == 1 or state.mesh.get_local_rank("replicate") == 0
     )
@@ -178,7 +180,7 @@ def write(shot: Snapshot, folder: Path, group=None) -> Path:
             return final
     raise StorageError(
         f"{final} cannot be written ({failure}; tried twice): this rank's part has {bytes_of(shot):,} bytes and "
-        f"{storage.free_bytes(folder):,} are free; older checkpoints are whole: free space, then give the same command again"
+        f"{durable.free_bytes(folder):,} are free; older checkpoints are whole: free space, then give the same command again"
     )
 
 
@@ -192,15 +194,15 @@ def _write_files(shot: Snapshot, folder: Path, final: Path, group):
     it, and nothing is left.
     """
     temporary, first = folder / f".tmp-{final.name}", shot.world.rank == 0
-    _together(group, first, lambda: (storage.remove(temporary), storage.make_folder(temporary)))
+    _together(group, first, lambda: (durable.remove(temporary), durable.make_folder(temporary)))
     try:
         _together(group, shot.writes, lambda: _write_shard(shot, temporary))
         _together(group, first, lambda: _commit(shot, temporary, final, folder))
     except OSError:
         if first:
             if final.exists():  # renamed, and then its folder could not be forced to the disk
-                storage.rename(final, temporary)
-            storage.remove(temporary)
+                durable.rename(final, temporary)
+            durable.remove(temporary)
         raise
 
 
@@ -218,24 +220,24 @@ def _together(group, mine: bool, function):
 
 def _write_shard(shot: Snapshot, folder: Path):
     path = folder / f"rank-{shot.world.rank:05d}-of-{shot.world.size:05d}.safetensors"
-    written = storage.write_tensors(path, {name: part.local for name, part in shot.rows.items()})
+    written = durable.write_tensors(path, {name: part.local for name, part in shot.rows.items()})
     sidecar = written | {
         "rows": {name: [part.start, part.end] for name, part in shot.rows.items()},
         "shapes": {name: part.shape for name, part in shot.rows.items()},
     }
-    storage.write_bytes(path.with_suffix(".json"), json.dumps(sidecar).encode())
+    durable.write_bytes(path.with_suffix(".json"), json.dumps(sidecar).encode())
 
 
 def _commit(shot: Snapshot, temporary: Path, final: Path, folder: Path):
     """Merge the ranks' sidecars into the manifest, then make all of it visible at once."""
     files = {}
     for sidecar in sorted(temporary.glob("rank-*.json")):
-        files[sidecar.with_suffix(".safetensors").name] = json.loads(storage.read_text(sidecar))
-        storage.remove(sidecar)
+        files[sidecar.with_suffix(".safetensors").name] = json.loads(durable.read_text(sidecar))
+        durable.remove(sidecar)
     manifest = shot.manifest | dict(files=files)
-    storage.write_json(temporary / "manifest.json", manifest | {"checksum": checksum(manifest)})
-    storage.rename(temporary, final)
-    storage.fsync(folder)
+    durable.write_json(temporary / "manifest.json", manifest | {"checksum": checksum(manifest)})
+    durable.rename(temporary, final)
+    durable.fsync(folder)
 
 
 def checksum(manifest: dict) -> str:
@@ -252,12 +254,12 @@ def prune(folder: Path, keep: int):
     if steps:
         verify(steps[-1])
     for old in steps[:-keep]:
-        storage.rename(
+        durable.rename(
             old, doomed := old.with_name(f".tmp-{old.name}")
         )  # a half-deleted folder must not look like a checkpoint
-        storage.remove(doomed)
+        durable.remove(doomed)
     for left in folder.glob(".tmp-step-*"):
-        storage.remove(left)
+        durable.remove(left)
 
 
 def set_aside(folder: Path, error: CheckpointError):
@@ -266,7 +268,7 @@ def set_aside(folder: Path, error: CheckpointError):
     """
     taken = len(list(folder.parent.glob(f"{folder.name}.corrupt*")))
     aside = folder.with_name(f"{folder.name}.corrupt{f'-{taken + 1}' if taken else ''}")
-    storage.rename(folder, aside)
+    durable.rename(folder, aside)
     print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {aside.name}", flush=True)
 
 
@@ -276,7 +278,7 @@ def set_aside(folder: Path, error: CheckpointError):
 def read_manifest(folder: Path) -> dict:
     """The manifest of a checkpoint; CheckpointError names what is wrong with it."""
     try:
-        manifest = parse_json(storage.read_text(folder / "manifest.json").encode())
+        manifest = parse_json(durable.read_text(folder / "manifest.json").encode())
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder} is not a readable checkpoint ({error}): name a step-* folder with a manifest.json"
@@ -324,7 +326,7 @@ def verify(folder: Path) -> dict:
             )
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder}/{name} is missing: use another checkpoint")
-        found = storage.describe(folder / name)
+        found = durable.describe(folder / name)
         if found["bytes"] != recorded["bytes"]:
             raise CheckpointError(
                 f"{folder}/{name} has {found['bytes']} bytes, {recorded['bytes']} were written: use another checkpoint"
@@ -440,13 +442,13 @@ def size_of(model: Decoder, optimizer) -> int:
 
 
 def _fresh_state(optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if isinstance(optimizer, states.AdamW):
+    if isinstance(optimizer, optimizers.AdamW):
         return {key: value for key, value in optimizer.new_state(parameter).items() if value.ndim}
     return {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
 
 
 def _step_device(state) -> torch.device:
-    return torch.device("cpu") if isinstance(state.optimizer, states.AdamW) else state.device
+    return torch.device("cpu") if isinstance(state.optimizer, optimizers.AdamW) else state.device
 
 
 @torch.no_grad()

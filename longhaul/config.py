@@ -1,7 +1,7 @@
 """TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the
 keys of --config.
 
-Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli, longhaul.context and
+Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli, longhaul.parallel.context and
 longhaul.exits of ours.
 """
 
@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from data.order import parse_ranges
-from longhaul import context
 from longhaul.cli import flag
 from longhaul.exits import WorldError
+from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 # tokens of a part of the MLP where its number of parts is chosen here: long enough for whole matrix
@@ -507,9 +507,8 @@ class TrainConfig:
                 for size in range(1, self.global_batch_size + 1)
                 if self.global_batch_size % size == 0
             ]
-            wrong = (
-                ValueError if self.global_batch_size % self.batch_size else WorldError
-            )  # whose fault it is: the batch's or the ranks'
+            # whose fault it is: the batch's or the ranks'
+            wrong = ValueError if self.global_batch_size % self.batch_size else WorldError
             raise wrong(
                 f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
                 f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}"

@@ -1,7 +1,7 @@
 """Whether a checkpoint's manifest and files say what they must, whoever wrote them: hashes prove
 only that nothing changed since.
 
-Imports model.py, longhaul.storage and longhaul.weights of ours. What is wrong is a ValueError of a
+Imports model.py, files.durable and files.tensors of ours. What is wrong is a ValueError of a
 few words; checkpoint.py names the folder.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from longhaul import storage, weights
+from files import durable, tensors
 from model import ModelConfig, NSAConfig
 
 LARGEST, LARGEST_SIZE = 2**53, 2**24
@@ -51,7 +51,7 @@ def _check_file(name: str, entry):
     ):
         raise ValueError(f"{name} is not described by bytes, blocks, rows and shapes")
     if (
-        len(entry["blocks"]) != -(-entry["bytes"] // storage.BLOCK)
+        len(entry["blocks"]) != -(-entry["bytes"] // durable.BLOCK)
         or entry["rows"].keys() != entry["shapes"].keys()
     ):
         raise ValueError(
@@ -74,7 +74,7 @@ def check_tensors(path: Path, entry: dict):
     """ValueError unless the file holds the rows that its entry of the manifest says. Reads the
     header alone.
     """
-    with weights.opened(path) as source:
+    with tensors.opened(path) as source:
         for name in entry["rows"].keys() - set(source.keys()):
             raise ValueError(f"{path.name} lacks {_short(name)}")
         for name, (begin, end) in entry["rows"].items():

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from longhaul.exits import Halt, code_of
+from longhaul.exits import Halt, StorageError, code_of
 
 PATIENCE = timedelta(
     hours=1
@@ -187,7 +187,7 @@ def on_rank0(function, world: World):
     if world.rank == 0:
         try:
             answer[0] = function()
-        except (ValueError, Halt) as error:
+        except (ValueError, Halt, StorageError) as error:
             wrong, answer = error, [None, str(error), code_of(error, 2)]
     if world.size > 1:
         torch.distributed.broadcast_object_list(answer, src=0)
@@ -230,9 +230,8 @@ def refuse(message: str, code: int = 2):
 
     Ranks above 0 wait first, so that what all have found is said once, by rank 0.
     """
-    if (
-        World.from_environment().rank
-    ):  # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+    # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+    if World.from_environment().rank:
         time.sleep(5)
     last_words(message)
     sys.exit(code)

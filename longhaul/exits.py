@@ -1,9 +1,11 @@
-"""How a run ends: the exit codes, and the exceptions that carry them. Imports nothing of ours.
+"""How a run ends: the exit codes, and the exceptions that carry them. StorageError is the disk's.
 
 An exception with an attribute `exit_code` ends a program in one line and that code; a ValueError
 without one is bad input, 2.
 Its words name what happened and, behind the last ": ", the remedy.
 """
+
+from files.durable import StorageError as StorageError
 
 DONE, BAD_INPUT, DATA, NO_CHECKPOINT, NUMERICS, STORAGE, WORLD, PREEMPTED = 0, 2, 3, 4, 5, 6, 7, 75
 
@@ -21,13 +23,6 @@ class NumericalHalt(Halt):
 
     def __init__(self, words: str):
         super().__init__(words, NUMERICS)
-
-
-class StorageError(Halt):
-    """The disk is full or fails."""
-
-    def __init__(self, words: str):
-        super().__init__(words, STORAGE)
 
 
 class WorldError(ValueError):

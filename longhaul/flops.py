@@ -28,9 +28,8 @@ def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
     causal half counted exactly. A compression matrix of NSA works once per stride and KV head.
     """
     norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
-    lookup = (
-        0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    )  # an untied embedding is no product
+    # an untied embedding is no product
+    lookup = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
     matrices = config.num_params() - norms - lookup
     if config.attention_type == "nsa":
         _, compression, vectors = config.sparse_params()

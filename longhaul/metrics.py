@@ -40,9 +40,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process so far: the allocator's on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    if (
-        sys.platform == "linux"
-    ):  # not ru_maxrss, which a process inherits from the one that started it
+    # not ru_maxrss, which a process inherits from the one that started it
+    if sys.platform == "linux":
         with open("/proc/self/status") as status:
             return (
                 next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
@@ -98,9 +97,8 @@ class Logger:
             return
         from tqdm import tqdm
 
-        every_seconds = (
-            0.2 if sys.stderr.isatty() else 15
-        )  # a file or pipe gets a line now and then, not a film
+        # a file or pipe gets a line now and then, not a film
+        every_seconds = 0.2 if sys.stderr.isatty() else 15
         self.bar = tqdm(
             total=last_step,
             initial=first_step,

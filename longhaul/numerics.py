@@ -3,7 +3,7 @@ drift apart.
 
 A step whose gradient is NaN or infinite on any rank changes no weight on any (step.train_step);
 here its rows are written down and counted.
-Imports data.order, longhaul.dist, longhaul.exits and longhaul.states of ours.
+Imports data.order, longhaul.dist, longhaul.exits and longhaul.optimizers of ours.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch import Tensor
 from data.order import around, merged, parse_ranges, ranges_of, words_of
 from longhaul import dist
 from longhaul.exits import NumericalHalt
-from longhaul.states import local
+from longhaul.optimizers import local
 
 WINDOW, ENOUGH = (
     64,

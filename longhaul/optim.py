@@ -1,4 +1,4 @@
-"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.states
+"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.optimizers
 of ours.
 """
 
@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from longhaul import states
+from longhaul import optimizers
 from model import Decoder
 
 
@@ -30,10 +30,10 @@ def learning_rate(step: int, cfg) -> float:
 
 
 MOMENTS = {
-    "adamw": states.Plain(torch.float32),
-    "adamw_bf16": states.Plain(torch.bfloat16),
-    "adamw_8bit": states.EightBit(),
-    "muon": states.Plain(torch.float32),
+    "adamw": optimizers.Plain(torch.float32),
+    "adamw_bf16": optimizers.Plain(torch.bfloat16),
+    "adamw_8bit": optimizers.EightBit(),
+    "muon": optimizers.Plain(torch.float32),
 }
 
 
@@ -67,7 +67,7 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
         and not (cfg.offload_optimizer or cfg.optimizer_in_backward)
     ):
         return torch.optim.AdamW(groups, **common, fused=device in ("cpu", "cuda"))
-    kind = states.Muon if cfg.optimizer == "muon" else states.AdamW
+    kind = optimizers.Muon if cfg.optimizer == "muon" else optimizers.AdamW
     optimizer = kind(
         groups, MOMENTS[cfg.optimizer], **common, seed=cfg.seed, host=cfg.offload_optimizer
     )

@@ -1,5 +1,5 @@
 """Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back. Imports model.py,
-longhaul.weights and data.foreign of ours.
+files.tensors and files.untrusted of ours.
 
     decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)     # overrides are fields of ModelConfig
     to_hf(decoder, "exported")                                              # read by transformers 4.51 and later, and 5
@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from data.foreign import read_json, refuse_pickle
-from longhaul.weights import opened
+from files.tensors import opened
+from files.untrusted import read_json, refuse_pickle
 from model import Decoder, ModelConfig
 
 LARGEST = 2**40  # what a number of config.json stays below

@@ -2,7 +2,7 @@
 simulation, profiling and tests
 all come through here, so none of them can drift from what runs.
 
-Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel of ours.
+Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel.apply of ours.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longhaul import dist, optim, parallel
+from longhaul import dist, optim
+from longhaul.parallel import apply
 from model import IGNORE, Decoder, ModelConfig
 
 
@@ -68,7 +69,7 @@ def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> De
         model = Decoder(model_config)
     if cfg.bare_weights:
         model.to(model_config.dtype)
-    return parallel.apply(model, cfg, mesh, context_mesh)
+    return apply.apply(model, cfg, mesh, context_mesh)
 
 
 def fill(model: Decoder, cfg, device, world: dist.World, mesh) -> TrainState:
@@ -224,5 +225,5 @@ def evaluate(
                 return None
             total += state.model(**micro, num_valid=1.0).double()
         count += int(count_valid(batch, state))
-    parallel.reshard(state.model)
+    apply.reshard(state.model)
     return float(dist.all_sum(total)) / max(count, 1), count

@@ -1,7 +1,7 @@
 """What stands around a run: signals and the STOP file, the lock on its folder, how it ends (exit
 code, exit.json, last line).
 
-Imports longhaul.dist, longhaul.exits, longhaul.peers and longhaul.storage of ours.
+Imports longhaul.dist, longhaul.exits, longhaul.peers and files.durable of ours.
 """
 
 import fcntl
@@ -13,7 +13,8 @@ import threading
 import time
 from pathlib import Path
 
-from longhaul import dist, exits, storage
+from files import durable
+from longhaul import dist, exits
 from longhaul.peers import Peers
 
 # seconds within which a second signal is the first one again: torchrun passes on what the group has
@@ -147,7 +148,7 @@ class Guard:
         """Lock `folder` for this job, on rank 0; a folder that is not there is made."""
         if self.lock is None:
             lock = Lock(folder)
-            storage.make_folder(folder)
+            durable.make_folder(folder)
             lock.take()
             self.lock = lock
 
@@ -234,7 +235,7 @@ class Guard:
             return
         cause, remedy = exits.cause_and_remedy(words or "a fault of the program: see its traceback")
         try:
-            storage.write_json(
+            durable.write_json(
                 self.folder / "exit.json",
                 dict(code=code, cause=cause, remedy=remedy, last_step=self.step),
             )

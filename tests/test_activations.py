@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhaul import activations, step
+from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.measure import saved_bytes
+from longhaul.parallel import checkpointing
 from model import KVCache
 
 T, V = 96, 101
@@ -118,7 +119,7 @@ class Count(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
     def attention(self) -> int:
-        return sum(self.calls.get(op, 0) for op in activations.ATTENTION_OPS)
+        return sum(self.calls.get(op, 0) for op in checkpointing.ATTENTION_OPS)
 
 
 def operators(**changes) -> Count:
@@ -165,8 +166,8 @@ def test_each_lever_keeps_less():
 
 def test_offload_moves_every_layer_input_and_gives_it_back(monkeypatch):
     moved = []
-    copy = activations.to_host
-    monkeypatch.setattr(activations, "to_host", lambda x: moved.append(tuple(x.shape)) or copy(x))
+    copy = checkpointing.to_host
+    monkeypatch.setattr(checkpointing, "to_host", lambda x: moved.append(tuple(x.shape)) or copy(x))
     state = build(**LEVERS["offload"])
     step.train_step(state, batch())
     assert moved == [(2, T, 64)] * 2
@@ -194,7 +195,9 @@ def test_head_slices_cover_every_weight_once():
     shared = {"q_norm.weight", "k_norm.weight", "sparse.cmp_norm.weight", "sparse.win_norm.weight"}
     counts = {name: torch.zeros_like(p) for name, p in attention.named_parameters()}
     for group in range(4):
-        for name, take in zip(names, activations.head_slices(names, state.model.config, group, 4)):
+        for name, take in zip(
+            names, checkpointing.head_slices(names, state.model.config, group, 4)
+        ):
             take(counts[name]).add_(1)
     for name, count in counts.items():
         assert (count == (4 if name in shared or "compressor" in name else 1)).all(), name

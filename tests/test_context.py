@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longhaul import context, dist, step
+from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.measure import peak_bytes, saved_bytes
+from longhaul.parallel import context
 from model import sdpa
 from tests.ranks import run_ranks
 from tests.test_parallel import ROWS, assert_same, train

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import train
-from longhaul import cli, context, dist
+from longhaul import cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
+from longhaul.parallel import context
 from tests.test_train import TORCHRUN, command, data, losses, refusal, start  # noqa: F401 (data is a fixture)
 
 CPU, TWO = torch.device("cpu"), dist.World(0, 2, 0, 2)

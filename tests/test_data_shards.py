@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.folders import building, locked
 from data.manifest import MANIFEST, token_dtype
 from data.shards import (
     Dataset,
@@ -24,6 +23,7 @@ from data.shards import (
     unigram_entropy,
     write_dataset,
 )
+from files.folders import building, locked
 
 VOCAB, EOD = 100, 0
 
@@ -504,7 +504,7 @@ write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_
 
 def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "data.folders.os.access", lambda path, mode: False
+        "files.folders.os.access", lambda path, mode: False
     )  # root may write everywhere
     with pytest.raises(ValueError, match="no folder that may be written"):
         write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

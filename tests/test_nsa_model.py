@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import nsa
-from longhaul import parallel, qwen3, step
+from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
+from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig, NSAConfig
 from nsa import plain
 
@@ -206,7 +207,7 @@ def test_levers_change_no_gradient(changes, packed):
     for apply in (False, True):
         decoder = build(loss=cfg.loss)
         if apply:
-            parallel.apply(decoder, cfg, None)
+            apply.apply(decoder, cfg, None)
         loss = decoder(**batch)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in decoder.parameters())])

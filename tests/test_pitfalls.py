@@ -11,8 +11,9 @@ learning rate after a resume, words under torchrun (test_train, test_supervise);
 
 import torch
 
-from longhaul import activations, context, dist, step
+from longhaul import dist, step
 from longhaul.config import TrainConfig
+from longhaul.parallel import checkpointing, context
 from tests.ranks import run_ranks
 
 SHAPE = (
@@ -106,9 +107,9 @@ def test_what_selective_checkpointing_keeps_is_not_seen_by_offload(monkeypatch):
     """Saved-tensor hooks do not see attention's outputs: that lever's help says that inputs alone
     move, and so they do.
     """
-    moved, to_host = [], activations.to_host
+    moved, to_host = [], checkpointing.to_host
     monkeypatch.setattr(
-        activations, "to_host", lambda x: moved.append(tuple(x.shape)) or to_host(x)
+        checkpointing, "to_host", lambda x: moved.append(tuple(x.shape)) or to_host(x)
     )
     state = built(dist.World(), gradient_checkpointing="selective", offload_activations=True)
     step.train_step(state, batch(1))

@@ -308,11 +308,12 @@ def test_loading_under_other_rotary_settings_warns(tmp_path):
 
 def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
     """The whole weights of a decoder that FSDP2 shards over `world` and that load_into fills."""
-    from longhaul import dist, parallel
+    from longhaul import dist
+    from longhaul.parallel import apply
 
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**qwen3.read_config(Path(folder))))
-    parallel.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
+    apply.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     qwen3.load_into(decoder, folder)

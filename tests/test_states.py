@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from longhaul import checkpoint, optim, states, step
+from longhaul import checkpoint, optim, optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 
@@ -77,10 +77,10 @@ def test_where_and_when_the_update_runs_changes_no_bit(changes):
 def test_slabs_change_no_bit(monkeypatch):
     whole = build(offload_optimizer=True)
     step.train_step(whole, batch(0))
-    monkeypatch.setattr(states, "SLAB", 1000)
+    monkeypatch.setattr(optimizers, "SLAB", 1000)
     slabs = build(offload_optimizer=True)
     step.train_step(slabs, batch(0))
-    assert len(states.slabs(slabs.model.embed.weight)) > 3
+    assert len(optimizers.slabs(slabs.model.embed.weight)) > 3
     assert all(
         torch.equal(p, q) for p, q in zip(whole.model.parameters(), slabs.model.parameters())
     )
@@ -112,29 +112,29 @@ def test_stochastic_rounding_is_right_on_average_and_exact_where_nothing_is_cut(
     draw = torch.Generator().manual_seed(0)
     x = torch.tensor([1.0, 1 + 2**-9, -3 - 2**-8, 1e-30, 0.0])
     mean = (
-        torch.stack([states.rounded(x, torch.bfloat16, draw) for _ in range(20000)])
+        torch.stack([optimizers.rounded(x, torch.bfloat16, draw) for _ in range(20000)])
         .double()
         .mean(0)
     )
     step_of = torch.tensor([2**-7, 2**-7, 2**-6, 1e-32, 1e-45], dtype=torch.float64)
     assert ((mean - x.double()).abs() <= 4 * step_of / math.sqrt(20000) + 1e-45).all()
     assert (
-        states.rounded(x, torch.bfloat16, draw)[0] == 1
-        and states.rounded(x, torch.bfloat16, draw)[4] == 0
+        optimizers.rounded(x, torch.bfloat16, draw)[0] == 1
+        and optimizers.rounded(x, torch.bfloat16, draw)[4] == 0
     )
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_eight_bits_hold_a_block_within_the_maps_steps(name):
-    eight, make = states.EightBit(), torch.Generator().manual_seed(0)
+    eight, make = optimizers.EightBit(), torch.Generator().manual_seed(0)
     x = torch.randn(5, 700, generator=make) * torch.logspace(-12, 3, 5)[:, None]
     x = x.square() if name == "exp_avg_sq" else x
     state = eight.new(name, x)
     assert torch.equal(eight.read(state, name, slice(None)), torch.zeros_like(x))
     eight.write(state, name, slice(None), x, None)
-    got, code = eight.read(state, name, slice(None)), states._code(name, x.device)
+    got, code = eight.read(state, name, slice(None)), optimizers._code(name, x.device)
     assert len(code) == 256 and (code.diff() > 0).all()
-    scale = states._spread(state[f"{name}_scale"], x)
+    scale = optimizers._spread(state[f"{name}_scale"], x)
     assert ((got - x).abs() <= scale * code.diff().max() / 1.99 + 1e-30).all()
     large = x.abs() > 0.1 * scale
     assert ((got - x).abs()[large] <= 0.075 * x.abs()[large]).all()
@@ -183,10 +183,10 @@ def test_weights_without_master_copy_learn_as_those_with():
 @pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 200)])
 def test_muons_direction_is_near_orthogonal(shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 7
-    singular = torch.linalg.svdvals(states.orthogonal(x))
+    singular = torch.linalg.svdvals(optimizers.orthogonal(x))
     assert 0.5 < singular.median() and singular.max() < 1.3
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    assert ((states.orthogonal(x) * (u @ vh)).sum() / min(shape)) > 0.8
+    assert ((optimizers.orthogonal(x) * (u @ vh)).sum() / min(shape)) > 0.8
 
 
 def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
@@ -316,8 +316,8 @@ def test_the_norm_of_bf16_gradients_is_summed_in_fp32():
 
 
 def test_a_simulation_beforehand_leaves_the_codes_of_8_bit_moments_as_they_are():
-    states._CODES.clear()
-    states._values.cache_clear()
+    optimizers._CODES.clear()
+    optimizers._values.cache_clear()
     cfg = TrainConfig(
         model_size="tiny",
         model_overrides=("num_layers=1",),
@@ -326,7 +326,7 @@ def test_a_simulation_beforehand_leaves_the_codes_of_8_bit_moments_as_they_are()
         device="cpu",
     )
     simulate(cfg, target="cpu")
-    code = states._code("exp_avg", torch.device("cpu"))
+    code = optimizers._code("exp_avg", torch.device("cpu"))
     assert (
         type(code) is torch.Tensor and code[0] < -0.99 and code[-1] == 1 and (code.diff() > 0).all()
     )

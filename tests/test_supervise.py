@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from longhaul import audit, dist, exits, step, storage
+from files import durable
+from longhaul import audit, dist, exits, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt, StorageError
 from longhaul.saver import Saver, size_of, slow_shutdown
@@ -111,8 +112,8 @@ def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
 def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(storage, "PIECE", 24)
-    monkeypatch.setattr(storage, "BLOCK", 64)
+    monkeypatch.setattr(durable, "PIECE", 24)
+    monkeypatch.setattr(durable, "BLOCK", 64)
     torch.manual_seed(0)
     tensors = {
         "a": torch.randn(5, 7),
@@ -121,8 +122,8 @@ def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
         "d": torch.randn(4, 6).t(),
         "e": torch.randn(2, 0),
     }
-    written = storage.write_tensors(tmp_path / "x.safetensors", tensors)
-    assert written == storage.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(
+    written = durable.write_tensors(tmp_path / "x.safetensors", tensors)
+    assert written == durable.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(
         -written["bytes"] // 64
     )
     loaded = load_file(tmp_path / "x.safetensors")
@@ -146,29 +147,29 @@ def failing(times: int, number: int):
 def test_reads_are_tried_again_where_the_disk_fails_and_not_where_a_file_is_missing(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
-    assert storage.retried(failing(3, errno.EIO), tmp_path) == 4
+    monkeypatch.setattr(durable.time, "sleep", lambda seconds: None)
+    assert durable.retried(failing(3, errno.EIO), tmp_path) == 4
     with pytest.raises(StorageError, match="tried 4 times.*check the disk"):
-        storage.retried(failing(4, errno.EIO), tmp_path)
+        durable.retried(failing(4, errno.EIO), tmp_path)
     with pytest.raises(FileNotFoundError):
-        storage.retried(failing(1, errno.ENOENT), tmp_path)
+        durable.retried(failing(1, errno.ENOENT), tmp_path)
 
 
 def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(storage, "free_bytes", lambda folder: 299)
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 299)
     with pytest.raises(
         ValueError,
         match=r"has 299 bytes free, and 3 checkpoint\(s\) of this model beside what is there need 300: free space",
     ):
-        storage.require_space(tmp_path, 100, keep=2)
-    storage.require_space(tmp_path, 99, keep=2)
+        durable.require_space(tmp_path, 100, keep=2)
+    durable.require_space(tmp_path, 99, keep=2)
     for step in (5, 10, 15):
         (tmp_path / f"step-{step:08d}").mkdir()
-        storage.require_space(tmp_path, 149, keep=2)
+        durable.require_space(tmp_path, 149, keep=2)
     with pytest.raises(ValueError, match="1 checkpoint"):
-        storage.require_space(tmp_path, 300, keep=2)
+        durable.require_space(tmp_path, 300, keep=2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
@@ -188,14 +189,14 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
     step.train_step(state, batch())
     expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     saver = Saver(tmp_path, dist.World(), 2, True, 0, said.append)
-    original, started = storage.write_tensors, []
+    original, started = durable.write_tensors, []
 
     def slow(*args):
         started.append(1)
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(storage, "write_tensors", slow)
+    monkeypatch.setattr(durable, "write_tensors", slow)
     saver.save(state, {})
     step.train_step(state, batch())
     saver.wait()
@@ -205,7 +206,7 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
         and said
         and all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
     )
-    monkeypatch.setattr(storage, "rename", lambda old, new: failing(9, errno.ENOSPC)())
+    monkeypatch.setattr(durable, "rename", lambda old, new: failing(9, errno.ENOSPC)())
     saver.save(state, {})
     with pytest.raises(StorageError, match="bytes"):
         saver.wait()

@@ -153,9 +153,8 @@ class Side:
     run: Callable
     levers: str
     first: float
-    peak_gib: (
-        float | None
-    )  # of the second step, above what others hold; None where no allocator says it
+    # of the second step, above what others hold; None where no allocator says it
+    peak_gib: float | None
 
 
 def one_context(

@@ -24,9 +24,8 @@ STEP = 512  # every block is a multiple of it
 # largest request of the small pool; in the large pool a remainder up to this size is not split off
 SMALL = MIB
 SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-OWN_SEGMENT = (
-    10 * MIB
-)  # requests from here on have a segment of their own size, rounded up to ROUND
+# requests from here on have a segment of their own size, rounded up to ROUND
+OWN_SEGMENT = 10 * MIB
 ROUND = 2 * MIB
 PERMANENT = ("parameter", "buffer", "optimizer")  # what outlives a step
 STEPS = 3  # times that a step is replayed: the later ones meet what the first left behind

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from longhaul.memory.allocator import GIB, MIB, OutOfMemory, Replay, replay
 from longhaul.memory.trace import Trace
 
-CUDA_CONTEXT = (
-    GIB // 2
-)  # declared: driver and kernels, about what an idle process holds on sm80 and sm90
+# declared: driver and kernels, about what an idle process holds on sm80 and sm90
+CUDA_CONTEXT = GIB // 2
 CUBLAS_WORKSPACES = 2 * 32 * MIB  # declared: cuBLAS and cuBLASLt on sm90
 NCCL = GIB  # declared: buffers and channels of one communicator over NVLink
 SIZES = {

@@ -69,9 +69,8 @@ def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
         tokens // nsa.cmp_stride
     )
     own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
-    branches += (
-        q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0
-    )  # the twin keeps o_cmp and its statistics
+    # the twin keeps o_cmp and its statistics
+    branches += q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0
     return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
 
 
@@ -103,9 +102,8 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     )
     down = config.hidden_size * config.ffn_size
     weight = element if cfg.bare_weights else FP32
-    cast = (
-        0 if sharded or element == weight else element
-    )  # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
+    # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
+    cast = 0 if sharded or element == weight else element
     whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced
     static = (
         int((weight + state_bytes(cfg)) * P) // shards
@@ -124,15 +122,12 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
         else beside + 3 * f * (cfg.tiles == 1) + cast * layer
     )
     tables = FP32 * N * config.head_dim
-    gradient = (
-        0 if cfg.optimizer_in_backward else weight
-    )  # bytes per parameter of gradients that wait for the optimizer
-    before = (
-        gradient * P // shards if cfg.accumulation(ranks) > 1 else 0
-    )  # gradients of the micro-batches before; later ones are added to them
-    added = (
-        bool(before) and not sharded
-    )  # a weight's gradient then goes at once, and a tied table's waits for the embedding's
+    # bytes per parameter of gradients that wait for the optimizer
+    gradient = 0 if cfg.optimizer_in_backward else weight
+    # gradients of the micro-batches before; later ones are added to them
+    before = gradient * P // shards if cfg.accumulation(ranks) > 1 else 0
+    # a weight's gradient then goes at once, and a tied table's waits for the embedding's
+    added = bool(before) and not sharded
     head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
     layer_copy = element * layer if sharded else cast * (layer - down)
     mlp = (
@@ -150,9 +145,8 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
         + layer_copy
         + (whole if sharded else gradient) * (layer - down)
     )
-    gathered = (
-        element * (P - L * layer) if sharded else 0
-    )  # the root's parameters, before they are copied to their places
+    # the root's parameters, before they are copied to their places
+    gathered = element * (P - L * layer) if sharded else 0
     around = _around(L, kept, 0 if before else gradient * layer // shards, layer, element, sharded)
     stages = {
         "loss backward": static
@@ -297,9 +291,8 @@ def _loss_backward(
         return FP32 * N * V + max(gathered, 2 * FP32 * N * V + cast * V * D)
     rows, tile = default_tiles(N, V, torch.device("cuda"), "compiled")
     rows, low = min(cfg.loss_chunk_size or rows, N), element < FP32
-    ends = (
-        low * N * D * element + cast * (V % tile or tile) * D
-    )  # hidden's gradient in its own dtype, beside that in fp32
+    # hidden's gradient in its own dtype, beside that in fp32
+    ends = low * N * D * element + cast * (V % tile or tile) * D
     loop = cast * tile * D + low * element * D * max(min(rows, N), tile if cast else 0)
     return max(
         gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop)

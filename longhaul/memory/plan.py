@@ -1,7 +1,7 @@
 """Before a run: what it needs against what is here, and the closest command that runs here.
 
 Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config,
-longhaul.context, longhaul.dist,
+longhaul.parallel.context, longhaul.dist,
 longhaul.memory.estimate and model.py of ours.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from longhaul import context
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas, cores
 from longhaul.memory.estimate import (
@@ -23,6 +22,7 @@ from longhaul.memory.estimate import (
     cpu_step_seconds,
     estimate,
 )
+from longhaul.parallel import context
 from model import GIB, PRESETS, ModelConfig
 
 # ranks on a CPU share one memory with all else on the machine: above this they share their rows
@@ -313,9 +313,8 @@ def _proposals(request: Plan):
     cfg = request.asked
     yield _changed(request, gradient_checkpointing="full")
     sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
-    vocabulary = (
-        request.config.vocab_size if cfg.data else 0
-    )  # a smaller preset must still hold the data's tokens
+    # a smaller preset must still hold the data's tokens
+    vocabulary = request.config.vocab_size if cfg.data else 0
     for context in (
         cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())
     ):

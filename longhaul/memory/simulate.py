@@ -21,12 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model
 from data.loader import Batch
-from longhaul import activations, dist, states, step
+from longhaul import dist, optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.memory.stages import Stages, label
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces, few_of
+from longhaul.parallel import checkpointing
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -85,7 +86,11 @@ def apart(tracker: Tracker, target: str):
     if target == "cpu":
         yield
         return
-    there, update, fresh = activations.to_host, states.AdamW.update, states.AdamW.new_state
+    there, update, fresh = (
+        checkpointing.to_host,
+        optimizers.AdamW.update,
+        optimizers.AdamW.new_state,
+    )
 
     def to_host(x):
         with tracker.on_host():
@@ -99,10 +104,10 @@ def apart(tracker: Tracker, target: str):
         return run
 
     with (
-        mock.patch.object(activations, "to_host", to_host),
-        mock.patch.object(activations, "from_host", lambda host, _: torch.empty_like(host)),
-        mock.patch.object(states.AdamW, "update", on_host(update)),
-        mock.patch.object(states.AdamW, "new_state", on_host(fresh)),
+        mock.patch.object(checkpointing, "to_host", to_host),
+        mock.patch.object(checkpointing, "from_host", lambda host, _: torch.empty_like(host)),
+        mock.patch.object(optimizers.AdamW, "update", on_host(update)),
+        mock.patch.object(optimizers.AdamW, "new_state", on_host(fresh)),
     ):
         yield
 
@@ -149,7 +154,7 @@ def simulate(
             step.skeleton(cfg, config, mesh, context_mesh),
         )
         parts = mock.patch.object(
-            activations, "range", range if every_part else few_of, create=True
+            checkpointing, "range", range if every_part else few_of, create=True
         )
         with (
             FakeTensorMode(allow_non_fake_inputs=True),

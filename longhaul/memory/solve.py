@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from longhaul.config import TrainConfig
-from longhaul.context import allowed_sizes
 from longhaul.dist import World
 from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
 from longhaul.memory.estimate import estimate, step_flops
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.plan import command, ladder
+from longhaul.parallel.context import allowed_sizes
 from model import GIB
 
 FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes

@@ -147,9 +147,8 @@ class _Unrolling:
         """The new ids that an event on `storage` concerns."""
         layer, name = self.family[storage]
         here = self.runs.layer(run)
-        if (
-            copy is not None and abs(layer - MIDDLE) == 1
-        ):  # a neighbour's: among the copies the neighbour is a copy
+        # a neighbour's: among the copies the neighbour is a copy
+        if copy is not None and abs(layer - MIDDLE) == 1:
             other = copy + layer - MIDDLE
             if 0 <= other <= self.more:
                 return [self._id(self.twins[name][MIDDLE], other)]

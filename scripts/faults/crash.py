@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from longhaul import checkpoint, dist, step, storage
+from files import durable
+from longhaul import checkpoint, dist, step
 from longhaul.config import TrainConfig
 from scripts.faults.rows import Failed, require
 
@@ -21,7 +22,7 @@ CALLS = (
     "rename",
     "make_folder",
     "remove",
-)  # of longhaul.storage: all that changes the disk in a save
+)  # of files.durable: all that changes the disk in a save
 
 
 def watch(before: Callable, *, arguments: bool = False):
@@ -38,7 +39,7 @@ def watch(before: Callable, *, arguments: bool = False):
         return call
 
     for name in CALLS:
-        setattr(storage, name, wrapped(name, getattr(storage, name)))
+        setattr(durable, name, wrapped(name, getattr(durable, name)))
 
 
 def kill_at(wanted: int, index: int, name: str):
@@ -52,14 +53,14 @@ def kill_at(wanted: int, index: int, name: str):
 
 def _at_prune(fault: Callable[[Path], None]):
     """`fault(old)` in place of the first deletion of an old checkpoint."""
-    original = storage.remove
+    original = durable.remove
 
     def remove(path: Path):
         if path.name.startswith(".tmp-step-") and (path / "manifest.json").exists():
             fault(path)
         original(path)
 
-    storage.remove = remove
+    durable.remove = remove
 
 
 def half_deleted():
@@ -79,14 +80,14 @@ def before_deleting():
 
 def before_pruning():
     """Killed before that rename."""
-    original = storage.rename
+    original = durable.rename
 
     def rename(old: Path, new: Path):
         if old.name.startswith("step-"):
             os.kill(os.getpid(), signal.SIGKILL)
         original(old, new)
 
-    storage.rename = rename
+    durable.rename = rename
 
 
 # --------------------------------------------------------------------------------------- power loss

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import data.corpus
 import data.shards
-from longhaul import checkpoint, parallel, step, storage
+from files import durable
+from longhaul import checkpoint, step
+from longhaul.parallel import apply
 from scripts.faults import crash, runs
 from scripts.faults.rows import Row, require
 
@@ -202,7 +204,7 @@ def compiling(marker: Path):
         for layer in model.layers:
             layer.forward = runs.torch.compile(layer.forward, backend=backend)
 
-    parallel.compile_layers = compile_layers
+    apply.compile_layers = compile_layers
 
 
 PHASES = {  # where the run is when the signal comes: (flags, what holds it there)
@@ -212,9 +214,9 @@ PHASES = {  # where the run is when the signal comes: (flags, what holds it ther
         lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),
     ),
     "validation": (["--eval_every", "4"], lambda marker: held(step, "evaluate", marker, 0.3)),
-    "save": ([], lambda marker: held(storage, "fsync", marker, 0.3, 6)),
+    "save": ([], lambda marker: held(durable, "fsync", marker, 0.3, 6)),
     "compilation": (["--compile", "--max_steps", "2"], compiling),
-    "background save": (["--async_save"], lambda marker: held(storage, "fsync", marker, 0.3, 6)),
+    "background save": (["--async_save"], lambda marker: held(durable, "fsync", marker, 0.3, 6)),
 }
 
 
@@ -344,7 +346,7 @@ def interrupted_twice(trials: int, folder: Path) -> str:
             folder / f"{name}.log",
             before=lambda: (
                 held(step, "count_valid", folder / f"{name}.step", 0.3, 5),
-                held(storage, "rename", marker, 30, 5),
+                held(durable, "rename", marker, 30, 5),
             ),
         )
         runs.wait_for((folder / f"{name}.step").exists)

@@ -173,9 +173,9 @@ def damage_safetensors(rng: random.Random, good: bytes, folder: Path):
 
 
 def read_safetensors(folder: Path):
-    from longhaul import weights
+    from files import tensors
 
-    with weights.opened(folder / "model.safetensors") as source:
+    with tensors.opened(folder / "model.safetensors") as source:
         for name in source.keys():
             source.get_slice(name).get_shape()
             source.get_tensor(name)
@@ -245,14 +245,15 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
-    from longhaul import checkpoint, storage
+    from files import durable
+    from longhaul import checkpoint
 
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
     if rng.random() < 0.4:
         damage_safetensors(rng, content, step)
         (step / "model.safetensors").replace(step / name)
-        files = {name: manifest["files"][name] | storage.describe(step / name)}
+        files = {name: manifest["files"][name] | durable.describe(step / name)}
         manifest = manifest | dict(files=files)
     else:
         (step / name).write_bytes(content)

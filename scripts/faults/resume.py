@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from data import loader
-from longhaul import checkpoint, optim, weights
+from files import tensors
+from longhaul import checkpoint, optim
 from scripts.faults import runs
 from scripts.faults.rows import Row, require
 
@@ -159,7 +160,7 @@ def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
     folder = max(out.glob("step-????????"))
     parts: dict[str, list] = {}
     for file, about in checkpoint.verify(folder)["files"].items():
-        with weights.opened(folder / file) as source:
+        with tensors.opened(folder / file) as source:
             for name, (start, _) in about["rows"].items():
                 parts.setdefault(name, []).append((start, source.get_tensor(name)))
     return {

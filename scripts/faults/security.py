@@ -11,7 +11,8 @@ import zipfile
 from pathlib import Path
 
 from data.shards import open_dataset
-from longhaul import checkpoint, qwen3, weights
+from files import tensors
+from longhaul import checkpoint, qwen3
 from scripts import convert_qwen3, evaluate, fuzz, generate
 from scripts.faults import data as data_rows
 from scripts.faults import readers, runs
@@ -177,7 +178,7 @@ def tensors(trials: int, folder: Path) -> str:
     }
     for name, (header, length, words) in faults.items():
         path.write_bytes(struct.pack("<Q", length or len(header)) + header + bytes(16))
-        _raises(lambda: weights.check_header(path), str(path), words, "cannot be read")
+        _raises(lambda: tensors.check_header(path), str(path), words, "cannot be read")
     result = fuzz.fuzz(
         next(target for target in readers.TARGETS if target.name == "safetensors"), trials
     )

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from data.shards import IntegrityError, open_dataset
-from longhaul import checkpoint, metrics, storage
+from files import durable
+from longhaul import checkpoint, metrics
 from scripts.faults import crash, disks, runs
 from scripts.faults.rows import Row, require
 
@@ -131,7 +132,7 @@ def little_space(trials: int, folder: Path) -> str:
     real = disks.small_disk(folder / "disk", 400_000)  # less than two checkpoints of 600 kB
     args = runs.arguments(source, folder / "disk" / "run", *STEPS)
     before = (
-        (lambda: None) if real else lambda: setattr(storage, "free_bytes", lambda path: 400_000)
+        (lambda: None) if real else lambda: setattr(durable, "free_bytes", lambda path: 400_000)
     )
     child = runs.finish(args, folder / "log", 2, before=before)
     require(
@@ -371,7 +372,7 @@ def failing_reads(trials: int, folder: Path) -> str:
     longer = [*args, "--max_steps", "7", "--schedule", "constant", "--override_settings"]
 
     def failing(times: int):
-        original, failed = storage.read, []
+        original, failed = durable.read, []
 
         def read(file, size: int) -> bytes:
             if len(failed) < times:
@@ -379,7 +380,7 @@ def failing_reads(trials: int, folder: Path) -> str:
                 raise OSError(errno.EIO, "Input/output error")
             return original(file, size)
 
-        storage.read = read
+        durable.read = read
 
     child = runs.finish(longer, folder / "always", 6, before=partial(failing, 10**9))
     require(

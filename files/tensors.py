@@ -1,4 +1,4 @@
-"""A safetensors file, opened only after its header was found sound. Imports data.foreign of ours.
+"""A safetensors file, opened only after its header was found sound. Imports files.untrusted of ours.
 
     8 bytes  N, the header's length        N bytes  {name: {"dtype", "shape", "data_offsets": [begin, end]}}        then the data
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from data.foreign import parse_json, refuse_pickle
+from files.untrusted import parse_json, refuse_pickle
 
 HEADER_BYTES = 2 * 2**20  # 15,000 tensors; the 4B with its optimizer states has 160 KB
 DIMENSIONS = 8

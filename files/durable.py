@@ -19,11 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longhaul.exits import StorageError
 
-BLOCK = (
-    64 * 2**20
-)  # bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
+class StorageError(Exception):
+    """The disk is full or fails; a program that meets it ends with this exit code."""
+
+    exit_code = 6
+
+
+# bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
+BLOCK = 64 * 2**20
 PIECE = 8 * 2**20  # bytes written or read at a time
 HASHING = 4  # threads that hash, a block each
 RETRIES = 3

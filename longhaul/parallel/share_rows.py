@@ -3,9 +3,9 @@ tokens.
 
 Three seams are wrapped from outside. The decoder's forward cuts tokens, labels and positions; the
 layers are told of the whole rows in the place
-where they expect documents; attention's core exchanges (longhaul.context). Without labels, as in
+where they expect documents; attention's core exchanges (longhaul.parallel.context). Without labels, as in
 sampling, every rank works on all tokens.
-Imports model.py and longhaul.context of ours. Letters as in longhaul.context.
+Imports model.py and longhaul.parallel.context of ours. Letters as in longhaul.parallel.context.
 """
 
 import functools
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longhaul import context
+from longhaul.parallel import context
 from model import IGNORE, Decoder, document_boundaries, document_positions, nsa_package
 
 

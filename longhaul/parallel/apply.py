@@ -3,15 +3,15 @@ function taking the model.
 
 The order is fixed: compile -> context parallelism -> parts -> checkpointing -> FSDP2, from the
 inside out. Imports model.py,
-longhaul.activations, longhaul.context and longhaul.rows of ours.
+longhaul.parallel.apply.checkpointing, longhaul.parallel.context and longhaul.parallel.share_rows of ours.
 """
 
 import functools
 
 import torch
 
-from longhaul import activations, context
-from longhaul.rows import RowSharing
+from longhaul.parallel import checkpointing, context
+from longhaul.parallel.share_rows import RowSharing
 from model import Decoder, packed_attention, standard_attention
 
 
@@ -24,11 +24,11 @@ def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     if context_mesh is not None:
         share_rows(model, context_mesh, cfg.context_choice(model.config).mode, cfg.compile)
     if cfg.attention_head_groups > 1:
-        activations.group_heads(model, cfg.attention_head_groups)
+        checkpointing.group_heads(model, cfg.attention_head_groups)
     if cfg.tiles > 1:
-        activations.tile_mlp(model, cfg.tiles)
+        checkpointing.tile_mlp(model, cfg.tiles)
     if cfg.gradient_checkpointing != "none":
-        activations.checkpoint_layers(
+        checkpointing.checkpoint_layers(
             model, cfg.gradient_checkpointing == "selective", cfg.offload_activations
         )
     if mesh is not None:

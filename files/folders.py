@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from data.manifest import MANIFEST
+MANIFEST = "manifest.json"  # the file that makes a folder a dataset
 
 
 def require_new(output: Path) -> None:

@@ -23,9 +23,8 @@ def is_pickle(path: Path) -> bool:
         return (path / ".metadata").is_file()
     with open(path, "rb") as file:
         head = file.read(9)
-    tensors = (
-        head[5:9] == b"\0\0\0{"
-    )  # a safetensors header of 640 bytes begins as a pickle of protocol 2 does
+    # a safetensors header of 640 bytes begins as a pickle of protocol 2 does
+    tensors = head[5:9] == b"\0\0\0{"
     magic = len(head) > 2 and head[0] == 0x80 and head[1] in PROTOCOLS and not tensors
     return path.suffix in PICKLE_SUFFIXES or magic or head.startswith(b"PK\3\4")
 

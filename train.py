@@ -18,10 +18,11 @@ import torch
 
 from data import order
 from files import durable, untrusted
-from longhaul import checkpoint, cli, dist, exits, identity, supervise
+from longhaul import checkpoint, cli, dist, exits, identity
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
+from longhaul.run import guard
 from longhaul.saver import Saver, size_of
 from model import choose_kernels, nsa_package
 
@@ -33,7 +34,7 @@ def main(args: list[str] | None = None):
     longhaul/exits.py.
     """
     world = dist.World.from_environment()
-    with supervise.Guard("train.py", world) as guard:
+    with guard.Guard("train.py", world) as guard:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
         if cfg.audit_every:
@@ -97,7 +98,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
 class Run:
     """One training run: its folder, data, state and log."""
 
-    def __init__(self, plan: planner.Plan, guard: supervise.Guard):
+    def __init__(self, plan: planner.Plan, guard: guard.Guard):
         cfg, world = plan.cfg, plan.world
         self.guard, self.plan, self.world, self.device, self.folder = (
             guard,
@@ -357,8 +358,8 @@ class Run:
         """Train to max_steps, validating and saving on the way."""
         if self.state is None:
             return
-        from longhaul.metrics import Logger
-        from longhaul.numerics import Numerics
+        from longhaul.run.health import Numerics
+        from longhaul.run.log import Logger
 
         self.numerics = Numerics(
             self.state,
@@ -411,7 +412,8 @@ class Run:
         """Whether the step was done: one that is asked to stop is given up between two
         micro-batches.
         """
-        from longhaul import audit, metrics, step
+        from longhaul import step
+        from longhaul.run import audit, log
 
         state, start = self.state, time.perf_counter()
         audited = self.cfg.audit_every and (state.step + 1) % self.cfg.audit_every == 0
@@ -441,7 +443,7 @@ class Run:
                 tokens=state.tokens,
                 tokens_per_s=tokens / seconds,
                 mfu=self._mfu(rows, seconds),
-                mem_gib=metrics.peak_memory_gib(self.device),
+                mem_gib=log.peak_memory_gib(self.device),
                 time=time.time(),
                 **watched,
             )
@@ -453,7 +455,7 @@ class Run:
         document; None where no peak is known.
         """
         from longhaul.flops import keys_met, train_flops
-        from longhaul.metrics import peak_flops
+        from longhaul.run.log import peak_flops
 
         peak = peak_flops(self.device)
         if peak is None:

@@ -89,7 +89,7 @@ def cores() -> int:
 def start(world: World, device: torch.device):
     """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process.
 
-    A rank that was killed or stopped is found by its heartbeat (longhaul/peers.py), one that is
+    A rank that was killed or stopped is found by its heartbeat (longhaul/run/heartbeat.py), one that is
     lost in its own work after PATIENCE.
     """
     if device.type == "cuda":

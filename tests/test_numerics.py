@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from data import order
 from data.loader import Loader
 from data.shards import write_dataset
-from longhaul import checkpoint, dist, identity, numerics, step
+from longhaul import checkpoint, dist, identity, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
+from longhaul.run import health
 from tests.ranks import run_ranks
 
 RANGES = st.lists(
@@ -133,25 +134,25 @@ def curve(steps: int, seed: int = 0) -> list[float]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_falling_noisy_curve_has_no_spike_and_one_that_jumps_has_it_in_that_step(seed):
-    spikes = numerics.Spikes()
+    spikes = health.Spikes()
     assert max(spikes.score(loss) for loss in curve(400, seed)) < 6
     assert spikes.score(4.0) > 10 and spikes.score(2.0) < 6
 
 
 def test_a_spike_among_spikes_is_still_one():
     """The standard deviation of a window with three of them would hide it."""
-    spikes = numerics.Spikes(curve(200))
+    spikes = health.Spikes(curve(200))
     assert all(spikes.score(loss) > 10 for loss in (8.0, 9.0, 7.0, 8.0))
 
 
 def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
-    spikes = numerics.Spikes()
+    spikes = health.Spikes()
     assert [spikes.score(loss) for loss in (5.0, 500.0, float("nan"), 5.0)] == [0.0] * 4
     assert len(spikes.window) == 3
 
 
 def test_a_flat_curve_is_compared_with_one_percent_of_itself():
-    spikes = numerics.Spikes([3.0] * 64)
+    spikes = health.Spikes([3.0] * 64)
     assert spikes.score(3.0001) < 1 and spikes.score(3.9) > 10
 
 
@@ -160,10 +161,10 @@ def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
     lines = [json.dumps(dict(step=n, loss=None if n == 5 else float(n))) for n in range(1, 200)]
     log.write_text("\n".join(lines) + '\n{"step": 200, "lo')
     assert (
-        numerics.Spikes(numerics.recent_losses(log, 150)).window
-        == numerics.Spikes(map(float, range(1, 151))).window
+        health.Spikes(health.recent_losses(log, 150)).window
+        == health.Spikes(map(float, range(1, 151))).window
     )
-    assert numerics.recent_losses(tmp_path / "none", 3) == []
+    assert health.recent_losses(tmp_path / "none", 3) == []
 
 
 # ---- replicas
@@ -173,19 +174,19 @@ def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64]
 )
 def test_a_digest_changes_with_any_bit_and_with_the_order(dtype, monkeypatch):
-    monkeypatch.setattr(numerics, "SLAB", 64)
+    monkeypatch.setattr(health, "SLAB", 64)
     tensor = (torch.randn(7, 31, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
-    expected, draw = numerics.digest(tensor), random.Random(0)
-    assert numerics.digest(tensor.t().contiguous().t()) == expected
+    expected, draw = health.digest(tensor), random.Random(0)
+    assert health.digest(tensor.t().contiguous().t()) == expected
     for _ in range(200):
         changed = tensor.clone()
         changed.view(torch.uint8).view(-1)[draw.randrange(tensor.nbytes)] ^= 1 << draw.randrange(8)
-        assert numerics.digest(changed) != expected
-    assert numerics.digest(tensor.flip(0)) != expected
+        assert health.digest(changed) != expected
+    assert health.digest(tensor.flip(0)) != expected
 
 
 def test_a_shard_without_rows_has_a_digest():
-    assert numerics.digest(torch.empty(0, 8)) == 0
+    assert health.digest(torch.empty(0, 8)) == 0
 
 
 def replicas_after_two_steps(world, changes: dict) -> int:
@@ -206,7 +207,7 @@ def replicas_after_two_steps(world, changes: dict) -> int:
             64, (1, 33), generator=torch.Generator().manual_seed(2 * index + world.rank)
         )
         step.train_step(state, [dict(tokens_BT=ids[:, :-1], labels_BT=ids[:, 1:])])
-    numerics.require_equal_replicas(state)
+    health.require_equal_replicas(state)
     return state.step
 
 
@@ -229,7 +230,7 @@ def test_without_replicas_there_is_nothing_to_compare():
         TrainConfig(model_size="tiny", model_overrides=SMALL, vocab_size=64).model(),
         "cpu",
     )
-    numerics.require_equal_replicas(state)
+    health.require_equal_replicas(state)
 
 
 # ---- steps without a finite gradient
@@ -250,7 +251,7 @@ def one_process(tmp_path, dataset, **settings):
     return (
         state,
         loader,
-        numerics.Numerics(
+        health.Numerics(
             state,
             loader,
             tmp_path,
@@ -270,12 +271,12 @@ def poisoned_step(state, loader):
 def test_a_skipped_step_changes_nothing_but_the_count(tmp_path, dataset):
     state, loader, watch = one_process(tmp_path, dataset)
     step.train_step(state, step.micro_batches(loader.batch(0), 4, state.device))
-    before = [tensor.clone() for _, tensor in numerics.named_tensors(state)]
+    before = [tensor.clone() for _, tensor in health.named_tensors(state)]
     result, said = poisoned_step(state, loader), []
     assert result.skipped and state.step == 2
     assert watch.after(result, said.append) == dict(spike=0.0) and watch.skipped == [2]
     assert all(
-        torch.equal(one, other) for one, (_, other) in zip(before, numerics.named_tensors(state))
+        torch.equal(one, other) for one, (_, other) in zip(before, health.named_tensors(state))
     )
     assert "(1 of 10 such steps allowed); rows 4:8 are in" in said[0] and len(said) == 1
 
@@ -292,7 +293,7 @@ def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_on
     for one in (state, again):
         step.train_step(one, step.micro_batches(loader.batch(2), 4, state.device))
     for (name, expected), (_, found) in zip(
-        numerics.named_tensors(state), numerics.named_tensors(again), strict=True
+        health.named_tensors(state), health.named_tensors(again), strict=True
     ):
         assert torch.equal(expected, found), name
 
@@ -330,7 +331,7 @@ def test_a_disk_that_fails_the_library_does_not_stop_the_run(tmp_path, dataset, 
     def failing(*_, **__):
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
-    monkeypatch.setattr(numerics, "save_file", failing)
+    monkeypatch.setattr(health, "save_file", failing)
     state, loader, watch = one_process(tmp_path, dataset)
     said = []
     watch.after(poisoned_step(state, loader), said.append)

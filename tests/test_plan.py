@@ -15,7 +15,7 @@ from longhaul.flops import keys_met, train_flops
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
-from longhaul.metrics import PEAK_FLOPS
+from longhaul.run.log import PEAK_FLOPS
 from model import GIB, Block, Decoder, ModelConfig, RotaryCache
 
 BIG = TrainConfig(context_length=131072)

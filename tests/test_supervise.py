@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from files import durable
-from longhaul import audit, dist, exits, step
+from longhaul import dist, exits, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt, StorageError
+from longhaul.run import audit
+from longhaul.run.guard import Guard, Lock, Signals
 from longhaul.saver import Saver, size_of, slow_shutdown
-from longhaul.supervise import Guard, Lock, Signals
 
 CFG = TrainConfig(
     model_size="tiny",

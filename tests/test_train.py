@@ -417,9 +417,9 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
         pairs += sum((t + 1 - 32) // 16 + 1 for n in (600, 400) for t in range(31, n)) + sum(
             min(t + 1, 512) for n in (600, 400) for t in range(n)
         )
-    monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: None)
+    monkeypatch.setattr("longhaul.run.log.peak_flops", lambda device: None)
     assert run._mfu(rows, 2.0) is None
-    monkeypatch.setattr("longhaul.metrics.peak_flops", lambda device: 1e12)
+    monkeypatch.setattr("longhaul.run.log.peak_flops", lambda device: 1e12)
     assert run._mfu(rows, 2.0) == pytest.approx(
         train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12
     )

@@ -27,7 +27,7 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import keys_met, train_flops
 from longhaul.memory import plan as planner
-from longhaul.metrics import peak_flops
+from longhaul.run.log import peak_flops
 from model import GIB
 
 ROUNDS = 5

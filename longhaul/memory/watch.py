@@ -1,7 +1,7 @@
 """What a run really takes, beside its plan: peaks by stage while the first steps run, and the
 report when memory runs out.
 
-GiB = 2^30 bytes. Imports longhaul.metrics, longhaul.memory (estimate, plan, stages) and model.py of
+GiB = 2^30 bytes. Imports longhaul.run.log, longhaul.memory (estimate, plan, stages) and model.py of
 ours.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from longhaul.memory import plan as planner
 from longhaul.memory.stages import Stages
-from longhaul.metrics import peak_memory_gib
+from longhaul.run.log import peak_memory_gib
 from model import GIB
 
 STEPS = 2  # watched: the first has no optimizer states yet, the second is like all that follow

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import longhaul.metrics  # noqa: F401
 import numpy as np
 import torch
 import torch._dynamo  # noqa: F401  here and below: what a child would otherwise import each time
@@ -23,7 +24,6 @@ from tqdm import tqdm  # noqa: F401
 
 import data.corpus  # noqa: F401
 import longhaul.generate  # noqa: F401
-import longhaul.metrics  # noqa: F401
 import longhaul.step  # noqa: F401
 import train
 from data.shards import write_dataset

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from data.shards import IntegrityError, open_dataset
 from files import durable
-from longhaul import checkpoint, metrics
+from longhaul import checkpoint
+from longhaul.run import log
 from scripts.faults import crash, disks, runs
 from scripts.faults.rows import Row, require
 
@@ -166,14 +167,14 @@ def full_log(trials: int, folder: Path) -> str:
             disks.fill(folder / "disk", 8192)
             out.mkdir(exist_ok=True)
             (folder / "disk" / "tensorboard").mkdir()
-        original = metrics.Logger.__init__
+        original = log.Logger.__init__
 
         def to_small_disk(self, where, *args):
             original(self, folder / "disk" if real else where, *args)
 
-        metrics.Logger.__init__ = to_small_disk
+        log.Logger.__init__ = to_small_disk
         if not real:
-            metrics._open_lines = lambda *args: runs.os.open("/dev/full", runs.os.O_WRONLY)
+            log._open_lines = lambda *args: runs.os.open("/dev/full", runs.os.O_WRONLY)
 
     child = runs.finish(
         runs.arguments(

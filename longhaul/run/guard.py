@@ -1,7 +1,7 @@
 """What stands around a run: signals and the STOP file, the lock on its folder, how it ends (exit
 code, exit.json, last line).
 
-Imports longhaul.dist, longhaul.exits, longhaul.peers and files.durable of ours.
+Imports longhaul.dist, longhaul.exits, longhaul.run.heartbeat and files.durable of ours.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from files import durable
 from longhaul import dist, exits
-from longhaul.peers import Peers
+from longhaul.run.heartbeat import Peers
 
 # seconds within which a second signal is the first one again: torchrun passes on what the group has
 # had already

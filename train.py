@@ -18,12 +18,13 @@ import torch
 
 from data import order
 from files import durable, untrusted
-from longhaul import checkpoint, cli, dist, exits, identity
+from longhaul import cli, dist, exits
+from longhaul.checkpoint import resume, store
+from longhaul.checkpoint.save import Saver, size_of
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
 from longhaul.run import guard
-from longhaul.saver import Saver, size_of
 from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
@@ -110,17 +111,17 @@ class Run:
         self.watch = Watch(plan.device)
         self.dataset = self._open_data(cfg)
         self.config = self._model_config(cfg)
-        self.identity = identity.identity(cfg, self.config, self.dataset)
-        self.record = identity.read_record(self.folder)  # run.json, None where the run is new
+        self.identity = resume.identity(cfg, self.config, self.dataset)
+        self.record = resume.read_record(self.folder)  # run.json, None where the run is new
         found = dist.on_rank0(
             lambda: self._find_checkpoint(cfg), world
         )  # one rank looks, so that all decide alike
         self.checkpoint = Path(found) if found else None
         self.manifest = self._read_manifest(cfg)
-        self.cfg = identity.with_skips(self.manifest, self._with_the_checkpoints_batch(cfg))
+        self.cfg = resume.with_skips(self.manifest, self._with_the_checkpoints_batch(cfg))
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
         if self.manifest is not None:
-            identity.check_position(self.manifest, self.loader)
+            resume.check_position(self.manifest, self.loader)
         self.stamps = dist.on_rank0(self._verify_data, world)
         self.data_rank, self.data_ranks = (
             world.rank // self.cfg.context_ranks,
@@ -175,12 +176,12 @@ class Run:
         write.
         """
         if self.record is not None:
-            identity.check_same_run(
+            resume.check_same_run(
                 self.record["identity"], self.identity, f"--output_dir {self.folder}"
             )
             self._lock()
         if cfg.resume == "auto":
-            found = checkpoint.latest(self.folder) if self.record else None
+            found = store.latest(self.folder) if self.record else None
             return str(found) if found else None
         if cfg.resume == "none":
             if self.record:
@@ -196,9 +197,9 @@ class Run:
             raise ValueError(
                 f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder"
             )
-        manifest = checkpoint.verify(Path(cfg.resume))
-        identity.check_complete(manifest, Path(cfg.resume))
-        identity.check_same_run(manifest["identity"], self.identity, f"--resume {cfg.resume}")
+        manifest = store.verify(Path(cfg.resume))
+        resume.check_complete(manifest, Path(cfg.resume))
+        resume.check_same_run(manifest["identity"], self.identity, f"--resume {cfg.resume}")
         newer = [
             step.name
             for step in self.folder.glob("step-????????")
@@ -207,7 +208,7 @@ class Run:
         if (
             newer and self.record and self.record["config"]["resume"] == cfg.resume
         ):  # the same command again
-            return str(checkpoint.latest(self.folder))
+            return str(store.latest(self.folder))
         if newer:
             raise ValueError(
                 f"--output_dir {self.folder} holds {newer[0]}, which is newer than {cfg.resume}: choose another --output_dir"
@@ -217,9 +218,9 @@ class Run:
     def _read_manifest(self, cfg: TrainConfig) -> dict | None:
         if self.checkpoint is None:
             return None
-        manifest = checkpoint.read_manifest(self.checkpoint)
-        identity.check_complete(manifest, self.checkpoint)
-        identity.check_settings(manifest, cfg)
+        manifest = store.read_manifest(self.checkpoint)
+        resume.check_complete(manifest, self.checkpoint)
+        resume.check_settings(manifest, cfg)
         return manifest
 
     def _verify_data(self) -> dict:
@@ -295,7 +296,7 @@ class Run:
             self.loader.effective_context(),
         )
         print(f"settings:\n{self.cfg.table()}\ncommand: {planner.command(self.cfg, self.world)}")
-        for line in identity.changes(self.manifest, self.cfg):
+        for line in resume.changes(self.manifest, self.cfg):
             print(line)
         for name in self.cfg.without_effect():
             print(
@@ -344,7 +345,7 @@ class Run:
         mesh = dist.data_mesh(self.world, self.device, self.cfg.dp_replicate)
         state = step.build(self.cfg, self.config, self.device, self.world, mesh)
         if self.checkpoint is not None:
-            checkpoint.load(state, self.checkpoint)
+            store.load(state, self.checkpoint)
             dist.print0(f"resumed {self.checkpoint} at step {state.step}", world=self.world)
         elif self.cfg.init_from:
             from longhaul import qwen3
@@ -384,7 +385,7 @@ class Run:
             self.state.step,
             log.say,
         )
-        log.text(self.state.step, "changes", "\n".join(identity.changes(self.manifest, self.cfg)))
+        log.text(self.state.step, "changes", "\n".join(resume.changes(self.manifest, self.cfg)))
         try:
             self._steps(log, saver)
             saver.wait()

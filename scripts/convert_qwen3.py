@@ -59,7 +59,8 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     """A step-00000000 checkpoint without optimizer state, for generate, evaluate and export."""
     import torch
 
-    from longhaul import checkpoint, qwen3
+    from longhaul import qwen3
+    from longhaul.checkpoint import store
     from longhaul.config import TrainConfig
     from longhaul.dist import World
     from longhaul.step import TrainState
@@ -68,16 +69,17 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     state = TrainState(
         TrainConfig(init_from=str(source)), decoder, None, torch.device("cpu"), World()
     )
-    return checkpoint.save(state, output, extra={"imported_from": str(source)})
+    return store.save(state, output, extra={"imported_from": str(source)})
 
 
 def export_hf(source: Path, output: Path, dtype: str) -> Path:
     """A Hugging Face folder of a checkpoint (or of a run's newest), whose hashes are verified
     first.
     """
-    from longhaul import checkpoint, qwen3
+    from longhaul import qwen3
+    from longhaul.checkpoint import store
 
-    qwen3.to_hf(_cast(checkpoint.load_model(checkpoint.newest(source)), dtype), output)
+    qwen3.to_hf(_cast(store.load_model(store.newest(source)), dtype), output)
     return output
 
 

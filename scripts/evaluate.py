@@ -1,6 +1,6 @@
 """Validation loss of a checkpoint: `python -m scripts.evaluate --checkpoint runs/quickstart`.
 
-Imports longhaul.checkpoint, longhaul.config, longhaul.dist, longhaul.step, longhaul.cli and data of
+Imports longhaul.checkpoint.store, longhaul.config, longhaul.dist, longhaul.step, longhaul.cli and data of
 ours.
 """
 
@@ -13,7 +13,7 @@ from data.corpus import prepare_embedded
 from data.loader import Loader
 from data.shards import open_dataset
 from longhaul import dist, step
-from longhaul.checkpoint import CheckpointError, load_model, newest, read_manifest
+from longhaul.checkpoint.store import CheckpointError, load_model, newest, read_manifest
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig
 

@@ -1,7 +1,7 @@
 """Continue a prompt with a trained checkpoint: `python -m scripts.generate --checkpoint
 runs/quickstart --prompt "def f("`.
 
-Imports longhaul.checkpoint, longhaul.generate, longhaul.cli and data.tokenizer of ours.
+Imports longhaul.checkpoint.store, longhaul.generate, longhaul.cli and data.tokenizer of ours.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import Tokenizer
-from longhaul.checkpoint import load_model, newest
+from longhaul.checkpoint.store import load_model, newest
 from longhaul.cli import Parser
 from longhaul.generate import check_sampling, generate
 

@@ -29,8 +29,8 @@ SAME_LEVEL = {
     ("longhaul.run.guard", "files.durable"),
     ("longhaul.run.guard", "longhaul.run.heartbeat"),
     ("longhaul.qwen3", "files.tensors"),
-    ("longhaul.contents", "files.tensors"),
-    ("longhaul.contents", "files.durable"),
+    ("longhaul.checkpoint.contents", "files.tensors"),
+    ("longhaul.checkpoint.contents", "files.durable"),
 }
 # a module may import modules of lower levels, and of its own level where the pair stands in
 # SAME_LEVEL
@@ -54,7 +54,7 @@ LEVELS = [
         "longhaul.qwen3",
         "longhaul.generate",
         "files.tensors",
-        "longhaul.contents",
+        "longhaul.checkpoint.contents",
         "longhaul.parallel.apply.checkpointing",
         "longhaul.flops",
         "longhaul.parallel.share_rows",
@@ -62,15 +62,15 @@ LEVELS = [
         "longhaul.run.guard",
         "longhaul.run.heartbeat",
     },
-    {"longhaul.step", "longhaul.checkpoint", "longhaul.run.log", "longhaul.run.health"},
+    {"longhaul.step", "longhaul.checkpoint.store", "longhaul.run.log", "longhaul.run.health"},
     {
         "longhaul.memory",
         "longhaul.evals",
         "longhaul.posttrain",
         "longhaul.analysis",
-        "longhaul.saver",
+        "longhaul.checkpoint.save",
         "longhaul.run.audit",
-        "longhaul.identity",
+        "longhaul.checkpoint.resume",
     },
     {"train", "profile_memory", "verify_chunked_loss", "scripts", "benchmarks"},
 ]

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from longhaul import checkpoint, dist, step
-from longhaul.checkpoint import CheckpointError
+from longhaul import dist, step
+from longhaul.checkpoint import store
+from longhaul.checkpoint.store import CheckpointError
 from longhaul.config import TrainConfig
 
 CFG = TrainConfig(
@@ -28,31 +29,29 @@ def trained(steps: int = 1):
 
 @pytest.fixture
 def saved(tmp_path):
-    return checkpoint.save(trained(), tmp_path, {})
+    return store.save(trained(), tmp_path, {})
 
 
 def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["model_config"].pop("nsa")
-    manifest["checksum"] = checkpoint.checksum(manifest)
+    manifest["checksum"] = store.checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.load_model(saved).config == CFG.model()
+    assert store.load_model(saved).config == CFG.model()
 
 
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
     state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
-    checkpoint.load(state, saved)
-    truth = checkpoint.named_rows(*(lambda s: (s.model, s.optimizer))(trained()))
-    loaded = checkpoint.named_rows(state.model, state.optimizer)
+    store.load(state, saved)
+    truth = store.named_rows(*(lambda s: (s.model, s.optimizer))(trained()))
+    loaded = store.named_rows(state.model, state.optimizer)
     assert loaded.keys() == truth.keys() and any(name.endswith("exp_avg") for name in loaded)
     assert all(torch.equal(value.local, truth[name].local) for name, value in loaded.items())
     assert state.step == 1 and state.tokens == 8
 
 
 def test_a_tied_weight_is_stored_once(saved):
-    names = [
-        name for file in checkpoint.read_manifest(saved)["files"].values() for name in file["rows"]
-    ]
+    names = [name for file in store.read_manifest(saved)["files"].values() for name in file["rows"]]
     assert (
         "model.embed.weight" in names
         and "model.lm_head.weight" not in names
@@ -62,16 +61,16 @@ def test_a_tied_weight_is_stored_once(saved):
 
 def test_a_checkpoint_is_never_overwritten(saved):
     with pytest.raises(CheckpointError, match="never overwritten"):
-        checkpoint.save(trained(), saved.parent, {})
+        store.save(trained(), saved.parent, {})
 
 
 def test_a_save_that_was_killed_leaves_no_checkpoint_and_is_swept_by_the_next(tmp_path):
     left = tmp_path / ".tmp-step-00000001"
     left.mkdir()
     (left / "rank-00000-of-00001.safetensors").write_bytes(b"half")
-    assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(trained(), tmp_path, {})
-    checkpoint.prune(tmp_path, 2)
+    assert store.latest(tmp_path) is None
+    store.save(trained(), tmp_path, {})
+    store.prune(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -79,13 +78,13 @@ def test_pruning_keeps_the_newest_and_only_after_it_verifies(tmp_path):
     state = trained(0)
     for number in (1, 2, 3):
         state.step = number
-        newest = checkpoint.save(state, tmp_path, {})
+        newest = store.save(state, tmp_path, {})
     (newest / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError):
-        checkpoint.prune(tmp_path, 2)
+        store.prune(tmp_path, 2)
     assert len(list(tmp_path.glob("step-????????"))) == 3
     newest.rename(tmp_path / "aside")
-    checkpoint.prune(tmp_path, 1)
+    store.prune(tmp_path, 1)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
@@ -97,7 +96,7 @@ def test_every_flipped_bit_of_a_sample_is_found(saved):
         broken[position] ^= 1 << position % 8
         shard.write_bytes(broken)
         with pytest.raises(CheckpointError, match="damaged"):
-            checkpoint.verify(saved)
+            store.verify(saved)
 
 
 def break_file(kind: str, folder):
@@ -114,11 +113,11 @@ def break_file(kind: str, folder):
         manifest.unlink()
     elif kind == "future version":
         content["version"] = 99
-        content["checksum"] = checkpoint.checksum(content)
+        content["checksum"] = store.checksum(content)
         manifest.write_text(json.dumps(content))
     elif kind == "path":
         content["files"] = {"../" + name: value for name, value in content["files"].items()}
-        content["checksum"] = checkpoint.checksum(content)
+        content["checksum"] = store.checksum(content)
         manifest.write_text(json.dumps(content))
     else:
         manifest.write_text(kind)
@@ -140,13 +139,13 @@ def break_file(kind: str, folder):
 def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys):
     break_file(kind, saved)
     with pytest.raises(CheckpointError, match=words):
-        checkpoint.verify(saved)
+        store.verify(saved)
     if kind == "future version":  # not damaged: nothing is renamed
         with pytest.raises(CheckpointError, match="update longhaul"):
-            checkpoint.latest(saved.parent)
+            store.latest(saved.parent)
         return
     with pytest.raises(CheckpointError, match="no checkpoint is usable"):
-        checkpoint.latest(saved.parent)
+        store.latest(saved.parent)
     assert (
         "DAMAGED CHECKPOINT" in capsys.readouterr().out
         and (saved.parent / "step-00000001.corrupt").exists()
@@ -154,7 +153,7 @@ def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys)
 
 
 def test_rows_cover_a_plain_tensor_whole():
-    rows = checkpoint.rows_of(torch.zeros(5, 3))
+    rows = store.rows_of(torch.zeros(5, 3))
     assert (rows.start, rows.end, rows.shape) == (0, 5, (5, 3))
 
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from data import order
 from data.loader import Loader
 from data.shards import write_dataset
-from longhaul import checkpoint, dist, identity, step
+from longhaul import dist, step
+from longhaul.checkpoint import resume, store
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from longhaul.run import health
@@ -108,7 +109,7 @@ def manifest(step: int, skip=()) -> dict:
 )
 def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(at, recorded, given, expected):
     assert (
-        identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
+        resume.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
         == expected
     )
 
@@ -121,7 +122,7 @@ def test_rows_that_were_trained_on_cannot_be_left_out_any_more(at, recorded, giv
     with pytest.raises(
         ValueError, match="was trained on the rows before .*: resume an earlier one"
     ):
-        identity.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given)))
+        resume.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given)))
 
 
 # ---- spikes
@@ -287,9 +288,9 @@ def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_on
     state, loader, watch = one_process(tmp_path, dataset)
     watch.after(poisoned_step(state, loader), print)
     step.train_step(state, step.micro_batches(loader.batch(1), 4, state.device))
-    path = checkpoint.save(state, tmp_path, dict(skipped=list(watch.skipped)))
+    path = store.save(state, tmp_path, dict(skipped=list(watch.skipped)))
     again = one_process(tmp_path, dataset)[0]
-    checkpoint.load(again, path)
+    store.load(again, path)
     for one in (state, again):
         step.train_step(one, step.micro_batches(loader.batch(2), 4, state.device))
     for (name, expected), (_, found) in zip(

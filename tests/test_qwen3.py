@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longhaul import checkpoint, qwen3
+from longhaul import qwen3
+from longhaul.checkpoint import store
 from model import Decoder, ModelConfig
 from tests.ranks import run_ranks
 
@@ -547,7 +548,7 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path)
     assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", (
         done.stderr
     )
-    assert_same_logits(checkpoint.load_model(tmp_path / "run" / "step-00000000"), reference)
+    assert_same_logits(store.load_model(tmp_path / "run" / "step-00000000"), reference)
     done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
     assert done.returncode == 0, done.stderr
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))

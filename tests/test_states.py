@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from longhaul import checkpoint, optim, optimizers, step
+from longhaul import optim, optimizers, step
+from longhaul.checkpoint import store
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 
@@ -221,24 +222,24 @@ def test_a_resumed_run_continues_bit_for_bit(kind, tmp_path):
         step.train_step(whole, batch(index))
     for index in range(2):
         step.train_step(first, batch(index))
-    checkpoint.load(second, checkpoint.save(first, tmp_path, {}))
+    store.load(second, store.save(first, tmp_path, {}))
     for index in range(2, 4):
         step.train_step(second, batch(index))
-    for name, part in checkpoint.named_rows(whole.model, whole.optimizer).items():
+    for name, part in store.named_rows(whole.model, whole.optimizer).items():
         assert torch.equal(
-            part.local, checkpoint.named_rows(second.model, second.optimizer)[name].local
+            part.local, store.named_rows(second.model, second.optimizer)[name].local
         ), name
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path):
     state = build(optimizer="adamw_8bit")
     step.train_step(state, batch(0))
-    folder = checkpoint.save(state, tmp_path, {})
+    folder = store.save(state, tmp_path, {})
     for other in (dict(), dict(optimizer="muon")):
         with pytest.raises(
-            checkpoint.CheckpointError, match="give the settings of the run that wrote it"
+            store.CheckpointError, match="give the settings of the run that wrote it"
         ):
-            checkpoint.load(build(**other), folder)
+            store.load(build(**other), folder)
 
 
 @pytest.mark.parametrize(

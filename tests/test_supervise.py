@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 from files import durable
 from longhaul import dist, exits, step
+from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt, StorageError
 from longhaul.run import audit
 from longhaul.run.guard import Guard, Lock, Signals
-from longhaul.saver import Saver, size_of, slow_shutdown
 
 CFG = TrainConfig(
     model_size="tiny",
@@ -216,11 +216,11 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
 def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
     tmp_path, monkeypatch, capsys
 ):
-    from longhaul import checkpoint
+    from longhaul.checkpoint import store
 
     state, broken = built(), []
     step.train_step(state, batch())
-    original = checkpoint.write
+    original = store.write
 
     def write(*args):
         path = original(*args)
@@ -228,10 +228,10 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
             broken.append(next(path.glob("*.safetensors")).write_bytes(b"other"))
         return path
 
-    monkeypatch.setattr(checkpoint, "write", write)
+    monkeypatch.setattr(store, "write", write)
     Saver(tmp_path, dist.World(), 2, False, 0, lambda line: None).save(state, {})
     assert (
-        checkpoint.latest(tmp_path).name == "step-00000001"
+        store.latest(tmp_path).name == "step-00000001"
         and (tmp_path / "step-00000001.corrupt").exists()
     )
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out

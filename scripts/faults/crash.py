@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from files import durable
-from longhaul import checkpoint, dist, step
+from longhaul import dist, step
+from longhaul.checkpoint import store
 from longhaul.config import TrainConfig
 from scripts.faults.rows import Failed, require
 
@@ -176,10 +177,10 @@ def record(folder: Path, saves: int) -> tuple[list[tuple], dict[int, bytes]]:
     tokens = step.torch.arange(8)[None]
     for _ in range(saves):
         step.train_step(state, [dict(tokens_BT=tokens, labels_BT=tokens)])
-        path = checkpoint.save(state, folder, {})
+        path = store.save(state, folder, {})
         log.append(("saved", state.step, None))
         shards[state.step] = next(path.glob("rank-*")).read_bytes()
-        checkpoint.prune(folder, 2)
+        store.prune(folder, 2)
     return log, shards
 
 
@@ -253,8 +254,8 @@ def _check(
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            found = checkpoint.latest(folder)
-        except checkpoint.CheckpointError as error:
+            found = store.latest(folder)
+        except store.CheckpointError as error:
             raise Failed(f"{where}: {error}") from None
     number = int(found.name[5:]) if found else 0
     require(number >= durable, f"{where}: step {durable} was durable, {number} is what is left")

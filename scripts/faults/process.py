@@ -19,7 +19,8 @@ from pathlib import Path
 import data.corpus
 import data.shards
 from files import durable
-from longhaul import checkpoint, step
+from longhaul import step
+from longhaul.checkpoint import store
 from longhaul.parallel import apply
 from scripts.faults import crash, runs
 from scripts.faults.rows import Row, require
@@ -113,7 +114,7 @@ def killed_while_pruning(trials: int, folder: Path) -> str:
         args = runs.arguments(source, folder / name, *more)
         runs.finish(args, folder / f"{name}.log", -signal.SIGKILL, before=fault)
         newest = max((folder / name).glob("step-????????"))
-        checkpoint.verify(newest)
+        store.verify(newest)
         require(
             newest.name == "step-00000003", f"{newest} is not the checkpoint that was just written"
         )
@@ -253,7 +254,7 @@ def terminated(trials: int, folder: Path) -> str:
 
 def saved_once(out: Path, child: runs.Child, where: str):
     """The newest checkpoint is of the last step, was written once, and exit.json says all that."""
-    record, newest = runs.exit_record(out), checkpoint.latest(out)
+    record, newest = runs.exit_record(out), store.latest(out)
     require(
         record["code"] == 75 and "same command" in record["remedy"],
         f"{where}: exit.json is {record}",
@@ -329,7 +330,7 @@ def terminated_group(trials: int, folder: Path) -> str:
         f"under torchrun exit.json is {record}",
     )
     require(
-        int(checkpoint.latest(out).name[5:]) == record["last_step"],
+        int(store.latest(out).name[5:]) == record["last_step"],
         "under torchrun nothing was saved",
     )
     return "both ranks 75 with one save, also where the signal comes twice; under torchrun exit.json has 75, and the checkpoint is there"
@@ -360,7 +361,7 @@ def interrupted_twice(trials: int, folder: Path) -> str:
             code == 128 + number and time.monotonic() - start < 2,
             f"{name}: code {code} after {time.monotonic() - start:.1f} s",
         )
-        require(checkpoint.latest(folder / name) is not None, "the checkpoint before is gone")
+        require(store.latest(folder / name) is not None, "the checkpoint before is gone")
         again(folder, args, name)
     return "SIGTERM and SIGINT alike: the second left at once, the checkpoint before is whole, the same bits afterwards"
 

@@ -227,7 +227,8 @@ def read_qwen3(folder: Path):
 def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
     import torch
 
-    from longhaul import checkpoint, dist
+    from longhaul import dist
+    from longhaul.checkpoint import store
     from longhaul.config import TrainConfig
     from longhaul.step import TrainState
 
@@ -238,7 +239,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
         ),
     )
     state = TrainState(cfg, _decoder(), None, torch.device("cpu"), dist.World())
-    path = checkpoint.save(state, folder, dict(identity={}, rows_per_step=1))
+    path = store.save(state, folder, dict(identity={}, rows_per_step=1))
     shard = next(path.glob("*.safetensors"))
     return json.loads((path / "manifest.json").read_bytes()), shard.read_bytes(), shard.name
 
@@ -246,7 +247,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
     from files import durable
-    from longhaul import checkpoint
+    from longhaul.checkpoint import store
 
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
@@ -259,15 +260,15 @@ def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
         (step / name).write_bytes(content)
         manifest = damaged_json(rng, manifest)
     if isinstance(manifest, dict):
-        manifest = manifest | {"checksum": checkpoint.checksum(manifest)}
+        manifest = manifest | {"checksum": store.checksum(manifest)}
     text = json.dumps(manifest).encode("utf-8", "replace")
     (step / "manifest.json").write_bytes(damaged(rng, text) if rng.random() < 0.1 else text)
 
 
 def read_checkpoint(folder: Path):
-    from longhaul import checkpoint
+    from longhaul.checkpoint import store
 
-    checkpoint.load_model(folder / f"step-{0:08d}")
+    store.load_model(folder / f"step-{0:08d}")
 
 
 def make_dataset(folder: Path) -> dict[str, bytes]:

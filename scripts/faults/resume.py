@@ -12,7 +12,8 @@ import torch
 
 from data import loader
 from files import tensors
-from longhaul import checkpoint, optim
+from longhaul import optim
+from longhaul.checkpoint import store
 from scripts.faults import runs
 from scripts.faults.rows import Row, require
 
@@ -159,7 +160,7 @@ def same_weights(out: Path, other: Path) -> bool:
 def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
     folder = max(out.glob("step-????????"))
     parts: dict[str, list] = {}
-    for file, about in checkpoint.verify(folder)["files"].items():
+    for file, about in store.verify(folder)["files"].items():
         with tensors.opened(folder / file) as source:
             for name, (start, _) in about["rows"].items():
                 parts.setdefault(name, []).append((start, source.get_tensor(name)))
@@ -305,7 +306,7 @@ def missing_state(trials: int, folder: Path) -> str:
         | dict(config={key: value for key, value in content["config"].items() if key != "lr"}),
     }
     for name, manifest in gone.items():
-        path.write_text(json.dumps(manifest | dict(checksum=checkpoint.checksum(manifest))))
+        path.write_text(json.dumps(manifest | dict(checksum=store.checksum(manifest))))
         child = runs.finish(args, folder / "log", 4)
         require("use another checkpoint" in child.last_line(), f"{name}: {child.last_line()}")
     return f"without {', '.join(gone)}: code 4 each"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from data.shards import open_dataset
 from files import tensors
-from longhaul import checkpoint, qwen3
+from longhaul import qwen3
+from longhaul.checkpoint import store
 from scripts import convert_qwen3, evaluate, fuzz, generate
 from scripts.faults import data as data_rows
 from scripts.faults import readers, runs
@@ -119,11 +120,11 @@ def _under_good_names(folder: Path, mark: Path):
     manifest, _, name = readers.make_checkpoint(folder)
     step = folder / "step-00000000"
     (step / name).write_bytes(evil(mark))
-    manifest["files"][name] |= checkpoint.storage.describe(step / name)
+    manifest["files"][name] |= store.storage.describe(step / name)
     (step / "manifest.json").write_text(
-        json.dumps(manifest | {"checksum": checkpoint.checksum(manifest)})
+        json.dumps(manifest | {"checksum": store.checksum(manifest)})
     )
-    _raises(lambda: checkpoint.verify(step), UNOPENED)
+    _raises(lambda: store.verify(step), UNOPENED)
 
 
 def _raises(function, *words: str):
@@ -223,16 +224,14 @@ def _checkpoint_paths(folder: Path, secret: Path, names):
     for name in names:
         changed = manifest | dict(files={name: entry})
         (step / "manifest.json").write_text(
-            json.dumps(changed | {"checksum": checkpoint.checksum(changed)})
+            json.dumps(changed | {"checksum": store.checksum(changed)})
         )
-        _raises(lambda: checkpoint.verify(step), "not a plain file of this folder")
+        _raises(lambda: store.verify(step), "not a plain file of this folder")
     changed = manifest | dict(files={good: entry})
-    (step / "manifest.json").write_text(
-        json.dumps(changed | {"checksum": checkpoint.checksum(changed)})
-    )
+    (step / "manifest.json").write_text(json.dumps(changed | {"checksum": store.checksum(changed)}))
     (step / good).rename(folder / "moved.safetensors")
     (step / good).symlink_to(folder / "moved.safetensors")
-    _raises(lambda: checkpoint.verify(step), "not a plain file of this folder")
+    _raises(lambda: store.verify(step), "not a plain file of this folder")
 
 
 def tricks(trials: int, folder: Path) -> str:

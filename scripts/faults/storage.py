@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data.shards import IntegrityError, open_dataset
 from files import durable
-from longhaul import checkpoint
+from longhaul.checkpoint import store
 from longhaul.run import log
 from scripts.faults import crash, disks, runs
 from scripts.faults.rows import Row, require
@@ -70,7 +70,7 @@ def _really_full(source: Path, folder: Path, size: int):
 
     child = runs.finish(args, folder / "full.log", 6, before=lambda: crash.watch(fill_up))
     require("No space left" in child.last_line(), child.last_line())
-    checkpoint.verify(out / "step-00000003")
+    store.verify(out / "step-00000003")
     (folder / "disk" / "ballast").unlink()
     runs.finish(args, folder / "space.log")
     require(runs.same_end(out, folder / "whole"), "other bits than the uninterrupted run")
@@ -116,7 +116,7 @@ def _old_one_is_whole(out: Path, child: runs.Child, code: int, folder: Path, sou
         require(
             "bytes" in child.last_line() and "free space" in child.last_line(), child.last_line()
         )
-        checkpoint.verify(out / "step-00000003")
+        store.verify(out / "step-00000003")
         require(
             not list(out.glob(".tmp-step-*/*.safetensors")) or code, "half a checkpoint was left"
         )
@@ -187,7 +187,7 @@ def full_log(trials: int, folder: Path) -> str:
         child.words().count("warning: the log cannot be written") == 1,
         f"warned {child.words().count('the log cannot be')} times",
     )
-    checkpoint.verify(out / "step-00000200")
+    store.verify(out / "step-00000200")
     return f"200 steps, 2 saves, one warning ({'a full disk' if real else '/dev/full'})"
 
 
@@ -214,7 +214,7 @@ def falls_back(out: Path, where: str):
     """
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        found = checkpoint.latest(out)
+        found = store.latest(out)
     require(found is not None and found.name == "step-00000003", f"{where}: {found} was taken")
     require(
         "DAMAGED CHECKPOINT" in said.getvalue() and (out / "step-00000006.corrupt").exists(),
@@ -239,7 +239,7 @@ def flipped_bits(trials: int, folder: Path) -> str:
     """
     args, out = two_checkpoints(folder)
     draw, newest = random.Random(0), out / "step-00000006"
-    manifest, harmless = checkpoint.read_manifest(newest), 0
+    manifest, harmless = store.read_manifest(newest), 0
     for index in range(trials // 2):
         path = draw.choice(sorted(newest.iterdir()))
         mend = flip(path, draw)
@@ -341,7 +341,7 @@ def bad_manifests(trials: int, folder: Path) -> str:
     path = out / "step-00000006" / "manifest.json"
     content = json.loads(path.read_text())
     future = content | dict(version=99)
-    future["checksum"] = checkpoint.checksum(future)
+    future["checksum"] = store.checksum(future)
     for name, text in dict(
         missing=None,
         empty="",

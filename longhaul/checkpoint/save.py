@@ -1,5 +1,5 @@
 """When and how a run saves: at once or in the background, checked again, pruned. Imports
-longhaul.checkpoint, .dist, .exits, .step of ours.
+longhaul.checkpoint.store, .dist, .exits, .step of ours.
 """
 
 import dataclasses
@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from longhaul import checkpoint, dist, step
-from longhaul.checkpoint import CheckpointError
+from longhaul import dist, step
+from longhaul.checkpoint import store
+from longhaul.checkpoint.store import CheckpointError
 from longhaul.exits import StorageError
 
 
@@ -18,7 +19,7 @@ def size_of(cfg, model_config) -> int:
     """Bytes of a checkpoint of these settings, from a model on meta."""
     alone = dataclasses.replace(cfg, context_parallel_size=1, compile=False, dp_replicate=1)
     state = step.build(alone, model_config, "meta")
-    return checkpoint.size_of(state.model, state.optimizer)
+    return store.size_of(state.model, state.optimizer)
 
 
 class Saver:
@@ -50,7 +51,7 @@ class Saver:
         """Save `state`; with a thread, return as soon as the state is copied."""
         self.wait()
         self.saved, start = state.step, time.monotonic()
-        shot = checkpoint.snapshot(state, extra, copied=self.pool is not None)
+        shot = store.snapshot(state, extra, copied=self.pool is not None)
         if self.pool is None:
             self._write(shot, start)
         else:
@@ -70,10 +71,10 @@ class Saver:
             self.say(f"warning: the save that was under way failed: {error}")
         self.under_way = None
 
-    def _write(self, shot: checkpoint.Snapshot, start: float):
-        path = checkpoint.write(shot, self.folder, self.group)
+    def _write(self, shot: store.Snapshot, start: float):
+        path = store.write(shot, self.folder, self.group)
         if not self._reads_back(path):
-            path = checkpoint.write(shot, self.folder, self.group)
+            path = store.write(shot, self.folder, self.group)
             if not self._reads_back(path):
                 raise StorageError(
                     f"{path} does not read back as it was written, twice; it is renamed .corrupt: check the disk"
@@ -91,10 +92,10 @@ class Saver:
         damaged = None
         if self.world.rank == 0:
             try:
-                checkpoint.prune(self.folder, self.keep)
+                store.prune(self.folder, self.keep)
             except CheckpointError as error:
                 damaged = error
-                checkpoint.set_aside(path, error)
+                store.set_aside(path, error)
         return not dist.any_rank(damaged is not None, self.group)
 
 

@@ -8,7 +8,7 @@ Parameters and optimizer states are sharded on their first dimension, so a shard
 and resharding is slicing.
 A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is
 renamed `.corrupt`, never
-deleted. Imports longhaul.contents, longhaul.dist, longhaul.exits, longhaul.parallel.apply,
+deleted. Imports longhaul.checkpoint.contents, longhaul.dist, longhaul.exits, longhaul.parallel.apply,
 longhaul.optimizers, files.durable,
 files.tensors, files.untrusted and model.py of ours.
 """
@@ -25,7 +25,8 @@ import torch
 from files import durable
 from files.tensors import opened
 from files.untrusted import parse_json, refuse_pickle
-from longhaul import contents, dist, exits, optimizers
+from longhaul import dist, exits, optimizers
+from longhaul.checkpoint import contents
 from longhaul.exits import StorageError
 from longhaul.parallel import apply
 from model import Decoder

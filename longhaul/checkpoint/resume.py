@@ -1,5 +1,5 @@
 """Which run a folder or checkpoint belongs to, and what has changed since. Imports data.order,
-longhaul.checkpoint,
+longhaul.checkpoint.store,
 longhaul.config and model.py of ours.
 """
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from data import order
-from longhaul.checkpoint import CheckpointError
+from longhaul.checkpoint.store import CheckpointError
 from longhaul.config import TrainConfig
 from model import ModelConfig
 

@@ -1,7 +1,7 @@
 """What Native Sparse Attention adds to a layer of grouped-query attention: gates, compression, K/V
 of its own.
 
-Imports torch, and nsa.compress, nsa.decode and nsa.engine of ours; fused/nsa.py lazily.
+Imports torch, and nsa.compress, nsa.decode and nsa.engine of ours; nsa/triton/attention.py lazily.
 
 The model projects, norms and rotates q, k and v; this module makes of them the inputs of
 `nsa_attention` and calls it.
@@ -138,7 +138,7 @@ def choose_core(config):
     if config.kernels != "triton":
         return nsa_attention
     try:
-        from fused import nsa as twin  # the one lazy edge
+        from nsa.triton import attention as twin  # the one lazy edge
     except ImportError as error:
         raise ValueError(
             f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"

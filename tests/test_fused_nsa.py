@@ -1,4 +1,4 @@
-"""fused/nsa.py against the dense float64 oracle and nsa/engine.py: on a GPU if there is one, else
+"""nsa/triton/attention.py against the dense float64 oracle and nsa/engine.py: on a GPU if there is one, else
 interpreted.
 
 Letters as in nsa_oracle.py. Without a GPU: fp32 and fp16 (the interpreter's bf16 products are
@@ -26,13 +26,13 @@ triton = pytest.importorskip(
     reason="triton is not installed: the kernels of Native Sparse Attention are not tested",
 )
 
-from fused import nsa  # noqa: E402  without triton it cannot be imported
+from nsa.triton import attention  # noqa: E402  without triton it cannot be imported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = NSAConfig(
     cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8
 )  # sparse from 16 tokens on
-SIZES = [getattr(SMALL, name) for name in nsa.Sizes._fields]
+SIZES = [getattr(SMALL, name) for name in attention.Sizes._fields]
 BOUNDS = {torch.float32: (1e-5, 3e-5), torch.float16: (2e-3, 4e-3)}  # forward, gradients
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* encountered in:RuntimeWarning"
@@ -45,7 +45,9 @@ def small_tiles(monkeypatch):
     and not, and several segments.
     """
     if DEVICE == "cpu":
-        monkeypatch.setattr(nsa, "blocks", lambda K, itemsize: nsa.Blocks(32, 16, 16, 1, 32))
+        monkeypatch.setattr(
+            attention, "blocks", lambda K, itemsize: attention.Blocks(32, 16, 16, 1, 32)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +71,8 @@ def make(T, cfg=SMALL, **settings):
 
 def run(tensors, cfg=SMALL, cu=None):
     """o, o_cmp, o_slc, block_idx, and the gradients of a random weighting of o, on the CPU."""
-    o, o_cmp, o_slc, _, _, block_idx = nsa.nsa_triton_forward(
-        *tensors, cu, [getattr(cfg, name) for name in nsa.Sizes._fields]
+    o, o_cmp, o_slc, _, _, block_idx = attention.nsa_triton_forward(
+        *tensors, cu, [getattr(cfg, name) for name in attention.Sizes._fields]
     )
     grads = torch.autograd.grad(o, tensors, weighting(o))
     return [x.detach().cpu() for x in (o, o_cmp, o_slc, block_idx)], [x.cpu() for x in grads]
@@ -156,7 +158,7 @@ def test_the_tiles_of_a_gpu_match_float64(dtype, monkeypatch):
 def test_chunks_of_pairs_equal_one_chunk(queries, monkeypatch):
     tensors = make(19)
     whole, whole_grads = run(tensors)
-    monkeypatch.setattr(nsa, "PAIR_NUMBERS", SMALL.sel_count * 2 * 16 * queries)
+    monkeypatch.setattr(attention, "PAIR_NUMBERS", SMALL.sel_count * 2 * 16 * queries)
     parts, grads = run(tensors)
     assert torch.equal(whole[3], parts[3])
     assert all(
@@ -171,7 +173,8 @@ def test_chunks_of_pairs_equal_one_chunk(queries, monkeypatch):
 def test_parts_and_chosen_blocks_are_the_engines():
     tensors = make(26, G=1, M=4)
     got, want = (
-        f(*tensors, SMALL, return_parts=True) for f in (nsa.nsa_attention, engine.nsa_attention)
+        f(*tensors, SMALL, return_parts=True)
+        for f in (attention.nsa_attention, engine.nsa_attention)
     )
     assert list(got) == list(want)
     for name in ("o", "o_cmp", "o_slc", "o_win"):
@@ -184,11 +187,14 @@ def test_equal_importance_keeps_the_lowest_blocks():
     cfg = NSAConfig(
         cmp_block=2, cmp_stride=1, sel_block=2, sel_count=8, window=8
     )  # 5 free places, 32 blocks: two tiles of them
-    sizes, tensors = [getattr(cfg, name) for name in nsa.Sizes._fields], make(64, G=1, cfg=cfg)
+    sizes, tensors = (
+        [getattr(cfg, name) for name in attention.Sizes._fields],
+        make(64, G=1, cfg=cfg),
+    )
     with torch.no_grad():
         tensors[0].zero_()
     got, want = (
-        op(*tensors, None, sizes)[-1] for op in (nsa.nsa_triton_forward, engine.nsa_forward)
+        op(*tensors, None, sizes)[-1] for op in (attention.nsa_triton_forward, engine.nsa_forward)
     )
     assert torch.equal(got.sort(-1).values, want.sort(-1).values)
 
@@ -201,7 +207,7 @@ def test_rows_without_a_visible_block_are_exactly_zero_with_zero_gradients():
     blind = slice(0, SMALL.cmp_block - 1)
     with torch.no_grad():
         tensors[7][..., 1:] = 0  # the compressed branch alone
-    o = nsa.nsa_attention(*tensors, SMALL)
+    o = attention.nsa_attention(*tensors, SMALL)
     assert (o[:, blind] == 0).all() and (o[:, SMALL.cmp_block - 1 :] != 0).any()
     grads = torch.autograd.grad(o[:, blind].sum(), tensors)
     assert all((g == 0).all() for g in grads[:7]) and (grads[7][..., 0] == 0).all()
@@ -229,7 +235,7 @@ def test_nothing_in_the_future_matters():
         for x, y, n in zip(tensors, other, cuts, strict=True)
     ]
     (o, *_, idx), (after, *_, mixed_idx) = (
-        nsa.nsa_triton_forward(*x, None, SIZES) for x in (tensors, mixed)
+        attention.nsa_triton_forward(*x, None, SIZES) for x in (tensors, mixed)
     )
     assert torch.equal(o[:, :cut], after[:, :cut]) and torch.equal(idx[:, :cut], mixed_idx[:, :cut])
     for g, n in zip(torch.autograd.grad(o[:, :cut].sum(), tensors), cuts, strict=True):
@@ -263,7 +269,7 @@ def test_packed_documents_equal_separate_ones_exactly(documents):
     cu = torch.tensor([0] + documents).cumsum(0)
     weight = weighting(tensors[0])
     packed = [
-        o := nsa.nsa_attention(*tensors, SMALL, cu_seqlens=cu),
+        o := attention.nsa_attention(*tensors, SMALL, cu_seqlens=cu),
         *torch.autograd.grad(o, tensors, weight),
     ]
     block = 0
@@ -274,7 +280,7 @@ def test_packed_documents_equal_separate_ones_exactly(documents):
             x.detach()[:, span].requires_grad_() for x, span in zip(tensors, spans, strict=True)
         ]
         alone = [
-            o := nsa.nsa_attention(*alone_in, SMALL),
+            o := attention.nsa_attention(*alone_in, SMALL),
             *torch.autograd.grad(o, alone_in, weight[:, a:b]),
         ]
         assert all(
@@ -290,7 +296,10 @@ def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors
     ]
     for x, y in zip(
-        *(torch.autograd.grad(nsa.nsa_attention(*z, SMALL).sum(), z) for z in (tensors, strided)),
+        *(
+            torch.autograd.grad(attention.nsa_attention(*z, SMALL).sum(), z)
+            for z in (tensors, strided)
+        ),
         strict=True,
     ):
         assert torch.equal(x, y)
@@ -304,18 +313,20 @@ def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
     monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
     cu = None if documents is None else torch.tensor([0] + documents).cumsum(0)
     tensors = make(10, G=1, documents=documents)
-    torch.library.opcheck(nsa.nsa_triton_forward, (*tensors, cu, SIZES))
+    torch.library.opcheck(attention.nsa_triton_forward, (*tensors, cu, SIZES))
     plain = [x.detach() for x in tensors]
-    o, *saved = nsa.nsa_triton_forward(*plain, cu, SIZES)
-    torch.library.opcheck(nsa.nsa_triton_backward, (torch.ones_like(o), *plain, *saved, cu, SIZES))
+    o, *saved = attention.nsa_triton_forward(*plain, cu, SIZES)
+    torch.library.opcheck(
+        attention.nsa_triton_backward, (torch.ones_like(o), *plain, *saved, cu, SIZES)
+    )
 
 
 def test_fullgraph_compile_gives_the_eager_result():
     compiled = torch.compile(
-        lambda *x: nsa.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"
+        lambda *x: attention.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"
     )
     tensors = make(21, G=1)
-    eager, fast = nsa.nsa_attention(*tensors, SMALL) * 2, compiled(*tensors)
+    eager, fast = attention.nsa_attention(*tensors, SMALL) * 2, compiled(*tensors)
     assert torch.equal(eager, fast)
     for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (eager, fast)), strict=True):
         assert torch.equal(x, y)
@@ -358,12 +369,12 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
     monkeypatch,
 ):
     monkeypatch.undo()
-    for name in dir(nsa):
+    for name in dir(attention):
         if name.endswith("_kernel"):
-            monkeypatch.setattr(nsa, name, Idle())
-    monkeypatch.setattr(nsa, "require", lambda q: None)
+            monkeypatch.setattr(attention, name, Idle())
+    monkeypatch.setattr(attention, "require", lambda q: None)
     cfg, T = NSAConfig(), 131_072
-    sizes, N = [getattr(cfg, name) for name in nsa.Sizes._fields], cfg.compressed_blocks(T)
+    sizes, N = [getattr(cfg, name) for name in attention.Sizes._fields], cfg.compressed_blocks(T)
     with torch.device("meta"):
         q, gates = (
             torch.empty(1, T, 32, 128, dtype=torch.bfloat16),
@@ -375,9 +386,9 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
         return sum(x.nbytes for x in tensors)
 
     with Live() as forward:
-        o, *saved = nsa.nsa_triton_forward._init_fn(q, *kv, gates, None, sizes)
+        o, *saved = attention.nsa_triton_forward._init_fn(q, *kv, gates, None, sizes)
     with Live() as backward:
-        nsa.nsa_triton_backward._init_fn(o, q, *kv, gates, *saved, None, sizes)
+        attention.nsa_triton_backward._init_fn(o, q, *kv, gates, *saved, None, sizes)
     assert forward.most - bytes_of(o) < 3e9
     assert bytes_of(*saved) + backward.most - bytes_of(q, *kv, gates) < 3.6e9
 
@@ -388,14 +399,14 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
 def test_asking_for_the_kernels_where_they_cannot_run_raises_and_names_the_remedy(monkeypatch):
     tensors = make(6, G=1)
     with pytest.raises(ValueError, match="float64.*nsa.engine.nsa_attention"):
-        nsa.require(tensors[0].double())
-    monkeypatch.setattr(nsa, "INTERPRETED", True)
+        attention.require(tensors[0].double())
+    monkeypatch.setattr(attention, "INTERPRETED", True)
     with pytest.raises(ValueError, match="bfloat16.*bf16 products are wrong"):
-        nsa.nsa_attention(*(x.bfloat16() for x in tensors), SMALL)
-    monkeypatch.setattr(nsa, "INTERPRETED", False)
+        attention.nsa_attention(*(x.bfloat16() for x in tensors), SMALL)
+    monkeypatch.setattr(attention, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with pytest.raises(ValueError, match=f"float32 on {DEVICE}.*capability >= 8.0.*nsa.engine"):
-        nsa.nsa_attention(*tensors, SMALL)
+        attention.nsa_attention(*tensors, SMALL)
 
 
 @pytest.mark.parametrize(
@@ -409,15 +420,15 @@ def test_asking_for_the_kernels_where_they_cannot_run_raises_and_names_the_remed
 )
 def test_sizes_that_do_not_fit_the_chip_are_refused(settings, cfg, words):
     with pytest.raises(ValueError, match=f"{words}.*nsa.engine"):
-        nsa.nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
+        attention.nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
 
 
 def test_wrong_shapes_and_documents_are_refused_as_by_the_engine():
     q, k, *rest = make(20, G=1)
     with pytest.raises(ValueError, match="shape"):
-        nsa.nsa_attention(q, k[:, 1:], *rest, SMALL)
+        attention.nsa_attention(q, k[:, 1:], *rest, SMALL)
     with pytest.raises(ValueError, match="increasing from 0 to T"):
-        nsa.nsa_attention(q, k, *rest, SMALL, cu_seqlens=torch.tensor([0, 19]))
+        attention.nsa_attention(q, k, *rest, SMALL, cu_seqlens=torch.tensor([0, 19]))
 
 
 COMPILE = r"""
@@ -485,7 +496,7 @@ def test_all_kernels_compile_for_an_h100_without_having_one(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        cwd=Path(nsa.__file__).parent.parent,
+        cwd=Path(attention.__file__).parent.parent,
         timeout=600,
     )
     assert done.stdout.strip() == "compiled 11", done.stdout + done.stderr[-3000:]
@@ -507,8 +518,8 @@ def test_bf16_is_within_its_rounding_of_the_engine_in_fp32(T, M):
     cfg = NSAConfig()
     tensors = make(T, G=2, M=M, K=128, cfg=cfg, dtype=torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in tensors]
-    sizes = [getattr(cfg, name) for name in nsa.Sizes._fields]
-    o, *_, idx = nsa.nsa_triton_forward(*tensors, None, sizes)
+    sizes = [getattr(cfg, name) for name in attention.Sizes._fields]
+    o, *_, idx = attention.nsa_triton_forward(*tensors, None, sizes)
     want, *_, want_idx = engine.nsa_forward(*exact, None, sizes)
     same = (idx.sort(-1).values == want_idx.sort(-1).values).all(-1)
     assert same.float().mean() > 0.999, "blocks of nearly equal importance may swap, no others"
@@ -531,14 +542,14 @@ def test_bf16_repeats_are_bit_identical_and_packed_documents_equal_separate_ones
     cu = torch.tensor([0] + documents).cumsum(0)
     first, again = (
         [
-            o := nsa.nsa_attention(*tensors, cfg, cu_seqlens=cu),
+            o := attention.nsa_attention(*tensors, cfg, cu_seqlens=cu),
             *torch.autograd.grad(o, tensors, weighting(o)),
         ]
         for _ in "12"
     )
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
     n = cfg.compressed_blocks(5000)
-    alone = nsa.nsa_attention(
+    alone = attention.nsa_attention(
         *(x[:, : n if i in (3, 4) else 5000] for i, x in enumerate(tensors)), cfg
     )
     assert torch.equal(first[0][:, :5000], alone)
@@ -560,7 +571,7 @@ def test_a_layer_of_131072_tokens_takes_less_than_4_gb_on_a_gpu(monkeypatch):
     tensors.append(torch.rand(1, T, 32, 3, device=DEVICE, dtype=torch.bfloat16).requires_grad_())
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    o = nsa.nsa_attention(*tensors, cfg)
+    o = attention.nsa_attention(*tensors, cfg)
     torch.autograd.grad(o, tensors, o.detach())
     gradients = sum(x.nbytes for x in tensors)
     assert torch.cuda.max_memory_allocated() - before - o.nbytes - gradients < 4e9

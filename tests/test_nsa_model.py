@@ -285,7 +285,8 @@ def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs
     ), twin.stderr
     refused = run_kernels("triton", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").stderr
     assert (
-        "ValueError: nsa_attention of fused.nsa was given torch.float32 on cpu; it needs" in refused
+        "ValueError: nsa_attention of nsa.triton.attention was given torch.float32 on cpu; it needs"
+        in refused
         and "TRITON_INTERPRET=1" in refused
     )
 

@@ -5,7 +5,7 @@ Each is checked forward and backward against the dense float64 oracle at 1,300 t
 timed; errors stand beside times.
 Random data: sparse attention's cost does not depend on what is important, but which blocks are
 popular does. Imports benchmarks
-(attention, clock, parts, record), model.py, nsa, fused.nsa and tests.nsa_oracle of ours.
+(attention, clock, parts, record), model.py, nsa, nsa.triton.attention and tests.nsa_oracle of ours.
 """
 
 import functools
@@ -195,7 +195,7 @@ def triton_nsa(cfg: NSAConfig) -> Way | str:
     """The Triton twin; of MEANS with the pooling inside, as fla's has it."""
     if not importlib.util.find_spec("triton"):
         return "not installed (pip install triton)"
-    from fused import nsa as twin
+    from nsa.triton import attention as twin
 
     way = sparse(twin.nsa_attention, cfg)
     return (

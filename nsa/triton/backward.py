@@ -1,5 +1,5 @@
 """Backward Triton kernels of Native Sparse Attention (arXiv 2502.11089). Imports
-fused/nsa_forward.py.
+nsa/triton/forward.py.
 
 Letters and conventions as there. With p = exp2(s - lse) and delta = do . o of a branch (which is
 also its gate's gradient):
@@ -11,7 +11,7 @@ second rounding. dq adds up in fp32 over the branches; every dk and dv has one w
 import triton
 import triton.language as tl
 
-from fused.nsa_forward import load_rows, pairs_of, piece_of, seen, store_rows, tile_of
+from nsa.triton.forward import load_rows, pairs_of, piece_of, seen, store_rows, tile_of
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Native Sparse Attention (arXiv 2502.11089) as Triton kernels: the twin of nsa/engine.py, forward
 and backward, for GPUs.
 
-Imports nsa/ (the checks and the sizes), fused/nsa_layout.py (tables), fused/nsa_forward.py and
-fused/nsa_backward.py (kernels).
+Imports nsa/ (the checks and the sizes), nsa/triton/layout.py (tables), nsa/triton/forward.py and
+nsa/triton/backward.py (kernels).
 
 Letters: B batch, T tokens, Z = B*T, H query heads, G KV heads, M = H/G, K head dim, N compressed
 blocks of a row, J selection blocks of all
@@ -44,14 +44,16 @@ import torch
 import triton
 from torch import Tensor
 
-from fused.nsa_backward import (
+from nsa.branches import LOG2E, Sizes
+from nsa.engine import attend
+from nsa.triton.backward import (
     delta_kernel,
     pair_backward_kernel,
     ranged_dkv_kernel,
     ranged_dq_kernel,
     segment_sum_kernel,
 )
-from fused.nsa_forward import (
+from nsa.triton.forward import (
     INTERPRETED,
     choose_kernel,
     combine_kernel,
@@ -59,9 +61,7 @@ from fused.nsa_forward import (
     pair_forward_kernel,
     ranged_forward_kernel,
 )
-from fused.nsa_layout import Pairs, lay_out, sort_pairs
-from nsa.branches import LOG2E, Sizes
-from nsa.engine import attend
+from nsa.triton.layout import Pairs, lay_out, sort_pairs
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 PAIR_NUMBERS = 2**27  # numbers in the partial results of a chunk of pairs: 256 MiB in bf16
@@ -74,7 +74,7 @@ FOREVER = 2**30  # a compressed block stays visible; positions are int32
 def require(q: Tensor):
     """ValueError where the kernels cannot serve tensors like `q`."""
     given, remedy = (
-        f"nsa_attention of fused.nsa was given {q.dtype} on {q.device}",
+        f"nsa_attention of nsa.triton.attention was given {q.dtype} on {q.device}",
         "or use nsa.engine.nsa_attention",
     )
     on_gpu = (
@@ -98,7 +98,7 @@ def require_sizes(M: int, K: int, itemsize: int, cfg: Sizes):
     kib = triton.next_power_of_2(cfg.sel_block) * triton.next_power_of_2(K) * itemsize / 1024
     if M > 64 or K > 256 or cfg.sel_block > 128 or kib > 32:
         raise ValueError(
-            f"nsa_attention of fused.nsa was given {M} query heads per KV head, head dim {K}, sel_block={cfg.sel_block}, whose keys "
+            f"nsa_attention of nsa.triton.attention was given {M} query heads per KV head, head dim {K}, sel_block={cfg.sel_block}, whose keys "
             f"take {kib:g} KiB; it needs at most 64, 256, 128 and 32 KiB: lower them, or use nsa.engine.nsa_attention"
         )
 

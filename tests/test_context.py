@@ -73,7 +73,7 @@ FAST = {
 }
 ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))
 # {dp1cp2, dp2cp1, dp2cp2, dp1cp4} x attentions, tied with one kind of micro-batches and untied with
-# the other, in turn; scripts.equivalence has all
+# the other, in turn; selfcheck.equivalence has all
 WHOLE = {
     size: [
         setting(base, cp, FOUR, *tied, packed=packed, batch_size=batch, context_parallel_mode=mode)

@@ -1,9 +1,9 @@
-"""scripts.equivalence: it finds levers equal, and would find one that is not."""
+"""selfcheck.equivalence: it finds levers equal, and would find one that is not."""
 
 import pytest
 
 from longhaul.parallel import checkpointing
-from scripts import equivalence
+from selfcheck import equivalence
 
 
 def test_levers_are_equal_and_the_table_says_so(capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import fault_matrix
+from selfcheck import fault_matrix
 
 ROOT = Path(__file__).parent.parent
 EVERY = [row for rows in fault_matrix.GROUPS.values() for row in rows]
@@ -24,7 +24,7 @@ def test_every_row_of_the_fault_matrix_holds(group, slow):
     """In a process that forks before it starts a thread, which this one may have done."""
     rows = [str(row.number) for row in fault_matrix.GROUPS[group] if row.slow == slow]
     if rows:
-        command = [sys.executable, "-m", "scripts.fault_matrix", "--rows", ",".join(rows)]
+        command = [sys.executable, "-m", "selfcheck.fault_matrix", "--rows", ",".join(rows)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 

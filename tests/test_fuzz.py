@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import fuzz
-from scripts.faults.readers import TARGETS, Target
+from selfcheck import fuzz
+from selfcheck.faults.readers import TARGETS, Target
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from files import tensors
 from files.untrusted import is_pickle, parse_json, read_json, refuse_pickle
-from scripts.faults.security import evil
+from selfcheck.faults.security import evil
 from tests.test_architecture import SOURCES, imports
 
 MODULES = {

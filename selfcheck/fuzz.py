@@ -1,12 +1,12 @@
 """Feed damaged and hostile bytes to everything that reads files from elsewhere: `python -m
-scripts.fuzz [--inputs N] [--only NAME ...]`.
+selfcheck.fuzz [--inputs N] [--only NAME ...]`.
 
 Each input is a good file, damaged by a generator of its own seed. It must be accepted, or refused
 by one line that is a ValueError:
 any other exception, a crash of the process, more than 10 s or 100 MB is a failure, and the seed
 that shows it is printed.
 The readers run in a forked child, so that a crash in a C or Rust parser is counted rather than
-suffered. Imports scripts.faults.readers of ours.
+suffered. Imports selfcheck.faults.readers of ours.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.faults.readers import TARGETS, Target
+from selfcheck.faults.readers import TARGETS, Target
 
 INPUTS = 10_000
 SECONDS = 10  # for one input
@@ -165,7 +165,7 @@ def line(one: Result) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.fuzz", description=__doc__.splitlines()[0]
+        prog="python -m selfcheck.fuzz", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
         "--inputs",

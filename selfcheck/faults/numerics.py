@@ -1,4 +1,4 @@
-"""Group E of the fault matrix: numerics. Imports train, data, model.py, longhaul and scripts.faults
+"""Group E of the fault matrix: numerics. Imports train, data, model.py, longhaul and selfcheck.faults
 of ours.
 
 A fault is put into a forked child by replacing `longhaul.step.train_step` there before training
@@ -17,8 +17,8 @@ import longhaul.step
 from data.loader import IGNORE, Loader
 from data.shards import open_dataset
 from model import Decoder, ModelConfig, NSAConfig
-from scripts.faults import runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import runs
+from selfcheck.faults.rows import Row, require
 
 ROWS_PER_STEP = 4  # of the two-rank runs: 2 rows a rank
 

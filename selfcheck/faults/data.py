@@ -1,4 +1,4 @@
-"""Group D of the fault matrix: data. Imports train, data, model.py and scripts.faults of ours."""
+"""Group D of the fault matrix: data. Imports train, data, model.py and selfcheck.faults of ours."""
 
 import contextlib
 import hashlib
@@ -17,8 +17,8 @@ from data import prepare, tokenizer
 from data.loader import Loader
 from data.manifest import IntegrityError
 from data.shards import open_dataset, write_dataset
-from scripts.faults import numerics, runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import numerics, runs
+from selfcheck.faults.rows import Row, require
 
 ONE_STEP = ("--max_steps", "1")
 

@@ -1,4 +1,4 @@
-"""Group C of the fault matrix: what a resume means. Imports longhaul, data and scripts.faults of
+"""Group C of the fault matrix: what a resume means. Imports longhaul, data and selfcheck.faults of
 ours.
 """
 
@@ -14,8 +14,8 @@ from data import loader
 from files import tensors
 from longhaul import optim
 from longhaul.checkpoint import store
-from scripts.faults import runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import runs
+from selfcheck.faults.rows import Row, require
 
 CONSTANT = ["--schedule", "constant", "--save_every", "1000"]
 

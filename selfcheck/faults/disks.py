@@ -1,4 +1,4 @@
-"""Disks that are too small: a real one where this process may mount it. Imports scripts.faults of
+"""Disks that are too small: a real one where this process may mount it. Imports selfcheck.faults of
 ours.
 """
 

@@ -1,4 +1,4 @@
-"""Group A of the fault matrix: what happens to processes. Imports longhaul, data and scripts.faults
+"""Group A of the fault matrix: what happens to processes. Imports longhaul, data and selfcheck.faults
 of ours.
 
 Every row ends with the same command given again, whose last weights must be those of a run that
@@ -22,8 +22,8 @@ from files import durable
 from longhaul import step
 from longhaul.checkpoint import store
 from longhaul.parallel import apply
-from scripts.faults import crash, runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import crash, runs
+from selfcheck.faults.rows import Row, require
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = ["--max_steps", "12", "--save_every", "3"]

@@ -1,8 +1,8 @@
-"""Inject faults for real and say what came of them: `python -m scripts.fault_matrix [--rows
+"""Inject faults for real and say what came of them: `python -m selfcheck.fault_matrix [--rows
 A,B,15-19] [--trials N] [--full]`.
 
 A line per row as it ends; exit code 0 if all hold, 1 if one does not, 2 for rows that do not exist.
-Imports scripts.faults of ours.
+Imports selfcheck.faults of ours.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from scripts.faults import corruption, data, numerics, process, resume, security, storage
-from scripts.faults.rows import Failed, Row
+from selfcheck.faults import corruption, data, numerics, process, resume, security, storage
+from selfcheck.faults.rows import Failed, Row
 
 GROUPS: dict[str, list[Row]] = {
     "A": process.ROWS,

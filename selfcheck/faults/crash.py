@@ -1,5 +1,5 @@
 """Crash states of a save: kill at a call, or replay a recorded write log up to any call. Imports
-longhaul and scripts.faults of ours.
+longhaul and selfcheck.faults of ours.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from files import durable
 from longhaul import dist, step
 from longhaul.checkpoint import store
 from longhaul.config import TrainConfig
-from scripts.faults.rows import Failed, require
+from selfcheck.faults.rows import Failed, require
 
 CALLS = (
     "write",

@@ -1,5 +1,5 @@
 """Group B of the fault matrix: disks that are full, lie, or fail. Imports longhaul, data and
-scripts.faults of ours.
+selfcheck.faults of ours.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from data.shards import IntegrityError, open_dataset
 from files import durable
 from longhaul.checkpoint import store
 from longhaul.run import log
-from scripts.faults import crash, disks, runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import crash, disks, runs
+from selfcheck.faults.rows import Row, require
 
 STEPS = ["--max_steps", "9", "--save_every", "3"]
 

@@ -1,5 +1,5 @@
 """Row 43 of the fault matrix: a machine that computes wrongly and says nothing. Imports longhaul
-and scripts.faults of ours.
+and selfcheck.faults of ours.
 """
 
 from functools import partial
@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from longhaul import step
-from scripts.faults import runs
-from scripts.faults.rows import Row, require
+from selfcheck.faults import runs
+from selfcheck.faults.rows import Row, require
 
 STEPS = ["--max_steps", "8", "--save_every", "4", "--audit_every", "3"]
 

@@ -14,11 +14,12 @@ from data.shards import open_dataset
 from files import tensors
 from longhaul import qwen3
 from longhaul.checkpoint import store
-from scripts import convert_qwen3, evaluate, fuzz, generate
-from scripts.faults import data as data_rows
-from scripts.faults import readers, runs
-from scripts.faults.data import contents, prepared, refused, reseal, shared_tokenizer, text_of
-from scripts.faults.rows import Row, require
+from scripts import convert_qwen3, evaluate, generate
+from selfcheck import fuzz
+from selfcheck.faults import data as data_rows
+from selfcheck.faults import readers, runs
+from selfcheck.faults.data import contents, prepared, refused, reseal, shared_tokenizer, text_of
+from selfcheck.faults.rows import Row, require
 
 UNOPENED = "is a pickle, which can run code, and was not opened"
 

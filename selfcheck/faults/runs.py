@@ -1,5 +1,5 @@
 """Small training runs in forked processes, for the rows that end them. Imports train, data,
-scripts.faults.rows and tests.ranks of ours.
+selfcheck.faults.rows and tests.ranks of ours.
 
 A child is forked from a parent that has imported everything and has started no thread, so a run
 costs what its steps cost.
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import longhaul.metrics  # noqa: F401
 import numpy as np
 import torch
 import torch._dynamo  # noqa: F401  here and below: what a child would otherwise import each time
@@ -24,10 +23,11 @@ from tqdm import tqdm  # noqa: F401
 
 import data.corpus  # noqa: F401
 import longhaul.generate  # noqa: F401
+import longhaul.run.log  # noqa: F401
 import longhaul.step  # noqa: F401
 import train
 from data.shards import write_dataset
-from scripts.faults.rows import require
+from selfcheck.faults.rows import require
 from tests.ranks import free_port
 
 FORK = multiprocessing.get_context("fork")

@@ -1,5 +1,5 @@
 """Everything that reads files from elsewhere: a good file of each, how it is damaged, and the
-reader. For scripts/fuzz.py and rows F.
+reader. For selfcheck/fuzz.py and rows F.
 
 Imports longhaul, data and model.py of ours, each where it is used.
 """

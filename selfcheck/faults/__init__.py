@@ -1,0 +1,1 @@
+"""The rows of the fault matrix, a module per group; `selfcheck.fault_matrix` runs them."""

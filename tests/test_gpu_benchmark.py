@@ -12,7 +12,8 @@ import torch
 
 from benchmarks import attention as checks
 from benchmarks import clock, gpu, record, report, vocab_loss
-from benchmarks.parts import Job, Place, attention, exact, loss, memory, step
+from benchmarks.gpu import attention, exact, loss, memory, step
+from benchmarks.gpu.jobs import Job, Place
 from longhaul.memory import history, reconcile
 from longhaul.memory.allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from tests import nsa_oracle as oracle

@@ -3,7 +3,7 @@
 """
 
 from benchmarks import vocab_loss
-from benchmarks.parts import Job, Place
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run
 
 SIZES = ((1, 32_768, 60), (4, 8192, 40), (9, 131_072, 90))  # importance, tokens, seconds

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import linear_ce
-from benchmarks.parts import Job, Place
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
 
 ROOT = Path(__file__).parent.parent.parent

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import clock, train_step
-from benchmarks.parts import Job, Place
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt, free
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.parts import Job, Place
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table
 from longhaul import step
 from longhaul.config import TrainConfig

@@ -20,7 +20,8 @@ from types import ModuleType
 
 import torch
 
-from benchmarks.parts import Job, Place, attention, exact, loss, memory, step
+from benchmarks.gpu import attention, exact, loss, memory, step
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, attempt, free, nvidia_smi, where
 from longhaul import cli, dist
 from longhaul.cli import flag

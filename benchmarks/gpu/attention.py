@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import attention, clock
-from benchmarks.parts import Job, Place
+from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
 from longhaul.memory.measure import peak_bytes
 from model import NSAConfig, standard_attention

@@ -733,11 +733,9 @@ def standard_cross_entropy(
 # ----------------------------------------------------------- the loss, over tiles of the vocabulary
 
 # The standard loss moves [N, V] through memory about ten times in fp32: that, not arithmetic, is
-# most of its time. Here the forward walks
-# the vocabulary once with an online log-sum-exp and the backward recomputes each tile: four
-# products instead of three, yet faster, and
-# 8 bytes saved per token instead of 4V. n: the valid tokens, packed; V inside a tile: the tile's
-# columns.
+# most of its time. Here the forward walks the vocabulary once with an online log-sum-exp and the
+# backward recomputes each tile: four products instead of three, yet faster, and 8 bytes saved per
+# token instead of 4V. n: the valid tokens, packed; V inside a tile: the tile's columns.
 
 
 def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[int, int]:
@@ -1066,13 +1064,12 @@ def linear_cross_entropy(
         loss_n = (1 - e) (lse_n - z_n,label) + e (lse_n - mean_v z_nv) + z_loss lse_n^2,   e = label_smoothing
 
     hidden and weight: any floating dtype, the products run in hidden's (also under autocast); the
-    loss is fp32, gradients have
-    their input's dtype. "sum" is for a caller that divides; "mean" divides by num_valid, which
-    under data parallelism or accumulation is the *global* number of valid
-    tokens; without it, by the valid tokens given here. No valid token: loss 0 and zero gradients.
-    `kernels`: see
-    `choose_kernels`. Raises ValueError for shapes, devices, dtypes and tiles, IndexError
-    for labels outside [0, V): always on CPU, on CUDA only with `validate`, which costs a host sync.
+    loss is fp32, gradients have their input's dtype. "sum" is for a caller that divides; "mean"
+    divides by num_valid, which under data parallelism or accumulation is the *global* number of
+    valid tokens; without it, by the valid tokens given here. No valid token: loss 0 and zero
+    gradients. `kernels`: see `choose_kernels`. Raises ValueError for shapes, devices, dtypes and
+    tiles, IndexError for labels outside [0, V): always on CPU, on CUDA only with `validate`, which
+    costs a host sync.
     """
     check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
     if (

@@ -2,9 +2,8 @@
 train.py` for one process.
 
 The order of a run: read the flags, plan (what is needed, what is here), open the data, look for a
-checkpoint, build, train.
-Whatever is wrong is said in one line before anything is allocated or overwritten. Imports longhaul,
-data and model.py of ours.
+checkpoint, build, train. Whatever is wrong is said in one line before anything is allocated or
+overwritten. Imports longhaul, data and model.py of ours.
 """
 
 import dataclasses

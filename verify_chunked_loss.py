@@ -2,11 +2,9 @@
 1: something failed, 2: bad input.
 
 First the rule: at which sequence lengths the 4B's logits pass the threshold (nothing is allocated).
-Then the proof: loss and both
-gradients of the standard and the chunked loss against float64, what each keeps for the backward,
-the peak memory of forward and
-backward, and the time. Last the negative control: the loop over chunks of cross_entropy that is
-often recommended, which autograd
+Then the proof: loss and both gradients of the standard and the chunked loss against float64, what
+each keeps for the backward, the peak memory of forward and backward, and the time. Last the
+negative control: the loop over chunks of cross_entropy that is often recommended, which autograd
 makes keep every logit, must FAIL the test of what is kept. Imports model.py,
 longhaul.memory.measure and longhaul.cli of ours.
 """

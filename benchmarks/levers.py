@@ -4,10 +4,9 @@ turns.
     python -m benchmarks.levers [--tokens 8192] [--rounds 5] [--out benchmarks/results/levers]
 
 One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time,
-with a GPU its events. Refuses to time a lever
-whose first loss or gradient norm is not the plain step's; whether updates are right is what
-selfcheck.equivalence shows. Imports benchmarks (clock, record), longhaul (cli, config, dist, step) of
-ours.
+with a GPU its events. Refuses to time a lever whose first loss or gradient norm is not the plain
+step's; whether updates are right is what selfcheck.equivalence shows. Imports benchmarks (clock,
+record), longhaul (cli, config, dist, step) of ours.
 """
 
 import sys

@@ -2,8 +2,7 @@
 (the same as tables) in one folder.
 
 A table is a name, a title and columns, each with the kind of its figures; a row is a dict of them.
-Where a figure could not be had its
-place holds the reason. Imports longhaul.memory.watch of ours.
+Where a figure could not be had its place holds the reason. Imports longhaul.memory.watch of ours.
 """
 
 import gc

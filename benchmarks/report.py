@@ -2,10 +2,9 @@
 benchmarks.report`. No figure is typed by hand.
 
 Between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` stands that table of
-benchmarks/results/NAME/results.json; between
-`<!-- results:gpu -->` and the same end what every run of benchmarks.gpu on a GPU found, or that
-there is none yet. A test holds the
-README to it. Imports benchmarks.record and longhaul.cli of ours.
+benchmarks/results/NAME/results.json; between `<!-- results:gpu -->` and the same end what every run
+of benchmarks.gpu on a GPU found, or that there is none yet. A test holds the README to it. Imports
+benchmarks.record and longhaul.cli of ours.
 """
 
 import json

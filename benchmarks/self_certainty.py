@@ -5,8 +5,8 @@ logits, memory and CPU time.
     [--repeats 5]
 
 One CPU thread, bf16, interleaved; refuses to time what is off by more than 1e-3 nats from full
-logits in float64. Imports benchmarks.clock,
-longhaul.cli, longhaul.memory.measure and longhaul.vocab of ours.
+logits in float64. Imports benchmarks.clock, longhaul.cli, longhaul.memory.measure and
+longhaul.vocab of ours.
 """
 
 import functools

@@ -5,12 +5,10 @@ dtype and optimizer.
     [--steps 6]
 
 Each side is a process of its own, as a user would start it, on one CPU thread; their steps
-alternate. Both start from the same weights
-and must give the same first loss, else nothing is timed. The figure is the median of the ratios of
-process CPU time. Ours is
-`longhaul.step` after `dist.start`; theirs is the loop of the transformers documentation: fp32
-weights under autocast for bf16, fused
-AdamW, clipping. Imports longhaul and benchmarks.clock of ours.
+alternate. Both start from the same weights and must give the same first loss, else nothing is
+timed. The figure is the median of the ratios of process CPU time. Ours is `longhaul.step` after
+`dist.start`; theirs is the loop of the transformers documentation: fp32 weights under autocast for
+bf16, fused AdamW, clipping. Imports longhaul and benchmarks.clock of ours.
 """
 
 import statistics

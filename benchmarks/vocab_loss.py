@@ -38,8 +38,7 @@ BOUNDS = (
     1e-2,
     5e-2,
     # loss (nats) and relative gradients of another's: beyond them it is another function, not a
-    # coarser
-    # one
+    # coarser one
 )
 TABLE = Table(
     "loss",

@@ -1,12 +1,10 @@
 """The embedded corpus, no download: the Python standard library and the installed torch and numpy,
 as source text.
 
-Imports data.sources, data.pipeline, files.folders. About 87 MB of .py, 25M tokens at a vocabulary of
-8,192.
-Each file of torch and numpy must have the SHA-256 of its package's RECORD; the standard library has
-no RECORD, so the
-hash of what was read goes into the manifest. torch is located through its metadata and never
-imported.
+Imports data.sources, data.pipeline, files.folders. About 87 MB of .py, 25M tokens at a vocabulary
+of 8,192. Each file of torch and numpy must have the SHA-256 of its package's RECORD; the standard
+library has no RECORD, so the hash of what was read goes into the manifest. torch is located through
+its metadata and never imported.
 """
 
 import base64

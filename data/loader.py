@@ -1,12 +1,10 @@
 """Position -> batch, as a pure function of {seed, epoch, position}: no workers, no hidden state.
 
 Imports data.shards, data.packing, data.order. Letters: R rows, T context length, B rows of the
-global batch.
-The global batch of step s is the positions [s * B, (s + 1) * B); position p is in epoch p // rows,
-and `permute` names
-its row of the packing plan. A rank takes a contiguous slice of the positions, so the order ignores
-the world size.
-Positions may be left out (`skip`): steps then count those that remain.
+global batch. The global batch of step s is the positions [s * B, (s + 1) * B); position p is in
+epoch p // rows, and `permute` names its row of the packing plan. A rank takes a contiguous slice of
+the positions, so the order ignores the world size. Positions may be left out (`skip`): steps then
+count those that remain.
 """
 
 from collections.abc import Sequence
@@ -25,11 +23,9 @@ class Batch(NamedTuple):
     """Rows of a batch, numpy arrays.
 
     tokens [R,T] int64; labels [R,T] int64: the next token of the same document (also across the cut
-    of a document longer
-    than T), -100 where there is none; positions [R,T] int64, from 0 in every piece; doc_ids [R,T]
-    int32, rising from 0
-    in every row, the padding at the end of a row counting as a piece of its own; num_valid: labels
-    that are not -100.
+    of a document longer than T), -100 where there is none; positions [R,T] int64, from 0 in every
+    piece; doc_ids [R,T] int32, rising from 0 in every row, the padding at the end of a row counting
+    as a piece of its own; num_valid: labels that are not -100.
     """
 
     tokens: np.ndarray

@@ -1,8 +1,8 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes everything else.
 
-Imports files.untrusted. It is written last, so a folder without one is not a dataset. Its `checksum`
-is the SHA-256 of
-the rest of it in canonical JSON, so that a flipped bit in the manifest itself is found as well.
+Imports files.untrusted. It is written last, so a folder without one is not a dataset. Its
+`checksum` is the SHA-256 of the rest of it in canonical JSON, so that a flipped bit in the manifest
+itself is found as well.
 """
 
 import hashlib
@@ -90,8 +90,7 @@ def read_manifest(folder: Path) -> dict:
     """Read and check the manifest of `folder`.
 
     Raises ValueError when it is missing, garbled, of another version or contradicts itself,
-    IntegrityError when it was
-    changed after it was written.
+    IntegrityError when it was changed after it was written.
     """
     path = folder / MANIFEST
     content = _parse(path)

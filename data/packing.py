@@ -1,11 +1,9 @@
 """Documents into rows of `context` tokens: best-fit decreasing, nothing cropped.
 
 Imports nothing of ours. A document longer than the context is split at context boundaries into
-whole rows and a rest;
-rests and shorter documents go, longest first, each into the row with the least room that still
-holds it. Every token
-lands in exactly one row. Within a block of 2^18 documents the plan is a pure function of the
-lengths.
+whole rows and a rest; rests and shorter documents go, longest first, each into the row with the
+least room that still holds it. Every token lands in exactly one row. Within a block of 2^18
+documents the plan is a pure function of the lengths.
 """
 
 from bisect import bisect_left, insort

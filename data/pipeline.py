@@ -1,10 +1,9 @@
 """Documents -> tokenizer -> ids on several cores -> dataset folder.
 
 Imports data.sources, data.tokenizer, data.worker, data.shards, files.folders, data.order. The
-documents are read twice:
-once to check every one of them and to sample the tokenizer's training text, once to encode. Batches
-of documents go to
-worker processes and come back in order, so the result does not depend on the number of workers.
+documents are read twice: once to check every one of them and to sample the tokenizer's training
+text, once to encode. Batches of documents go to worker processes and come back in order, so the
+result does not depend on the number of workers.
 """
 
 import heapq
@@ -47,8 +46,7 @@ def build_dataset(
     folder.
 
     With `tokenizer` the given model is used, else one of `vocab_size` is trained. Raises ValueError
-    before anything is
-    written when the output is taken or a document is bad.
+    before anything is written when the output is taken or a document is bad.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}: give 1 or more")

@@ -7,10 +7,8 @@
     tokenizer.model   the sentencepiece model, where there is one
 
 Imports data.manifest, files.folders and data.order. The folder is built beside its final place and
-renamed, so it is
-there whole or not at all; a killed preparation leaves a `.tmp-NAME` folder, which the next one
-clears and refills with
-the same bytes.
+renamed, so it is there whole or not at all; a killed preparation leaves a `.tmp-NAME` folder, which
+the next one clears and refills with the same bytes.
 """
 
 import hashlib
@@ -77,9 +75,8 @@ def write_dataset(
     it.
 
     Each document gets a closing `eod_id` unless it has one; empty documents are left out. `sources`
-    is provenance for
-    the manifest. Raises ValueError when `output` holds something, an id is not below `vocab_size`,
-    or there is no text.
+    is provenance for the manifest. Raises ValueError when `output` holds something, an id is not
+    below `vocab_size`, or there is no text.
     """
     if not 0 <= eod_id < vocab_size:
         raise ValueError(
@@ -113,9 +110,8 @@ def choose_validation(lengths: np.ndarray, fraction: float) -> np.ndarray:
     by a hash of the index.
 
     Half of them come from the longer documents (those that hold half of the tokens), so that long
-    context is validated
-    too; none takes more than half. With two documents or more and a positive fraction at least one
-    is chosen.
+    context is validated too; none takes more than half. With two documents or more and a positive
+    fraction at least one is chosen.
     """
     if fraction == 0 or len(lengths) < 2:
         return np.zeros(0, dtype=np.int64)
@@ -395,8 +391,8 @@ class Dataset:
         damaged file.
 
         Returns a stamp per file, for a later call as `known`: files whose stamp is still the same
-        are not read again. The stamp has
-        the time of the last change to the file's inode, which no program can set.
+        are not read again. The stamp has the time of the last change to the file's inode, which no
+        program can set.
         """
         stamps = {name: _stamp(inside(self.path, name)) for name, _, _ in self._files()}
         changed = [file for file in self._files() if stamps[file[0]] != (known or {}).get(file[0])]

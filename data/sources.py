@@ -1,8 +1,8 @@
 """Text from files: plain, JSONL, and gzip of both; a folder is walked in sorted order.
 
 Imports nothing of ours. Every byte counts: no newline translation, no BOM removal, no
-normalisation. What is not valid
-text is named as file:offset or file:line and refused, or handed to `report` and left out.
+normalisation. What is not valid text is named as file:offset or file:line and refused, or handed to
+`report` and left out.
 """
 
 import gzip
@@ -51,8 +51,7 @@ def read_documents(
     """The documents of all `inputs` in order: one per text file, one per line of a .jsonl file.
 
     Raises ValueError (or calls `report` and goes on) for text that is not UTF-8, a lone surrogate,
-    a bad line or
-    damaged gzip.
+    a bad line or damaged gzip.
     """
     for path in list_files(inputs):
         if PurePath(path.name.removesuffix(".gz")).suffix in JSONL_SUFFIXES:

@@ -1,11 +1,9 @@
 """A lossless sentencepiece tokenizer: decode(encode(text)) == text for every valid Unicode string.
 
 Imports files.untrusted. Three things make it lossless: no normalisation and no dummy prefix, byte
-pieces for whatever
-the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always spelled as its three
-byte pieces.
-The end-of-document piece is a *control* piece: no text, `<|endoftext|>` included, ever encodes to
-it.
+pieces for whatever the vocabulary lacks, and U+2581 (sentencepiece's own sign for a space) always
+spelled as its three byte pieces. The end-of-document piece is a *control* piece: no text,
+`<|endoftext|>` included, ever encodes to it.
 """
 
 import codecs

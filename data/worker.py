@@ -2,10 +2,9 @@
 pipe.
 
 Imports data.tokenizer. Plain child processes rather than multiprocessing's: they never import the
-caller's main module (and
-torch with it), work from any script or prompt, and end when their parent does, however that ends:
-their input closes.
-A message is a count, that many lengths (uint64, little-endian), and the parts one after the other.
+caller's main module (and torch with it), work from any script or prompt, and end when their parent
+does, however that ends: their input closes. A message is a count, that many lengths (uint64,
+little-endian), and the parts one after the other.
 """
 
 import os

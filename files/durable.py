@@ -2,8 +2,7 @@
 Imports longhaul.exits of ours.
 
 What changes the disk in a save goes through `write`, `fsync`, `rename`, `make_folder` and `remove`,
-so that a test can count, record
-or break each of them.
+so that a test can count, record or break each of them.
 """
 
 import errno
@@ -228,8 +227,8 @@ def free_bytes(folder: Path) -> int:
 
 def require_space(folder: Path, checkpoint: int, keep: int):
     """ValueError where a run that keeps `keep` checkpoints of `checkpoint` bytes will not fit: a
-    new one stands beside them before
-    the oldest may go. Those that the folder has already count."""
+    new one stands beside them before the oldest may go. Those that the folder has already count.
+    """
     free, more = free_bytes(folder), max(1, keep + 1 - len(list(folder.glob("step-????????"))))
     if free < more * checkpoint:
         raise ValueError(

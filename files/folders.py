@@ -1,8 +1,7 @@
 """Folders that are there whole or not at all: build beside, flush to disk, rename.
 
 Imports data.manifest. A lock on the temporary folder keeps two writers apart; the system drops it
-with the process, so
-nothing is left to clean up by hand after a kill.
+with the process, so nothing is left to clean up by hand after a kill.
 """
 
 import fcntl

@@ -3,9 +3,8 @@
     8 bytes  N, the header's length        N bytes  {name: {"dtype", "shape", "data_offsets": [begin, end]}}        then the data
 
 safetensors itself takes the last of two equal keys and parses headers of up to 100 MB: here a key
-given twice, overlapping
-or missing bytes and a header beyond 2 MiB are refused before the library sees the file, in at most
-60 MB of memory.
+given twice, overlapping or missing bytes and a header beyond 2 MiB are refused before the library
+sees the file, in at most 60 MB of memory.
 """
 
 import math

@@ -69,9 +69,8 @@ def keep_freed_memory():
     instead of handing it back to the kernel.
 
     Activations are freed and taken again every step; a fresh page costs a fault each time: 20-30%
-    of a CPU step. Larger blocks, where
-    that is no longer measurable, are mapped one by one: among small ones that stay they would leave
-    holes that nothing fits into.
+    of a CPU step. Larger blocks, where that is no longer measurable, are mapped one by one: among
+    small ones that stay they would leave holes that nothing fits into.
     """
     if platform.libc_ver()[0] == "glibc":
         top_pad, trim_threshold, mmap_threshold = -2, -1, -3  # mallopt(3)
@@ -152,8 +151,7 @@ def context_mesh(world: World, device: torch.device, context: int):
     its own.
 
     A mesh of its own beside `data_mesh`, which shards parameters over dp and cp alike: a slice of
-    two dimensions of one mesh would
-    mean HSDP, and flattening one is not public.
+    two dimensions of one mesh would mean HSDP, and flattening one is not public.
     """
     if context == 1:
         return None

@@ -1,8 +1,7 @@
 """How a run ends: the exit codes, and the exceptions that carry them. StorageError is the disk's.
 
 An exception with an attribute `exit_code` ends a program in one line and that code; a ValueError
-without one is bad input, 2.
-Its words name what happened and, behind the last ": ", the remedy.
+without one is bad input, 2. Its words name what happened and, behind the last ": ", the remedy.
 """
 
 from files.durable import StorageError as StorageError

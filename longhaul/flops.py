@@ -22,10 +22,9 @@ def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
     """Operations of one forward and backward pass, recomputation excluded.
 
     6 per matrix parameter and token, 12*H*K per layer and (query, key) pair (2 products of 2K,
-    three passes), the pairs being
-    the sum of `keys_met`: L(L+1)/2 for a document of L tokens in standard attention. Source:
-    Narayanan et al. 2021, with the
-    causal half counted exactly. A compression matrix of NSA works once per stride and KV head.
+    three passes), the pairs being the sum of `keys_met`: L(L+1)/2 for a document of L tokens in
+    standard attention. Source: Narayanan et al. 2021, with the causal half counted exactly. A
+    compression matrix of NSA works once per stride and KV head.
     """
     norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
     # an untied embedding is no product

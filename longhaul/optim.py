@@ -105,8 +105,8 @@ def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
 
 def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
     """In fp64 over rows that are summed in fp32: one fp32 sum over millions is off by 5e-5, and by
-    where shards are cut. Vectors are cut
-    within their one row: all in fp64."""
+    where shards are cut. Vectors are cut within their one row: all in fp64.
+    """
     if gradient.ndim < 2:
         return gradient.double().square().sum()
     return (

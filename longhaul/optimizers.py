@@ -2,12 +2,11 @@
 states on the host, Muon.
 
 Each works on the rows of a parameter that this rank holds, a slab of them at a time, so that fp32
-copies of moments stay small:
-decode the slab's moments, run torch's AdamW on it in fp32, encode. Imports torch alone.
+copies of moments stay small: decode the slab's moments, run torch's AdamW on it in fp32, encode.
+Imports torch alone.
 
 State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, muon 4 for matrices of layers; a
-bf16 parameter without master
-copy takes 2 where an fp32 one takes 4.
+bf16 parameter without master copy takes 2 where an fp32 one takes 4.
 """
 
 import functools

@@ -5,9 +5,8 @@ files.tensors and files.untrusted of ours.
     to_hf(decoder, "exported")                                              # read by transformers 4.51 and later, and 5
 
 Weights move tensor by tensor, in their own dtype; at most one tensor (reading) or one shard
-(writing) exists twice.
-Everything wrong with a folder is a ValueError of one line, found in the headers before a weight is
-read.
+(writing) exists twice. Everything wrong with a folder is a ValueError of one line, found in the
+headers before a weight is read.
 """
 
 import functools

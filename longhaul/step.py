@@ -1,6 +1,5 @@
 """THE path: `build` makes the model and its optimizer, `train_step` is one step. Training,
-simulation, profiling and tests
-all come through here, so none of them can drift from what runs.
+simulation, profiling and tests all come through here, so none of them can drift from what runs.
 
 Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel.apply of ours.
 """
@@ -123,10 +122,9 @@ def train_step(state: TrainState, batch: list[dict], must_stop=None) -> StepResu
     """One optimizer step over the micro-batches `batch` (keyword arguments of Decoder.forward).
 
     The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens.
-    FSDP2 averages gradients over
-    ranks, so each rank's share is multiplied by their number before the backward. `must_stop()`,
-    the same on all ranks, is asked between
-    micro-batches; where it is true the step is given up, nothing has changed, and None is returned.
+    FSDP2 averages gradients over ranks, so each rank's share is multiplied by their number before
+    the backward. `must_stop()`, the same on all ranks, is asked between micro-batches; where it is
+    true the step is given up, nothing has changed, and None is returned.
     """
     computed = gradients(state, batch, must_stop)
     return None if computed is None else update(state, batch, *computed)

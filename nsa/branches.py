@@ -213,8 +213,8 @@ def choose(p_CN, x, cfg):
     a tie.
 
     Ranks fp32 importance and index as one int64: non-negative floats order like their bits, and no
-    two keys are equal,
-    so that the answer does not depend on how a device breaks ties."""
+    two keys are equal, so that the answer does not depend on how a device breaks ties.
+    """
     C, device = len(p_CN), p_CN.device
     own = torch.arange(x, x + C, device=device)[:, None] // cfg.sel_block
     J = (x + C - 1) // cfg.sel_block + 1

@@ -2,8 +2,8 @@
 token's attention.
 
 Imports torch and nsa.compress; `cfg` is an NSAConfig, and the compression of keys and values is
-handed in. The results are those of
-nsa_attention over the whole sequence: ranking in fp32, the lower block on a tie.
+handed in. The results are those of nsa_attention over the whole sequence: ranking in fp32, the
+lower block on a tie.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, n
 blocks that a query reads,
@@ -199,8 +199,8 @@ def _best_rows(p_XN, index_XJ, own, cfg):
     unfinished, comes last.
 
     Ranks importance and index as one int64, the least being the best: non-negative floats order
-    like their bits, a block's
-    number fills the lower half, and so the lower index wins a tie."""
+    like their bits, a block's number fills the lower half, and so the lower index wins a tie.
+    """
     low, high = cfg.sel_init, own - cfg.sel_local + 1  # the blocks that are not forced
     bits_XJ = _importance(p_XN, low, high, cfg).view(torch.int32)
     key_XJ = torch.sub(index_XJ[:, low:high], bits_XJ, alpha=2**32)

@@ -2,8 +2,7 @@
 the door is nsa_attention.
 
 Level 0: imports torch and nsa/branches.py, which holds the mathematics. nsa/plain.py has the plain
-version. `cfg` is an NSAConfig. A stream
-is one document of one row of the batch under one KV head.
+version. `cfg` is an NSAConfig. A stream is one document of one row of the batch under one KV head.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, n
 selected blocks.
@@ -184,10 +183,10 @@ def _empty_outputs(q, k_slc, cfg):
 
 def _each_stream(work, streams, device):
     """work(stream) for every stream. On a CPU, streams share the threads, one each: they write to
-    disjoint places, so results
-    do not depend on it, while two threads inside each of these small operators cost more than they
-    give. Calls from several
-    threads take turns: the number of threads is the process's."""
+    disjoint places, so results do not depend on it, while two threads inside each of these small
+    operators cost more than they give. Calls from several threads take turns: the number of threads
+    is the process's.
+    """
     inference = torch.is_inference_mode_enabled()
 
     def alone(stream):  # what is switched off here is not known in a new thread

@@ -2,9 +2,8 @@
 NSAConfig.
 
 `nsa_attention` has the block-major engine's signature and results; it masks instead of skipping, so
-that its time stays
-quadratic, but queries go by in checkpointed chunks and memory stays linear: nothing of size [T, T]
-exists.
+that its time stays quadratic, but queries go by in checkpointed chunks and memory stays linear:
+nothing of size [T, T] exists.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, J
 selection blocks,
@@ -114,8 +113,8 @@ def select_blocks(p_N, t, cfg):
     probabilities [..., N].
 
     Rank, importance and index become one int64: forced blocks first, then fp32 importance
-    (non-negative floats order like
-    their bits), then the lower index; so ties do not depend on the device. Future blocks rank -1.
+    (non-negative floats order like their bits), then the lower index; so ties do not depend on the
+    device. Future blocks rank -1.
     """
     per, spread = cfg.sel_block // cfg.cmp_stride, cfg.cmp_block // cfg.cmp_stride
     own = t // cfg.sel_block

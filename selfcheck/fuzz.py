@@ -2,11 +2,10 @@
 selfcheck.fuzz [--inputs N] [--only NAME ...]`.
 
 Each input is a good file, damaged by a generator of its own seed. It must be accepted, or refused
-by one line that is a ValueError:
-any other exception, a crash of the process, more than 10 s or 100 MB is a failure, and the seed
-that shows it is printed.
-The readers run in a forked child, so that a crash in a C or Rust parser is counted rather than
-suffered. Imports selfcheck.faults.readers of ours.
+by one line that is a ValueError: any other exception, a crash of the process, more than 10 s or 100
+MB is a failure, and the seed that shows it is printed. The readers run in a forked child, so that a
+crash in a C or Rust parser is counted rather than suffered. Imports selfcheck.faults.readers of
+ours.
 """
 
 import argparse

@@ -2,8 +2,7 @@
 is tested against.
 
 One document, nothing chunked, every probability matrix whole: meant for at most a few thousand
-tokens. Gradients come
-from autograd. Imports torch only.
+tokens. Gradients come from autograd. Imports torch only.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G query heads per KV head, K head dim,
 N compressed blocks (block i covers tokens i*s .. i*s+l-1), J selection blocks (block j covers j*l'

@@ -2,10 +2,9 @@
 torch alone.
 
 Truth is these functions on float64 weights; on bfloat16 weights they are the plain low-precision
-path whose own error the error rule
-refers to. One document per call: packed documents are as many calls. Rotary angles are fp32 by
-definition, whatever the weights.
-Letters as in model.py; weights have the Decoder's names.
+path whose own error the error rule refers to. One document per call: packed documents are as many
+calls. Rotary angles are fp32 by definition, whatever the weights. Letters as in model.py; weights
+have the Decoder's names.
 """
 
 import torch

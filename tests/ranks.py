@@ -2,9 +2,8 @@
 (module level).
 
 Ranks are forked from one server that has imported torch and has started no thread: a rank would
-import for 3 s of CPU time. They share its
-order of sets of strings, which processes of torchrun do not: what depends on that is found by the
-tests that start torchrun.
+import for 3 s of CPU time. They share its order of sets of strings, which processes of torchrun do
+not: what depends on that is found by the tests that start torchrun.
 """
 
 import multiprocessing

@@ -2,8 +2,7 @@
 interpreted.
 
 Letters as in nsa_oracle.py. Without a GPU: fp32 and fp16 (the interpreter's bf16 products are
-wrong), a few dozen tokens, and tiles cut small, so
-that every loop takes several steps.
+wrong), a few dozen tokens, and tiles cut small, so that every loop takes several steps.
 """
 
 import os
@@ -484,8 +483,8 @@ COMPILE = r"""
 @pytest.mark.slow
 def test_all_kernels_compile_for_an_h100_without_having_one(tmp_path):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU. Also:
-    tensor cores, no atomics, shared memory that
-    fits, at most 32 registers of a thread spilled."""
+    tensor cores, no atomics, shared memory that fits, at most 32 registers of a thread spilled.
+    """
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     if not all((tools / tool).exists() for tool in ("ptxas", "cuobjdump")):
         pytest.skip(f"{tools} has no ptxas or no cuobjdump: the kernels are not compiled")

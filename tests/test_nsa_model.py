@@ -17,7 +17,6 @@ import nsa
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
-from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig, NSAConfig
 from nsa import plain
 

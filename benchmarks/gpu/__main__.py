@@ -1,5 +1,7 @@
 """`python -m benchmarks.gpu`: see command.py."""
 
+import sys
+
 from benchmarks.gpu.command import main
 
-main()
+sys.exit(main())

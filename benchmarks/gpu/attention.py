@@ -2,10 +2,9 @@
 training and decoding, 8k to 262k tokens.
 
 Each is checked forward and backward against the dense float64 oracle at 1,300 tokens before it is
-timed; errors stand beside times.
-Random data: sparse attention's cost does not depend on what is important, but which blocks are
-popular does. Imports benchmarks
-(attention, clock, parts, record), model.py, nsa, nsa.triton.attention and tests.nsa_oracle of ours.
+timed; errors stand beside times. Random data: sparse attention's cost does not depend on what is
+important, but which blocks are popular does. Imports benchmarks (attention, clock, parts, record),
+model.py, nsa, nsa.triton.attention and tests.nsa_oracle of ours.
 """
 
 import functools

@@ -132,7 +132,3 @@ def survived(run: Run, job: Job, place: Place) -> bool:
     run.timing(job.name, time.monotonic() - began, nvidia_smi(place.device) if place.cuda else {})
     free()
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,9 +2,8 @@
 the allocator's replay.
 
 Predicted is longhaul.memory's simulation; measured is, on a GPU, the caching allocator's own peak
-of each stage, and on a CPU the tracker
-over a real run and the allocator's events. Imports benchmarks (parts, record), longhaul (config,
-step, memory) and model.py of ours.
+of each stage, and on a CPU the tracker over a real run and the allocator's events. Imports
+benchmarks (parts, record), longhaul (config, step, memory) and model.py of ours.
 """
 
 import functools

@@ -2,13 +2,11 @@
 tokens/s, MFU, peak memory.
 
 Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time.
-The peer has the same weights and must
-give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient checkpointing where
-it does not fit without. MFU
-counts the operations of the forward and backward without recomputation, attention's causal half
-alone. Imports benchmarks (clock, parts,
-record, train_step), longhaul (config, dist, flops, metrics, qwen3, step, memory.plan) and model.py
-of ours.
+The peer has the same weights and must give the same first loss; it has sdpa, bf16 autocast, fused
+AdamW, and gradient checkpointing where it does not fit without. MFU counts the operations of the
+forward and backward without recomputation, attention's causal half alone. Imports benchmarks
+(clock, parts, record, train_step), longhaul (config, dist, flops, metrics, qwen3, step,
+memory.plan) and model.py of ours.
 """
 
 import dataclasses

@@ -1,6 +1,5 @@
 """Which run a folder or checkpoint belongs to, and what has changed since. Imports data.order,
-longhaul.checkpoint.store,
-longhaul.config and model.py of ours.
+longhaul.checkpoint.store, longhaul.config and model.py of ours.
 """
 
 import dataclasses

@@ -26,9 +26,8 @@ class Saver:
     """The checkpoints of a run: one save at a time, `keep` of them kept.
 
     In the background (`--async_save`) the state is copied to host memory and a thread writes it
-    through the same rename while training
-    goes on; `wait` ends it, and raises what went wrong. The ranks' threads meet in a process group
-    of their own.
+    through the same rename while training goes on; `wait` ends it, and raises what went wrong. The
+    ranks' threads meet in a process group of their own.
     """
 
     def __init__(

@@ -5,12 +5,10 @@
         manifest.json                    written last: step, data position, configuration, and per file size, rows and SHA-256 of each 64 MiB
 
 Parameters and optimizer states are sharded on their first dimension, so a shard is a range of rows
-and resharding is slicing.
-A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A folder that fails its check is
-renamed `.corrupt`, never
-deleted. Imports longhaul.checkpoint.contents, longhaul.dist, longhaul.exits, longhaul.parallel.apply,
-longhaul.optimizers, files.durable,
-files.tensors, files.untrusted and model.py of ours.
+and resharding is slicing. A save builds `.tmp-step-*`, fsyncs files and folder, and renames. A
+folder that fails its check is renamed `.corrupt`, never deleted. Imports
+longhaul.checkpoint.contents, longhaul.dist, longhaul.exits, longhaul.parallel.apply,
+longhaul.optimizers, files.durable, files.tensors, files.untrusted and model.py of ours.
 """
 
 import dataclasses

@@ -1,15 +1,12 @@
 """What PyTorch's CUDA caching allocator reserves for a trace: a replay.
 
 The trace's allocations and releases are replayed through a model of
-c10/cuda/CUDACachingAllocator.cpp with its default settings:
-sizes in steps of 512 bytes; requests up to 1 MiB come out of 2 MiB segments, those below 10 MiB out
-of 20 MiB segments, larger ones
-get a segment of their own in steps of 2 MiB; the smallest free block that is large enough is taken
-(the lowest address among
-equals) and split; free neighbours merge. Expandable segments: each of the two pools is one range
-that grows by 2 or 20 MiB.
-Not modelled: several streams, max_split_size, CUDA graphs' private pools. A workspace counts as one
-block.
+c10/cuda/CUDACachingAllocator.cpp with its default settings: sizes in steps of 512 bytes; requests
+up to 1 MiB come out of 2 MiB segments, those below 10 MiB out of 20 MiB segments, larger ones get a
+segment of their own in steps of 2 MiB; the smallest free block that is large enough is taken (the
+lowest address among equals) and split; free neighbours merge. Expandable segments: each of the two
+pools is one range that grows by 2 or 20 MiB. Not modelled: several streams, max_split_size, CUDA
+graphs' private pools. A workspace counts as one block.
 
 Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory.trace of ours.
 """

@@ -217,8 +217,8 @@ def _ulysses(cfg, config: ModelConfig) -> bool:
 
 def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
     """What context parallelism adds while a layer's attention runs backward: a buffer to send from
-    and one to receive into, or all
-    keys and values and the fp32 sums of their gradients."""
+    and one to receive into, or all keys and values and the fp32 sums of their gradients.
+    """
     if _ulysses(cfg, config):
         return 2 * q
     return 2 * k * cfg.context_ranks * (element + FP32) // element

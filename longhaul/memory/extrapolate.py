@@ -2,12 +2,10 @@
 number of layers.
 
 At a given moment of a given layer the memory is that of the static part, of the layers before and
-of the layers after, each
-alike; so it is affine both in the number of layers and in the layer's place, and a peak lies in one
-of the first or last two
-layers (their neighbours differ: FSDP2 gathers the next layer early). Four- and five-layer
-simulations give both coefficients.
-Imports longhaul.config, longhaul.memory (simulate, trace, unroll) of ours.
+of the layers after, each alike; so it is affine both in the number of layers and in the layer's
+place, and a peak lies in one of the first or last two layers (their neighbours differ: FSDP2
+gathers the next layer early). Four- and five-layer simulations give both coefficients. Imports
+longhaul.config, longhaul.memory (simulate, trace, unroll) of ours.
 """
 
 import dataclasses

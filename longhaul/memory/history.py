@@ -2,8 +2,8 @@
 allocator.py right?
 
 Events are those of torch.cuda.memory's history (`_snapshot()["device_traces"]`): dicts with action,
-addr, size and stream. Sizes are
-bytes. Imports longhaul.step, longhaul.memory (allocator, simulate) of ours.
+addr, size and stream. Sizes are bytes. Imports longhaul.step, longhaul.memory (allocator, simulate)
+of ours.
 """
 
 import collections

@@ -1,8 +1,7 @@
 """Before a run: what it needs against what is here, and the closest command that runs here.
 
 Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config,
-longhaul.parallel.context, longhaul.dist,
-longhaul.memory.estimate and model.py of ours.
+longhaul.parallel.context, longhaul.dist, longhaul.memory.estimate and model.py of ours.
 """
 
 import dataclasses
@@ -225,12 +224,9 @@ def closest(request: Plan) -> Plan | None:
     """The nearest request that fits here, or None.
 
     First the same model with checkpointing, then with micro-batches of one row, then smaller models
-    at the same context, then
-    shorter contexts; each with the attention that was asked for before sparse attention, and a
-    smaller one without
-    checkpointing, if that is what was asked for, before with it. On CPU a proposal must also finish
-    a
-    step within 15 minutes.
+    at the same context, then shorter contexts; each with the attention that was asked for before
+    sparse attention, and a smaller one without checkpointing, if that is what was asked for, before
+    with it. On CPU a proposal must also finish a step within 15 minutes.
     """
     return next(
         (
@@ -290,10 +286,9 @@ def ladder(cfg: TrainConfig):
     on already gives no rung.
 
     All keep AdamW in fp32. In bf16 two round more often than the plain path: the offloaded
-    optimizer, whose device holds weights and
-    gradients in bf16, and head groups, whose sums do. Levers that round states, or change the step
-    (updates in the backward do not clip), are
-    for the user to choose.
+    optimizer, whose device holds weights and gradients in bf16, and head groups, whose sums do.
+    Levers that round states, or change the step (updates in the backward do not clip), are for the
+    user to choose.
     """
     names = []
     for name, changes in LEVERS:

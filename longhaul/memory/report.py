@@ -1,6 +1,5 @@
 """A simulated step as words: category x stage, the largest tensors at the peak, live -> reserved ->
-device, which cards hold it; and as
-a dictionary for --json.
+device, which cards hold it; and as a dictionary for --json.
 
 GiB = 2^30 bytes. Imports longhaul.memory (device, estimate, extrapolate, timeline, trace) and
 model.py of ours.

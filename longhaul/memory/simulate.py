@@ -2,12 +2,10 @@
 tensors, nothing allocated.
 
 Fake tensors are on a fake CPU; where the target is CUDA, the model is told so and takes the same
-paths as there. One rank of an
-FSDP2 run has a fake process group. Of the parts that a lever runs in turn, which are alike, the
-first two and the last are run. The steady state is the second step: the first has no optimizer
-states.
-Imports longhaul (activations, config, dist, states, step), longhaul.memory (stages, trace, tracker,
-workspace), data.loader and model.py of ours.
+paths as there. One rank of an FSDP2 run has a fake process group. Of the parts that a lever runs in
+turn, which are alike, the first two and the last are run. The steady state is the second step: the
+first has no optimizer states. Imports longhaul (activations, config, dist, states, step),
+longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
 """
 
 import contextlib

@@ -208,8 +208,8 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     `room`; the shortest if none is.
 
     Memory is close to affine in the context, but for the allocator's steps: a line through what
-    fits and what does not aims, four
-    times, then halves narrow it down. What is aimed at is simulated.
+    fits and what does not aims, four times, then halves narrow it down. What is aimed at is
+    simulated.
     """
     known: dict[int, Demand] = {}
 

@@ -2,8 +2,8 @@
 storages once the step is over.
 
 Imports longhaul.memory (trace, tracker) and longhaul.optim of ours. Hooks on tensors, not on
-modules, mark the backward: a module's backward
-hooks would put identity nodes into the graph, which hold memory of their own.
+modules, mark the backward: a module's backward hooks would put identity nodes into the graph, which
+hold memory of their own.
 """
 
 import bisect

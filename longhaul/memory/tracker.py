@@ -75,8 +75,7 @@ class Tracker(TorchDispatchMode):
             False,
             {},
             # whether tensors are being made on the host; address of such a storage -> its reference
-            # and
-            # bytes
+            # and bytes
         )
 
     # ---- the mode

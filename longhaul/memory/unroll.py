@@ -1,11 +1,9 @@
 """The trace of a deep model from that of a five-layer one: the middle layer's events, repeated.
 
 A trace falls into runs: what happens from one layer's start to the next one's. In the five-layer
-trace layers 1, 2 and 3 each have a
-layer like themselves on either side, so a deeper model's trace has layer 2's run as often as it has
-more layers, each copy with
-storages of its own. What is left out is how the gradient norm's scratch, a few KiB after the peak,
-grows with the number of
+trace layers 1, 2 and 3 each have a layer like themselves on either side, so a deeper model's trace
+has layer 2's run as often as it has more layers, each copy with storages of its own. What is left
+out is how the gradient norm's scratch, a few KiB after the peak, grows with the number of
 parameters; `extrapolate` has it. Imports longhaul.memory.trace of ours.
 """
 

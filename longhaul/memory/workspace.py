@@ -2,10 +2,9 @@
 Sizes are bytes.
 
 Our own operators (the loss, the sparse branches) say it themselves: their Python bodies run on meta
-tensors, over the first two
-and the last of their tiles, since all between are alike. Kernels of torch are declared here, from
-their sources.
-Imports longhaul.memory.tracker, model.py and nsa of ours.
+tensors, over the first two and the last of their tiles, since all between are alike. Kernels of
+torch are declared here, from their sources. Imports longhaul.memory.tracker, model.py and nsa of
+ours.
 """
 
 import builtins

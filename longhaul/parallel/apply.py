@@ -2,8 +2,8 @@
 function taking the model.
 
 The order is fixed: compile -> context parallelism -> parts -> checkpointing -> FSDP2, from the
-inside out. Imports model.py,
-longhaul.parallel.apply.checkpointing, longhaul.parallel.context and longhaul.parallel.share_rows of ours.
+inside out. Imports model.py, longhaul.parallel.apply.checkpointing, longhaul.parallel.context and
+longhaul.parallel.share_rows of ours.
 """
 
 import functools
@@ -40,9 +40,8 @@ def compile_layers(model: Decoder):
     """torch.compile each layer's forward; parameter names stay as they are.
 
     Before checkpointing: dynamo does not enter `checkpoint`, and traced inside it could not leave
-    the graph for eager attention.
-    Attention over packed documents stays eager, standard or sparse: every batch has other lengths,
-    and each would be compiled anew.
+    the graph for eager attention. Attention over packed documents stays eager, standard or sparse:
+    every batch has other lengths, and each would be compiled anew.
     """
     packed = torch.compiler.disable(packed_attention)
     for layer in model.layers:
@@ -76,10 +75,8 @@ def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
     reduced in fp32.
 
     Embedding, final norm and head stay together in the root group: a tied weight in two groups is
-    an error on torch 2.13
-    and silently untied on 2.11. Inputs are not cast: rotary angles are fp32 whatever the compute
-    dtype. A two-dimensional
-    mesh ("replicate", "shard") is HSDP.
+    an error on torch 2.13 and silently untied on 2.11. Inputs are not cast: rotary angles are fp32
+    whatever the compute dtype. A two-dimensional mesh ("replicate", "shard") is HSDP.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,

@@ -77,8 +77,9 @@ def _offloaded(host: "HostCopies", forward, *args):
 
 class HostCopies:
     """Layer inputs [B, T, D] in pinned host memory. On CUDA a stream of their own copies them
-    behind the computation: out while
-    the layer runs, back one layer ahead of the backward. Elsewhere the copies are plain."""
+    behind the computation: out while the layer runs, back one layer ahead of the backward.
+    Elsewhere the copies are plain.
+    """
 
     def __init__(self):
         self.waiting: list[weakref.ref] = []  # handles in the order of the forward
@@ -155,8 +156,7 @@ class _Keep(torch.autograd.Function):
     and computes theirs.
 
     Two functions and not one: inside a checkpoint, which stops running a layer again at its last
-    saved tensor, `_Run` of the MLP
-    then never runs a second time for nothing.
+    saved tensor, `_Run` of the MLP then never runs a second time for nothing.
     """
 
     @staticmethod
@@ -224,9 +224,8 @@ def _wide_sum(w: Tensor) -> Tensor:
 
 def tile_mlp(model: Decoder, tiles: int):
     """Run each MLP over `tiles` parts of the tokens, forward and backward: its [N, F] activations
-    exist for one part at a time
-    (Sequence Tiling of ALST, Bekman et al. 2025). Weight gradients are summed over the parts in
-    fp32.
+    exist for one part at a time (Sequence Tiling of ALST, Bekman et al. 2025). Weight gradients are
+    summed over the parts in fp32.
     """
     for layer in model.layers:
         parts = _Parts(layer.mlp)
@@ -267,9 +266,8 @@ def _tiled(parts: _Parts, tiles: int, x_BTD: Tensor) -> Tensor:
 
 def group_heads(model: Decoder, groups: int):
     """Run attention for `groups` groups of KV heads in turn, with their query heads: queries, keys,
-    values and outputs exist for
-    one group at a time. The backward runs a group's forward again, so that attention runs once more
-    than without.
+    values and outputs exist for one group at a time. The backward runs a group's forward again, so
+    that attention runs once more than without.
     """
     for layer in model.layers:
         layer.attention.forward = functools.partial(
@@ -279,8 +277,9 @@ def group_heads(model: Decoder, groups: int):
 
 class _Heads(_Parts):
     """An attention layer without its output projection: what every group writes into the same [B,
-    T, D], sums and gradients of x,
-    goes there by the products themselves, so that no group has a [B, T, D] of its own."""
+    T, D], sums and gradients of x, goes there by the products themselves, so that no group has a
+    [B, T, D] of its own.
+    """
 
     def __init__(self, attention: torch.nn.Module):
         super().__init__(attention)

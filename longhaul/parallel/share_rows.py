@@ -2,10 +2,10 @@
 tokens.
 
 Three seams are wrapped from outside. The decoder's forward cuts tokens, labels and positions; the
-layers are told of the whole rows in the place
-where they expect documents; attention's core exchanges (longhaul.parallel.context). Without labels, as in
-sampling, every rank works on all tokens.
-Imports model.py and longhaul.parallel.context of ours. Letters as in longhaul.parallel.context.
+layers are told of the whole rows in the place where they expect documents; attention's core
+exchanges (longhaul.parallel.context). Without labels, as in sampling, every rank works on all
+tokens. Imports model.py and longhaul.parallel.context of ours. Letters as in
+longhaul.parallel.context.
 """
 
 import functools

@@ -15,8 +15,8 @@ def audited_step(
     bits differ, and no weight is changed.
 
     Costs a second forward and backward and no memory: what is compared is one number per gradient.
-    On CUDA it takes deterministic
-    kernels, since atomic additions would differ from run to run; an operator that has none raises.
+    On CUDA it takes deterministic kernels, since atomic additions would differ from run to run; an
+    operator that has none raises.
     """
     before = (
         torch.are_deterministic_algorithms_enabled(),

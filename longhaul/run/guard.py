@@ -26,9 +26,8 @@ class Signals:
     """SIGTERM and SIGINT: the first asks the run to stop, a second one leaves at once.
 
     A thread reads them from a pipe that the interpreter writes to when they arrive, so that a
-    second one is obeyed even in the middle of
-    a long operation. Until `training` is set there is nothing to save, and the first one ends the
-    program where it stands.
+    second one is obeyed even in the middle of a long operation. Until `training` is set there is
+    nothing to save, and the first one ends the program where it stands.
     """
 
     def __init__(self):
@@ -121,9 +120,8 @@ class Guard:
     here.
 
     An exception with an exit code (longhaul.exits) ends the program in one line and that code;
-    before training, so does a ValueError, as
-    bad input. Anything else is a fault of the program and keeps its traceback. In a folder that was
-    taken, exit.json says how it ended.
+    before training, so does a ValueError, as bad input. Anything else is a fault of the program and
+    keeps its traceback. In a folder that was taken, exit.json says how it ended.
     """
 
     def __init__(self, program: str, world: dist.World):

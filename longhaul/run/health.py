@@ -2,8 +2,8 @@
 drift apart.
 
 A step whose gradient is NaN or infinite on any rank changes no weight on any (step.train_step);
-here its rows are written down and counted.
-Imports data.order, longhaul.dist, longhaul.exits and longhaul.optimizers of ours.
+here its rows are written down and counted. Imports data.order, longhaul.dist, longhaul.exits and
+longhaul.optimizers of ours.
 """
 
 import dataclasses

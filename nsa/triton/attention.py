@@ -24,8 +24,8 @@ Everything is deterministic, without atomics, and waits for no host. fp32 produc
 ones: error near 2^-21.
 
 The window does not use PyTorch's stock flash attention: its backward adds up dq by atomics and so
-does not repeat bit for bit, and the
-operator that takes a window (aten::_flash_attention_forward) is private.
+does not repeat bit for bit, and the operator that takes a window (aten::_flash_attention_forward)
+is private.
 
 Memory at T = 131,072, H = 32, G = 8, K = 128, bf16, beyond inputs, o and the gradients returned (GB
 = 1e9 bytes; a test counts it):
@@ -105,8 +105,9 @@ def require_sizes(M: int, K: int, itemsize: int, cfg: Sizes):
 
 class Blocks(NamedTuple):
     """Tile sizes, powers of two from 16 on: rows (query, head) where results belong to rows and
-    where they belong to keys; keys; steps of a
-    loop in flight; rows of a segment of the selected branch's backward."""
+    where they belong to keys; keys; steps of a loop in flight; rows of a segment of the selected
+    branch's backward.
+    """
 
     rows: int
     key_rows: int
@@ -739,8 +740,8 @@ def nsa_attention(
     errors of nsa.engine.nsa_attention.
 
     Needs at most 64 query heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per
-    block. Keep cu_seqlens on the host. Raises
-    ValueError where the kernels cannot run."""
+    block. Keep cu_seqlens on the host. Raises ValueError where the kernels cannot run.
+    """
     return attend(
         nsa_triton_forward,
         (q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win),

@@ -253,8 +253,8 @@ def choose_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Selected blocks of each query: every block up to its own while there are at most COUNT; then
-    the first INIT, the LOCAL last, and the
-    most important others, whose importance never leaves the chip.
+    the first INIT, the LOCAL last, and the most important others, whose importance never leaves the
+    chip.
 
     A block's importance takes PER + SPREAD - 1 compressed keys, times WEIGHTS (1, 2, 2, 2, 1 in the
     default sizes): one product for each of

@@ -2,8 +2,8 @@
 pairs sorted by block.
 
 Imports nsa/engine.py (documents). Plain PyTorch. Sizes are static upper bounds known to the host,
-so that nothing waits for a CUDA
-device; tables are made on the device from one small table of documents.
+so that nothing waits for a CUDA device; tables are made on the device from one small table of
+documents.
 
 Letters: B batch, T tokens, Z = B*T tokens of all rows, G KV heads, M query heads per KV head, D
 documents (those of every row), J

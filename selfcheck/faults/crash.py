@@ -135,8 +135,9 @@ class Disk:
 
     def files(self, synced_names: bool, synced_bytes: bool) -> dict[Path, bytes | None]:
         """What a machine that loses power now finds: `synced_names`: entries of folders as they
-        were last forced to the disk, else all
-        that were made; `synced_bytes`: the same of what files hold. Folders are None."""
+        were last forced to the disk, else all that were made; `synced_bytes`: the same of what
+        files hold. Folders are None.
+        """
         found: dict[Path, bytes | None] = {}
 
         def visit(node: Node, path: Path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from files import durable
+from files.tensors import write_tensors
 
 
 class Counted(durable.Digests):
@@ -24,7 +25,7 @@ class Counted(durable.Digests):
 
 def check(folder: Path):
     """Refuse to time a hash that is not the file's."""
-    written = durable.write_tensors(folder / "checked", {"x": torch.arange(1000)})
+    written = write_tensors(folder / "checked", {"x": torch.arange(1000)})
     assert written["blocks"] == [hashlib.sha256((folder / "checked").read_bytes()).hexdigest()]
 
 
@@ -33,7 +34,7 @@ def seconds(tensors: dict, folder: Path, digests) -> float:
     kept, durable.Digests = durable.Digests, digests
     try:
         start = time.perf_counter()
-        durable.write_tensors(folder / "shard", tensors)
+        write_tensors(folder / "shard", tensors)
         return time.perf_counter() - start
     finally:
         durable.Digests = kept

@@ -26,7 +26,7 @@ from data.manifest import MANIFEST, VERSION, IntegrityError
 from data.pipeline import build_dataset
 from data.shards import Dataset, open_dataset
 from data.sources import Document, Report, by_directory, decode
-from files.folders import locked
+from files.durable import locked
 
 PACKAGES = ("numpy", "torch")
 CORPUS_VERSION = 1  # raise it when the same files and settings give another dataset

@@ -7,13 +7,13 @@ itself is found as well.
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 
-from files.folders import MANIFEST as MANIFEST
+from files.durable import write_bytes
 from files.untrusted import is_pickle, read_json
 
+MANIFEST = "manifest.json"  # the file that makes a folder a dataset
 MAGIC = "longhaul-dataset"
 VERSION = 1
 HASH_BLOCK = 1 << 22
@@ -80,10 +80,8 @@ def write_manifest(folder: Path, content: dict) -> None:
     """Write `content` with magic, version and checksum; durable when it returns."""
     content = {"magic": MAGIC, "version": VERSION, **content}
     content["checksum"] = _checksum(content)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(content, indent=1, sort_keys=True)
+    write_bytes(folder / MANIFEST, text.encode())
 
 
 def read_manifest(folder: Path) -> dict:

@@ -34,7 +34,7 @@ from data.manifest import (
     write_manifest,
 )
 from data.order import mix
-from files.folders import building, write_durable
+from files import durable
 
 __all__ = [
     "Dataset",
@@ -84,7 +84,8 @@ def write_dataset(
         )
     require_fraction(val_fraction)
     output = Path(output)
-    with building(output) as folder:
+    require_new(output)
+    with durable.building(output) as folder:
         writer = _Writer(folder, vocab_size, eod_id, shard_tokens)
         for document in documents:
             writer.add(
@@ -94,7 +95,27 @@ def write_dataset(
         content["tokenizer"] = _store_tokenizer(tokenizer, folder)
         content["sources"] = list(sources)
         write_manifest(folder, content)
+        require_new(output)  # still: the folder is renamed now
     return Dataset(output)
+
+
+def require_new(output: Path) -> None:
+    """Raise ValueError unless `output` does not exist yet or is an empty folder."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ValueError(f"output {output} is not a folder: choose another --output")
+    if (output / MANIFEST).exists():
+        raise ValueError(
+            f"output {output} already holds a dataset: choose another --output, or delete it first"
+        )
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"output {output} is not empty: choose another --output")
+
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output {output} cannot be made: {parent} is not a folder that you may write to: "
+            "choose another --output"
+        )
 
 
 def require_fraction(val_fraction: float) -> None:
@@ -208,7 +229,7 @@ class _Writer:
         self._close_shard()
         self._count()
         chosen = choose_validation(np.array(self.lengths), val_fraction)
-        write_durable(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes())
+        durable.write_bytes(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes())
         validation = {
             "file": VALIDATION_FILE,
             "bytes": chosen.nbytes,
@@ -257,11 +278,10 @@ class _Writer:
         self._ends, self._max_id, self._hash = array("Q"), 0, hashlib.sha256()
 
     def _close_shard(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         ends, path = np.array(self._ends, dtype="<u8"), Path(self._file.name)
-        write_durable(path.with_suffix(".idx"), ends.tobytes())
+        durable.fsync(path)
+        durable.write_bytes(path.with_suffix(".idx"), ends.tobytes())
         self.shards.append(
             {
                 "bin": path.name,
@@ -499,7 +519,7 @@ def _store_tokenizer(tokenizer: Path | str | None, folder: Path) -> dict | None:
     if tokenizer is None:
         return None
     model = Path(tokenizer).read_bytes()
-    write_durable(folder / TOKENIZER_FILE, model)
+    durable.write_bytes(folder / TOKENIZER_FILE, model)
     return {
         "file": TOKENIZER_FILE,
         "bytes": len(model),

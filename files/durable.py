@@ -1,60 +1,50 @@
-"""The disk: durable writes that are hashed on the way, reads that are tried again, free space.
-Imports longhaul.exits of ours.
+"""The disk: durable and atomic writes, hashes, locks, reads that are tried again, free space.
 
-What changes the disk in a save goes through `write`, `fsync`, `rename`, `make_folder` and `remove`,
-so that a test can count, record or break each of them.
+Whatever a save changes on the disk goes through `write`, `fsync`, `rename`, `make_folder` and
+`remove`, and whatever is read back goes through `read`. Callers use them as `durable.write(...)`, so
+that a test can count, record or break each of these calls in one place.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
-import torch
-from torch import Tensor
+Answer = TypeVar("Answer")
+Bytes = bytes | memoryview
+
+BLOCK = 64 * 2**20  # bytes with one digest: damage is located to 64 MiB
+CHUNK = 8 * 2**20  # bytes written or read at a time
+HASHING_THREADS = 4
+RETRIES = 3
 
 
 class StorageError(Exception):
-    """The disk is full or fails; a program that meets it ends with this exit code."""
+    """The disk is full or fails. A program that this error reaches ends with this exit code."""
 
     exit_code = 6
 
 
-# bytes hashed at a time, each with a digest of its own: damage is located to 64 MiB
-BLOCK = 64 * 2**20
-PIECE = 8 * 2**20  # bytes written or read at a time
-HASHING = 4  # threads that hash, a block each
-RETRIES = 3
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+# ---- the only functions that touch the disk in a save
 
 
-# ---------------------------------------------------------------------------- what touches the disk
+def write(file: BinaryIO, content: Bytes) -> None:
+    """Append all of `content` to an open, unbuffered file."""
+    rest = memoryview(content)
+    while len(rest):
+        written = file.write(rest)
+        rest = rest[written:]
 
 
-def write(file, piece):
-    """Append bytes to an open unbuffered file, all of them."""
-    view = memoryview(piece)
-    while len(view):
-        view = view[file.write(view) :]
-
-
-def fsync(path: Path):
+def fsync(path: Path) -> None:
     """Force a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -63,146 +53,64 @@ def fsync(path: Path):
         os.close(descriptor)
 
 
-def rename(old: Path, new: Path):
+def rename(old: Path, new: Path) -> None:
+    """Rename a file or folder, atomically; an existing file or empty folder `new` is replaced."""
     os.replace(old, new)
 
 
-def make_folder(path: Path):
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, unless it exists."""
     path.mkdir(parents=True, exist_ok=True)
 
 
-def remove(path: Path):
-    """A file, or a folder with all that is in it."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with everything in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
-def read(file, size: int) -> bytes:
+def read(file: BinaryIO, size: int) -> bytes:
+    """The next bytes of an open file, at most `size`."""
     return file.read(size)
 
 
-# -------------------------------------------------------------------------------------------- files
+# ---- whole files
 
 
-def write_bytes(path: Path, content: bytes):
-    """A whole file, forced to the disk."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file and force it to the disk."""
     with open(path, "wb", buffering=0) as file:
         write(file, content)
     fsync(path)
 
 
-def write_json(path: Path, content: dict):
-    """Write durably and by a rename: a reader finds the old file or the new one, whole."""
+def write_json(path: Path, content: dict) -> None:
+    """Replace a file durably and atomically: a reader finds either the old or the new one."""
+    text = json.dumps(content, indent=1) + "\n"
     temporary = path.with_name(f".tmp-{path.name}")
-    write_bytes(temporary, (json.dumps(content, indent=1) + "\n").encode())
+
+    write_bytes(temporary, text.encode())
     rename(temporary, path)
     fsync(path.parent)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict:
-    """A safetensors file of host or device tensors, one copied to the host at a time, forced to the
-    disk; its size and digests.
-
-    Bytes are hashed by a thread while they are written, so that they need not be read again.
-    """
-    tensors = dict(
-        sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    )  # large elements first: all aligned
-    digests = Digests()
-    with digests.pool, open(path, "wb", buffering=0) as file:
-        for content in (_header(tensors), *map(_bytes_of, tensors.values())):
-            for start in range(0, len(content), PIECE):
-                digests.feed(content[start : start + PIECE])
-                write(file, content[start : start + PIECE])
-        fsync(path)
-        return digests.result()
-
-
-def _header(tensors: dict[str, Tensor]) -> bytes:
-    """Eight bytes of length, then JSON: {name: {dtype, shape, data_offsets}}, filled up to a
-    multiple of eight bytes.
-    """
-    table, end = {}, 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
-        table[name] = dict(
-            dtype=DTYPES[tensor.dtype], shape=list(tensor.shape), data_offsets=[begin, end]
-        )
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-class _bytes_of:
-    """The bytes of a tensor, brought to the host only while pieces of it are taken."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor, self.view = tensor, None
-
-    def __len__(self):
-        return self.tensor.nbytes
-
-    def __getitem__(self, part: slice) -> memoryview:
-        if self.view is None:
-            self.view = memoryview(
-                self.tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy()
-            )
-        return self.view[part]
-
-
-class Digests:
-    """Size and SHA-256 of each 64 MiB block of what is fed. Blocks are hashed side by side by
-    threads, while others are read or written.
-    """
-
-    def __init__(self):
-        self.pool, self.digests, self.size, self.pieces = ThreadPoolExecutor(HASHING), [], 0, []
-
-    def feed(self, piece):
-        while len(piece):
-            part = piece[: BLOCK - self.size % BLOCK]
-            self.pieces.append(part)
-            self.size, piece = self.size + len(part), piece[len(part) :]
-            if self.size % BLOCK == 0:
-                self._submit()
-
-    def _submit(self):
-        self.digests.append(self.pool.submit(self._digest, self.pieces))
-        self.pieces = []
-        if len(self.digests) > HASHING:
-            self.digests[-1 - HASHING].result()  # no more blocks than that wait in memory
-
-    def _digest(self, pieces: list) -> str:
-        block = hashlib.sha256()
-        while pieces:
-            block.update(pieces.pop(0))
-        return block.hexdigest()
-
-    def result(self) -> dict:
-        if self.pieces:
-            self._submit()
-        return {"bytes": self.size, "blocks": [digest.result() for digest in self.digests]}
-
-
-def describe(path: Path) -> dict:
-    """Size in bytes and SHA-256 of each 64 MiB block of a file."""
-    digests = Digests()
-    with digests.pool, open(path, "rb", buffering=0) as file:
-        while piece := retried(lambda: read(file, PIECE), path):
-            digests.feed(piece)
-        return digests.result()
-
-
 def read_text(path: Path) -> str:
-    """A small file as UTF-8; OSError where it is not there."""
+    """A small UTF-8 file. Raises OSError if it does not exist."""
     with open(path, "rb", buffering=0) as file:
-        pieces = []
-        while piece := retried(lambda: read(file, PIECE), path):
-            pieces.append(piece)
-    return b"".join(pieces).decode("utf-8")
+        chunks = list(_chunks(file, path))
+    return b"".join(chunks).decode("utf-8")
 
 
-def retried(function: Callable, path: Path):
-    """`function()`, tried again three times where the disk reports an error; then StorageError."""
+def _chunks(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The rest of an open file in chunks; a read that fails is tried again."""
+    while chunk := retried(lambda: read(file, CHUNK), path):
+        yield chunk
+
+
+def retried(function: Callable[[], Answer], path: Path) -> Answer:
+    """`function()`, tried again three times if the disk reports an error; then StorageError."""
     for attempt in range(RETRIES + 1):
         try:
             return function()
@@ -211,27 +119,150 @@ def retried(function: Callable, path: Path):
                 raise
             failure = error
         time.sleep(0.05 * 2**attempt)
+
     raise StorageError(
-        f"{path} cannot be read ({failure}; tried {RETRIES + 1} times): check the disk, then give the same command again"
+        f"{path} cannot be read ({failure}; tried {RETRIES + 1} times): "
+        "check the disk, then give the same command again"
     )
 
 
-# -------------------------------------------------------------------------------------------- space
+# ---- hashes
+
+
+class Digests:
+    """The size of what is fed, and the SHA-256 of each of its 64 MiB blocks.
+
+    Threads hash several blocks at a time while the caller reads or writes further ones.
+    """
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(HASHING_THREADS)
+        self.size = 0
+        self._digests: list[Future[str]] = []
+        self._chunks: list[Bytes] = []  # of the block that is not full yet
+
+    def feed(self, content: Bytes) -> None:
+        """Add these bytes, which must not change before `result` returns."""
+        while len(content):
+            room = BLOCK - self.size % BLOCK
+            chunk = content[:room]
+            content = content[room:]
+            self._chunks.append(chunk)
+            self.size += len(chunk)
+            if self.size % BLOCK == 0:
+                self._submit()
+
+    def result(self) -> dict:
+        """{"bytes": size, "blocks": [digest of each block]}."""
+        if self._chunks:
+            self._submit()
+        return {"bytes": self.size, "blocks": [digest.result() for digest in self._digests]}
+
+    def _submit(self) -> None:
+        self._digests.append(self.pool.submit(self._digest, self._chunks))
+        self._chunks = []
+
+        # wait, so that no more blocks than there are threads are kept in memory
+        if len(self._digests) > HASHING_THREADS:
+            self._digests[-1 - HASHING_THREADS].result()
+
+    def _digest(self, chunks: list[Bytes]) -> str:
+        block = hashlib.sha256()
+        while chunks:
+            block.update(chunks.pop(0))
+        return block.hexdigest()
+
+
+def describe(path: Path) -> dict:
+    """The size of a file in bytes, and the SHA-256 of each of its 64 MiB blocks."""
+    digests = Digests()
+    with digests.pool, open(path, "rb", buffering=0) as file:
+        for chunk in _chunks(file, path):
+            digests.feed(chunk)
+        return digests.result()
+
+
+# ---- locks, and folders that appear whole or not at all
+
+
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file or folder against other processes; False if another one holds the lock.
+
+    With `wait` the call returns only when this process has the lock. The system releases the lock
+    when the descriptor is closed or the process ends, so a killed process leaves nothing behind.
+    """
+    operation = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Hold the lock on an existing folder. Without `wait`, ValueError if another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not lock(descriptor, wait):
+            raise ValueError(
+                f"another process is writing {folder}: wait for it, or choose another --output"
+            )
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def building(output: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder next to `output`; on success flush it and rename it.
+
+    A killed process leaves the temporary folder, which the next one clears. Raises ValueError if
+    another process is building `output`.
+    """
+    output = output.absolute()
+    folder = output.parent / f".tmp-{output.name}"
+    if folder.is_symlink():
+        raise ValueError(
+            f"{folder} is a link, and the folder that it points to would be cleared: "
+            "remove the link, or choose another --output"
+        )
+    make_folder(folder)
+
+    with locked(folder, wait=False):
+        for leftover in folder.iterdir():
+            remove(leftover)
+        try:
+            yield folder
+            fsync(folder)
+            rename(folder, output)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    fsync(output.parent)
+
+
+# ---- free space
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space where `folder` is or will be."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
-    return shutil.disk_usage(there).free
+    """Free space on the disk on which `folder` is, or will be made."""
+    candidates = [folder, *folder.absolute().parents]
+    existing = next(path for path in candidates if path.is_dir())
+    return shutil.disk_usage(existing).free
 
 
-def require_space(folder: Path, checkpoint: int, keep: int):
-    """ValueError where a run that keeps `keep` checkpoints of `checkpoint` bytes will not fit: a
-    new one stands beside them before the oldest may go. Those that the folder has already count.
+def require_space(folder: Path, checkpoint: int, keep: int) -> None:
+    """ValueError if a run that keeps `keep` checkpoints of `checkpoint` bytes does not fit.
+
+    A new checkpoint is written before the oldest is deleted, so one more than `keep` must fit.
+    Those that the folder holds already count.
     """
-    free, more = free_bytes(folder), max(1, keep + 1 - len(list(folder.glob("step-????????"))))
+    existing = len(list(folder.glob("step-????????")))
+    more = max(1, keep + 1 - existing)
+    free = free_bytes(folder)
     if free < more * checkpoint:
         raise ValueError(
-            f"--output_dir {folder} has {free:,} bytes free, and {more} checkpoint(s) of this model beside what is there need "
-            f"{more * checkpoint:,}: free space, or choose another --output_dir"
+            f"--output_dir {folder} has {free:,} bytes free, but {more} more checkpoint(s) of this "
+            f"model need {more * checkpoint:,}: free space, or choose another --output_dir"
         )

@@ -1,7 +1,7 @@
-"""Files from elsewhere: JSON within bounds, and pickles, which are known by their name or first
-bytes and never opened.
+"""Files from strangers: JSON within bounds, and pickles, which are recognised but never opened.
 
-Imports nothing of ours.
+A pickle runs whatever code its writer put into it when it is loaded, so it is recognised by its
+name or first bytes and refused.
 """
 
 import json
@@ -9,37 +9,41 @@ from pathlib import Path
 
 JSON_BYTES = 64 * 2**20  # a manifest of 100,000 shards has 40 MB
 PICKLE_SUFFIXES = {".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".distcp"}
-PROTOCOLS = range(2, 6)
+PICKLE_PROTOCOLS = range(2, 6)
+ZIP_MAGIC = b"PK\3\4"  # torch.save writes a zip file with a pickle in it
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle by its suffix or magic, or a zip, as torch.save writes them.
-    Nothing of it is interpreted.
+    """Whether a file is a pickle, or a zip file with one, by its suffix or first bytes.
 
-    A folder is one where its .metadata is, as torch.distributed.checkpoint writes it.
+    A folder counts as one if it has the .metadata that torch.distributed.checkpoint writes.
     """
     path = Path(path)
     if not path.is_file():
         return (path / ".metadata").is_file()
+
     with open(path, "rb") as file:
         head = file.read(9)
-    # a safetensors header of 640 bytes begins as a pickle of protocol 2 does
-    tensors = head[5:9] == b"\0\0\0{"
-    magic = len(head) > 2 and head[0] == 0x80 and head[1] in PROTOCOLS and not tensors
-    return path.suffix in PICKLE_SUFFIXES or magic or head.startswith(b"PK\3\4")
+    if path.suffix in PICKLE_SUFFIXES or head.startswith(ZIP_MAGIC):
+        return True
+
+    # the header of a safetensors file may be 640 bytes long, which reads as a pickle of protocol 2
+    is_safetensors = head[5:9] == b"\0\0\0{"
+    has_magic = len(head) > 2 and head[0] == 0x80 and head[1] in PICKLE_PROTOCOLS
+    return has_magic and not is_safetensors
 
 
 def refuse_pickle(path: Path, remedy: str = "convert to safetensors") -> None:
-    """Raise ValueError for a pickle; it is not opened, for opening one runs whatever code its
-    writer put there.
-    """
+    """Raise ValueError if the file is a pickle."""
     if is_pickle(path):
         raise ValueError(f"{path} is a pickle, which can run code, and was not opened: {remedy}")
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> object:
-    """The JSON value in a file. Raises ValueError for what `parse_json` refuses and for more than
-    `limit` bytes, OSError.
+    """The JSON value in a file of at most `limit` bytes.
+
+    Raises ValueError for a larger file and for whatever `parse_json` refuses, OSError if the file
+    cannot be read.
     """
     with open(path, "rb") as file:
         content = file.read(limit + 1)
@@ -49,8 +53,10 @@ def read_json(path: Path, limit: int = JSON_BYTES) -> object:
 
 
 def parse_json(content: bytes) -> object:
-    """JSON in UTF-8. Raises ValueError for anything else, a key given twice in one object, or
-    brackets nested too deeply.
+    """The JSON value in UTF-8 bytes.
+
+    Raises ValueError for anything else, for a key that is given twice in one object, and for
+    brackets that are nested too deeply.
     """
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
@@ -59,10 +65,10 @@ def parse_json(content: bytes) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(
-            f"the key {next(name for name in names if names.count(name) > 1)[:80]!r} is given twice"
-        )
+    """The object of these pairs. Raises ValueError if two of them have the same key."""
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key[:80]!r} is given twice")
+        found[key] = value
     return found

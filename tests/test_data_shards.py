@@ -23,7 +23,7 @@ from data.shards import (
     unigram_entropy,
     write_dataset,
 )
-from files.folders import building, locked
+from files.durable import building, locked
 
 VOCAB, EOD = 100, 0
 
@@ -504,7 +504,7 @@ write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_
 
 def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "files.folders.os.access", lambda path, mode: False
+        "data.shards.os.access", lambda path, mode: False
     )  # root may write everywhere
-    with pytest.raises(ValueError, match="no folder that may be written"):
+    with pytest.raises(ValueError, match="not a folder that you may write to"):
         write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from files import durable
+from files import durable, tensors
+from files.tensors import write_tensors
 from longhaul import dist, exits, step
 from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
 from longhaul.config import TrainConfig
@@ -113,7 +114,7 @@ def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
 def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(durable, "PIECE", 24)
+    monkeypatch.setattr(durable, "CHUNK", 24)
     monkeypatch.setattr(durable, "BLOCK", 64)
     torch.manual_seed(0)
     tensors = {
@@ -123,7 +124,7 @@ def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
         "d": torch.randn(4, 6).t(),
         "e": torch.randn(2, 0),
     }
-    written = durable.write_tensors(tmp_path / "x.safetensors", tensors)
+    written = write_tensors(tmp_path / "x.safetensors", tensors)
     assert written == durable.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(
         -written["bytes"] // 64
     )
@@ -162,14 +163,14 @@ def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(
     monkeypatch.setattr(durable, "free_bytes", lambda folder: 299)
     with pytest.raises(
         ValueError,
-        match=r"has 299 bytes free, and 3 checkpoint\(s\) of this model beside what is there need 300: free space",
+        match=r"has 299 bytes free, but 3 more checkpoint\(s\) of this model need 300: free space",
     ):
         durable.require_space(tmp_path, 100, keep=2)
     durable.require_space(tmp_path, 99, keep=2)
     for step in (5, 10, 15):
         (tmp_path / f"step-{step:08d}").mkdir()
         durable.require_space(tmp_path, 149, keep=2)
-    with pytest.raises(ValueError, match="1 checkpoint"):
+    with pytest.raises(ValueError, match="but 1 more checkpoint"):
         durable.require_space(tmp_path, 300, keep=2)
 
 
@@ -190,14 +191,14 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
     step.train_step(state, batch())
     expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     saver = Saver(tmp_path, dist.World(), 2, True, 0, said.append)
-    original, started = durable.write_tensors, []
+    original, started = tensors.write_tensors, []
 
     def slow(*args):
         started.append(1)
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(durable, "write_tensors", slow)
+    monkeypatch.setattr(tensors, "write_tensors", slow)
     saver.save(state, {})
     step.train_step(state, batch())
     saver.wait()

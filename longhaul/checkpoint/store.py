@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from files import durable
+from files import durable, tensors
 from files.tensors import opened
 from files.untrusted import parse_json, refuse_pickle
 from longhaul import dist, exits, optimizers
@@ -219,7 +219,7 @@ def _together(group, mine: bool, function):
 
 def _write_shard(shot: Snapshot, folder: Path):
     path = folder / f"rank-{shot.world.rank:05d}-of-{shot.world.size:05d}.safetensors"
-    written = durable.write_tensors(path, {name: part.local for name, part in shot.rows.items()})
+    written = tensors.write_tensors(path, {name: part.local for name, part in shot.rows.items()})
     sidecar = written | {
         "rows": {name: [part.start, part.end] for name, part in shot.rows.items()},
         "shapes": {name: part.shape for name, part in shot.rows.items()},

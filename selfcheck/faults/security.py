@@ -151,17 +151,17 @@ def tensors(trials: int, folder: Path) -> str:
         "overlap": (
             json.dumps({"a": one, "b": one}).encode(),
             None,
-            "begin at 0, those before end at 8",
+            "begin at 0, those before them end at 8",
         ),
         "hole": (
             json.dumps({"a": dict(one, data_offsets=[8, 16])}).encode(),
             None,
-            "begin at 8, those before end at 0",
+            "begin at 8, those before them end at 0",
         ),
         "out of bounds": (
             json.dumps({"a": dict(one, shape=[40], data_offsets=[0, 160])}).encode(),
             None,
-            "take 160 bytes, 16 are there",
+            "take 160 bytes, the file holds 16",
         ),
         "duplicate key": (
             b'{"a": '

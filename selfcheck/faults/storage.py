@@ -137,7 +137,7 @@ def little_space(trials: int, folder: Path) -> str:
     )
     child = runs.finish(args, folder / "log", 2, before=before)
     require(
-        "checkpoint(s) of this model beside what is there need" in child.last_line(),
+        "more checkpoint(s) of this model need" in child.last_line(),
         child.last_line(),
     )
     require(not (folder / "disk" / "run").exists(), "something was written")

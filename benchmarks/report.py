@@ -1,10 +1,10 @@
-"""Writes the README's measured tables from the runs in benchmarks/results/: `python -m
-benchmarks.report`. No figure is typed by hand.
+"""Writes measured tables into the documents from the runs in benchmarks/results/:
+`python -m benchmarks.report`. No figure is typed by hand.
 
-Between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` stands that table of
-benchmarks/results/NAME/results.json; between `<!-- results:gpu -->` and the same end what every run
-of benchmarks.gpu on a GPU found, or that there is none yet. A test holds the README to it. Imports
-benchmarks.record and longhaul.cli of ours.
+The text between `<!-- results:NAME/TABLE -->` and `<!-- /results -->` becomes that table of
+benchmarks/results/NAME/results.json. The text between `<!-- results:gpu -->` and the same end
+becomes the tables of every run on a GPU, or a sentence that there is none yet. A test checks that
+the documents are up to date.
 """
 
 import json
@@ -29,8 +29,9 @@ SHOWN = (
     "workspaces",
     "allocator",
 )  # of a GPU's run; its results.md has the stages too
-NONE_YET = """Not measured on a GPU yet. On a machine with one, ten minutes measure all of it, beside full logits, torch's own loss, Liger-Kernel,
-cut-cross-entropy, SDPA, cuDNN, flash-attn, fla and transformers, as far as they are installed:
+NONE_YET = """Not measured on a GPU yet. On a machine with one, this command measures all of it in ten minutes,
+next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN, flash-attn, fla
+and transformers, as far as they are installed:
 
 ```bash
 python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.report
@@ -41,12 +42,17 @@ python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.r
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Which file, and whether to write it."""
+    """Which files, and whether to write them."""
 
-    file: str = flag("README.md", "Markdown file with marked sections", group="report")
+    files: str = flag(
+        ("docs/BENCHMARKS.md", "docs/FITTING.md"),
+        "Markdown files with marked sections",
+        many=True,
+        group="report",
+    )
     check: bool = flag(
         False,
-        "write nothing; exit code 1 where the file is not what the results say",
+        "write nothing; exit with code 1 if a file differs from what the results say",
         group="report",
     )
 
@@ -55,16 +61,22 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         cfg = cli.parse(ReportConfig, args, __doc__)
-        path = Path(cfg.file)
-        text = path.read_text(encoding="utf-8")
-        now = written(text, runs())
+        outdated = [Path(name) for name in cfg.files if not up_to_date(Path(name))]
+        if cfg.check:
+            return int(bool(outdated))
+
+        for path in outdated:
+            path.write_text(written(path.read_text(encoding="utf-8"), runs()), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"benchmarks.report: error: {error}", file=sys.stderr)
         return 2
-    if cfg.check:
-        return int(now != text)
-    path.write_text(now, encoding="utf-8")
     return 0
+
+
+def up_to_date(path: Path) -> bool:
+    """Whether the file says what the committed results say."""
+    text = path.read_text(encoding="utf-8")
+    return written(text, runs()) == text
 
 
 def runs(folder: Path = RESULTS) -> dict[str, dict]:

@@ -701,14 +701,14 @@ def test_the_tests_marked_gpu_are_run_and_a_failure_of_theirs_fails_the_run(run,
     }
 
 
-# ---- the README's figures
+# ---- the documents' figures
 
 
-def test_the_readme_says_what_the_committed_results_say():
-    text = (report.ROOT / "README.md").read_text()
-    assert "<!-- results:gpu -->" in text and report.written(text, report.runs()) == text, (
-        "run python -m benchmarks.report"
-    )
+@pytest.mark.parametrize("name", report.ReportConfig().files)
+def test_a_document_says_what_the_committed_results_say(name):
+    path = report.ROOT / name
+    assert "<!-- results:" in path.read_text()
+    assert report.up_to_date(path), "run python -m benchmarks.report"
 
 
 def test_a_section_is_made_from_its_results_and_an_unknown_one_is_refused():

@@ -1,0 +1,64 @@
+"""Writes docs/SETTINGS.md from the fields of TrainConfig: `python -m scripts.settings`.
+
+A test checks that the document is up to date.
+"""
+
+import dataclasses
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from longhaul.config import TrainConfig
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "SETTINGS.md"
+OPENING = """# Settings of train.py
+
+Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win over
+the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list, which
+is written by `python -m scripts.settings`.
+"""
+
+
+def document() -> str:
+    """The whole document."""
+    fields = dataclasses.fields(TrainConfig)
+    sections = [section(group, list(members)) for group, members in groupby(fields, group_of)]
+    return "\n".join([OPENING, *sections])
+
+
+def group_of(field: dataclasses.Field) -> str:
+    return field.metadata["group"]
+
+
+def section(group: str, fields: list[dataclasses.Field]) -> str:
+    """A heading and a table of the group's flags."""
+    rows = [f"## {group}", "", "| flag | default | meaning |", "|---|---|---|"]
+    rows += [row(field) for field in fields]
+    return "\n".join(rows) + "\n"
+
+
+def row(field: dataclasses.Field) -> str:
+    """One flag with its aliases, default, meaning and choices."""
+    names = [field.name, *field.metadata["aliases"]]
+    flags = ", ".join(f"`--{name}`" for name in names)
+    meaning = field.metadata["help"]
+    if field.metadata["choices"]:
+        meaning += f" ({', '.join(map(str, field.metadata['choices']))})"
+    return f"| {flags} | {default_of(field)} | {meaning.replace('|', ' or ')} |"
+
+
+def default_of(field: dataclasses.Field) -> str:
+    """The default as a user would write it; empty for none."""
+    if field.default is dataclasses.MISSING or field.default == "":
+        return ""
+    return f"`{field.default}`"
+
+
+def main() -> int:
+    """Write the document."""
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

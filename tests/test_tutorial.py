@@ -1,0 +1,100 @@
+"""The commands of docs/TUTORIAL.md and of the README, run in the order in which a reader meets them."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CODE = ("data", "files", "fused", "longhaul", "nsa", "scripts", "README.md")
+DOORS = ("model.py", "train.py", "profile_memory.py", "verify_chunked_loss.py")
+FITS_AFTER_CHANGES = {"--advise": 2, "--solve": 2}
+
+
+def commands_of(name: str) -> list[str]:
+    """The lines of the document's bash blocks, without what follows two spaces and a `#`."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+def run_by_ci(command: str) -> bool:
+    """Whether .ci/run gives this command itself: the quickstart and the tests."""
+    return bool(re.match(r"(bash scripts/(quickstart|test)\.sh|source )", command))
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the product, so that runs/ and mydata/ of the user stay as they are."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for name in (*CODE, *DOORS):
+        source = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__")
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def run(command: str, folder: Path):
+    """The command in a shell, with this test's Python first in the path; it must end well."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = dict(os.environ, PATH=path, OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    allowed = {0} | {code for flag, code in FITS_AFTER_CHANGES.items() if flag in command}
+    assert done.returncode in allowed, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_from_top_to_bottom(clone):
+    resumed = []
+    for command in commands_of("docs/TUTORIAL.md"):
+        if not run_by_ci(command):
+            resumed.append("resumed" in run(command, clone).stdout)
+    assert sum(resumed) == 1, "one command continues a run from its checkpoint"
+
+
+README_COMMANDS = [command for command in commands_of("README.md") if not run_by_ci(command)]
+FOR_GPUS = [command for command in README_COMMANDS if "--context_length 131072" in command]
+FOR_A_CPU = [command for command in README_COMMANDS if command not in FOR_GPUS]
+
+
+@pytest.mark.slow
+def test_the_recipes_for_a_cpu_run_one_after_the_other(clone):
+    assert len(FOR_A_CPU) == 4
+    for command in FOR_A_CPU:
+        run(command, clone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", FOR_GPUS)
+def test_the_recipes_for_gpus_are_planned(command, clone):
+    """profile_memory.py runs as it is; train.py plans, and may refuse what this machine lacks."""
+    if "profile_memory" in command:
+        run(command, clone)
+        return
+    words = re.sub(r"^\S+=\S+ ", "", command).split()
+    arguments = words[words.index("train.py") + 1 :]
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments, "--plan"],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "plan (computed): 4B" in done.stdout

@@ -23,7 +23,7 @@ from longhaul.checkpoint.save import Saver, size_of
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
-from longhaul.run import guard
+from longhaul.run.guard import Guard
 from model import choose_kernels, nsa_package
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
@@ -34,7 +34,7 @@ def main(args: list[str] | None = None):
     longhaul/exits.py.
     """
     world = dist.World.from_environment()
-    with guard.Guard("train.py", world) as guard:
+    with Guard("train.py", world) as guard:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
         device = dist.choose_device(cfg.device, world)
         if cfg.audit_every:
@@ -98,7 +98,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
 class Run:
     """One training run: its folder, data, state and log."""
 
-    def __init__(self, plan: planner.Plan, guard: guard.Guard):
+    def __init__(self, plan: planner.Plan, guard: Guard):
         cfg, world = plan.cfg, plan.world
         self.guard, self.plan, self.world, self.device, self.folder = (
             guard,
@@ -413,7 +413,8 @@ class Run:
         micro-batches.
         """
         from longhaul import step
-        from longhaul.run import audit, log
+        from longhaul.run import audit
+        from longhaul.run.log import peak_memory_gib
 
         state, start = self.state, time.perf_counter()
         audited = self.cfg.audit_every and (state.step + 1) % self.cfg.audit_every == 0
@@ -443,7 +444,7 @@ class Run:
                 tokens=state.tokens,
                 tokens_per_s=tokens / seconds,
                 mfu=self._mfu(rows, seconds),
-                mem_gib=log.peak_memory_gib(self.device),
+                mem_gib=peak_memory_gib(self.device),
                 time=time.time(),
                 **watched,
             )

@@ -139,7 +139,7 @@ def _raises(function, *words: str):
     require(False, f"nothing was refused where {words[0]!r} should be")
 
 
-def tensors(trials: int, folder: Path) -> str:
+def foreign_tensors(trials: int, folder: Path) -> str:
     """Row 46: the four named faults, each by a file made for it; then damaged files by the
     thousand, with the memory watched.
     """
@@ -351,7 +351,7 @@ ROWS: list[Row] = [
         46,
         "malformed safetensors",
         "a clean error, under 100 MB",
-        tensors,
+        foreign_tensors,
         10_000,
         100_000,
         slow=True,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from longhaul.config import TrainConfig
+from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
@@ -210,20 +211,25 @@ def flags_of(text: str) -> set[str]:
     return {flag for command in commands for flag in re.findall(r"--([a-z0-9_]+)", command)}
 
 
-@pytest.mark.parametrize("name", ["README.md", "scripts/quickstart.sh", "docs/LOG.md"])
+DOCUMENTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "scripts/quickstart.sh", *DOCUMENTS])
 def test_the_flags_of_the_documents_exist(name):
     fields = dataclasses.fields(TrainConfig)
-    known = {
-        flag
-        for field in fields
-        for flag in (field.name, *field.metadata["aliases"], f"no_{field.name}")
-    } | {"help"}
+    known = {"help"}
+    for field in fields:
+        known |= {field.name, *field.metadata["aliases"], f"no_{field.name}"}
     assert not flags_of((ROOT / name).read_text()) - known
 
 
-def test_the_readme_lists_every_setting():
-    table = (ROOT / "README.md").read_text()
-    missing = [
-        field.name for field in dataclasses.fields(TrainConfig) if f"`{field.name}`" not in table
-    ]
-    assert not missing, f"README.md does not name {missing}"
+def test_every_setting_is_documented():
+    assert settings.DOCUMENT.read_text() == settings.document(), "run python -m scripts.settings"
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *DOCUMENTS])
+def test_the_links_of_the_documents_lead_somewhere(name):
+    path = ROOT / name
+    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
+    missing = [link for link in links if not (path.parent / link).exists()]
+    assert not missing

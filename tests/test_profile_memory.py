@@ -16,8 +16,8 @@ from longhaul.memory import solve
 from longhaul.memory.extrapolate import profile
 from model import GIB
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", README, re.M)
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "PLANNING.md").read_text()
+COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", DOCUMENT, re.M)
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
 
 
@@ -97,7 +97,7 @@ def test_the_html_page_shows_every_layer(tmp_path, capsys):
 
 @pytest.fixture(scope="module", autouse=True)
 def each_demand_once():
-    """A simulation takes seconds at full size, and the README's commands ask for the rungs that a
+    """A simulation takes seconds at full size, and the document's commands ask for the rungs that a
     test here asks for.
     """
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ import torch
 from data import order
 from files import durable, untrusted
 from longhaul import cli, dist, exits
-from longhaul.checkpoint import resume, store
+from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver, size_of
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
@@ -115,12 +115,11 @@ class Run:
         found = dist.on_rank0(
             lambda: self._find_checkpoint(cfg), world
         )  # one rank looks, so that all decide alike
-        self.checkpoint = Path(found) if found else None
-        self.manifest = self._read_manifest(cfg)
-        self.cfg = resume.with_skips(self.manifest, self._with_the_checkpoints_batch(cfg))
+        self.checkpoint = resume.continued(Path(found), cfg) if found else None
+        self.cfg = resume.with_skips(self.checkpoint, self._with_the_checkpoints_batch(cfg))
         self.loader = self._loader("train", self.cfg.rows_per_step(world.size))
-        if self.manifest is not None:
-            resume.check_position(self.manifest, self.loader)
+        if self.checkpoint is not None:
+            resume.check_position(self.checkpoint, self.loader)
         self.stamps = dist.on_rank0(self._verify_data, world)
         self.data_rank, self.data_ranks = (
             world.rank // self.cfg.context_ranks,
@@ -180,8 +179,8 @@ class Run:
             )
             self._lock()
         if cfg.resume == "auto":
-            found = store.latest(self.folder) if self.record else None
-            return str(found) if found else None
+            found = load.latest(self.folder) if self.record else None
+            return str(found.folder) if found else None
         if cfg.resume == "none":
             if self.record:
                 raise ValueError(
@@ -196,31 +195,23 @@ class Run:
             raise ValueError(
                 f"--resume {cfg.resume} is not a readable checkpoint: there is no such folder; name a step-* folder"
             )
-        manifest = store.verify(Path(cfg.resume))
-        resume.check_complete(manifest, Path(cfg.resume))
-        resume.check_same_run(manifest["identity"], self.identity, f"--resume {cfg.resume}")
+        checkpoint = load.verified(Path(cfg.resume))
+        resume.check_complete(checkpoint)
+        resume.check_same_run(checkpoint.identity, self.identity, f"--resume {cfg.resume}")
         newer = [
             step.name
             for step in self.folder.glob("step-????????")
-            if int(step.name[5:]) > manifest["step"]
+            if int(step.name[5:]) > checkpoint.step
         ]
         if (
             newer and self.record and self.record["config"]["resume"] == cfg.resume
         ):  # the same command again
-            return str(store.latest(self.folder))
+            return str(load.latest(self.folder).folder)
         if newer:
             raise ValueError(
                 f"--output_dir {self.folder} holds {newer[0]}, which is newer than {cfg.resume}: choose another --output_dir"
             )
         return cfg.resume
-
-    def _read_manifest(self, cfg: TrainConfig) -> dict | None:
-        if self.checkpoint is None:
-            return None
-        manifest = store.read_manifest(self.checkpoint)
-        resume.check_complete(manifest, self.checkpoint)
-        resume.check_settings(manifest, cfg)
-        return manifest
 
     def _verify_data(self) -> dict:
         """Hash the data's files, but for those that have not been touched since this run last did."""
@@ -239,11 +230,11 @@ class Run:
         """On a resume the global batch stays what it was, whatever the number of ranks: the rows
         keep their order.
         """
-        if self.manifest is None or self.manifest["rows_per_step"] == cfg.rows_per_step(
-            self.world.size
-        ):
+        if self.checkpoint is None:
             return cfg
-        rows = self.manifest["rows_per_step"]
+        rows = self.checkpoint.rows_per_step
+        if rows == cfg.rows_per_step(self.world.size):
+            return cfg
         if cfg.global_batch_size:
             raise ValueError(
                 f"--global_batch_size {cfg.global_batch_size}, but the checkpoint's steps have {rows} rows: use {rows}"
@@ -271,9 +262,9 @@ class Run:
         there is nothing to do.
         """
         self.state = None
-        if self.manifest and self.manifest["step"] >= self.cfg.max_steps:
+        if self.checkpoint and self.checkpoint.step >= self.cfg.max_steps:
             dist.print0(
-                f"{self.checkpoint} has {self.manifest['step']} of {self.cfg.max_steps} steps: nothing to do",
+                f"{self.checkpoint.folder} has {self.checkpoint.step} of {self.cfg.max_steps} steps: nothing to do",
                 world=self.world,
             )
             return
@@ -295,7 +286,7 @@ class Run:
             self.loader.effective_context(),
         )
         print(f"settings:\n{self.cfg.table()}\ncommand: {planner.command(self.cfg, self.world)}")
-        for line in resume.changes(self.manifest, self.cfg):
+        for line in resume.changes(self.checkpoint, self.cfg):
             print(line)
         for name in self.cfg.without_effect():
             print(
@@ -344,8 +335,8 @@ class Run:
         mesh = dist.data_mesh(self.world, self.device, self.cfg.dp_replicate)
         state = step.build(self.cfg, self.config, self.device, self.world, mesh)
         if self.checkpoint is not None:
-            store.load(state, self.checkpoint)
-            dist.print0(f"resumed {self.checkpoint} at step {state.step}", world=self.world)
+            load.load_state(state, self.checkpoint)
+            dist.print0(f"resumed {self.checkpoint.folder} at step {state.step}", world=self.world)
         elif self.cfg.init_from:
             from longhaul import qwen3
 
@@ -366,7 +357,7 @@ class Run:
             self.loader,
             self.folder,
             lambda cfg: planner.command(cfg, self.world),
-            (self.manifest or {}).get("skipped", ()),
+            self.checkpoint.skipped if self.checkpoint else (),
         )
         log = Logger(
             self.folder,
@@ -384,7 +375,7 @@ class Run:
             self.state.step,
             log.say,
         )
-        log.text(self.state.step, "changes", "\n".join(resume.changes(self.manifest, self.cfg)))
+        log.text(self.state.step, "changes", "\n".join(resume.changes(self.checkpoint, self.cfg)))
         try:
             self._steps(log, saver)
             saver.wait()

@@ -59,7 +59,7 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     import torch
 
     from longhaul import qwen3
-    from longhaul.checkpoint import store
+    from longhaul.checkpoint import save
     from longhaul.config import TrainConfig
     from longhaul.dist import World
     from longhaul.step import TrainState
@@ -68,7 +68,7 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     state = TrainState(
         TrainConfig(init_from=str(source)), decoder, None, torch.device("cpu"), World()
     )
-    return store.save(state, output, extra={"imported_from": str(source)})
+    return save.save(state, output, extra={"imported_from": str(source)})
 
 
 def export_hf(source: Path, output: Path, dtype: str) -> Path:
@@ -76,9 +76,9 @@ def export_hf(source: Path, output: Path, dtype: str) -> Path:
     first.
     """
     from longhaul import qwen3
-    from longhaul.checkpoint import store
+    from longhaul.checkpoint import load
 
-    qwen3.to_hf(_cast(store.load_model(store.newest(source)), dtype), output)
+    qwen3.to_hf(_cast(load.load_model(load.verified(load.newest(source))), dtype), output)
     return output
 
 

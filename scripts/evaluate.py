@@ -13,7 +13,8 @@ from data.corpus import prepare_embedded
 from data.loader import Loader
 from data.shards import open_dataset
 from longhaul import dist, step
-from longhaul.checkpoint.store import CheckpointError, load_model, newest, read_manifest
+from longhaul.checkpoint.format import Checkpoint, CheckpointError
+from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig
 
@@ -46,16 +47,16 @@ def main(args: list[str] | None = None):
     try:
         if given.batches < 1:
             raise ValueError(f"--batches {given.batches} is out of range: give at least 1")
-        folder = newest(Path(given.checkpoint))
-        manifest = read_manifest(folder)
+        checkpoint = verified(newest(Path(given.checkpoint)))
+        folder = checkpoint.folder
         cfg = TrainConfig(
             **{
-                **manifest["config"],
-                "model_overrides": tuple(manifest["config"]["model_overrides"]),
+                **checkpoint.config,
+                "model_overrides": tuple(checkpoint.config["model_overrides"]),
             }
         )
         dataset = open_data(cfg, given.data)
-        trained_on = manifest.get("identity", {}).get(
+        trained_on = (checkpoint.identity or {}).get(
             "tokenizer"
         )  # a converted checkpoint does not know
         if trained_on and dataset.tokenizer_sha256 != trained_on:
@@ -63,7 +64,7 @@ def main(args: list[str] | None = None):
                 f"{dataset.path} was tokenized by another tokenizer than {folder}'s: prepare the data with "
                 f"--tokenizer {folder.parent / 'tokenizer.model'}"
             )
-        report(folder, cfg, dataset, given)
+        report(checkpoint, cfg, dataset, given)
     except ValueError as error:
         parser.error(str(error))
 
@@ -77,17 +78,17 @@ def open_data(cfg: TrainConfig, path: str | None):
     )
 
 
-def report(folder: Path, cfg: TrainConfig, dataset, given):
+def report(checkpoint: Checkpoint, cfg: TrainConfig, dataset, given):
     """Evaluate over rows of the validation split and print."""
     context = given.context_length or cfg.context_length
     loader = Loader(dataset, context, 1, seed=cfg.seed, split="val")
-    model = load_model(folder, given.device)
+    model = load_model(checkpoint, given.device)
     state = step.TrainState(cfg, model, None, torch.device(given.device), dist.World())
     rows = min(given.batches, loader.rows_per_epoch)
     batches = (step.micro_batches(loader.batch(index), 1, state.device) for index in range(rows))
     loss, count = step.evaluate(state, batches)
     split = loader.split
-    print(f"{folder}: validation over {count:,} tokens at context {context:,}")
+    print(f"{checkpoint.folder}: validation over {count:,} tokens at context {context:,}")
     print(f"  loss             {loss:.4f} nats per token (perplexity {math.exp(loss):.1f})")
     print(
         f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: what knowing only the frequencies gives"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import Tokenizer
-from longhaul.checkpoint.store import load_model, newest
+from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.cli import Parser
 from longhaul.generate import check_sampling, generate
 
@@ -65,7 +65,7 @@ def main(args: list[str] | None = None):
         folder = newest(Path(given.checkpoint))
         tokenizer = Tokenizer(given.tokenizer or folder.parent / "tokenizer.model")
         prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
-        model = load_model(folder, given.device, given.dtype)
+        model = load_model(verified(folder), given.device, given.dtype)
         ids = generate(
             model,
             prompt,

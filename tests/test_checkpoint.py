@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from longhaul import dist, step
-from longhaul.checkpoint import store
-from longhaul.checkpoint.store import CheckpointError
+from longhaul.checkpoint import load, save
+from longhaul.checkpoint.format import CheckpointError, checksum, named_shards, shard_of
+from longhaul.checkpoint.load import load_model, verified
 from longhaul.config import TrainConfig
 
 CFG = TrainConfig(
@@ -29,29 +30,29 @@ def trained(steps: int = 1):
 
 @pytest.fixture
 def saved(tmp_path):
-    return store.save(trained(), tmp_path, {})
+    return save.save(trained(), tmp_path, {})
 
 
 def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
     manifest = json.loads((saved / "manifest.json").read_text())
     assert manifest["model_config"].pop("nsa")
-    manifest["checksum"] = store.checksum(manifest)
+    manifest["checksum"] = checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
-    assert store.load_model(saved).config == CFG.model()
+    assert load_model(verified(saved)).config == CFG.model()
 
 
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
     state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
-    store.load(state, saved)
-    truth = store.named_rows(*(lambda s: (s.model, s.optimizer))(trained()))
-    loaded = store.named_rows(state.model, state.optimizer)
+    load.load_state(state, verified(saved))
+    truth = named_shards(*(lambda s: (s.model, s.optimizer))(trained()))
+    loaded = named_shards(state.model, state.optimizer)
     assert loaded.keys() == truth.keys() and any(name.endswith("exp_avg") for name in loaded)
     assert all(torch.equal(value.local, truth[name].local) for name, value in loaded.items())
     assert state.step == 1 and state.tokens == 8
 
 
 def test_a_tied_weight_is_stored_once(saved):
-    names = [name for file in store.read_manifest(saved)["files"].values() for name in file["rows"]]
+    names = [name for file in verified(saved).files.values() for name in file.ranges]
     assert (
         "model.embed.weight" in names
         and "model.lm_head.weight" not in names
@@ -61,16 +62,16 @@ def test_a_tied_weight_is_stored_once(saved):
 
 def test_a_checkpoint_is_never_overwritten(saved):
     with pytest.raises(CheckpointError, match="never overwritten"):
-        store.save(trained(), saved.parent, {})
+        save.save(trained(), saved.parent, {})
 
 
 def test_a_save_that_was_killed_leaves_no_checkpoint_and_is_swept_by_the_next(tmp_path):
     left = tmp_path / ".tmp-step-00000001"
     left.mkdir()
     (left / "rank-00000-of-00001.safetensors").write_bytes(b"half")
-    assert store.latest(tmp_path) is None
-    store.save(trained(), tmp_path, {})
-    store.prune(tmp_path, 2)
+    assert load.latest(tmp_path) is None
+    save.save(trained(), tmp_path, {})
+    save.prune(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -78,13 +79,13 @@ def test_pruning_keeps_the_newest_and_only_after_it_verifies(tmp_path):
     state = trained(0)
     for number in (1, 2, 3):
         state.step = number
-        newest = store.save(state, tmp_path, {})
+        newest = save.save(state, tmp_path, {})
     (newest / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError):
-        store.prune(tmp_path, 2)
+        save.prune(tmp_path, 2)
     assert len(list(tmp_path.glob("step-????????"))) == 3
     newest.rename(tmp_path / "aside")
-    store.prune(tmp_path, 1)
+    save.prune(tmp_path, 1)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
@@ -96,7 +97,7 @@ def test_every_flipped_bit_of_a_sample_is_found(saved):
         broken[position] ^= 1 << position % 8
         shard.write_bytes(broken)
         with pytest.raises(CheckpointError, match="damaged"):
-            store.verify(saved)
+            verified(saved)
 
 
 def break_file(kind: str, folder):
@@ -113,11 +114,11 @@ def break_file(kind: str, folder):
         manifest.unlink()
     elif kind == "future version":
         content["version"] = 99
-        content["checksum"] = store.checksum(content)
+        content["checksum"] = checksum(content)
         manifest.write_text(json.dumps(content))
     elif kind == "path":
         content["files"] = {"../" + name: value for name, value in content["files"].items()}
-        content["checksum"] = store.checksum(content)
+        content["checksum"] = checksum(content)
         manifest.write_text(json.dumps(content))
     else:
         manifest.write_text(kind)
@@ -139,13 +140,13 @@ def break_file(kind: str, folder):
 def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys):
     break_file(kind, saved)
     with pytest.raises(CheckpointError, match=words):
-        store.verify(saved)
+        verified(saved)
     if kind == "future version":  # not damaged: nothing is renamed
         with pytest.raises(CheckpointError, match="update longhaul"):
-            store.latest(saved.parent)
+            load.latest(saved.parent)
         return
     with pytest.raises(CheckpointError, match="no checkpoint is usable"):
-        store.latest(saved.parent)
+        load.latest(saved.parent)
     assert (
         "DAMAGED CHECKPOINT" in capsys.readouterr().out
         and (saved.parent / "step-00000001.corrupt").exists()
@@ -153,7 +154,7 @@ def test_damage_of_every_kind_is_named_and_set_aside(saved, kind, words, capsys)
 
 
 def test_rows_cover_a_plain_tensor_whole():
-    rows = store.rows_of(torch.zeros(5, 3))
+    rows = shard_of(torch.zeros(5, 3))
     assert (rows.start, rows.end, rows.shape) == (0, 5, (5, 3))
 
 

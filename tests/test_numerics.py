@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from data import order
 from data.loader import Loader
 from data.shards import write_dataset
 from longhaul import dist, step
-from longhaul.checkpoint import resume, store
+from longhaul.checkpoint import load, resume, save
+from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from longhaul.run import health
@@ -87,11 +89,20 @@ def test_a_loader_without_rows_has_the_others_in_their_order_on_any_number_of_ra
     assert loader.state(0).get("skip", []) == [list(span) for span in skip]
 
 
-def manifest(step: int, skip=()) -> dict:
-    return dict(
+def checkpoint(step: int, skip=()) -> Checkpoint:
+    data = {"seed": 0, "epoch": 0, "position": 0}
+    if skip:
+        data["skip"] = [list(span) for span in skip]
+    return Checkpoint(
+        folder=Path("step"),
         step=step,
+        tokens=0,
+        data=data,
+        world_size=1,
+        config={},
+        model_config={},
+        files={},
         rows_per_step=4,
-        data=dict(seed=0, epoch=0, position=0) | (dict(skip=list(map(list, skip))) if skip else {}),
     )
 
 
@@ -109,7 +120,7 @@ def manifest(step: int, skip=()) -> dict:
 )
 def test_a_resume_keeps_what_was_left_out_and_adds_what_comes_later(at, recorded, given, expected):
     assert (
-        resume.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
+        resume.with_skips(checkpoint(at, recorded), TrainConfig(skip_rows=tuple(given))).skip_rows
         == expected
     )
 
@@ -122,7 +133,7 @@ def test_rows_that_were_trained_on_cannot_be_left_out_any_more(at, recorded, giv
     with pytest.raises(
         ValueError, match="was trained on the rows before .*: resume an earlier one"
     ):
-        resume.with_skips(manifest(at, recorded), TrainConfig(skip_rows=tuple(given)))
+        resume.with_skips(checkpoint(at, recorded), TrainConfig(skip_rows=tuple(given)))
 
 
 # ---- spikes
@@ -288,9 +299,9 @@ def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_on
     state, loader, watch = one_process(tmp_path, dataset)
     watch.after(poisoned_step(state, loader), print)
     step.train_step(state, step.micro_batches(loader.batch(1), 4, state.device))
-    path = store.save(state, tmp_path, dict(skipped=list(watch.skipped)))
+    path = save.save(state, tmp_path, dict(skipped=list(watch.skipped)))
     again = one_process(tmp_path, dataset)[0]
-    store.load(again, path)
+    load.load_state(again, load.verified(path))
     for one in (state, again):
         step.train_step(one, step.micro_batches(loader.batch(2), 4, state.device))
     for (name, expected), (_, found) in zip(

@@ -11,7 +11,7 @@ import torch
 
 from data.loader import Batch
 from longhaul import dist, step
-from longhaul.checkpoint import store
+from longhaul.checkpoint import load, save
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from tests.ranks import run_ranks
@@ -283,7 +283,7 @@ def save_after_two_steps(world: dist.World, folder: str) -> None:
             num_valid=0,
         )
         step.train_step(state, step.micro_batches(rows, 1, state.device))
-    store.save(state, Path(folder), {})
+    save.save(state, Path(folder), {})
 
 
 def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict:
@@ -291,7 +291,7 @@ def tensors_after_loading(world: dist.World, folder: str, changes: dict) -> dict
     state = step.build(
         cfg, cfg.model(), "cpu", world, dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
     )
-    store.load(state, Path(folder))
+    load.load_state(state, load.verified(Path(folder)))
     named = list(state.model.named_parameters())
     tensors = {f"model.{name}": p for name, p in named} | {
         f"optim.{name}.{key}": value

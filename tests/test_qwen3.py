@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longhaul import qwen3
-from longhaul.checkpoint import store
+from longhaul.checkpoint.load import load_model, verified
 from model import Decoder, ModelConfig
 from tests.ranks import run_ranks
 
@@ -548,7 +548,7 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path)
     assert done.returncode == 0 and done.stdout == f"wrote {tmp_path}/run/step-00000000\n", (
         done.stderr
     )
-    assert_same_logits(store.load_model(tmp_path / "run" / "step-00000000"), reference)
+    assert_same_logits(load_model(verified(tmp_path / "run" / "step-00000000")), reference)
     done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
     assert done.returncode == 0, done.stderr
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
@@ -579,7 +579,7 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
         (["--input", "nowhere", "--output", "new"], "config.json is not readable"),
         (
             ["--checkpoint", "nowhere", "--output", "new"],
-            "is no checkpoint and holds none: name a run",
+            "is not a checkpoint and does not contain one: name a run",
         ),
         (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
         (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),

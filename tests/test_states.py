@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from longhaul import optim, optimizers, step
-from longhaul.checkpoint import store
+from longhaul.checkpoint import load, save
+from longhaul.checkpoint.format import CheckpointError, named_shards
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 
@@ -222,24 +223,22 @@ def test_a_resumed_run_continues_bit_for_bit(kind, tmp_path):
         step.train_step(whole, batch(index))
     for index in range(2):
         step.train_step(first, batch(index))
-    store.load(second, store.save(first, tmp_path, {}))
+    load.load_state(second, load.verified(save.save(first, tmp_path, {})))
     for index in range(2, 4):
         step.train_step(second, batch(index))
-    for name, part in store.named_rows(whole.model, whole.optimizer).items():
-        assert torch.equal(
-            part.local, store.named_rows(second.model, second.optimizer)[name].local
-        ), name
+    for name, part in named_shards(whole.model, whole.optimizer).items():
+        assert torch.equal(part.local, named_shards(second.model, second.optimizer)[name].local), (
+            name
+        )
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path):
     state = build(optimizer="adamw_8bit")
     step.train_step(state, batch(0))
-    folder = store.save(state, tmp_path, {})
+    folder = save.save(state, tmp_path, {})
     for other in (dict(), dict(optimizer="muon")):
-        with pytest.raises(
-            store.CheckpointError, match="give the settings of the run that wrote it"
-        ):
-            store.load(build(**other), folder)
+        with pytest.raises(CheckpointError, match="give the settings of the run that wrote it"):
+            load.load_state(build(**other), load.verified(folder))
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
         for name, value in weights.items()
     )
     assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
-    assert "nsa.window: 16 there, 32 here" in refusal(
+    assert "nsa.window: recorded 16, now 32" in refusal(
         command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys
     )
     generate_script.main(
@@ -391,7 +391,7 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(data, tmp_pa
 
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert "seed: 0 there, 1 here" in refusal(command(data, finished, "--seed", "1"), capsys)
+    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed", "1"), capsys)
     assert "holds a run" in refusal(command(data, finished, "--resume", "none"), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
@@ -480,7 +480,7 @@ def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_
     train.main(command(data, tmp_path / "other", "--max_steps", "2", "--seed", "1"))
     log = (tmp_path / "other" / "metrics.jsonl").read_text()
     capsys.readouterr()
-    assert "seed: 1 there, 0 here" in refusal(
+    assert "seed: recorded 1, now 0" in refusal(
         command(data, tmp_path / "other", "--resume", str(finished / "step-00000006")), capsys
     )
     assert (tmp_path / "other" / "metrics.jsonl").read_text() == log
@@ -510,7 +510,7 @@ def test_where_every_checkpoint_is_damaged_nothing_is_started_over(data, tmp_pat
 def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
     train.main(command(data, tmp_path / "run", "--max_steps", "2"))
     capsys.readouterr()
-    assert "--lr 0.0003 there, 0.01 here" in refusal(
+    assert "--lr: recorded 0.0003, now 0.01" in refusal(
         command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"), capsys
     )
     train.main(

@@ -1,5 +1,8 @@
-"""Which run a folder or checkpoint belongs to, and what has changed since. Imports data.order,
-longhaul.checkpoint.store, longhaul.config and model.py of ours.
+"""Which run a folder or a checkpoint belongs to, and what has changed since it was written.
+
+A run is identified by what decides its results: the model's geometry, the context length, the seed,
+the data and the tokenizer. Settings of the group `optimisation` may change only with
+--override_settings; all others may, and each change is printed.
 """
 
 import dataclasses
@@ -9,18 +12,18 @@ from pathlib import Path
 import torch
 
 from data import order
-from longhaul.checkpoint.store import CheckpointError
+from data.loader import Loader
+from data.shards import Dataset
+from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
+from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
 from model import ModelConfig
 
-NUMERICS = {
-    "loss",
-    "logits_threshold_gib",
-    "loss_chunk_size",
-    "compute_dtype",
-    "kernels",
-}  # fields of ModelConfig that a resume may change
-FREE = {
+# fields of ModelConfig that a resume may change
+NUMERICAL_FIELDS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}
+
+# settings that belong to the command, not to the run
+COMMAND_SETTINGS = {
     "output_dir",
     "resume",
     "plan",
@@ -30,159 +33,179 @@ FREE = {
     "gradient_accumulation_steps",
     "override_settings",
     "skip_rows",
-}  # follow the call
-OPTIMISATION = {
+}
+
+OPTIMISATION_SETTINGS = {
     spec.name
     for spec in dataclasses.fields(TrainConfig)
-    if spec.metadata["group"] == "optimisation"
-} - {"max_steps"}
-BEGUN = (".lock", ".tmp-run.json")  # what a job that was killed before run.json stood leaves
-WANTED = (
-    "identity",
-    "rows_per_step",
-    "threads",
-    "torch",
-)  # of a manifest, beside what checkpoint.py needs itself
+    if spec.metadata["group"] == "optimisation" and spec.name != "max_steps"
+}
+
+# files of a job that was killed before it had written run.json
+LEFTOVERS = (".lock", ".tmp-run.json")
 
 
-def identity(cfg: TrainConfig, model_config: ModelConfig, dataset) -> dict:
-    """What makes a run this run: a folder or checkpoint that differs here belongs to another."""
-    geometry = {
-        name: value
-        for name, value in dataclasses.asdict(model_config).items()
-        if name not in NUMERICS
-    }
-    sparse = geometry.pop("nsa")
+# ---- the run that a folder holds
+
+
+def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> dict:
+    """What makes a run this run: a folder or checkpoint that differs in it belongs to another."""
+    fields = dataclasses.asdict(model_config)
+    sparse = fields.pop("nsa")
+    found = {name: value for name, value in fields.items() if name not in NUMERICAL_FIELDS}
     if cfg.attention_type == "nsa":
-        geometry |= {f"nsa.{name}": value for name, value in sparse.items()}
-    return geometry | dict(
-        context_length=cfg.context_length,
-        seed=cfg.seed,
-        init_from=cfg.init_from,
-        dataset=dataset.fingerprint,
-        tokenizer=dataset.tokenizer_sha256,
-    )
+        found |= {f"nsa.{name}": value for name, value in sparse.items()}
+    return found | {
+        "context_length": cfg.context_length,
+        "seed": cfg.seed,
+        "init_from": cfg.init_from,
+        "dataset": dataset.fingerprint,
+        "tokenizer": dataset.tokenizer_sha256,
+    }
 
 
-def check_same_run(recorded: dict, here: dict, where: str):
-    """ValueError naming every field in which they differ."""
+def check_same_run(recorded: dict, current: dict, where: str):
+    """ValueError naming every field in which the two identities differ."""
     different = [
-        f"{key}: {recorded.get(key)} there, {value} here"
-        for key, value in here.items()
-        if recorded.get(key) != value
+        f"{name}: recorded {recorded.get(name)}, now {value}"
+        for name, value in current.items()
+        if recorded.get(name) != value
     ]
     if different:
         raise ValueError(
-            f"{where} holds another run ({'; '.join(different)}): name another folder, or give that run's settings"
+            f"{where} holds another run ({'; '.join(different)}): name another folder, or give "
+            "that run's settings"
         )
 
 
 def read_record(folder: Path) -> dict | None:
-    """run.json of a run's folder, None for a new or empty folder; ValueError where it holds
+    """run.json of a run's folder, None for a new or empty folder; ValueError if the folder holds
     anything else.
     """
     record = folder / "run.json"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder")
     if not record.exists():
-        if folder.exists() and any(path.name not in BEGUN for path in folder.iterdir()):
+        if folder.exists() and any(path.name not in LEFTOVERS for path in folder.iterdir()):
             raise ValueError(
                 f"--output_dir {folder} holds other files and no run: choose an empty or new folder"
             )
         return None
+
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        return content | dict(identity=dict(content["identity"]))
+        return content | {"identity": dict(content["identity"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{record} is damaged ({error!r}): restore it, or choose another --output_dir"
         ) from None
 
 
-def changed_settings(manifest: dict | None, cfg: TrainConfig) -> dict:
-    """{name: (the checkpoint's, now)} of the settings that are not as they were."""
-    before = manifest["config"] if manifest else {}
-    now = json.loads(
-        json.dumps(dataclasses.asdict(cfg))
-    )  # tuples as lists, as the manifest has them
-    return {
-        name: (before[name], value)
-        for name, value in now.items()
-        if name in before.keys() - FREE and before[name] != value
-    }
+# ---- the checkpoint that a run continues
 
 
-def changes(manifest: dict | None, cfg: TrainConfig) -> list[str]:
-    """A line for everything that is not as it was when the checkpoint was written."""
-    here = dict(threads=torch.get_num_threads(), torch=torch.__version__)
-    other = [
-        f"warning: the checkpoint was written with {name} {manifest[name]}, here it is {value}: the last bits may differ from here on"
-        for name, value in here.items()
-        if manifest and manifest[name] != value
-    ]
-    return other + [
-        f"changed since the checkpoint: {name} {old} -> {new}"
-        for name, (old, new) in changed_settings(manifest, cfg).items()
-    ]
+def continued(folder: Path, cfg: TrainConfig) -> Checkpoint:
+    """The checkpoint in `folder`, found complete and trained with the settings of `cfg`."""
+    checkpoint = described(folder)
+    check_complete(checkpoint)
+    check_settings(checkpoint, cfg)
+    return checkpoint
 
 
-def check_settings(manifest: dict | None, cfg: TrainConfig):
-    """ValueError where a resume would change how weights are updated and --override_settings is not
+def check_complete(checkpoint: Checkpoint):
+    """CheckpointError if a manifest lacks what a resume needs. Nothing is made up: the learning
+    rate and every random draw are functions of the step and these settings.
+    """
+    needed = ("identity", "rows_per_step", "threads", "torch")
+    lacking = [name for name in needed if getattr(checkpoint, name) is None]
+    lacking += sorted((OPTIMISATION_SETTINGS | {"seed"}) - checkpoint.config.keys())
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.folder / MANIFEST} lacks {', '.join(lacking)}: use another checkpoint"
+        )
+
+
+def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
+    """ValueError if a resume would change how weights are updated and --override_settings is not
     given.
     """
-    changed = {
-        name: pair for name, pair in changed_settings(manifest, cfg).items() if name in OPTIMISATION
-    }
-    if changed and not cfg.override_settings and manifest["step"] < cfg.max_steps:
-        words = ", ".join(
-            f"--{name} {old} there, {new} here" for name, (old, new) in changed.items()
-        )
+    changed = changed_settings(checkpoint, cfg)
+    words = [
+        f"--{name}: recorded {old}, now {new}"
+        for name, (old, new) in changed.items()
+        if name in OPTIMISATION_SETTINGS
+    ]
+    if words and not cfg.override_settings and checkpoint.step < cfg.max_steps:
         raise ValueError(
-            f"the checkpoint was trained with other settings ({words}): give its settings, or add --override_settings to change them"
+            f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
+            "settings, or add --override_settings to change them"
         )
 
 
-def recorded_skips(manifest: dict) -> order.Ranges:
-    """The rows that had been left out of the order when the checkpoint was written."""
-    return order.merged(manifest["data"].get("skip", ()))
+def check_position(checkpoint: Checkpoint, loader: Loader):
+    """CheckpointError unless the data position is where the checkpoint's step begins."""
+    expected = loader.state(checkpoint.step, recorded_skips(checkpoint))
+    if checkpoint.data != expected:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} has the data position {checkpoint.data}, "
+            f"not {expected}: use another checkpoint"
+        )
 
 
-def with_skips(manifest: dict | None, cfg: TrainConfig) -> TrainConfig:
-    """Rows that were left out before the checkpoint stay left out; ValueError for one that it was
-    trained on, which cannot be taken back.
+def recorded_skips(checkpoint: Checkpoint) -> order.Ranges:
+    """The ranges of rows that had been skipped when the checkpoint was written."""
+    return order.merged(checkpoint.data.get("skip", ()))
+
+
+def with_skips(checkpoint: Checkpoint | None, cfg: TrainConfig) -> TrainConfig:
+    """`cfg` with the rows that the checkpoint had skipped; ValueError if --skip_rows names rows
+    that it was already trained on.
     """
-    if manifest is None:
+    if checkpoint is None:
         return cfg
-    recorded = recorded_skips(manifest)
+    recorded = recorded_skips(checkpoint)
     both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
-    trained = order.around(manifest["step"] * manifest["rows_per_step"], recorded)
+
+    trained = order.around(checkpoint.step * checkpoint.rows_per_step, recorded)
     if order.before(both, trained) != order.before(recorded, trained):
         raise ValueError(
-            f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {manifest['step']} was trained on the rows before {trained}: "
-            "resume an earlier one with --resume and a new --output_dir, or name later rows"
+            f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {checkpoint.step} was "
+            f"trained on the rows before {trained}: resume an earlier one with --resume and a new "
+            "--output_dir, or name later rows"
         )
     return dataclasses.replace(cfg, skip_rows=order.words_of(both))
 
 
-def check_position(manifest: dict, loader):
-    """CheckpointError where the data position is not where the checkpoint's step begins: neither is
-    ever made up.
-    """
-    expected = loader.state(manifest["step"], recorded_skips(manifest))
-    if manifest["data"] != expected:
-        raise CheckpointError(
-            f"the checkpoint of step {manifest['step']} has the data position {manifest['data']}, not {expected}: use another checkpoint"
-        )
+# ---- what has changed
 
 
-def check_complete(manifest: dict, folder: Path):
-    """CheckpointError where a manifest lacks what a resume needs; the learning rate and every
-    random draw are functions of step and settings.
-    """
-    lacking = [name for name in WANTED if name not in manifest] + sorted(
-        (OPTIMISATION | {"seed"}) - manifest["config"].keys()
-    )
-    if lacking:
-        raise CheckpointError(
-            f"{folder}/manifest.json lacks {', '.join(lacking)}: use another checkpoint"
-        )
+def changed_settings(checkpoint: Checkpoint | None, cfg: TrainConfig) -> dict[str, tuple]:
+    """{name: (the checkpoint's, now)} of the settings that differ."""
+    if checkpoint is None:
+        return {}
+    recorded = checkpoint.config
+    # through JSON, which makes lists of tuples, as the manifest has them
+    current = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    return {
+        name: (recorded[name], value)
+        for name, value in current.items()
+        if name in recorded.keys() - COMMAND_SETTINGS and recorded[name] != value
+    }
+
+
+def changes(checkpoint: Checkpoint | None, cfg: TrainConfig) -> list[str]:
+    """A line for everything that differs from when the checkpoint was written."""
+    if checkpoint is None:
+        return []
+    lines = []
+    current = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    for name, value in current.items():
+        recorded = getattr(checkpoint, name)
+        if recorded != value:
+            lines.append(
+                f"warning: the checkpoint was written with {name}={recorded}, and this run has "
+                f"{name}={value}: the last bits may differ from now on"
+            )
+    for name, (old, new) in changed_settings(checkpoint, cfg).items():
+        lines.append(f"changed since the checkpoint: {name} {old} -> {new}")
+    return lines

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from files import durable
 from longhaul import dist, step
-from longhaul.checkpoint import store
+from longhaul.checkpoint import load, save
+from longhaul.checkpoint.format import CheckpointError
 from longhaul.config import TrainConfig
 from selfcheck.faults.rows import Failed, require
 
@@ -178,10 +179,10 @@ def record(folder: Path, saves: int) -> tuple[list[tuple], dict[int, bytes]]:
     tokens = step.torch.arange(8)[None]
     for _ in range(saves):
         step.train_step(state, [dict(tokens_BT=tokens, labels_BT=tokens)])
-        path = store.save(state, folder, {})
+        path = save.save(state, folder, {})
         log.append(("saved", state.step, None))
         shards[state.step] = next(path.glob("rank-*")).read_bytes()
-        store.prune(folder, 2)
+        save.prune(folder, 2)
     return log, shards
 
 
@@ -255,13 +256,13 @@ def _check(
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            found = store.latest(folder)
-        except store.CheckpointError as error:
+            found = load.latest(folder)
+        except CheckpointError as error:
             raise Failed(f"{where}: {error}") from None
-    number = int(found.name[5:]) if found else 0
+    number = found.step if found else 0
     require(number >= durable, f"{where}: step {durable} was durable, {number} is what is left")
     require("DAMAGED" not in said.getvalue(), f"{where}: {said.getvalue()}")
     require(
-        not found or next(found.glob("rank-*")).read_bytes() == shards[number],
+        not found or next(found.folder.glob("rank-*")).read_bytes() == shards[number],
         f"{where}: step {number} has other bytes",
     )

@@ -20,7 +20,7 @@ import data.corpus
 import data.shards
 from files import durable
 from longhaul import step
-from longhaul.checkpoint import store
+from longhaul.checkpoint import load
 from longhaul.parallel import apply
 from selfcheck.faults import crash, runs
 from selfcheck.faults.rows import Row, require
@@ -114,7 +114,7 @@ def killed_while_pruning(trials: int, folder: Path) -> str:
         args = runs.arguments(source, folder / name, *more)
         runs.finish(args, folder / f"{name}.log", -signal.SIGKILL, before=fault)
         newest = max((folder / name).glob("step-????????"))
-        store.verify(newest)
+        load.verified(newest)
         require(
             newest.name == "step-00000003", f"{newest} is not the checkpoint that was just written"
         )
@@ -254,16 +254,16 @@ def terminated(trials: int, folder: Path) -> str:
 
 def saved_once(out: Path, child: runs.Child, where: str):
     """The newest checkpoint is of the last step, was written once, and exit.json says all that."""
-    record, newest = runs.exit_record(out), store.latest(out)
+    record, newest = runs.exit_record(out), load.latest(out)
     require(
         record["code"] == 75 and "same command" in record["remedy"],
         f"{where}: exit.json is {record}",
     )
     require(
-        newest is not None and int(newest.name[5:]) == record["last_step"] > 0,
+        newest is not None and newest.step == record["last_step"] > 0,
         f"{where}: {newest} with {record}",
     )
-    require(child.words().count(f"saved {newest}") == 1, f"{where}: not saved once")
+    require(child.words().count(f"saved {newest.folder}") == 1, f"{where}: not saved once")
 
 
 def preparing(folder: Path):
@@ -330,7 +330,7 @@ def terminated_group(trials: int, folder: Path) -> str:
         f"under torchrun exit.json is {record}",
     )
     require(
-        int(store.latest(out).name[5:]) == record["last_step"],
+        load.latest(out).step == record["last_step"],
         "under torchrun nothing was saved",
     )
     return "both ranks 75 with one save, also where the signal comes twice; under torchrun exit.json has 75, and the checkpoint is there"
@@ -361,7 +361,7 @@ def interrupted_twice(trials: int, folder: Path) -> str:
             code == 128 + number and time.monotonic() - start < 2,
             f"{name}: code {code} after {time.monotonic() - start:.1f} s",
         )
-        require(store.latest(folder / name) is not None, "the checkpoint before is gone")
+        require(load.latest(folder / name) is not None, "the checkpoint before is gone")
         again(folder, args, name)
     return "SIGTERM and SIGINT alike: the second left at once, the checkpoint before is whole, the same bits afterwards"
 

@@ -228,7 +228,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
     import torch
 
     from longhaul import dist
-    from longhaul.checkpoint import store
+    from longhaul.checkpoint import save
     from longhaul.config import TrainConfig
     from longhaul.step import TrainState
 
@@ -239,7 +239,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
         ),
     )
     state = TrainState(cfg, _decoder(), None, torch.device("cpu"), dist.World())
-    path = store.save(state, folder, dict(identity={}, rows_per_step=1))
+    path = save.save(state, folder, dict(identity={}, rows_per_step=1))
     shard = next(path.glob("*.safetensors"))
     return json.loads((path / "manifest.json").read_bytes()), shard.read_bytes(), shard.name
 
@@ -247,7 +247,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
     from files import durable
-    from longhaul.checkpoint import store
+    from longhaul.checkpoint.format import checksum
 
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
@@ -260,15 +260,15 @@ def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
         (step / name).write_bytes(content)
         manifest = damaged_json(rng, manifest)
     if isinstance(manifest, dict):
-        manifest = manifest | {"checksum": store.checksum(manifest)}
+        manifest = manifest | {"checksum": checksum(manifest)}
     text = json.dumps(manifest).encode("utf-8", "replace")
     (step / "manifest.json").write_bytes(damaged(rng, text) if rng.random() < 0.1 else text)
 
 
 def read_checkpoint(folder: Path):
-    from longhaul.checkpoint import store
+    from longhaul.checkpoint import load
 
-    store.load_model(folder / f"step-{0:08d}")
+    load.load_model(load.verified(folder / f"step-{0:08d}"))
 
 
 def make_dataset(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,8 @@ import torch
 from data import loader
 from files import tensors
 from longhaul import optim
-from longhaul.checkpoint import store
+from longhaul.checkpoint.format import checksum
+from longhaul.checkpoint.load import verified
 from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
 
@@ -160,9 +161,9 @@ def same_weights(out: Path, other: Path) -> bool:
 def whole_tensors(out: Path) -> dict[str, torch.Tensor]:
     folder = max(out.glob("step-????????"))
     parts: dict[str, list] = {}
-    for file, about in store.verify(folder)["files"].items():
+    for file, about in verified(folder).files.items():
         with tensors.opened(folder / file) as source:
-            for name, (start, _) in about["rows"].items():
+            for name, (start, _) in about.ranges.items():
                 parts.setdefault(name, []).append((start, source.get_tensor(name)))
     return {
         name: torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
@@ -202,7 +203,7 @@ def changed_settings(trials: int, folder: Path) -> str:
     args = runs.arguments(source, out, *CONSTANT, *new, "--max_steps", "6")
     refused = runs.finish(args, folder / "refused", 2)
     require(
-        "--lr 0.0003 there, 0.02 here, --beta1 0.9 there, 0.5 here" in refused.last_line(),
+        "--lr: recorded 0.0003, now 0.02, --beta1: recorded 0.9, now 0.5" in refused.last_line(),
         refused.last_line(),
     )
     require("--override_settings" in refused.last_line(), "the remedy is not named")
@@ -241,10 +242,10 @@ def other_run(trials: int, folder: Path) -> str:
     extended(folder, source, "run", [(1, 2, [])])
     newest = folder / "run" / "step-00000002"
     for flags, words in {
-        ("--context_length", "16"): "context_length: 32 there, 16 here",
-        ("--vocab_size", "128"): "vocab_size: 64 there, 128 here",
+        ("--context_length", "16"): "context_length: recorded 32, now 16",
+        ("--vocab_size", "128"): "vocab_size: recorded 64, now 128",
         ("--rope_theta", "5e5"): "rope_theta",
-        ("--seed", "3"): "seed: 0 there, 3 here",
+        ("--seed", "3"): "seed: recorded 0, now 3",
     }.items():
         for where in ([], ["--output_dir", str(folder / "other"), "--resume", str(newest)]):
             child = runs.finish(
@@ -306,7 +307,7 @@ def missing_state(trials: int, folder: Path) -> str:
         | dict(config={key: value for key, value in content["config"].items() if key != "lr"}),
     }
     for name, manifest in gone.items():
-        path.write_text(json.dumps(manifest | dict(checksum=store.checksum(manifest))))
+        path.write_text(json.dumps(manifest | dict(checksum=checksum(manifest))))
         child = runs.finish(args, folder / "log", 4)
         require("use another checkpoint" in child.last_line(), f"{name}: {child.last_line()}")
     return f"without {', '.join(gone)}: code 4 each"
@@ -327,8 +328,8 @@ def other_machine(trials: int, folder: Path) -> str:
         before=elsewhere,
     )
     for words in (
-        "warning: the checkpoint was written with threads 1, here it is 2",
-        "here it is 2.99.0",
+        "warning: the checkpoint was written with threads=1, and this run has threads=2",
+        "and this run has torch=2.99.0",
     ):
         require(words in child.words(), f"not said: {words}")
     quiet = runs.finish(

@@ -11,9 +11,11 @@ import zipfile
 from pathlib import Path
 
 from data.shards import open_dataset
-from files import tensors
+from files import durable
+from files.tensors import check_header
 from longhaul import qwen3
-from longhaul.checkpoint import store
+from longhaul.checkpoint.format import checksum
+from longhaul.checkpoint.load import verified
 from scripts import convert_qwen3, evaluate, generate
 from selfcheck import fuzz
 from selfcheck.faults import data as data_rows
@@ -121,11 +123,9 @@ def _under_good_names(folder: Path, mark: Path):
     manifest, _, name = readers.make_checkpoint(folder)
     step = folder / "step-00000000"
     (step / name).write_bytes(evil(mark))
-    manifest["files"][name] |= store.storage.describe(step / name)
-    (step / "manifest.json").write_text(
-        json.dumps(manifest | {"checksum": store.checksum(manifest)})
-    )
-    _raises(lambda: store.verify(step), UNOPENED)
+    manifest["files"][name] |= durable.describe(step / name)
+    (step / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+    _raises(lambda: verified(step), UNOPENED)
 
 
 def _raises(function, *words: str):
@@ -180,7 +180,7 @@ def foreign_tensors(trials: int, folder: Path) -> str:
     }
     for name, (header, length, words) in faults.items():
         path.write_bytes(struct.pack("<Q", length or len(header)) + header + bytes(16))
-        _raises(lambda: tensors.check_header(path), str(path), words, "cannot be read")
+        _raises(lambda: check_header(path), str(path), words, "cannot be read")
     result = fuzz.fuzz(
         next(target for target in readers.TARGETS if target.name == "safetensors"), trials
     )
@@ -224,15 +224,13 @@ def _checkpoint_paths(folder: Path, secret: Path, names):
     entry = manifest["files"].pop(good)
     for name in names:
         changed = manifest | dict(files={name: entry})
-        (step / "manifest.json").write_text(
-            json.dumps(changed | {"checksum": store.checksum(changed)})
-        )
-        _raises(lambda: store.verify(step), "not a plain file of this folder")
+        (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checksum(changed)}))
+        _raises(lambda: verified(step), "not a plain file of this folder")
     changed = manifest | dict(files={good: entry})
-    (step / "manifest.json").write_text(json.dumps(changed | {"checksum": store.checksum(changed)}))
+    (step / "manifest.json").write_text(json.dumps(changed | {"checksum": checksum(changed)}))
     (step / good).rename(folder / "moved.safetensors")
     (step / good).symlink_to(folder / "moved.safetensors")
-    _raises(lambda: store.verify(step), "not a plain file of this folder")
+    _raises(lambda: verified(step), "not a plain file of this folder")
 
 
 def tricks(trials: int, folder: Path) -> str:

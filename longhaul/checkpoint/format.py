@@ -1,0 +1,354 @@
+"""What a checkpoint is on disk, and whether its manifest says what it must.
+
+    step-00000100/                       appears whole, by a rename, or not at all
+        rank-00000-of-00002.safetensors  the shard of each tensor that this rank owns
+        manifest.json                    written last: step, data position, configuration, and for
+                                         each file its size, its shards and a SHA-256 per 64 MiB
+
+Parameters and optimizer states are sharded along their first dimension, so a shard is a range
+[start, end) of that dimension and resharding is slicing. (The manifest calls these ranges "rows".)
+Step counters, data position and configuration are in the manifest; there is no pickle.
+
+Hashes prove only that nothing has changed since somebody wrote the folder. What the manifest says
+is therefore checked value by value before it is used, whoever wrote it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from files import durable
+from longhaul import exits, optimizers
+from model import Decoder, ModelConfig, NSAConfig
+
+FORMAT = "longhaul-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+REQUIRED = ("step", "tokens", "data", "world_size", "config", "model_config", "files")
+
+FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+LARGEST_COUNT = 2**53
+LARGEST_SIZE = 2**24  # of a model's dimension
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or of another run."""
+
+    exit_code = exits.NO_CHECKPOINT
+
+
+class OtherSettings(CheckpointError):
+    """A good checkpoint that these settings cannot continue."""
+
+    exit_code = exits.BAD_INPUT
+
+
+class FutureVersion(CheckpointError):
+    """A checkpoint that a newer longhaul wrote: it is not damaged, so it is not set aside."""
+
+
+@contextmanager
+def checkpoint_errors(folder: Path) -> Iterator[None]:
+    """Raise a ValueError about the contents of a checkpoint as a CheckpointError that names it."""
+    try:
+        yield
+    except ValueError as error:
+        raise CheckpointError(
+            f"{folder} is not a sound checkpoint ({error}): use another checkpoint"
+        ) from None
+
+
+# ---- shards of tensors
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The range [start, end) along the first dimension of a tensor that this process holds."""
+
+    local: torch.Tensor
+    start: int
+    shape: tuple[int, ...]  # of the whole tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.local)
+
+
+def shard_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Shard:
+    """A plain tensor whole, or the local part of a DTensor, sharded on dimension 0 as torch.chunk
+    cuts it.
+
+    `like`: the parameter whose state `tensor` is; a plain tensor is then this rank's part of it.
+    """
+    like = tensor if like is None else like
+    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    if not hasattr(like, "device_mesh"):
+        return Shard(local, 0, tuple(local.shape))
+
+    sharded = [dim for dim, placement in enumerate(like.placements) if placement.is_shard()]
+    assert len(sharded) == 1 and like.placements[sharded[0]].dim == 0, like.placements
+    ranks = like.device_mesh.size(sharded[0])
+    rank = like.device_mesh.get_local_rank(sharded[0])
+
+    length = like.shape[0]
+    size = -(-length // ranks)
+    start = min(rank * size, length)
+    assert len(local) == min(size, length - start), (like.shape, rank, local.shape)
+    return Shard(local, start, (length, *local.shape[1:]))
+
+
+def named_shards(
+    model: Decoder, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Shard]:
+    """`model.<parameter>` and `optim.<parameter>.<state>`; a tied weight appears once."""
+    parameters = list(model.named_parameters())
+    shards = {f"model.{name}": shard_of(parameter) for name, parameter in parameters}
+    if optimizer is None:
+        return shards
+
+    for name, parameter in parameters:
+        for key, value in optimizer.state[parameter].items():
+            if value.ndim:  # step counters have no dimension and are in the manifest
+                shards[f"optim.{name}.{key}"] = shard_of(value, parameter)
+    return shards
+
+
+def fresh_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The state tensors that the optimizer keeps for a parameter and a checkpoint stores, new."""
+    if isinstance(optimizer, optimizers.AdamW):
+        return {key: value for key, value in optimizer.new_state(parameter).items() if value.ndim}
+    return {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+
+
+# ---- the manifest
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a checkpoint, as the manifest describes it."""
+
+    bytes: int
+    blocks: list[str]  # SHA-256 of each 64 MiB
+    ranges: dict[str, list[int]]  # [start, end) of each tensor that the file has a shard of
+    shapes: dict[str, list[int]]  # of the whole tensors
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk whose manifest was found sound.
+
+    What has a default here may be missing from a checkpoint that is only to be read, such as one
+    that was converted; `resume` requires it.
+    """
+
+    folder: Path
+    step: int
+    tokens: int
+    data: dict  # the loader's state
+    world_size: int
+    config: dict  # TrainConfig's fields
+    model_config: dict  # ModelConfig's fields
+    files: dict[str, StoredFile]
+    identity: dict | None = None
+    rows_per_step: int | None = None
+    threads: int | None = None
+    torch: str | None = None
+    skipped: tuple[int, ...] = ()  # steps that changed no weight
+
+    def tensors(self) -> set[str]:
+        """The names of all tensors that the files hold shards of."""
+        return {name for file in self.files.values() for name in file.ranges}
+
+
+def checksum(manifest: dict) -> str:
+    """SHA-256 of a manifest's content without the checksum itself."""
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def checked(manifest: object, folder: Path) -> Checkpoint:
+    """The Checkpoint that the JSON value of a manifest describes; CheckpointError if it is not one
+    that this version can read.
+    """
+    path = folder / MANIFEST
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not of format {FORMAT!r}: name a checkpoint that train.py wrote"
+        )
+    if manifest.get("checksum") != checksum(manifest):
+        raise CheckpointError(f"{path} is damaged: use another checkpoint")
+    if manifest.get("version") != VERSION:
+        raise FutureVersion(
+            f"{folder} has version {manifest.get('version')}, and this longhaul reads version "
+            f"{VERSION}: update longhaul"
+        )
+    missing = sorted(set(REQUIRED) - manifest.keys())
+    if missing or not manifest["files"]:
+        raise CheckpointError(f"{path} lacks {missing or 'files'}: use another checkpoint")
+    with checkpoint_errors(folder):
+        return _typed(manifest, folder)
+
+
+def _typed(manifest: dict, folder: Path) -> Checkpoint:
+    """ValueError unless every value that is read later has the type, and every range the bounds,
+    that it must have.
+    """
+    for name in ("step", "tokens", "world_size"):
+        _require(_is_count(manifest[name]), name, manifest[name])
+    for name in ("data", "config", "model_config", "files"):
+        _require(isinstance(manifest[name], dict), name, manifest[name])
+    _check_skipped_rows(manifest["data"].get("skip", []))
+
+    optional = {
+        name: manifest[name]
+        for name in ("identity", "rows_per_step", "threads", "torch")
+        if name in manifest
+    }
+    _check_optional(optional)
+    skipped = manifest.get("skipped", [])
+    _require(_is_counts(skipped), "skipped", skipped)
+
+    return Checkpoint(
+        folder=folder,
+        step=manifest["step"],
+        tokens=manifest["tokens"],
+        data=manifest["data"],
+        world_size=manifest["world_size"],
+        config=manifest["config"],
+        model_config=manifest["model_config"],
+        files={name: _stored_file(name, entry) for name, entry in manifest["files"].items()},
+        skipped=tuple(skipped),
+        **optional,
+    )
+
+
+def _check_optional(values: dict):
+    kinds = {"identity": dict, "torch": str}
+    for name, value in values.items():
+        if name in kinds:
+            _require(isinstance(value, kinds[name]), name, value)
+        else:
+            _require(_is_count(value), name, value)
+
+
+def _check_skipped_rows(ranges: object):
+    """ValueError unless these are [begin, end] pairs with begin < end."""
+    pairs = isinstance(ranges, list) and all(_is_counts(one) and len(one) == 2 for one in ranges)
+    if not pairs or any(begin >= end for begin, end in ranges):
+        raise ValueError(f"the skipped rows are {_short(ranges)}")
+
+
+def _stored_file(name: str, entry: object) -> StoredFile:
+    """ValueError unless `entry` describes a plain file and the shards in it."""
+    if not re.fullmatch(FILE_NAME, name):
+        raise ValueError(f"it names {_short(name)}, which is not a plain file of this folder")
+
+    kinds = {"bytes": int, "blocks": list, "rows": dict, "shapes": dict}
+    described = isinstance(entry, dict) and all(
+        isinstance(entry.get(key), kind) for key, kind in kinds.items()
+    )
+    if not described or not _is_count(entry["bytes"]):
+        raise ValueError(f"{name} is not described by bytes, blocks, rows and shapes")
+
+    digests = len(entry["blocks"])
+    expected = -(-entry["bytes"] // durable.BLOCK)
+    if digests != expected or entry["rows"].keys() != entry["shapes"].keys():
+        raise ValueError(
+            f"{name} has {digests} digests for {entry['bytes']} bytes, or rows and shapes of "
+            "different tensors"
+        )
+
+    for tensor, span in entry["rows"].items():
+        _check_range(name, span, entry["shapes"][tensor])
+    return StoredFile(entry["bytes"], entry["blocks"], entry["rows"], entry["shapes"])
+
+
+def _check_range(file: str, span: object, shape: object):
+    counts = _is_counts(span) and _is_counts(shape)
+    if not counts or len(span) != 2 or not shape or not span[0] <= span[1] <= shape[0]:
+        raise ValueError(f"{file} holds rows {_short(span)} of a tensor of shape {_short(shape)}")
+
+
+# ---- the model that a checkpoint is of
+
+
+def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
+    """ValueError unless the files hold these tensors whole; asked before memory is allocated."""
+    held = dict.fromkeys(shapes, 0)
+    for file in checkpoint.files.values():
+        for name in file.ranges.keys() & shapes.keys():
+            if tuple(file.shapes[name]) != shapes[name]:
+                raise ValueError(
+                    f"{name} has shape {file.shapes[name]}, and its configuration says "
+                    f"{list(shapes[name])}"
+                )
+            start, end = file.ranges[name]
+            held[name] += end - start
+
+    lacking = [name for name, shape in shapes.items() if held[name] < shape[0]]
+    if lacking:
+        raise ValueError(f"it lacks a part of {lacking[0]} and of {len(lacking) - 1} more")
+
+
+def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:
+    """The configuration of the checkpoint's model; ValueError if it is not one, or asks for more
+    tensors than the files hold.
+    """
+    sparse = checkpoint.model_config.get("nsa", {})
+    fields = _fields(ModelConfig, checkpoint.model_config | {"nsa": NSAConfig()})
+    fields["nsa"] = NSAConfig(**_fields(NSAConfig, sparse))
+
+    most_layers = sum(len(file.ranges) for file in checkpoint.files.values())
+    for name, size in fields.items():
+        limit = most_layers if name == "num_layers" else LARGEST_SIZE
+        if type(size) is int and size > limit:
+            raise ValueError(f"model_config.{name} is {size}, which the files do not hold")
+    return ModelConfig(**fields | overrides)
+
+
+def _fields(cls: type, values: object) -> dict:
+    """`values` as arguments of the dataclass `cls`; ValueError for an unknown name or type."""
+    if not isinstance(values, dict):
+        raise ValueError(f"model_config.{cls.__name__} is {_short(values)}")
+    kinds = {spec.name: spec.type for spec in dataclasses.fields(cls)}
+    for name, value in values.items():
+        if name not in kinds or not _is_of(kinds[name], value):
+            raise ValueError(f"model_config.{name[:40]} is {_short(value)}")
+    return dict(values)
+
+
+def _is_of(kind: type, value: object) -> bool:
+    """Whether a value of JSON may stand for a field of this type."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, int) and abs(value) < LARGEST_COUNT
+    if kind is float:
+        return isinstance(value, (int, float)) and abs(value) < LARGEST_COUNT
+    return isinstance(value, kind)
+
+
+def _require(holds: bool, name: str, value: object):
+    if not holds:
+        raise ValueError(f"{name} is {_short(value)}")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < LARGEST_COUNT
+
+
+def _is_counts(values: object) -> bool:
+    return isinstance(values, list) and all(_is_count(value) for value in values)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,235 @@
+"""Finding a checkpoint, checking every byte of it, and filling a model or a training state from it.
+
+`verified(folder)` is the door: what it returns has a sound manifest and files with the hashes that
+were written. A checkpoint that fails this check is renamed `.corrupt`, never deleted.
+"""
+
+from pathlib import Path
+
+import torch
+
+from files import durable
+from files.tensors import opened
+from files.untrusted import parse_json, refuse_pickle
+from longhaul import optimizers
+from longhaul.checkpoint.format import (
+    MANIFEST,
+    Checkpoint,
+    CheckpointError,
+    FutureVersion,
+    OtherSettings,
+    Shard,
+    StoredFile,
+    check_model,
+    checked,
+    checkpoint_errors,
+    fresh_state,
+    model_config,
+    named_shards,
+)
+from longhaul.step import TrainState
+from model import Decoder
+
+# ---- checking
+
+
+def verified(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, once its manifest and the presence, size, hashes and header of
+    every file were checked; CheckpointError names the file and the block that are wrong.
+    """
+    checkpoint = described(folder)
+    for name, recorded in checkpoint.files.items():
+        _verify_file(folder / name, recorded)
+        with checkpoint_errors(folder):
+            _check_header(folder / name, recorded)
+    return checkpoint
+
+
+def described(folder: Path) -> Checkpoint:
+    """The checkpoint as its manifest describes it, for a rank that leaves the hashes to rank 0;
+    CheckpointError names what is wrong with the manifest.
+    """
+    try:
+        manifest = parse_json(durable.read_text(folder / MANIFEST).encode())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} is not a readable checkpoint ({error}): name a step-* folder with a "
+            f"{MANIFEST}"
+        ) from None
+    return checked(manifest, folder)
+
+
+def _verify_file(path: Path, recorded: StoredFile):
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path.parent}: the manifest names {path.name!r}, which is not a plain file of this "
+            "folder: use another checkpoint"
+        )
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: use another checkpoint")
+
+    found = durable.describe(path)
+    if found["bytes"] != recorded.bytes:
+        raise CheckpointError(
+            f"{path} has {found['bytes']} bytes, and {recorded.bytes} were written: use another "
+            "checkpoint"
+        )
+    pairs = enumerate(zip(found["blocks"], recorded.blocks, strict=True))
+    damaged = [index for index, (digest, written) in pairs if digest != written]
+    if damaged:
+        raise CheckpointError(
+            f"{path} is damaged in 64 MiB block(s) {damaged}: use another checkpoint"
+        )
+
+
+def _check_header(path: Path, recorded: StoredFile):
+    """ValueError unless the file holds the shards that the manifest says; reads only the header."""
+    with opened(path) as source:
+        for name in recorded.ranges.keys() - set(source.keys()):
+            raise ValueError(f"{path.name} lacks {name[:80]!r}")
+        for name, (start, end) in recorded.ranges.items():
+            expected = [end - start, *recorded.shapes[name][1:]]
+            if source.get_slice(name).get_shape() != expected:
+                raise ValueError(
+                    f"{path.name} holds {name[:80]!r} in another shape than the manifest says"
+                )
+
+
+# ---- finding
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint of a run that verifies, None if the run has none; damaged ones are
+    renamed `.corrupt` with a line on screen. Because it renames, only one rank may call it.
+
+    CheckpointError if there are checkpoints and all are damaged: only the user can decide to start
+    over.
+    """
+    for candidate in sorted(folder.glob("step-????????"), reverse=True):
+        try:
+            return verified(candidate)
+        except FutureVersion:
+            raise
+        except CheckpointError as error:
+            set_aside(candidate, error)
+    if any(folder.glob("step-*.corrupt*")):
+        raise CheckpointError(
+            f"{folder}: no checkpoint is usable, all of them are damaged (*.corrupt): choose a new "
+            "--output_dir to start over"
+        )
+    return None
+
+
+def set_aside(folder: Path, error: CheckpointError):
+    """Rename a damaged checkpoint `.corrupt`, with a line on screen."""
+    taken = len(list(folder.parent.glob(f"{folder.name}.corrupt*")))
+    suffix = f".corrupt-{taken + 1}" if taken else ".corrupt"
+    aside = folder.with_name(folder.name + suffix)
+    durable.rename(folder, aside)
+    print(f"DAMAGED CHECKPOINT: {error}\n  renamed to {aside.name}", flush=True)
+
+
+def newest(folder: Path) -> Path:
+    """`folder` itself if it is a checkpoint, else the newest step-* folder in it; CheckpointError
+    if it has none.
+    """
+    refuse_pickle(folder)
+    if (folder / MANIFEST).exists():
+        return folder
+    steps = sorted(folder.glob("step-????????"))
+    if not steps:
+        raise CheckpointError(
+            f"{folder} is not a checkpoint and does not contain one: name a run's folder or a "
+            "step-* folder"
+        )
+    return steps[-1]
+
+
+# ---- filling
+
+
+def load_state(state: TrainState, checkpoint: Checkpoint):
+    """Fill model, optimizer, step, tokens and data position of `state`, whatever number of ranks
+    wrote the checkpoint.
+    """
+    state.step = checkpoint.step
+    state.tokens = checkpoint.tokens
+    state.data = checkpoint.data
+    _create_optimizer_state(state, checkpoint)
+    _read_into(named_shards(state.model, state.optimizer), checkpoint)
+
+
+def load_model(
+    checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: str | None = None
+) -> Decoder:
+    """The checkpoint's model without its optimizer, on `device`; `dtype` overrides its compute
+    dtype.
+    """
+    overrides = {"compute_dtype": dtype} if dtype else {}
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        model = Decoder(model_config(checkpoint, **overrides))
+        named = model.named_parameters()
+        check_model(checkpoint, {f"model.{name}": tuple(p.shape) for name, p in named})
+
+    model.to_empty(device=device)
+    model.tie_weights()
+    _read_into(named_shards(model), checkpoint)
+    return model
+
+
+def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):
+    """New state tensors for every parameter, with the names that the checkpoint holds."""
+    on_host = isinstance(state.optimizer, optimizers.AdamW)
+    device = torch.device("cpu") if on_host else state.device
+    # steps that were skipped changed nothing and do not count
+    updates = torch.tensor(float(checkpoint.step - len(checkpoint.skipped)), device=device)
+
+    stored = checkpoint.tensors()
+    for name, parameter in state.model.named_parameters():
+        prefix = f"optim.{name}."
+        keys = {key.rsplit(".", 1)[1] for key in stored if key.startswith(prefix)}
+        if not keys:
+            continue
+        fresh = fresh_state(state.optimizer, parameter)
+        if keys != fresh.keys():
+            raise OtherSettings(
+                f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer "
+                f"keeps {', '.join(sorted(fresh))}: give the settings of the run that wrote it"
+            )
+        state.optimizer.state[parameter] = fresh | {"step": updates.clone()}
+
+
+@torch.no_grad()
+def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
+    """Copy what is held here from whichever files have it; CheckpointError unless all of it is
+    found.
+    """
+    missing = {name: len(shard.local) for name, shard in shards.items()}
+    for file, recorded in checkpoint.files.items():
+        with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
+            for name in recorded.ranges.keys() & shards.keys():
+                if shards[name].shape != tuple(recorded.shapes[name]):
+                    raise ValueError(
+                        f"{name} has shape {recorded.shapes[name]}, and here it has "
+                        f"{list(shards[name].shape)}"
+                    )
+                start, end = recorded.ranges[name]
+                missing[name] -= _copy(shards[name], source.get_slice(name), start, end)
+
+    lacking = [name for name, count in missing.items() if count]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.folder} lacks a part of {lacking[0]} and of {len(lacking) - 1} more: use "
+            "another checkpoint"
+        )
+
+
+def _copy(target: Shard, source, start: int, end: int) -> int:
+    """Copy where `target` and the stored range [start, end) overlap; the length of that overlap."""
+    first = max(target.start, start)
+    last = min(target.end, end)
+    if last <= first:
+        return 0
+    part = target.local[first - target.start : last - target.start]
+    part.copy_(source[first - start : last - start])
+    return last - first

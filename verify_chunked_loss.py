@@ -1,14 +1,17 @@
-"""Verify the chunked loss on this machine: `python verify_chunked_loss.py`. Exit code 0: all hold,
-1: something failed, 2: bad input.
+"""Verify the chunked loss on this machine: `python verify_chunked_loss.py`.
 
-First the rule: at which sequence lengths the 4B's logits pass the threshold (nothing is allocated).
-Then the proof: loss and both gradients of the standard and the chunked loss against float64, what
-each keeps for the backward, the peak memory of forward and backward, and the time. Last the
-negative control: the loop over chunks of cross_entropy that is often recommended, which autograd
-makes keep every logit, must FAIL the test of what is kept. Imports model.py,
-longhaul.memory.measure and longhaul.cli of ours.
+The exit code is 0 if every check passes, 1 if one fails and 2 for bad input.
+
+1. The rule: at which sequence lengths the logits of the 4B exceed the threshold. Nothing is
+   allocated for this.
+2. The comparison: the error of the standard and of the chunked loss and of both gradients against
+   float64, the bytes that each keeps for the backward, the peak memory of forward and backward,
+   and the time.
+3. The negative control: the loop over chunks of cross_entropy that many recipes recommend. Autograd
+   keeps every logit of it, so it must fail the test of what is kept.
 """
 
+import argparse
 import sys
 import time
 
@@ -20,61 +23,64 @@ from longhaul.cli import Parser
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from model import GIB, IGNORE, Decoder, ModelConfig, linear_cross_entropy
 
+# tokens: (GiB of logits, whether the loss must be chunked)
 DOCUMENTED = {
     4096: (1.16, False),
     40_000: (11.32, True),
     131_072: (37.09, True),
-}  # tokens: (GiB of logits, chunked)
+}
 MIB = 2**20
 SAVED_LIMIT = 12  # bytes per token beyond the inputs
-FACTOR = 1.05  # of the standard loss's own error against float64
-FLOOR = {
-    torch.bfloat16: 2e-3,
-    torch.float16: 3e-4,
-    torch.float32: 1e-6,
-}  # the rounding of the results alone
+
+# A gradient's error may be this factor of the standard loss's own error, or the error that rounding
+# the result to its dtype makes.
+FACTOR = 1.05
+FLOOR = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}
+TOKEN_FLOOR = 1e-5  # nats: the rounding of a token's loss in fp32
 
 
 def main(args: list[str] | None = None) -> int:
     """Run all checks; the exit code."""
-    parser = Parser(description=__doc__.splitlines()[0], prog="verify_chunked_loss.py")
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to compute"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="of hidden states and weight",
-    )
-    parser.add_argument(
-        "--seq_len", type=int, default=512, help="tokens of the computed comparison"
-    )
-    parser.add_argument(
-        "--hidden_size",
-        type=int,
-        default=256,
-        help="width of the computed comparison (the 4B has 2560)",
-    )
-    parser.add_argument(
-        "--vocab_size", type=int, default=151_936, help="vocabulary of the computed comparison"
-    )
-    given = parser.parse_args(args)
-    if min(given.seq_len, given.hidden_size, given.vocab_size) < 1:
-        parser.error("--seq_len, --hidden_size and --vocab_size must be at least 1")
-    if given.device != "cpu" and not (
-        given.device.split(":")[0] == "cuda" and torch.cuda.is_available()
-    ):
-        parser.error(
-            f"--device {given.device}: not here; use --device cpu, or cuda where torch sees a GPU"
-        )
+    given = parsed(args)
     checks = [*check_rule(), *check_computation(given)]
+
     failed = checks.count(False)
     print(f"\n{len(checks) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
+def parsed(args: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], prog="verify_chunked_loss.py")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=here, help="where to compute")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="dtype of the hidden states and the weight",
+    )
+    for name, default, words in (
+        ("--seq_len", 512, "tokens of the computed comparison"),
+        ("--hidden_size", 256, "width of the computed comparison (the 4B has 2560)"),
+        ("--vocab_size", 151_936, "vocabulary of the computed comparison"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=words)
+    given = parser.parse_args(args)
+
+    if min(given.seq_len, given.hidden_size, given.vocab_size) < 1:
+        parser.error("--seq_len, --hidden_size and --vocab_size must be at least 1")
+    is_cuda = given.device.split(":")[0] == "cuda" and torch.cuda.is_available()
+    if given.device != "cpu" and not is_cuda:
+        parser.error(
+            f"--device {given.device} is not available: use --device cpu, or cuda on a machine on "
+            "which torch sees a GPU"
+        )
+    return given
+
+
 def verdict(holds: bool, text: str) -> bool:
+    """Print one check; whether it holds."""
     print(f"  {'✓' if holds else '✗ FAILED:'} {text}")
     return holds
 
@@ -83,100 +89,140 @@ def check_rule() -> list[bool]:
     """The documented cases at the real 4B shape, on the meta device."""
     with torch.device("meta"):
         decoder = Decoder(ModelConfig.preset("4B"))
+
     results = []
     for number, (seq_len, (gib, expected)) in enumerate(DOCUMENTED.items(), start=1):
-        size, chunk = decoder.logits_gib(1, seq_len), decoder.should_chunk(1, seq_len)
+        size = decoder.logits_gib(1, seq_len)
+        chunk = decoder.should_chunk(1, seq_len)
         print(f"Test {number}: seq_len={seq_len}, logits={size:.2f}GiB, should_chunk={chunk}")
-        name = (
-            "Chunked loss used (memory efficient)"
-            if chunk
-            else "Standard loss used by the threshold"
-        )
-        if not chunk and decoder.config.loss_path(1, seq_len) == "chunked":
-            name += "; --loss auto takes the chunked one here too, which is no slower at this vocabulary"
-        results.append(verdict(chunk == expected and round(size, 2) == gib, name))
+        is_right = chunk == expected and round(size, 2) == gib
+        results.append(verdict(is_right, rule_text(decoder, seq_len)))
     return results
 
 
-def check_computation(given) -> list[bool]:
+def rule_text(decoder: Decoder, seq_len: int) -> str:
+    """Which loss the threshold chooses, and which one runs."""
+    if decoder.should_chunk(1, seq_len):
+        return "Chunked loss used (memory efficient)"
+    text = "Standard loss used by the threshold"
+    if decoder.config.loss_path(1, seq_len) == "chunked":
+        text += "; --loss auto uses the chunked one here too, which is as fast at this vocabulary"
+    return text
+
+
+def check_computation(given: argparse.Namespace) -> list[bool]:
     """Errors, kept bytes, peak memory and time at a size that fits this machine."""
-    device, dtype = torch.device(given.device), getattr(torch, given.dtype)
-    hidden_ND, weight_VD, labels_N = problem(
-        given.seq_len, given.hidden_size, given.vocab_size, dtype, device
-    )
-    N, V = given.seq_len, given.vocab_size
+    N = given.seq_len
+    V = given.vocab_size
+    dtype = getattr(torch, given.dtype)
+    inputs = problem(N, given.hidden_size, V, dtype, torch.device(given.device))
     print(
-        f"Computed: {N} tokens, width {given.hidden_size}, vocabulary {V:,}, {given.dtype} on {device}: logits {N * V * hidden_ND.element_size() / GIB:.3f} GiB"
+        f"Computed: {N} tokens, width {given.hidden_size}, vocabulary {V:,}, {given.dtype} on "
+        f"{given.device}: logits {N * V * dtype.itemsize / GIB:.3f} GiB"
     )
-    exact = gradients(standard_loss, hidden_ND.double(), weight_VD.double(), labels_N)
-    results = {
-        name: measured(loss, hidden_ND, weight_VD, labels_N, exact) for name, loss in LOSSES.items()
-    }
-    print(
-        f"  {'':<14}{'loss error':>12}{'dh error':>12}{'dW error':>12}{'kept, MiB':>12}{'peak, MiB':>12}{'time, s':>10}"
-    )
-    for name, r in results.items():
-        print(
-            f"  {name:<14}{r['errors'][0]:>12.1e}{r['errors'][1]:>12.1e}{r['errors'][2]:>12.1e}{r['saved'] / MIB:>12.2f}{r['peak'] / MIB:>12.1f}{r['seconds']:>10.2f}"
-        )
+
+    hidden_ND, weight_VD, labels_N = inputs
+    exact = result_of(standard_loss, hidden_ND.double(), weight_VD.double(), labels_N)
+    results = {name: measured(loss, *inputs, exact) for name, loss in LOSSES.items()}
+    print_table(results)
     return judge(results, N, V, dtype)
+
+
+def print_table(results: dict[str, dict]):
+    """A row per loss. "token error" is the root mean square error of a token's loss."""
+    columns = ("loss error", "token error", "dh error", "dW error", "kept, MiB", "peak, MiB")
+    print(f"  {'':<14}" + "".join(f"{name:>13}" for name in columns) + f"{'time, s':>10}")
+    for name, result in results.items():
+        errors = "".join(f"{error:>13.1e}" for error in result["errors"].values())
+        memory = f"{result['saved'] / MIB:>13.2f}{result['peak'] / MIB:>13.1f}"
+        print(f"  {name:<14}{errors}{memory}{result['seconds']:>10.2f}")
 
 
 def judge(results: dict, N: int, V: int, dtype: torch.dtype) -> list[bool]:
     """The claims."""
-    plain, ours, loop = results["standard"], results["chunked"], results["naive loop"]
-    return [
-        verdict(ours["errors"][0] <= 1e-3, "the loss is that of float64 within 1e-3 nats"),
-        *(
-            verdict(
-                mine <= max(FACTOR * other, FLOOR[dtype]),
-                f"{name} is as exact as the standard loss's",
-            )
-            for name, mine, other in zip(("dh", "dW"), ours["errors"][1:], plain["errors"][1:])
+    plain = results["standard"]
+    ours = results["chunked"]
+    loop = results["naive loop"]
+
+    checks = [
+        verdict(ours["errors"]["loss"] <= 1e-3, "the loss is that of float64 within 1e-3 nats"),
+        verdict(
+            ours["errors"]["token"] <= token_bound(plain["errors"]["token"], V),
+            "each token's loss is free of the rounding of its label's logit",
         ),
+    ]
+    for name in ("dh", "dW"):
+        bound = max(FACTOR * plain["errors"][name], FLOOR[dtype])
+        text = f"{name} is as exact as the standard loss's"
+        checks.append(verdict(ours["errors"][name] <= bound, text))
+
+    kept = ours["saved"] / N
+    share = ours["peak"] / plain["peak"]
+    kept_by_loop = loop["saved"] / (N * V * 4)
+    return [
+        *checks,
         verdict(
             ours["saved"] <= SAVED_LIMIT * N + 64,
-            f"{ours['saved'] / N:.1f} bytes per token are kept for the backward (at most {SAVED_LIMIT})",
+            f"{kept:.1f} bytes per token are kept for the backward (at most {SAVED_LIMIT})",
         ),
         verdict(
             ours["peak"] < plain["peak"],
-            f"forward and backward take {ours['peak'] / plain['peak']:.1%} of the standard loss's extra memory",
+            f"forward and backward take {share:.1%} of the standard loss's extra memory",
         ),
         verdict(
             loop["saved"] > 0.9 * N * V * dtype.itemsize,
-            f"negative control: the naive loop keeps {loop['saved'] / (N * V * 4):.0%} of the fp32 logits",
+            f"negative control: the naive loop keeps {kept_by_loop:.0%} of the fp32 logits",
         ),
     ]
 
 
-# ---- the losses: hidden [N, D], weight [V, D], labels [N] -> mean over valid tokens
+def token_bound(plain_error: float, V: int) -> float:
+    """The largest allowed error of a token's loss, root mean square, in nats.
+
+    The standard loss rounds the label's logit to the inputs' dtype, which is nearly all of its
+    error. The chunked loss keeps that logit in fp32. The rounding of the others averages out over
+    the vocabulary: of logits with standard deviation 1, a few times sqrt(e / V) of it remains.
+    """
+    remains = min(0.8, 12 / V**0.5)
+    return max(remains * plain_error, TOKEN_FLOOR)
 
 
-def standard_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+# ---- the losses: hidden [N, D], weight [V, D], labels [N] -> a mean over valid tokens, or [N]
+
+
+def standard_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
+) -> Tensor:
     """Full logits, in fp32 at least."""
     logits_NV = hidden_ND @ weight_VD.T
-    return F.cross_entropy(
-        logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)),
-        labels_N,
-        ignore_index=IGNORE,
-    )
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(wide_NV, labels_N, ignore_index=IGNORE, reduction=reduction)
 
 
-def chunked_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
-    """Ours."""
-    return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction="mean")
+def chunked_loss(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
+) -> Tensor:
+    """The loss under test."""
+    return linear_cross_entropy(hidden_ND, weight_VD, labels_N, reduction=reduction)
 
 
-def naive_loop(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, chunk: int = 128) -> Tensor:
+def naive_loop(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    reduction: str = "mean",
+    chunk: int = 128,
+) -> Tensor:
     """The loop of many recipes: one chunk of logits at a time in the forward, all of them kept for
     the backward.
     """
-    total = hidden_ND.new_zeros((), dtype=torch.float32)
-    for hidden, labels in zip(hidden_ND.split(chunk), labels_N.split(chunk)):
-        total = total + F.cross_entropy(
-            (hidden @ weight_VD.T).float(), labels, ignore_index=IGNORE, reduction="sum"
-        )
-    return total / (labels_N != IGNORE).sum().clamp(min=1)
+    parts = []
+    for hidden, labels in zip(hidden_ND.split(chunk), labels_N.split(chunk), strict=True):
+        parts.append(standard_loss(hidden, weight_VD, labels, reduction="none"))
+    losses_N = torch.cat(parts)
+    if reduction == "none":
+        return losses_N
+    return losses_N.sum() / (labels_N != IGNORE).sum().clamp(min=1)
 
 
 LOSSES = {"standard": standard_loss, "chunked": chunked_loss, "naive loop": naive_loop}
@@ -200,36 +246,57 @@ def gradients(
     loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dh, dW)."""
-    hidden_ND, weight_VD = hidden_ND.detach().requires_grad_(), weight_VD.detach().requires_grad_()
+    hidden_ND = hidden_ND.detach().requires_grad_()
+    weight_VD = weight_VD.detach().requires_grad_()
     value = loss(hidden_ND, weight_VD, labels_N)
     return value.detach(), *torch.autograd.grad(value, (hidden_ND, weight_VD))
 
 
-def measured(loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, exact) -> dict:
-    """Errors against float64 (loss absolute, gradients relative), bytes kept beyond the inputs,
-    peak beyond the gradients, seconds.
-    """
+def result_of(loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> dict[str, Tensor]:
+    """The mean loss, each token's loss, and both gradients."""
+    value, dh_ND, dw_VD = gradients(loss, hidden_ND, weight_VD, labels_N)
+    with torch.no_grad():
+        tokens_N = loss(hidden_ND, weight_VD, labels_N, reduction="none")
+    return dict(loss=value, token=tokens_N, dh=dh_ND, dW=dw_VD)
+
+
+def errors_of(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Errors against float64: of the losses absolute, of the gradients relative."""
+    return dict(
+        loss=abs(float(result["loss"]) - float(exact["loss"])),
+        token=root_mean_square(result["token"] - exact["token"]),
+        dh=relative(result["dh"], exact["dh"]),
+        dW=relative(result["dW"], exact["dW"]),
+    )
+
+
+def measured(
+    loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, exact: dict[str, Tensor]
+) -> dict:
+    """Errors against float64, bytes kept beyond the inputs, peak beyond the gradients, seconds."""
     inputs = (hidden_ND, weight_VD, labels_N)
-    result = gradients(loss, *inputs)
-    errors = [
-        abs(float(result[0]) - float(exact[0])),
-        *(relative(a, b) for a, b in zip(result[1:], exact[1:])),
-    ]
+    errors = errors_of(result_of(loss, *inputs), exact)
+
     if hidden_ND.is_cuda:
         torch.cuda.synchronize(hidden_ND.device)
     start = time.perf_counter()
     float(gradients(loss, *inputs)[2].sum())  # reading a number waits for the device
     seconds = time.perf_counter() - start
+
     leaves = [tensor.detach().requires_grad_() for tensor in inputs[:2]]
-    saved = saved_bytes(lambda: loss(*leaves, labels_N)) - sum(tensor.nbytes for tensor in inputs)
-    peak = peak_bytes(lambda: gradients(loss, *inputs), hidden_ND.device) - sum(
-        tensor.nbytes for tensor in inputs[:2]
-    )
+    kept = saved_bytes(lambda: loss(*leaves, labels_N))
+    saved = kept - sum(tensor.nbytes for tensor in inputs)
+    taken = peak_bytes(lambda: gradients(loss, *inputs), hidden_ND.device)
+    peak = taken - sum(tensor.nbytes for tensor in inputs[:2])
     return dict(errors=errors, saved=max(saved, 0), peak=peak, seconds=seconds)
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
+
+
+def root_mean_square(error_N: Tensor) -> float:
+    return float(error_N.double().square().mean().sqrt())
 
 
 if __name__ == "__main__":

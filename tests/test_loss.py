@@ -1,5 +1,5 @@
-"""linear_cross_entropy against the dense float64 loss: numerics, memory, gradients, compile, bad
-input.
+"""linear_cross_entropy against the dense loss in float64: rounding errors, memory, gradients,
+torch.compile and bad input.
 """
 
 import functools
@@ -8,21 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import model
 from longhaul.memory.measure import peak_bytes, saved_bytes
-from verify_chunked_loss import (
-    gradients,
-)
-from verify_chunked_loss import (
-    naive_loop as seed_loop,
-)
-from verify_chunked_loss import (
-    relative as rel,
-)
-from verify_chunked_loss import (
-    standard_loss as std,
-)
+from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
+from verify_chunked_loss import relative as rel
 
 linear_cross_entropy = functools.partial(model.linear_cross_entropy, reduction="mean")
 CPU = torch.device("cpu")
@@ -30,24 +21,27 @@ TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]
 
 
 def dense(h, w, y, *, z_loss=0.0, label_smoothing=0.0, softcap=None, reduction="mean"):
-    """The oracle: full logits; call it in float64."""
+    """The oracle, through the full logits. Call it in float64."""
     z = h @ w.T
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+
     valid = y != -100
-    loss = (
-        F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing)
-        + z_loss * z.logsumexp(1).square() * valid
-    )
-    return (
-        loss
-        if reduction == "none"
-        else loss.sum() / (valid.sum().clamp(min=1) if reduction == "mean" else 1)
-    )
+    loss = F.cross_entropy(z, y, reduction="none", label_smoothing=label_smoothing)
+    loss = loss + z_loss * z.logsumexp(1).square() * valid
+
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / valid.sum().clamp(min=1)
 
 
 def inputs(N=203, D=32, V=1009, dtype=torch.float32, regime="flat", seed=0):
     torch.manual_seed(seed)
-    h, w, y = torch.randn(N, D), torch.randn(V, D) / D**0.5, torch.randint(V, (N,))
+    h = torch.randn(N, D)
+    w = torch.randn(V, D) / D**0.5
+    y = torch.randint(V, (N,))
     if N > 1:
         y[:2] = torch.tensor([0, V - 1])
     if regime == "diffuse":
@@ -58,7 +52,13 @@ def inputs(N=203, D=32, V=1009, dtype=torch.float32, regime="flat", seed=0):
 
 
 def truth(h, w, y, **options):
-    return gradients(lambda *a: dense(*a, **options), h.double(), w.double(), y)
+    """(loss, dh, dw) of the oracle."""
+    return gradients(functools.partial(dense, **options), h.double(), w.double(), y)
+
+
+def chunked(h, w, y, **options):
+    """(loss, dh, dw) of linear_cross_entropy."""
+    return gradients(functools.partial(linear_cross_entropy, **options), h, w, y)
 
 
 OPTIONS = [
@@ -77,14 +77,8 @@ def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernel
     y[5::9] = -100
     want = truth(h, w, y, **options)
     for token_tile, vocab_tile in TILES if kernels == "torch" else TILES[1:2]:
-        got = gradients(
-            lambda *a: linear_cross_entropy(
-                *a, token_tile=token_tile, vocab_tile=vocab_tile, kernels=kernels, **options
-            ),
-            h,
-            w,
-            y,
-        )
+        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
+        got = chunked(h, w, y, kernels=kernels, **tiles, **options)
         assert abs(got[0] - want[0]) / want[0] < 1e-6
         assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
 
@@ -93,17 +87,11 @@ def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernel
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, kernels):
     h, w, y = inputs(1024, 128, 4099, torch.bfloat16, regime)
-    want, plain = truth(h, w, y), gradients(std, h, w, y)
+    want = truth(h, w, y)
+    plain = gradients(standard_loss, h, w, y)
     floor = [rel(t.bfloat16(), t) for t in want[1:]]
     for token_tile, vocab_tile in TILES if kernels == "torch" else [(512, 1024)]:
-        got = gradients(
-            lambda *a: linear_cross_entropy(
-                *a, token_tile=token_tile, vocab_tile=vocab_tile, kernels=kernels
-            ),
-            h,
-            w,
-            y,
-        )
+        got = chunked(h, w, y, token_tile=token_tile, vocab_tile=vocab_tile, kernels=kernels)
         assert abs(got[0] - want[0]) < 1e-3
         for i in (1, 2):
             assert rel(got[i], want[i]) <= 1.05 * rel(plain[i], want[i])
@@ -111,18 +99,46 @@ def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, 
                 assert rel(got[i], want[i]) <= 1.05 * floor[i - 1]
 
 
-def test_bf16_errors_do_not_grow_with_the_number_of_chunks_but_the_seeds_do():
+def token_losses(h, w, y, **options):
+    """The loss of each token."""
+    return linear_cross_entropy(h, w, y, reduction="none", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_standard_one(
+    dtype, kernels
+):
+    """The rounding of the other logits averages out over the vocabulary. That of the label's logit,
+    which the loss subtracts, would not.
+    """
+    h, w, y = inputs(512, 64, 4099, dtype)
+    exact = dense(h.double(), w.double(), y, reduction="none")
+    standard = standard_loss(h, w, y, reduction="none")  # with a rounded logit of the label
+
+    error = root_mean_square(token_losses(h, w, y, kernels=kernels) - exact)
+    assert error < 0.1 * root_mean_square(standard - exact)
+
+
+def test_bf16_errors_do_not_grow_with_the_number_of_tiles_but_those_of_a_naive_loop_do():
     h, w, y = inputs(2048, 64, 1000, torch.bfloat16)
     want = truth(h, w, y)
-    errors = [
-        rel(
-            gradients(lambda *a: linear_cross_entropy(*a, token_tile=t, vocab_tile=v), h, w, y)[2],
-            want[2],
-        )
-        for t, v in ((2048, 1000), (16, 1000), (16, 20))
-    ]
-    assert max(errors) < 1.01 * min(errors)
-    assert rel(gradients(lambda *a: seed_loop(*a, chunk=16), h, w, y)[2], want[2]) > 3 * errors[0]
+    exact = dense(h.double(), w.double(), y, reduction="none")
+
+    loss_errors = []
+    dh_errors = []
+    dw_errors = []
+    for token_tile, vocab_tile in ((2048, 1000), (16, 1000), (16, 20)):
+        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
+        _, dh, dw = chunked(h, w, y, **tiles)
+        loss_errors.append(root_mean_square(token_losses(h, w, y, **tiles) - exact))
+        dh_errors.append(rel(dh, want[1]))
+        dw_errors.append(rel(dw, want[2]))
+
+    for errors in (loss_errors, dh_errors, dw_errors):
+        assert max(errors) < 1.01 * min(errors)
+    naive = gradients(functools.partial(naive_loop, chunk=16), h, w, y)
+    assert rel(naive[2], want[2]) > 3 * dw_errors[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -130,57 +146,51 @@ def test_half_hidden_with_fp32_master_weight_returns_fp32_gradients(dtype):
     h, w, y = inputs()
     h = h.to(dtype)
     want = truth(h, w.to(dtype), y)
-    got = gradients(lambda *a: linear_cross_entropy(*a, token_tile=50, vocab_tile=100), h, w, y)
+    got = chunked(h, w, y, token_tile=50, vocab_tile=100)
     assert got[1].dtype == dtype and got[2].dtype == torch.float32
-    plain = gradients(std, h, w.to(dtype), y)
+    plain = gradients(standard_loss, h, w.to(dtype), y)
     assert abs(got[0] - want[0]) < 1e-3
-    assert rel(got[1], want[1]) <= 1.05 * rel(plain[1], want[1]) and rel(
-        got[2], want[2]
-    ) <= 1.05 * rel(plain[2], want[2])
+    for index in (1, 2):
+        assert rel(got[index], want[index]) <= 1.05 * rel(plain[index], want[index])
 
 
 def test_autocast_changes_nothing_inside():
     h, w, y = inputs()
-    plain = gradients(linear_cross_entropy, h, w, y)
+    plain = chunked(h, w, y)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = gradients(linear_cross_entropy, h, w, y)
+        cast = chunked(h, w, y)
     assert all(torch.equal(a, b) for a, b in zip(plain, cast))
 
 
 @pytest.mark.parametrize("N,V", [(0, 7), (1, 7), (1, 1), (3, 1), (2, 2)])
 def test_tiny_sizes_work(N, V):
     torch.manual_seed(0)
-    h, w, y = torch.randn(N, 3), torch.randn(V, 3), torch.randint(V, (N,))
-    got, want = gradients(linear_cross_entropy, h, w, y), truth(h, w, y)
-    for a, b in zip(got, want):
+    h = torch.randn(N, 3)
+    w = torch.randn(V, 3)
+    y = torch.randint(V, (N,))
+    for a, b in zip(chunked(h, w, y), truth(h, w, y)):
         torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
 
 
 def test_a_common_offset_of_1e4_changes_the_loss_only_by_the_logits_own_rounding():
     h, w, y = inputs(dtype=torch.float64)
-    h1, w1 = (
-        torch.cat([h, torch.full((len(h), 1), 1e4)], 1),
-        torch.cat([w, torch.ones(len(w), 1)], 1),
-    )
-    torch.testing.assert_close(
-        linear_cross_entropy(h1, w1, y, vocab_tile=100),
-        linear_cross_entropy(h, w, y),
-        rtol=1e-12,
-        atol=0,
-    )
-    assert (
-        abs(linear_cross_entropy(h1.float(), w1.float(), y, vocab_tile=100) - dense(h, w, y)) < 1e-3
-    )
+    h1 = torch.cat([h, torch.full((len(h), 1), 1e4)], 1)
+    w1 = torch.cat([w, torch.ones(len(w), 1)], 1)
+
+    shifted = linear_cross_entropy(h1, w1, y, vocab_tile=100)
+    torch.testing.assert_close(shifted, linear_cross_entropy(h, w, y), rtol=1e-12, atol=0)
+    in_fp32 = linear_cross_entropy(h1.float(), w1.float(), y, vocab_tile=100)
+    assert abs(in_fp32 - dense(h, w, y)) < 1e-3
 
 
 def test_a_certain_target_keeps_the_relative_precision_of_its_loss():
     h = torch.tensor([[1.0, 0.0]])
     w = torch.tensor([[30.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
     y = torch.tensor([0])
-    loss, dh, _ = gradients(linear_cross_entropy, h, w, y)
-    p = math.exp(
-        -30
-    )  # of each of the two others; float64's own logsumexp - logit is good to 1e-3 here
+    loss, dh, _ = chunked(h, w, y)
+    # Probability of each of the two others. The subtraction logsumexp - logit in float64 would be
+    # good to 1e-3 only.
+    p = math.exp(-30)
     want, want_h = math.log1p(2 * p), torch.tensor([[-60 * p, 3 * p]])
     assert abs(loss - want) / want < 1e-6 and rel(dh, want_h) < 1e-6
 
@@ -188,9 +198,7 @@ def test_a_certain_target_keeps_the_relative_precision_of_its_loss():
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(kernels):
     h, w, y = inputs()
-    loss, dh, dw = gradients(
-        lambda *a: linear_cross_entropy(*a, kernels=kernels), h, w, torch.full_like(y, -100)
-    )
+    loss, dh, dw = chunked(h, w, torch.full_like(y, -100), kernels=kernels)
     assert loss == 0 and not dh.any() and not dw.any()
     assert linear_cross_entropy(h, w.requires_grad_(), torch.full_like(y, -100)).requires_grad
 
@@ -198,13 +206,13 @@ def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(
 def test_the_unpacked_rows_of_cuda_give_the_same_result(monkeypatch):
     h, w, y = inputs()
     y[::3] = -100
-    packed = gradients(linear_cross_entropy, h, w, y)
+    packed = chunked(h, w, y)
     monkeypatch.setattr(
         model,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )
-    for a, b in zip(packed, gradients(linear_cross_entropy, h, w, y)):
+    for a, b in zip(packed, chunked(h, w, y)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
@@ -212,29 +220,33 @@ def test_ignored_rows_with_huge_logits_give_no_nan_where_they_are_not_packed_awa
     h, w, y = inputs()
     y[::3] = -100
     h[::3] *= 1e3
-    packed = gradients(linear_cross_entropy, h, w, y)
+    packed = chunked(h, w, y)
     monkeypatch.setattr(
         model,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )
-    for a, b in zip(packed, gradients(linear_cross_entropy, h, w, y)):
+    for a, b in zip(packed, chunked(h, w, y)):
         assert b.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
 def test_a_transposed_hidden_compiles_and_the_operators_pass_their_checks():
-    h, w, y = inputs(32, 16, 64)
+    _, _, y = inputs(32, 16, 64)
     y = y[:16] % 64
-    compiled = torch.compile(
-        lambda a, w, y: linear_cross_entropy((a * 1.0).t(), w, y, kernels="torch"), fullgraph=True
-    )
-    a, w = torch.randn(16, 16), torch.randn(64, 16)
-    for x, z in zip(
-        gradients(compiled, a, w, y),
-        gradients(lambda a, w, y: linear_cross_entropy(a.t(), w, y), a, w, y),
-    ):
-        torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-7)
+    a = torch.randn(16, 16)
+    w = torch.randn(64, 16)
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def compiled(a, w, y):
+        return linear_cross_entropy((a * 1.0).t(), w, y, kernels="torch")
+
+    def eager(a, w, y):
+        return linear_cross_entropy(a.t(), w, y)
+
+    for got, want in zip(gradients(compiled, a, w, y), gradients(eager, a, w, y)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
     nll, lse, mean = model.vocab_nll(a.t(), w, y, -100, None, [8, 16], "torch", False)
     arguments = ([nll, lse, mean], nll, lse, a.t(), w, y, -100, None, [8, 16], "torch", True, True)
     torch.library.opcheck(model.vocab_nll_backward, arguments)
@@ -272,9 +284,7 @@ def test_another_ignore_index_is_ignored():
     h, w, y = inputs()
     y[::3] = 7
     want = gradients(linear_cross_entropy, h, w, torch.where(y == 7, -100, y))
-    for a, b in zip(
-        gradients(functools.partial(linear_cross_entropy, ignore_index=7), h, w, y), want
-    ):
+    for a, b in zip(chunked(h, w, y, ignore_index=7), want):
         assert torch.equal(a, b)
 
 
@@ -282,18 +292,14 @@ def test_per_token_weights_pass_through_reduction_none():
     h, w, y = inputs()
     y[3] = -100
     weight = torch.randn(len(y))
-    got = gradients(
-        lambda *a: (linear_cross_entropy(*a, reduction="none", z_loss=0.01) * weight).sum(), h, w, y
-    )
-    want = gradients(
-        lambda *a: (dense(*a, reduction="none", z_loss=0.01) * weight).sum(),
-        h.double(),
-        w.double(),
-        y,
-    )
-    assert (
-        abs(got[0] - want[0]) < 1e-4 and rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
-    )
+
+    def weighted(loss):
+        return lambda *a: (loss(*a, reduction="none", z_loss=0.01) * weight).sum()
+
+    got = gradients(weighted(linear_cross_entropy), h, w, y)
+    want = gradients(weighted(dense), h.double(), w.double(), y)
+    assert abs(got[0] - want[0]) < 1e-4
+    assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
 
 
 @pytest.mark.parametrize("kernels", ["fast", "triton"])
@@ -314,8 +320,9 @@ def test_num_valid_divides_by_the_global_count():
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen):
     h, w, y = inputs()
-    _, dh, dw = gradients(linear_cross_entropy, h, w, y)
-    h.requires_grad_(frozen != "hidden"), w.requires_grad_(frozen != "weight")
+    _, dh, dw = chunked(h, w, y)
+    h.requires_grad_(frozen != "hidden")
+    w.requires_grad_(frozen != "weight")
     linear_cross_entropy(h, w, y).backward()
     assert (h.grad is None, w.grad is None) == (frozen == "hidden", frozen == "weight")
     assert torch.equal(w.grad, dw) if frozen == "hidden" else torch.equal(h.grad, dh)
@@ -323,7 +330,8 @@ def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen):
 
 def test_backward_twice_with_another_gradient_scales_exactly():
     h, w, y = inputs()
-    h.requires_grad_(), w.requires_grad_()
+    h.requires_grad_()
+    w.requires_grad_()
     loss = linear_cross_entropy(h, w, y)
     first = torch.autograd.grad(loss, (h, w), retain_graph=True)
     second = torch.autograd.grad(loss, (h, w), torch.tensor(-4.0))
@@ -332,11 +340,12 @@ def test_backward_twice_with_another_gradient_scales_exactly():
 
 def test_a_tied_weight_accumulates_both_gradients():
     _, w, y = inputs()
-    got = torch.autograd.grad(
-        linear_cross_entropy(w.requires_grad_()[y], w, y.roll(1), vocab_tile=64), w
-    )[0]
-    wd = w.detach().double().requires_grad_()
-    assert rel(got, torch.autograd.grad(dense(wd[y], wd, y.roll(1)), wd)[0]) < 1e-6
+    exact_w = w.double().requires_grad_()
+    (want,) = torch.autograd.grad(dense(exact_w[y], exact_w, y.roll(1)), exact_w)
+
+    w.requires_grad_()
+    (got,) = torch.autograd.grad(linear_cross_entropy(w[y], w, y.roll(1), vocab_tile=64), w)
+    assert rel(got, want) < 1e-6
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -344,59 +353,55 @@ def test_a_tied_weight_accumulates_both_gradients():
 def test_gradcheck_passes_in_float64(options, reduction):
     h, w, y = inputs(5, 4, 7, torch.float64)
     y[2] = -100
-    f = lambda h, w: linear_cross_entropy(
-        h, w, y, reduction=reduction, token_tile=2, vocab_tile=3, **options
-    )
-    assert torch.autograd.gradcheck(f, (h.requires_grad_(), w.requires_grad_()))
+
+    def loss(h, w):
+        tiles = dict(token_tile=2, vocab_tile=3)
+        return linear_cross_entropy(h, w, y, reduction=reduction, **tiles, **options)
+
+    assert torch.autograd.gradcheck(loss, (h.requires_grad_(), w.requires_grad_()))
 
 
 def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels():
-    f = torch.compile(
-        lambda h, w, y: linear_cross_entropy(h * 1.0, w, y, z_loss=1e-3, vocab_tile=300),
-        fullgraph=True,
-    )
+    options = dict(z_loss=1e-3, vocab_tile=300)
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def compiled(h, w, y):
+        return linear_cross_entropy(h * 1.0, w, y, **options)
+
     for N in (50, 203, 117):
         h, w, y = inputs(N)
         y[::4] = -100
-        for a, b in zip(
-            gradients(f, h, w, y),
-            gradients(lambda *a: linear_cross_entropy(*a, z_loss=1e-3, vocab_tile=300), h, w, y),
-        ):
+        for a, b in zip(gradients(compiled, h, w, y), chunked(h, w, y, **options)):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_recomputation_under_checkpointing_gives_the_same_gradients():
     h, w, y = inputs()
-    wrapped = lambda *a: torch.utils.checkpoint.checkpoint(
-        linear_cross_entropy, *a, use_reentrant=False
-    )
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(gradients(wrapped, h, w, y), gradients(linear_cross_entropy, h, w, y))
-    )
+    recomputed = functools.partial(checkpoint, linear_cross_entropy, use_reentrant=False)
+    for a, b in zip(gradients(recomputed, h, w, y), chunked(h, w, y)):
+        assert torch.equal(a, b)
 
 
-def test_at_most_12_bytes_per_token_are_saved_where_the_seeds_loop_saves_all_logits():
+def test_at_most_12_bytes_per_token_are_saved_and_a_naive_loop_saves_all_logits():
     h, w, y = inputs(1000, 16, 4000, torch.bfloat16)
     y[::5] = -100
-    h.requires_grad_(), w.requires_grad_()
+    h.requires_grad_()
+    w.requires_grad_()
     own = h.nbytes + w.nbytes + y.nbytes
     for options in OPTIONS:
-        assert (
-            saved_bytes(lambda: linear_cross_entropy(h, w, y, **options)) - own <= 12 * 1000 + 64
-        ), options
-    assert (
-        saved_bytes(lambda: seed_loop(h, w, y, chunk=100)) - own >= 1000 * 4000 * 4
-    )  # negative control
+        saved = saved_bytes(functools.partial(linear_cross_entropy, h, w, y, **options))
+        assert saved - own <= 12 * 1000 + 64, options
+
+    # the negative control
+    saved = saved_bytes(lambda: naive_loop(h, w, y, chunk=100))
+    assert saved - own >= 1000 * 4000 * 4
 
 
 def test_peak_memory_through_backward_is_under_2_percent_of_the_standard_loss():
     h, w, y = inputs(2048, 64, 40_000, torch.bfloat16)
-    mandatory = 2 * (h.numel() + w.numel())
-    ours, plain = (
-        peak_bytes(lambda: gradients(f, h, w, y), CPU) - mandatory
-        for f in (linear_cross_entropy, std)
-    )
+    results = 2 * (h.numel() + w.numel())  # the gradients, in bf16
+    ours = peak_bytes(lambda: chunked(h, w, y), CPU) - results
+    plain = peak_bytes(lambda: gradients(standard_loss, h, w, y), CPU) - results
     assert plain > 2048 * 40_000 * 8 and ours < 0.02 * plain
 
 
@@ -404,9 +409,8 @@ def test_doubling_the_vocabulary_adds_no_memory_beyond_the_weights_gradient():
     peaks = []
     for V in (20_000, 40_000):
         h, w, y = inputs(512, 64, V, torch.bfloat16)
-        peaks.append(
-            peak_bytes(lambda: gradients(linear_cross_entropy, h, w, y), CPU) - 2 * w.numel()
-        )
+        passes = functools.partial(gradients, linear_cross_entropy, h, w, y)
+        peaks.append(peak_bytes(passes, CPU) - 2 * w.numel())
     assert abs(peaks[1] - peaks[0]) < 1e5
 
 
@@ -434,7 +438,7 @@ def test_a_bad_label_is_named_with_its_position_and_the_allowed_range(label):
     ids=str,
 )
 def test_bad_input_is_named(change, message):
-    h, w, y = inputs()
-    h, w, y = change.pop("hidden", h), change.pop("weight", w), change.pop("labels", y)
+    arguments = dict(zip(("hidden", "weight", "labels"), inputs())) | change
+    tensors = [arguments.pop(name) for name in ("hidden", "weight", "labels")]
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(h, w, y, **change)
+        linear_cross_entropy(*tensors, **arguments)

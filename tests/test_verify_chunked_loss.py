@@ -1,9 +1,11 @@
-"""verify_chunked_loss.py as a user runs it: the documented lines, the exit code, and that it can
-fail.
+"""verify_chunked_loss.py as a user runs it: the documented lines, the exit code, and proof that it
+can fail.
 """
 
 import pytest
+import torch
 
+import model
 import verify_chunked_loss as verify
 
 SMALL = ["--device", "cpu", "--seq_len", "96", "--hidden_size", "32", "--vocab_size", "20000"]
@@ -13,34 +15,54 @@ SMALL = ["--device", "cpu", "--seq_len", "96", "--hidden_size", "32", "--vocab_s
 def test_the_documented_cases_are_printed_and_every_check_passes(capsys, dtype):
     assert verify.main([*SMALL, "--dtype", dtype]) == 0
     out = capsys.readouterr().out
+    chunked = "should_chunk=True\n  ✓ Chunked loss used (memory efficient)"
     for line in (
         "Test 1: seq_len=4096, logits=1.16GiB, should_chunk=False\n  ✓ Standard loss used",
-        "Test 2: seq_len=40000, logits=11.32GiB, should_chunk=True\n  ✓ Chunked loss used (memory efficient)",
-        "Test 3: seq_len=131072, logits=37.09GiB, should_chunk=True\n  ✓ Chunked loss used (memory efficient)",
+        f"Test 2: seq_len=40000, logits=11.32GiB, {chunked}",
+        f"Test 3: seq_len=131072, logits=37.09GiB, {chunked}",
         "0 failed",
     ):
         assert line in out
     assert "negative control: the naive loop keeps" in out
 
 
-def test_a_wrong_loss_is_found_out_with_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setitem(verify.LOSSES, "chunked", verify.naive_loop)  # keeps every logit
+def failures(capsys) -> list[str]:
+    """Run the checks, which must fail; the texts of those that did."""
     assert verify.main(SMALL) == 1
-    assert "✗ FAILED" in capsys.readouterr().out
-    monkeypatch.setitem(
-        verify.LOSSES, "chunked", lambda h, w, y: verify.chunked_loss(h, w, y) * 1.01
-    )
-    assert verify.main(SMALL) == 1
+    lines = capsys.readouterr().out.splitlines()
+    return [line.split("FAILED: ")[1] for line in lines if "✗ FAILED: " in line]
+
+
+def test_a_loss_that_keeps_every_logit_is_found(monkeypatch, capsys):
+    monkeypatch.setitem(verify.LOSSES, "chunked", verify.naive_loop)
+    assert any("bytes per token are kept" in text for text in failures(capsys))
+
+
+def test_a_loss_that_is_one_percent_off_is_found(monkeypatch, capsys):
+    def wrong(*args, **options):
+        return verify.chunked_loss(*args, **options) * 1.01
+
+    monkeypatch.setitem(verify.LOSSES, "chunked", wrong)
+    assert "the loss is that of float64 within 1e-3 nats" in failures(capsys)
+
+
+def test_a_labels_logit_that_is_rounded_to_bf16_is_found(monkeypatch, capsys):
+    exact = model.target_logits
+
+    def rounded(hidden_nD, *args):
+        logits_n = exact(hidden_nD, *args)
+        return logits_n.to(hidden_nD.dtype).to(logits_n.dtype)
+
+    monkeypatch.setattr(model, "target_logits", rounded)
+    assert failures(capsys) == ["each token's loss is free of the rounding of its label's logit"]
 
 
 @pytest.mark.parametrize(
     "flags", [["--seq_len", "0"], ["--dtype", "int8"], ["--seqlen", "5"], ["--device", "cuda"]]
 )
 def test_bad_input_ends_with_exit_code_2(flags, capsys):
-    import torch
-
     if "cuda" in flags and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU, so --device cuda is no bad input")
+        pytest.skip("this machine has a GPU, so --device cuda is valid")
     with pytest.raises(SystemExit) as stop:
         verify.main(flags)
     assert stop.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -391,6 +391,24 @@ def test_angles_are_right_to_fp32_rounding_at_131k_positions():
     assert (cos[0, :1024, 0].double() - angle[:1024].cos()).abs().max() < 1024 * 2**-22
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_rotation_in_half_precision_rounds_once_in_both_directions(dtype):
+    generator = torch.Generator().manual_seed(0)
+    cos, sin = RotaryCache(ModelConfig(**SMALL | dict(head_dim=16)))(5000, torch.device("cpu"))
+    x = torch.randn(1, 5000, 3, 16, generator=generator).to(dtype).requires_grad_()
+    grad = torch.randn(1, 5000, 3, 16, generator=generator).to(dtype)
+
+    rotated = model._Rotate.apply(x, cos, sin)
+    rotated.backward(grad)
+
+    for result, given, sign in ((rotated.detach(), x.detach(), 1), (x.grad, grad, -1)):
+        first, second = given.double().chunk(2, dim=-1)
+        turned = (first * cos - sign * second * sin, second * cos + sign * first * sin)
+        exact = torch.cat(turned, dim=-1)
+        one_rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((result - exact).abs() <= one_rounding + 1e-6).all()
+
+
 def test_a_decoder_built_on_meta_moves_and_lengthens_its_positions():
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**SMALL))
@@ -417,7 +435,14 @@ def test_training_goes_on_after_sampling_in_inference_mode():
 @pytest.mark.parametrize("scaling", ["none", "linear", "yarn"])
 @pytest.mark.parametrize(
     "head_dim,theta,factor,original",
-    [(128, 1e6, 4.0, 32768), (64, 1e4, 8.0, 4096), (6, 1e4, 2.0, 64), (32, 5e5, 40.0, 512)],
+    [
+        (128, 1e6, 4.0, 32768),
+        (64, 1e4, 8.0, 4096),
+        (6, 1e4, 2.0, 64),
+        (32, 5e5, 40.0, 512),
+        (64, 1e3, 4.0, 32768),  # the ramp of yarn ends beyond half of the dimensions
+        (64, 16.0, 4.0, 2000),  # and here at the last dimension
+    ],
 )
 def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta, factor, original):
     transformers = pytest.importorskip(

@@ -157,6 +157,19 @@ def test_a_spike_among_spikes_is_still_one():
     assert all(spikes.score(loss) > 10 for loss in (8.0, 9.0, 7.0, 8.0))
 
 
+def test_a_score_counts_standard_deviations_of_a_normal_curve():
+    """1.4826 times the median absolute deviation estimates the standard deviation."""
+    losses = [2.0 - 0.1, 2.0, 2.0 + 0.1] * 20
+    assert health.Spikes(losses).score(2.5) == pytest.approx(0.5 / (1.4826 * 0.1))
+
+    rng = random.Random(0)
+    scores = []
+    for _ in range(200):
+        spikes = health.Spikes(rng.gauss(5.0, 0.2) for _ in range(64))
+        scores.append(spikes.score(5.0 + 3 * 0.2))
+    assert np.median(scores) == pytest.approx(3.0, rel=0.05)
+
+
 def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
     spikes = health.Spikes()
     assert [spikes.score(loss) for loss in (5.0, 500.0, float("nan"), 5.0)] == [0.0] * 4

@@ -133,7 +133,7 @@ class Run:
         there.
         """
         from data.corpus import prepare_embedded
-        from data.shards import open_dataset
+        from data.dataset import open_dataset
 
         if cfg.data:
             return open_dataset(cfg.data)
@@ -143,7 +143,7 @@ class Run:
         return open_dataset(path)
 
     def _model_config(self, cfg: TrainConfig):
-        from data.shards import check_vocab
+        from data.dataset import check_vocab
 
         config = cfg.model()
         check_vocab(self.dataset, config.vocab_size)

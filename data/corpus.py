@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import sentencepiece
 
+from data.dataset import Dataset, open_dataset
 from data.manifest import MANIFEST, VERSION, IntegrityError
 from data.pipeline import build_dataset
-from data.shards import Dataset, open_dataset
 from data.sources import Document, Report, by_directory, decode
 from files.durable import locked
 

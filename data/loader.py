@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.dataset import Dataset
 from data.order import Ranges, around, before, permute
 from data.packing import EffectiveContext, Plan, effective_context, pack
-from data.shards import Dataset
 
 IGNORE = -100
 

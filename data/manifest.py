@@ -1,35 +1,35 @@
-"""The manifest of a dataset folder: one JSON file that names, sizes and hashes everything else.
+"""The manifest of a dataset folder: one JSON file that names, sizes and hashes all the others.
 
-Imports files.untrusted. It is written last, so a folder without one is not a dataset. Its
-`checksum` is the SHA-256 of the rest of it in canonical JSON, so that a flipped bit in the manifest
-itself is found as well.
+`Manifest.open(folder)` is the only door into a dataset on disk. What it returns has been checked:
+the fields have their types and do not contradict each other, every file is a plain file inside the
+folder and has the size that was written, and the tokenizer has its hash. The other files are hashed
+by `Dataset.verify`.
+
+The manifest is written last, so a folder without one is not a dataset. Its `checksum` is the
+SHA-256 of everything else in it, so a flipped bit in the manifest itself is found too.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from files.durable import write_bytes
 from files.untrusted import is_pickle, read_json
 
-MANIFEST = "manifest.json"  # the file that makes a folder a dataset
+MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"
 VERSION = 1
-HASH_BLOCK = 1 << 22
+HASH_CHUNK = 1 << 22
+
 PREPARE = "python -m data.prepare --input FILES --output DIR"
-SHARD_FIELDS = {
-    "bin": str,
-    "idx": str,
-    "bytes": int,
-    "tokens": int,
-    "documents": int,
-    "max_id": int,
-    "bin_sha256": str,
-    "idx_sha256": str,
-}
-FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
-SPLIT_FIELDS = {"documents": int, "tokens": int, "source_bytes": int, "unigram_entropy": float}
+PREPARE_AGAIN = f"prepare the data again with `{PREPARE}`"
+RESTORE = f"restore it, or {PREPARE_AGAIN}"
+
 FIELDS = {
     "dtype": str,
     "vocab_size": int,
@@ -40,27 +40,197 @@ FIELDS = {
     "validation": dict,
     "shards": list,
 }
+FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
+SPLIT_FIELDS = {"documents": int, "tokens": int, "source_bytes": int, "unigram_entropy": float}
+SHARD_FIELDS = {
+    "bin": str,
+    "idx": str,
+    "bytes": int,
+    "tokens": int,
+    "documents": int,
+    "max_id": int,
+    "bin_sha256": str,
+    "idx_sha256": str,
+}
 
 
 class IntegrityError(ValueError):
-    """The data on disk is damaged: not what its manifest says. `exit_code`: as longhaul/exits.py
-    has it.
+    """The data on disk is damaged: it is not what its manifest says.
+
+    The exit code is that of longhaul/exits.py.
     """
 
     exit_code = 3
 
 
 class TokenizerMismatch(IntegrityError):
-    """The tokenizer beside the ids is not the one that made them: a mistake of whoever put it
-    there, not of the disk.
-    """
+    """The tokenizer in the folder is not the one that made the ids: a mistake of the user."""
 
     exit_code = 2
 
 
+# ---- what a manifest describes
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the folder as it was written."""
+
+    path: Path
+    size: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def check_size(self) -> None:
+        """Raise IntegrityError unless the file exists and has its size."""
+        if not self.path.is_file():
+            raise IntegrityError(f"{self.path} is missing: {RESTORE}")
+        actual = self.path.stat().st_size
+        if actual != self.size:
+            raise IntegrityError(
+                f"{self.path} is damaged: expected {self.size} bytes, found {actual}: {RESTORE}"
+            )
+
+    def check_hash(self) -> None:
+        """Raise IntegrityError unless the file has its size and its SHA-256."""
+        self.check_size()
+        if sha256_file(self.path) != self.sha256:
+            raise IntegrityError(
+                f"{self.path} is damaged: its SHA-256 is not the manifest's: {RESTORE}"
+            )
+
+    def record(self) -> dict:
+        """The JSON form."""
+        return {"file": self.name, "bytes": self.size, "sha256": self.sha256}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Token ids and where their documents end; `max_id` is the largest id."""
+
+    ids: StoredFile
+    ends: StoredFile
+    tokens: int
+    documents: int
+    max_id: int
+
+    def record(self) -> dict:
+        """The JSON form."""
+        return {
+            "bin": self.ids.name,
+            "idx": self.ends.name,
+            "bytes": self.ids.size,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "max_id": self.max_id,
+            "bin_sha256": self.ids.sha256,
+            "idx_sha256": self.ends.sha256,
+        }
+
+
+@dataclass(frozen=True)
+class SplitSummary:
+    """What the writer counted in a split; source_bytes is 0 if the text is unknown."""
+
+    documents: int
+    tokens: int
+    source_bytes: int
+    unigram_entropy: float
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A dataset on disk; `fingerprint` is a SHA-256 over all of it."""
+
+    folder: Path
+    vocab_size: int
+    eod_id: int
+    shards: tuple[Shard, ...]
+    splits: dict[str, SplitSummary]
+    validation: StoredFile
+    tokenizer: StoredFile | None
+    sources: list[dict]
+    fingerprint: str
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Manifest":
+        """Read and check the manifest of `folder`, and the sizes of all its files.
+
+        Raises ValueError if there is no dataset, or one that was never sound or has another format,
+        and IntegrityError if the manifest or a file was changed after it was written.
+        """
+        folder = Path(folder)
+        content = _read(folder / MANIFEST)
+        _check(folder / MANIFEST, content)
+        manifest = _parse(folder, content)
+
+        for file in manifest.files():
+            file.check_size()
+        manifest._check_tokenizer()
+        return manifest
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The storage type of the ids."""
+        return np.dtype(token_dtype(self.vocab_size))
+
+    def files(self) -> list[StoredFile]:
+        """All files of the folder but the manifest and the tokenizer."""
+        files = [self.validation]
+        for shard in self.shards:
+            files += [shard.ids, shard.ends]
+        return files
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            return
+        try:
+            self.tokenizer.check_hash()
+        except IntegrityError as error:
+            raise TokenizerMismatch(
+                f"the tokenizer in the folder is not the one that made the ids: {error}"
+            ) from None
+
+
+# ---- writing
+
+
+def write_manifest(
+    folder: Path,
+    *,
+    vocab_size: int,
+    eod_id: int,
+    shards: Iterable[Shard],
+    splits: dict[str, SplitSummary],
+    validation: StoredFile,
+    tokenizer: StoredFile | None,
+    sources: Iterable[dict],
+) -> None:
+    """Write the manifest of the files in `folder` and force it to the disk."""
+    content = {
+        "magic": MAGIC,
+        "version": VERSION,
+        "dtype": token_dtype(vocab_size),
+        "vocab_size": vocab_size,
+        "eod_id": eod_id,
+        "shards": [shard.record() for shard in shards],
+        "splits": {name: asdict(split) for name, split in splits.items()},
+        "validation": validation.record(),
+        "tokenizer": None if tokenizer is None else tokenizer.record(),
+        "sources": list(sources),
+    }
+    content["checksum"] = _checksum(content)
+    text = json.dumps(content, indent=1, sort_keys=True)
+    write_bytes(folder / MANIFEST, text.encode())
+
+
 def token_dtype(vocab_size: int) -> str:
-    """The storage type: "uint16" when every id fits, else "uint32" (151,936 ids in uint16 would
-    corrupt silently).
+    """How ids are stored: as "uint16" if every id fits, else as "uint32".
+
+    151,936 ids in uint16 would be corrupted without an error.
     """
     if not 0 < vocab_size <= 1 << 32:
         raise ValueError(f"vocab_size is {vocab_size}: allowed are 1 to 2^32")
@@ -68,126 +238,110 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's contents, in hexadecimal."""
+    """The SHA-256 of a file's contents, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(HASH_BLOCK):
-            digest.update(block)
+        while chunk := file.read(HASH_CHUNK):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, content: dict) -> None:
-    """Write `content` with magic, version and checksum; durable when it returns."""
-    content = {"magic": MAGIC, "version": VERSION, **content}
-    content["checksum"] = _checksum(content)
-    text = json.dumps(content, indent=1, sort_keys=True)
-    write_bytes(folder / MANIFEST, text.encode())
+def _checksum(content: dict) -> str:
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> dict:
-    """Read and check the manifest of `folder`.
+# ---- reading
 
-    Raises ValueError when it is missing, garbled, of another version or contradicts itself,
-    IntegrityError when it was changed after it was written.
-    """
-    path = folder / MANIFEST
-    content = _parse(path)
+
+def _read(path: Path) -> dict:
+    """The JSON of a manifest of this version whose checksum is right."""
+    content = _read_object(path)
     if content.get("magic") != MAGIC:
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     if content.get("version") != VERSION:
         raise ValueError(
             f"{path} has format version {content.get('version')!r}, this code reads {VERSION}: "
-            f"update the code, or prepare the data again with `{PREPARE}`"
+            f"update the code, or {PREPARE_AGAIN}"
         )
     if content.get("checksum") != _checksum(content):
         raise IntegrityError(
-            f"{path} was changed after it was written (its checksum differs): "
-            f"restore it, or prepare the data again with `{PREPARE}`"
+            f"{path} was changed after it was written (its checksum differs): {RESTORE}"
         )
-    _check_fields(path, content, FIELDS)
-    _check_values(path, content)
     return content
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The path of the file `name` in `folder`. Raises ValueError for a path out of it, or a
-    symbolic link.
-    """
-    path = folder / name
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) or path.is_symlink():
+def _read_object(path: Path) -> dict:
+    folder = path.parent
+    if is_pickle(folder):
         raise ValueError(
-            f"{folder / MANIFEST} names {name!r}, which is not a plain file inside the dataset: "
-            f"do not use it, prepare the data again with `{PREPARE}`"
-        )
-    return path
-
-
-def check_file(path: Path, size: int, sha256: str | None = None) -> None:
-    """Raise IntegrityError unless `path` is a file of `size` bytes (and, where given, of this
-    hash).
-    """
-    if not path.is_file():
-        raise IntegrityError(
-            f"{path} is missing: restore it, or prepare the data again with `{PREPARE}`"
-        )
-    if (actual := path.stat().st_size) != size:
-        raise IntegrityError(
-            f"{path} is damaged: expected {size} bytes, found {actual}: "
-            f"restore it, or prepare the data again with `{PREPARE}`"
-        )
-    if sha256 is not None and sha256_file(path) != sha256:
-        raise IntegrityError(
-            f"{path} is damaged: its SHA-256 is not the manifest's: "
-            f"restore it, or prepare the data again with `{PREPARE}`"
-        )
-
-
-def _checksum(content: dict) -> str:
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    return hashlib.sha256(
-        json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
-
-
-def _parse(path: Path) -> dict:
-    if is_pickle(path.parent):
-        raise ValueError(
-            f"{path.parent} is a pickle, which can run code, and was not opened: give a dataset folder; "
-            f"prepare one with `{PREPARE}`, from ids with data.shards.write_dataset"
+            f"{folder} is a pickle, which can run code, and was not opened: give a dataset folder; "
+            f"prepare one with `{PREPARE}`, or from ids with data.writer.write_dataset"
         )
     if not path.is_file():
         raise ValueError(
-            f"{path.parent} holds no dataset ({MANIFEST} is missing): prepare one with `{PREPARE}`"
+            f"{folder} holds no dataset ({MANIFEST} is missing): prepare one with `{PREPARE}`"
         )
     try:
         content = read_json(path)
     except ValueError as error:
-        raise ValueError(
-            f"{path} is not JSON ({error}): restore it, or prepare the data again with `{PREPARE}`"
-        ) from None
+        raise ValueError(f"{path} is not JSON ({error}): {RESTORE}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     return content
 
 
-def _check_fields(path: Path, content: object, fields: dict) -> None:
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is malformed: prepare the data again with `{PREPARE}`")
-    for name, kind in fields.items():
-        value = content.get(name)
-        if (
-            name not in content
-            or not isinstance(value, kind)
-            or isinstance(value, bool)
-            or (kind is int and value < 0)
-        ):
-            raise ValueError(
-                f"{path}: field {name!r} is missing or wrong ({value!r}): "
-                f"prepare the data again with `{PREPARE}`"
-            )
+def _parse(folder: Path, content: dict) -> Manifest:
+    """The typed form of a manifest that was checked. ValueError for a file outside the folder."""
+    dtype = np.dtype(content["dtype"])
+    tokenizer = content["tokenizer"]
+    return Manifest(
+        folder=folder,
+        vocab_size=content["vocab_size"],
+        eod_id=content["eod_id"],
+        shards=tuple(_parse_shard(folder, record, dtype) for record in content["shards"]),
+        splits={name: _parse_split(record) for name, record in content["splits"].items()},
+        validation=_parse_file(folder, content["validation"]),
+        tokenizer=None if tokenizer is None else _parse_file(folder, tokenizer),
+        sources=content["sources"],
+        fingerprint=content["checksum"],
+    )
 
 
-def _check_values(path: Path, content: dict) -> None:
+def _parse_shard(folder: Path, record: dict, dtype: np.dtype) -> Shard:
+    tokens = record["tokens"]
+    documents = record["documents"]
+    ids = StoredFile(_inside(folder, record["bin"]), tokens * dtype.itemsize, record["bin_sha256"])
+    ends = StoredFile(_inside(folder, record["idx"]), documents * 8, record["idx_sha256"])
+    return Shard(ids, ends, tokens, documents, record["max_id"])
+
+
+def _parse_split(record: dict) -> SplitSummary:
+    return SplitSummary(**{name: record[name] for name in SPLIT_FIELDS})
+
+
+def _parse_file(folder: Path, record: dict) -> StoredFile:
+    return StoredFile(_inside(folder, record["file"]), record["bytes"], record["sha256"])
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file `name` in `folder`. ValueError for a path out of it, or a symbolic link."""
+    path = folder / name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name) or path.is_symlink():
+        raise ValueError(
+            f"{folder / MANIFEST} names {name!r}, which is not a plain file inside the dataset: "
+            f"do not use it, {PREPARE_AGAIN}"
+        )
+    return path
+
+
+# ---- checking
+
+
+def _check(path: Path, content: dict) -> None:
+    """ValueError unless the fields have their types and agree with each other."""
+    _check_fields(path, content, FIELDS)
     for shard in content["shards"]:
         _check_fields(path, shard, SHARD_FIELDS)
     for split in content["splits"].values():
@@ -195,38 +349,63 @@ def _check_values(path: Path, content: dict) -> None:
     _check_fields(path, content["validation"], FILE_FIELDS)
     if content["tokenizer"] is not None:
         _check_fields(path, content["tokenizer"], FILE_FIELDS)
-    if "train" not in content["splits"] or not content["shards"]:
+
+    _check_splits(path, content)
+    _check_vocabulary(path, content)
+
+
+def _check_fields(path: Path, content: object, fields: dict) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is malformed: {PREPARE_AGAIN}")
+    for name, kind in fields.items():
+        if name not in content or not _is_kind(content[name], kind):
+            raise ValueError(
+                f"{path}: field {name!r} is missing or wrong ({content.get(name)!r}): "
+                f"{PREPARE_AGAIN}"
+            )
+
+
+def _is_kind(value: object, kind: type | tuple) -> bool:
+    """Whether a JSON value has this type; true and false are not numbers, and no number is < 0."""
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    return kind is not int or value >= 0
+
+
+def _check_splits(path: Path, content: dict) -> None:
+    """ValueError unless the splits hold the documents of the shards, and there are some."""
+    shards = content["shards"]
+    if "train" not in content["splits"] or not shards:
+        raise ValueError(f"{path} describes an empty dataset: {PREPARE_AGAIN}")
+
+    documents = sum(shard["documents"] for shard in shards)
+    validation = content["validation"]["bytes"] // 8
+    expected = {"train": documents - validation}
+    if validation:
+        expected["val"] = validation
+    found = {name: split["documents"] for name, split in content["splits"].items()}
+    if expected["train"] <= 0 or found != expected:
         raise ValueError(
-            f"{path} describes an empty dataset: prepare the data again with `{PREPARE}`"
+            f"{path}: the splits {found} are not the documents of the shards ({expected}): "
+            f"{PREPARE_AGAIN}"
         )
-    _check_split_sizes(path, content)
-    if not all(shard["tokens"] and shard["documents"] for shard in content["shards"]):
-        raise ValueError(
-            f"{path} describes an empty shard: prepare the data again with `{PREPARE}`"
-        )
-    if content["dtype"] != (dtype := token_dtype(content["vocab_size"])):
-        # ids that never fitted, or a file that was changed
+
+    if not all(shard["tokens"] and shard["documents"] for shard in shards):
+        raise ValueError(f"{path} describes an empty shard: {PREPARE_AGAIN}")
+
+
+def _check_vocabulary(path: Path, content: dict) -> None:
+    vocab_size = content["vocab_size"]
+    dtype = token_dtype(vocab_size)
+    if content["dtype"] != dtype:
+        # ids that did not fit when they were written, or a file that was changed later
         kind = ValueError if dtype == "uint32" else IntegrityError
         raise kind(
-            f"{path}: a vocabulary of {content['vocab_size']} is stored as {dtype}, not as "
-            f"{content['dtype']!r}: prepare the data again with `{PREPARE}`"
+            f"{path}: a vocabulary of {vocab_size} is stored as {dtype}, not as "
+            f"{content['dtype']!r}: {PREPARE_AGAIN}"
         )
-    if content["eod_id"] >= content["vocab_size"]:
+    if content["eod_id"] >= vocab_size:
         raise ValueError(
-            f"{path}: eod_id {content['eod_id']} is outside the vocabulary of {content['vocab_size']}: "
-            f"prepare the data again with `{PREPARE}`"
-        )
-
-
-def _check_split_sizes(path: Path, content: dict) -> None:
-    documents = {name: split["documents"] for name, split in content["splits"].items()}
-    held = {"val": content["validation"]["bytes"] // 8}
-    expected = {
-        "train": sum(shard["documents"] for shard in content["shards"]) - held["val"],
-        **held,
-    }
-    if not expected["train"] > 0 or documents != {name: n for name, n in expected.items() if n}:
-        raise ValueError(
-            f"{path}: the splits {documents} are not the documents of the shards ({expected}): "
-            f"prepare the data again with `{PREPARE}`"
+            f"{path}: eod_id {content['eod_id']} is outside the vocabulary of {vocab_size}: "
+            f"{PREPARE_AGAIN}"
         )

@@ -16,17 +16,12 @@ from queue import SimpleQueue
 
 from tqdm import tqdm
 
+from data.dataset import Dataset
 from data.order import mix
-from data.shards import (
-    Dataset,
-    TokenizedDocument,
-    require_fraction,
-    require_new,
-    write_dataset,
-)
 from data.sources import Document
 from data.tokenizer import Tokenizer, train
 from data.worker import Worker
+from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
 SAMPLE_BYTES = (
     8_000_000  # 8,192 pieces trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44 in 7 s

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
+from data.dataset import Dataset
 from data.manifest import IntegrityError, sha256_file
 from data.packing import effective_context
 from data.pipeline import build_dataset
-from data.shards import Dataset, require_new
 from data.sources import by_directory, list_files, read_documents, refuse
+from data.writer import require_new
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 EXIT_BAD_INPUT, EXIT_INTEGRITY, EXIT_STORAGE, EXIT_INTERRUPTED = 2, 3, 6, 130

@@ -1,8 +1,8 @@
 """The disk: durable and atomic writes, hashes, locks, reads that are tried again, free space.
 
 Whatever a save changes on the disk goes through `write`, `fsync`, `rename`, `make_folder` and
-`remove`, and whatever is read back goes through `read`. Callers use them as `durable.write(...)`, so
-that a test can count, record or break each of these calls in one place.
+`remove`, and whatever is read back goes through `read`. Callers use them as `durable.write(...)`,
+so that a test can count, record or break each of these calls in one place.
 """
 
 import errno

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from data.corpus import prepare_embedded
+from data.dataset import open_dataset
 from data.loader import Loader
-from data.shards import open_dataset
 from longhaul import dist, step
 from longhaul.checkpoint.format import Checkpoint, CheckpointError
 from longhaul.checkpoint.load import load_model, newest, verified

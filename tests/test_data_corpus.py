@@ -12,9 +12,9 @@ import pytest
 
 from data import corpus
 from data.corpus import SourceFile, embedded_files, prepare_embedded, read_verified
+from data.dataset import Dataset
 from data.loader import Loader
 from data.manifest import IntegrityError
-from data.shards import Dataset
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +68,7 @@ def test_the_embedded_corpus_gives_its_files_back(cache):
 
 def test_the_embedded_corpus_records_where_it_comes_from(cache):
     sources = {
-        source["name"]: source for source in prepare_embedded(cache, **SMALL).manifest["sources"]
+        source["name"]: source for source in prepare_embedded(cache, **SMALL).manifest.sources
     }
     assert set(sources) <= {"stdlib", "numpy", "torch"}
     assert all(len(source["sha256"]) == 64 and source["version"] for source in sources.values())

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from data.loader import IGNORE, Loader
-from data.shards import IntegrityError, write_dataset
+from data.manifest import IntegrityError
+from data.writer import write_dataset
 
 VOCAB, EOD = 1000, 0
 

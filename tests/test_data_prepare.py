@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from data import pipeline
+from data.dataset import Dataset, open_dataset
 from data.pipeline import build_dataset, encode, scan
 from data.prepare import main, parse
-from data.shards import Dataset, open_dataset
 from data.sources import Document, by_directory, list_files, read_documents, refuse
 from data.tokenizer import Tokenizer
 from data.worker import Worker
@@ -222,7 +222,7 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     assert sum(split.source_bytes for split in dataset.splits.values()) == sum(
         len(t.encode()) for t in expected
     )
-    assert dataset.manifest["sources"][0]["files"] == 20 and "bytes/token" in result.stdout
+    assert dataset.manifest.sources[0]["files"] == 20 and "bytes/token" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
 
 

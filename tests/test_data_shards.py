@@ -12,14 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.manifest import MANIFEST, token_dtype
-from data.shards import (
-    Dataset,
-    IntegrityError,
+from data.dataset import Dataset, check_vocab, open_dataset
+from data.manifest import MANIFEST, IntegrityError, token_dtype
+from data.writer import (
     TokenizedDocument,
-    check_vocab,
     choose_validation,
-    open_dataset,
     unigram_entropy,
     write_dataset,
 )
@@ -69,7 +66,7 @@ def rewrite_manifest(folder: Path, change) -> None:
 
 
 def test_every_document_comes_back_with_its_closing_end_of_document(dataset):
-    assert len(dataset.manifest["shards"]) > 3
+    assert len(dataset.manifest.shards) > 3
     assert all_documents(dataset) == {
         i: [*document.tolist(), EOD] for i, document in enumerate(documents_of())
     }
@@ -109,7 +106,7 @@ def test_the_width_of_an_id_follows_the_vocabulary(tmp_path, vocab, dtype):
     dataset = write_dataset([tokens], tmp_path / "d", vocab_size=vocab, eod_id=0)
     assert dataset.dtype == np.dtype(dtype) == token_dtype(vocab)
     assert dataset.split("train").read(0, 0, 3).tolist() == tokens.tolist()
-    assert dataset.manifest["shards"][0]["max_id"] == vocab - 1
+    assert dataset.manifest.shards[0].max_id == vocab - 1
 
 
 def test_unigram_entropy_is_that_of_the_tokens_of_the_split(dataset):
@@ -472,7 +469,7 @@ def test_a_writer_killed_at_any_point_leaves_no_dataset_and_the_rerun_is_byte_id
     script = """
 import os, sys
 import numpy as np
-from data.shards import write_dataset
+from data.writer import write_dataset
 count = 0
 def hook(event, _):
     global count
@@ -504,7 +501,7 @@ write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_
 
 def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "data.shards.os.access", lambda path, mode: False
+        "data.writer.os.access", lambda path, mode: False
     )  # root may write everywhere
     with pytest.raises(ValueError, match="not a folder that you may write to"):
         write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

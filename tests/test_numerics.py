@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from data import order
 from data.loader import Loader
-from data.shards import write_dataset
+from data.writer import write_dataset
 from longhaul import dist, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.checkpoint.format import Checkpoint

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from data import order
+from data.dataset import Dataset
 from data.loader import Loader
-from data.shards import Dataset
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from data import prepare, tokenizer
+from data.dataset import open_dataset
 from data.loader import Loader
 from data.manifest import IntegrityError
-from data.shards import open_dataset, write_dataset
+from data.writer import write_dataset
 from selfcheck.faults import numerics, runs
 from selfcheck.faults.rows import Row, require
 

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 import longhaul.step
+from data.dataset import open_dataset
 from data.loader import IGNORE, Loader
-from data.shards import open_dataset
 from model import Decoder, ModelConfig, NSAConfig
 from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require

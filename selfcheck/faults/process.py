@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import data.corpus
-import data.shards
+import data.dataset
 from files import durable
 from longhaul import step
 from longhaul.checkpoint import load

@@ -274,7 +274,7 @@ def read_checkpoint(folder: Path):
 def make_dataset(folder: Path) -> dict[str, bytes]:
     import numpy as np
 
-    from data.shards import write_dataset
+    from data.writer import write_dataset
 
     rng = np.random.default_rng(0)
     model = folder / "any.model"
@@ -318,8 +318,8 @@ def damage_shards(rng: random.Random, good: dict, folder: Path):
 
 def read_dataset(folder: Path):
     """Open and read every row without the hashes, then with them."""
+    from data.dataset import open_dataset
     from data.loader import Loader
-    from data.shards import open_dataset
 
     dataset = open_dataset(folder / "set")
     for split in dataset.splits:

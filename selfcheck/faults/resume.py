@@ -61,7 +61,7 @@ def noted(path: Path) -> list[tuple[int, int]]:
 def epochs(trials: int, folder: Path) -> str:
     """Row 21."""
     source = runs.dataset(folder / "data")
-    epoch = loader.Loader(runs.data.shards.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
+    epoch = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
     steps = math.ceil(epoch / 2)  # of two rows
     moments = dict(
         middle=steps // 2,
@@ -92,7 +92,7 @@ def epochs(trials: int, folder: Path) -> str:
 
 def _far_away(source: Path) -> str:
     """The time to find row 10^9: a position is computed, not counted to."""
-    rows = loader.Loader(runs.data.shards.open_dataset(source), runs.CONTEXT, 1)
+    rows = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 1)
     rows.batch(3)
     state, row, seconds = min(
         (_timed(rows) for _ in range(5)), key=lambda found: found[2]

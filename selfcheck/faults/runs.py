@@ -26,7 +26,7 @@ import longhaul.generate  # noqa: F401
 import longhaul.run.log  # noqa: F401
 import longhaul.step  # noqa: F401
 import train
-from data.shards import write_dataset
+from data.writer import write_dataset
 from selfcheck.faults.rows import require
 from tests.ranks import free_port
 

@@ -10,7 +10,7 @@ import struct
 import zipfile
 from pathlib import Path
 
-from data.shards import open_dataset
+from data.dataset import open_dataset
 from files import durable
 from files.tensors import check_header
 from longhaul import qwen3

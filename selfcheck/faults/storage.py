@@ -12,7 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from data.shards import IntegrityError, open_dataset
+from data.dataset import open_dataset
+from data.manifest import IntegrityError
 from files import durable
 from longhaul.checkpoint import load
 from longhaul.checkpoint.format import checksum

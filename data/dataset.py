@@ -1,0 +1,219 @@
+"""A dataset folder opened for reading: memory-mapped shards, and the documents of each split.
+
+    manifest.json     sizes, hashes, vocabulary, splits (data/manifest.py)
+    shard-00000.bin   token ids, uint16 or uint32; a document ends with the end-of-document id
+    shard-00000.idx   uint64: where each document ends, in tokens from the start of the shard
+    val.idx           uint64: the indices of the validation documents; all others are for training
+    tokenizer.model   the sentencepiece model, if there is one
+
+Opening checks sizes; `verify` hashes the files. data/writer.py writes such folders.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.manifest import (
+    MANIFEST,
+    PREPARE_AGAIN,
+    RESTORE,
+    IntegrityError,
+    Manifest,
+    Shard,
+    SplitSummary,
+)
+
+
+def open_dataset(path: Path | str, verify: bool = False) -> "Dataset":
+    """Open a dataset folder; with `verify`, after hashing every file."""
+    dataset = Dataset(path)
+    if verify:
+        dataset.verify()
+    return dataset
+
+
+def check_vocab(dataset: "Dataset", model_vocab: int) -> None:
+    """Raise ValueError if the ids of the data do not fit a model of `model_vocab` ids."""
+    if dataset.vocab_size > model_vocab:
+        raise ValueError(
+            f"the data in {dataset.path} has a vocabulary of {dataset.vocab_size}, more than the "
+            f"model's {model_vocab}: use --vocab_size {dataset.vocab_size} or more for the model, "
+            "or prepare the data with a smaller vocabulary"
+        )
+
+
+class ShardReader:
+    """The shards as one sequence of documents, memory-mapped, in the order of the files."""
+
+    def __init__(self, shards: Sequence[Shard], dtype: np.dtype):
+        self._shards = shards
+        self._maps = [_memory_mapped(shard, dtype) for shard in shards]
+
+        ends = [_read_ends(shard) for shard in shards]
+        counts = [len(shard_ends) for shard_ends in ends]
+        self._first_document = np.cumsum([0, *counts])
+
+        # where each document begins and ends in its shard
+        begins = [np.concatenate([[0], shard_ends[:-1]]) for shard_ends in ends]
+        self._begins = np.concatenate(begins).astype(np.int64)
+        self.lengths = np.concatenate(ends).astype(np.int64) - self._begins
+
+    def read(self, document: int, start: int, length: int) -> np.ndarray:
+        """Ids [start, start + length) of a document, fewer at its end; a view into the file."""
+        shard = self._first_document.searchsorted(document, side="right") - 1
+        length = min(length, self.lengths[document] - start)
+        begin = self._begins[document] + start
+        return self._maps[shard][begin : begin + length]
+
+    def describe_bad_id(self, vocab_size: int) -> str | None:
+        """Where the first id >= vocab_size is, in words; None if there is none."""
+        for shard, ids in zip(self._shards, self._maps, strict=True):
+            bad = np.flatnonzero(ids >= vocab_size)
+            if len(bad):
+                return (
+                    f"{shard.ids.path} has the id {ids[bad[0]]} at token {bad[0]}, "
+                    f"outside the vocabulary of {vocab_size}"
+                )
+        return None
+
+
+def _memory_mapped(shard: Shard, dtype: np.dtype) -> np.ndarray:
+    """The ids as a plain array, because slicing a np.memmap object takes ten times as long."""
+    return np.memmap(shard.ids.path, dtype=dtype, mode="r").view(np.ndarray)
+
+
+def _read_ends(shard: Shard) -> np.ndarray:
+    """Where the documents of a shard end, uint64 [documents], rising to its number of tokens."""
+    ends = np.fromfile(shard.ends.path, dtype="<u8")
+    if len(ends) == 0 or ends[0] == 0 or ends[-1] != shard.tokens or not _is_rising(ends):
+        raise IntegrityError(
+            f"{shard.ends.path} is damaged: document ends must rise to {shard.tokens}: {RESTORE}"
+        )
+    return ends
+
+
+def _is_rising(values: np.ndarray) -> bool:
+    """Whether each value is larger than the one before it."""
+    return bool((values[1:] > values[:-1]).all())
+
+
+class Dataset:
+    """A dataset folder opened for reading; sizes are checked now, hashes by `verify`.
+
+    Attributes: path, manifest, vocab_size, eod_id, dtype, tokenizer_path and tokenizer_sha256 (None
+    if the ids were made elsewhere), fingerprint (SHA-256 over all of it), splits ("train" and
+    perhaps "val"). Raises ValueError if the folder is not a dataset, IntegrityError if it is
+    damaged.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.manifest = Manifest.open(self.path)
+        self.vocab_size = self.manifest.vocab_size
+        self.eod_id = self.manifest.eod_id
+        self.dtype = self.manifest.dtype
+        self.fingerprint = self.manifest.fingerprint
+
+        tokenizer = self.manifest.tokenizer
+        self.tokenizer_path = None if tokenizer is None else tokenizer.path
+        self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
+
+        self._reader = ShardReader(self.manifest.shards, self.dtype)
+        self._check_largest_ids()
+        self.splits = self._open_splits()
+
+    def split(self, name: str) -> "Split":
+        """The documents of "train" or "val". Raises ValueError if there are none."""
+        if name not in self.splits:
+            raise ValueError(
+                f"the data in {self.path} has no split {name!r} (it has {', '.join(self.splits)}): "
+                "prepare it with a larger --val_fraction and at least two documents"
+            )
+        return self.splits[name]
+
+    def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
+        """Hash the files and look at every id. Raises IntegrityError naming a damaged file.
+
+        Returns a stamp of each file, which a later call takes as `known`: files whose stamp is
+        still the same are not read again. The stamp has the time of the last change to the file's
+        inode, which no program can set.
+        """
+        known = known or {}
+        files = self.manifest.files()
+        stamps = {file.name: _stamp(file.path) for file in files}
+
+        changed = [file for file in files if stamps[file.name] != known.get(file.name)]
+        for file in changed:
+            file.check_hash()
+        if changed:
+            self.require_ids_in_vocab()
+        return stamps
+
+    def require_ids_in_vocab(self) -> None:
+        """Raise IntegrityError naming file and offset of the first id outside the vocabulary."""
+        words = self._reader.describe_bad_id(self.vocab_size)
+        if words is not None:
+            raise IntegrityError(f"{words}: {RESTORE}")
+
+    def _check_largest_ids(self) -> None:
+        for shard in self.manifest.shards:
+            if shard.max_id >= self.vocab_size:
+                self.require_ids_in_vocab()
+                raise IntegrityError(
+                    f"{self.path / MANIFEST}: {shard.ids.name} has max_id {shard.max_id}, outside "
+                    f"the vocabulary of {self.vocab_size}: {PREPARE_AGAIN}"
+                )
+
+    def _open_splits(self) -> dict[str, "Split"]:
+        # unsigned, so that a flipped top bit makes an index large rather than negative
+        chosen = np.fromfile(self.manifest.validation.path, dtype="<u8")
+        everything = np.arange(len(self._reader.lengths))
+        if len(chosen) and (chosen[-1] >= len(everything) or not _is_rising(chosen)):
+            raise IntegrityError(
+                f"{self.path}: the list of validation documents is damaged: {PREPARE_AGAIN}"
+            )
+
+        chosen = chosen.astype(np.int64)
+        documents = {"train": np.delete(everything, chosen), "val": chosen}
+        return {
+            name: Split(name, indices, self._reader, self.manifest.splits[name])
+            for name, indices in documents.items()
+            if len(indices)
+        }
+
+
+def _stamp(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+class Split:
+    """The documents of one split: `lengths` int64 [documents], `read`, and the writer's counts."""
+
+    def __init__(
+        self, name: str, documents: np.ndarray, reader: ShardReader, summary: SplitSummary
+    ):
+        self.name = name
+        self._documents = documents
+        self._reader = reader
+
+        self.lengths: np.ndarray = reader.lengths[documents]
+        self.num_documents = len(documents)
+        self.num_tokens = summary.tokens
+        self.source_bytes = summary.source_bytes
+        self.unigram_entropy = summary.unigram_entropy
+
+    def read(self, document: int, start: int, length: int) -> np.ndarray:
+        """Ids [start, start + length) of a document, fewer at its end; a read-only view."""
+        return self._reader.read(self._documents[document], start, length)
+
+    def bits_per_byte(self, nats_per_token: float) -> float:
+        """A loss in nats per token as bits per byte of source text; nan if the bytes are unknown.
+
+        bits/byte = loss * tokens / (bytes * ln 2)
+        """
+        if not self.source_bytes:
+            return math.nan
+        return nats_per_token * self.num_tokens / (self.source_bytes * math.log(2))

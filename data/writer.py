@@ -1,0 +1,339 @@
+"""The one writer of dataset folders, for ids from any tokenizer. data/dataset.py shows the files.
+
+The folder is built next to its final place and renamed, so it appears whole or not at all. A killed
+preparation leaves a `.tmp-NAME` folder, which the next one clears and fills with the same bytes.
+"""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.dataset import Dataset, ShardReader
+from data.manifest import (
+    MANIFEST,
+    Shard,
+    SplitSummary,
+    StoredFile,
+    token_dtype,
+    write_manifest,
+)
+from data.order import mix
+from files import durable
+
+SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
+COUNT_TOKENS = 1 << 20  # ids are counted this many at a time
+TOKENIZER_FILE = "tokenizer.model"
+VALIDATION_FILE = "val.idx"
+
+
+class TokenizedDocument(NamedTuple):
+    """The ids of a document (any integer array), and the bytes of its UTF-8 text (0: unknown)."""
+
+    tokens: np.ndarray
+    source_bytes: int = 0
+
+
+def write_dataset(
+    documents: Iterable[TokenizedDocument | np.ndarray],
+    output: Path | str,
+    *,
+    vocab_size: int,
+    eod_id: int,
+    tokenizer: Path | str | None = None,
+    sources: Iterable[dict] = (),
+    val_fraction: float = 0.01,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Dataset:
+    """Write documents of token ids as a new dataset folder `output`, and open it.
+
+    Each document gets a closing `eod_id` unless it has one, and empty documents are left out.
+    `sources` goes into the manifest, to say where the text is from; it is read after the documents.
+    Raises ValueError if `output` holds something, an id is not below `vocab_size`, or there is no
+    text.
+    """
+    if not 0 <= eod_id < vocab_size:
+        raise ValueError(
+            f"eod_id is {eod_id}, outside the vocabulary of {vocab_size}: "
+            f"allowed are 0 to {vocab_size - 1}"
+        )
+    require_fraction(val_fraction)
+    output = Path(output)
+    require_new(output)
+
+    with durable.building(output) as folder:
+        writer = _Writer(folder, vocab_size, eod_id, shard_tokens)
+        for document in documents:
+            if not isinstance(document, TokenizedDocument):
+                document = TokenizedDocument(document)
+            writer.add(document)
+
+        shards = writer.close()
+        chosen = choose_validation(np.array(writer.lengths), val_fraction)
+        write_manifest(
+            folder,
+            vocab_size=vocab_size,
+            eod_id=eod_id,
+            shards=shards,
+            splits=writer.summaries(chosen),
+            validation=_store(folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
+            tokenizer=_store_tokenizer(folder, tokenizer),
+            sources=sources,
+        )
+        require_new(output)  # again: somebody may have put a folder there meanwhile
+    return Dataset(output)
+
+
+# ---- checks of the arguments
+
+
+def require_new(output: Path) -> None:
+    """Raise ValueError unless `output` does not exist yet or is an empty folder."""
+    if output.is_symlink() or (output.exists() and not output.is_dir()):
+        raise ValueError(f"output {output} is not a folder: choose another --output")
+    if (output / MANIFEST).exists():
+        raise ValueError(
+            f"output {output} already holds a dataset: choose another --output, or delete it first"
+        )
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"output {output} is not empty: choose another --output")
+
+    parent = next(parent for parent in output.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output {output} cannot be made: {parent} is not a folder that you may write to: "
+            "choose another --output"
+        )
+
+
+def require_fraction(val_fraction: float) -> None:
+    """Raise ValueError unless 0 <= val_fraction < 1."""
+    if not 0 <= val_fraction < 1:
+        raise ValueError(
+            f"val_fraction is {val_fraction}: allowed are 0 (no validation split) up to below 1"
+        )
+
+
+# ---- the split, and the entropy
+
+
+def choose_validation(lengths: np.ndarray, fraction: float) -> np.ndarray:
+    """The indices, ascending, of whole documents that hold about `fraction` of all tokens.
+
+    They are picked by a hash of the index. Half of their tokens come from the longer documents,
+    those that hold half of all tokens, so that long context is validated too. No chosen document
+    has more than half of the budget. At least one is chosen if there are two documents or more and
+    the fraction is positive.
+    """
+    if fraction == 0 or len(lengths) < 2:
+        return np.zeros(0, dtype=np.int64)
+
+    half = fraction * float(lengths.sum()) / 2
+    shuffled = np.argsort(mix(np.arange(1, len(lengths) + 1, dtype=np.uint64)), kind="stable")
+    shuffled = shuffled[lengths[shuffled] <= half]
+    if len(shuffled) == 0:
+        shortest = int(lengths.argmin())
+        return np.array([shortest], dtype=np.int64)
+
+    sizes = np.sort(lengths[shuffled])
+    median = sizes[np.cumsum(sizes).searchsorted(sizes.sum() / 2)]
+    is_long = lengths[shuffled] >= median
+    long_ones = _take(shuffled[is_long], lengths, half)
+    short_ones = _take(shuffled[~is_long], lengths, half)
+    return np.array(sorted(long_ones + short_ones), dtype=np.int64)
+
+
+def _take(documents: np.ndarray, lengths: np.ndarray, budget: float) -> list[int]:
+    """Go through the documents in order and take each that fits into what is left of `budget`."""
+    chosen = []
+    shortest = lengths[documents].min(initial=0)
+    for document in documents.tolist():
+        if budget < shortest:
+            break
+        if lengths[document] <= budget:
+            chosen.append(document)
+            budget -= lengths[document]
+    return chosen
+
+
+def unigram_entropy(counts: np.ndarray) -> float:
+    """H = -sum_v p_v ln p_v of token counts [V], in nats per token.
+
+    It is the loss of the best model that ignores the context.
+    """
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+# ---- shards
+
+
+class _Writer:
+    """Fills shards in the order of the documents, hashing and counting the ids on the way."""
+
+    def __init__(self, folder: Path, vocab_size: int, eod_id: int, shard_tokens: int):
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.eod_id = eod_id
+        self.shard_tokens = shard_tokens
+        self.dtype = np.dtype(token_dtype(vocab_size))
+
+        self.lengths = array("q")
+        self.source_bytes = array("q")
+        self.counts = _Counts(vocab_size)
+        self.shards: list[Shard] = []
+        self._open_shard: _OpenShard | None = None
+
+    def add(self, document: TokenizedDocument) -> None:
+        """Append a document. ValueError for an id that is not an integer in [0, vocab_size)."""
+        tokens = self._checked(np.asarray(document.tokens))
+        if len(tokens) == 0:
+            return
+        if tokens[-1] != self.eod_id:
+            tokens = np.append(tokens, self.dtype.type(self.eod_id))
+
+        self._shard_with_room(len(tokens)).append(tokens)
+        self.counts.add(tokens)
+        self.lengths.append(len(tokens))
+        self.source_bytes.append(document.source_bytes)
+
+    def close(self) -> list[Shard]:
+        """Close the last shard and return all of them. ValueError if there is no text."""
+        if self._open_shard is None:
+            raise ValueError(
+                "there is no text in the input (every document is empty): "
+                "give --input with text in it"
+            )
+        self.shards.append(self._open_shard.close())
+        return self.shards
+
+    def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
+        """What each split holds, given the indices of the validation documents."""
+        everything = np.arange(len(self.lengths))
+        counts = self.counts.total()
+        if len(validation) == 0:
+            return {"train": self._summary(everything, counts)}
+
+        validation_counts = self._count_documents(validation)
+        training = np.delete(everything, validation)
+        return {
+            "train": self._summary(training, counts - validation_counts),
+            "val": self._summary(validation, validation_counts),
+        }
+
+    def _checked(self, tokens: np.ndarray) -> np.ndarray:
+        """The ids in the type in which they are stored."""
+        number = len(self.lengths)
+        if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+            raise ValueError(
+                f"document {number} is a {tokens.dtype} array of shape {tokens.shape}: "
+                "give a one-dimensional array of integer ids"
+            )
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if len(bad):
+            raise ValueError(
+                f"document {number} has the id {tokens[bad[0]]} at token {bad[0]} (shard "
+                f"{len(self.shards)}): ids must be 0 to {self.vocab_size - 1}; "
+                "give the true vocab_size"
+            )
+        return tokens.astype(self.dtype)
+
+    def _shard_with_room(self, tokens: int) -> "_OpenShard":
+        """The open shard, or a new one if this many tokens would make it too large."""
+        shard = self._open_shard
+        if shard is not None and shard.tokens + tokens > self.shard_tokens:
+            self.shards.append(shard.close())
+            shard = None
+        if shard is None:
+            shard = _OpenShard(self.folder / f"shard-{len(self.shards):05d}.bin")
+            self._open_shard = shard
+        return shard
+
+    def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
+        return SplitSummary(
+            documents=len(documents),
+            tokens=int(counts.sum()),
+            source_bytes=int(np.array(self.source_bytes)[documents].sum()),
+            unigram_entropy=unigram_entropy(counts),
+        )
+
+    def _count_documents(self, documents: np.ndarray) -> np.ndarray:
+        """How often each id occurs in these documents, read from the shards."""
+        reader = ShardReader(self.shards, self.dtype)
+        counts = _Counts(self.vocab_size)
+        for document in documents:
+            counts.add(reader.read(document, 0, self.lengths[document]))
+        return counts.total()
+
+
+class _OpenShard:
+    """A shard that is being written."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.tokens = 0
+        self._file = open(path, "wb")
+        self._ends = array("Q")
+        self._max_id = 0
+        self._digest = hashlib.sha256()
+
+    def append(self, tokens: np.ndarray) -> None:
+        """Append the ids of a document."""
+        self._file.write(tokens)
+        self._digest.update(tokens)
+        self.tokens += len(tokens)
+        self._ends.append(self.tokens)
+        self._max_id = max(self._max_id, int(tokens.max()))
+
+    def close(self) -> Shard:
+        """Force both files to the disk."""
+        self._file.close()
+        durable.fsync(self.path)
+        ids = StoredFile(self.path, self.path.stat().st_size, self._digest.hexdigest())
+        ends = _store(self.path.with_suffix(".idx"), np.array(self._ends, dtype="<u8").tobytes())
+        return Shard(ids, ends, self.tokens, len(self._ends), self._max_id)
+
+
+class _Counts:
+    """How often each id occurs; many documents are counted at once, which is faster."""
+
+    def __init__(self, vocab_size: int):
+        self._counts = np.zeros(vocab_size, dtype=np.int64)
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._waiting.append(tokens)
+        self._num_waiting += len(tokens)
+        if self._num_waiting >= COUNT_TOKENS:
+            self._count()
+
+    def total(self) -> np.ndarray:
+        """The counts of everything that was added, int64 [V]."""
+        self._count()
+        return self._counts
+
+    def _count(self) -> None:
+        if self._waiting:
+            tokens = np.concatenate(self._waiting)
+            self._counts += np.bincount(tokens, minlength=len(self._counts))
+            self._waiting = []
+            self._num_waiting = 0
+
+
+# ---- the other files
+
+
+def _store(path: Path, content: bytes) -> StoredFile:
+    durable.write_bytes(path, content)
+    return StoredFile(path, len(content), hashlib.sha256(content).hexdigest())
+
+
+def _store_tokenizer(folder: Path, tokenizer: Path | str | None) -> StoredFile | None:
+    if tokenizer is None:
+        return None
+    return _store(folder / TOKENIZER_FILE, Path(tokenizer).read_bytes())

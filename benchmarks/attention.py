@@ -27,8 +27,11 @@ from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 
 WHAT = ["forward", "training", "decode", "memory"]
-CFG, M, K = NSAConfig(), 4, 128
+CFG = NSAConfig()
+M = 4
+K = 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+UNITS = {"memory": ("MiB", 1), "decode": ("ms", 1e3)}  # others: seconds
 
 
 def inputs(T, dtype, grad=True, heads=M, groups=1, device="cpu", cfg=CFG, seed=0):
@@ -80,7 +83,8 @@ def refuse_if_wrong(dtype):
         )
         if not error <= bound:
             raise SystemExit(
-                f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be within {bound:g} before it is timed"
+                f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be "
+                f"within {bound:g} before it is timed"
             )
 
 
@@ -143,10 +147,14 @@ def compressor(dtype, device="cpu"):
 def attention_row(T, dtype, what):
     tensors = inputs(T, DTYPES[dtype])
     run = (lambda f: f(tensors)) if what == "forward" else (lambda f: train(f, tensors))
+    turns = 3
+    if T > 16384:
+        turns = 2
+    if T > 65536:
+        turns = 1
+
     with torch.set_grad_enabled(what != "forward"):
-        return best_of_turns(
-            [lambda: run(sdpa), lambda: run(nsa)], 3 if T <= 16384 else 1 if T > 65536 else 2
-        )
+        return best_of_turns([lambda: run(sdpa), lambda: run(nsa)], turns)
 
 
 def decode_row(T, dtype):
@@ -155,11 +163,9 @@ def decode_row(T, dtype):
     state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
     compress = compressor(dtype)
     k, v = torch.randn(2, 1, T, 1, K).to(dtype)
-    q, gates, one = (
-        torch.randn(1, 1, M, K).to(dtype),
-        torch.rand(1, 1, M, 3).to(dtype),
-        torch.randn(1, 1, 1, K).to(dtype),
-    )
+    q = torch.randn(1, 1, M, K).to(dtype)
+    gates = torch.rand(1, 1, M, 3).to(dtype)
+    one = torch.randn(1, 1, 1, K).to(dtype)
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
     def dense_sdpa():
@@ -247,15 +253,10 @@ def main():
             for T in args.tokens + [131072] * args.long:
                 row = {"decode": decode_row, "memory": memory_row}.get(what)
                 a, b = row(T, dtype) if row else attention_row(T, dtype, what)
-                unit, scale = (
-                    ("MiB", 1)
-                    if what == "memory"
-                    else ("ms", 1e3)
-                    if what == "decode"
-                    else ("s", 1)
-                )
+                unit, scale = UNITS.get(what, ("s", 1))
                 print(
-                    f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | {b * scale:,.2f} {unit} | {a / b:.2f} |",
+                    f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | "
+                    f"{b * scale:,.2f} {unit} | {a / b:.2f} |",
                     flush=True,
                 )
                 ratios.setdefault((what, dtype), {})[T] = a / b

@@ -1,12 +1,12 @@
-"""Time and errors as every benchmark here takes them. Imports nothing of ours.
+"""How every benchmark measures time and errors.
 
-CUDA: seconds between two events on the stream, after a scratch buffer larger than L2 was written,
-so that inputs come from memory and
-the host is ahead of the device when the clock starts. CPU: this process's CPU time, so that other
-jobs do not count. What is compared
-takes turns on the same fresh inputs; figures are medians, ratios the medians of each round's ratio.
+CUDA: seconds between two events on the stream. A scratch buffer larger than L2 is written first, so
+that inputs come from memory and the host is ahead of the device when the clock starts. CPU: the CPU
+time of this process, so that other jobs do not count. The candidates take turns on the same fresh
+inputs; figures are medians, and a ratio is the median of the rounds' ratios.
 """
 
+import functools
 import math
 import statistics
 import time
@@ -58,18 +58,18 @@ def interleaved(
     wall time no further round begins; the first is always whole. cold: with the scratch buffer, for
     calls shorter than a training step.
     """
-    times, buffer, names = (
-        {name: [] for name in calls},
-        scratch(device) if cold else None,
-        list(calls),
-    )
+    times = {name: [] for name in calls}
+    buffer = scratch(device) if cold else None
+    names = list(calls)
     end = time.monotonic() + limit
     for index in range(rounds):
         inputs = fresh()
         for name in names[index % len(names) :] + names[: index % len(names)]:
             if buffer is not None:
                 buffer.zero_()
-            times[name].append(seconds(lambda: calls[name](*inputs), device))
+            call = functools.partial(calls[name], *inputs)
+            times[name].append(seconds(call, device))
+            del call
         del inputs
         if time.monotonic() > end:
             break

@@ -65,7 +65,8 @@ def bench(N: int = 8192, V: int = 8192) -> None:
     from triton.testing import do_bench  # it clears the L2 cache between runs
 
     print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, tile {N} x {V} bf16, median of many runs"
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, tile {N} x {V} bf16, "
+        "median of many runs"
     )
     passing = {name: bodies for name, bodies in variants().items() if check(name, *bodies)}
     z_NV, target_N, state, vectors = arguments(N, V, torch.bfloat16)
@@ -89,7 +90,8 @@ def bench(N: int = 8192, V: int = 8192) -> None:
                 else "triton failed"
             )
             print(
-                f"{label:20} {name:9} {milliseconds:8.3f} ms {passes * z_NV.nbytes / milliseconds / 1e6:7.0f} GB/s   {ratio}"
+                f"{label:20} {name:9} {milliseconds:8.3f} ms "
+                f"{passes * z_NV.nbytes / milliseconds / 1e6:7.0f} GB/s   {ratio}"
             )
 
 

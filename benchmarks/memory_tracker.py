@@ -60,7 +60,9 @@ def theirs(cfg: TrainConfig) -> int:
 
     skeleton = step.skeleton(cfg, cfg.model())
     with FakeTensorMode(allow_non_fake_inputs=True), as_on("cuda"):
-        state, batch, tracker = state_of(cfg, skeleton), fake_batch(cfg, 1), MemTracker()
+        state = state_of(cfg, skeleton)
+        batch = fake_batch(cfg, 1)
+        tracker = MemTracker()
         tracker.track_external(
             state.model,
             state.optimizer,
@@ -81,15 +83,14 @@ def timed(function, *args):
 
 def row(cfg: TrainConfig) -> str:
     """A line of the table; SystemExit where the trackers disagree."""
-    (a, ours_s), (b, theirs_s), (_, profile_s) = (
-        timed(ours, cfg),
-        timed(theirs, cfg),
-        timed(profile, cfg),
-    )
+    (a, ours_s) = timed(ours, cfg)
+    (b, theirs_s) = timed(theirs, cfg)
+    (_, profile_s) = timed(profile, cfg)
     if abs(a / b - 1) > TOLERANCE:
         sys.exit(f"not timed: our peak is {a:,} bytes, MemTracker's {b:,}")
     return (
-        f"| {cfg.model_size}, {cfg.model().num_layers} layers, {cfg.context_length:,} tokens | {theirs_s:.2f} | {ours_s:.2f} | {theirs_s / ours_s:.1f}x | "
+        f"| {cfg.model_size}, {cfg.model().num_layers} layers, {cfg.context_length:,} "
+        f"tokens | {theirs_s:.2f} | {ours_s:.2f} | {theirs_s / ours_s:.1f}x | "
         f"{profile_s:.2f} | {b / GIB:.3f} | {a / GIB:.3f} |"
     )
 
@@ -103,10 +104,12 @@ def main(args: list[str] | None = None):
     given = parser.parse_args(args)
     torch.set_num_threads(1)
     print(
-        "| step | MemTracker, s | our tracker, s | ratio | whole profile, s | MemTracker's peak, GiB | ours, GiB |\n|---|---|---|---|---|---|---|"
+        "| step | MemTracker, s | our tracker, s | ratio | whole profile, s | MemTracker's "
+        "peak, GiB | ours, GiB |\n|---|---|---|---|---|---|---|"
     )
     small = TrainConfig(model_size="tiny", context_length=512)
-    ours(small), theirs(small), profile(small)  # what only a first call does
+    for run in (ours, theirs, profile):  # what only a first call does
+        run(small)
     for layers in given.layers:
         print(
             row(

@@ -63,7 +63,11 @@ class Table:
 
 def shown(kind: str, value) -> str:
     """A figure as its column shows it; a dash where there is none, a reason as it is."""
-    return "-" if value is None else value if isinstance(value, str) else KINDS[kind].format(value)
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return KINDS[kind].format(value)
 
 
 def markdown(columns: dict[str, str], rows: list[dict]) -> str:

@@ -126,7 +126,8 @@ def of_gpu(folder: str, data: dict) -> str:
     ]
     return "\n".join(
         [
-            f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). {credit(data)}\n",
+            f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). "
+            f"{credit(data)}\n",
             *tables,
             *rest,
         ]
@@ -139,7 +140,10 @@ def credit(data: dict) -> str:
     versions = ", ".join(
         f"{name} {place[name]}" for name in ("torch", "triton", "driver") if name in place
     )
-    return f"{place['device']}, {versions}, {place['date']}, commit {place['commit']}: `{data['command']}`"
+    return (
+        f"{place['device']}, {versions}, {place['date']}, commit {place['commit']}: "
+        f"`{data['command']}`"
+    )
 
 
 def one_table(data: dict, name: str) -> str:

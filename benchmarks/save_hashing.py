@@ -78,7 +78,8 @@ def main(args: list[str] | None = None):
         for name, middle in dict(median=statistics.median, best=min).items():
             plain, hashed = (middle(found) for found in times.values())
             print(
-                f"{given.mib} MiB, {name} of {given.rounds}: {plain:.3f} s without SHA-256 ({given.mib / plain:,.0f} MiB/s), {hashed:.3f} s with: "
+                f"{given.mib} MiB, {name} of {given.rounds}: {plain:.3f} s without SHA-256 "
+                f"({given.mib / plain:,.0f} MiB/s), {hashed:.3f} s with: "
                 f"{100 * (hashed / plain - 1):+.1f}%"
             )
     finally:

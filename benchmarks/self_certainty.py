@@ -72,15 +72,18 @@ def main(args: list[str] | None = None):
         for _ in range(given.repeats)
     ]
     print(
-        f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width {given.hidden_size}, V={given.vocab_size:,}, frozen head"
+        f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width "
+        f"{given.hidden_size}, V={given.vocab_size:,}, frozen head"
     )
     print(
-        "| self-certainty, forward and backward | peak, MB | less memory | time |\n|---|---|---|---|"
+        "| self-certainty, forward and backward | peak, MB | less memory | time "
+        "|\n|---|---|---|---|"
     )
     for index, name in enumerate(table):
         ratio = statistics.median(times[index] / times[0] for times in rounds)
         print(
-            f"| {name} | {peaks[name] / 1e6:,.1f} | {peaks['full logits'] / peaks[name]:.0f}x | {ratio:.2f}x |"
+            f"| {name} | {peaks[name] / 1e6:,.1f} | "
+            f"{peaks['full logits'] / peaks[name]:.0f}x | {ratio:.2f}x |"
         )
 
 

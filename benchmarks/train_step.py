@@ -69,8 +69,10 @@ def main(args: list[str] | None = None):
     if given.side:
         return serve(given)
     print(
-        f"torch {torch.__version__}, one CPU thread, context {given.context_length:,}, {given.batch_size} rows; process CPU time\n"
-        "| size | dtype | transformers, tokens/s | longhaul, tokens/s | ratio |\n|---|---|---|---|---|"
+        f"torch {torch.__version__}, one CPU thread, context {given.context_length:,}, "
+        f"{given.batch_size} rows; process CPU time\n"
+        "| size | dtype | transformers, tokens/s | longhaul, tokens/s | ratio "
+        "|\n|---|---|---|---|---|"
     )
     for size in given.sizes:
         for dtype in given.dtypes:
@@ -221,7 +223,8 @@ def compare(size: str, dtype: str, given):
     ours, theirs = (tokens / statistics.median(column) for column in zip(*times))
     ratio = statistics.median(b / a for a, b in times)
     print(
-        f"| {size} ({model.num_params() / 1e6:.0f}M) | {dtype} | {theirs:,.0f} | {ours:,.0f} | {ratio:.2f}x |",
+        f"| {size} ({model.num_params() / 1e6:.0f}M) | {dtype} | {theirs:,.0f} | "
+        f"{ours:,.0f} | {ratio:.2f}x |",
         flush=True,
     )
 

@@ -287,7 +287,10 @@ def main(args: list[str] | None = None):
     given = parser.parse_args(args)
     torch.set_num_threads(1)
     device = torch.device(given.device)
-    command = f"python -m benchmarks.vocab_loss --cases {' '.join(given.cases)} --vocab_size {given.vocab_size} --rounds {given.rounds}"
+    command = (
+        f"python -m benchmarks.vocab_loss --cases {' '.join(given.cases)} --vocab_size "
+        f"{given.vocab_size} --rounds {given.rounds}"
+    )
     run = Run(given.out, "The loss over the vocabulary", command, where(device), toy=False)
     table = {
         name: loss

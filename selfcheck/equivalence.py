@@ -23,7 +23,9 @@ from longhaul.config import TrainConfig
 from tests.ranks import run_ranks
 
 LOSS, NORM = 2e-6, 1e-5  # absolute, relative
-ROWS, T, V = 4, 96, 211
+ROWS = 4
+T = 96
+V = 211
 BASE = dict(
     model_size="tiny",
     vocab_size=V,
@@ -184,7 +186,10 @@ def spread() -> list[Case]:
                 context_parallel_mode=mode,
                 batch_size=1 if packed else ROWS * sharing // ranks,
             )
-            name = f"dp{ranks // sharing} cp{sharing} {mode if sharing > 1 else ''}{', NSA' if attention else ''}"
+            name = (
+                f"dp{ranks // sharing} cp{sharing} "
+                f"{mode if sharing > 1 else ''}{', NSA' if attention else ''}"
+            )
             cases.append(
                 Case(
                     f"{name}{', untied' if untied else ''}{', packed, accumulated' if packed else ''}",

@@ -29,7 +29,10 @@ INPUTS = 10_000
 SECONDS = 10  # for one input
 LIMIT_MB = 100  # above what the process had before the first input
 NAMES = ("accepted", "refused", "wrong", "crashed")
-NEXT, PEAK, COUNTS = 0, 1, 2  # places in Shared
+# places in Shared
+NEXT = 0
+PEAK = 1
+COUNTS = 2
 FORK = multiprocessing.get_context("fork")
 
 
@@ -76,7 +79,9 @@ class Shared:
 
 def fuzz(target: Target, inputs: int) -> Result:
     """Run inputs 0 .. inputs - 1 of a target."""
-    started, shared, failures = time.perf_counter(), Shared(), []
+    started = time.perf_counter()
+    shared = Shared()
+    failures = []
     with tempfile.TemporaryDirectory() as place:
         folder, log = Path(place, "files"), Path(place, "log")
         folder.mkdir()
@@ -105,11 +110,11 @@ def _last_words(code: int, log: Path) -> str:
         log.read_text(encoding="utf-8", errors="replace"),
         re.MULTILINE,
     )
-    return (
-        (errors or [f"exit code {code}"])[-1][:300]
-        if code > 0
-        else f"{signal.Signals(-code).name}{' (it took too long)' * (-code == signal.SIGALRM)}"
-    )
+    if code > 0:
+        return (errors or [f"exit code {code}"])[-1][:300]
+    if -code == signal.SIGALRM:
+        return "SIGALRM (it took too long)"
+    return signal.Signals(-code).name
 
 
 def _inputs(target: Target, good, folder: Path, inputs: int, shared: Shared, log: Path):
@@ -153,13 +158,19 @@ def _status(key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 
 
-HEAD = f"{'reader':12} {'inputs':>8} {'accepted':>9} {'refused':>8} {'wrong':>6} {'crashed':>8} {'peak MB':>8} {'s':>6}"
+HEAD = (
+    f"{'reader':12} {'inputs':>8} {'accepted':>9} {'refused':>8} {'wrong':>6} {'crashed':>8} "
+    f"{'peak MB':>8} {'s':>6}"
+)
 
 
 def line(one: Result) -> str:
     """A result, below HEAD."""
     inputs = one.accepted + one.refused + one.wrong + one.crashed
-    return f"{one.name:12} {inputs:8,} {one.accepted:9,} {one.refused:8,} {one.wrong:6} {one.crashed:8} {one.peak_mb:8.1f} {one.seconds:6.1f}"
+    return (
+        f"{one.name:12} {inputs:8,} {one.accepted:9,} {one.refused:8,} {one.wrong:6} "
+        f"{one.crashed:8} {one.peak_mb:8.1f} {one.seconds:6.1f}"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -741,14 +741,3 @@ def test_a_section_is_made_from_its_results_and_an_unknown_one_is_refused():
     assert "Not measured on a GPU yet" in report.written(text, dict(run=data | dict(toy=True)))
     with pytest.raises(ValueError, match="choose from gpu, run/loss"):
         report.written(text.replace("run/loss", "run/los"), dict(run=data))
-
-
-def test_the_committed_toy_run_is_labelled_so_and_has_every_table():
-    data = report.runs()["toy-cpu"]
-    assert (
-        data["toy"]
-        and data["label"].startswith("Toy sizes")
-        and not report.is_gpu(data)
-        and not data["failures"]
-    )
-    assert {"loss", "attention", "step", "memory", "stages", "workspaces"} <= set(data["tables"])

@@ -26,7 +26,10 @@ from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 
-OURS, BASE, ROUNDS, CHECK_TOKENS = "longhaul", "SDPA, flash", 5, 1300
+OURS = "longhaul"
+BASE = "SDPA, flash"
+ROUNDS = 5
+CHECK_TOKENS = 1300
 COPIES_BYTES, MOST_COPIES = (
     4 * 2**30,
     64,
@@ -52,7 +55,8 @@ SIZES = (
 TOY = (("forward+backward", 2, 1100, 1), ("decode", 5, 1100, 1), ("forward", 8, 1100, 1))
 TABLE = Table(
     "attention",
-    "Attention, bf16, heads of 128, one row; decoding: one token after so many, without CUDA graphs",
+    "Attention, bf16, heads of 128, one row; decoding: one token after so many, without "
+    "CUDA graphs",
     {
         "attention": "text",
         "heads": "text",

@@ -60,13 +60,14 @@ class GpuConfig:
     @property
     def command(self) -> str:
         """The command that repeats the run."""
-        words = [
-            f"python -m benchmarks.gpu --out {self.out}",
-            f"--only {','.join(self.parts)}" * bool(self.only),
-            f"--minutes {self.minutes:g}" * (self.minutes != 9),
-            "--toy" * self.toy,
-        ]
-        return " ".join(word for word in words if word)
+        words = [f"python -m benchmarks.gpu --out {self.out}"]
+        if self.only:
+            words.append(f"--only {','.join(self.parts)}")
+        if self.minutes != 9:
+            words.append(f"--minutes {self.minutes:g}")
+        if self.toy:
+            words.append("--toy")
+        return " ".join(words)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -78,7 +79,8 @@ def main(args: list[str] | None = None) -> int:
         return 2
     run = measure(cfg, place(cfg))
     print(
-        f"\n{(run.folder / 'results.md').read_text(encoding='utf-8')}\nwritten: {run.folder}/results.json, results.md"
+        f"\n{(run.folder / 'results.md').read_text(encoding='utf-8')}\nwritten: "
+        f"{run.folder}/results.json, results.md"
     )
     return 1 if run.data["failures"] else 0
 

@@ -32,7 +32,8 @@ def tile_bodies(run: Run, place: Place):
     """The loss's elementwise bodies, eager, compiled and Triton."""
     if not place.cuda:
         return run.note(
-            "Triton tile bodies: need a CUDA device (tests/test_fused_linear_ce.py runs them interpreted)"
+            "Triton tile bodies: need a CUDA device (tests/test_fused_linear_ce.py runs "
+            "them interpreted)"
         )
     if not importlib.util.find_spec("triton"):
         return run.note("Triton tile bodies: triton is not installed (pip install triton)")

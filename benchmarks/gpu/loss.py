@@ -7,9 +7,13 @@ from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run
 
 SIZES = ((1, 32_768, 60), (4, 8192, 40), (9, 131_072, 90))  # importance, tokens, seconds
-WIDTH, VOCABULARY, ROUNDS = 2560, 151_936, 5
+WIDTH = 2560
+VOCABULARY = 151_936
+ROUNDS = 5
 TOY = ((1, 256, 1), (4, 512, 1))
-TOY_WIDTH, TOY_VOCABULARY, TOY_ROUNDS = 64, 2048, 3
+TOY_WIDTH = 64
+TOY_VOCABULARY = 2048
+TOY_ROUNDS = 3
 
 
 def jobs(place: Place) -> list[Job]:
@@ -54,6 +58,7 @@ def losses(place: Place, say) -> dict:
     left_out = [name for name in table if "compile" in name] if not place.cuda else []
     if left_out:
         say(
-            f"{'; '.join(left_out)}: left out at toy sizes, where compiling takes longer than everything else"
+            f"{'; '.join(left_out)}: left out at toy sizes, where compiling takes longer "
+            "than everything else"
         )
     return {name: loss for name, loss in table.items() if name not in left_out}

@@ -88,7 +88,8 @@ WORKSPACES = Table(
 )
 ALLOCATOR = Table(
     "allocator",
-    "Segments of the caching allocator over three steps: its own, and our model's of the same requests",
+    "Segments of the caching allocator over three steps: its own, and our model's of the "
+    "same requests",
     {
         "model": "text",
         "tokens": "count",
@@ -212,7 +213,9 @@ class Inside(TorchDispatchMode):
 
     def __init__(self, device: torch.device):
         super().__init__()
-        self.device, self.declared, self.found = device, Workspaces(device.type), {}
+        self.device = device
+        self.declared = Workspaces(device.type)
+        self.found = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name
@@ -308,7 +311,8 @@ def allocator(run: Run, place: Place, cfg: TrainConfig, words: str):
         )
     if torch.cuda.memory_allocated(place.device) > 2 * CUBLAS_WORKSPACES:
         run.note(
-            f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were allocated before its history began"
+            f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were "
+            "allocated before its history began"
         )
     found = history.curves(history.record(cfg, place.device))
     real, model = max(found.real), max(found.model)

@@ -73,7 +73,10 @@ def jobs(place: Place) -> list[Job]:
     found = []
     for importance, model, attention, tokens, beside in TOY if place.toy else SIZES:
         limit = planned_seconds(settings(model, attention, tokens, place), place) if tokens else 0
-        name = f"step, {model}, {attention}, {f'{tokens:,} tokens' if tokens else 'the longest context that fits'}"
+        name = (
+            f"step, {model}, {attention}, "
+            f"{f'{tokens:,} tokens' if tokens else 'the longest context that fits'}"
+        )
         work = functools.partial(
             one_context,
             place=place,

@@ -56,7 +56,10 @@ def silent_corruption(trials: int, folder: Path) -> str:
     )
     codes = [rank.wait() for rank in ranks]
     require(codes == [5, 5], f"on two ranks the codes are {codes}")
-    return "one flipped bit of one gradient in either computation: code 5 naming step and tensor, also on 2 ranks; audited runs keep their bits"
+    return (
+        "one flipped bit of one gradient in either computation: code 5 naming step and tensor, "
+        "also on 2 ranks; audited runs keep their bits"
+    )
 
 
 ROWS: list[Row] = [

@@ -143,13 +143,9 @@ class Disk:
 
         def visit(node: Node, path: Path):
             for name, child in (node.synced_entries if synced_names else node.entries).items():
-                found[path / name] = (
-                    None
-                    if child.content is None
-                    else child.synced
-                    if synced_bytes
-                    else child.content
-                )
+                is_folder = child.content is None
+                content = child.synced if synced_bytes else child.content
+                found[path / name] = None if is_folder else content
                 visit(child, path / name)
 
         visit(self.top, Path())
@@ -174,7 +170,9 @@ def record(folder: Path, saves: int) -> tuple[list[tuple], dict[int, bytes]]:
             "ffn_size=16",
         ),
     )
-    state, log, shards = step.build(cfg, cfg.model(), "cpu", dist.World()), [], {}
+    state = step.build(cfg, cfg.model(), "cpu", dist.World())
+    log = []
+    shards = {}
     watch(lambda index, name, *args: log.append(_entry(name, *args)), arguments=True)
     tokens = step.torch.arange(8)[None]
     for _ in range(saves):
@@ -209,13 +207,18 @@ def power_loss(trials: int, folder: Path) -> str:
     try:
         replay(recorded, [entry for entry in log if entry[0] != "fsync"], shards, again)
     except Failed:
-        return f"{len(log)} prefixes x {len(MODELS)} kinds of loss, {states} different disks: no durable checkpoint lost; without fsync, one is"
+        return (
+            f"{len(log)} prefixes x {len(MODELS)} kinds of loss, {states} different disks: no "
+            "durable checkpoint lost; without fsync, one is"
+        )
     raise Failed("the same log without its fsyncs loses nothing either: the check sees nothing")
 
 
 def replay(root: Path, log: list[tuple], shards: dict[int, bytes], again: Path) -> int:
     """Check the crash states of every prefix of a log; the number of different ones."""
-    disk, durable, seen = Disk(root), 0, set()
+    disk = Disk(root)
+    durable = 0
+    seen = set()
     for length, (name, path, value) in enumerate(log, 1):
         if name == "saved":
             durable = path

@@ -119,7 +119,10 @@ def wrong_dtype(trials: int, folder: Path) -> str:
     refused(data, folder / "manifest", 3, "a vocabulary of 64 is stored as uint16, not as 'uint32'")
     (data / "manifest.json").write_bytes(manifest)
     trains(data, folder / "manifest")
-    return "3 for uint32, for swapped bytes and for a manifest that says otherwise; restored, it trains"
+    return (
+        "3 for uint32, for swapped bytes and for a manifest that says otherwise; restored, it "
+        "trains"
+    )
 
 
 def large_ids(trials: int, folder: Path) -> str:
@@ -154,7 +157,10 @@ def large_ids(trials: int, folder: Path) -> str:
             "shard-00000.bin has the id 999 at token 7, outside the vocabulary of 64" in str(error),
             str(error),
         )
-    return "refused at write, at open, and in a batch where the manifest lies; shard and offset are named"
+    return (
+        "refused at write, at open, and in a batch where the manifest lies; shard and offset "
+        "are named"
+    )
 
 
 def _lie(data: Path, ids: np.ndarray):
@@ -205,7 +211,10 @@ def mismatch(trials: int, folder: Path) -> str:
     )
     (folder / "one" / "tokenizer.model").write_bytes(kept)
     trains(folder / "one", folder / "third", "--vocab_size", "300")
-    return "2 for a run on ids of another tokenizer, and for another model beside the ids; restored, it trains"
+    return (
+        "2 for a run on ids of another tokenizer, and for another model beside the ids; "
+        "restored, it trains"
+    )
 
 
 def narrow(trials: int, folder: Path) -> str:
@@ -296,7 +305,10 @@ def too_few_rows(trials: int, folder: Path) -> str:
     )
     shorter = line.split("--context_length ")[1].split()[0]
     trains(data, folder / "context", "--context_length", shorter, "--global_batch_size", "64")
-    return f"2; the global batch of {most} that it names trains and one of {int(most) + 1} does not; so does the context of {shorter} tokens"
+    return (
+        f"2; the global batch of {most} that it names trains and one of {int(most) + 1} does "
+        f"not; so does the context of {shorter} tokens"
+    )
 
 
 TEXTS = {
@@ -371,7 +383,10 @@ def strange_text(trials: int, folder: Path) -> str:
             code == 0 and f"left out: {folder / name}{words}" in said,
             f"{name}: the remedy gives {code}, {said}",
         )
-    return f"{len(TEXTS)} kinds come back byte for byte with one end-of-document id each; {len(REFUSED)} are refused by file and offset, or left out"
+    return (
+        f"{len(TEXTS)} kinds come back byte for byte with one end-of-document id each; "
+        f"{len(REFUSED)} are refused by file and offset, or left out"
+    )
 
 
 def killed(trials: int, folder: Path) -> str:
@@ -387,20 +402,20 @@ def killed(trials: int, folder: Path) -> str:
         _prepare_in_child(folder, [*flags, folder / "whole"]).wait() == 0,
         "the preparation itself fails",
     )
-    duration, whole, draw, landed = (
-        time.monotonic() - begin,
-        contents(folder / "whole"),
-        random.Random(0),
-        0,
-    )
+    duration = time.monotonic() - begin
+    whole = contents(folder / "whole")
+    draw = random.Random(0)
+    landed = 0
     for attempt in range(5 * trials):
         if landed == trials:
-            return f"{landed} kills before the end, {attempt - landed} too late; a rerun gave the bytes of the uninterrupted preparation each time"
+            return (
+                f"{landed} kills before the end, {attempt - landed} too late; a rerun gave the "
+                "bytes of the uninterrupted preparation each time"
+            )
         delay = duration * draw.random()
         early = _kill_and_rerun(folder, [*flags, folder / "out"], delay, whole)
-        duration, landed = (
-            (duration * 1.03, landed + 1) if early else (delay, landed)
-        )  # as long as it takes on this machine now
+        # as long as it takes on this machine now
+        duration, landed = (duration * 1.03, landed + 1) if early else (delay, landed)
     require(False, f"only {landed} of {5 * trials} kills came before the end")
 
 

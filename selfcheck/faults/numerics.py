@@ -151,12 +151,15 @@ def not_finite(trials: int, folder: Path) -> str:
         before, after = tensors_of(out / "step-00000002"), tensors_of(out / "step-00000003")
         require(
             before == after,
-            f"{name} on rank {rank}: {sum(before[key] != after[key] for key in before)} tensors changed in a skipped step",
+            f"{name} on rank {rank}: {sum(before[key] != after[key] for key in before)} "
+            "tensors changed in a skipped step",
         )
         require(
             tensors_of(out / "step-00000004") != after, "nothing was trained after the skipped step"
         )
-        rows = "8:12" if name == "backward" else "10:12" if rank else "8:10"
+        rows = "10:12" if rank else "8:10"
+        if name == "backward":
+            rows = "8:12"
         require(
             "step 3: the gradient is NaN or infinite" in words and f"rows {rows} " in words,
             f"{name} on rank {rank}: {words[-900:]}",
@@ -191,7 +194,10 @@ def not_finite(trials: int, folder: Path) -> str:
         sum(rows_seen(beside).values(), []) == expected,
         f"the way back went over {rows_seen(beside)}",
     )
-    return "no rank stepped, rows written down; budget of 2: exit code 5, and its command trained around them"
+    return (
+        "no rank stepped, rows written down; budget of 2: exit code 5, and its command trained "
+        "around them"
+    )
 
 
 def _same_rows(data: Path, dump: Path, rows: str):
@@ -241,7 +247,10 @@ def masked(trials: int, folder: Path) -> str:
             rank is None or 3 < losses[1] < 6,
             f"{words} without labels: loss {losses[1]} is not the other rank's",
         )
-    return "loss 0 and gradient 0 in both attentions and losses; on one rank the loss is the other's; no step skipped"
+    return (
+        "loss 0 and gradient 0 in both attentions and losses; on one rank the loss is the "
+        "other's; no step skipped"
+    )
 
 
 def _masked_micro_batch(model: Decoder, loss: str):
@@ -287,7 +296,10 @@ def spike(trials: int, folder: Path) -> str:
         ]
         require(max(spikes[: bad - 1]) < 10 < spikes[bad - 1], f"scores {spikes}")
         _around(command_in(found[0]), folder, first, (bad - 1) // 8 * 8)
-    return "one line in the same step; its command left out exactly those rows, in the same order on 1 and on 2 ranks, and a resume knew of it"
+    return (
+        "one line in the same step; its command left out exactly those rows, in the same order "
+        "on 1 and on 2 ranks, and a resume knew of it"
+    )
 
 
 def _thrice(train_step, state, batch, *rest):
@@ -354,9 +366,8 @@ def drift(trials: int, folder: Path) -> str:
         moment, layer = trial % 2 == 1, trial // 2 % 2
         two_ranks(args, folder / f"{trial}.log", 5, at({7}, trial // 2 % 2, _flip(moment, layer)))
         name = f"layers.{layer}.mlp.down_proj.weight"
-        name = (
-            f"{name}, exp_avg_sq of {name}, so" if moment else f"{name}, so"
-        )  # a moment takes its weight along
+        # a moment takes its weight along
+        name = f"{name}, exp_avg_sq of {name}, so" if moment else f"{name}, so"
         record = runs.exit_record(out)
         require(
             record["code"] == 5

@@ -100,7 +100,10 @@ def killed_at_each_call(trials: int, folder: Path) -> str:
         )
         again(folder, args, f"at{index}")
         shutil.rmtree(folder / f"at{index}")
-    return f"killed before {len(points)} of {len(calls)} calls of 3 saves and 1 pruning; each went on to the same bits"
+    return (
+        f"killed before {len(points)} of {len(calls)} calls of 3 saves and 1 pruning; each "
+        "went on to the same bits"
+    )
 
 
 def killed_while_pruning(trials: int, folder: Path) -> str:
@@ -119,7 +122,10 @@ def killed_while_pruning(trials: int, folder: Path) -> str:
             newest.name == "step-00000003", f"{newest} is not the checkpoint that was just written"
         )
         require("resumed" in again(folder, args, name), "the run began anew")
-    return "killed at 3 moments of a pruning: the newest checkpoint verifies, and the run went on from it"
+    return (
+        "killed at 3 moments of a pruning: the newest checkpoint verifies, and the run went on "
+        "from it"
+    )
 
 
 # -------------------------------------------------------------------------------------- other ranks
@@ -149,7 +155,10 @@ def lost_rank(
         )
         require(runs.exit_record(out)["code"] == 7, "exit.json has another code")
         words(said)
-    return f"the other rank ended after {max(took):.1f} s with code 7, naming it; exit.json says so too"
+    return (
+        f"the other rank ended after {max(took):.1f} s with code 7, naming it; exit.json says "
+        "so too"
+    )
 
 
 def killed_rank(trials: int, folder: Path) -> str:
@@ -249,7 +258,10 @@ def terminated(trials: int, folder: Path) -> str:
             runs.same_end(inside / "run", inside / "whole"), f"{phase}: other bits after the resume"
         )
     preparing(folder)
-    return f"75 and one save at its step in {', '.join(PHASES)}; 75 with nothing to save in data preparation; the same bits afterwards"
+    return (
+        f"75 and one save at its step in {', '.join(PHASES)}; 75 with nothing to save in data "
+        "preparation; the same bits afterwards"
+    )
 
 
 def saved_once(out: Path, child: runs.Child, where: str):
@@ -333,7 +345,10 @@ def terminated_group(trials: int, folder: Path) -> str:
         load.latest(out).step == record["last_step"],
         "under torchrun nothing was saved",
     )
-    return "both ranks 75 with one save, also where the signal comes twice; under torchrun exit.json has 75, and the checkpoint is there"
+    return (
+        "both ranks 75 with one save, also where the signal comes twice; under torchrun "
+        "exit.json has 75, and the checkpoint is there"
+    )
 
 
 def interrupted_twice(trials: int, folder: Path) -> str:
@@ -363,7 +378,10 @@ def interrupted_twice(trials: int, folder: Path) -> str:
         )
         require(load.latest(folder / name) is not None, "the checkpoint before is gone")
         again(folder, args, name)
-    return "SIGTERM and SIGINT alike: the second left at once, the checkpoint before is whole, the same bits afterwards"
+    return (
+        "SIGTERM and SIGINT alike: the second left at once, the checkpoint before is whole, "
+        "the same bits afterwards"
+    )
 
 
 # ----------------------------------------------------------------------------------------- the rest
@@ -386,7 +404,10 @@ def slow_save(trials: int, folder: Path) -> str:
             and said.count("--shutdown_timeout=") == times,
             f"said {said.count('a save takes')} times",
         )
-    return "warned once, at the first save, naming TORCH_ELASTIC_SHUTDOWN_TIMEOUT and --shutdown_timeout; silent where there is time"
+    return (
+        "warned once, at the first save, naming TORCH_ELASTIC_SHUTDOWN_TIMEOUT and "
+        "--shutdown_timeout; silent where there is time"
+    )
 
 
 def stop_file(trials: int, folder: Path) -> str:
@@ -427,7 +448,10 @@ def two_jobs(trials: int, folder: Path) -> str:
         f"process {first.process.pid}" in last.words() and "taken over" in last.words(),
         last.words()[-400:],
     )
-    return "the second, of one rank or two, exits 2 naming process and host; a dead job's lock is taken over"
+    return (
+        "the second, of one rank or two, exits 2 naming process and host; a dead job's lock is "
+        "taken over"
+    )
 
 
 ROWS: list[Row] = [

@@ -109,13 +109,11 @@ def damaged_json(rng: random.Random, value):
 def _some_place(rng: random.Random, value):
     """A container in `value` and one of its keys."""
     while True:
-        keys = (
-            list(value)
-            if isinstance(value, dict)
-            else range(len(value))
-            if isinstance(value, list)
-            else []
-        )
+        keys: list | range = []
+        if isinstance(value, dict):
+            keys = list(value)
+        elif isinstance(value, list):
+            keys = range(len(value))
         if not keys:
             return None, None
         key = rng.choice(keys)
@@ -340,9 +338,8 @@ def make_tokenizer(folder: Path) -> bytes:
 
 def damage_tokenizer(rng: random.Random, good: bytes, folder: Path):
     made = damaged(rng, good)
-    if (
-        rng.random() < 0.7
-    ):  # the same length: most of the protocol buffer stays readable, and the values are strange
+    # the same length: most of the protocol buffer stays readable, and the values are strange
+    if rng.random() < 0.7:
         made = bytearray(good)
         for _ in range(rng.choice((1, 2, 8))):
             made[rng.randrange(len(made))] = rng.choice((*NUMBERS, rng.randrange(256)))
@@ -358,8 +355,10 @@ def read_tokenizer(folder: Path):
 
 def make_toml(folder: Path) -> bytes:
     (folder / "run.toml").write_bytes(
-        b'# a run\n[model]\nmodel_size = "tiny"\ncontext_length = 64\nmodel-overrides = ["num_layers=2", "ffn_size=96"]\n[data]\nbatch_size = 2\n'
-        b'[run]\nlr = 1e-3\nbeta1 = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = 1_000\nskip_rows = ["8:16"]\n'
+        b'# a run\n[model]\nmodel_size = "tiny"\ncontext_length = 64\nmodel-overrides = '
+        b'["num_layers=2", "ffn_size=96"]\n[data]\nbatch_size = 2\n'
+        b'[run]\nlr = 1e-3\nbeta1 = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = '
+        b'1_000\nskip_rows = ["8:16"]\n'
     )
     return (folder / "run.toml").read_bytes()
 

@@ -87,7 +87,10 @@ def epochs(trials: int, folder: Path) -> str:
     state = json.loads((whole / f"step-{total:08d}" / "manifest.json").read_text())["data"]
     packed = len(json.dumps(state).encode())
     require(packed <= 64, f"the data state has {packed} bytes")
-    return f"{epoch} rows an epoch; resumed at {', '.join(moments)}: same rows, same bits; data state {packed} bytes; {_far_away(source)}"
+    return (
+        f"{epoch} rows an epoch; resumed at {', '.join(moments)}: same rows, same bits; data "
+        f"state {packed} bytes; {_far_away(source)}"
+    )
 
 
 def _far_away(source: Path) -> str:
@@ -145,7 +148,8 @@ def worlds(trials: int, folder: Path) -> str:
         f"{codes}: {refused[0].last_line()}",
     )
     return (
-        f"after {steps} steps 1, 2, 1->2->1 and 2->1->2 ranks have the same weights, moments and rows; 2->3 the same rows; 3 ranks for a "
+        f"after {steps} steps 1, 2, 1->2->1 and 2->1->2 ranks have the same weights, "
+        "moments and rows; 2->3 the same rows; 3 ranks for a "
         "batch of 4: code 7, sizes listed"
     )
 
@@ -233,7 +237,10 @@ def changed_settings(trials: int, folder: Path) -> str:
         runs.losses(out)[4:] != runs.losses(extended(folder, source, "plain", [(1, 6, [])]))[4:],
         "the run is as it was without them",
     )
-    return "refused naming each; with --override_settings applied, said on screen and in TensorBoard, and the losses are others"
+    return (
+        "refused naming each; with --override_settings applied, said on screen and in "
+        "TensorBoard, and the losses are others"
+    )
 
 
 def other_run(trials: int, folder: Path) -> str:
@@ -256,7 +263,10 @@ def other_run(trials: int, folder: Path) -> str:
                 2,
             )
             require(words in child.last_line(), f"{words} is not in: {child.last_line()}")
-    return "context, vocabulary, rotary base, seed: 2, field by field, in the run's folder and for a named checkpoint"
+    return (
+        "context, vocabulary, rotary base, seed: 2, field by field, in the run's folder and "
+        "for a named checkpoint"
+    )
 
 
 def replaced_data(trials: int, folder: Path) -> str:

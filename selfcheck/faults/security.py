@@ -56,7 +56,9 @@ def pickles(trials: int, folder: Path) -> str:
     ones.
     """
     mark, data = folder / "mark", runs.dataset(folder / "data")
-    bare, archive, dcp = folder / "model.pt", folder / "archive.bin", folder / "distributed"
+    bare = folder / "model.pt"
+    archive = folder / "archive.bin"
+    dcp = folder / "distributed"
     dcp.mkdir()
     (dcp / ".metadata").write_bytes(evil(mark))
     bare.write_bytes(evil(mark))
@@ -188,7 +190,10 @@ def foreign_tensors(trials: int, folder: Path) -> str:
     require(
         result.refused > trials // 2, f"only {result.refused} were refused: the damage does nothing"
     )
-    return f"{len(faults)} named faults refused; of {trials:,} damaged files {result.refused:,} refused cleanly, none crashed, peak {result.peak_mb:.0f} MB"
+    return (
+        f"{len(faults)} named faults refused; of {trials:,} damaged files {result.refused:,} "
+        f"refused cleanly, none crashed, peak {result.peak_mb:.0f} MB"
+    )
 
 
 def paths(trials: int, folder: Path) -> str:
@@ -271,7 +276,10 @@ def tricks(trials: int, folder: Path) -> str:
         == {"place", "victim", "shared.model", "bad.model"},
         f"something was written outside: {sorted(folder.iterdir())}",
     )
-    return f"{trials} tokenizers of noise and {len(cases)} paths refused with 2; strange file names are names; nothing outside of the output changed"
+    return (
+        f"{trials} tokenizers of noise and {len(cases)} paths refused with 2; strange file "
+        "names are names; nothing outside of the output changed"
+    )
 
 
 def _bad_tokenizers(folder: Path, place: Path, model: Path, trials: int):

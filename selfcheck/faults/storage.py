@@ -53,7 +53,8 @@ def full_disk(trials: int, folder: Path) -> str:
             )
             _old_one_is_whole(out, child, code, folder, source)
     return (
-        f"{'a really full disk, and ' if real else ''}ENOSPC at {', '.join(points)}: once: tried again and done; for good: code 6 with bytes, "
+        f"{'a really full disk, and ' if real else ''}ENOSPC at {', '.join(points)}: once: "
+        "tried again and done; for good: code 6 with bytes, "
         "the checkpoint before verifies, and with space the same bits"
     )
 
@@ -89,9 +90,11 @@ def _calls_of_second_save(source: Path, folder: Path) -> list[str]:
             (out / ".tmp-step-00000006").exists(),
             name == "fsync" and (out / "step-00000006").exists(),
         )
-        listing.open("a").write(
-            f"{name if inside and name != 'remove' else 'fsync-last' if last else '-'}\n"
-        )  # a removal needs no space
+        words = "fsync-last" if last else "-"
+        if inside and name != "remove":  # a removal needs no space
+            words = name
+        with listing.open("a") as file:
+            file.write(f"{words}\n")
 
     runs.finish(
         runs.arguments(source, out, *STEPS),
@@ -143,7 +146,11 @@ def little_space(trials: int, folder: Path) -> str:
         child.last_line(),
     )
     require(not (folder / "disk" / "run").exists(), "something was written")
-    return f"2 before step 1, nothing written ({'a real small disk' if real else 'simulated: no disk may be mounted here'}): {child.last_line()[-120:]}"
+    return (
+        "2 before step 1, nothing written "
+        f"({'a real small disk' if real else 'simulated: no disk may be mounted here'}): "
+        f"{child.last_line()[-120:]}"
+    )
 
 
 def unwritable(trials: int, folder: Path) -> str:
@@ -268,7 +275,8 @@ def flipped_bits(trials: int, folder: Path) -> str:
     )
     require("use another checkpoint" in named.last_line(), named.last_line())
     return (
-        f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all detected, the checkpoint before used (but {harmless} in a "
+        f"{trials // 2} flips in checkpoints and {trials - trials // 2} in data: all "
+        f"detected, the checkpoint before used (but {harmless} in a "
         "manifest that says the same, 1E-08 for 1e-08); named: code 4"
     )
 
@@ -367,7 +375,10 @@ def bad_manifests(trials: int, folder: Path) -> str:
     path.write_text(json.dumps(future))
     runs.finish([*args, "--max_steps", "7", "--schedule", "constant"], folder / "auto", 4)
     require(path.exists(), "a checkpoint of a newer version was set aside as if it were damaged")
-    return "missing, empty, malformed, of another format, of a future version: code 4 when named; one of the future is never set aside"
+    return (
+        "missing, empty, malformed, of another format, of a future version: code 4 when named; "
+        "one of the future is never set aside"
+    )
 
 
 def failing_reads(trials: int, folder: Path) -> str:

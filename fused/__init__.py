@@ -1,3 +1,1 @@
-"""Triton twins, torch and triton only: of functions of model.py, used where `kernels` asks for
-them, and of nsa/engine.py.
-"""
+"""Triton twins of functions of model.py: taken when the setting `kernels` asks for them."""

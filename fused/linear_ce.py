@@ -1,16 +1,18 @@
-"""Triton twins of the two elementwise bodies of the tiled linear cross-entropy. Imports torch and
-triton only.
+"""Triton twins of the two tile functions of model.py's tiled linear cross-entropy.
 
-Letters: N tokens of a tile, V its vocabulary columns, B columns that a program holds in registers
-at once.
+model.py cuts the logits [tokens, vocabulary] into tiles and lets only one tile exist at a time. In
+the forward, `fold_logsumexp` folds a tile into running sums; in the backward, `logits_to_gradient`
+overwrites a tile by its gradient. The functions here have the names, arguments and results of
+model.py's.
 
-Both bodies are bound by memory: at 8192 x 8192 in bf16 the forward must read 128 MiB, the backward
-read and write them, and a twin
-moves no more than that, with fp32 in registers only. PyTorch eager makes about ten passes, some of
-them in fp32. One program owns
-one row, so sums have a fixed order: no atomics, results repeat bit for bit. No transposed copy of
-the gradient is
-written: cuBLAS takes a transposed operand at full speed, so on CUDA that would only cost bandwidth.
+Both are bound by memory bandwidth. On a tile of 8192 x 8192 in bf16, the forward must read 128 MiB,
+and the backward must read and write them. The kernels move no more than that and hold fp32 only in
+registers; eager PyTorch makes about ten passes, some of them in fp32. One program owns one token,
+so that sums have a fixed order: no atomics, and results repeat bit for bit. The gradient is not
+written in transposed form, since cuBLAS reads a transposed operand at full speed.
+
+Letters: N tokens of a tile, V vocabulary columns of a tile, B columns that a program holds in
+registers at once.
 """
 
 import torch
@@ -18,69 +20,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DTYPES = torch.float32, torch.bfloat16, torch.float16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS_PER_WARP = 512  # 16 per thread: two 16-byte loads of bf16, about 40 registers
 
 
-# ---- where the twins run
+# ---- where the kernels run
 
 
 def supported(z: Tensor) -> bool:
-    """Whether the twins run on tiles of this tensor's device and dtype: a CUDA device of the
-    tensor-core bf16 era, or the interpreter.
+    """Whether the kernels run on tiles with the device and dtype of `z`.
+
+    They need bf16 tensor cores, which came with compute capability 8.0, or the interpreter.
     """
-    on_gpu = (
-        z.is_cuda
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(z.device) >= (8, 0)
-    )
-    return z.dtype in DTYPES and (INTERPRETED or on_gpu)
+    if z.dtype not in DTYPES:
+        return False
+    if INTERPRETED:
+        return True
+    if not z.is_cuda or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(z.device) >= (8, 0)
 
 
-def require(z: Tensor):
-    """ValueError where the twins cannot serve tiles like `z`."""
+def require(z: Tensor) -> None:
+    """ValueError if the kernels do not run on tiles with the device and dtype of `z`."""
     if not supported(z):
         raise ValueError(
-            f"kernels='triton' was given {z.dtype} on {z.device}; it needs float32, bfloat16 or float16 on a CUDA device of "
-            "compute capability >= 8.0 (or TRITON_INTERPRET=1, set before triton is imported, for tests): "
-            "move the tensors there, or choose kernels='auto' or 'torch'"
+            f"kernels='triton' was given {z.dtype} on {z.device}; it needs float32, bfloat16 or "
+            "float16 on a CUDA device of compute capability >= 8.0 (or TRITON_INTERPRET=1, set "
+            "before triton is imported, for tests): move the tensors there, or choose "
+            "kernels='auto' or 'torch'"
         )
 
 
-def launch(kernel, z_NV: Tensor, *vectors: Tensor, softcap: float | None) -> None:
-    """One program per row; a row's addresses are int64, because N * V passes 2^31 from 262,144
-    tokens at V = 8192 on.
+def launch(kernel, z_NV: Tensor, softcap: float | None, **vectors: Tensor) -> None:
+    """Runs one program of `kernel` per token; `vectors` are its pointers to tensors [N].
+
+    Raises ValueError if the columns of the tile are not adjacent in memory.
     """
     N, V = z_NV.shape
     if V > 1 and z_NV.stride(1) != 1:
         raise ValueError(
-            f"the tile has strides {z_NV.stride()}; its columns must be adjacent (stride 1): pass z_NV.contiguous()"
+            f"the tile has strides {z_NV.stride()}; its columns must be adjacent (stride 1): "
+            "pass z_NV.contiguous()"
         )
-    block = min(max(triton.next_power_of_2(V), 128), 4096)
-    warps = min(
-        max(block // 512, 1), 8
-    )  # 16 elements per thread: two 16-byte loads of bf16 in flight, about 40 registers
-    if N:
-        with torch.cuda.device_of(
-            z_NV
-        ):  # triton launches on the current device, which need not be the tile's; no effect on CPU
-            kernel[(N,)](
-                z_NV,
-                *(x_N.contiguous() for x_N in vectors),
-                V,
-                z_NV.stride(0),
-                softcap,
-                BLOCK=block,
-                num_warps=warps,
-            )
+    if N == 0:
+        return
+
+    columns = min(max(triton.next_power_of_2(V), 128), 4096)
+    warps = min(max(columns // COLUMNS_PER_WARP, 1), 8)
+    contiguous = {name: vector_N.contiguous() for name, vector_N in vectors.items()}
+
+    # Triton launches on the current device, which may differ from the tile's; no effect on a CPU.
+    with torch.cuda.device_of(z_NV):
+        kernel[(N,)](
+            z_ptr=z_NV,
+            **contiguous,
+            V=V,
+            stride=z_NV.stride(0),
+            softcap=softcap,
+            BLOCK=columns,
+            num_warps=warps,
+        )
 
 
-# ---- the bodies
+# ---- kernels
+#
+# z_ptr      the tile, [N, V] with `stride` elements from one token to the next
+# *_ptr      vectors [N], one number per token
+# V, stride  int32 unless large; n is int64, because n * stride passes 2^31 at 262,144 tokens with
+#            V = 8192
+# softcap    logits become softcap * tanh(logit / softcap); None: they stay as they are
+# BLOCK      columns in registers at once [B]
 
 
 @triton.jit
-def bounded(x_B, softcap):
-    """tanh(x / softcap) through exp, since the interpreter has no tanh; absolute error 2^-23. exp
-    may overflow: inf gives exactly 1.
+def tanh_of_ratio(x_B, softcap):
+    """tanh(x / softcap) with an absolute error of 2^-23.
+
+    It is written with exp because the interpreter has no tanh. If exp overflows, inf gives exactly
+    1.
     """
     return 1.0 - 2.0 / (tl.exp(x_B * (2.0 / softcap)) + 1.0)
 
@@ -100,21 +118,27 @@ def fold_kernel(
     softcap,
     BLOCK: tl.constexpr,
 ):
+    """Folds the logits of one token into (max, sum of exp(logit - max), total)."""
     n = tl.program_id(0).to(tl.int64)
-    target, top = tl.load(target_ptr + n), tl.load(max_ptr + n)
-    mass, total = tl.load(sum_ptr + n), tl.load(total_ptr + n)
+    target = tl.load(target_ptr + n)
+    top = tl.load(max_ptr + n)
+    mass = tl.load(sum_ptr + n)
+    total = tl.load(total_ptr + n)
+
     for start in range(0, V, BLOCK):
         v_B = start + tl.arange(0, BLOCK)
-        x_B = tl.load(z_ptr + n * stride + v_B, mask=v_B < V, other=0.0).to(
-            tl.float32
-        )  # exp and sums in fp32
+        x_B = tl.load(z_ptr + n * stride + v_B, mask=v_B < V, other=0.0)
+        x_B = x_B.to(tl.float32)  # exp and sums need fp32
         if softcap is not None:
-            x_B = softcap * bounded(x_B, softcap)
-        total += tl.sum(x_B, 0)  # columns past V are 0, capped or not
+            x_B = softcap * tanh_of_ratio(x_B, softcap)
+        total += tl.sum(x_B, 0)  # columns past V are 0, with or without the softcap
+
+        # Masked before exp: exp(-inf) is 0, while masking afterwards would make inf * 0 = NaN.
         x_B = tl.where((v_B < V) & (v_B != target), x_B, float("-inf"))
         new_top = tl.maximum(top, tl.max(x_B, 0))
         mass = mass * tl.exp(top - new_top) + tl.sum(tl.exp(x_B - new_top), 0)
         top = new_top
+
     tl.store(new_max_ptr + n, top)
     tl.store(new_sum_ptr + n, mass)
     tl.store(new_total_ptr + n, total)
@@ -122,21 +146,33 @@ def fold_kernel(
 
 @triton.jit
 def gradient_kernel(
-    z_ptr, target_ptr, lse_ptr, slope_ptr, shift_ptr, V, stride, softcap, BLOCK: tl.constexpr
+    z_ptr,
+    target_ptr,
+    lse_ptr,
+    slope_ptr,
+    shift_ptr,
+    V,
+    stride,
+    softcap,
+    BLOCK: tl.constexpr,
 ):
+    """Overwrites the logits of one token by their gradient."""
     n = tl.program_id(0).to(tl.int64)
-    target, lse = tl.load(target_ptr + n), tl.load(lse_ptr + n)
-    slope, shift = tl.load(slope_ptr + n), tl.load(shift_ptr + n)
-    # nothing of an ignored token is read, and its 0 * exp(overflow) is no NaN in the weight's
-    # gradient
+    target = tl.load(target_ptr + n)
+    lse = tl.load(lse_ptr + n)
+    slope = tl.load(slope_ptr + n)
+    shift = tl.load(shift_ptr + n)
+
+    # An ignored token has slope = shift = 0. None of its logits is read: 0 * exp(overflow) would be
+    # a NaN, and one NaN would spoil the gradient of the whole weight.
     width = tl.where((slope != 0) | (shift != 0), V, 0)
+
     for start in range(0, V, BLOCK):
         v_B = start + tl.arange(0, BLOCK)
-        x_B = tl.load(z_ptr + n * stride + v_B, mask=v_B < width, other=0.0).to(
-            tl.float32
-        )  # rounded once, at the store
+        x_B = tl.load(z_ptr + n * stride + v_B, mask=v_B < width, other=0.0)
+        x_B = x_B.to(tl.float32)  # the gradient is rounded once, when it is stored
         if softcap is not None:
-            t_B = bounded(x_B, softcap)
+            t_B = tanh_of_ratio(x_B, softcap)
             d_B = (slope * tl.exp(softcap * t_B - lse) + shift) * (1.0 - t_B * t_B)
         else:
             d_B = slope * tl.exp(x_B - lse) + shift
@@ -144,9 +180,11 @@ def gradient_kernel(
         tl.store(z_ptr + n * stride + v_B, d_B.to(z_ptr.dtype.element_ty), mask=v_B < V)
 
 
-INTERPRETED = not isinstance(
-    fold_kernel, triton.JITFunction
-)  # what the decorator made of it, whatever the environment says by now
+# The decorator decided when this file was imported, whatever the environment says by now.
+INTERPRETED = not isinstance(fold_kernel, triton.JITFunction)
+
+
+# ---- the twins
 
 
 def fold_logsumexp(
@@ -157,17 +195,33 @@ def fold_logsumexp(
     total_N: Tensor,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fold a tile into (max, sum exp(z - max)) of all logits but the target's, and into the sum of
-    all logits.
+    """Folds a tile into the running sums of its tokens, and reads the tile once.
 
-    z_NV: fp32, bf16 or fp16, any row stride; target_N: integers relative to the tile's first
-    column, outside [0, V) for rows whose
-    target lies elsewhere; max, sum, total: fp32 [N], returned as new tensors. The tile is read
-    once.
+    z_NV      logits, fp32, bf16 or fp16, columns adjacent, any stride between tokens
+    target_N  the target's column in this tile, an integer outside [0, V) if it is in another tile
+    max_N     fp32, largest logit so far, the target's left out
+    sum_N     fp32, sum of exp(logit - max) so far, the target's left out
+    total_N   fp32, sum of all logits so far, the target's included
+
+    Returns the new (max_N, sum_N, total_N) as new tensors. Raises ValueError if the columns are not
+    adjacent.
     """
-    new = torch.empty_like(max_N), torch.empty_like(max_N), torch.empty_like(max_N)
-    launch(fold_kernel, z_NV, target_N, max_N, sum_N, total_N, *new, softcap=softcap)
-    return new
+    new_max_N = torch.empty_like(max_N)
+    new_sum_N = torch.empty_like(max_N)
+    new_total_N = torch.empty_like(max_N)
+    launch(
+        fold_kernel,
+        z_NV,
+        softcap,
+        target_ptr=target_N,
+        max_ptr=max_N,
+        sum_ptr=sum_N,
+        total_ptr=total_N,
+        new_max_ptr=new_max_N,
+        new_sum_ptr=new_sum_N,
+        new_total_ptr=new_total_N,
+    )
+    return new_max_N, new_sum_N, new_total_N
 
 
 def logits_to_gradient(
@@ -178,7 +232,17 @@ def logits_to_gradient(
     shift_N: Tensor,
     softcap: float | None,
 ) -> None:
-    """Overwrite z by (slope * exp(z - lse) + shift) * d softcap, and by 0 at the target. Shapes and
-    dtypes as in fold_logsumexp.
+    """Overwrites z by (slope * exp(z - lse) + shift) * d softcap / dz, and by 0 at the target.
+
+    z_NV and target_N as in fold_logsumexp; lse_N (log-sum-exp of all logits), slope_N and shift_N
+    are fp32. A token with slope = shift = 0 is ignored: it gets zeros even if its logits are NaN.
     """
-    launch(gradient_kernel, z_NV, target_N, lse_N, slope_N, shift_N, softcap=softcap)
+    launch(
+        gradient_kernel,
+        z_NV,
+        softcap,
+        target_ptr=target_N,
+        lse_ptr=lse_N,
+        slope_ptr=slope_N,
+        shift_ptr=shift_N,
+    )

@@ -1,18 +1,22 @@
-# Sourced by quickstart.sh and test.sh: makes .venv and installs one requirements file into it. Usage: setup FILE
+# Sourced by the other scripts. `setup FILE` makes .venv, installs the requirements FILE into it once, and activates it.
 setup() {
     local python=${PYTHON:-python3} requirements=$1
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-        echo "longhaul needs Python >= 3.11 and '$python' is older or missing: install it, or set PYTHON=/path/to/python3.11" >&2
+        echo "longhaul needs Python >= 3.11, and '$python' is older or missing: install it, or set PYTHON=/path/to/python3.11" >&2
         exit 2
     fi
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    local stamp=.venv/.installed-$(basename "$requirements") wanted
+
+    # The stamp says which requirements are installed.
+    local stamp wanted
+    stamp=.venv/.installed-$(basename "$requirements")
     wanted=$(cat requirements*.txt | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing $requirements into .venv"
         .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
         echo "$wanted" > "$stamp"
     fi
+
     # shellcheck disable=SC1091
     source .venv/bin/activate
 }

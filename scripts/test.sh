@@ -1,7 +1,18 @@
 #!/usr/bin/env bash
-# The whole test suite, set-up included. Two files at a time. Arguments go to pytest: `bash scripts/test.sh -m "not slow"` is the fast tier.
+# Run the tests. Installs what they need into .venv first.
+#   bash scripts/test.sh           the fast tests: at most 5 minutes on 2 cores
+#   bash scripts/test.sh --all     every test, as CI runs them
+# Further arguments go to pytest: bash scripts/test.sh --all tests/test_model.py -k rotary
+# WORKERS=4 runs four test files at a time instead of two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
 setup requirements-dev.txt
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+
+tier=(-m "not slow")
+if [ "${1:-}" = --all ]; then
+    tier=()
+    shift
+fi
+exec python -m pytest -p tests.progress -q --no-header \
+    -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${tier[@]}" "$@"

@@ -3,7 +3,7 @@
 
 Every flag of train.py is known here and means the same. No GPU is needed: the real step runs on
 fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: done, or what is asked for
-fits; 2: bad input, or it fits only after changes; 3: nothing fits. Imports longhaul of ours.
+fits; 2: bad input, or it fits only after changes; 3: nothing fits.
 """
 
 import dataclasses

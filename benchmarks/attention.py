@@ -1,7 +1,7 @@
 """SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to
 time what is not exact.
 
-Imports model.NSAConfig, nsa, tests.nsa_oracle and benchmarks.clock of ours. One KV head, G=4 query
+One KV head, G=4 query
 heads, K=128; seconds of process CPU time
 (other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a
 fresh process above what
@@ -15,6 +15,7 @@ import argparse
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +63,7 @@ def train(function, tensors):
 def best_of_turns(calls, turns):
     """Least seconds of each call, the calls taking turns."""
     times = [[seconds(call) for call in calls] for _ in range(turns)]
-    return [min(column) for column in zip(*times)]
+    return [min(column) for column in zip(*times, strict=True)]
 
 
 # ---- what is wrong is not timed
@@ -114,6 +115,7 @@ def errors(function, exact, tensors):
     grads = zip(
         torch.autograd.grad(got, tensors, weight.to(got.device)),
         torch.autograd.grad(want, wide, weight.double()),
+        strict=True,
     )
     return dict(forward=relative(got.detach(), want.detach())) | {
         f"gradient of input {i}": relative(x, y) for i, (x, y) in enumerate(grads)
@@ -202,7 +204,7 @@ def measure_memory(side, T, dtype):
     function = {"sdpa": sdpa, "nsa": nsa}[side]
     train(function, inputs(2048, DTYPES[dtype]))  # libraries load and warm up
     tensors = inputs(T, DTYPES[dtype])
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel counts the peak from here
     before = peak_kib()
     train(function, tensors)
     print((peak_kib() - before) / 1024)
@@ -243,7 +245,8 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.measure:
-        return measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
+        measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])
+        return
     for dtype in args.dtypes:
         refuse_if_wrong(dtype)
     print("| what | dtype | tokens | SDPA | NSA | SDPA / NSA |\n|---|---|---|---|---|---|")
@@ -272,12 +275,12 @@ def draw(ratios, path):
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    colours = dict(
-        zip(
-            ("forward", "training", "decode", "memory"),
-            ("tab:blue", "tab:orange", "tab:green", "tab:grey"),
-        )
-    )
+    colours = {
+        "forward": "tab:blue",
+        "training": "tab:orange",
+        "decode": "tab:green",
+        "memory": "tab:grey",
+    }
     for (what, dtype), points in ratios.items():
         axes.plot(
             list(points),

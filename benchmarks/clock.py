@@ -78,11 +78,9 @@ def interleaved(
 
 def ratio(times: dict[str, list[float]], name: str, base: str) -> float | None:
     """Median over rounds of one call's time over another's; None without the other."""
-    return (
-        statistics.median(a / b for a, b in zip(times[name], times[base]))
-        if base in times
-        else None
-    )
+    if base not in times:
+        return None
+    return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
 
 def milliseconds(times: list[float]) -> float:

@@ -5,8 +5,7 @@ turns.
 
 One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time,
 with a GPU its events. Refuses to time a lever whose first loss or gradient norm is not the plain
-step's; whether updates are right is what selfcheck.equivalence shows. Imports benchmarks (clock,
-record), longhaul (cli, config, dist, step) of ours.
+step's; whether updates are right is what selfcheck.equivalence shows.
 """
 
 import sys

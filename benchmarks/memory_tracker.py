@@ -3,8 +3,7 @@ fake tensors: time and what each finds.
 
 Refuses to print times where the two disagree by more than 2% on the peak. MemTracker knows no
 kernel's workspace, so ours runs
-without them too. Seconds of process CPU time, one thread; GiB = 2^30 bytes. Imports longhaul and
-model.py of ours.
+without them too. Seconds of process CPU time, one thread; GiB = 2^30 bytes.
 
     python -m benchmarks.memory_tracker [--layers 4 36] [--context_length 131072]
 """

@@ -2,7 +2,7 @@
 (the same as tables) in one folder.
 
 A table is a name, a title and columns, each with the kind of its figures; a row is a dict of them.
-Where a figure could not be had its place holds the reason. Imports longhaul.memory.watch of ours.
+Where a figure could not be had its place holds the reason.
 """
 
 import gc
@@ -302,8 +302,8 @@ def nvidia_smi(device: torch.device) -> dict[str, str]:
         check=False,
     )
     values = done.stdout.strip().split(", ")
-    return (
-        dict(zip(SMI, values))
-        if len(values) == len(SMI)
-        else {"driver": f"unknown: nvidia-smi said {done.stdout.strip() or done.stderr.strip()!r}"}
-    )
+    if len(values) != len(SMI):
+        return {
+            "driver": f"unknown: nvidia-smi said {done.stdout.strip() or done.stderr.strip()!r}"
+        }
+    return dict(zip(SMI, values, strict=True))

@@ -29,9 +29,9 @@ SHOWN = (
     "workspaces",
     "allocator",
 )  # of a GPU's run; its results.md has the stages too
-NONE_YET = """Not measured on a GPU yet. On a machine with one, this command measures all of it in ten minutes,
-next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN, flash-attn, fla
-and transformers, as far as they are installed:
+NONE_YET = """Not measured on a GPU yet. On a machine with one, this command measures all of it in
+ten minutes, next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN,
+flash-attn, fla and transformers, as far as they are installed:
 
 ```bash
 python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.report

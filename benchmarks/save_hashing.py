@@ -1,5 +1,5 @@
 """What hashing adds to a save's wall time: `python -m benchmarks.save_hashing [--mib 512]
-[--disk_mib_s 270]`. Imports files.durable of ours.
+[--disk_mib_s 270]`.
 """
 
 import argparse

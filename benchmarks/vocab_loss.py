@@ -34,6 +34,7 @@ from verify_chunked_loss import gradients, naive_loop, standard_loss
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there
 OURS, STANDARD = "longhaul", "standard"
+ERRORS = ("loss error", "dh error", "dW error")
 BOUNDS = (
     1e-2,
     5e-2,
@@ -73,7 +74,7 @@ def checkpointed_loop(h, w, y, chunk=512, part=chunk_sum):
     """The naive loop with each chunk recomputed in the backward."""
     total = sum(
         checkpoint(part, hidden, w, labels, use_reentrant=False)
-        for hidden, labels in zip(h.split(chunk), y.split(chunk))
+        for hidden, labels in zip(h.split(chunk), y.split(chunk), strict=True)
     )
     return total / (y != IGNORE).sum().clamp(min=1)
 
@@ -179,7 +180,7 @@ def sound(name: str, errors: list[float], standard: list[float]) -> bool:
     """
     if name.startswith(OURS):
         return errors[0] <= 1e-3 and all(
-            mine <= 1.5 * other for mine, other in zip(errors[1:], standard[1:])
+            mine <= 1.5 * other for mine, other in zip(errors[1:], standard[1:], strict=True)
         )
     return errors[0] <= BOUNDS[0] and all(error <= BOUNDS[1] for error in errors[1:])
 
@@ -257,7 +258,7 @@ def case(
             tokens=N,
             vocabulary=V,
             **figures,
-            **dict(zip(("loss error", "dh error", "dW error"), errors[name][0] or ())),
+            **dict(zip(ERRORS, errors[name][0] or (), strict=False)),
         )
     return why
 

@@ -4,8 +4,7 @@
     python -m scripts.convert_qwen3 --checkpoint RUN_OR_STEP --output HF_DIR
 
 Training needs no conversion first: `train.py --init_from HF_DIR` reads the folder itself. Bad input
-ends with one line and exit code 2; an existing output is never overwritten. Imports longhaul.cli,
-checkpoint, config, qwen3 and step of ours.
+ends with one line and exit code 2; an existing output is never overwritten.
 """
 
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Continue a prompt with a trained checkpoint: `python -m scripts.generate --checkpoint
 runs/quickstart --prompt "def f("`.
-
-Imports longhaul.checkpoint.store, longhaul.generate, longhaul.cli and data.tokenizer of ours.
 """
 
 import sys

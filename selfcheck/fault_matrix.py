@@ -2,7 +2,6 @@
 A,B,15-19] [--trials N] [--full]`.
 
 A line per row as it ends; exit code 0 if all hold, 1 if one does not, 2 for rows that do not exist.
-Imports selfcheck.faults of ours.
 """
 
 import argparse

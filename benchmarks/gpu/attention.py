@@ -3,8 +3,7 @@ training and decoding, 8k to 262k tokens.
 
 Each is checked forward and backward against the dense float64 oracle at 1,300 tokens before it is
 timed; errors stand beside times. Random data: sparse attention's cost does not depend on what is
-important, but which blocks are popular does. Imports benchmarks (attention, clock, parts, record),
-model.py, nsa, nsa.triton.attention and tests.nsa_oracle of ours.
+important, but which blocks are popular does.
 """
 
 import functools
@@ -286,9 +285,8 @@ def verdict(way: Way, tensors) -> tuple[tuple, str]:
         return (), why
     forward = found.pop("forward")
     gradient = max(found.values(), key=lambda error: math.inf if math.isnan(error) else error)
-    within = all(
-        error <= bound for error, bound in zip((forward, gradient), attention.BOUNDS["bf16"])
-    )
+    forward_bound, gradient_bound = attention.BOUNDS["bf16"]
+    within = forward <= forward_bound and gradient <= gradient_bound
     return (forward, gradient), "" if within else "not timed: fails its check"
 
 
@@ -315,9 +313,7 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
         },
     )
     for name, call in calls.items():
-        memory[name], why[name] = attempt(
-            lambda: peak_bytes(functools.partial(call, *fresh()), place.device) / 1e6
-        )
+        memory[name], why[name] = attempt(peak_megabytes, call, fresh, place.device)
     times = clock.interleaved(
         {name: call for name, call in calls.items() if not why[name]},
         fresh,
@@ -342,7 +338,7 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
             what=what,
             tokens=T,
             **figures,
-            **dict(zip(("forward error", "worst gradient error"), errors)),
+            **dict(zip(("forward error", "worst gradient error"), errors, strict=False)),
         )
         if name.startswith(OURS) and why[name] and not isinstance(contest.ways[name], str):
             run.fail(f"attention, {what}, {T:,} tokens: {name}: {why[name]}")
@@ -430,9 +426,14 @@ def dense_decode_error(side, place: Place) -> float:
     return clock.relative(side(kv)(q, None, None).flatten(), exact.flatten())
 
 
+def peak_megabytes(call, fresh, device: torch.device) -> float:
+    """Peak memory of a call on fresh inputs, in MB."""
+    return peak_bytes(functools.partial(call, *fresh()), device) / 1e6
+
+
 @torch.no_grad()
 def decode_times(side, place: Place, T: int, H: int, G: int, limit: float) -> list[float]:
-    """Seconds per token of each round; a turn is 16 tokens, of which one emits a compressed block."""
+    """Seconds per token of each round of 16 tokens, one of which emits a compressed block."""
     stride, size = attention.CFG.cmp_stride, 4 * (T + 1024) * G * attention.K
     copies = max(1, min(MOST_COPIES, COPIES_BYTES // size)) if place.cuda else 1
     steps = [side(cache(place.device, T, G)) for _ in range(copies)]

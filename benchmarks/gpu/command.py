@@ -9,8 +9,7 @@ driver, versions and clocks. Nothing is timed that fails its check against float
 everything runs at toy sizes on one
 CPU thread, and says so. Keep a run with `--out benchmarks/results/NAME`; `python -m
 benchmarks.report` then puts it into the README.
-Exit code 0: done; 1: something of longhaul's is wrong or failed; 2: bad input. Imports benchmarks
-(parts, record), longhaul (cli, dist) of ours.
+Exit code 0: done; 1: something of longhaul's is wrong or failed; 2: bad input.
 """
 
 import sys

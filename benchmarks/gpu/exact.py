@@ -1,7 +1,5 @@
 """What every other figure rests on: the tests that need a GPU, and the Triton tile bodies against
 float64, both compiled and run here.
-
-Imports benchmarks (linear_ce, parts, record) of ours.
 """
 
 import importlib.util
@@ -31,12 +29,14 @@ def jobs(place: Place) -> list[Job]:
 def tile_bodies(run: Run, place: Place):
     """The loss's elementwise bodies, eager, compiled and Triton."""
     if not place.cuda:
-        return run.note(
+        run.note(
             "Triton tile bodies: need a CUDA device (tests/test_fused_linear_ce.py runs "
             "them interpreted)"
         )
+        return
     if not importlib.util.find_spec("triton"):
-        return run.note("Triton tile bodies: triton is not installed (pip install triton)")
+        run.note("Triton tile bodies: triton is not installed (pip install triton)")
+        return
     for name, bodies in linear_ce.variants().items():
         fine, why = attempt(linear_ce.check, name, *bodies)
         run.row(
@@ -51,11 +51,11 @@ def tile_bodies(run: Run, place: Place):
 def marked_tests(run: Run, place: Place):
     """`pytest -m gpu` in a process of its own."""
     if not place.cuda:
-        return run.note("tests marked gpu: need a CUDA device")
+        run.note("tests marked gpu: need a CUDA device")
+        return
     if not importlib.util.find_spec("pytest"):
-        return run.note(
-            "tests marked gpu: pytest is not installed (pip install -r requirements-dev.txt)"
-        )
+        run.note("tests marked gpu: pytest is not installed (pip install -r requirements-dev.txt)")
+        return
     code, last = pytest_gpu()
     run.row(TABLE, what="python -m pytest -m gpu", result=last)
     if code:

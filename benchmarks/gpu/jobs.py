@@ -1,5 +1,5 @@
 """The parts of `python -m benchmarks.gpu`: each is a list of jobs, most important first over all
-parts. Imports benchmarks.record of ours.
+parts.
 
 exact.py      what every figure rests on: the tests marked gpu, and the Triton tile bodies
 loss.py       the vocabulary loss against its peers

@@ -1,6 +1,4 @@
-"""The vocabulary loss at the 4B's head, N tokens at a time, against every peer. Imports benchmarks
-(vocab_loss, parts) of ours.
-"""
+"""The vocabulary loss at the 4B's head, N tokens at a time, against every peer."""
 
 from benchmarks import vocab_loss
 from benchmarks.gpu.jobs import Job, Place

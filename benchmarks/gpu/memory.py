@@ -2,8 +2,7 @@
 the allocator's replay.
 
 Predicted is longhaul.memory's simulation; measured is, on a GPU, the caching allocator's own peak
-of each stage, and on a CPU the tracker over a real run and the allocator's events. Imports
-benchmarks (parts, record), longhaul (config, step, memory) and model.py of ours.
+of each stage, and on a CPU the tracker over a real run and the allocator's events.
 """
 
 import functools
@@ -265,7 +264,8 @@ def workspaces(run: Run, place: Place, cfg: TrainConfig):
             },
         )
     if not place.cuda:
-        return run.note("CUDA context and cuBLAS workspaces: need a CUDA device")
+        run.note("CUDA context and cuBLAS workspaces: need a CUDA device")
+        return
     for name, declared, measured in (
         ("CUDA context (and other processes)", CUDA_CONTEXT, context_bytes(place)),
         ("cuBLAS and cuBLASLt", CUBLAS_WORKSPACES, cublas_bytes(place)),
@@ -306,9 +306,8 @@ def allocator(run: Run, place: Place, cfg: TrainConfig, words: str):
     predicted without running.
     """
     if not place.cuda:
-        return run.note(
-            "the allocator's curve: needs a CUDA device, since a CPU has no caching allocator"
-        )
+        run.note("the allocator's curve: needs a CUDA device, since a CPU has no caching allocator")
+        return
     if torch.cuda.memory_allocated(place.device) > 2 * CUBLAS_WORKSPACES:
         run.note(
             f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were "

@@ -4,9 +4,7 @@ tokens/s, MFU, peak memory.
 Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time.
 The peer has the same weights and must give the same first loss; it has sdpa, bf16 autocast, fused
 AdamW, and gradient checkpointing where it does not fit without. MFU counts the operations of the
-forward and backward without recomputation, attention's causal half alone. Imports benchmarks
-(clock, parts, record, train_step), longhaul (config, dist, flops, metrics, qwen3, step,
-memory.plan) and model.py of ours.
+forward and backward without recomputation, attention's causal half alone.
 """
 
 import dataclasses
@@ -167,12 +165,14 @@ def one_context(
     cfg = settings(model, attention, tokens or longest(model, attention, place), place)
     plan, name = fitted(cfg, place), f"step, {model}, {attention}, {cfg.context_length:,} tokens"
     if plan is None:
-        return row(run, cfg, "longhaul", "", "no levers make it fit")
+        row(run, cfg, "longhaul", "", "no levers make it fit")
+        return
     words, planned = levers(plan, cfg), plan.estimate.peak / GIB
     ours, why = attempt(our_side, plan, place, words)
     if why:
         row(run, cfg, "longhaul", words, why, planned=planned)
-        return run.fail(f"{name}: {why}")
+        run.fail(f"{name}: {why}")
+        return
     theirs, reason = their_side(plan, place, ours.first) if beside else (None, "")
     sides = {"longhaul": ours} | ({"transformers": theirs} if theirs else {})
     times = timed(sides, cfg, place, limit)

@@ -1,6 +1,4 @@
-"""Row 43 of the fault matrix: a machine that computes wrongly and says nothing. Imports longhaul
-and selfcheck.faults of ours.
-"""
+"""Row 43 of the fault matrix: a machine that computes wrongly and says nothing."""
 
 from functools import partial
 from pathlib import Path
@@ -33,7 +31,7 @@ def flip_once(name: str, call: int):
 
 
 def silent_corruption(trials: int, folder: Path) -> str:
-    """Gradients are computed 1, 2, 3 and 3 again, 4, ...: the third and fourth times are step 3's."""
+    """Gradients are computed for steps 1, 2, 3, 3 again, 4, ...: calls 3 and 4 are step 3's."""
     source, name = runs.dataset(folder / "data"), "layers.1.mlp.down_proj.weight"
     runs.finish(runs.arguments(source, folder / "whole", *STEPS[:4]), folder / "whole.log")
     args = runs.arguments(source, folder / "run", *STEPS)

@@ -1,6 +1,4 @@
-"""Crash states of a save: kill at a call, or replay a recorded write log up to any call. Imports
-longhaul and selfcheck.faults of ours.
-"""
+"""Crash states of a save: kill at a call, or replay a recorded write log up to any call."""
 
 import contextlib
 import io

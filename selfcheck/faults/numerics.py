@@ -1,5 +1,4 @@
-"""Group E of the fault matrix: numerics. Imports train, data, model.py, longhaul and selfcheck.faults
-of ours.
+"""Group E of the fault matrix: numerics.
 
 A fault is put into a forked child by replacing `longhaul.step.train_step` there before training
 begins.
@@ -90,7 +89,7 @@ def tensors_of(step: Path) -> dict[str, bytes]:
         with safe_open(path, framework="pt") as source:
             found |= {
                 f"{path.name} {name}": source.get_tensor(name).numpy().tobytes()
-                for name in source.keys()
+                for name in source.keys()  # noqa: SIM118  a safetensors file is not a dict
             }
     return found
 
@@ -216,7 +215,7 @@ def _same_rows(data: Path, dump: Path, rows: str):
 
 
 def masked(trials: int, folder: Path) -> str:
-    """Row 41: a micro-batch, a rank, and a whole step without a single label, in both attentions."""
+    """Row 41: a micro-batch, a rank and a whole step without any label, with both attentions."""
     for attention in ("standard", "nsa"):
         for loss in ("standard", "chunked"):
             _masked_micro_batch(small_model(attention, loss=loss), loss)

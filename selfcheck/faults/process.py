@@ -1,5 +1,4 @@
-"""Group A of the fault matrix: what happens to processes. Imports longhaul, data and selfcheck.faults
-of ours.
+"""Group A of the fault matrix: what happens to processes.
 
 Every row ends with the same command given again, whose last weights must be those of a run that
 nothing happened to.
@@ -51,7 +50,7 @@ def again(folder: Path, args: list[str], name: str) -> str:
 
 
 def killed_at_random(trials: int, folder: Path) -> str:
-    """Row 1: lives of random length; a run that came to its end is compared, and a new one begun."""
+    """Row 1: lives of random length; a run that ends is compared, and a new one begins."""
     source, more = whole_run(folder, *STEPS)
     start = time.monotonic()
     runs.finish(runs.arguments(source, folder / "timed", *more), folder / "timed.log")
@@ -96,7 +95,7 @@ def killed_at_each_call(trials: int, folder: Path) -> str:
             args,
             folder / "killed.log",
             -signal.SIGKILL,
-            before=lambda: crash.watch(partial(crash.kill_at, index)),
+            before=partial(crash.watch, partial(crash.kill_at, index)),
         )
         again(folder, args, f"at{index}")
         shutil.rmtree(folder / f"at{index}")
@@ -141,7 +140,7 @@ def lost_rank(
         ranks = runs.start_ranks(
             runs.arguments(source, out, *ENDLESS, "--timeout", "3"), folder / f"log{lost}", 2
         )
-        runs.wait_for(lambda: runs.steps_logged(out) > 3)
+        runs.wait_for(lambda out=out: runs.steps_logged(out) > 3)
         start = time.monotonic()
         ranks[lost].signal(number)
         code = ranks[1 - lost].wait(seconds)
@@ -311,7 +310,7 @@ def preparing(folder: Path):
 
 
 def terminated_group(trials: int, folder: Path) -> str:
-    """Row 7: all ranks at once, and again when torchrun passes it on; then under torchrun itself."""
+    """Row 7: all ranks at once, and again when torchrun repeats it; then under torchrun itself."""
     source = runs.dataset(folder / "data")
     out, args = folder / "run", runs.arguments(source, folder / "run", *ENDLESS)
     ranks = runs.start_ranks(args, folder / "log", 2)
@@ -351,6 +350,12 @@ def terminated_group(trials: int, folder: Path) -> str:
     )
 
 
+def slow_down(step_marker: Path, save_marker: Path):
+    """In the child: hold a step for a moment and a save for long, and mark that they began."""
+    held(step, "count_valid", step_marker, 0.3, 5)
+    held(durable, "rename", save_marker, 30, 5)
+
+
 def interrupted_twice(trials: int, folder: Path) -> str:
     """Row 8: the first begins a save that takes long, the second comes in the middle of it."""
     source, more = whole_run(folder, *STEPS)
@@ -360,10 +365,7 @@ def interrupted_twice(trials: int, folder: Path) -> str:
         child = runs.start(
             args,
             folder / f"{name}.log",
-            before=lambda: (
-                held(step, "count_valid", folder / f"{name}.step", 0.3, 5),
-                held(durable, "rename", marker, 30, 5),
-            ),
+            before=partial(slow_down, folder / f"{name}.step", marker),
         )
         runs.wait_for((folder / f"{name}.step").exists)
         child.signal(number)

@@ -1,7 +1,5 @@
 """Everything that reads files from elsewhere: a good file of each, how it is damaged, and the
 reader. For selfcheck/fuzz.py and rows F.
-
-Imports longhaul, data and model.py of ours, each where it is used.
 """
 
 import copy
@@ -123,7 +121,7 @@ def _some_place(rng: random.Random, value):
 
 
 def _json_bytes(rng: random.Random, value) -> bytes:
-    """A damaged value, as JSON of which sometimes the bytes are damaged too, or a key stands twice."""
+    """A damaged value as JSON; sometimes its bytes are damaged too, or a key is given twice."""
     if rng.random() < 0.02:
         return b"[" * rng.choice((10, 100_000))
     text = json.dumps(damaged_json(rng, value)).encode("utf-8", "replace")
@@ -174,7 +172,7 @@ def read_safetensors(folder: Path):
     from files import tensors
 
     with tensors.opened(folder / "model.safetensors") as source:
-        for name in source.keys():
+        for name in source.keys():  # noqa: SIM118  a safetensors file is not a dict
             source.get_slice(name).get_shape()
             source.get_tensor(name)
 

@@ -124,7 +124,7 @@ def worlds(trials: int, folder: Path) -> str:
     options = dict(before=partial(noting, folder / "rows4"))
     one = extended(folder, source, "one", [(1, steps, four)], **options)
     for name, ranks in dict(two=[2], back=[1, 2, 1], forth=[2, 1, 2]).items():
-        parts = list(zip(ranks, thirds if len(ranks) > 1 else [steps], [four] * 3))
+        parts = list(zip(ranks, thirds if len(ranks) > 1 else [steps], [four] * 3, strict=False))
         out = extended(folder, source, name, parts, before=partial(noting, folder / f"rows-{name}"))
         require(noted(folder / f"rows-{name}") == noted(folder / "rows4"), f"{name}: other rows")
         require(same_weights(out, one), f"{name}: other bits than one process")
@@ -155,7 +155,7 @@ def worlds(trials: int, folder: Path) -> str:
 
 
 def same_weights(out: Path, other: Path) -> bool:
-    """Whether the newest checkpoints of two runs hold the same bits, however many ranks wrote them."""
+    """Whether the newest checkpoints of two runs hold the same bits, for any number of ranks."""
     found, wanted = whole_tensors(out), whole_tensors(other)
     return found.keys() == wanted.keys() and all(
         torch.equal(value, wanted[name]) for name, value in found.items()

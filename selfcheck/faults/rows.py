@@ -1,6 +1,4 @@
-"""What a row of the fault matrix is: a fault, what must happen, and the check that injects it.
-Imports nothing of ours.
-"""
+"""What a row of the fault matrix is: a fault, what must happen, and the check that injects it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

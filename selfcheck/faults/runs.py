@@ -1,5 +1,4 @@
-"""Small training runs in forked processes, for the rows that end them. Imports train, data,
-selfcheck.faults.rows and tests.ranks of ours.
+"""Small training runs in forked processes, for the rows that end them.
 
 A child is forked from a parent that has imported everything and has started no thread, so a run
 costs what its steps cost.
@@ -81,7 +80,7 @@ class Child:
         self.process.start()
 
     def wait(self, seconds: float = 120) -> int:
-        """Its exit code, negative for a signal; one that does not end in time is killed and Failed."""
+        """Its exit code, negative for a signal; Failed, after a kill, if it takes longer."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.kill()

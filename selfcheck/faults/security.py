@@ -1,4 +1,4 @@
-"""Group F of the fault matrix: security. Imports train, data, longhaul and scripts of ours.
+"""Group F of the fault matrix: security.
 
 Pickles are made by hand here, byte by byte: if one were opened, it would make a file, and the row
 would fail.
@@ -180,7 +180,7 @@ def foreign_tensors(trials: int, folder: Path) -> str:
             "has 8 bytes",
         ),
     }
-    for name, (header, length, words) in faults.items():
+    for header, length, words in faults.values():
         path.write_bytes(struct.pack("<Q", length or len(header)) + header + bytes(16))
         _raises(lambda: check_header(path), str(path), words, "cannot be read")
     result = fuzz.fuzz(
@@ -205,7 +205,7 @@ def paths(trials: int, folder: Path) -> str:
     secret.write_bytes((data / "shard-00000.bin").read_bytes())
     names = ("../secret.bin", str(secret), "..", "x/../../secret.bin", "\0", "")
     for name in names:
-        reseal(data, lambda content: content["shards"][0].update(bin=name))
+        reseal(data, lambda content, name=name: content["shards"][0].update(bin=name))
         _raises(
             lambda: open_dataset(data),
             "which is not a plain file inside the dataset: do not use it",
@@ -317,7 +317,7 @@ def _bad_tokenizers(folder: Path, place: Path, model: Path, trials: int):
 
 
 def _strange_names(place: Path, model: Path):
-    """File names that would be paths, flags, lines or broken text if they were ever taken for such."""
+    """File names that look like paths, flags, several lines or broken text."""
     source = place / "names"
     source.mkdir()
     for name in (

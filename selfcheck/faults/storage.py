@@ -1,6 +1,4 @@
-"""Group B of the fault matrix: disks that are full, lie, or fail. Imports longhaul, data and
-selfcheck.faults of ours.
-"""
+"""Group B of the fault matrix: disks that are full, lie, or fail."""
 
 import contextlib
 import errno

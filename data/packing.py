@@ -1,27 +1,31 @@
-"""Documents into rows of `context` tokens: best-fit decreasing, nothing cropped.
+"""Documents into rows of `context` tokens: best-fit decreasing, and nothing is cropped.
 
-Imports nothing of ours. A document longer than the context is split at context boundaries into
-whole rows and a rest; rests and shorter documents go, longest first, each into the row with the
-least room that still holds it. Every token lands in exactly one row. Within a block of 2^18
-documents the plan is a pure function of the lengths.
+A document that is longer than the context is split at context boundaries, into whole rows and a
+rest. The rests and the shorter documents go, longest first, each into the row with the least room
+that still holds it. Every token lands in exactly one row. The plan is a pure function of the
+lengths. Documents are packed 2^18 at a time, so that it does not get slow.
 """
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-BLOCK_DOCUMENTS = 1 << 18
-# with less than this share of tokens in documents of half the context, it is long in name only
+CHUNK_DOCUMENTS = 1 << 18
+# with a smaller share of tokens in documents of half the context, the context is long in name only
 LONG_SHARE = 0.30
+
+
+# ---- the plan
 
 
 @dataclass(frozen=True)
 class Plan:
     """Row r holds the pieces first[r] .. first[r + 1] - 1, in order.
 
-    document, start, length: int64 [pieces]: `length` tokens of `document` from `start`; first:
-    int64 [rows + 1].
+    document, start, length: int64 [pieces]; piece p is `length[p]` tokens of `document[p]` from
+    token `start[p]`. first: int64 [rows + 1].
     """
 
     context: int
@@ -37,23 +41,30 @@ class Plan:
     def row(self, r: int) -> list[tuple[int, int, int]]:
         """The pieces of row r as (document, start, length)."""
         pieces = slice(self.first[r], self.first[r + 1])
-        return list(
-            zip(
-                self.document[pieces].tolist(),
-                self.start[pieces].tolist(),
-                self.length[pieces].tolist(),
-            )
-        )
+        documents = self.document[pieces].tolist()
+        starts = self.start[pieces].tolist()
+        lengths = self.length[pieces].tolist()
+        return list(zip(documents, starts, lengths, strict=True))
 
     def padding(self) -> float:
         """The share of positions that hold no token."""
-        return 1 - float(self.length.sum()) / (self.num_rows * self.context)
+        tokens = float(self.length.sum())
+        return 1 - tokens / (self.num_rows * self.context)
+
+
+class _Pieces(NamedTuple):
+    """Pieces row by row, int64: document, start and length [pieces], pieces per row [rows]."""
+
+    document: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    per_row: np.ndarray
 
 
 def pack(lengths: np.ndarray, context: int) -> Plan:
-    """Plan the rows for documents of these lengths, int [documents], at `context` tokens per row.
+    """Plan the rows for documents of these lengths, int [documents], at `context` tokens a row.
 
-    Raises ValueError unless context and every length are positive.
+    Raises ValueError unless the context and every length are positive.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if context < 1:
@@ -62,22 +73,99 @@ def pack(lengths: np.ndarray, context: int) -> Plan:
         raise ValueError(
             "there are no documents to pack, or empty ones: give documents of at least one token"
         )
-    blocks = [
-        _pack_block(lengths[begin : begin + BLOCK_DOCUMENTS], context, begin)
-        for begin in range(0, len(lengths), BLOCK_DOCUMENTS)
-    ]
-    document, start, length, sizes = (np.concatenate(parts) for parts in zip(*blocks))
-    return Plan(context, document, start, length, np.concatenate([[0], np.cumsum(sizes)]))
+
+    chunks = []
+    for begin in range(0, len(lengths), CHUNK_DOCUMENTS):
+        chunk = _pack_chunk(lengths[begin : begin + CHUNK_DOCUMENTS], context)
+        chunks.append(chunk._replace(document=chunk.document + begin))
+
+    per_row = np.concatenate([chunk.per_row for chunk in chunks])
+    return Plan(
+        context=context,
+        document=np.concatenate([chunk.document for chunk in chunks]),
+        start=np.concatenate([chunk.start for chunk in chunks]),
+        length=np.concatenate([chunk.length for chunk in chunks]),
+        first=np.concatenate([[0], np.cumsum(per_row)]),
+    )
+
+
+def _pack_chunk(lengths: np.ndarray, context: int) -> _Pieces:
+    """First the rows that a part of one document fills, then the rows that are packed."""
+    whole_rows = lengths // context
+    rest = lengths % context
+    full = _full_rows(whole_rows, context)
+
+    # longest first; the sort is stable, so that equal lengths keep their order
+    short = np.flatnonzero(rest)
+    short = short[np.argsort(-rest[short], kind="stable")]
+    row = best_fit(rest[short].tolist(), context)
+    short = short[np.argsort(row, kind="stable")]
+
+    return _Pieces(
+        document=np.concatenate([full.document, short]),
+        start=np.concatenate([full.start, whole_rows[short] * context]),
+        length=np.concatenate([full.length, rest[short]]),
+        per_row=np.concatenate([full.per_row, np.bincount(row)]),
+    )
+
+
+def _full_rows(whole_rows: np.ndarray, context: int) -> _Pieces:
+    """The rows that one document fills, given how many such rows each document has."""
+    document = np.repeat(np.arange(len(whole_rows)), whole_rows)
+    rows_before = np.cumsum(whole_rows) - whole_rows
+    row_of_document = np.arange(len(document)) - np.repeat(rows_before, whole_rows)
+    return _Pieces(
+        document=document,
+        start=row_of_document * context,
+        length=np.full(len(document), context),
+        per_row=np.ones(len(document), dtype=np.int64),
+    )
+
+
+def best_fit(lengths: list[int], capacity: int) -> np.ndarray:
+    """The row of each item, int64 [items]: the fullest row with enough room, else a new row.
+
+    Rows with equal room share one stack, so the sorted list that is searched holds each amount of
+    room once; an item takes O(log amounts).
+    """
+    rooms: list[int] = []  # ascending
+    rows_with: dict[int, list[int]] = {}  # room -> rows
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+
+    for item, length in enumerate(lengths):
+        index = bisect_left(rooms, length)
+        if index == len(rooms):
+            row = num_rows
+            room = capacity
+            num_rows += 1
+        else:
+            room = rooms[index]
+            row = rows_with[room].pop()
+            if not rows_with[room]:
+                del rows_with[room]
+                del rooms[index]
+        row_of[item] = row
+
+        left = room - length
+        if left > 0:
+            if left not in rows_with:
+                rows_with[left] = []
+                insort(rooms, left)
+            rows_with[left].append(row)
+    return row_of
+
+
+# ---- how long the context really is
 
 
 @dataclass(frozen=True)
 class EffectiveContext:
-    """What context the tokens really have: quantiles over tokens of the length of their piece, in
-    tokens.
+    """What context the tokens really have, once documents are cut at `context` tokens.
 
-    long_share: tokens in pieces of at least half the context; causal_share: sum of length^2 over
-    context * tokens, the
-    causal pairs inside documents over those of unbroken rows.
+    p10, p50, p90: quantiles over tokens of the length of their piece, in tokens; long_share: the
+    share of tokens in pieces of at least half the context; causal_share: the causal pairs inside
+    documents over those of unbroken rows, sum of length^2 / (context * tokens).
     """
 
     context: int
@@ -89,74 +177,35 @@ class EffectiveContext:
 
     @property
     def warning(self) -> str | None:
-        """A line to print when the data cannot teach this context, else None."""
+        """A line to print if the data cannot teach this context, else None."""
         if self.long_share >= LONG_SHARE:
             return None
         return (
-            f"only {self.long_share:.0%} of the tokens are in documents of at least half the context "
-            f"({self.context // 2} tokens): this is not training at {self.context}; use longer documents "
-            "(data.prepare --documents directory joins files) or a shorter --context_length"
+            f"only {self.long_share:.0%} of the tokens are in documents of at least half the "
+            f"context ({self.context // 2} tokens): this is not training at {self.context}; use "
+            "longer documents (data.prepare --documents directory joins files) or a shorter "
+            "--context_length"
         )
 
 
 def effective_context(lengths: np.ndarray, context: int) -> EffectiveContext:
-    """The effective context of documents of these lengths, int [documents], cut at `context`
-    tokens.
-    """
-    whole, rest = np.asarray(lengths) // context, np.asarray(lengths) % context
-    pieces = np.sort(np.concatenate([np.full(int(whole.sum()), context), rest[rest > 0]]))
+    """The effective context of documents of these lengths, int [documents]."""
+    lengths = np.asarray(lengths)
+    whole_rows = int((lengths // context).sum())
+    rest = lengths % context
+    pieces = np.sort(np.concatenate([np.full(whole_rows, context), rest[rest > 0]]))
+
     tokens = np.cumsum(pieces)
-    p10, p50, p90 = (int(pieces[tokens.searchsorted(q * tokens[-1])]) for q in (0.1, 0.5, 0.9))
-    long_share = float(pieces[pieces * 2 >= context].sum() / tokens[-1])
-    causal_share = float((pieces.astype(np.float64) ** 2).sum() / (context * tokens[-1]))
-    return EffectiveContext(context, p10, p50, p90, long_share, causal_share)
+    total = tokens[-1]
+    p10, p50, p90 = (int(pieces[tokens.searchsorted(q * total)]) for q in (0.1, 0.5, 0.9))
 
-
-def _pack_block(lengths: np.ndarray, context: int, offset: int) -> tuple[np.ndarray, ...]:
-    """(document, start, length, pieces per row) of one block: the whole rows first, then the packed
-    ones.
-    """
-    whole, rest = lengths // context, lengths % context
-    full_document = np.repeat(np.arange(len(lengths)), whole)
-    full_start = (
-        np.arange(len(full_document)) - np.repeat(np.cumsum(whole) - whole, whole)
-    ) * context
-    short = np.flatnonzero(rest)
-    short = short[np.argsort(-rest[short], kind="stable")]
-    row = best_fit(rest[short].tolist(), context)
-    order = np.argsort(row, kind="stable")
-    short = short[order]
-    return (
-        np.concatenate([full_document, short]) + offset,
-        np.concatenate([full_start, whole[short] * context]),
-        np.concatenate([np.full(len(full_document), context), rest[short]]),
-        np.concatenate([np.ones(len(full_document), dtype=np.int64), np.bincount(row)]),
+    long_tokens = pieces[pieces * 2 >= context].sum()
+    pairs = (pieces.astype(np.float64) ** 2).sum()
+    return EffectiveContext(
+        context=context,
+        p10=p10,
+        p50=p50,
+        p90=p90,
+        long_share=float(long_tokens / total),
+        causal_share=float(pairs / (context * total)),
     )
-
-
-def best_fit(lengths: list[int], capacity: int) -> np.ndarray:
-    """The row of each item, int64 [items]: the fullest row with room, else a new one; O(log rooms)
-    per item.
-
-    Rows with equal room form one stack, so the sorted list that is searched holds different rooms
-    only.
-    """
-    rooms: list[int] = []
-    rows_with: dict[int, list[int]] = {}
-    row_of, num_rows = np.empty(len(lengths), dtype=np.int64), 0
-    for item, length in enumerate(lengths):
-        at = bisect_left(rooms, length)
-        if at == len(rooms):
-            row, room, num_rows = num_rows, capacity, num_rows + 1
-        else:
-            room = rooms[at]
-            row = rows_with[room].pop()
-            if not rows_with[room]:
-                del rows_with[room], rooms[at]
-        row_of[item] = row
-        if (left := room - length) > 0:
-            if left not in rows_with:
-                rows_with[left] = []
-                insort(rooms, left)
-            rows_with[left].append(row)
-    return row_of

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from data.packing import BLOCK_DOCUMENTS, best_fit, effective_context, pack
+from data.packing import CHUNK_DOCUMENTS, best_fit, effective_context, pack
 
 
 def lengths_of(seed: int, n: int, scale: float = 5.0, spread: float = 1.3) -> np.ndarray:
@@ -76,10 +76,10 @@ def test_padding_is_far_below_one_percent():
 
 
 def test_blocks_beyond_the_first_keep_their_documents_apart():
-    n = BLOCK_DOCUMENTS + 1000
+    n = CHUNK_DOCUMENTS + 1000
     plan = pack(np.full(n, 3), 10)
     assert np.bincount(plan.document, minlength=n).tolist() == [1] * n
-    blocks = plan.document >= BLOCK_DOCUMENTS
+    blocks = plan.document >= CHUNK_DOCUMENTS
     assert blocks.tolist() == sorted(blocks.tolist())  # rows never mix two blocks
     assert plan.first[-1] == len(plan.document)
 

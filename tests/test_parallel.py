@@ -49,9 +49,7 @@ def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
     first[:, 1:] = doc_ids.diff(dim=1) != 0
     starts = torch.where(first, torch.arange(T), 0).cummax(1).values
     parts = (ids[:, :-1], labels, torch.arange(T) - starts, doc_ids.int())
-    return Batch(
-        *(part.contiguous().numpy() for part in parts), num_valid=int((labels != -100).sum())
-    )
+    return Batch(*(part.contiguous().numpy() for part in parts))
 
 
 def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
@@ -64,7 +62,7 @@ def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
     losses, norms = [], []
     for index in range(STEPS):
         whole = rows_of_step(index, cfg.context_length, packed)
-        rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole[:4]), num_valid=0)
+        rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole))
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
@@ -276,11 +274,7 @@ def save_after_two_steps(world: dist.World, folder: str) -> None:
     share = ROWS // world.size
     for index in range(2):
         rows = Batch(
-            *(
-                part[world.rank * share : (world.rank + 1) * share]
-                for part in rows_of_step(index)[:4]
-            ),
-            num_valid=0,
+            *(part[world.rank * share : (world.rank + 1) * share] for part in rows_of_step(index))
         )
         step.train_step(state, step.micro_batches(rows, 1, state.device))
     save.save(state, Path(folder), {})
@@ -335,9 +329,7 @@ def step_with_a_nan_on_rank_1(world: dist.World) -> dict:
             lambda module, inputs, output: output * torch.nan
         )
     before = [parameter.to_local().clone() for parameter in state.model.parameters()]
-    rows = Batch(
-        *(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)[:4]), num_valid=0
-    )
+    rows = Batch(*(part[world.rank * 2 : world.rank * 2 + 2] for part in rows_of_step(0)))
     result = step.train_step(state, step.micro_batches(rows, 2, state.device))
     same = all(torch.equal(a, b.to_local()) for a, b in zip(before, state.model.parameters()))
     return dict(norm=float(result.grad_norm), unchanged=same)

@@ -407,9 +407,7 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
     run = train.Run.__new__(train.Run)
     run.cfg, run.config, run.device = cfg, cfg.model(), torch.device("cpu")
     positions = torch.cat((torch.arange(600), torch.arange(400)))[None].numpy()
-    rows = Batch(
-        tokens=positions, labels=positions, positions=positions, doc_ids=positions, num_valid=1000
-    )
+    rows = Batch(tokens=positions, labels=positions, positions=positions, doc_ids=positions)
     pairs = 600 * 601 / 2 + 400 * 401 / 2
     if (
         attention == "nsa"

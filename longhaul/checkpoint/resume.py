@@ -166,14 +166,14 @@ def with_skips(checkpoint: Checkpoint | None, cfg: TrainConfig) -> TrainConfig:
     recorded = recorded_skips(checkpoint)
     both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
 
-    trained = order.around(checkpoint.step * checkpoint.rows_per_step, recorded)
-    if order.before(both, trained) != order.before(recorded, trained):
+    trained = order.remaining_position(checkpoint.step * checkpoint.rows_per_step, recorded)
+    if order.ranges_below(both, trained) != order.ranges_below(recorded, trained):
         raise ValueError(
             f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {checkpoint.step} was "
             f"trained on the rows before {trained}: resume an earlier one with --resume and a new "
             "--output_dir, or name later rows"
         )
-    return dataclasses.replace(cfg, skip_rows=order.words_of(both))
+    return dataclasses.replace(cfg, skip_rows=order.format_ranges(both))
 
 
 # ---- what has changed

@@ -208,7 +208,6 @@ def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[dict]:
     rows = Batch(
         *(np.zeros(shape, dtype=np.int64) for _ in range(3)),
         np.zeros(shape, dtype=np.int32),
-        num_valid=shape[0] * shape[1],
     )
     batch = step.micro_batches(rows, cfg.batch_size, torch.device("cpu"))
     return [

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.order import around, merged, parse_ranges, ranges_of, words_of
+from data.order import format_ranges, merged, parse_ranges, ranges_of, remaining_position
 from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.optimizers import local
@@ -106,7 +106,9 @@ class Numerics:
         """
         cfg, ranges, start, resume = self.state.cfg, parse_ranges(rows), 0, "auto"
         for path in sorted(self.folder.glob("step-????????")):
-            first = around(int(path.name[5:]) * self.loader.global_batch_rows, self.loader.skip)
+            first = remaining_position(
+                int(path.name[5:]) * self.loader.global_batch_rows, self.loader.skip
+            )
             if first < ranges[-1][1]:
                 start, resume = first, str(path)
         left_out = [(max(begin, start), end) for begin, end in ranges if end > start]
@@ -116,7 +118,7 @@ class Numerics:
                 cfg,
                 resume=resume,
                 output_dir=beside,
-                skip_rows=words_of(merged([*self.loader.skip, *left_out])),
+                skip_rows=format_ranges(merged([*self.loader.skip, *left_out])),
             )
         )
 
@@ -124,7 +126,7 @@ class Numerics:
         """The rows of a step, as ranges of the order; of some of the ranks that have rows of their
         own.
         """
-        return words_of(
+        return format_ranges(
             ranges_of(self._positions(step, range(self.ranks) if ranks is None else ranks))
         )
 
@@ -151,7 +153,7 @@ class Numerics:
                 f"{self.way_back(self.rows(step, guilty))}"
             )
         if len(self.skipped) > cfg.max_skipped_steps:
-            bad = words_of(
+            bad = format_ranges(
                 ranges_of(
                     position
                     for one in self.skipped

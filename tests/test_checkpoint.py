@@ -41,6 +41,26 @@ def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
     assert load_model(verified(saved)).config == CFG.model()
 
 
+@pytest.mark.parametrize("name", ["step", "tokens", "world_size"])
+def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(saved, name):
+    manifest = json.loads((saved / "manifest.json").read_text())
+    manifest[name] += 1
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="manifest.json is damaged: use another checkpoint"):
+        verified(saved)
+
+
+def test_the_data_position_and_the_optimizers_steps_are_restored(tmp_path):
+    state = trained(steps=3)
+    state.data = {"seed": 0, "epoch": 2, "position": 7}
+    path = save.save(state, tmp_path, {})
+
+    fresh = step.build(CFG, CFG.model(), "cpu")
+    load.load_state(fresh, verified(path))
+    assert fresh.data == state.data
+    assert {int(one["step"]) for one in fresh.optimizer.state.values()} == {3}
+
+
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
     state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
     load.load_state(state, verified(saved))

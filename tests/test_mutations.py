@@ -95,4 +95,4 @@ def test_an_unknown_name_is_bad_input(capsys):
     with pytest.raises(SystemExit) as stop:
         mutations.main(["--only", "no-such-fault"])
     assert stop.value.code == 2
-    assert "no fault is named no-such-fault: see --list" in capsys.readouterr().err
+    assert "no fault has 'no-such-fault' in its name: see --list" in capsys.readouterr().err

@@ -1,5 +1,6 @@
-"""One thread, whatever a test starts: small tensors run faster so, and bits do not depend on the
-machine's cores.
+"""What all tests share: one thread, Triton's interpreter if there is no GPU, slow tests first.
+
+Small tensors are faster with one thread, and results then do not depend on the number of cores.
 """
 
 import os
@@ -10,17 +11,17 @@ import torch
 from longhaul import dist
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # triton reads it when a first test file imports a kernel
+    # triton reads it when the first test file imports a kernel
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_modifyitems(items: list):
-    """Slow tests first: of two workers none is left alone with them at the end."""
+    """Slow tests first, so that at the end no worker waits for the other's slow tests."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    monkeypatch.setattr(
-        dist, "cores", lambda: 1
-    )  # dist.start sets the threads of the process from it
+    """One thread in this process, also after `dist.start`, which counts the cores."""
+    monkeypatch.setattr(dist, "cores", lambda: 1)
     torch.set_num_threads(1)

@@ -1,9 +1,8 @@
-"""Run a function in W gloo processes and collect what each returns. The function must be importable
-(module level).
+"""Run a function in several gloo processes and collect what each returns.
 
-Ranks are forked from one server that has imported torch and has started no thread: a rank would
-import for 3 s of CPU time. They share its order of sets of strings, which processes of torchrun do
-not: what depends on that is found by the tests that start torchrun.
+The ranks are forked from a server that has imported torch and has started no thread, because the
+imports would take each rank 3 s of CPU time. The ranks share the server's hash seed, which
+processes of torchrun do not: the tests that start torchrun find what depends on it.
 """
 
 import multiprocessing
@@ -19,7 +18,10 @@ from longhaul import dist
 
 
 def run_ranks(function, size: int, *args) -> list:
-    """[function(World, *args) of rank 0, rank 1, ...]: tensors, numbers and containers of them."""
+    """What `function(World, *args)` returns on rank 0, rank 1, and so on.
+
+    The function must be at module level, and may return tensors, numbers and containers of them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(
             ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
@@ -40,7 +42,7 @@ def _rank(rank: int, function, size: int, port: int, folder: str, args: tuple, e
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    dist.cores = lambda: 1  # dist.start sets the threads of the process from it
+    dist.cores = lambda: 1  # one thread a rank: dist.start counts the cores
     world = dist.World.from_environment()
     dist.start(world, torch.device("cpu"))
     torch.save(function(world, *args), Path(folder) / f"{rank}.pt")

@@ -1,5 +1,5 @@
-"""The benchmarks run at toy sizes and print their tables; what they time is checked by themselves
-first.
+"""The benchmarks run at toy sizes, print their tables, and check what they time before they time
+it.
 """
 
 import re
@@ -12,7 +12,7 @@ from benchmarks import attention
 
 @pytest.fixture(autouse=True)
 def threads():
-    """The benchmarks set one thread: give back what was."""
+    """Restore the number of threads, which the benchmarks set to one."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

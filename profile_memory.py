@@ -1,9 +1,8 @@
-"""Know the peak memory of a training step before launching it: `python profile_memory.py
---model_size 4B --context_length 131072`.
+"""Predict the peak memory of a training step: `python profile_memory.py --context_length 131072`.
 
-Every flag of train.py is known here and means the same. No GPU is needed: the real step runs on
-fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: done, or what is asked for
-fits; 2: bad input, or it fits only after changes; 3: nothing fits.
+Every flag of train.py is a flag here and means the same. No GPU is needed, because the real step
+runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: done, or the request
+fits; 2: bad input, or the request fits after changes; 3: nothing fits.
 """
 
 import dataclasses
@@ -22,18 +21,21 @@ from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.device import Demand, card
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.plan import host_available_bytes
-from model import GIB
+from model import GIB, ModelConfig
+
+DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
 
 
 @dataclass(frozen=True)
 class ProfileConfig(TrainConfig):
-    """The profiler's flags beside the trainer's; `--device cpu` predicts a CPU run, anything else a
-    CUDA run.
+    """The trainer's flags and the profiler's own.
+
+    `--device cpu` predicts a run on a CPU, any other device a run on CUDA.
     """
 
     dtype: str = flag(
         "bf16",
-        "compute precision; fp16 for --advise --task analysis alone",
+        "compute precision; fp16 only with --advise --task analysis",
         ("precision",),
         tuple(DTYPES),
         group="memory and speed",
@@ -41,21 +43,23 @@ class ProfileConfig(TrainConfig):
     nproc: int = flag(
         1, "ranks that share the model (FSDP2)", ("nproc_per_node",), group="profiler"
     )
-    full: bool = flag(False, "simulate every layer, not a few that stand for all", group="profiler")
+    full: bool = flag(
+        False, "simulate every layer instead of extending five layers to all", group="profiler"
+    )
     measure: bool = flag(
         False,
-        "also run two real steps on this machine (with --device cuda: on its GPU), and compare",
+        "also run two real steps on this machine (with --device cuda: on its GPU) and compare",
         group="profiler",
     )
     snapshot: str = flag(
         "",
-        "with --measure on CUDA: file to write for PyTorch's memory visualiser",
+        "file to write for PyTorch's memory visualiser, with --measure on CUDA",
         group="profiler",
     )
     html: str = flag(
-        "", "file for one page with the step's timeline and its tables", group="profiler"
+        "", "file to write with one page: the step's timeline and its tables", group="profiler"
     )
-    json: str = flag("", "file for everything that was found, machine-readable", group="profiler")
+    json: str = flag("", "file to write with every result, machine-readable", group="profiler")
     solve: str = flag(
         "none",
         "what to find: the longest context, the cheapest levers, or the fewest ranks that fit",
@@ -64,27 +68,31 @@ class ProfileConfig(TrainConfig):
         group="profiler",
     )
     advise: bool = flag(
-        False, "what to change so that --task fits --gpu or --vram", group="profiler"
+        False, "say what to change so that --task fits --gpu or --vram", group="profiler"
     )
-    task: str = flag("train", "with --advise: what shall run", (), tuple(SCRIPTS), group="profiler")
-    gpu: str = flag("", "card, with --solve and --advise", group="profiler")
+    task: str = flag(
+        "train", "the task to run, with --advise", (), tuple(SCRIPTS), group="profiler"
+    )
+    gpu: str = flag("", "name of the card, with --solve and --advise", group="profiler")
     gpu_memory_gib: float = flag(
         0.0,
-        "memory of one GPU instead of --gpu; --solve takes 80 where neither is given",
+        f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
         ("vram",),
         group="profiler",
     )
     cc: int = flag(
-        0, "compute capability x 10 of that GPU, such as 86; 0: the card's, or 80", group="profiler"
+        0,
+        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
+        group="profiler",
     )
-    gpus: int = flag(1, "GPUs that there are, with --solve", group="profiler")
+    gpus: int = flag(1, "number of GPUs, with --solve", group="profiler")
 
     def __post_init__(self):
         super().__post_init__()
-        for name, least in dict(nproc=1, gpus=1).items():
-            if getattr(self, name) < least:
+        for name in ("nproc", "gpus"):
+            if getattr(self, name) < 1:
                 raise ValueError(
-                    f"--{name} {getattr(self, name)} is out of range: give a number of at least {least}"
+                    f"--{name} {getattr(self, name)} is out of range: give a number of at least 1"
                 )
         if not 0 <= self.gpu_memory_gib < 1e6:
             raise ValueError(
@@ -94,11 +102,13 @@ class ProfileConfig(TrainConfig):
         self.accumulation(self.nproc)
         if self.compile:
             raise ValueError(
-                "--compile: compiled layers are not simulated; leave it out: what runs eagerly is an upper bound"
+                "--compile: compiled layers are not simulated; the eager step is an upper bound: "
+                "drop --compile"
             )
         if self.half == "fp16" and not (self.advise and self.task == "analysis"):
             raise ValueError(
-                "--dtype fp16: gradients underflow in fp16 and there is no loss scaler here: use bf16 or fp32; fp16 is for --advise --task analysis"
+                "--dtype fp16 works only with --advise --task analysis: gradients underflow in "
+                "fp16 and longhaul has no loss scaler: use bf16 or fp32"
             )
 
     @property
@@ -107,11 +117,12 @@ class ProfileConfig(TrainConfig):
         return DTYPES[self.dtype]
 
     def training(self) -> TrainConfig:
-        """The trainer's part."""
+        """The trainer's settings."""
         values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(TrainConfig)}
-        return TrainConfig(**values | dict(dtype="bf16" if self.half == "fp16" else self.half))
+        values["dtype"] = "bf16" if self.half == "fp16" else self.half
+        return TrainConfig(**values)
 
-    def model(self):
+    def model(self) -> ModelConfig:
         """The trainer's model."""
         return self.training().model()
 
@@ -122,46 +133,51 @@ def main(args: list[str] | None = None) -> int:
         cfg = cli.parse(ProfileConfig, args, __doc__.splitlines()[0])
         if cfg.advise:
             return give_advice(cfg)
-        return solve(cfg) if cfg.solve != "none" else predict(cfg)
+        if cfg.solve != "none":
+            return solve(cfg)
+        return predict(cfg)
     except ValueError as error:
         print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def predict(cfg: ProfileConfig) -> int:
-    """Simulate, print, write."""
+    """Simulate the step, print its tables, and write the files that were asked for."""
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
     training = cfg.training()
+
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
     print(report.table(found, training, cfg.nproc, demand))
     result = report.machine_readable(found, training, cfg.nproc, demand)
+
+    if cfg.measure and target == "cuda":
+        result["measured"] = reconcile.measure_cuda(training, cfg.snapshot)
+    elif cfg.measure:
+        result["measured"] = reconcile.measure(training)
     if cfg.measure:
-        result["measured"] = (
-            reconcile.measure(training)
-            if target == "cpu"
-            else reconcile.measure_cuda(training, cfg.snapshot)
-        )
         print(reconcile.table(found, result["measured"], demand))
+
     if cfg.html:
-        title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, one of {cfg.nproc} rank(s)"
-        page.write(
-            cfg.html,
-            page.page(found.trace, title, "predicted: no GPU was used", cfg.nproc, found.stages),
+        title = (
+            f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, "
+            f"one of {cfg.nproc} rank(s)"
         )
+        note = "predicted: no GPU was used"
+        page.write(cfg.html, page.page(found.trace, title, note, cfg.nproc, found.stages))
     if cfg.json:
         write(cfg.json, result)
     return 0
 
 
 def check_measure(cfg: ProfileConfig, target: str):
-    """ValueError where what shall be measured cannot run here."""
+    """ValueError if this machine cannot measure what was asked for."""
     if cfg.measure and cfg.nproc > 1:
-        raise ValueError("--measure runs one process: give no --nproc")
+        raise ValueError("--measure runs one process: drop --nproc")
     if cfg.measure and target == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "--measure: no CUDA device is here: give --device cpu, which measures on this machine's CPU"
+            "--measure: this machine has no CUDA device: give --device cpu to measure on its CPU"
         )
     if cfg.snapshot and not (cfg.measure and target == "cuda"):
         raise ValueError(
@@ -170,7 +186,7 @@ def check_measure(cfg: ProfileConfig, target: str):
 
 
 def write(path: str, result: dict):
-    """The result as JSON; ValueError where the file cannot be written."""
+    """Write the result as JSON; ValueError if the file cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
@@ -179,28 +195,32 @@ def write(path: str, result: dict):
 
 
 def solve(cfg: ProfileConfig) -> int:
-    """Find what fits, print the ladder and a command."""
-    room = card(cfg.gpu, cfg.gpu_memory_gib or (0.0 if cfg.gpu else 80.0), cfg.cc).gib
+    """Find what fits; print the candidates and a command."""
+    gib = cfg.gpu_memory_gib
+    if not cfg.gpu and not gib:
+        gib = DEFAULT_GIB
+    room = card(cfg.gpu, gib, cfg.cc).gib
+
     answer = solver.solve(cfg.training(), cfg.solve, room, cfg.gpus)
     print(answer.text)
-    return answer.code
+    return answer.verdict.exit_code
 
 
 def give_advice(cfg: ProfileConfig) -> int:
     """Print what to change so that the task fits the card."""
     if cfg.nproc > 1:
         raise ValueError(
-            "--advise is about one GPU: give no --nproc; --solve world_size finds the ranks that fit"
+            "--advise is about one GPU: drop --nproc, or use --solve world_size to find the ranks "
+            "that fit"
         )
-    found = advise.advise(
-        advise.request(cfg.task, cfg.training(), cfg.dtype),
-        card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc),
-        host_available_bytes() / GIB,
-    )
+    request = advise.request(cfg.task, cfg.training(), cfg.dtype)
+    on = card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc)
+    found = advise.advise(request, on, host_available_bytes() / GIB)
+
     print(found.text())
     if cfg.json:
         write(cfg.json, found.as_json())
-    return found.code
+    return found.verdict.exit_code
 
 
 if __name__ == "__main__":

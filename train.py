@@ -21,6 +21,7 @@ from longhaul import cli, dist, exits
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver, size_of
 from longhaul.config import TrainConfig
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
 from longhaul.run.guard import Guard
@@ -80,7 +81,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
     """The plan, or with --fit auto the one that the fewest levers make fit; ValueError where none
     fits here.
     """
-    fitted = planner.fitted(plan) if plan.cfg.fit == "auto" else plan if plan.fits else None
+    fitted = fit.fitted(plan).plan if plan.cfg.fit == "auto" else plan if plan.fits else None
     if fitted is not None:
         if fitted != plan:
             print(
@@ -90,8 +91,8 @@ def fitting(plan: planner.Plan) -> planner.Plan:
             )
         return fitted
     print(plan.table(), flush=True)
-    nearest = planner.closest(plan)
-    words = "nothing of longhaul fits here" if nearest is None else planner.proposal(nearest, plan)
+    nearest = fit.closest(plan)
+    words = "nothing of longhaul fits here" if nearest is None else fit.proposal(nearest, plan)
     raise ValueError(f"{plan.shortage()}; {words}")
 
 

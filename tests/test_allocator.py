@@ -9,10 +9,8 @@ import pytest
 from longhaul.config import TrainConfig
 from longhaul.memory.allocator import GIB, MIB, Allocator, OutOfMemory, replay, step_events
 from longhaul.memory.device import (
-    EXPANDABLE,
-    FITS,
-    TOO_SMALL,
     Demand,
+    Placement,
     beyond_the_allocator,
     card,
     runs_within,
@@ -257,11 +255,11 @@ def test_a_training_step_reserves_the_same_from_the_second_repetition_on():
 def test_a_step_fits_a_card_by_classic_segments_by_expandable_ones_or_not_at_all():
     demand = Demand.of(simulate(TrainConfig(model_size="tiny", context_length=4096)))
     beyond = sum(beyond_the_allocator().values())
-    assert demand.verdict(demand.classic.peak_reserved + beyond) == FITS
-    assert demand.verdict(demand.classic.peak_live + beyond - 1) == TOO_SMALL
-    assert demand.verdict(demand.expandable.peak_reserved + beyond) == (
-        FITS if runs_within(demand.trace, demand.least_bytes) else EXPANDABLE
-    )
+    assert demand.placement(demand.classic.peak_reserved + beyond) is Placement.FITS
+    assert demand.placement(demand.classic.peak_live + beyond - 1) is Placement.TOO_SMALL
+    classic_are_enough = runs_within(demand.trace, demand.least_bytes)
+    expected = Placement.FITS if classic_are_enough else Placement.EXPANDABLE
+    assert demand.placement(demand.expandable.peak_reserved + beyond) is expected
 
 
 @pytest.mark.parametrize(
@@ -279,7 +277,7 @@ def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (("RTX 9999",), "known are"),
+        (("RTX 9999",), "choose one of RTX 3060"),
         (("RTX 3060 Ty",), "did you mean RTX 3060 Ti"),
         (("", 0.0), "give one of them"),
         (("H100", 80.0), "give one of them"),

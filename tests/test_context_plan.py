@@ -11,6 +11,7 @@ import torch
 import train
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
 from longhaul.parallel import context
@@ -157,7 +158,7 @@ def test_ranks_share_a_row_where_one_cannot_hold_it_and_the_plan_says_so(monkeyp
     plan = planned(LONG, monkeypatch, 5.0)
     assert plan.cfg.context_parallel_size == 2 and plan.fits
     assert re.search(
-        r"2 ranks share each row by ulysses .*chosen, because with rows of its own a rank needs 6\.\d\d of the 4.00 GiB",
+        r"2 ranks share each row by ulysses \(.*\); without sharing, a rank needs 6\.\d\d of the 4.00 GiB",
         plan.table(),
     )
     assert (
@@ -187,7 +188,7 @@ def test_the_fewest_ranks_that_hold_a_row_share_it(monkeypatch):
 
 def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
     monkeypatch.setattr(planner, "cores", lambda: 2)
-    nearest = planner.closest(planned(TrainConfig(context_length=131_072), monkeypatch, 10.0))
+    nearest = fit.closest(planned(TrainConfig(context_length=131_072), monkeypatch, 10.0))
     words = planner.command(nearest.asked, TWO).split()
     assert words[:3] == ["torchrun", "--nproc_per_node=2", "train.py"]
     assert set(words[3:]) == {

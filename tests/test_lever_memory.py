@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from longhaul.config import TrainConfig
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory import solve
 from longhaul.memory.device import Demand
@@ -164,14 +165,13 @@ def test_the_ladder_pulls_exact_levers_one_by_one_and_solve_prints_the_hosts_sha
         context_length=65536,
         model_overrides=("num_layers=4", "num_heads=4", "num_kv_heads=2"),
     )
-    names = [name for name, _ in planner.ladder(cfg)]
-    assert names[-1].split(" + ") == [
-        name for name, _ in planner.LEVERS if name != "micro-batches of one row"
-    ]
+    names = [rung.lever for rung in fit.ladder(cfg)]
+    levers = [lever.name for lever in fit.LEVERS if lever.name != "micro-batches of one row"]
+    assert names == [fit.AS_ASKED, *levers]
     answer = solve.solve(cfg, "levers", 4.5, 1)
     assert (
         "host GiB" in answer.text
-        and answer.code == solve.CHANGED
+        and answer.verdict is fit.Verdict.AFTER_CHANGES
         and "--offload" in answer.text.splitlines()[-1]
     )
 
@@ -184,7 +184,7 @@ def test_the_ladder_goes_to_its_end_however_ranks_share_rows(mode, ranks, groups
         context_parallel_size=ranks,
         context_parallel_mode=mode,
     )
-    assert list(planner.ladder(cfg))[-1][1].attention_head_groups == groups
+    assert list(fit.ladder(cfg))[-1].request.attention_head_groups == groups
 
 
 def test_a_command_for_two_machines_names_both():
@@ -202,5 +202,6 @@ def test_a_host_that_is_too_small_for_an_offload_is_refused(monkeypatch):
     plan = planner.plan(cfg, cfg.model(), planner.World(), torch.device("cuda"))
     assert (
         not plan.fits
-        and plan.shortage() == "levers keep 45.0 GiB per rank on the host and 8.0 GiB are there"
+        and plan.shortage()
+        == "levers need 45.0 GiB of host memory per rank and 8.0 GiB are available"
     )

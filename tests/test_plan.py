@@ -12,6 +12,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import keys_met, train_flops
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
@@ -156,7 +157,9 @@ def test_a_number_of_ranks_that_other_settings_forbid_is_passed_over(monkeypatch
     )
     asked = TrainConfig(context_length=131072, context_parallel_mode="ulysses")
     found = [
-        planner.fitted(planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib))
+        fit.fitted(
+            planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib)
+        ).plan
         for gib in (14.0, 16.0)
     ]
     assert (

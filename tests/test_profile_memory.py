@@ -13,7 +13,9 @@ import pytest
 import profile_memory
 from longhaul.config import TrainConfig
 from longhaul.memory import solve
+from longhaul.memory.device import EXPANDABLE_SEGMENTS
 from longhaul.memory.extrapolate import profile
+from longhaul.memory.fit import Verdict
 from model import GIB
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "PLANNING.md").read_text()
@@ -68,7 +70,7 @@ def test_measure_runs_the_step_here_and_agrees(capsys):
         (["--measure"], "--device cpu"),
         (["--snapshot", "x"], "on a machine with a GPU"),
         (["--dtype", "fp16"], "no loss scaler"),
-        (["--advise", "--gpu", "RTX 9"], "known are"),
+        (["--advise", "--gpu", "RTX 9"], "choose one of RTX 3060"),
         (["--advise"], "give one of them"),
         (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
         ([*SMALL, "--json", "/nowhere/x.json"], "cannot be written"),
@@ -108,21 +110,18 @@ def each_demand_once():
 @pytest.mark.slow
 def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=32768), "levers", 1.25, 1)
-    assert answer.code == solve.CHANGED and "+ head groups" in answer.text
+    assert answer.verdict is Verdict.AFTER_CHANGES and "+ head groups" in answer.text
     assert answer.text.splitlines()[-1] == (
-        solve.EXPANDABLE_SEGMENTS
+        EXPANDABLE_SEGMENTS
         + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
         "--offload_activations --mlp_tiles --loss chunked"
     )
     tiny = TrainConfig(model_size="tiny", context_length=512)
-    assert solve.solve(tiny, "levers", 24.0, 1).code == solve.FITS
-    assert solve.solve(tiny, "world_size", 0.6, 2).code == solve.NOTHING
-    assert "+ micro-batches of one row" in [
-        name
-        for _, _, name in solve.levers(
-            TrainConfig(model_size="tiny", batch_size=4, context_length=512), 1
-        )
-    ]
+    assert solve.solve(tiny, "levers", 24.0, 1).verdict is Verdict.FITS
+    assert solve.solve(tiny, "world_size", 0.6, 2).verdict is Verdict.NOTHING
+    batches = TrainConfig(model_size="tiny", batch_size=4, context_length=512)
+    names = [candidate.name for candidate in solve.rungs(batches, 1)]
+    assert "+ micro-batches of one row" in names
 
 
 def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refused(capsys):
@@ -196,6 +195,7 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(
 def test_the_commands_of_the_readme_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert (
-        profile_memory.main(shlex.split(command)) in (solve.FITS, solve.CHANGED)
+        profile_memory.main(shlex.split(command))
+        in (Verdict.FITS.exit_code, Verdict.AFTER_CHANGES.exit_code)
         and not capsys.readouterr().err
     )

@@ -634,7 +634,7 @@ def test_a_request_that_cannot_fit_ends_with_the_closest_command(tmp_path, capsy
     with pytest.raises(SystemExit) as stop:
         train.main([*REQUEST, "--output_dir", str(tmp_path / "run")])
     captured = capsys.readouterr()
-    assert stop.value.code == 2 and "needed" in captured.out and "there" in captured.out
+    assert stop.value.code == 2 and "needed" in captured.out and "available" in captured.out
     last = captured.err.strip().splitlines()[-1]
     assert last.startswith("python train.py --model_size tiny") and not (tmp_path / "run").exists()
     with pytest.raises(SystemExit) as proposed:

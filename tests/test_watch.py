@@ -8,6 +8,7 @@ import torch
 import train
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import failed_bytes, out_of_memory
 from tests.test_train import SMALL, data  # noqa: F401 (a fixture)
@@ -89,7 +90,7 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
     )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
     checkpointed = next(
-        changed for _, changed in planner.ladder(cfg) if changed.gradient_checkpointing == "full"
+        rung.request for rung in fit.ladder(cfg) if rung.request.gradient_checkpointing == "full"
     )
     with_checkpointing = planner.plan(
         checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
@@ -113,6 +114,6 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
 def test_without_fit_auto_a_lever_is_never_pulled():
     cfg = TrainConfig(model_size="tiny", context_length=8192, device="cpu")
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    with pytest.raises(ValueError, match="are needed"):
+    with pytest.raises(ValueError, match="each rank needs .* GiB and .* GiB are available"):
         train.fitting(planner.dataclasses.replace(asked, available_gib=asked.needed_gib - 0.01))
     assert shlex.split(planner.command(cfg, dist.World()))[-1] == "cpu"

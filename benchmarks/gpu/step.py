@@ -22,6 +22,7 @@ from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import keys_met, train_flops
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.run.log import peak_flops
 from model import GIB
@@ -119,7 +120,7 @@ def flops(cfg: TrainConfig) -> float:
 
 def fitted(cfg: TrainConfig, place: Place) -> planner.Plan | None:
     """The plan with the fewest levers that fit here."""
-    return planner.fitted(planner.plan(cfg, cfg.model(), World(), place.device))
+    return fit.fitted(planner.plan(cfg, cfg.model(), World(), place.device)).plan
 
 
 def longest(model: str, attention: str, place: Place) -> int:

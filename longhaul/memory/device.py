@@ -1,20 +1,23 @@
-"""From live bytes to a verdict: live -> reserved by the allocator -> on the device, and which cards
-hold that.
+"""From live bytes to cards: what a device must hold for a step, and which cards hold it.
 
-Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, trace) of ours.
+Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
 import difflib
+import enum
 import re
 from dataclasses import dataclass
 
 from longhaul.memory.allocator import GIB, MIB, OutOfMemory, Replay, replay
 from longhaul.memory.trace import Trace
 
-# declared: driver and kernels, about what an idle process holds on sm80 and sm90
+# Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; cuBLAS
+# and cuBLASLt take 32 MiB each on sm90; NCCL: buffers and channels of one communicator over NVLink.
 CUDA_CONTEXT = GIB // 2
-CUBLAS_WORKSPACES = 2 * 32 * MIB  # declared: cuBLAS and cuBLASLt on sm90
-NCCL = GIB  # declared: buffers and channels of one communicator over NVLink
+CUBLAS_WORKSPACES = 2 * 32 * MIB
+NCCL = GIB
+
+# Nominal memory of a card: GiB that torch sees
 SIZES = {
     "24 GB": 23.5,
     "40 GB": 39.4,
@@ -23,8 +26,9 @@ SIZES = {
     "96 GB": 94.9,
     "141 GB": 139.8,
     "192 GB": 178.3,
-}  # GiB that torch sees there
-CARDS = {  # GiB that torch sees (nominal memory less the driver's part), compute capability x 10
+}
+# A GPU: GiB that torch sees (nominal memory less the driver's part), compute capability x 10
+CARDS = {
     "RTX 3060": (11.8, 86),
     "RTX 3060 Ti": (7.8, 86),
     "RTX 3070": (7.8, 86),
@@ -48,31 +52,48 @@ CARDS = {  # GiB that torch sees (nominal memory less the driver's part), comput
     "H200": (139.8, 90),
     "B200": (178.3, 100),
 }
-HALF_SINCE = 80  # capability from which bf16 (and FlashAttention) run on the card itself
-FITS, EXPANDABLE, TOO_SMALL = "fits", "fits with expandable segments", "too small"
+EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
+HALF_SINCE = (
+    80  # from this capability on, the card itself computes in bf16 (and FlashAttention runs)
+)
+
+
+class Placement(enum.StrEnum):
+    """Whether a device holds a step, and with which segments of the caching allocator."""
+
+    FITS = "fits"
+    EXPANDABLE = "fits with expandable segments"
+    TOO_SMALL = "too small"
+
+
+# ---- what a device holds
 
 
 def beyond_the_allocator(ranks: int = 1) -> dict[str, int]:
-    """Bytes on the device that no tensor shows. cuBLAS takes its workspaces from the same segments;
-    they stand apart to be seen.
+    """Bytes on the device that no tensor shows.
+
+    cuBLAS takes its workspaces from the allocator's segments; they are listed to be visible.
     """
-    return {"CUDA context": CUDA_CONTEXT, "cuBLAS workspaces": CUBLAS_WORKSPACES} | (
-        {"NCCL": NCCL} if ranks > 1 else {}
-    )
+    found = {"CUDA context": CUDA_CONTEXT, "cuBLAS workspaces": CUBLAS_WORKSPACES}
+    if ranks > 1:
+        found["NCCL"] = NCCL
+    return found
 
 
 def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
-    """(what, bytes) from live to device; "live", "reserved" and "device" are sums of what stands
-    before them.
+    """(what, bytes) from live to device.
+
+    "live", "reserved" and "device" are totals; each other row leads from one total to the next.
     """
-    rows = [
+    beyond = beyond_the_allocator(ranks)
+    return [
         ("live", found.peak_live),
         ("rounding to blocks", found.peak_allocated - found.peak_live),
         ("reserved, not in use", found.peak_reserved - found.peak_allocated),
         ("reserved", found.peak_reserved),
+        *beyond.items(),
+        ("device", found.peak_reserved + sum(beyond.values())),
     ]
-    beyond = beyond_the_allocator(ranks)
-    return [*rows, *beyond.items(), ("device", found.peak_reserved + sum(beyond.values()))]
 
 
 def replays(trace: Trace) -> tuple[Replay, Replay]:
@@ -82,7 +103,7 @@ def replays(trace: Trace) -> tuple[Replay, Replay]:
 
 @dataclass(frozen=True)
 class Demand:
-    """A step and what its allocator makes of it."""
+    """A step's trace and what the caching allocator reserves for it."""
 
     trace: Trace
     ranks: int
@@ -95,32 +116,35 @@ class Demand:
 
     @property
     def least_bytes(self) -> int:
-        """What the device must hold at least: with expandable segments, or classic ones where those
-        are smaller.
-        """
-        return min(self.classic.peak_reserved, self.expandable.peak_reserved) + sum(
-            beyond_the_allocator(self.ranks).values()
-        )
+        """What the device must hold at least, with the kind of segments that reserves less."""
+        reserved = min(self.classic.peak_reserved, self.expandable.peak_reserved)
+        return reserved + sum(beyond_the_allocator(self.ranks).values())
 
-    def verdict(self, device_bytes: int) -> str:
-        """FITS (classic segments do), EXPANDABLE (only those) or TOO_SMALL."""
+    def placement(self, device_bytes: int) -> Placement:
+        """Whether a device of that size holds the step."""
         beyond = sum(beyond_the_allocator(self.ranks).values())
         if self.classic.peak_reserved + beyond <= device_bytes:
-            return FITS
+            return Placement.FITS
         if self.classic.peak_live + beyond > device_bytes:
-            return TOO_SMALL
+            return Placement.TOO_SMALL
         if runs_within(self.trace, device_bytes, self.ranks):
-            return FITS
-        return EXPANDABLE if self.expandable.peak_reserved + beyond <= device_bytes else TOO_SMALL
+            return Placement.FITS
+        if self.expandable.peak_reserved + beyond <= device_bytes:
+            return Placement.EXPANDABLE
+        return Placement.TOO_SMALL
 
 
 def runs_within(trace: Trace, device_bytes: int, ranks: int = 1) -> bool:
-    """Whether the step runs on a device of that size with classic segments, which give back what is
-    free when they must.
+    """Whether classic segments hold the step on a device of that size.
+
+    The allocator gives back free segments before it fails, so that less than `peak_reserved` may
+    be enough.
     """
     capacity = device_bytes - sum(beyond_the_allocator(ranks).values())
+    if capacity <= 0:
+        return False
     try:
-        return capacity > 0 and replay(trace, capacity=capacity).peak_reserved <= capacity
+        return replay(trace, capacity=capacity).peak_reserved <= capacity
     except OutOfMemory:
         return False
 
@@ -138,11 +162,13 @@ class Card:
 
 
 def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
-    """From a name or from GiB; ValueError for an unknown name (lists the known ones), for both or
-    neither, for sizes that are none.
+    """A card by its name, or one with `vram` GiB; `cc` replaces its compute capability.
+
+    ValueError for both or neither, for an unknown name (it lists the known ones), and for a size or
+    a capability that is out of range.
     """
     if bool(gpu) == bool(vram):
-        raise ValueError("--gpu and --vram: give one of them, a card's name or its GiB")
+        raise ValueError("--gpu and --vram: give one of them, the name of a card or its GiB")
     if vram and not 0 < vram < 1e6:
         raise ValueError(f"--vram {vram} is out of range: give GiB above 0")
     if cc and not 35 <= cc <= 200:
@@ -151,16 +177,26 @@ def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
         )
     if vram:
         return Card(f"{vram:g} GiB card", vram, cc or HALF_SINCE)
+    name = _known_name(gpu)
+    gib, capability = CARDS[name]
+    return Card(name, gib, cc or capability)
+
+
+def _known_name(gpu: str) -> str:
+    """The key of CARDS that `gpu` spells; ValueError if there is none."""
     names = {_plain(name): name for name in CARDS}
-    if _plain(gpu) not in names:
-        near = difflib.get_close_matches(_plain(gpu), names, n=1, cutoff=0.5)
-        hint = f"did you mean {names[near[0]]}? " if near else ""
-        raise ValueError(
-            f"--gpu {gpu!r} is unknown: {hint}known are {', '.join(CARDS)}; or give --vram GIB --cc CAPABILITY"
-        )
-    name = names[_plain(gpu)]
-    return Card(name, CARDS[name][0], cc or CARDS[name][1])
+    plain = _plain(gpu)
+    if plain in names:
+        return names[plain]
+
+    near = difflib.get_close_matches(plain, names, n=1, cutoff=0.5)
+    hint = f"did you mean {names[near[0]]}? " if near else ""
+    raise ValueError(
+        f"--gpu {gpu!r} is unknown: {hint}choose one of {', '.join(CARDS)}; "
+        "or give --vram GIB --cc CAPABILITY"
+    )
 
 
 def _plain(name: str) -> str:
+    """The name without its maker, in small letters and digits only."""
     return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())

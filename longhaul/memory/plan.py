@@ -1,11 +1,9 @@
-"""Before a run: what it needs against what is here, and the closest command that runs here.
+"""What a run needs, compared with what this machine has, before anything is allocated.
 
-Decided from the closed form (estimate.py) before anything is allocated. Imports longhaul.config,
-longhaul.parallel.context, longhaul.dist, longhaul.memory.estimate and model.py of ours.
+Every figure comes from the closed form in estimate.py, so that a plan is instant.
 """
 
 import dataclasses
-import itertools
 import os
 import shlex
 from dataclasses import dataclass
@@ -22,98 +20,113 @@ from longhaul.memory.estimate import (
     estimate,
 )
 from longhaul.parallel import context
-from model import GIB, PRESETS, ModelConfig
+from model import GIB, ModelConfig
 
-# ranks on a CPU share one memory with all else on the machine: above this they share their rows
-# where they can
+# Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than
+# this shares its rows with others if it can.
 CPU_RANK_GIB = 4.0
-PATIENCE = 900  # seconds per step beyond which a CPU run is not proposed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request beside the machine it would run on."""
+    """A request, and the machine that it would run on."""
 
     asked: TrainConfig
-    cfg: TrainConfig  # what would run: as asked, with the ranks that share a row settled
+    cfg: TrainConfig  # what would run: as asked, with a fixed number of ranks per row
     config: ModelConfig
     world: World
     device: torch.device
     estimate: Estimate
     available_gib: float  # for one rank
-    sharing: str = ""  # why ranks share their rows, where they do
+    sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
 
     @property
     def needed_gib(self) -> float:
-        """One rank's peak, with what no tensor shows (process, context)."""
+        """One rank's peak, and the memory of its process or CUDA context, which no tensor shows."""
         hidden = PROCESS_GIB if self.device.type == "cpu" else CUDA_CONTEXT_GIB
         return self.estimate.peak / GIB + hidden
 
     @property
     def host_gib(self) -> float:
-        """Host memory of one rank's levers on a GPU."""
+        """Host memory that the levers of one rank use on a GPU."""
         return self.estimate.host / GIB
 
     @property
     def host_available_gib(self) -> float:
+        """This rank's part of the host's available memory."""
         return host_available_bytes() / self.world.local_size / GIB
 
     @property
     def fits(self) -> bool:
-        return self.needed_gib <= self.available_gib and (
-            not self.estimate.host or self.host_gib <= self.host_available_gib
-        )
-
-    def shortage(self) -> str:
-        """What is needed and what is there, where it does not fit."""
+        """Whether one rank's device, and the host if levers use it, hold the run."""
         if self.needed_gib > self.available_gib:
-            return f"{self.needed_gib:.1f} GiB per rank are needed and {self.available_gib:.1f} GiB are here"
-        return f"levers keep {self.host_gib:.1f} GiB per rank on the host and {self.host_available_gib:.1f} GiB are there"
-
-    def table(self) -> str:
-        """The plan, for the screen; every figure is computed."""
-        rows = [
-            f"plan (computed): {self.cfg.model_size} ({self.config.num_params():,} parameters), context {self.cfg.context_length:,}, "
-            f"{self.cfg.attention_type} attention, {self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
-        ]
-        rows += [f"  {'shared rows':<16}{self.sharing}"] * bool(self.sharing)
-        rows += [
-            f"  {stage:<16}{size / GIB:>10.2f} GiB per rank"
-            for stage, size in self.estimate.stages.items()
-        ]
-        where = (
-            f"this machine's free memory / {self.world.local_size} rank(s)"
-            if self.device.type == "cpu"
-            else "the GPU"
-        )
-        rows += [
-            f"  {'needed':<16}{self.needed_gib:>10.2f} GiB per rank (peak: {self.estimate.peak_stage})",
-            f"  {'there':<16}{self.available_gib:>10.2f} GiB per rank ({where})",
-        ]
-        if self.estimate.host:
-            rows += [
-                f"  {'on the host':<16}{self.host_gib:>10.2f} GiB per rank of {self.host_available_gib:.2f} there"
-            ]
-        if self.device.type == "cpu":
-            rows += [f"  {'step':<16}{self.seconds:>10.3g} s, order of magnitude"]
-        return "\n".join(rows)
+            return False
+        return not self.estimate.host or self.host_gib <= self.host_available_gib
 
     @property
     def seconds(self) -> float:
         """Order of magnitude of a step on this machine's CPU cores."""
         return cpu_step_seconds(self.cfg, self.config, self.world.size, cores())
 
+    def shortage(self) -> str:
+        """What is needed and what is available, for a plan that does not fit."""
+        if self.needed_gib > self.available_gib:
+            return (
+                f"each rank needs {self.needed_gib:.1f} GiB "
+                f"and {self.available_gib:.1f} GiB are available"
+            )
+        return (
+            f"levers need {self.host_gib:.1f} GiB of host memory per rank "
+            f"and {self.host_available_gib:.1f} GiB are available"
+        )
+
+    def table(self) -> str:
+        """The plan for the screen; every figure is computed."""
+        rows = [
+            f"plan (computed): {self.cfg.model_size} ({self.config.num_params():,} parameters), "
+            f"context {self.cfg.context_length:,}, {self.cfg.attention_type} attention, "
+            f"{self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
+        ]
+        if self.sharing:
+            rows.append(f"  {'shared rows':<16}{self.sharing}")
+        for stage, size in self.estimate.stages.items():
+            rows.append(_row(stage, size / GIB))
+        rows.append(_row("needed", self.needed_gib, f" (peak: {self.estimate.peak_stage})"))
+        rows.append(_row("available", self.available_gib, f" ({self._source()})"))
+        if self.estimate.host:
+            rows.append(
+                _row("host memory", self.host_gib, f", {self.host_available_gib:.2f} available")
+            )
+        if self.device.type == "cpu":
+            rows.append(f"  {'step':<16}{self.seconds:>10.3g} s, order of magnitude")
+        return "\n".join(rows)
+
+    def _source(self) -> str:
+        """What `available_gib` is a part of."""
+        if self.device.type == "cpu":
+            return f"this machine's free memory / {self.world.local_size} rank(s)"
+        return "the GPU"
+
+
+def _row(name: str, gib: float, note: str = "") -> str:
+    return f"  {name:<16}{gib:>10.2f} GiB per rank{note}"
+
+
+# ---- what the machine has
+
 
 def available_gib(device: torch.device, world: World) -> float:
-    """Memory that one rank may use: free on the GPU, or its share of the host's available memory."""
+    """Memory that one rank may use: what its GPU has free, or its part of the host's memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / GIB
+        free, _ = torch.cuda.mem_get_info(device)
+        return free / GIB
     return host_available_bytes() / world.local_size / GIB
 
 
 def host_available_bytes() -> int:
-    """MemAvailable on Linux (reclaimable caches count), within the cgroup's limit; physical memory
-    elsewhere.
+    """Memory of this machine that can be allocated, within the limit of its cgroup.
+
+    On Linux MemAvailable, which counts caches that can be reclaimed; elsewhere physical memory.
     """
     try:
         with open("/proc/meminfo") as file:
@@ -121,14 +134,18 @@ def host_available_bytes() -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            return min(free, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):  # no cgroup limit ("max")
+        with open("/sys/fs/cgroup/memory.max") as file:
+            limit = int(file.read())
+        with open("/sys/fs/cgroup/memory.current") as file:
+            used = int(file.read())
+    except (OSError, ValueError):  # the file says "max" if the cgroup has no limit
         return free
+    return min(free, limit - used)
+
+
+# ---- the plan
 
 
 def plan(
@@ -138,248 +155,130 @@ def plan(
     device: torch.device,
     available: float | None = None,
 ) -> Plan:
-    """The request's plan against `available` GiB per rank, or what is there; allocates nothing."""
+    """The plan of a request; it allocates nothing.
+
+    `available`: GiB for one rank; by default, what this machine has. ValueError if the ranks do not
+    divide, or if the GPU's attention cannot compute in the precision that was asked for.
+    """
     check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
-    chosen = _fewest_ranks_per_row(
-        _candidates(
-            cfg,
-            config,
-            world,
-            device,
-            available_gib(device, world) if available is None else available,
-        )
-    )
-    run = chosen.cfg
-    if (
-        device.type == "cuda"
-        and cfg.dtype == "fp32"
-        and run.context_ranks > 1
-        and run.context_choice(config).mode == "gather_kv"
-    ):
-        raise ValueError(
-            "--dtype fp32 with --context_parallel_mode gather_kv on a GPU: its attention there runs in bf16: "
-            "use --dtype bf16, or --context_parallel_mode ulysses"
-        )
+    if available is None:
+        available = available_gib(device, world)
+
+    candidates = []
+    for size in _ranks_per_row(cfg, config, world):
+        candidates.append(_with_ranks_per_row(size, cfg, config, world, device, available))
+    chosen = _fewest_ranks_per_row(candidates)
+
+    if device.type == "cuda":
+        _check_precision(chosen.cfg, config)
     return chosen
 
 
-def _candidates(
-    cfg: TrainConfig, config: ModelConfig, world: World, device: torch.device, available: float
-) -> list[Plan]:
-    """A plan for each number of ranks that may share a row, rising; the one that was asked for."""
+def _check_precision(cfg: TrainConfig, config: ModelConfig):
+    """ValueError for fp32 with gathered keys, whose attention on a GPU has no fp32 kernel."""
+    if cfg.dtype != "fp32" or cfg.context_ranks == 1:
+        return
+    if cfg.context_choice(config).mode == "gather_kv":
+        raise ValueError(
+            "--dtype fp32 with --context_parallel_mode gather_kv: on a GPU this attention runs "
+            "only in bf16: use --dtype bf16, or --context_parallel_mode ulysses"
+        )
+
+
+def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[int]:
+    """Numbers of ranks that may share a row, ascending; only one number if the user gave it."""
     if cfg.context_parallel_size:
-        return [_with_context(cfg, config, world, device, available, cfg.context_parallel_size)]
+        return [cfg.context_parallel_size]
+
+    ranks = world.size // cfg.dp_replicate
     sizes = context.allowed_sizes(
         cfg.context_parallel_mode,
         config.attention_type,
         config.num_kv_heads,
         cfg.context_length,
-        world.size // cfg.dp_replicate,
+        ranks,
     )
-    possible = [
-        size for size in sizes if world.size // cfg.dp_replicate % size == 0 and _allowed(cfg, size)
-    ]
-    return [_with_context(cfg, config, world, device, available, size) for size in possible]
+    return [size for size in sizes if ranks % size == 0 and _allowed(cfg, size)]
 
 
 def _allowed(cfg: TrainConfig, size: int) -> bool:
-    """Whether `size` ranks may share a row beside the other settings."""
+    """Whether the other settings let `size` ranks share a row."""
     try:
-        return dataclasses.replace(cfg, context_parallel_size=size) is not None
+        dataclasses.replace(cfg, context_parallel_size=size)
     except ValueError:
         return False
+    return True
 
 
-def _with_context(cfg, config, world, device, available, size: int) -> Plan:
+def _with_ranks_per_row(
+    size: int,
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: World,
+    device: torch.device,
+    available: float,
+) -> Plan:
+    """The plan if `size` ranks share each row."""
     run = dataclasses.replace(cfg, context_parallel_size=size)
-    sharing = f"{size} ranks share each row" if size > 1 else ""
+    sharing = ""
     if size > 1:
         mode, why = run.context_choice(config)
-        sharing += f" by {mode} ({why})"
-    here = dataclasses.replace(run, device=device.type)
-    return Plan(
-        cfg, run, config, world, device, estimate(here, config, world.size), available, sharing
-    )
+        sharing = f"{size} ranks share each row by {mode} ({why})"
+
+    on_device = dataclasses.replace(run, device=device.type)
+    needs = estimate(on_device, config, world.size)
+    return Plan(cfg, run, config, world, device, needs, available, sharing)
 
 
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
-    """The first plan within what a rank should take, else the first that fits, else the first."""
-    alone = plans[0]
-    should = min(
-        alone.available_gib, CPU_RANK_GIB if alone.device.type == "cpu" else alone.available_gib
-    )
-    best = next((plan for plan in plans if plan.needed_gib <= should), None) or next(
-        (plan for plan in plans if plan.fits), alone
-    )
-    if best is alone:
-        return alone
-    limit = f"{should:.2f} GiB {'that a rank should take of a memory it shares' if should < alone.available_gib else 'that are there'}"
-    return dataclasses.replace(
-        best,
-        sharing=f"{best.sharing}; chosen, because with rows of its own a rank needs {alone.needed_gib:.2f} of the {limit}",
-    )
+    """The first plan below what one rank should take, else the first that fits, else the first."""
+    unshared = plans[0]
+    limit = unshared.available_gib
+    reason = "that are available"
+    if unshared.device.type == "cpu" and limit > CPU_RANK_GIB:
+        limit = CPU_RANK_GIB
+        reason = "that a rank should take of a CPU's memory"
+
+    modest = [plan for plan in plans if plan.needed_gib <= limit]
+    fitting = [plan for plan in plans if plan.fits]
+    best = (modest or fitting or plans)[0]
+    if best is unshared:
+        return unshared
+
+    why = f"without sharing, a rank needs {unshared.needed_gib:.2f} of the {limit:.2f} GiB {reason}"
+    return dataclasses.replace(best, sharing=f"{best.sharing}; {why}")
 
 
-def closest(request: Plan) -> Plan | None:
-    """The nearest request that fits here, or None.
-
-    First the same model with checkpointing, then with micro-batches of one row, then smaller models
-    at the same context, then shorter contexts; each with the attention that was asked for before
-    sparse attention, and a smaller one without checkpointing, if that is what was asked for, before
-    with it. On CPU a proposal must also finish a step within 15 minutes.
-    """
-    return next(
-        (
-            plan
-            for plan in _proposals(request)
-            if plan.fits and (request.device.type != "cpu" or plan.seconds <= PATIENCE)
-        ),
-        None,
-    )
-
-
-def one_row(cfg: TrainConfig) -> dict:
-    """Micro-batches of one row, the same rows per step."""
-    rows = dict(batch_size=1)
-    return (
-        rows
-        if cfg.global_batch_size
-        else rows
-        | dict(gradient_accumulation_steps=cfg.gradient_accumulation_steps * cfg.batch_size)
-    )
-
-
-LEVERS = (  # name, the settings that pull it; cheapest in time first
-    ("chunked loss", lambda cfg: dict(loss="chunked")),
-    ("checkpointing", lambda cfg: dict(gradient_checkpointing="full")),
-    ("micro-batches of one row", one_row),
-    (
-        "tiled MLP",
-        lambda cfg: dict(mlp_tiles=cfg.mlp_tiles if cfg.compile or cfg.mlp_tiles > 1 else 0),
-    ),
-    ("offloaded activations", lambda cfg: dict(offload_activations=cfg.device != "cpu")),
-    (
-        "offloaded optimizer",
-        lambda cfg: dict(
-            offload_optimizer=cfg.device != "cpu"
-            and cfg.optimizer == "adamw"
-            and cfg.master_weights == "fp32"
-        ),
-    ),
-    ("head groups", lambda cfg: dict(attention_head_groups=_most_groups(cfg))),
-)
-
-
-def _most_groups(cfg: TrainConfig) -> int:
-    """One group of KV heads at a time, where that is possible; one on each rank where heads are
-    spread over the ranks.
-    """
-    config = cfg.model()
-    if cfg.gradient_checkpointing != "full" or cfg.compile:
-        return cfg.attention_head_groups
-    spread = cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
-    return config.num_kv_heads if not spread else config.num_kv_heads // cfg.context_ranks
-
-
-def ladder(cfg: TrainConfig):
-    """(names of the levers, settings): the same training with one lever more at a time; one that is
-    on already gives no rung.
-
-    All keep AdamW in fp32. In bf16 two round more often than the plain path: the offloaded
-    optimizer, whose device holds weights and gradients in bf16, and head groups, whose sums do.
-    Levers that round states, or change the step (updates in the backward do not clip), are for the
-    user to choose.
-    """
-    names = []
-    for name, changes in LEVERS:
-        changed = dataclasses.replace(cfg, **changes(cfg))
-        if changed != cfg:
-            cfg, names = changed, [*names, name]
-            yield " + ".join(names), cfg
-
-
-def fitted(request: Plan) -> Plan | None:
-    """The request itself or with the fewest levers that make it fit; None where they do not."""
-    rungs = (_with(request, cfg) for _, cfg in ladder(request.asked))
-    return next((plan for plan in itertools.chain([request], rungs) if plan.fits), None)
-
-
-def _proposals(request: Plan):
-    cfg = request.asked
-    yield _changed(request, gradient_checkpointing="full")
-    sizes = list(PRESETS)[: list(PRESETS).index(cfg.model_size)][::-1]
-    # a smaller preset must still hold the data's tokens
-    vocabulary = request.config.vocab_size if cfg.data else 0
-    for context in (
-        cfg.context_length >> halvings for halvings in range(cfg.context_length.bit_length())
-    ):
-        for size in [cfg.model_size, *sizes]:
-            smaller = (
-                dict(model_size=size, model_overrides=(), vocab_size=vocabulary, init_from="")
-                if size != cfg.model_size
-                else {}
-            )
-            for attention in dict.fromkeys((cfg.attention_type, "nsa")):
-                for checkpointing in dict.fromkeys((cfg.gradient_checkpointing, "full")):
-                    yield _changed(
-                        request,
-                        **one_row(cfg),
-                        **smaller,
-                        context_length=context,
-                        attention_type=attention,
-                        gradient_checkpointing=checkpointing,
-                    )
-
-
-def _changed(request: Plan, **changes) -> Plan:
-    return _with(request, dataclasses.replace(request.asked, **changes))
-
-
-def _with(request: Plan, cfg: TrainConfig) -> Plan:
-    return plan(cfg, cfg.model(), request.world, request.device, request.available_gib)
-
-
-def proposal(nearest: Plan, request: Plan) -> str:
-    """The closest command, below what it changes."""
-    cfg, asked = nearest.asked, request.asked
-    names = [
-        spec.name
-        for spec in dataclasses.fields(cfg)
-        if getattr(cfg, spec.name) != getattr(asked, spec.name)
-    ]
-    changes = ", ".join(
-        f"{name} {getattr(asked, name) or 'default'} -> {getattr(cfg, name) or 'default'}"
-        for name in names
-    )
-    return f"closest command that runs here ({changes}):\n{command(cfg, request.world)}"
+# ---- its command
 
 
 def command(cfg: TrainConfig, world: World) -> str:
-    """The shell command of a configuration: what differs from the defaults."""
-    machines = (
-        f"--nnodes={world.size // world.local_size} --node_rank=N --master_addr=HOST "
-        if world.size > world.local_size
-        else ""
-    )
-    launcher = (
-        f"torchrun {machines}--nproc_per_node={world.local_size} train.py"
-        if world.size > 1
-        else "python train.py"
-    )
-    words = [launcher]
+    """The shell command of a configuration: the settings that differ from the defaults."""
+    words = [_launcher(world)]
     for spec in dataclasses.fields(cfg):
-        value, default = (
-            getattr(cfg, spec.name),
-            spec.default if spec.default is not dataclasses.MISSING else (),
-        )
-        if value == default or spec.name in ("plan", "config", "fit"):
-            continue
-        if spec.type is bool:
-            words.append(f"--{spec.name}" if value else f"--no_{spec.name}")
-        elif value == spec.metadata["bare"]:
-            words.append(f"--{spec.name}")
-        else:
-            words.append(
-                f"--{spec.name} {shlex.join(value if spec.metadata['many'] else [str(value)])}"
-            )
+        value = getattr(cfg, spec.name)
+        default = () if spec.default is dataclasses.MISSING else spec.default
+        if value != default and spec.name not in ("plan", "config", "fit"):
+            words.append(_flag(spec, value))
     return " ".join(words)
+
+
+def _launcher(world: World) -> str:
+    if world.size == 1:
+        return "python train.py"
+
+    machines = ""
+    if world.size > world.local_size:
+        nodes = world.size // world.local_size
+        machines = f"--nnodes={nodes} --node_rank=N --master_addr=HOST "
+    return f"torchrun {machines}--nproc_per_node={world.local_size} train.py"
+
+
+def _flag(spec: dataclasses.Field, value) -> str:
+    """The flag that sets a field to `value`."""
+    if spec.type is bool:
+        return f"--{spec.name}" if value else f"--no_{spec.name}"
+    if value == spec.metadata["bare"]:
+        return f"--{spec.name}"
+    values = value if spec.metadata["many"] else [str(value)]
+    return f"--{spec.name} {shlex.join(values)}"

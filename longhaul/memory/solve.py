@@ -1,74 +1,95 @@
-"""What fits: the longest context, the cheapest levers, or the fewest ranks, each found with the
-simulator itself.
+"""The longest context, the cheapest levers, or the fewest ranks that fit, found with the simulator.
 
-A rung is a set of levers: those of plan.ladder one after the other, then the first that fits on
-more ranks (FSDP2, and sharing rows)
-and with sparse attention, which changes the model. Among what fits the shortest predicted step on
-the fewest ranks wins: FLOP over what a GPU reaches (a roofline; order of
-magnitude). What must fit is what the allocator reserves with expandable segments, and what the
-device holds beside it. Sizes are
-GiB = 2^30 bytes per rank; host: what levers keep there. Imports longhaul (config, context, dist),
-longhaul.memory (device, estimate,
-extrapolate, plan) and model.py of ours.
+`--solve levers` climbs the ladder of fit.py, then tries the first rung that fits on more ranks
+(FSDP2, and ranks that share rows) and with sparse attention, which changes the model. Among what
+fits, the shortest predicted step times its number of ranks wins: FLOP over what a GPU reaches (a
+roofline, an order of magnitude). A candidate fits if its device holds what the allocator reserves
+with expandable segments, the CUDA context and the libraries' workspaces. Sizes are GiB = 2^30 bytes
+per rank.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory.device import EXPANDABLE, TOO_SMALL, Demand
+from longhaul.memory import fit
+from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement
 from longhaul.memory.estimate import estimate, step_flops
 from longhaul.memory.extrapolate import profile
-from longhaul.memory.plan import command, ladder
+from longhaul.memory.fit import Verdict
+from longhaul.memory.plan import command
 from longhaul.parallel.context import allowed_sizes
 from model import GIB
 
-FITS, CHANGED, NOTHING = 0, 2, 3  # exit codes
-GPU_FLOPS = (
-    400e12  # what a dense bf16 step reaches on an H100, about 40% of its peak; fp32 half of it
-)
-SMALLEST = 1024  # tokens: a shorter context is no answer
-EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
+# What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
+GPU_FLOPS = 400e12
+SMALLEST = 1024  # tokens: no shorter context is an answer
+LINES = 4  # aims of `longest` along a line, before it halves
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One candidate."""
+class Candidate:
+    """A request on a number of ranks, not simulated yet."""
 
     cfg: TrainConfig
     ranks: int
-    levers: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A candidate and what its step asks of each device."""
+
+    cfg: TrainConfig
+    ranks: int
+    name: str
     demand: Demand
+    placement: Placement
 
     @property
     def live_gib(self) -> float:
+        """Live memory at the peak."""
         return self.demand.classic.peak_live / GIB
 
     @property
     def device_gib(self) -> float:
+        """What the device must hold at least."""
         return self.demand.least_bytes / GIB
 
     @property
     def host_gib(self) -> float:
-        return (
-            max(self.demand.trace.host_peak, estimate(self.cfg, self.cfg.model(), self.ranks).host)
-            / GIB
-        )
+        """Host memory that levers use."""
+        estimated = estimate(self.cfg, self.cfg.model(), self.ranks).host
+        return max(self.demand.trace.host_peak, estimated) / GIB
 
     @property
     def seconds(self) -> float:
         """Predicted time of a step, all ranks working in parallel."""
-        speed = GPU_FLOPS * (1 if self.cfg.dtype == "bf16" else 0.5)
+        speed = GPU_FLOPS if self.cfg.dtype == "bf16" else GPU_FLOPS * 0.5
         return step_flops(self.cfg, self.cfg.model(), self.ranks) / self.ranks / speed
+
+    @property
+    def fits(self) -> bool:
+        return self.placement is not Placement.TOO_SMALL
+
+    def row(self) -> str:
+        """A line of the table."""
+        return (
+            f"{self.name:<58}{self.cfg.context_length:>10,}{self.live_gib:>10.2f}"
+            f"{self.device_gib:>12.2f}{self.host_gib:>10.2f}{self.seconds:>10.3g}  {self.placement}"
+        )
 
 
 @dataclass(frozen=True)
 class Answer:
+    """What is printed, and the verdict."""
+
     text: str
-    code: int
+    verdict: Verdict
 
 
 def demand(cfg: TrainConfig, ranks: int) -> Demand:
@@ -76,170 +97,196 @@ def demand(cfg: TrainConfig, ranks: int) -> Demand:
     return Demand.of(profile(cfg, ranks).trace, ranks)
 
 
-def levers(cfg: TrainConfig, ranks: int) -> list[tuple[TrainConfig, int, str]]:
-    """As asked, then one lever more at a time; a lever that is on already gives no rung of its own."""
-    return [
-        (cfg, ranks, "as asked"),
-        *((changed, ranks, f"+ {names.split(' + ')[-1]}") for names, changed in ladder(cfg)),
+def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
+    """The simulated candidates and the command of the best one; `what` is a choice of --solve."""
+    finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
+    simulated = finders[what](cfg, gpu_gib, gpus)
+    rows = [
+        f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; "
+        "device: reserved memory, CUDA context, workspaces",
+        f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}"
+        f"{'step s':>10}",
     ]
+    rows += [one.row() for one in simulated]
+
+    fitting = [one for one in simulated if one.fits]
+    if not fitting:
+        return Answer("\n".join([*rows, "nothing fits"]), Verdict.NOTHING)
+
+    best = _best(what, fitting)
+    expandable = best.placement is Placement.EXPANDABLE
+    as_asked = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0]
+    verdict = Verdict.FITS if as_asked and not expandable else Verdict.AFTER_CHANGES
+
+    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks))
+    if expandable:
+        line = EXPANDABLE_SEGMENTS + line
+    return Answer("\n".join([*rows, line]), verdict)
 
 
-def wider(cfg: TrainConfig, gpus: int, name: str) -> list[tuple[TrainConfig, int, str]]:
-    """The rung `name` on more ranks, then with sparse attention."""
-    rungs, upto = [], f"up to {name.removeprefix('+ ')}"
-    for ranks in worlds(cfg, gpus)[1:]:
-        rungs.append((cfg, ranks, f"{upto}, {ranks} ranks"))
-        if ranks in allowed_sizes(
-            cfg.context_parallel_mode,
-            cfg.attention_type,
-            cfg.model().num_kv_heads,
-            cfg.context_length,
-            ranks,
-        ):
-            shared = dict(context_parallel_size=ranks, attention_head_groups=1)
-            rungs.append(
-                (
-                    dataclasses.replace(cfg, **shared),
-                    ranks,
-                    f"{upto}, {ranks} ranks that share rows",
-                )
-            )
+def _best(what: str, fitting: list[Simulated]) -> Simulated:
+    if what == "context":
+        return max(fitting, key=lambda one: (one.cfg.context_length, -one.seconds))
+    if what == "world_size":
+        return min(fitting, key=lambda one: one.ranks)
+    return min(
+        fitting,
+        key=lambda one: (one.cfg.attention_type == "nsa", one.seconds * one.ranks, one.ranks),
+    )
+
+
+# ---- candidates
+
+
+def rungs(cfg: TrainConfig, ranks: int) -> list[Candidate]:
+    """The ladder on a number of ranks."""
+    first, *changed = fit.ladder(cfg)
+    found = [Candidate(first.request, ranks, first.lever)]
+    found += [Candidate(rung.request, ranks, f"+ {rung.lever}") for rung in changed]
+    return found
+
+
+def wider(rung: Candidate, gpus: int) -> list[Candidate]:
+    """A rung on more ranks, then with sparse attention on every number of ranks."""
+    cfg = rung.cfg
+    name = f"up to {rung.name.removeprefix('+ ')}"
+    numbers = worlds(cfg, gpus)
+    found = []
+    for ranks in numbers[1:]:
+        found.append(Candidate(cfg, ranks, f"{name}, {ranks} ranks"))
+        if _may_share_rows(cfg, ranks):
+            shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
+            found.append(Candidate(shared, ranks, f"{name}, {ranks} ranks that share rows"))
+
     if cfg.attention_type != "nsa":
         sparse = dataclasses.replace(cfg, attention_type="nsa")
-        rungs += [
-            (sparse, ranks, f"{upto}, {ranks} rank(s), sparse attention")
-            for ranks in worlds(cfg, gpus)
-        ]
-    return rungs
+        for ranks in numbers:
+            found.append(Candidate(sparse, ranks, f"{name}, {ranks} rank(s), sparse attention"))
+    return found
+
+
+def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
+    sizes = allowed_sizes(
+        cfg.context_parallel_mode,
+        cfg.attention_type,
+        cfg.model().num_kv_heads,
+        cfg.context_length,
+        ranks,
+    )
+    return ranks in sizes
 
 
 def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
-    """Numbers of ranks to try: those that replicas, and ranks that share a row, divide."""
+    """Numbers of ranks to try: multiples of the ranks that hold one batch."""
     least = cfg.dp_replicate * cfg.context_ranks
     found = [ranks for ranks in powers(gpus) if ranks % least == 0]
     if not found:
         raise ValueError(
-            f"--gpus {gpus}: {least} ranks hold one batch with these settings (--dp_replicate {cfg.dp_replicate}, "
-            f"--context_parallel_size {cfg.context_ranks}): use --gpus {least}, or drop them"
+            f"--gpus {gpus} is too few: --dp_replicate {cfg.dp_replicate} and "
+            f"--context_parallel_size {cfg.context_ranks} need a multiple of {least} ranks: "
+            f"use --gpus {least}, or drop these flags"
         )
     return found
 
 
 def powers(gpus: int) -> list[int]:
     """1, 2, 4, ... and `gpus` itself."""
-    return sorted({1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus} | {gpus})
+    numbers = {gpus}
+    power = 1
+    while power < gpus:
+        numbers.add(power)
+        power *= 2
+    return sorted(numbers)
 
 
-def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
-    """The ladder and the best rung's command; exit code 0: fits as asked, 2: after changes, 3:
-    nothing fits.
-    """
-    finder = dict(levers=_by_levers, context=_by_context, world_size=_by_ranks)[what]
-    rungs = finder(cfg, gpu_gib, gpus)
-    verdicts = {id(rung): rung.demand.verdict(int(gpu_gib * GIB)) for rung in rungs}
-    fitting = [rung for rung in rungs if verdicts[id(rung)] != TOO_SMALL]
-    rows = [
-        f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; device: reserved, context, workspaces",
-        f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}",
-    ]
-    rows += [
-        f"{rung.levers:<58}{rung.cfg.context_length:>10,}{rung.live_gib:>10.2f}{rung.device_gib:>12.2f}{rung.host_gib:>10.2f}{rung.seconds:>10.3g}  {verdicts[id(rung)]}"
-        for rung in rungs
-    ]
-    if not fitting:
-        return Answer("\n".join([*rows, "nothing fits"]), NOTHING)
-    best = _best(what, fitting)
-    unchanged = (
-        best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0] and verdicts[id(best)] != EXPANDABLE
-    )
-    line = EXPANDABLE_SEGMENTS * (verdicts[id(best)] == EXPANDABLE) + command(
-        best.cfg, World(size=best.ranks, local_size=best.ranks)
-    )
-    return Answer("\n".join([*rows, line]), FITS if unchanged else CHANGED)
+# ---- what is simulated
 
 
-def _best(what: str, fitting: list[Rung]) -> Rung:
-    if what == "context":
-        return max(fitting, key=lambda rung: (rung.cfg.context_length, -rung.seconds))
-    if what == "world_size":
-        return min(fitting, key=lambda rung: rung.ranks)
-    return min(
-        fitting,
-        key=lambda rung: (rung.cfg.attention_type == "nsa", rung.seconds * rung.ranks, rung.ranks),
-    )
+def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
+    climbed = rungs(cfg, worlds(cfg, gpus)[0])
+    simulated = [_simulated(one, room) for one in _progress(climbed)]
+
+    start = climbed[-1]
+    for candidate, result in zip(climbed, simulated, strict=True):
+        if result.fits:
+            start = candidate
+            break
+    return simulated + [_simulated(one, room) for one in _progress(wider(start, gpus))]
 
 
-def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs = [_rung(*asked) for asked in _progress(levers(cfg, worlds(cfg, gpus)[0]))]
-    start = next(
-        (rung for rung in rungs if rung.demand.verdict(int(room * GIB)) != TOO_SMALL), rungs[-1]
-    )
-    return rungs + [_rung(*asked) for asked in _progress(wider(start.cfg, gpus, start.levers))]
+def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
+    candidates = [Candidate(cfg, ranks, f"{ranks} rank(s)") for ranks in worlds(cfg, gpus)]
+    return [_simulated(one, room) for one in _progress(candidates)]
 
 
-def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    return [_rung(cfg, ranks, f"{ranks} rank(s)") for ranks in _progress(worlds(cfg, gpus))]
+def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
+    """Every candidate at its longest context."""
+    shortest = dataclasses.replace(cfg, context_length=SMALLEST)
+    climbed = rungs(shortest, worlds(cfg, gpus)[0])
+
+    found = []
+    for one in _progress(climbed + wider(climbed[-1], gpus)):
+        context, needs = longest(one.cfg, one.ranks, room)
+        stretched = dataclasses.replace(one.cfg, context_length=context)
+        placement = needs.placement(int(room * GIB))
+        found.append(Simulated(stretched, one.ranks, one.name, needs, placement))
+    return found
 
 
-def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Rung]:
-    rungs, alone = (
-        [],
-        levers(dataclasses.replace(cfg, context_length=SMALLEST), worlds(cfg, gpus)[0]),
-    )
-    for changed, ranks, names in _progress(alone + wider(alone[-1][0], gpus, alone[-1][2])):
-        context, found = longest(changed, ranks, room)
-        rungs.append(
-            Rung(dataclasses.replace(changed, context_length=context), ranks, names, found)
-        )
-    return rungs
+def _simulated(one: Candidate, room: float) -> Simulated:
+    needs = demand(one.cfg, one.ranks)
+    return Simulated(one.cfg, one.ranks, one.name, needs, needs.placement(int(room * GIB)))
 
 
-def _rung(cfg: TrainConfig, ranks: int, names: str) -> Rung:
-    return Rung(cfg, ranks, names, demand(cfg, ranks))
+def _progress(candidates: list[Candidate]) -> tqdm:
+    """The candidates, with a bar on a terminal: simulating one takes seconds."""
+    return tqdm(candidates, unit="rung", leave=False, disable=None)
 
 
-def _progress(rungs: list):
-    """The rungs, with a bar on a terminal: each is a simulation of some seconds."""
-    return tqdm(rungs, unit="rung", leave=False, disable=None)
+# ---- the longest context
 
 
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
-    """(tokens, demand): the longest context, a multiple of 1024, whose device GiB are within
-    `room`; the shortest if none is.
+    """(tokens, demand) of the longest context whose device GiB are within `room`.
 
-    Memory is close to affine in the context, but for the allocator's steps: a line through what
-    fits and what does not aims, four times, then halves narrow it down. What is aimed at is
-    simulated.
+    A multiple of 1,024 tokens; 1,024 if even that is too long. Memory is close to affine in the
+    context, except for the steps of the allocator: the search aims along a line between a context
+    that fits and one that does not, four times, then halves the distance. Every aim is simulated.
     """
     known: dict[int, Demand] = {}
 
     def size(context: int) -> float:
-        known[context] = known.get(context) or demand(
-            dataclasses.replace(cfg, context_length=context), ranks
-        )
+        if context not in known:
+            known[context] = demand(dataclasses.replace(cfg, context_length=context), ranks)
         return known[context].least_bytes / GIB
 
-    best, above = SMALLEST, 32 * SMALLEST
-    if size(best) > room:
-        return best, known[best]
-    while size(above) <= room:
-        best, above = above, max(2 * above, _on_the_line(size, SMALLEST, above, room))
-    for index in range(32):
-        if above == best + SMALLEST:
-            break
-        aim = (
-            _on_the_line(size, best, above, room)
-            if index < 4
-            else (best + above) // 2 // SMALLEST * SMALLEST
-        )
-        aim = min(max(aim, best + SMALLEST), above - SMALLEST)
-        best, above = (aim, above) if size(aim) <= room else (best, aim)
-    return best, known[best]
+    fits = SMALLEST
+    exceeds = 32 * SMALLEST
+    if size(fits) > room:
+        return fits, known[fits]
+
+    while size(exceeds) <= room:
+        fits = exceeds
+        exceeds = max(2 * exceeds, _on_the_line(size, SMALLEST, exceeds, room))
+
+    aims = 0
+    while exceeds > fits + SMALLEST:
+        if aims < LINES:
+            aim = _on_the_line(size, fits, exceeds, room)
+        else:
+            aim = (fits + exceeds) // 2 // SMALLEST * SMALLEST
+        aim = min(max(aim, fits + SMALLEST), exceeds - SMALLEST)
+        aims += 1
+        if size(aim) <= room:
+            fits = aim
+        else:
+            exceeds = aim
+    return fits, known[fits]
 
 
-def _on_the_line(size, one: int, other: int, room: float) -> int:
-    """The context at which a line through two sizes meets `room`; the longer one where the line is
-    flat.
-    """
+def _on_the_line(size: Callable[[int], float], one: int, other: int, room: float) -> int:
+    """The context at which a line through two sizes reaches `room`; `other` if it is flat."""
     slope = (size(other) - size(one)) / (other - one)
-    return int((one + (room - size(one)) / slope) // SMALLEST * SMALLEST) if slope > 0 else other
+    if slope <= 0:
+        return other
+    return int((one + (room - size(one)) / slope) // SMALLEST * SMALLEST)

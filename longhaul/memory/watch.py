@@ -11,6 +11,7 @@ import re
 
 import torch
 
+from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.stages import Stages
 from longhaul.run.log import peak_memory_gib
@@ -106,7 +107,7 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
     short = dataclasses.replace(
         plan, available_gib=min(plan.available_gib, plan.needed_gib - max(size, 1) / GIB)
     )
-    nearest = planner.fitted(short) or planner.closest(short)
+    nearest = fit.fitted(short).plan or fit.closest(short)
     return "\n".join(
         [
             *rows,

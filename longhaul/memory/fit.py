@@ -1,0 +1,218 @@
+"""What makes a request fit: one ladder of memory levers, one verdict, the closest smaller request.
+
+`--fit auto`, `--solve`, `--advise` and the report of a run that ran out of memory all climb the
+same ladder. Every rung keeps AdamW in fp32. In bf16, two levers round more often than the plain
+path: the offloaded optimizer, because the device then holds weights and gradients in bf16, and head
+groups, because sums over groups round. Levers that round optimizer states, or that change the step
+(updates in the backward pass do not clip), are left for the user to choose.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from longhaul.config import TrainConfig
+from longhaul.memory.plan import Plan, command, plan
+from model import PRESETS
+
+PATIENCE = 900  # seconds: a CPU run whose step takes longer is not proposed
+AS_ASKED = "as asked"
+
+
+class Verdict(enum.Enum):
+    """The planner's answer to a request; its value is the exit code of the program."""
+
+    FITS = 0
+    AFTER_CHANGES = 2
+    NOTHING = 3
+
+    @property
+    def exit_code(self) -> int:
+        return self.value
+
+
+# ---- the ladder
+
+
+class Lever(NamedTuple):
+    """A memory setting: `pull` returns the request with it, or the same request if it is on."""
+
+    name: str
+    pull: Callable[[Any], Any]
+
+
+class Rung(NamedTuple):
+    """A request after some levers, named by the last of them."""
+
+    lever: str
+    request: Any  # a TrainConfig in `ladder`
+
+
+def climb(request: Any, levers: Iterable[Lever]) -> Iterator[Rung]:
+    """The request as asked, then with one more lever at a time.
+
+    A lever that changes nothing is left out.
+    """
+    yield Rung(AS_ASKED, request)
+    for lever in levers:
+        changed = lever.pull(request)
+        if changed != request:
+            request = changed
+            yield Rung(lever.name, request)
+
+
+def ladder(cfg: TrainConfig) -> Iterator[Rung]:
+    """The same training as asked, then with one more lever at a time, cheapest in time first."""
+    return climb(cfg, LEVERS)
+
+
+def chunked_loss(cfg: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(cfg, loss="chunked")
+
+
+def checkpointing(cfg: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(cfg, gradient_checkpointing="full")
+
+
+def one_row(cfg: TrainConfig) -> TrainConfig:
+    """Micro-batches of one row; a step keeps its rows."""
+    if cfg.global_batch_size:
+        return dataclasses.replace(cfg, batch_size=1)
+
+    micro_batches = cfg.gradient_accumulation_steps * cfg.batch_size
+    return dataclasses.replace(cfg, batch_size=1, gradient_accumulation_steps=micro_batches)
+
+
+def tiled_mlp(cfg: TrainConfig) -> TrainConfig:
+    """Tiles of the default size; compiled layers cannot be tiled."""
+    if cfg.compile or cfg.mlp_tiles > 1:
+        return cfg
+    return dataclasses.replace(cfg, mlp_tiles=0)
+
+
+def offloaded_activations(cfg: TrainConfig) -> TrainConfig:
+    """On a CPU the host is the device, so that nothing is offloaded."""
+    return dataclasses.replace(cfg, offload_activations=cfg.device != "cpu")
+
+
+def offloaded_optimizer(cfg: TrainConfig) -> TrainConfig:
+    """Only AdamW with fp32 weights can update on the host; a CPU is its own host."""
+    fp32_adamw = cfg.optimizer == "adamw" and cfg.master_weights == "fp32"
+    return dataclasses.replace(cfg, offload_optimizer=fp32_adamw and cfg.device != "cpu")
+
+
+def head_groups(cfg: TrainConfig) -> TrainConfig:
+    """One KV head at a time on each rank; needs checkpointing and layers that are not compiled."""
+    if cfg.gradient_checkpointing != "full" or cfg.compile:
+        return cfg
+
+    config = cfg.model()
+    groups = config.num_kv_heads
+    if cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses":
+        groups //= cfg.context_ranks
+    return dataclasses.replace(cfg, attention_head_groups=groups)
+
+
+LEVERS = (
+    Lever("chunked loss", chunked_loss),
+    Lever("checkpointing", checkpointing),
+    Lever("micro-batches of one row", one_row),
+    Lever("tiled MLP", tiled_mlp),
+    Lever("offloaded activations", offloaded_activations),
+    Lever("offloaded optimizer", offloaded_optimizer),
+    Lever("head groups", head_groups),
+)
+
+
+# ---- what fits
+
+
+class Fit(NamedTuple):
+    """The verdict on a request, and the plan that fits; no plan if nothing does."""
+
+    verdict: Verdict
+    plan: Plan | None
+
+
+def fitted(request: Plan) -> Fit:
+    """The request itself if it fits, else with the fewest levers that make it fit."""
+    if request.fits:
+        return Fit(Verdict.FITS, request)
+
+    _, *rungs = ladder(request.asked)
+    for rung in rungs:
+        changed = replanned(request, rung.request)
+        if changed.fits:
+            return Fit(Verdict.AFTER_CHANGES, changed)
+    return Fit(Verdict.NOTHING, None)
+
+
+def replanned(request: Plan, cfg: TrainConfig) -> Plan:
+    """Another request on the same machine."""
+    return plan(cfg, cfg.model(), request.world, request.device, request.available_gib)
+
+
+# ---- a smaller request
+
+
+def closest(request: Plan) -> Plan | None:
+    """The nearest smaller request that fits this machine, or None.
+
+    First the same model with checkpointing, then with micro-batches of one row, then smaller models
+    at the same context, then shorter contexts. Each is tried with the attention that was asked for
+    before sparse attention, and without checkpointing, if that is what was asked for, before with
+    it. On a CPU a proposal must also finish a step within 15 minutes.
+    """
+    for candidate in _proposals(request):
+        patient = candidate.device.type != "cpu" or candidate.seconds <= PATIENCE
+        if candidate.fits and patient:
+            return candidate
+    return None
+
+
+def _proposals(request: Plan) -> Iterator[Plan]:
+    cfg = request.asked
+    yield replanned(request, checkpointing(cfg))
+
+    presets = list(PRESETS)
+    smaller = presets[: presets.index(cfg.model_size)]
+    for halvings in range(cfg.context_length.bit_length()):
+        context_length = cfg.context_length >> halvings
+        shorter = dataclasses.replace(one_row(cfg), context_length=context_length)
+        for size in [cfg.model_size, *reversed(smaller)]:
+            for variant in _variants(_resized(shorter, size, request.config.vocab_size)):
+                yield replanned(request, variant)
+
+
+def _resized(cfg: TrainConfig, size: str, vocabulary: int) -> TrainConfig:
+    """The same training of a smaller preset, whose vocabulary must still hold the data's tokens."""
+    if size == cfg.model_size:
+        return cfg
+    return dataclasses.replace(
+        cfg,
+        model_size=size,
+        model_overrides=(),
+        vocab_size=vocabulary if cfg.data else 0,
+        init_from="",
+    )
+
+
+def _variants(cfg: TrainConfig) -> Iterator[TrainConfig]:
+    """As asked, then with checkpointing, then both with sparse attention."""
+    for attention in dict.fromkeys((cfg.attention_type, "nsa")):
+        for kept in dict.fromkeys((cfg.gradient_checkpointing, "full")):
+            yield dataclasses.replace(cfg, attention_type=attention, gradient_checkpointing=kept)
+
+
+def proposal(nearest: Plan, request: Plan) -> str:
+    """The closest command, and what it changes."""
+    changes = []
+    for spec in dataclasses.fields(nearest.asked):
+        before = getattr(request.asked, spec.name)
+        after = getattr(nearest.asked, spec.name)
+        if after != before:
+            changes.append(f"{spec.name} {before or 'default'} -> {after or 'default'}")
+
+    shell = command(nearest.asked, request.world)
+    return f"closest command that runs here ({', '.join(changes)}):\n{shell}"

@@ -1,0 +1,87 @@
+"""One ladder and one verdict serve --fit auto, --solve, --advise and the out-of-memory report."""
+
+import pytest
+import torch
+
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory import advise, fit, plan, solve
+from longhaul.memory.device import card
+from longhaul.memory.fit import Verdict
+
+CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4)
+RUNGS = [
+    "as asked",
+    "chunked loss",
+    "checkpointing",
+    "micro-batches of one row",
+    "tiled MLP",
+    "offloaded activations",
+    "offloaded optimizer",
+    "head groups",
+]
+
+
+def planned(available: float) -> plan.Plan:
+    return plan.plan(CFG, CFG.model(), World(), torch.device("cuda"), available)
+
+
+def test_the_exit_code_of_a_verdict_is_0_2_or_3():
+    codes = {verdict: verdict.exit_code for verdict in Verdict}
+    assert codes == {Verdict.FITS: 0, Verdict.AFTER_CHANGES: 2, Verdict.NOTHING: 3}
+
+
+def test_every_rung_adds_one_lever_to_the_one_below():
+    rungs = list(fit.ladder(CFG))
+    assert [rung.lever for rung in rungs] == RUNGS
+    assert rungs[0].request == CFG
+    settings = [vars(rung.request) for rung in rungs]
+    changed = [
+        {name for name in low if low[name] != high[name]}
+        for low, high in zip(settings, settings[1:], strict=False)
+    ]
+    assert changed == [
+        {"loss"},
+        {"gradient_checkpointing"},
+        {"batch_size", "gradient_accumulation_steps"},
+        {"mlp_tiles"},
+        {"offload_activations"},
+        {"offload_optimizer"},
+        {"attention_head_groups"},
+    ]
+    assert rungs[-1].request.rows_per_step(1) == CFG.rows_per_step(1)
+
+
+def test_a_lever_that_is_on_already_gives_no_rung():
+    asked = TrainConfig(gradient_checkpointing="full", loss="chunked", device="cpu")
+    assert [rung.lever for rung in fit.ladder(asked)] == ["as asked", "tiled MLP", "head groups"]
+
+
+def test_solve_and_advise_climb_the_ladder_of_fit():
+    assert [one.name for one in solve.rungs(CFG, 1)] == ["as asked"] + [
+        f"+ {name}" for name in RUNGS[1:]
+    ]
+    asked = advise.request("train", CFG)
+    found = [rung.lever for rung in advise.ladder(asked, card("H100"))]
+    batches = ["micro-batches of 2", "micro-batches of 1"]
+    ladder = [name for name in RUNGS[1:] if name != "micro-batches of one row"]
+    assert found == ["as asked", *batches, *ladder, "the CPU"]
+
+
+@pytest.mark.parametrize("rows, sizes", [(1, []), (4, [2, 1]), (6, [3, 1]), (7, [1]), (9, [3, 1])])
+def test_micro_batches_shrink_to_divisors(rows, sizes):
+    assert advise.smaller_batches(rows) == sizes
+
+
+def test_the_first_rung_that_fits_is_chosen():
+    needed = [planned(1e6).needed_gib]
+    for rung in list(fit.ladder(CFG))[1:]:
+        needed.append(fit.replanned(planned(1e6), rung.request).needed_gib)
+    assert fit.fitted(planned(needed[0])) == fit.Fit(Verdict.FITS, planned(needed[0]))
+
+    request = planned(needed[2])
+    found = fit.fitted(request)
+    assert found.verdict is Verdict.AFTER_CHANGES
+    assert found.plan.asked.gradient_checkpointing == "full"
+    assert found.plan.asked.batch_size == CFG.batch_size
+    assert fit.fitted(planned(min(needed) - 0.01)) == fit.Fit(Verdict.NOTHING, None)

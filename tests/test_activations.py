@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.measure import saved_bytes
-from longhaul.parallel import checkpointing
+from longhaul.parallel import checkpointing, tiling
 from model import KVCache
 
 T, V = 96, 101
@@ -195,10 +195,9 @@ def test_head_slices_cover_every_weight_once():
     shared = {"q_norm.weight", "k_norm.weight", "sparse.cmp_norm.weight", "sparse.win_norm.weight"}
     counts = {name: torch.zeros_like(p) for name, p in attention.named_parameters()}
     for group in range(4):
-        for name, take in zip(
-            names, checkpointing.head_slices(names, state.model.config, group, 4)
-        ):
-            take(counts[name]).add_(1)
+        heads = tiling.HeadGroup(state.model.config, group, 4)
+        for name in names:
+            heads.view(name, counts[name]).add_(1)
     for name, count in counts.items():
         assert (count == (4 if name in shared or "compressor" in name else 1)).all(), name
 

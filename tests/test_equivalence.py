@@ -2,7 +2,7 @@
 
 import pytest
 
-from longhaul.parallel import checkpointing
+from longhaul.parallel import tiling
 from selfcheck import equivalence
 
 
@@ -27,10 +27,9 @@ def test_pairs_are_equal_or_refused_with_the_reason(monkeypatch, capsys):
 
 
 def test_a_wrong_lever_is_found(monkeypatch, capsys):
-    right = checkpointing._again
-    monkeypatch.setattr(
-        checkpointing, "_again", lambda *args: tuple(1.001 * x for x in right(*args))
-    )
+    right = tiling.recomputed_gradients
+    wrong = lambda *args: tuple(1.001 * x for x in right(*args))
+    monkeypatch.setattr(tiling, "recomputed_gradients", wrong)
     monkeypatch.setattr(equivalence, "LEVERS", {"tiled MLP": dict(mlp_tiles=3)})
     assert equivalence.main(["--what", "levers", "--steps", "2"]) == 1
     assert "DIFFERENT" in capsys.readouterr().out

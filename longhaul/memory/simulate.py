@@ -25,7 +25,7 @@ from longhaul.memory.stages import Stages, label
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces, few_of
-from longhaul.parallel import checkpointing
+from longhaul.parallel import checkpointing, tiling
 
 
 class FusedRMSNorm(torch.autograd.Function):
@@ -151,9 +151,7 @@ def simulate(
             Tracker(Workspaces(target), fake=True),
             step.skeleton(cfg, config, mesh, context_mesh),
         )
-        parts = mock.patch.object(
-            checkpointing, "range", range if every_part else few_of, create=True
-        )
+        parts = mock.patch.object(tiling, "range", range if every_part else few_of, create=True)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             as_on(target),

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from longhaul.parallel import checkpointing, context
+from longhaul.parallel import checkpointing, context, tiling
 from longhaul.parallel.share_rows import RowSharing
 from model import Decoder, packed_attention, standard_attention
 
@@ -24,9 +24,9 @@ def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     if context_mesh is not None:
         share_rows(model, context_mesh, cfg.context_choice(model.config).mode, cfg.compile)
     if cfg.attention_head_groups > 1:
-        checkpointing.group_heads(model, cfg.attention_head_groups)
+        tiling.group_heads(model, cfg.attention_head_groups)
     if cfg.tiles > 1:
-        checkpointing.tile_mlp(model, cfg.tiles)
+        tiling.tile_mlp(model, cfg.tiles)
     if cfg.gradient_checkpointing != "none":
         checkpointing.checkpoint_layers(
             model, cfg.gradient_checkpointing == "selective", cfg.offload_activations

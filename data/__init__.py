@@ -1,14 +1,16 @@
-"""From text files to rows of tokens: numpy, sentencepiece and the standard library, nothing else.
+"""From text files to rows of tokens, with numpy, sentencepiece and the standard library.
 
-    sources.py    files, folders, JSONL, gzip            -> Document(name, text)
-    corpus.py     the embedded corpus: no download       -> Document(name, text)
-    tokenizer.py  lossless sentencepiece                 -> ids
-    shards.py     writer and memory-mapped reader of a dataset folder (manifest.py: its one JSON file)
-    packing.py    best-fit decreasing, never crops       -> row -> pieces of documents
-    order.py      position -> row, a keyed permutation without an array
-    loader.py     position -> tokens, labels, positions, doc_ids
-    pipeline.py   documents -> ids on several cores (worker.py) -> dataset folder, durably (folders.py)
-    prepare.py    `python -m data.prepare`: the door to all of it
+    prepare.py    the command `python -m data.prepare`
+    pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; the stages told in words
+    sources.py    files, folders, JSONL, gzip      -> documents
+    corpus.py     the embedded corpus, no download -> documents
+    tokenizer.py  lossless sentencepiece           text <-> ids
+    writer.py     ids -> shards, in a folder that appears whole or not at all
+    manifest.py   the JSON file that describes such a folder; the one door to it
+    dataset.py    the folder opened: memory-mapped documents of each split
+    packing.py    documents -> rows, by best fit, nothing cropped
+    order.py      position -> row, by a keyed permutation without an array
+    loader.py     position -> tokens, labels, positions and document ids of a row
 
 Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
 epoch, position}.

@@ -1,10 +1,8 @@
-"""The embedded corpus, no download: the Python standard library and the installed torch and numpy,
-as source text.
+"""The embedded corpus, without a download: the sources of Python, torch and numpy as installed.
 
-Imports data.sources, data.pipeline, files.folders. About 87 MB of .py, 25M tokens at a vocabulary
-of 8,192. Each file of torch and numpy must have the SHA-256 of its package's RECORD; the standard
-library has no RECORD, so the hash of what was read goes into the manifest. torch is located through
-its metadata and never imported.
+About 88 MB of .py files, 26M tokens at a vocabulary of 8,192. Each file of torch and numpy must
+have the SHA-256 of its package's RECORD. The standard library has no RECORD, so the hash of what
+was read goes into the manifest. torch is located through its metadata and never imported.
 """
 
 import base64
@@ -43,10 +41,12 @@ class SourceFile(NamedTuple):
     size: int
     sha256: str | None
 
+    @property
+    def directory(self) -> str:
+        return str(PurePosixPath(self.name).parent)
 
-def default_cache() -> Path:
-    """$LONGHAUL_CACHE, else ~/.cache/longhaul."""
-    return Path(os.environ.get("LONGHAUL_CACHE") or Path.home() / ".cache" / "longhaul")
+
+# ---- the dataset
 
 
 def prepare_embedded(
@@ -58,24 +58,26 @@ def prepare_embedded(
     val_fraction: float = 0.02,
     report: Report = print,
 ) -> Dataset:
-    """The embedded corpus as a dataset under `cache_dir`, prepared on the first call and opened on
-    later ones.
+    """The embedded corpus as a dataset under `cache_dir`: prepared by the first call, then opened.
 
-    documents: "directory" joins the files of a directory into one document (about 40 of at least
-    131,072 tokens: real
-    long context), "file" keeps them apart. max_bytes: a sample of whole directories of about this
-    size.
-    Raises ValueError for a bad setting, IntegrityError when an installed file is not what its
+    documents: "directory" joins the files of a directory into one document (about 40 of these have
+    at least 131,072 tokens: real long context), "file" keeps the files apart.
+    max_bytes: take a sample of whole directories of about this size.
+
+    Raises ValueError for a bad setting, and IntegrityError if an installed file is not what its
     package's RECORD says.
     """
     if documents not in GROUPINGS:
         raise ValueError(f"documents is {documents!r}: allowed are {', '.join(GROUPINGS)}")
-    cache = Path(cache_dir) if cache_dir is not None else default_cache()
+
+    cache = default_cache() if cache_dir is None else Path(cache_dir)
     files = embedded_files(max_bytes, report)
     output = cache / f"embedded-{_key(files, (vocab_size, documents, val_fraction))}"
+
     if not (output / MANIFEST).exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache):  # the second of two processes waits here, and finds the work done
+        with locked(cache):
+            # a second process waits for the lock, and finds the work done
             if not (output / MANIFEST).exists():
                 _clear_leftovers(cache)
                 build_embedded(
@@ -90,7 +92,9 @@ def prepare_embedded(
     try:
         return open_dataset(output)
     except IntegrityError as error:
-        raise IntegrityError(f"{error}; delete {output} and it is prepared anew") from None
+        raise IntegrityError(
+            f"{error}; delete {output}, and the next run prepares it again"
+        ) from None
 
 
 def build_embedded(
@@ -101,75 +105,22 @@ def build_embedded(
     val_fraction: float = 0.02,
     **settings,
 ) -> Dataset:
-    """Write the dataset of these files to a new folder; `settings` as for `pipeline.build_dataset`."""
+    """Write the dataset of these files to a new folder; `settings` as in `build_dataset`."""
     join = by_directory if documents == "directory" else iter
-    usable, sources = check_files(files, report)
+    texts, sources = read_corpus(files, report)
     return build_dataset(
-        lambda: join(read_files(usable)),
+        lambda: join(texts),
         output,
-        sources=sources,
+        sources=lambda: sources,
         val_fraction=val_fraction,
         **settings,
     )
 
 
-def check_files(
-    files: list[SourceFile], report: Report = print
-) -> tuple[list[SourceFile], list[dict]]:
-    """(the files that are UTF-8; per package its name, version, files, bytes and SHA-256 over "name
-    hash" lines).
-    """
-    usable: dict[str, list[SourceFile]] = {}
-    digests = {}
-    skipped: list[str] = []
-    for file in files:
-        content = read_verified(file)
-        if decode(content, file.name, skipped.append) is not None:
-            usable.setdefault(file.package, []).append(file)
-            line = f"{file.name} {hashlib.sha256(content).hexdigest()}\n"
-            digests.setdefault(file.package, hashlib.sha256()).update(line.encode())
-    if skipped:
-        report(
-            f"embedded corpus: {len(skipped)} files left out that are not UTF-8 ({'; '.join(skipped)})"
-        )
-    sources = [
-        {
-            "name": package,
-            "version": _version(package),
-            "files": len(group),
-            "bytes": sum(file.size for file in group),
-            "sha256": digests[package].hexdigest(),
-        }
-        for package, group in usable.items()
-    ]
-    return [file for group in usable.values() for file in group], sources
-
-
-def embedded_files(max_bytes: int | None = None, report: Report = print) -> list[SourceFile]:
-    """The files of the corpus, those of a directory together; a package without a RECORD is
-    reported and left out.
-    """
-    files = list(_standard_library())
-    for package in PACKAGES:
-        files += _installed(package, report)
-    return files if max_bytes is None else _sample_directories(files, max_bytes)
-
-
-def read_files(files: Iterable[SourceFile]) -> Iterator[Document]:
-    """The text of each file, checked against its RECORD."""
-    for file in files:
-        yield Document(file.name, decode(read_verified(file), file.path))
-
-
-def read_verified(file: SourceFile) -> bytes:
-    """The bytes of a file. Raises IntegrityError when RECORD has another hash."""
-    content = file.path.read_bytes() if file.path.is_file() else b"missing"
-    if file.sha256 is not None and _base64(hashlib.sha256(content)) != file.sha256:
-        raise IntegrityError(
-            f"{file.path} is not the file that {file.package} was installed with (its SHA-256 is not "
-            f"the RECORD's): reinstall {file.package}, or prepare your own text with --input"
-        )
-    return content
+def default_cache() -> Path:
+    """$LONGHAUL_CACHE, or ~/.cache/longhaul."""
+    folder = os.environ.get("LONGHAUL_CACHE")
+    return Path(folder) if folder else Path.home() / ".cache" / "longhaul"
 
 
 def _clear_leftovers(cache: Path) -> None:
@@ -178,59 +129,8 @@ def _clear_leftovers(cache: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _standard_library() -> Iterator[SourceFile]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED_FOLDERS)
-        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
-            name = PurePosixPath("stdlib", path.relative_to(root).as_posix())
-            yield SourceFile("stdlib", str(name), path, path.stat().st_size, None)
-
-
-def _installed(package: str, report: Report) -> list[SourceFile]:
-    """The .py files that RECORD lists for a package, sorted by directory."""
-    try:
-        distribution = importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        report(f"embedded corpus: {package} is not installed and left out")
-        return []
-    rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
-    files = [
-        SourceFile(
-            package,
-            row[0],
-            Path(distribution.locate_file(row[0])),
-            int(row[2]),
-            row[1].removeprefix("sha256="),
-        )
-        for row in rows
-        if row[0].endswith(".py") and not row[0].startswith("..") and row[1].startswith("sha256=")
-    ]
-    if not files:
-        report(f"embedded corpus: {package} has no RECORD to verify its files by and is left out")
-    return sorted(files, key=lambda file: (str(PurePosixPath(file.name).parent), file.name))
-
-
-def _sample_directories(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
-    """Whole directories in hashed order until `max_bytes` is reached; the files keep their order."""
-    sizes: dict[PurePosixPath, int] = {}
-    for file in files:
-        folder = PurePosixPath(file.name).parent
-        sizes[folder] = sizes.get(folder, 0) + file.size
-    chosen, total = set(), 0
-    for folder in sorted(sizes, key=lambda folder: hashlib.sha256(str(folder).encode()).digest()):
-        if not chosen or total + sizes[folder] <= max_bytes:
-            chosen.add(folder)
-            total += sizes[folder]
-    return [file for file in files if PurePosixPath(file.name).parent in chosen]
-
-
-def _version(package: str) -> str:
-    return platform.python_version() if package == "stdlib" else importlib.metadata.version(package)
-
-
 def _key(files: list[SourceFile], settings: tuple) -> str:
-    """16 hexadecimal digits that change with any input file, setting or tokenizer-trainer version."""
+    """16 hexadecimal digits that change with any input file, setting or version of the trainer."""
     inputs = [
         CORPUS_VERSION,
         VERSION,
@@ -242,5 +142,142 @@ def _key(files: list[SourceFile], settings: tuple) -> str:
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]
 
 
+# ---- reading
+
+
+def read_corpus(
+    files: Iterable[SourceFile], report: Report = print
+) -> tuple[list[Document], list[dict]]:
+    """The text of the files that are UTF-8, and a record of each package.
+
+    All of it is kept in memory, which is bounded by what is installed. The record has the SHA-256
+    over the "name hash" lines of the package's files.
+    """
+    documents = []
+    packages: dict[str, _Package] = {}
+    skipped: list[str] = []
+    for file in files:
+        content = read_verified(file)
+        text = decode(content, file.name, skipped.append)
+        if text is None:
+            continue
+        documents.append(Document(file.name, text))
+        package = packages.setdefault(file.package, _Package(file.package))
+        package.add(file, content)
+
+    if skipped:
+        report(
+            f"embedded corpus: {len(skipped)} files that are not UTF-8 were left out "
+            f"({'; '.join(skipped)})"
+        )
+    return documents, [package.record() for package in packages.values()]
+
+
+class _Package:
+    """What was read of a package."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._files = 0
+        self._bytes = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, file: SourceFile, content: bytes) -> None:
+        self._files += 1
+        self._bytes += file.size
+        line = f"{file.name} {hashlib.sha256(content).hexdigest()}\n"
+        self._digest.update(line.encode())
+
+    def record(self) -> dict:
+        return {
+            "name": self._name,
+            "version": _version(self._name),
+            "files": self._files,
+            "bytes": self._bytes,
+            "sha256": self._digest.hexdigest(),
+        }
+
+
+def read_verified(file: SourceFile) -> bytes:
+    """The bytes of a file. Raises IntegrityError if RECORD has another hash."""
+    content = file.path.read_bytes() if file.path.is_file() else b"missing"
+    if file.sha256 is not None and _base64(hashlib.sha256(content)) != file.sha256:
+        raise IntegrityError(
+            f"{file.path} is not the file that {file.package} was installed with (its SHA-256 is "
+            f"not the RECORD's): reinstall {file.package}, or prepare your own text with --input"
+        )
+    return content
+
+
 def _base64(digest) -> str:
     return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+
+
+def _version(package: str) -> str:
+    if package == "stdlib":
+        return platform.python_version()
+    return importlib.metadata.version(package)
+
+
+# ---- which files
+
+
+def embedded_files(max_bytes: int | None = None, report: Report = print) -> list[SourceFile]:
+    """The files of the corpus, directory by directory.
+
+    A package that is not installed, or has no RECORD, is reported and left out.
+    """
+    files = list(_standard_library())
+    for package in PACKAGES:
+        files += _installed(package, report)
+    return files if max_bytes is None else _sample_directories(files, max_bytes)
+
+
+def _standard_library() -> Iterator[SourceFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = Path(folder, name)
+                full_name = PurePosixPath("stdlib", path.relative_to(root).as_posix())
+                yield SourceFile("stdlib", str(full_name), path, path.stat().st_size, None)
+
+
+def _installed(package: str, report: Report) -> list[SourceFile]:
+    """The .py files that RECORD lists for a package, sorted by directory."""
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        report(f"embedded corpus: {package} is not installed and left out")
+        return []
+
+    files = []
+    record = distribution.read_text("RECORD") or ""
+    for name, digest, size in csv.reader(record.splitlines()):
+        is_inside = not name.startswith("..")
+        if name.endswith(".py") and is_inside and digest.startswith("sha256="):
+            path = Path(distribution.locate_file(name))
+            sha256 = digest.removeprefix("sha256=")
+            files.append(SourceFile(package, name, path, int(size), sha256))
+
+    if not files:
+        report(
+            f"embedded corpus: {package} has no RECORD to check its files against and is left out"
+        )
+    return sorted(files, key=lambda file: (file.directory, file.name))
+
+
+def _sample_directories(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
+    """Whole directories in hashed order, up to `max_bytes`; the files keep their order."""
+    sizes: dict[str, int] = {}
+    for file in files:
+        sizes[file.directory] = sizes.get(file.directory, 0) + file.size
+
+    chosen = set()
+    total = 0
+    for directory in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if not chosen or total + sizes[directory] <= max_bytes:
+            chosen.add(directory)
+            total += sizes[directory]
+    return [file for file in files if file.directory in chosen]

@@ -191,7 +191,7 @@ class Manifest:
             self.tokenizer.check_hash()
         except IntegrityError as error:
             raise TokenizerMismatch(
-                f"the tokenizer in the folder is not the one that made the ids: {error}"
+                f"the ids were made with another tokenizer than the one in their folder: {error}"
             ) from None
 
 

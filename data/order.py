@@ -2,8 +2,8 @@
 
 A Feistel network of six rounds permutes the smallest power of four that holds n. A value that lands
 at n or above is permuted again until it is below n (cycle walking, fewer than four passes on
-average), which keeps the map one-to-one. The state is three numbers, {seed, epoch, position}, so the
-row at any position of any epoch is computed directly.
+average), which keeps the map one-to-one. The state is three numbers, {seed, epoch, position}, so
+the row at any position of any epoch is computed directly.
 
 Ranges of positions may be skipped; the positions that remain move up.
 """
@@ -37,7 +37,7 @@ def permute(seed: int, epoch: int, n: int, position: int) -> int:
 
 
 def mix(x: int | np.ndarray) -> int | np.ndarray:
-    """The finalizer of splitmix64: 64 bits -> 64 bits, one-to-one; x is an int or a uint64 array."""
+    """splitmix64's finalizer, a one-to-one map of 64 bits; x is an int or a uint64 array."""
     x = x ^ (x >> 30)
     x = (x * 0xBF58476D1CE4E5B9) & MASK
     x = x ^ (x >> 27)

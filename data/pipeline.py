@@ -1,38 +1,53 @@
-"""Documents -> tokenizer -> ids on several cores -> dataset folder.
+"""From documents to a dataset folder. The stages, each a function of what it is given:
 
-Imports data.sources, data.tokenizer, data.worker, data.shards, files.folders, data.order. The
-documents are read twice: once to check every one of them and to sample the tokenizer's training
-text, once to encode. Batches of documents go to worker processes and come back in order, so the
-result does not depend on the number of workers.
+    documents       files -> documents                       data/sources.py, data/corpus.py
+    scan            documents -> a sample of their text, and the number of characters
+    train           the sample -> a tokenizer, unless one is given       data/tokenizer.py
+    encode          documents -> token ids, on several processes, in order
+    write_dataset   token ids -> shards and a manifest                   data/writer.py
+
+Training then reads the folder (data/dataset.py), packs pieces of documents into rows
+(data/packing.py), and takes the rows in an order that is computed from the seed (data/order.py,
+data/loader.py).
+
+The documents are read twice. The first reading checks every document before anything is written,
+and takes the sample without which there is no tokenizer to encode with; keeping the text between
+the two would take as much memory as the input has bytes.
+
+Encoding runs in plain child processes (`python -m data.pipeline TOKENIZER`) rather than in those of
+multiprocessing: they never import the caller's main module (and torch with it), work from any
+script or prompt, and end when their parent does, because their input closes.
 """
 
 import heapq
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import BinaryIO
 
+import numpy as np
 from tqdm import tqdm
 
 from data.dataset import Dataset
 from data.order import mix
 from data.sources import Document
 from data.tokenizer import Tokenizer, train
-from data.worker import Worker
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
-SAMPLE_BYTES = (
-    8_000_000  # 8,192 pieces trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44 in 7 s
-)
+SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
 BATCH_BYTES = 1 << 20
-Documents = Callable[[], Iterable[Document]]
 
 
 def build_dataset(
-    documents: Documents,
+    documents: Callable[[], Iterable[Document]],
     output: Path | str,
     *,
     tokenizer: Path | str | None = None,
@@ -40,83 +55,123 @@ def build_dataset(
     character_coverage: float = 1.0,
     workers: int = 2,
     val_fraction: float = 0.01,
-    sources: Iterable[dict] = (),
+    sources: Callable[[], Iterable[dict]] = list,
 ) -> Dataset:
-    """Encode what `documents()` yields (called twice, the same both times) into a new dataset
-    folder.
+    """Encode what `documents()` yields into a new dataset folder.
 
-    With `tokenizer` the given model is used, else one of `vocab_size` is trained. Raises ValueError
-    before anything is written when the output is taken or a document is bad.
+    `documents` is called twice and must yield the same both times; `sources`, which says for the
+    manifest where they are from, is called in between. With `tokenizer` that model is used,
+    otherwise one of `vocab_size` is trained. Raises ValueError before anything is written if the
+    output is taken or a document is bad.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}: give 1 or more")
     require_fraction(val_fraction)
     require_new(Path(output))
+
     with tempfile.TemporaryDirectory() as folder:
         sample, num_chars = scan(documents())
-        path = Path(tokenizer) if tokenizer is not None else Path(folder, "tokenizer.model")
-        model = (
-            Tokenizer(path)
-            if tokenizer is not None
-            else train(sample, vocab_size, path, character_coverage)
-        )
-        encoded = encode(
-            _with_progress(documents(), num_chars), path, workers if num_chars > BATCH_BYTES else 1
-        )
+        if tokenizer is None:
+            path = Path(folder, "tokenizer.model")
+            model = train(sample, vocab_size, path, character_coverage)
+        else:
+            path = Path(tokenizer)
+            model = Tokenizer(path)
+
+        if num_chars <= BATCH_BYTES:
+            workers = 1
         return write_dataset(
-            encoded,
+            encode(_with_progress(documents(), num_chars), path, workers),
             output,
             vocab_size=model.vocab_size,
             eod_id=model.eod_id,
             tokenizer=path,
-            sources=sources,
+            sources=sources(),
             val_fraction=val_fraction,
         )
 
 
-def scan(documents: Iterable[Document]) -> tuple[list[str], int]:
-    """Read everything once: (a sample of SAMPLE_BYTES of text in chunks, picked by a hash of the
-    index; all characters).
+# ---- scanning
 
-    Raises ValueError when there is no text at all.
+
+def scan(documents: Iterable[Document]) -> tuple[list[str], int]:
+    """Read everything once: (a sample of the text in chunks, the number of characters).
+
+    Raises ValueError if there is no text at all.
     """
-    heap: list[tuple[int, int, str]] = []
-    index = size = num_chars = 0
-    for document in _progress(documents, "reading", unit=" documents"):
+    sample = _Sample()
+    num_chars = 0
+    for document in tqdm(documents, desc="reading", unit=" documents", disable=None, leave=False):
         num_chars += len(document.text)
-        for start in range(0, len(document.text), SAMPLE_CHUNK):
-            index += 1
-            priority = -mix(index)
-            if size >= SAMPLE_BYTES and priority <= heap[0][0]:
-                continue
-            chunk = document.text[start : start + SAMPLE_CHUNK]
-            heapq.heappush(heap, (priority, index, chunk))
-            size += len(chunk)
-            while size - len(heap[0][2]) >= SAMPLE_BYTES:
-                size -= len(heapq.heappop(heap)[2])
+        sample.add(document.text)
+
     if not num_chars:
         raise ValueError(
             "there is no text in the input (every document is empty): give --input with text in it"
         )
-    return [chunk for _, _, chunk in sorted(heap, key=lambda entry: entry[1])], num_chars
+    return sample.chunks(), num_chars
+
+
+class _Sample:
+    """At least SAMPLE_CHARS of text, if there is as much: the chunks whose numbers hash lowest."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []  # (-hash, number, chunk)
+        self._num_chunks = 0
+        self._size = 0
+
+    def add(self, text: str) -> None:
+        """Consider each chunk of `text`."""
+        for start in range(0, len(text), SAMPLE_CHUNK):
+            self._num_chunks += 1
+            priority = -mix(self._num_chunks)
+            is_full = self._size >= SAMPLE_CHARS
+            if is_full and priority <= self._heap[0][0]:
+                continue
+
+            chunk = text[start : start + SAMPLE_CHUNK]
+            heapq.heappush(self._heap, (priority, self._num_chunks, chunk))
+            self._size += len(chunk)
+            while self._size - len(self._heap[0][2]) >= SAMPLE_CHARS:
+                _, _, dropped = heapq.heappop(self._heap)
+                self._size -= len(dropped)
+
+    def chunks(self) -> list[str]:
+        """The chunks in the order of the text."""
+        in_order = sorted(self._heap, key=lambda entry: entry[1])
+        return [chunk for _, _, chunk in in_order]
+
+
+# ---- encoding
 
 
 def encode(
     documents: Iterable[Document], tokenizer: Path, workers: int
 ) -> Iterator[TokenizedDocument]:
-    """The ids of each document, in order; with one worker in this process."""
+    """The ids of each document, in order; the number of workers does not change the result."""
     if workers == 1:
-        model = Tokenizer(tokenizer)
-        for document in documents:
-            yield TokenizedDocument(model.encode_array(document.text), len(document.text.encode()))
-        return
-    idle = SimpleQueue()
+        return _encode_here(documents, tokenizer)
+    return _encode_in_processes(documents, tokenizer, workers)
+
+
+def _encode_here(documents: Iterable[Document], tokenizer: Path) -> Iterator[TokenizedDocument]:
+    model = Tokenizer(tokenizer)
+    for document in documents:
+        yield TokenizedDocument(model.encode_array(document.text), len(document.text.encode()))
+
+
+def _encode_in_processes(
+    documents: Iterable[Document], tokenizer: Path, workers: int
+) -> Iterator[TokenizedDocument]:
+    """A thread per process feeds it batches; the results are taken in the order of the batches."""
     processes = [Worker(tokenizer) for _ in range(workers)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for process in processes:
+        idle.put(process)
+
     try:
-        for process in processes:
-            idle.put(process)
         with ThreadPoolExecutor(workers) as pool:
-            waiting = deque()
+            waiting: deque[Future[list[TokenizedDocument]]] = deque()
             for batch in _batches(documents):
                 waiting.append(pool.submit(_encode_batch, batch, idle))
                 if len(waiting) > 2 * workers:
@@ -128,37 +183,106 @@ def encode(
             process.close()
 
 
-def _encode_batch(texts: list[bytes], idle: SimpleQueue) -> list[TokenizedDocument]:
+def _encode_batch(texts: list[bytes], idle: "SimpleQueue[Worker]") -> list[TokenizedDocument]:
     process = idle.get()
     try:
         encoded = process.encode(texts)
     finally:
         idle.put(process)
-    return [TokenizedDocument(ids, len(text)) for ids, text in zip(encoded, texts)]
+    return [TokenizedDocument(ids, len(text)) for ids, text in zip(encoded, texts, strict=True)]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[bytes]]:
-    batch, size = [], 0
+    """The texts in UTF-8, in lists of at least BATCH_BYTES."""
+    batch: list[bytes] = []
+    size = 0
     for document in documents:
-        batch.append(document.text.encode())
-        size += len(batch[-1])
+        text = document.text.encode()
+        batch.append(text)
+        size += len(text)
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
 
-def _progress(items: Iterable, label: str, **settings) -> tqdm:
-    return tqdm(
-        items, desc=label, disable=None, leave=False, **settings
-    )  # None: silent unless on a terminal
-
-
 def _with_progress(documents: Iterable[Document], num_chars: int) -> Iterator[Document]:
-    with tqdm(
-        total=num_chars, desc="encoding", unit="B", unit_scale=True, disable=None, leave=False
-    ) as bar:
+    """The documents, with a progress bar on a terminal (`disable=None`)."""
+    settings = dict(desc="encoding", unit="B", unit_scale=True, disable=None, leave=False)
+    with tqdm(total=num_chars, **settings) as bar:
         for document in documents:
             yield document
             bar.update(len(document.text))
+
+
+# ---- encoding processes
+
+
+class Worker:
+    """A child process that encodes batches of text with one tokenizer."""
+
+    def __init__(self, tokenizer: Path):
+        root = str(Path(__file__).resolve().parent.parent)
+        inherited = os.environ.get("PYTHONPATH")
+        path = os.pathsep.join([root, inherited] if inherited else [root])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "data.pipeline", str(tokenizer)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+        """The ids of each UTF-8 text, uint32. Raises ChildProcessError if the process has ended."""
+        try:
+            _send(self._process.stdin, texts)
+            parts = _receive(self._process.stdout)
+        except BrokenPipeError:
+            parts = None
+        if parts is None:
+            raise ChildProcessError(
+                "an encoding process ended early, most likely for lack of memory: use --workers 1"
+            )
+        return [np.frombuffer(part, dtype="<u4") for part in parts]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _send(pipe: BinaryIO, parts: list[bytes]) -> None:
+    """A message: the number of parts and the length of each (uint64), then the parts."""
+    head = [len(parts), *(len(part) for part in parts)]
+    pipe.write(np.array(head, dtype="<u8").tobytes())
+    for part in parts:
+        pipe.write(part)
+    pipe.flush()
+
+
+def _receive(pipe: BinaryIO) -> list[bytes] | None:
+    """The parts of one message; None at the end of the pipe."""
+    head = pipe.read(8)
+    if len(head) < 8:
+        return None
+    num_parts = int.from_bytes(head, "little")
+    lengths = np.frombuffer(pipe.read(8 * num_parts), dtype="<u8").tolist()
+    parts = [pipe.read(length) for length in lengths]
+    is_whole = [len(part) for part in parts] == lengths
+    return parts if is_whole else None
+
+
+def _serve(tokenizer: str) -> None:
+    """What a worker process does until its input closes."""
+    # Ctrl-C reaches the whole process group, and the parent decides what to do
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    model = Tokenizer(tokenizer)
+    while (texts := _receive(sys.stdin.buffer)) is not None:
+        encoded = [model.encode(text.decode()) for text in texts]
+        _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1])

@@ -1,25 +1,28 @@
-"""Text from files: plain, JSONL, and gzip of both; a folder is walked in sorted order.
+"""Text from files: plain, JSONL, and gzip of both; folders are walked in sorted order.
 
-Imports nothing of ours. Every byte counts: no newline translation, no BOM removal, no
-normalisation. What is not valid text is named as file:offset or file:line and refused, or handed to
-`report` and left out.
+Every byte counts: no newline translation, no BOM removal, no normalisation. What is not valid text
+is named as file:offset or file:line and refused, or handed to `report` and left out.
 """
 
 import gzip
+import hashlib
+import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+CHUNK = 1 << 20
+
 Report = Callable[[str], None]
 
 
 class Document(NamedTuple):
-    """One document: where it comes from, and its text."""
+    """A text, and where it is from."""
 
     name: str
     text: str
@@ -30,34 +33,151 @@ def refuse(message: str) -> None:
     raise ValueError(f"{message}: repair it, or leave such documents out with --on_error skip")
 
 
-def list_files(inputs: Iterable[Path | str]) -> list[Path]:
-    """The regular files of `inputs`, in order; folders recursively, sorted, without hidden entries,
-    __pycache__ or linked folders.
+# ---- which files
 
-    Raises ValueError for a path that is not there, or when no file is found.
+
+def list_files(path: Path | str) -> list[Path]:
+    """A file, or the files of a folder and its subfolders, sorted.
+
+    Hidden entries, __pycache__ and linked folders are left out. Raises ValueError if the path does
+    not exist or no file is found.
     """
-    inputs = [Path(path) for path in inputs]
-    files = [file for path in inputs for file in _expand(path)]
-    if not files:
-        raise ValueError(
-            f"no files in {', '.join(map(str, inputs))}: give --input files or folders that hold text"
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"input {path} is not a file or folder: check the path given with --input")
+
+    files = []
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = sorted(
+            name for name in subfolders if not name.startswith(".") and name != "__pycache__"
         )
+        visible = sorted(name for name in names if not name.startswith("."))
+        files += [Path(folder, name) for name in visible if Path(folder, name).is_file()]
+    if not files:
+        raise ValueError(f"no files in {path}: give --input files or folders that hold text")
     return files
 
 
-def read_documents(
-    inputs: Iterable[Path | str], text_field: str = "text", report: Report = refuse
-) -> Iterator[Document]:
-    """The documents of all `inputs` in order: one per text file, one per line of a .jsonl file.
+# ---- documents
 
-    Raises ValueError (or calls `report` and goes on) for text that is not UTF-8, a lone surrogate,
-    a bad line or damaged gzip.
+
+class TextFiles:
+    """The user's files and folders: their documents, and a record of where these are from.
+
+    A text file is one document, and so is each line of a .jsonl file. The files are hashed while
+    they are read, so that the record does not take another reading.
     """
-    for path in list_files(inputs):
-        if PurePath(path.name.removesuffix(".gz")).suffix in JSONL_SUFFIXES:
-            yield from _read_jsonl(path, text_field, report)
-        else:
-            yield from _read_text(path, report)
+
+    def __init__(
+        self, inputs: Sequence[Path | str], text_field: str = "text", report: Report = refuse
+    ):
+        """Raises ValueError if one of the inputs does not exist or holds no file."""
+        self._inputs = [(path, list_files(path)) for path in inputs]
+        self._text_field = text_field
+        self._report = report
+        self._hashed: dict[Path, _Hashed] = {}
+
+    def documents(self) -> Iterator[Document]:
+        """The documents of all inputs, in order.
+
+        Raises ValueError, or calls `report` and goes on, for text that is not UTF-8, a lone
+        surrogate, a line that is not JSON with the text field, and damaged gzip.
+        """
+        for _, files in self._inputs:
+            for path in files:
+                if PurePath(path.name.removesuffix(".gz")).suffix in JSONL_SUFFIXES:
+                    yield from self._jsonl_documents(path)
+                else:
+                    yield from self._text_documents(path)
+
+    def describe(self) -> list[dict]:
+        """Each input's files and bytes, and a SHA-256 over its "name hash" lines.
+
+        The files must have been read to the end by `documents`.
+        """
+        return [self._describe_input(path, files) for path, files in self._inputs]
+
+    def _describe_input(self, path: Path | str, files: list[Path]) -> dict:
+        digest = hashlib.sha256()
+        for file in files:
+            line = f"{file.relative_to(path)} {self._hashed[file].sha256}\n"
+            digest.update(line.encode("utf-8", "surrogateescape"))
+        return {
+            "name": str(path),
+            "files": len(files),
+            "bytes": sum(self._hashed[file].size for file in files),
+            "sha256": digest.hexdigest(),
+        }
+
+    def _text_documents(self, path: Path) -> Iterator[Document]:
+        with self._opened(path) as file:
+            text = decode(file.read(), path, self._report)
+            if text is not None:
+                yield Document(str(path), text)
+
+    def _jsonl_documents(self, path: Path) -> Iterator[Document]:
+        with self._opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                text = _parse_line(line, f"{path}:{number}", self._text_field, self._report)
+                if text is not None:
+                    yield Document(f"{path}:{number}", text)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[BinaryIO]:
+        """The bytes of a file, decompressed if it is gzip; damaged gzip is reported."""
+        with _HashingFile(path) as raw, io.BufferedReader(raw, CHUNK) as file:
+            try:
+                if path.suffix == ".gz":
+                    yield gzip.GzipFile(fileobj=file, mode="rb")
+                else:
+                    yield file
+            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+                self._report(f"{path} is damaged gzip ({error})")
+
+            # what follows the damage belongs to the hash as well
+            while file.read(CHUNK):
+                pass
+            self._hashed[path] = raw.result()
+
+
+class _Hashed(NamedTuple):
+    """The size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+class _HashingFile(io.FileIO):
+    """A file that is read from its beginning to its end and hashed on the way."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, "rb")
+        self._size = 0
+        self._digest = hashlib.sha256()
+
+    def readinto(self, buffer: memoryview) -> int:
+        """As in io.RawIOBase."""
+        count = super().readinto(buffer)
+        self._add(memoryview(buffer)[:count])
+        return count
+
+    def readall(self) -> bytes:
+        """As in io.RawIOBase."""
+        content = super().readall()
+        self._add(content)
+        return content
+
+    def _add(self, content: bytes | memoryview) -> None:
+        self._size += len(content)
+        self._digest.update(content)
+
+    def result(self) -> _Hashed:
+        """The size and SHA-256 of what was read."""
+        return _Hashed(self._size, self._digest.hexdigest())
 
 
 def decode(content: bytes, path: Path | str, report: Report = refuse) -> str | None:
@@ -69,14 +189,51 @@ def decode(content: bytes, path: Path | str, report: Report = refuse) -> str | N
         return None
 
 
-def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
-    """Join the documents of one directory, which must follow each other, into one; a comment line
-    names each.
+def _parse_line(line: bytes, place: str, text_field: str, report: Report) -> str | None:
+    """The text of a JSONL line; None after a report that names file:line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        report(f"{place}: this line is not JSON ({error})")
+        return None
 
-    Short files packed into a long row are not long context: a directory is a text whose parts refer
-    to each other.
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        found = _describe_record(record)
+        report(
+            f"{place}: there is no string field {text_field!r} (found: {found}); set --text_field"
+        )
+        return None
+
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        report(
+            f"{place}: character {error.start} of {text_field!r} is a lone surrogate, "
+            "which is not text"
+        )
+        return None
+    return text
+
+
+def _describe_record(record: object) -> str:
+    """The first fields of a JSON object, or the type of another value."""
+    if not isinstance(record, dict):
+        return type(record).__name__
+    return ", ".join(list(record)[:8])
+
+
+# ---- joining
+
+
+def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
+    """Join the documents of each directory, which follow each other, into one document.
+
+    Short files that are packed into a long row are not long context, but a directory is a text
+    whose parts refer to each other. A comment line names each part.
     """
-    directory, parts = None, []
+    directory = None
+    parts: list[str] = []
     for document in documents:
         parent = str(PurePath(document.name).parent)
         if parent != directory and parts:
@@ -84,81 +241,11 @@ def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
             parts = []
         directory = parent
         newline = "" if document.text.endswith("\n") else "\n"
-        parts.append(f"# {_in_one_line(document.name)}\n{document.text}{newline}")
+        parts.append(f"# {_on_one_line(document.name)}\n{document.text}{newline}")
     if parts:
         yield Document(directory, "".join(parts))
 
 
-def _in_one_line(name: str) -> str:
+def _on_one_line(name: str) -> str:
     """A file name as text: names may hold newlines, and bytes that are not UTF-8."""
     return name.replace("\n", "\\n").encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _expand(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        for folder, folders, names in os.walk(path):
-            folders[:] = sorted(
-                name for name in folders if not name.startswith(".") and name != "__pycache__"
-            )
-            found = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-            yield from (file for file in found if file.is_file())
-    else:
-        raise ValueError(f"input {path} is not a file or folder: check the path given with --input")
-
-
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-
-
-@contextmanager
-def _readable(path: Path, report: Report) -> Iterator[None]:
-    """What goes wrong with a file as a whole is reported by its name."""
-    try:
-        yield
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        report(f"{path} is damaged gzip ({error})")
-    except PermissionError:
-        report(f"{path} may not be read (permissions)")
-
-
-def _read_text(path: Path, report: Report) -> Iterator[Document]:
-    with _readable(path, report):
-        with _open(path) as file:
-            content = file.read()
-        if (text := decode(content, path, report)) is not None:
-            yield Document(str(path), text)
-
-
-def _read_jsonl(path: Path, text_field: str, report: Report) -> Iterator[Document]:
-    with _readable(path, report), _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            text = (
-                _parse_line(line, f"{path}:{number}", text_field, report) if line.strip() else None
-            )
-            if text is not None:
-                yield Document(f"{path}:{number}", text)
-
-
-def _parse_line(line: bytes, place: str, text_field: str, report: Report) -> str | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return report(f"{place}: this line is not JSON ({error})")
-    if not isinstance(record, dict) or not isinstance(text := record.get(text_field), str):
-        fields = (
-            ", ".join(map(str, list(record)[:8]))
-            if isinstance(record, dict)
-            else type(record).__name__
-        )
-        return report(
-            f"{place}: there is no string field {text_field!r} (found: {fields}); set --text_field"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        return report(
-            f"{place}: character {error.start} of {text_field!r} is a lone surrogate, which is no text"
-        )
-    return text

@@ -52,7 +52,8 @@ def write_dataset(
     """Write documents of token ids as a new dataset folder `output`, and open it.
 
     Each document gets a closing `eod_id` unless it has one, and empty documents are left out.
-    `sources` goes into the manifest, to say where the text is from; it is read after the documents.
+    `sources` goes into the manifest, to say where the text is from.
+
     Raises ValueError if `output` holds something, an id is not below `vocab_size`, or there is no
     text.
     """
@@ -276,7 +277,7 @@ class _OpenShard:
     def __init__(self, path: Path):
         self.path = path
         self.tokens = 0
-        self._file = open(path, "wb")
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`, not by a block)
         self._ends = array("Q")
         self._max_id = 0
         self._digest = hashlib.sha256()

@@ -1,57 +1,13 @@
-"""Command lines: dataclass -> argparse, both spellings of a flag, unknown flags answered with the
-nearest known one.
-
-Imports the standard library alone.
-"""
+"""Command lines of a dataclass: one flag per field, and the same names in a TOML file."""
 
 import argparse
 import difflib
-import sys
 import tomllib
 from dataclasses import MISSING, field, fields
 from pathlib import Path
 
-
-class Parser(argparse.ArgumentParser):
-    """argparse with no abbreviations, `--a-b` equal to `--a_b`, and one-line errors (exit code 2)
-    that name the remedy.
-    """
-
-    def __init__(self, **kwargs):
-        super().__init__(
-            allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs
-        )
-
-    def add_argument(self, *names, **kwargs):
-        names = [
-            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name
-            for name in names
-        ]
-        return super().add_argument(*names, **kwargs)
-
-    def parse_args(self, args=None, namespace=None):
-        args = [_underscored(arg) for arg in (sys.argv[1:] if args is None else args)]
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self._unknown(unknown[0]))
-        return parsed
-
-    def _unknown(self, given: str) -> str:
-        if not given.startswith("-"):
-            return f"{given!r} stands alone: every value follows its --flag (see --help)"
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        nearest = difflib.get_close_matches(given.split("=")[0], known, n=1, cutoff=0.0)[0]
-        return f"unknown flag {given.split('=')[0]}: did you mean {nearest}? (--help lists all)"
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _underscored(arg: str) -> str:
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+from flags import Parser as Parser
+from flags import RaisingParser
 
 
 def flag(
@@ -77,7 +33,6 @@ def parse(cls, args: list[str] | None = None, description: str = ""):
     ValueError for what is wrong.
     """
     parser = build_parser(cls, description)
-    parser.error = _raise
     given = vars(parser.parse_args(args))
     from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
     given = {
@@ -87,15 +42,11 @@ def parse(cls, args: list[str] | None = None, description: str = ""):
     return cls(**given)
 
 
-def _raise(message: str):
-    raise ValueError(message)
-
-
-def build_parser(cls, description: str = "") -> Parser:
+def build_parser(cls, description: str = "") -> RaisingParser:
     """One flag per field of `cls`; a flag that is not given is absent, so that given and default
     can be told apart.
     """
-    parser = Parser(description=description)
+    parser = RaisingParser(description=description)
     groups = {}
     for spec in fields(cls):
         title = spec.metadata["group"]

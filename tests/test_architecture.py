@@ -17,7 +17,7 @@ from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
-    {"model", "fused", "nsa", "files"},
+    {"model", "fused", "nsa", "files", "flags"},
     {"data", "longhaul.exits"},
     {"longhaul.dist", "longhaul.cli"},
     {
@@ -49,6 +49,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "nsa": {"torch", "triton"},
     "fused": {"torch", "triton"},
     "files": {"torch", "safetensors"},
+    "flags": set(),
     "data": {"numpy", "sentencepiece", "tqdm"},
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),

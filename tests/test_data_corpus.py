@@ -110,7 +110,9 @@ def test_a_damaged_cache_says_what_to_delete(tmp_path):
     dataset = prepare_embedded(tmp_path, **SMALL)
     with open(dataset.path / "shard-00000.bin", "ab") as file:
         file.write(b"\0")
-    with pytest.raises(IntegrityError, match=f"delete {dataset.path} and it is prepared anew"):
+    with pytest.raises(
+        IntegrityError, match=f"delete {dataset.path}, and the next run prepares it again"
+    ):
         prepare_embedded(tmp_path, **SMALL)
 
 

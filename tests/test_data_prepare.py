@@ -3,6 +3,7 @@ nothing written.
 """
 
 import gzip
+import hashlib
 import json
 import signal
 import subprocess
@@ -15,11 +16,10 @@ import pytest
 
 from data import pipeline
 from data.dataset import Dataset, open_dataset
-from data.pipeline import build_dataset, encode, scan
+from data.pipeline import Worker, build_dataset, encode, scan
 from data.prepare import main, parse
-from data.sources import Document, by_directory, list_files, read_documents, refuse
+from data.sources import Document, TextFiles, by_directory, list_files, refuse
 from data.tokenizer import Tokenizer
-from data.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box and sing about long context\n"
@@ -88,7 +88,7 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / ".hidden").write_text("hidden")
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
-    names = [str(path.relative_to(folder)) for path in list_files([folder])]
+    names = [str(path.relative_to(folder)) for path in list_files(folder)]
     assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [
         f"b/deep/{n}.txt" for n in range(8)
     ]
@@ -96,12 +96,12 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
 
 def test_a_link_to_a_folder_is_not_followed(folder):
     (folder / "loop").symlink_to(folder)
-    assert len(list_files([folder])) == 20
+    assert len(list_files(folder)) == 20
 
 
 def test_every_byte_of_a_text_file_is_in_its_document(folder):
-    assert [d.text.encode() for d in read_documents([folder])] == [
-        p.read_bytes() for p in list_files([folder])
+    assert [d.text.encode() for d in TextFiles([folder]).documents()] == [
+        p.read_bytes() for p in list_files(folder)
     ]
 
 
@@ -109,14 +109,14 @@ def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
     lines = "".join(json.dumps({"id": n, "body": text}) + "\n\n" for n, text in enumerate(TRICKY))
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    documents = list(read_documents([tmp_path], text_field="body"))
+    documents = list(TextFiles([tmp_path], text_field="body").documents())
     assert [d.text for d in documents] == TRICKY * 2
     assert documents[1].name == f"{tmp_path}/a.jsonl:3"
 
 
 def test_gzip_text_is_read(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("h\u00e9llo".encode()))
-    assert [d.text for d in read_documents([tmp_path])] == ["h\u00e9llo"]
+    assert [d.text for d in TextFiles([tmp_path]).documents()] == ["h\u00e9llo"]
 
 
 BAD_FILES = {
@@ -147,18 +147,77 @@ def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name)
     (tmp_path / name).write_bytes(content)
     (tmp_path / "zz.txt").write_text("fine")
     with pytest.raises(ValueError, match=message) as error:
-        list(read_documents([tmp_path], report=refuse))
+        list(TextFiles([tmp_path], report=refuse).documents())
     assert "--on_error skip" in str(error.value) and "\n" not in str(error.value)
     reports = []
-    assert "fine" in [d.text for d in read_documents([tmp_path], report=reports.append)]
+    assert "fine" in [d.text for d in TextFiles([tmp_path], report=reports.append).documents()]
     assert len(reports) == 1
+
+
+def test_files_are_hashed_whole_while_they_are_read_even_behind_damage(tmp_path):
+    folder = tmp_path / "input"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(2000)).encode()
+    (folder / "a.txt").write_bytes(text_of(0, 300_000).encode())
+    (folder / "b.jsonl").write_bytes(lines + b"{broken\n" + lines)
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines))
+    (folder / "d.txt.gz").write_bytes(gzip.compress(lines)[:1000] + bytes(5_000_000))
+    (folder / "e.txt").write_bytes(b"\xff")
+    (folder / "f.txt").write_bytes(b"")
+    reports = []
+    files = TextFiles([folder, folder / "a.txt"], report=reports.append)
+    for _ in range(2):
+        assert len(list(files.documents())) == 1 + 4000 + 2000 + 1 + 1
+        paths = sorted(folder.iterdir())
+        digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
+        record = "".join(f"{path.name} {digest}\n" for path, digest in zip(paths, digests))
+        assert files.describe() == [
+            {
+                "name": str(folder),
+                "files": 6,
+                "bytes": sum(path.stat().st_size for path in paths),
+                "sha256": hashlib.sha256(record.encode()).hexdigest(),
+            },
+            {
+                "name": str(folder / "a.txt"),
+                "files": 1,
+                "bytes": (folder / "a.txt").stat().st_size,
+                "sha256": hashlib.sha256(f". {digests[0]}\n".encode()).hexdigest(),
+            },
+        ]
+    assert len(reports) == 2 * 3
+
+
+def test_preparation_opens_each_file_twice(folder, tmp_path):
+    script = """
+import sys
+from data.prepare import main
+folder, output = sys.argv[1:]
+opened = []
+def note(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(folder):
+        opened.append(str(arguments[0]))
+sys.addaudithook(note)
+code = main(["--input", folder, "--output", output, "--vocab_size", "350"])
+print(*opened, sep="\\n", file=sys.stderr)
+sys.exit(code)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(folder), str(tmp_path / "d")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0
+    texts = [str(path) for path in list_files(folder)]
+    assert sorted(result.stderr.splitlines()) == sorted(texts * 2)
 
 
 def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing is not a file or folder"):
-        list_files([tmp_path / "nothing"])
+        list_files(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no files in"):
-        list_files([tmp_path])
+        list_files(tmp_path)
 
 
 def test_the_files_of_a_directory_become_one_document_with_their_names():
@@ -174,7 +233,7 @@ def test_the_files_of_a_directory_become_one_document_with_their_names():
 
 
 def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(monkeypatch):
-    monkeypatch.setattr(pipeline, "SAMPLE_BYTES", 50_000)
+    monkeypatch.setattr(pipeline, "SAMPLE_CHARS", 50_000)
     monkeypatch.setattr(pipeline, "SAMPLE_CHUNK", 1000)
     documents = [Document(str(n), chr(97 + n) * 40_000) for n in range(20)]
     sample, num_chars = scan(documents)
@@ -184,7 +243,7 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
 
 
 def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path, monkeypatch):
-    dataset = build_dataset(lambda: read_documents([folder]), tmp_path / "d", vocab_size=350)
+    dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     documents = [Document(str(n), text_of(n, 50 * n)) for n in range(40)] + [Document("", "")]
     monkeypatch.setattr(pipeline, "BATCH_BYTES", 5000)
     one = list(encode(documents, dataset.tokenizer_path, 1))
@@ -196,7 +255,7 @@ def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path,
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
-    dataset = build_dataset(lambda: read_documents([folder]), tmp_path / "d", vocab_size=350)
+    dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     worker = Worker(dataset.tokenizer_path)
     assert worker.encode([b"the fox"])[0].tolist() == Tokenizer(dataset.tokenizer_path).encode(
         "the fox"
@@ -216,7 +275,7 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     )
     assert result.returncode == 0, result.stderr
     dataset = open_dataset(tmp_path / "d", verify=True)
-    expected = [path.read_bytes().decode() for path in list_files([folder])]
+    expected = [path.read_bytes().decode() for path in list_files(folder)]
     assert sorted(texts_of(dataset)) == sorted(expected)
     assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
     assert sum(split.source_bytes for split in dataset.splits.values()) == sum(
@@ -286,8 +345,8 @@ def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
 
 BAD_REQUESTS = {
     "--inptu x": "unknown flag --inptu: did you mean --input?",
-    "--input IN --ouput=x --output OUT": "unknown flag --ouput=x: did you mean --output?",
-    "--zzz": "unknown flag --zzz: see --help",
+    "--input IN --ouput=x --output OUT": "unknown flag --ouput: did you mean --output?",
+    "--zzz": "unknown flag --zzz: did you mean --",
     "--input IN": "--input needs --output DIR",
     "--input NOWHERE --output OUT": "is not a file or folder",
     "--input EMPTY --output OUT": "no files in",

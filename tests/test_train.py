@@ -353,7 +353,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
         (["--model_overrides", "nsa=1"], "use the flag --nsa"),
         (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
         (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
-        (["stray"], "'stray' stands alone"),
+        (["stray"], "'stray' is not a flag and follows none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

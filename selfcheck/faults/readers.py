@@ -426,9 +426,9 @@ def damage_corpus(rng: random.Random, good: dict, folder: Path):
 
 
 def read_corpus(folder: Path):
-    from data.sources import read_documents
+    from data.sources import TextFiles
 
-    for document in read_documents([folder]):
+    for document in TextFiles([folder]).documents():
         document.text.encode("utf-8")
 
 

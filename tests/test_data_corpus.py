@@ -83,7 +83,8 @@ def test_every_file_of_numpy_has_the_hash_of_its_record():
 
 def test_the_corpus_holds_python_torch_and_numpy_without_importing_torch():
     script = (
-        "import sys; from data.corpus import embedded_files; found = {f.package for f in embedded_files()}; "
+        "import sys; from data.corpus import embedded_files; "
+        "found = {file.package for file in embedded_files()}; "
         "print(sorted(found), 'torch' in sys.modules)"
     )
     result = subprocess.run(

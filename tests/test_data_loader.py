@@ -44,7 +44,10 @@ def test_rows_are_what_the_plan_says_by_the_obvious_loop(dataset):
     loader = Loader(dataset, 64, 4)
     batch = all_rows(loader)
     for r, position in enumerate(range(loader.rows_per_epoch)):
-        tokens, labels, positions, doc_ids = [], [], [], []
+        tokens = []
+        labels = []
+        positions = []
+        doc_ids = []
         for n, (document, start, length) in enumerate(loader.plan.row(loader.row_index(position))):
             text = loader.split.read(document, 0, 10**9).tolist()
             for t in range(start, start + length):
@@ -70,19 +73,22 @@ def test_every_token_is_an_input_once_per_epoch_and_a_label_once_unless_it_opens
     dataset,
 ):
     loader = Loader(dataset, 64, 4)
-    batch, split = all_rows(loader), loader.split
+    batch = all_rows(loader)
+    split = loader.split
     documents = [split.read(d, 0, 10**9) for d in range(split.num_documents)]
-    count = lambda ids: np.bincount(ids, minlength=VOCAB).tolist()
-    inside = np.concatenate(
-        [
-            row[: sum(n for _, _, n in loader.plan.row(loader.row_index(p)))]
-            for p, row in enumerate(batch.tokens)
-        ]
-    )
-    assert count(inside) == count(np.concatenate(documents))
-    assert count(batch.labels[batch.labels != IGNORE]) == count(
-        np.concatenate([d[1:] for d in documents])
-    )
+
+    def count(ids):
+        return np.bincount(ids, minlength=VOCAB).tolist()
+
+    inside = []
+    for position, row in enumerate(batch.tokens):
+        pieces = loader.plan.row(loader.row_index(position))
+        inside.append(row[: sum(length for _, _, length in pieces)])
+    assert count(np.concatenate(inside)) == count(np.concatenate(documents))
+
+    labels = batch.labels[batch.labels != IGNORE]
+    after_the_first = [document[1:] for document in documents]
+    assert count(labels) == count(np.concatenate(after_the_first))
 
 
 def test_a_long_document_keeps_its_label_across_the_end_of_a_row(tmp_path):
@@ -179,16 +185,21 @@ def test_the_state_is_three_numbers_that_say_where_the_step_begins(dataset):
 
 def test_the_seed_changes_the_order_and_nothing_else(dataset):
     a, b = Loader(dataset, 32, 4, seed=0), Loader(dataset, 32, 4, seed=1)
-    rows = lambda loader: [loader.row_index(p) for p in range(loader.rows_per_epoch)]
+
+    def rows(loader):
+        return [loader.row_index(p) for p in range(loader.rows_per_epoch)]
+
     assert rows(a) != rows(b) and sorted(rows(a)) == sorted(rows(b))
 
 
 def test_train_and_validation_rows_share_no_document(dataset):
     train, val = Loader(dataset, 64, 1), Loader(dataset, 64, 1, split="val")
-    found = lambda loader: {
-        tuple(loader.split.read(d, 0, 10**9))
-        for d, _, _ in (piece for r in range(loader.rows_per_epoch) for piece in loader.plan.row(r))
-    }
+
+    def found(loader):
+        rows = [loader.plan.row(r) for r in range(loader.rows_per_epoch)]
+        documents = {document for row in rows for document, _, _ in row}
+        return {tuple(loader.split.read(document, 0, 10**9)) for document in documents}
+
     assert found(val) and not found(train) & found(val)
 
 

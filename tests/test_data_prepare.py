@@ -22,7 +22,10 @@ from data.sources import Document, TextFiles, by_directory, list_files, refuse
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-WORDS = "the quick brown fox jumps over the lazy dog while seven wizards box and sing about long context\n"
+WORDS = (
+    "the quick brown fox jumps over the lazy dog "
+    "while seven wizards box and sing about long context\n"
+)
 TRICKY = [
     "crlf\r\nline\r\n",
     "\ufeffbom first",

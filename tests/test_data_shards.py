@@ -323,12 +323,14 @@ def test_sixteen_bits_for_a_large_vocabulary_are_refused(dataset):
     ],
 )
 def test_a_manifest_cannot_name_a_file_outside_the_dataset(dataset, name):
-    for place in (lambda c: c["shards"][0], lambda c: c["shards"][0], lambda c: c["validation"]):
+    changes = [
+        lambda content: content["shards"][0].update(bin=name),
+        lambda content: content["shards"][0].update(idx=name),
+        lambda content: content["validation"].update(file=name),
+    ]
+    for change in changes:
         shutil.copy(dataset.path / MANIFEST, dataset.path.parent / "saved")
-        rewrite_manifest(
-            dataset.path,
-            lambda c: place(c).update({"bin": name} if "bin" in place(c) else {"file": name}),
-        )
+        rewrite_manifest(dataset.path, change)
         with pytest.raises(ValueError, match="not a plain file inside the dataset"):
             Dataset(dataset.path)
         shutil.copy(dataset.path.parent / "saved", dataset.path / MANIFEST)
@@ -439,11 +441,21 @@ def test_an_output_that_holds_something_is_refused_and_left_alone(dataset, tmp_p
 
 
 def test_two_writers_of_one_output_do_not_mix(tmp_path):
-    with building(tmp_path / "d"):
-        with pytest.raises(ValueError, match="another process is writing"):
-            with building(tmp_path / "d"):
-                pass
+    other = pytest.raises(ValueError, match="another process is writing")
+    with building(tmp_path / "d"), other, building(tmp_path / "d"):
+        pass
     assert (tmp_path / "d").is_dir()
+
+
+def test_a_folder_that_appears_while_a_dataset_is_written_is_not_replaced(tmp_path):
+    def documents():
+        yield np.array([1])
+        (tmp_path / "d").mkdir()
+        (tmp_path / "d" / "thesis.txt").write_text("mine")
+
+    with pytest.raises(ValueError, match="is not empty: choose another --output"):
+        write_dataset(documents(), tmp_path / "d", vocab_size=9, eod_id=0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["d", "thesis.txt"]
 
 
 def test_what_a_killed_writer_left_is_not_in_the_dataset(tmp_path):
@@ -479,7 +491,8 @@ def hook(event, _):
             os.kill(os.getpid(), 9)
 sys.addaudithook(hook)
 rng = np.random.default_rng(0)
-write_dataset([rng.integers(1, 100, 40) for _ in range(20)], sys.argv[1], vocab_size=100, eod_id=0, shard_tokens=300)
+documents = [rng.integers(1, 100, 40) for _ in range(20)]
+write_dataset(documents, sys.argv[1], vocab_size=100, eod_id=0, shard_tokens=300)
 """
     root, output = Path(__file__).parent.parent, tmp_path / "d"
 

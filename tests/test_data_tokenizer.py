@@ -11,7 +11,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.tokenizer import EOD_PIECE, Tokenizer, train
+from data.tokenizer import EOD_TOKEN, Tokenizer, train
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 TRAINING = [
@@ -29,8 +29,8 @@ DIFFICULT = [
     "\u2581",
     "a\u2581 \u2581\u2581b",
     "\u2585",
-    EOD_PIECE,
-    f"a{EOD_PIECE}b",
+    EOD_TOKEN,
+    f"a{EOD_TOKEN}b",
     "<0x41>",
     "<unk>",
     "<s>",
@@ -73,7 +73,7 @@ def test_standard_library_files_come_back_exactly(tokenizer):
 
 
 def test_no_text_encodes_to_the_end_of_document_or_unknown_id(tokenizer):
-    for text in (EOD_PIECE, f" {EOD_PIECE} ", f"{EOD_PIECE}{EOD_PIECE}", "<unk>", *DIFFICULT):
+    for text in (EOD_TOKEN, f" {EOD_TOKEN} ", f"{EOD_TOKEN}{EOD_TOKEN}", "<unk>", *DIFFICULT):
         assert not {tokenizer.eod_id, 1} & set(tokenizer.encode(text))
 
 
@@ -86,10 +86,10 @@ def test_training_text_that_holds_the_end_of_document_string_does_not_make_it_a_
     tmp_path,
 ):
     tokenizer = train(
-        [f"{EOD_PIECE} some words {EOD_PIECE}\n" * 500, *TRAINING], 600, tmp_path / "t.model"
+        [f"{EOD_TOKEN} some words {EOD_TOKEN}\n" * 500, *TRAINING], 600, tmp_path / "t.model"
     )
-    assert tokenizer.eod_id not in tokenizer.encode(EOD_PIECE)
-    assert tokenizer.decode(tokenizer.encode(EOD_PIECE)) == EOD_PIECE
+    assert tokenizer.eod_id not in tokenizer.encode(EOD_TOKEN)
+    assert tokenizer.decode(tokenizer.encode(EOD_TOKEN)) == EOD_TOKEN
 
 
 def test_training_twice_gives_the_same_bytes(tokenizer, tmp_path):
@@ -114,7 +114,7 @@ def test_an_unfinished_character_shows_as_the_replacement_character(tokenizer):
 def test_a_long_text_is_encoded_in_parts_that_join_to_it(tokenizer):
     text = "".join(TRAINING)
     assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
-    assert tokenizer.bytes_per_token(text) > 2.0
+    assert len(text.encode()) / len(tokenizer.encode(text)) > 2.0
 
 
 def test_a_lone_surrogate_is_refused_with_its_place(tokenizer):

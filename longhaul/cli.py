@@ -1,85 +1,127 @@
-"""Command lines of a dataclass: one flag per field, and the same names in a TOML file."""
+"""Command lines of a dataclass: one flag per field, and the same names in a TOML file.
+
+A flag wins over the file of --config, and the file wins over the default of the field.
+"""
 
 import argparse
 import difflib
 import tomllib
-from dataclasses import MISSING, field, fields
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 from flags import Parser as Parser
 from flags import RaisingParser
 
+Config = TypeVar("Config")
+
 
 def flag(
-    default,
+    default: Any,
     help: str,
     aliases: tuple[str, ...] = (),
     choices: tuple | None = None,
-    bare=None,
+    bare: Any = None,
     many: bool = False,
     group: str = "",
-):
-    """A dataclass field that is also a command-line flag; `bare` is the value of the flag given
-    without one.
+    at_least: float | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    bare: the value of the flag if it is given without one. many: the flag takes several values.
+    at_least: the smallest number allowed, for the dataclass to check.
     """
-    metadata = dict(help=help, aliases=aliases, choices=choices, bare=bare, many=many, group=group)
+    metadata = dict(
+        help=help,
+        aliases=aliases,
+        choices=choices,
+        bare=bare,
+        many=many,
+        group=group,
+        at_least=at_least,
+    )
     if many:
         return field(default_factory=lambda: tuple(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def parse(cls, args: list[str] | None = None, description: str = ""):
-    """An instance of the dataclass `cls` from flags over a TOML file (--config) over defaults;
-    ValueError for what is wrong.
-    """
+def parse(cls: type[Config], args: list[str] | None = None, description: str = "") -> Config:
+    """An instance of the dataclass `cls`; ValueError for bad input."""
     parser = build_parser(cls, description)
     given = vars(parser.parse_args(args))
-    from_file = read_toml(cls, given["config"], parser) if given.get("config") else {}
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in {**from_file, **given}.items()
-    }
-    return cls(**given)
+    settings = {}
+    if given.get("config"):
+        settings = read_toml(cls, given["config"], parser)
+
+    for name, value in given.items():
+        settings[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**settings)
 
 
-def build_parser(cls, description: str = "") -> RaisingParser:
-    """One flag per field of `cls`; a flag that is not given is absent, so that given and default
-    can be told apart.
+# ---- flags
+
+
+def build_parser(cls: type, description: str = "") -> RaisingParser:
+    """One flag per field of `cls`. Only flags that were given are in the result of parsing.
+
+    For --help, `cls.GROUPS` may have a sentence for each group of flags, and `cls.EXAMPLES`
+    commands to print below them. Examples are those of one program, and so are not inherited.
     """
-    parser = RaisingParser(description=description)
+    parser = RaisingParser(
+        usage="%(prog)s [--flag value ...]",
+        description=description,
+        epilog=vars(cls).get("EXAMPLES"),
+        formatter_class=_HelpFormatter,
+    )
+    sentences = getattr(cls, "GROUPS", {})
     groups = {}
     for spec in fields(cls):
         title = spec.metadata["group"]
-        group = groups.setdefault(title, parser.add_argument_group(title))
-        _add_flag(group, spec)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title, sentences.get(title))
+        _add_flag(groups[title], spec)
     return parser
 
 
-def _add_flag(group, spec):
-    meta = spec.metadata
-    default = (
-        spec.default if spec.default is not MISSING else " ".join(spec.default_factory()) or "none"
-    )
-    names = [f"--{name}" for name in (spec.name, *meta["aliases"])]
-    kind = dict(
-        type=_type_of(spec),
-        choices=meta["choices"],
-        metavar=None if meta["choices"] else spec.name.upper().split("_")[-1],
-    )
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the examples, and names the values once behind all spellings of a flag."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        spellings = ", ".join(action.option_strings)
+        if action.nargs == 0:
+            return spellings
+        placeholder = self._get_default_metavar_for_optional(action)
+        return f"{spellings} {self._format_args(action, placeholder)}"
+
+
+def _add_flag(group: argparse._ArgumentGroup, spec: Field) -> None:
+    names = [f"--{name}" for name in _names_of(spec)]
     if spec.type is bool:
-        names += [f"--no_{spec.name}"]
-        kind = dict(action=_Switch, nargs=0)
-    elif meta["bare"] is not None:
-        kind.update(nargs="?", const=meta["bare"])
-    elif meta["many"]:
-        kind.update(nargs="+")
+        names.append(f"--no_{spec.name}")
     group.add_argument(
         *names,
         dest=spec.name,
         default=argparse.SUPPRESS,
-        help=f"{meta['help']} (default: {default})",
-        **kind,
+        help=f"{spec.metadata['help']} (default: {_default_of(spec)})",
+        **_values_of(spec),
     )
+
+
+def _values_of(spec: Field) -> dict[str, Any]:
+    """How many values a flag takes, of what kind, as argparse wants it."""
+    if spec.type is bool:
+        return dict(action=_Switch, nargs=0)
+
+    choices = spec.metadata["choices"]
+    values = dict(type=_type_of(spec), choices=choices)
+    if not choices:
+        values["metavar"] = spec.name.upper().split("_")[-1]
+    if spec.metadata["bare"] is not None:
+        values.update(nargs="?", const=spec.metadata["bare"])
+    elif spec.metadata["many"]:
+        values["nargs"] = "+"
+    return values
 
 
 class _Switch(argparse.Action):
@@ -89,58 +131,83 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
-def _type_of(spec):
-    base = {"int": int, "float": float, "str": str}
-    name = (
-        spec.type if isinstance(spec.type, str) else getattr(spec.type, "__name__", str(spec.type))
-    )
-    return next((kind for key, kind in base.items() if key in name), str)
+def _names_of(spec: Field) -> tuple[str, ...]:
+    return (spec.name, *spec.metadata["aliases"])
 
 
-def read_toml(cls, path: str, parser: Parser) -> dict:
-    """Values of a TOML file by field name or alias; tables only group keys. Errors name file and
-    key.
+def _default_of(spec: Field) -> str:
+    """The default as --help prints it."""
+    if spec.default is MISSING:
+        return " ".join(spec.default_factory()) or "none"
+    return "empty" if spec.default == "" else str(spec.default)
+
+
+def _type_of(spec: Field) -> type:
+    """int or float for a field of that type; otherwise str."""
+    return spec.type if spec.type in (int, float) else str
+
+
+# ---- TOML
+
+
+def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
+    """Values of a TOML file by field name or alias; its tables only group keys.
+
+    Errors name the file and the key.
     """
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # TOMLDecodeError is a ValueError, as is a number of too many digits
-        parser.error(f"--config {path}: {error}")
-    names = {
-        alias: spec for spec in fields(cls) for alias in (spec.name, *spec.metadata["aliases"])
-    }
+    table = _table(path, parser)
+    fields_by_name = {name: spec for spec in fields(cls) for name in _names_of(spec)}
+
     values = {}
-    for key, value in _flatten(table):
-        spec = names.get(key.replace("-", "_"))
+    for key, value in _flat(table):
+        spec = fields_by_name.get(key.replace("-", "_"))
         if spec is None:
-            nearest = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            nearest = difflib.get_close_matches(key, fields_by_name, n=1, cutoff=0.0)[0]
             parser.error(f"--config {path}: unknown key {key!r}: did you mean {nearest!r}?")
         values[spec.name] = _checked(spec, value, f"--config {path}: {key}", parser)
     return values
 
 
-def _flatten(table: dict):
+def _table(path: str, parser: Parser) -> dict:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    # A TOMLDecodeError is a ValueError, and so is a number of too many digits.
+    except (OSError, ValueError, RecursionError) as error:
+        return parser.error(f"--config {path}: {error}")
+
+
+def _flat(table: dict) -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten(value)
+            yield from _flat(value)
         else:
             yield key, value
 
 
-def _checked(spec, value, where: str, parser: Parser):
-    wanted = bool if spec.type is bool else _type_of(spec)
+def _checked(spec: Field, value: Any, given: str, parser: Parser) -> Any:
+    """The value as the field's type; an error if it is of another."""
     if spec.metadata["many"]:
-        fine = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        return tuple(value) if fine else parser.error(f"{where}={value!r}: give a list of strings")
+        return _checked_list(value, given, parser)
+
     if type(value) is int and not -(2**63) <= value < 2**63:
-        parser.error(f"{where} has {len(str(value))} digits: give a number below 2^63")
+        parser.error(f"{given} has {len(str(value))} digits: give a number below 2^63")
+
+    wanted = bool if spec.type is bool else _type_of(spec)
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
-        parser.error(f"{where}={value!r} is a {type(value).__name__}: give a {wanted.__name__}")
-    if spec.metadata["choices"] and value not in spec.metadata["choices"]:
-        parser.error(f"{where}={value!r}: choose one of {', '.join(spec.metadata['choices'])}")
+        parser.error(f"{given}={value!r} is of type {type(value).__name__}: give {_KINDS[wanted]}")
+
+    choices = spec.metadata["choices"]
+    if choices and value not in choices:
+        parser.error(f"{given}={value!r}: choose one of {', '.join(choices)}")
     return value
+
+
+def _checked_list(value: Any, given: str, parser: Parser) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        parser.error(f"{given}={value!r}: give a list of strings")
+    return tuple(value)
+
+
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}

@@ -1,436 +1,625 @@
-"""TrainConfig: every setting of a training run, once. Its fields are the flags of train.py and the
-keys of --config.
+"""TrainConfig: every setting of a training run.
 
-Imports model.py (ModelConfig, PRESETS), data.order, longhaul.cli, longhaul.parallel.context and
-longhaul.exits of ours.
+Its fields are the flags of train.py and the keys of the TOML file that --config names.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from data.order import parse_ranges
 from longhaul.cli import flag
+from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
-# tokens of a part of the MLP where its number of parts is chosen here: long enough for whole matrix
-# products
-TILE = 4096
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length
+# still use the whole machine.
+TOKENS_PER_TILE = 4096
+
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+# How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
+# commands use.
+DTYPE_SPELLINGS = {
+    "bf16": "bf16",
+    "fp32": "fp32",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float32": "fp32",
+}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Frozen and validated once; sizes are in tokens, rows, steps or GiB as the help says."""
+    """All settings of a run, validated once and never changed; the help of a field has its unit."""
+
+    # Printed by --help: a sentence for each group of flags, and commands to start from.
+    GROUPS: ClassVar[dict[str, str]] = {
+        "model": "What is trained.",
+        "data": "What it is trained on, and how much of it in a step.",
+        "optimisation": "How gradients change weights; a resume may change only --max_steps.",
+        "memory and speed": "Precision, memory levers, backends and parallelism.",
+        "numerics": "What happens when numbers go wrong.",
+        "run": "Checkpoints, validation, logs and what to do before the first step.",
+    }
+    EXAMPLES: ClassVar[str] = """examples:
+  python train.py --model_size tiny --max_steps 100
+  python train.py --context_length 131072 --attention_type nsa --gradient_checkpointing --plan
+  torchrun --nproc_per_node=2 train.py --context_length 131072 --gradient_checkpointing"""
 
     # ---- model
-    model_size: str = flag("4B", "preset of model.py", ("model",), tuple(PRESETS), group="model")
+
+    model_size: str = flag(
+        "4B",
+        "preset of the model's shape, from model.py",
+        aliases=("model",),
+        choices=tuple(PRESETS),
+        group="model",
+    )
     context_length: int = flag(
-        4096, "tokens of a row", ("seq_len", "max_seq_len", "sequence_length"), group="model"
+        4096,
+        "tokens per row, which is one training sequence",
+        aliases=("seq_len", "max_seq_len", "sequence_length"),
+        at_least=1,
+        group="model",
     )
     attention_type: str = flag(
-        "standard", "attention", ("attention",), CHOICES["attention_type"], group="model"
+        "standard",
+        "kind of attention: standard is full causal attention, nsa is Native Sparse Attention",
+        aliases=("attention",),
+        choices=CHOICES["attention_type"],
+        group="model",
     )
-    nsa: str = flag(
+    nsa: tuple[str, ...] = flag(
         (),
-        "fields of NSAConfig as name=value, such as kv=separate sel_count=8 (with --attention_type nsa)",
-        ("nsa_overrides",),
+        "fields of NSAConfig as name=value, for example kv=separate sel_count=8; "
+        "needs --attention_type nsa",
+        aliases=("nsa_overrides",),
         many=True,
         group="model",
     )
-    vocab_size: int = flag(0, "rows of the embedding; 0: the preset's", group="model")
+    vocab_size: int = flag(
+        0,
+        "number of tokens in the vocabulary; 0: the preset's",
+        at_least=0,
+        group="model",
+    )
     rope_theta: float = flag(
         0.0,
-        "base of the rotary frequencies (ABF: larger for longer contexts); 0: the preset's",
+        "base of the rotary frequencies, larger for longer contexts (ABF); 0: the preset's",
+        at_least=0,
         group="model",
     )
     rope_scaling: str = flag(
-        "none", "extension of trained positions", (), CHOICES["rope_scaling"], group="model"
+        "none",
+        "how rotary positions are stretched beyond the context that the weights were trained at",
+        choices=CHOICES["rope_scaling"],
+        group="model",
     )
-    rope_factor: float = flag(1.0, "context extension of linear and yarn", group="model")
+    rope_factor: float = flag(
+        1.0,
+        "linear and yarn: the new context length divided by the trained one",
+        group="model",
+    )
     rope_original_context: int = flag(
-        32768, "yarn: tokens that the weights were trained at", group="model"
+        32768,
+        "yarn: context length in tokens that the weights were trained at",
+        group="model",
     )
-    model_overrides: str = flag(
+    model_overrides: tuple[str, ...] = flag(
         (),
-        "fields of ModelConfig as name=value, for shapes between the presets",
+        "fields of ModelConfig as name=value, for shapes between the presets, "
+        "for example num_layers=12",
         many=True,
         group="model",
     )
     init_from: str = flag(
-        "", "folder of a Hugging Face Qwen3 model to start from", ("init_from_hf",), group="model"
+        "",
+        "folder of a Hugging Face Qwen3 model whose weights training starts from; "
+        "empty: random weights",
+        aliases=("init_from_hf",),
+        group="model",
     )
+
     # ---- data
+
     data: str = flag(
         "",
-        "folder made by `python -m data.prepare`; empty: the embedded corpus",
-        ("data_dir", "dataset"),
+        "folder written by `python -m data.prepare`; empty: the embedded corpus, which is the "
+        "source text of the installed Python, torch and numpy",
+        aliases=("data_dir", "dataset"),
         group="data",
     )
     documents: str = flag(
         "directory",
-        "embedded corpus: one document per file, or per directory (long documents)",
-        (),
-        ("file", "directory"),
+        "embedded corpus: make one document of each file, or a long one of each directory",
+        choices=("file", "directory"),
         group="data",
     )
     batch_size: int = flag(
         1,
-        "rows of a micro-batch on each rank",
-        ("micro_batch_size", "per_device_batch_size"),
+        "rows per micro-batch on each rank; activation memory grows with it",
+        aliases=("micro_batch_size", "per_device_batch_size"),
+        at_least=1,
         group="data",
     )
     gradient_accumulation_steps: int = flag(
-        1, "micro-batches of a step", ("grad_accum", "accumulation_steps"), group="data"
+        1,
+        "micro-batches per optimizer step on each rank; costs time, not memory",
+        aliases=("grad_accum", "accumulation_steps"),
+        at_least=1,
+        group="data",
     )
     global_batch_size: int = flag(
         0,
-        "rows of a step over all ranks; 0: batch_size x accumulation x ranks. Sets the accumulation",
+        "rows per optimizer step over all ranks, from which the micro-batches per step follow; "
+        "0: batch_size x gradient_accumulation_steps x ranks",
+        at_least=0,
         group="data",
     )
-    seed: int = flag(0, "seed of the weights and of the data order", group="data")
+    seed: int = flag(0, "seed of the initial weights and of the data order", group="data")
+
     # ---- optimisation
+
     max_steps: int = flag(
-        1000, "optimizer steps of the run", ("steps", "train_steps"), group="optimisation"
-    )
-    lr: float = flag(3e-4, "peak learning rate", ("learning_rate",), group="optimisation")
-    schedule: str = flag(
-        "cosine",
-        "learning rate after warmup",
-        ("lr_schedule",),
-        ("cosine", "wsd", "constant"),
+        1000,
+        "optimizer steps in the whole run",
+        aliases=("steps", "train_steps"),
+        at_least=1,
         group="optimisation",
     )
-    warmup_steps: int = flag(100, "steps of linear warmup", ("warmup",), group="optimisation")
+    lr: float = flag(
+        3e-4,
+        "peak learning rate",
+        aliases=("learning_rate",),
+        at_least=0,
+        group="optimisation",
+    )
+    schedule: str = flag(
+        "cosine",
+        "learning rate after the warmup: cosine decay to the end, "
+        "wsd (constant, then a linear decay), or constant",
+        aliases=("lr_schedule",),
+        choices=("cosine", "wsd", "constant"),
+        group="optimisation",
+    )
+    warmup_steps: int = flag(
+        100,
+        "steps over which the learning rate rises linearly to its peak",
+        aliases=("warmup",),
+        at_least=0,
+        group="optimisation",
+    )
     decay_fraction: float = flag(
-        0.2, "wsd: last part of the run that decays linearly", group="optimisation"
+        0.2,
+        "wsd: fraction of the run, at its end, during which the learning rate decays",
+        group="optimisation",
     )
-    min_lr_ratio: float = flag(0.1, "final learning rate over the peak", group="optimisation")
+    min_lr_ratio: float = flag(
+        0.1,
+        "final learning rate as a fraction of the peak",
+        group="optimisation",
+    )
     weight_decay: float = flag(
-        0.1, "decoupled decay, on matrices only", ("wd",), group="optimisation"
+        0.1,
+        "decoupled weight decay of matrices; norms and biases do not decay",
+        aliases=("wd",),
+        at_least=0,
+        group="optimisation",
     )
-    beta1: float = flag(0.9, "AdamW", ("adam_beta1",), group="optimisation")
-    beta2: float = flag(0.95, "AdamW", ("adam_beta2",), group="optimisation")
-    adam_eps: float = flag(1e-8, "AdamW", ("eps",), group="optimisation")
+    beta1: float = flag(
+        0.9,
+        "AdamW: decay rate of the first moment",
+        aliases=("adam_beta1",),
+        group="optimisation",
+    )
+    beta2: float = flag(
+        0.95,
+        "AdamW: decay rate of the second moment",
+        aliases=("adam_beta2",),
+        group="optimisation",
+    )
+    adam_eps: float = flag(
+        1e-8,
+        "AdamW: number added to the root of the second moment",
+        aliases=("eps",),
+        group="optimisation",
+    )
     grad_clip: float = flag(
         1.0,
-        "largest global gradient norm; 0: no clipping",
-        ("max_grad_norm", "clip"),
+        "scale gradients down to this global norm if theirs is larger; 0: no clipping",
+        aliases=("max_grad_norm", "clip"),
+        at_least=0,
         group="optimisation",
     )
     pairwise_accumulation: bool = flag(
         False,
-        "one process sums its micro-batches in the order of two, whose bits (fp32) it then has: one more gradient",
+        "accumulate micro-batches pairwise, so that one process matches two bit for bit in fp32; "
+        "costs one extra gradient buffer",
         group="optimisation",
     )
+
     # ---- memory and speed
+
     dtype: str = flag(
         "bf16",
-        "compute precision; weights, gradients and optimizer states are fp32",
-        ("precision",),
-        tuple(DTYPES),
+        "compute precision; weights, gradients and optimizer states stay fp32 "
+        "unless --master_weights, --offload_optimizer or --optimizer changes them",
+        aliases=("precision",),
+        choices=tuple(DTYPE_SPELLINGS),
         group="memory and speed",
     )
     gradient_checkpointing: str = flag(
         "none",
-        "recompute each layer in the backward: full, none, or selective, which keeps attention's outputs",
-        ("activation_checkpointing",),
-        ("none", "full", "selective"),
+        "run layers again in the backward pass instead of keeping their activations: "
+        "full keeps only layer inputs and costs about a third more compute, "
+        "selective also keeps attention's outputs so that attention runs once; "
+        "the flag without a value means full",
+        aliases=("activation_checkpointing",),
+        choices=("none", "full", "selective"),
         bare="full",
         group="memory and speed",
     )
     offload_activations: bool = flag(
-        False, "layer checkpoints wait in host memory for the backward", group="memory and speed"
+        False,
+        "keep checkpointed layer inputs in host memory until the backward pass; "
+        "needs --gradient_checkpointing",
+        group="memory and speed",
     )
     mlp_tiles: int = flag(
         1,
-        "parts of the tokens that each MLP runs over in turn; 0, or the bare flag: parts of 4,096 tokens",
+        "number of token tiles that each MLP computes one after another; "
+        "above 1 its forward runs again in the backward pass; "
+        f"0, or the flag without a value: tiles of {TOKENS_PER_TILE:,} tokens",
         bare=0,
+        at_least=0,
         group="memory and speed",
     )
     attention_head_groups: int = flag(
-        1, "parts of the KV heads that attention runs over in turn", group="memory and speed"
+        1,
+        "number of groups of KV heads that attention computes one after another; "
+        "above 1 its forward runs again in the backward pass",
+        at_least=1,
+        group="memory and speed",
     )
     optimizer: str = flag(
         "adamw",
-        "fp32, bf16 or 8-bit moments, or Muon for the layers' matrices",
-        ("optim",),
-        ("adamw", "adamw_bf16", "adamw_8bit", "muon"),
+        "AdamW with fp32, bf16 or 8-bit moments (8, 4 or about 2 bytes per parameter; "
+        "bf16 and 8-bit round), "
+        "or Muon for the matrices of the layers with AdamW for the rest",
+        aliases=("optim",),
+        choices=("adamw", "adamw_bf16", "adamw_8bit", "muon"),
         group="memory and speed",
     )
     master_weights: str = flag(
         "fp32",
-        "none: weights in the compute precision, updated by stochastic rounding",
-        (),
-        ("fp32", "none"),
+        "fp32: keep fp32 weights and round them to --dtype for computing; "
+        "none: keep only weights in --dtype, updated by stochastic rounding",
+        choices=("fp32", "none"),
         group="memory and speed",
     )
     offload_optimizer: bool = flag(
         False,
-        "fp32 weights and moments on the host, updated there; in bf16 the device has weights and gradients in bf16",
+        "keep fp32 weights and moments in host memory and update them there "
+        "(12 bytes per parameter); in bf16, weights and gradients on the device are bf16",
         group="memory and speed",
     )
     optimizer_in_backward: bool = flag(
         False,
-        "update each weight as soon as its gradient is there, which is then freed",
+        "update each weight as soon as its gradient is complete, then free the gradient; "
+        "needs --grad_clip 0 and one micro-batch per step",
         group="memory and speed",
     )
     loss: str = flag(
         "auto",
-        "vocabulary loss: auto chunks when the logits would exceed the threshold, and where chunks are no slower",
-        (),
-        CHOICES["loss"],
+        "standard computes all logits at once, chunked computes them tile by tile; auto: chunked "
+        "if the logits exceed --logits_threshold_gib or if tiles are at least as fast",
+        choices=CHOICES["loss"],
         group="memory and speed",
     )
     logits_threshold_gib: float = flag(
-        10.0, "GiB of logits above which --loss auto chunks", group="memory and speed"
+        10.0,
+        "GiB of logits above which --loss auto always uses tiles",
+        at_least=0,
+        group="memory and speed",
     )
     loss_chunk_size: int = flag(
         0,
-        "tokens of a tile of the chunked loss; 0: chosen by shape and device",
+        "tokens per tile of the chunked loss; 0: chosen for the shape and the device",
+        at_least=0,
         group="memory and speed",
     )
     kernels: str = flag(
         "auto",
-        "who computes the fused parts: eager torch, torch.compile, or Triton (CUDA)",
-        (),
-        CHOICES["kernels"],
+        "backend for fused ops: eager torch, torch.compile, or Triton (CUDA)",
+        choices=CHOICES["kernels"],
         group="memory and speed",
     )
     compile: bool = flag(
-        False, "compile each layer with torch.compile", ("torch_compile",), group="memory and speed"
+        False,
+        "compile each layer with torch.compile; the first step takes about a minute longer",
+        aliases=("torch_compile",),
+        group="memory and speed",
     )
     dp_replicate: int = flag(
         1,
-        "HSDP: groups of ranks that each hold all parameters",
-        ("replicas",),
+        "number of replicas that each hold all parameters (HSDP); 1: shard over all ranks",
+        aliases=("replicas",),
+        at_least=1,
         group="memory and speed",
     )
     context_parallel_size: int = flag(
         0,
-        "ranks that share the tokens of each row; 0: as many as one row needs, which is 1 where a rank can hold it",
-        ("context_parallel", "cp", "sequence_parallel_size", "sp"),
+        "number of ranks that share the tokens of each row; "
+        "0: as few as a row needs, which is 1 if it fits on one rank",
+        aliases=("context_parallel", "cp", "sequence_parallel_size", "sp"),
+        at_least=0,
         group="memory and speed",
     )
     context_parallel_mode: str = flag(
         "auto",
-        "how they meet in attention: all-to-all over heads, or gathered keys and values; auto: fewer bytes",
-        (),
-        context.MODES,
+        "communication for context parallelism: ulysses (all-to-all over heads), "
+        "gather_kv (all-gather keys and values), or auto (whichever moves fewer bytes)",
+        choices=context.MODES,
         group="memory and speed",
     )
-    device: str = flag("auto", "device", (), ("auto", "cpu", "cuda"), group="memory and speed")
+    device: str = flag(
+        "auto",
+        "where to run; auto: on the GPU if torch sees one, otherwise on the CPU",
+        choices=("auto", "cpu", "cuda"),
+        group="memory and speed",
+    )
+
     # ---- numerics
+
     max_skipped_steps: int = flag(
         10,
-        "steps of a run that may be skipped for a NaN or infinite gradient; one more ends it with exit code 5",
+        "number of steps that may be skipped because of a NaN or infinite gradient; "
+        "one more ends the run with exit code 5",
+        at_least=0,
         group="numerics",
     )
     loss_spike: float = flag(
         10.0,
-        "a loss this many robust deviations above the median of the last 64 steps is reported; 0: never",
+        "report a loss that is this many robust standard deviations above the median of the "
+        "last 64 steps; 0: never",
+        at_least=0,
         group="numerics",
     )
-    skip_rows: str = flag(
+    skip_rows: tuple[str, ...] = flag(
         (),
-        "ranges a:b of the row order that are left out, as the log names rows; a resume must start before them",
+        "rows to skip, as ranges a:b in the numbering the log uses; "
+        "resume from a checkpoint taken before them",
         many=True,
         group="numerics",
     )
     check_replicas_every: int = flag(
         100,
-        "steps between comparisons of weights and optimizer states over the replicas of --dp_replicate; 0: never",
+        "every N steps, check that the replicas of --dp_replicate have the same weights and "
+        "optimizer states; 0: never",
+        at_least=0,
         group="numerics",
     )
+
     # ---- run
+
     output_dir: str = flag(
-        "runs/default", "checkpoints, logs, TensorBoard", ("out", "save_dir"), group="run"
+        "runs/default",
+        "folder for checkpoints, logs and TensorBoard",
+        aliases=("out", "save_dir"),
+        group="run",
     )
     save_every: int = flag(
-        500, "steps between checkpoints; the last step always saves", ("save_steps",), group="run"
+        500,
+        "steps between checkpoints; the last step always saves one",
+        aliases=("save_steps",),
+        at_least=1,
+        group="run",
     )
-    keep_last: int = flag(2, "checkpoints kept, at least 2", ("save_total_limit",), group="run")
+    keep_last: int = flag(
+        2,
+        "number of newest checkpoints to keep, at least 2",
+        aliases=("save_total_limit",),
+        at_least=2,
+        group="run",
+    )
     resume: str = flag(
         "auto",
-        "auto: newest good checkpoint of output_dir; none: refuse a folder that holds a run; or a step-* folder",
-        ("resume_from",),
+        "auto: continue from the newest intact checkpoint in output_dir, if there is one; "
+        "none: start anew, and refuse a folder that holds a run; "
+        "or the path of a step-* folder to continue from",
+        aliases=("resume_from",),
         group="run",
     )
     override_settings: bool = flag(
         False,
-        "let a resume change settings of the group optimisation, which it refuses otherwise",
+        "allow a resume to change settings of the group optimisation, which is otherwise refused",
         group="run",
     )
     async_save: bool = flag(
-        False, "write checkpoints from a copy in host memory while training goes on", group="run"
+        False,
+        "write checkpoints in the background, from a copy in host memory, while training goes on",
+        group="run",
     )
     audit_every: int = flag(
         0,
-        "steps between steps whose forward and backward run twice and must give the same bits; 0: never",
+        "every N steps, run forward and backward twice and fail unless the gradients match "
+        "bit for bit; 0: never",
+        at_least=0,
         group="run",
     )
     timeout: int = flag(
         60,
-        "seconds after which a rank that gives no sign of life ends the others, exit code 7",
+        "seconds without a heartbeat before a rank is declared lost and the others exit "
+        "with code 7",
+        at_least=1,
         group="run",
     )
     eval_every: int = flag(
         100,
         "steps between validations, each with a text sample in TensorBoard; 0: never",
-        ("eval_steps",),
+        aliases=("eval_steps",),
+        at_least=0,
         group="run",
     )
-    eval_rows: int = flag(8, "rows of a validation, over all ranks", group="run")
+    eval_rows: int = flag(
+        8,
+        "rows per validation, over all ranks",
+        at_least=1,
+        group="run",
+    )
     log_every: int = flag(
         1,
-        "steps between progress lines and TensorBoard points (metrics.jsonl has every step)",
-        ("logging_steps",),
+        "steps between progress lines and TensorBoard points; metrics.jsonl has every step",
+        aliases=("logging_steps",),
+        at_least=1,
         group="run",
     )
-    config: str = flag("", "TOML file of these settings; flags win over it", group="run")
+    config: str = flag("", "TOML file with these settings; flags win over the file", group="run")
     fit: str = flag(
         "refuse",
-        "a request that cannot fit here: refuse it, or auto: pull memory levers that leave model, context and batch as they are",
-        (),
-        ("refuse", "auto"),
+        "what to do if the run would not fit in memory: refuse it, or auto, which turns on memory "
+        "levers that keep the model, the context and the batch",
+        choices=("refuse", "auto"),
         group="run",
     )
     plan: bool = flag(
-        False, "print what the run needs and what is there, then stop", ("dry_run",), group="run"
+        False,
+        "print what the run needs and what this machine has, then stop",
+        aliases=("dry_run",),
+        group="run",
     )
 
     def __post_init__(self):
-        at_least = dict(
-            context_length=1,
-            batch_size=1,
-            gradient_accumulation_steps=1,
-            max_steps=1,
-            dp_replicate=1,
-            context_parallel_size=0,
-            save_every=1,
-            keep_last=2,
-            loss_chunk_size=0,
-            lr=0,
-            warmup_steps=0,
-            weight_decay=0,
-            grad_clip=0,
-            eval_every=0,
-            eval_rows=1,
-            log_every=1,
-            mlp_tiles=0,
-            attention_head_groups=1,
-            global_batch_size=0,
-            vocab_size=0,
-            rope_theta=0,
-            audit_every=0,
-            timeout=1,
-            max_skipped_steps=0,
-            loss_spike=0,
-            check_replicas_every=0,
-            logits_threshold_gib=0,
-            min_lr_ratio=0,
-            decay_fraction=0,
-        )
-        for name, least in at_least.items():
+        self._normalise_dtype()
+        self._check_ranges()
+        parse_ranges(self.skip_rows)  # raises for what is not a range
+        config = self.model()  # raises for a shape that cannot be built
+
+        self._check_activation_levers(config)
+        self._check_optimizer_levers()
+        if self.context_ranks > 1:
+            self.context_choice(config)  # raises if the ranks cannot share a row
+
+    # ---- validation
+
+    def _normalise_dtype(self) -> None:
+        """One spelling, so that every spelling gives the same run, checkpoint and command."""
+        spelling = str(self.dtype)
+        if spelling in DTYPE_SPELLINGS:
+            object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
+
+    def _check_ranges(self) -> None:
+        """ValueError for a number outside its range."""
+        for spec in dataclasses.fields(self):
+            least = spec.metadata["at_least"]
+            value = getattr(self, spec.name)
+            if least is not None and not least <= value < math.inf:
+                raise ValueError(
+                    f"--{spec.name} {value} is out of range: give a number of at least {least}"
+                )
+
+        for name in ("min_lr_ratio", "decay_fraction"):
             value = getattr(self, name)
-            if not least <= value < math.inf:
+            if not 0 <= value <= 1:
+                raise ValueError(f"--{name} {value} is out of range: give a number between 0 and 1")
+
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
                 raise ValueError(
-                    f"--{name} {value} is out of range: give a number of at least {least}"
+                    f"--{name} {value} is out of range: give a number of at least 0 and below 1"
                 )
-        for name in ("beta1", "beta2", "min_lr_ratio", "decay_fraction"):
-            if (
-                not 0 <= getattr(self, name) <= 1
-                or name.startswith("beta")
-                and getattr(self, name) == 1
-            ):
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} is out of range: give a number between 0 and 1"
-                )
+
         if self.adam_eps <= 0:
             raise ValueError(
                 f"--adam_eps {self.adam_eps} is not positive: give a small number above 0"
             )
-        parse_ranges(self.skip_rows)  # raises on what is no range
-        config = self.model()  # raises on a geometry that cannot be built
-        self._check_levers(config)
-        if self.context_ranks > 1:
-            self.context_choice(config)  # raises where they cannot share a row
 
-    def _check_levers(self, model: ModelConfig):
-        """ValueError for levers that exclude each other."""
-        parts = self.tiles > 1 or self.attention_head_groups > 1
-        for wrong, words in [
-            (
-                model.num_kv_heads % self.attention_head_groups,
-                f"--attention_head_groups {self.attention_head_groups} does not divide "
-                f"{model.num_kv_heads} KV heads: give a divisor",
-            ),
-            (
-                self.attention_head_groups > 1
-                and model.num_kv_heads // self.attention_head_groups % self.context_ranks
-                and self.context_choice(model).mode == "ulysses",
-                f"--attention_head_groups {self.attention_head_groups} leaves {model.num_kv_heads // self.attention_head_groups} KV heads at a time, "
-                f"which do not divide over {self.context_ranks} ranks that share a row: give fewer groups",
-            ),
-            (
-                self.compile and parts,
-                "--compile with --mlp_tiles or --attention_head_groups: their backward is not compiled, drop one",
-            ),
-            (
-                self.attention_head_groups > 1 and self.gradient_checkpointing == "selective",
-                "--attention_head_groups runs attention again in the backward, --gradient_checkpointing selective keeps its output: use full",
-            ),
-            (
-                self.offload_activations and self.gradient_checkpointing == "none",
-                "--offload_activations moves layer checkpoints and there are none: add --gradient_checkpointing",
-            ),
-            (
-                self.bare_weights and self.dtype == "fp32" and self.master_weights == "none",
-                "--master_weights none with --dtype fp32 saves nothing: use --dtype bf16, or --master_weights fp32",
-            ),
-            (
-                self.offload_optimizer and self.optimizer != "adamw",
-                f"--offload_optimizer keeps fp32 moments on the host, --optimizer {self.optimizer} others on the device: drop one",
-            ),
-            (
-                self.offload_optimizer and self.master_weights == "none",
-                "--offload_optimizer has its fp32 weights on the host already: drop --master_weights none",
-            ),
-            (
-                self.optimizer_in_backward and self.optimizer == "muon",
-                "--optimizer muon makes whole matrices orthogonal, and with --optimizer_in_backward each rank decides for its rows whether to step: drop one",
-            ),
-            (
-                self.optimizer_in_backward and self.audit_every,
-                "--audit_every computes gradients twice before weights change, and --optimizer_in_backward changes them at once: drop one",
-            ),
-            (
-                self.optimizer_in_backward and self.grad_clip,
-                "--optimizer_in_backward updates weights before the global norm is known: add --grad_clip 0",
-            ),
-        ]:
-            if wrong:
-                raise ValueError(words)
+    def _check_activation_levers(self, model: ModelConfig) -> None:
+        """ValueError for levers of layers that exclude each other."""
+        groups = self.attention_head_groups
+        if model.num_kv_heads % groups:
+            raise ValueError(
+                f"--attention_head_groups {groups} does not divide {model.num_kv_heads} KV heads: "
+                "give a divisor"
+            )
+        if groups > 1:
+            self._check_shared_head_groups(model)
 
-    @property
-    def tiles(self) -> int:
-        """Parts of the tokens that each MLP runs over; an automatic number leaves `TILE` tokens or
-        fewer to each.
-        """
-        return self.mlp_tiles or -(
-            -self.batch_size * self.context_length // self.context_ranks // TILE
-        )
+        if self.compile and (self.tiles > 1 or groups > 1):
+            raise ValueError(
+                "--compile cannot compile the backward pass of --mlp_tiles and "
+                "--attention_head_groups: drop one of them"
+            )
+        if groups > 1 and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "--gradient_checkpointing selective keeps attention's outputs so that it runs "
+                "once, but --attention_head_groups runs it again in the backward pass: use full"
+            )
+        if self.offload_activations and self.gradient_checkpointing == "none":
+            raise ValueError(
+                "--offload_activations moves checkpointed layer inputs, but no layer is "
+                "checkpointed: add --gradient_checkpointing"
+            )
 
-    @property
-    def bare_weights(self) -> bool:
-        """Whether the device holds weights in the compute precision alone."""
-        return self.master_weights == "none" or self.offload_optimizer
+    def _check_shared_head_groups(self, model: ModelConfig) -> None:
+        """ValueError if ranks that exchange heads cannot divide a head group's KV heads."""
+        heads = model.num_kv_heads // self.attention_head_groups
+        if heads % self.context_ranks == 0:
+            return
+        if self.context_choice(model).mode == "ulysses":
+            raise ValueError(
+                f"--attention_head_groups {self.attention_head_groups} leaves {heads} KV heads at "
+                f"a time, which do not divide over the {self.context_ranks} ranks that share a "
+                "row: give fewer groups"
+            )
+
+    def _check_optimizer_levers(self) -> None:
+        """ValueError for levers of the optimizer that exclude each other."""
+        without_master = self.master_weights == "none"
+        if without_master and self.dtype == "fp32":
+            raise ValueError(
+                "--master_weights none saves nothing with --dtype fp32: use --dtype bf16, or "
+                "--master_weights fp32"
+            )
+        if self.offload_optimizer and self.optimizer != "adamw":
+            raise ValueError(
+                "--offload_optimizer keeps fp32 moments in host memory, but --optimizer "
+                f"{self.optimizer} keeps others on the device: drop one of them"
+            )
+        if self.offload_optimizer and without_master:
+            raise ValueError(
+                "--offload_optimizer already keeps its fp32 weights in host memory: "
+                "drop --master_weights none"
+            )
+        if self.optimizer_in_backward:
+            self._check_optimizer_in_backward()
+
+    def _check_optimizer_in_backward(self) -> None:
+        if self.optimizer == "muon":
+            raise ValueError(
+                "--optimizer muon orthogonalises whole matrices, but with --optimizer_in_backward "
+                "each rank decides for its own shard whether to step: drop one of them"
+            )
+        if self.audit_every:
+            raise ValueError(
+                "--audit_every computes gradients twice before any weight changes, but "
+                "--optimizer_in_backward changes weights at once: drop one of them"
+            )
+        if self.grad_clip:
+            raise ValueError(
+                "--optimizer_in_backward updates weights before the global norm is known: "
+                "add --grad_clip 0"
+            )
 
     def without_effect(self) -> list[str]:
-        """Settings that were changed from their default and do nothing beside the others."""
-        idle = dict(
+        """Names of settings that were changed from their default and that the others make void."""
+        ineffective = dict(
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
             documents=bool(self.data),
@@ -442,44 +631,66 @@ class TrainConfig:
             logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn",
         )
-        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)} | dict(nsa=())
-        return [
-            name
-            for name, useless in idle.items()
-            if useless and getattr(self, name) != defaults[name]
-        ]
+        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
+        defaults["nsa"] = ()
+
+        changed = [name for name in ineffective if getattr(self, name) != defaults[name]]
+        return [name for name in changed if ineffective[name]]
+
+    # ---- what follows from the settings
 
     def model(self) -> ModelConfig:
         """The model's configuration."""
-        overrides = dict(
+        fields = dict(
             attention_type=self.attention_type,
             nsa=NSAConfig(**_parsed(self.nsa, NSAConfig, "nsa")),
             loss=self.loss,
             logits_threshold_gib=self.logits_threshold_gib,
             loss_chunk_size=self.loss_chunk_size,
             kernels=self.kernels,
-            compute_dtype=DTYPES[self.dtype],
+            compute_dtype=self._compute_dtype(),
             rope_scaling=self.rope_scaling,
             rope_factor=self.rope_factor,
             rope_original_context=self.rope_original_context,
         )
-        overrides |= {
-            name: getattr(self, name)
-            for name in ("vocab_size", "rope_theta")
-            if getattr(self, name)
-        }
-        return ModelConfig.preset(
-            self.model_size,
-            **{**overrides, **_parsed(self.model_overrides, ModelConfig, "model_overrides")},
-        )
+        if self.vocab_size:
+            fields["vocab_size"] = self.vocab_size
+        if self.rope_theta:
+            fields["rope_theta"] = self.rope_theta
+
+        fields |= _parsed(self.model_overrides, ModelConfig, "model_overrides")
+        return ModelConfig.preset(self.model_size, **fields)
+
+    def _compute_dtype(self) -> str:
+        if self.dtype not in COMPUTE_DTYPES:
+            raise ValueError(
+                f"--dtype {self.dtype} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
+            )
+        return COMPUTE_DTYPES[self.dtype]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the tokens that each MLP computes one after another.
+
+        If --mlp_tiles leaves the number open, a tile has TOKENS_PER_TILE tokens or fewer.
+        """
+        if self.mlp_tiles:
+            return self.mlp_tiles
+        tokens = self.batch_size * self.context_length // self.context_ranks
+        return math.ceil(tokens / TOKENS_PER_TILE)
+
+    @property
+    def weights_in_compute_dtype(self) -> bool:
+        """Whether the device holds weights only in the compute precision."""
+        return self.master_weights == "none" or self.offload_optimizer
 
     @property
     def context_ranks(self) -> int:
-        """Ranks that share a row; an automatic number that no plan has settled counts as 1."""
+        """Ranks that share a row; 1 until a plan has chosen the number that 0 leaves open."""
         return max(1, self.context_parallel_size)
 
     def context_choice(self, config: ModelConfig) -> context.Choice:
-        """How `context_ranks` ranks share a row, and why; ValueError where they cannot."""
+        """How `context_ranks` ranks share a row, and why; ValueError if they cannot."""
         return context.choose(
             self.context_parallel_mode,
             config.attention_type,
@@ -491,79 +702,85 @@ class TrainConfig:
         )
 
     def accumulation(self, ranks: int) -> int:
-        """Micro-batches of a step on each of `ranks` ranks; those that share their rows count as
-        one.
-        """
-        if not self.global_batch_size:
-            return self._alone(self.gradient_accumulation_steps)
-        groups, sharing = (
-            ranks // self.context_ranks,
-            f" ({self.context_ranks} share each row)" if self.context_ranks > 1 else "",
-        )
-        rows = groups * self.batch_size
-        if self.global_batch_size % rows:
-            sizes = [
-                size
-                for size in range(1, self.global_batch_size + 1)
-                if self.global_batch_size % size == 0
-            ]
-            # whose fault it is: the batch's or the ranks'
-            wrong = ValueError if self.global_batch_size % self.batch_size else WorldError
-            raise wrong(
-                f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} ranks{sharing} x --batch_size "
-                f"{self.batch_size} = {rows}: ranks x batch_size must be one of {sizes}"
-            )
-        return self._alone(self.global_batch_size // rows)
+        """Micro-batches of a step on each of `ranks` ranks.
 
-    def _alone(self, micro_batches: int) -> int:
+        Ranks that share a row count as one. ValueError or WorldError if the global batch does not
+        divide.
+        """
+        micro_batches = self.gradient_accumulation_steps
+        if self.global_batch_size:
+            micro_batches = self._micro_batches_of_global_batch(ranks)
+
         if self.optimizer_in_backward and micro_batches > 1:
             raise ValueError(
-                f"--optimizer_in_backward updates weights after each micro-batch, and a step has {micro_batches}: drop it, or give "
-                "a batch of one micro-batch"
+                "--optimizer_in_backward updates weights after each micro-batch, and a step has "
+                f"{micro_batches}: drop it, or give a batch of one micro-batch"
             )
         return micro_batches
 
+    def _micro_batches_of_global_batch(self, ranks: int) -> int:
+        rows = ranks // self.context_ranks * self.batch_size
+        if self.global_batch_size % rows == 0:
+            return self.global_batch_size // rows
+
+        sharing = ""
+        if self.context_ranks > 1:
+            sharing = f" ({self.context_ranks} share each row)"
+        message = (
+            f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} "
+            f"ranks{sharing} x --batch_size {self.batch_size} = {rows}: ranks x batch_size must be "
+            f"one of {divisors(self.global_batch_size)}"
+        )
+
+        # The exit code tells a launcher whether another number of ranks would help.
+        if self.global_batch_size % self.batch_size:
+            raise ValueError(message)
+        raise WorldError(message)
+
     def rows_per_step(self, ranks: int) -> int:
-        """Rows of the global batch."""
+        """Rows of an optimizer step over all ranks."""
         return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
     def table(self) -> str:
-        """Every setting, a line per group."""
+        """Every setting, one line per group."""
         groups: dict[str, list[str]] = {}
         for spec in dataclasses.fields(self):
-            groups.setdefault(spec.metadata["group"], []).append(
-                f"{spec.name}={getattr(self, spec.name)!r}"
-            )
+            settings = groups.setdefault(spec.metadata["group"], [])
+            settings.append(f"{spec.name}={getattr(self, spec.name)!r}")
         return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())
+
+
+# ---- name=value pairs
 
 
 def _parsed(pairs: tuple[str, ...], cls: type, given_by: str) -> dict:
     """Values of name=value pairs, typed as the fields of the dataclass `cls`."""
-    known = {spec.name: spec.type for spec in dataclasses.fields(cls)}
+    types = {spec.name: spec.type for spec in dataclasses.fields(cls)}
+    flags = {spec.name: spec.name for spec in dataclasses.fields(TrainConfig)}
+    flags["compute_dtype"] = "dtype"
+
     values = {}
-    flags = {spec.name for spec in dataclasses.fields(TrainConfig)} | {"compute_dtype"}
     for pair in pairs:
+        given = f"--{given_by} {pair!r}"
         name, equals, text = pair.partition("=")
-        if not equals or name not in known:
-            raise ValueError(
-                f"--{given_by} {pair!r}: give name=value with a name of {', '.join(known)}"
-            )
+        if not equals or name not in types:
+            raise ValueError(f"{given}: give name=value with a name of {', '.join(types)}")
         if name in flags:
-            raise ValueError(
-                f"--{given_by} {pair!r}: use the flag --{'dtype' if name == 'compute_dtype' else name}"
-            )
+            raise ValueError(f"{given}: use the flag --{flags[name]}")
         if name in values:
-            raise ValueError(f"--{given_by} {pair!r}: {name} is given twice, keep one")
-        values[name] = _converted(known[name], text, f"--{given_by} {pair!r}")
+            raise ValueError(f"{given}: {name} is given twice, keep one")
+        values[name] = _converted(types[name], text, given)
     return values
 
 
-def _converted(kind: type, text: str, where: str):
+def _converted(kind: type, text: str, given: str):
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{where}: give true or false")
+            raise ValueError(f"{given}: give true or false")
         return text.lower() == "true"
+
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"{where}: give {'an integer' if kind is int else 'a number'}") from None
+        wanted = "an integer" if kind is int else "a number"
+        raise ValueError(f"{given}: give {wanted}") from None

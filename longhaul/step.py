@@ -66,7 +66,7 @@ def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> De
     """
     with torch.device("meta"):
         model = Decoder(model_config)
-    if cfg.bare_weights:
+    if cfg.weights_in_compute_dtype:
         model.to(model_config.dtype)
     return apply.apply(model, cfg, mesh, context_mesh)
 

@@ -275,7 +275,7 @@ def test_bare_weights_are_in_the_compute_precision():
         (dict(master_weights="none"), "saves nothing"),
         (
             dict(optimizer_in_backward=True, grad_clip=0.0, optimizer="muon"),
-            "each rank decides for its rows",
+            "each rank decides for its own shard",
         ),
         (
             dict(optimizer_in_backward=True, grad_clip=0.0, audit_every=5),

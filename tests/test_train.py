@@ -592,10 +592,10 @@ def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(
     "text, words",
     [
         ("contxt_length = 3", "unknown key 'contxt_length': did you mean 'context_length'?"),
-        ("context_length = 'x'", "give a int"),
+        ("context_length = 'x'", "is of type str: give an integer"),
         ("context_length =", "--config"),
         ("loss = 'fast'", "choose one of auto, standard, chunked"),
-        ("lr = true", "give a float"),
+        ("lr = true", "is of type bool: give a number"),
     ],
 )
 def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):

@@ -32,6 +32,9 @@ DTYPES = {
     "bfloat16": "bf16",
     "fp16": "fp16",
     "float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
 }
 TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 SCRIPTS = {

@@ -101,7 +101,7 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
         config.vocab_size * config.hidden_size,
     )
     down = config.hidden_size * config.ffn_size
-    weight = element if cfg.bare_weights else FP32
+    weight = element if cfg.weights_in_compute_dtype else FP32
     # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
     cast = 0 if sharded or element == weight else element
     whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced

@@ -1,0 +1,233 @@
+"""TrainConfig and its command line: ranges, spellings, --help."""
+
+import dataclasses
+import math
+import shlex
+
+import pytest
+import torch
+
+from longhaul import cli, dist
+from longhaul.checkpoint import resume
+from longhaul.config import DTYPE_SPELLINGS, TrainConfig
+from longhaul.memory import plan as planner
+from profile_memory import ProfileConfig
+
+FIELDS = {spec.name: spec for spec in dataclasses.fields(TrainConfig)}
+BOUNDED = [name for name, spec in FIELDS.items() if spec.metadata["at_least"] is not None]
+
+
+def parsed(*words: str) -> TrainConfig:
+    return cli.parse(TrainConfig, list(words))
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_number_below_its_range_is_refused_with_the_least_that_is_allowed(name):
+    least = FIELDS[name].metadata["at_least"]
+    words = f"--{name} {least - 1} is out of range: give a number of at least {least}$"
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**{name: least - 1})
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"--{name} {value} is out of range"):
+        TrainConfig(**{name: value})
+
+
+def test_the_least_allowed_number_is_accepted():
+    defaults = TrainConfig()
+    for name in BOUNDED:
+        changed = dataclasses.replace(defaults, **{name: FIELDS[name].metadata["at_least"]})
+        assert getattr(changed, name) == FIELDS[name].metadata["at_least"]
+
+
+@pytest.mark.parametrize("name", ["min_lr_ratio", "decay_fraction", "beta1", "beta2"])
+def test_fractions_are_between_0_and_1(name):
+    assert getattr(TrainConfig(**{name: 0.0}), name) == 0
+    for value in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"--{name} {value} is out of range"):
+            TrainConfig(**{name: value})
+
+
+def test_a_ratio_may_be_1_and_a_moments_decay_may_not():
+    assert TrainConfig(min_lr_ratio=1.0, decay_fraction=1.0).min_lr_ratio == 1
+    for name in ("beta1", "beta2"):
+        with pytest.raises(ValueError, match="of at least 0 and below 1"):
+            TrainConfig(**{name: 1.0})
+
+
+def test_mlp_tiles_that_are_left_open_hold_at_most_4096_tokens():
+    settings = dict(model_size="tiny", mlp_tiles=0)
+    assert TrainConfig(**settings, context_length=4096).tiles == 1
+    assert TrainConfig(**settings, context_length=4097).tiles == 2
+    assert TrainConfig(**settings, context_length=4096, batch_size=3).tiles == 3
+    assert TrainConfig(**settings, context_length=16384, context_parallel_size=2).tiles == 2
+
+
+# ---- spellings of --dtype
+
+
+@pytest.mark.parametrize("spelling, short", DTYPE_SPELLINGS.items())
+def test_every_spelling_of_a_dtype_is_the_same_run(spelling, short):
+    cfg = parsed("--model_size", "tiny", "--dtype", spelling)
+    plain = TrainConfig(model_size="tiny", dtype=short)
+
+    assert cfg == plain
+    assert cfg.dtype == short
+    assert cfg.model() == plain.model()
+    assert cfg.table() == plain.table()
+    world = dist.World()
+    assert planner.command(cfg, world) == planner.command(plain, world)
+
+
+def test_the_spellings_are_those_of_torch_too():
+    assert TrainConfig(dtype=torch.float32) == TrainConfig(dtype="fp32")
+    assert TrainConfig(dtype=torch.bfloat16) == TrainConfig(dtype="bf16")
+    assert parsed("--precision=torch.float32").model().dtype is torch.float32
+    assert parsed("--precision=bfloat16").model().dtype is torch.bfloat16
+
+
+def test_a_spelling_in_a_file_and_in_a_replacement_is_normalised(tmp_path):
+    (tmp_path / "c.toml").write_text("dtype = 'float32'")
+    cfg = parsed("--config", str(tmp_path / "c.toml"))
+    assert cfg.dtype == "fp32"
+    assert dataclasses.replace(cfg, dtype="torch.bfloat16").dtype == "bf16"
+
+
+def test_the_identity_of_a_run_does_not_depend_on_the_spelling():
+    class Data:
+        fingerprint = tokenizer_sha256 = ""
+
+    short, long = (TrainConfig(model_size="tiny", dtype=name) for name in ("fp32", "float32"))
+    same = [resume.identity(cfg, cfg.model(), Data) for cfg in (short, long)]
+    assert same[0] == same[1]
+
+
+def test_the_profiler_takes_the_same_spellings():
+    for spelling, short in DTYPE_SPELLINGS.items():
+        profiled = cli.parse(ProfileConfig, ["--model_size", "tiny", "--dtype", spelling])
+        assert profiled.training() == TrainConfig(model_size="tiny", dtype=short)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float16", "half", "float64", "torch.float", ""])
+def test_a_precision_that_training_does_not_have_is_refused(dtype):
+    with pytest.raises(ValueError, match=f"--dtype {dtype} is unknown: choose one of bf16, fp32"):
+        TrainConfig(dtype=dtype)
+    with pytest.raises(ValueError, match="argument --dtype"):
+        parsed("--dtype", dtype)
+
+
+# ---- the command line
+
+
+def help_text(capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(TrainConfig, ["--help"], "Train a decoder.")
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_has_every_flag_with_its_spellings_and_every_group(capsys):
+    text = help_text(capsys)
+    one_line = " ".join(text.split())
+    for spec in FIELDS.values():
+        for name in (spec.name, *spec.metadata["aliases"]):
+            assert f"--{name}" in text
+        assert spec.metadata["group"] in TrainConfig.GROUPS
+    for title, sentence in TrainConfig.GROUPS.items():
+        assert f"\n{title}:\n" in text
+        assert sentence in one_line
+
+
+def test_help_fits_a_terminal_and_opens_with_what_the_program_is_for(capsys):
+    lines = help_text(capsys).splitlines()
+    assert lines[2] == "Train a decoder."
+    flags = [line for line in lines if not line.startswith("  --")]  # spellings are not broken
+    assert max(map(len, flags)) <= 100
+
+
+def test_the_examples_of_help_are_commands_that_work(capsys):
+    text = help_text(capsys)
+    commands = text.split("examples:\n")[1].splitlines()
+    assert len(commands) >= 2
+    for command in commands:
+        words = shlex.split(command)
+        cfg = parsed(*words[words.index("train.py") + 1 :])
+        assert cfg.without_effect() == []
+
+
+def test_examples_belong_to_one_program(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(ProfileConfig, ["--help"])
+    printed = capsys.readouterr().out
+    assert "examples:" not in printed
+    assert TrainConfig.GROUPS["numerics"] in printed
+
+
+def test_a_help_text_names_units_and_what_zero_means():
+    for name in ("vocab_size", "rope_theta", "global_batch_size", "grad_clip", "loss_chunk_size"):
+        assert "; 0: " in FIELDS[name].metadata["help"]
+    for name in ("eval_every", "audit_every", "check_replicas_every", "loss_spike"):
+        assert FIELDS[name].metadata["help"].endswith("0: never")
+
+
+def test_switches_values_and_lists_are_read():
+    cfg = parsed(
+        *("--compile", "--no_async_save", "--activation-checkpointing", "--mlp_tiles"),
+        *("--nsa", "window=64", "sel_count=4", "--attention=nsa", "--lr=2e-3"),
+    )
+    assert cfg.compile is True
+    assert cfg.async_save is False
+    assert cfg.gradient_checkpointing == "full"
+    assert cfg.mlp_tiles == 0
+    assert cfg.nsa == ("window=64", "sel_count=4")
+    assert cfg.model().nsa.window == 64
+    assert cfg.lr == 2e-3
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("nsa = 'window=64'", "nsa='window=64': give a list of strings"),
+        ("nsa = [64]", r"nsa=\[64\]: give a list of strings"),
+        ("compile = 1", "compile=1 is of type int: give true or false"),
+        ("seed = 1.5", "seed=1.5 is of type float: give an integer"),
+        ("data = 3", "data=3 is of type int: give a string"),
+        ("schedule = 'linear'", "choose one of cosine, wsd, constant"),
+        ("seed = 99999999999999999999", "seed has 20 digits: give a number below 2"),
+        ("sed = 1", "unknown key 'sed': did you mean 'seed'?"),
+        ("seed = ", "Invalid value"),
+    ],
+)
+def test_a_wrong_value_in_a_file_names_the_key_and_what_to_give(tmp_path, text, words):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words) as caught:
+        parsed("--config", str(path))
+    assert str(caught.value).startswith(f"--config {path}: ")
+
+
+@pytest.mark.parametrize(
+    "pair, words",
+    [
+        ("num_layers", "give name=value with a name of vocab_size"),
+        ("num_layers=two", "give an integer"),
+        ("norm_eps=small", "give a number"),
+        ("tie_embeddings=maybe", "give true or false"),
+        ("compute_dtype=float16", "use the flag --dtype"),
+        ("rope_theta=1e6", "use the flag --rope_theta"),
+    ],
+)
+def test_a_wrong_override_of_the_model_is_quoted_with_what_to_give(pair, words):
+    with pytest.raises(ValueError, match=f"--model_overrides '{pair}': {words}"):
+        TrainConfig(model_overrides=(pair,))
+
+
+def test_an_override_given_twice_is_refused():
+    with pytest.raises(ValueError, match="num_layers is given twice, keep one"):
+        TrainConfig(model_overrides=("num_layers=2", "num_layers=3"))

@@ -1,41 +1,56 @@
 """THE path: `build` makes the model and its optimizer, `train_step` is one step. Training,
 simulation, profiling and tests all come through here, so none of them can drift from what runs.
 
-Imports model.py, longhaul.dist, longhaul.optim, longhaul.parallel.apply of ours.
+Letters: B rows of a micro-batch, T context length, R rows that the loader gives to this rank.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from data.loader import Batch
 from longhaul import dist, optim
+from longhaul.config import TrainConfig
 from longhaul.parallel import apply
 from model import IGNORE, Decoder, ModelConfig
+
+MicroBatch = dict[str, Tensor]  # keyword arguments of Decoder.forward
+MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
+ONE_PROCESS = dist.World()
 
 
 @dataclass
 class TrainState:
     """What a training step reads and changes."""
 
-    cfg: object  # TrainConfig
+    cfg: TrainConfig
     model: Decoder
     optimizer: torch.optim.Optimizer
     device: torch.device
     world: dist.World
-    mesh: object = None  # DeviceMesh of the data-parallel ranks; None for one process
+    mesh: DeviceMesh | None = None  # of the data-parallel ranks; None for one process
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen, padding included
-    checked: bool = (
-        False  # whether a first step has checked its labels, at the cost of a host synchronisation
-    )
+    # whether a first step has checked its labels, at the cost of a host synchronisation
+    checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
+    listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
+
+    def stage(self, name: str) -> None:
+        """Tell whoever listens that this stage of the step begins; the model's own stages have
+        hooks on its modules.
+        """
+        for listener in self.listeners:
+            listener(name)
 
 
 @dataclass
 class StepResult:
-    """One step's figures; `loss` and `grad_norm` are 0-d tensors on the device, read when they are
-    logged.
+    """One step's figures. `loss` and `grad_norm` are 0-d tensors on the device, which are read when
+    they are logged.
     """
 
     loss: Tensor  # mean over the global valid tokens, nats
@@ -47,22 +62,35 @@ class StepResult:
     skipped: bool = False
 
 
+# ---- building
+
+
 def build(
-    cfg, model_config: ModelConfig, device, world: dist.World = dist.World(), mesh=None
+    cfg: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device | str,
+    world: dist.World = ONE_PROCESS,
+    mesh: DeviceMesh | None = None,
 ) -> TrainState:
     """Model and optimizer on `device`, sharded over `mesh`, with the weights of `cfg.seed`; on meta
     nothing is allocated.
 
-    `cfg.context_ranks` neighbouring ranks share their rows: each is given them whole and works on
-    its part of the tokens.
+    `cfg.context_ranks` neighbouring ranks share their rows: each is given whole rows and works on
+    its part of their tokens.
     """
     context_mesh = dist.context_mesh(world, torch.device(device), cfg.context_ranks)
-    return fill(skeleton(cfg, model_config, mesh, context_mesh), cfg, device, world, mesh)
+    model = skeleton(cfg, model_config, mesh, context_mesh)
+    return fill(model, cfg, device, world, mesh)
 
 
-def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> Decoder:
-    """The model on meta with every lever applied: first half of `build`, apart because fake tensors
-    begin after it.
+def skeleton(
+    cfg: TrainConfig,
+    model_config: ModelConfig,
+    mesh: DeviceMesh | None = None,
+    context_mesh: DeviceMesh | None = None,
+) -> Decoder:
+    """The model on meta with every lever applied: the first half of `build`. It is separate because
+    a simulation turns to fake tensors between the two.
     """
     with torch.device("meta"):
         model = Decoder(model_config)
@@ -71,152 +99,217 @@ def skeleton(cfg, model_config: ModelConfig, mesh=None, context_mesh=None) -> De
     return apply.apply(model, cfg, mesh, context_mesh)
 
 
-def fill(model: Decoder, cfg, device, world: dist.World, mesh) -> TrainState:
-    """Memory and weights for a skeleton, and its optimizer: second half of `build`."""
+def fill(
+    model: Decoder,
+    cfg: TrainConfig,
+    device: torch.device | str,
+    world: dist.World,
+    mesh: DeviceMesh | None,
+) -> TrainState:
+    """Memory and weights for a skeleton, and its optimizer: the second half of `build`."""
     device = torch.device(device)
     if device.type != "meta":
         model.to_empty(device=device)
         model.tie_weights()
         model.init_weights(cfg.seed)
-    return TrainState(cfg, model, optim.build_optimizer(model, cfg), device, world, mesh)
+    optimizer = optim.build_optimizer(model, cfg)
+    return TrainState(cfg, model, optimizer, device, world, mesh)
 
 
-def micro_batches(rows, size: int, device: torch.device) -> list[dict]:
-    """Micro-batches of `size` rows on `device` from the loader's arrays [R, T]; document ids stay
-    on the host.
+# ---- a batch
 
-    `rows` has numpy arrays tokens, labels, positions, doc_ids.
+
+def micro_batches(rows: Batch, size: int, device: torch.device) -> list[MicroBatch]:
+    """The loader's arrays [R, T] as micro-batches of `size` rows on `device`; document ids stay on
+    the host.
     """
-
-    def on_device(name: str, part: slice) -> Tensor:
-        host = torch.from_numpy(getattr(rows, name)[part])
-        return (
-            host.pin_memory().to(device, non_blocking=True)
-            if device.type == "cuda"
-            else host.to(device)
-        )
-
-    parts = [slice(start, start + size) for start in range(0, len(rows.tokens), size)]
-    return [
-        dict(
-            tokens_BT=on_device("tokens", part),
-            labels_BT=on_device("labels", part),
-            positions=on_device("positions", part),
-            doc_ids=torch.from_numpy(rows.doc_ids[part]),
-        )
-        for part in parts
-    ]
+    starts = range(0, len(rows.tokens), size)
+    return [_micro_batch(rows, slice(start, start + size), device) for start in starts]
 
 
-def count_valid(batch: list[dict], state: TrainState) -> Tensor:
-    """Positions with a target in all micro-batches of all ranks: the one divisor of the loss. No
-    host synchronisation.
+def _micro_batch(rows: Batch, part: slice, device: torch.device) -> MicroBatch:
+    return {
+        "tokens_BT": _on_device(rows.tokens[part], device),
+        "labels_BT": _on_device(rows.labels[part], device),
+        "positions": _on_device(rows.positions[part], device),
+        "doc_ids": torch.from_numpy(rows.doc_ids[part]),
+    }
+
+
+def _on_device(array, device: torch.device) -> Tensor:
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
+
+
+def count_valid(batch: list[MicroBatch], state: TrainState) -> Tensor:
+    """Positions with a target in all micro-batches of all ranks, which divides the summed loss.
+    There is no host synchronisation.
     """
     local = torch.stack([(micro["labels_BT"] != IGNORE).sum() for micro in batch]).sum()
-    return (
-        dist.all_sum(local.to(state.device)) // state.cfg.context_ranks
-    )  # which all counted the same rows
+    total = dist.all_sum(local.to(state.device))
+    return total // state.cfg.context_ranks  # ranks that share rows have counted the same ones
 
 
-def train_step(state: TrainState, batch: list[dict], must_stop=None) -> StepResult | None:
-    """One optimizer step over the micro-batches `batch` (keyword arguments of Decoder.forward).
+# ---- one step
 
-    The loss is sum over every rank's and micro-batch's tokens / global number of valid tokens.
+
+def train_step(
+    state: TrainState, batch: list[MicroBatch], must_stop: MustStop | None = None
+) -> StepResult | None:
+    """One optimizer step over the micro-batches of `batch`.
+
+    The loss is the sum over every rank's and micro-batch's tokens / global number of valid tokens.
     FSDP2 averages gradients over ranks, so each rank's share is multiplied by their number before
-    the backward. `must_stop()`, the same on all ranks, is asked between micro-batches; where it is
-    true the step is given up, nothing has changed, and None is returned.
+    the backward. `must_stop()` is asked between micro-batches; if it is true, the step is given up,
+    nothing has changed, and None is returned.
     """
     computed = gradients(state, batch, must_stop)
-    return None if computed is None else update(state, batch, *computed)
+    if computed is None:
+        return None
+    total, num_valid = computed
+    return update(state, batch, total, num_valid)
 
 
-def gradients(state: TrainState, batch: list[dict], must_stop=None) -> tuple[Tensor, Tensor] | None:
-    """(this rank's loss, global number of valid tokens) and every parameter's gradient; None where
-    it was given up.
+def gradients(
+    state: TrainState, batch: list[MicroBatch], must_stop: MustStop | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """(this rank's loss, global number of valid tokens), with every parameter's gradient computed;
+    None if the step was given up.
     """
     model = state.model
-    model.validate, state.checked = not state.checked, True
+    model.validate = not state.checked
+    state.checked = True
+
     num_valid = count_valid(batch, state)
     divisor = num_valid.clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
-    pairs = (
-        Pairs(model)
-        if state.cfg.pairwise_accumulation
-        and state.world.size == 1
-        and len(batch) > 2
-        and len(batch) % 2 == 0
-        else None
-    )
-    for index, micro in enumerate(batch if pairs is None else pairs.order(batch)):
+
+    sums = accumulation(state, len(batch))
+    for index, micro in enumerate(sums.order(batch)):
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
         loss = model(**micro, num_valid=divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
-        if pairs is not None and index % 2:
-            pairs.add(last=index == len(batch) - 1)
+        sums.add()
+    sums.finish()
     return total, num_valid
 
 
-class Pairs:
-    """Micro-batches of one process summed as two would: ((g0 + g2) + (g1 + g3)), the first of each
-    pair being rank 0's.
-
-    Sums of two are exact to the bit whoever adds them, and sums of more depend on their order.
-    Costs one more gradient.
-    """
-
-    def __init__(self, model: Decoder):
-        self.parameters, self.sums = list(model.parameters()), {}
-
-    def order(self, batch: list[dict]) -> list[dict]:
-        half = len(batch) // 2
-        return [micro for pair in zip(batch[:half], batch[half:]) for micro in pair]
-
-    def add(self, last: bool):
-        """Take the gradient of a pair into the sums; after the last one they are the gradients."""
-        for p in self.parameters:
-            if p.grad is not None:
-                self.sums[p] = self.sums[p].add_(p.grad) if p in self.sums else p.grad
-            p.grad = self.sums.get(p) if last else None
-
-
 def set_learning_rate(state: TrainState):
-    """This step's, before the backward: updates in the backward use it."""
+    """Set this step's learning rate, before the backward, in which some optimizers already update
+    weights.
+    """
     for group in state.optimizer.param_groups:
         group["lr"] = optim.learning_rate(state.step, state.cfg)
 
 
-def update(state: TrainState, batch: list[dict], total: Tensor, num_valid: Tensor) -> StepResult:
-    """Clip, step the optimizer, count: what follows once the gradients are there."""
-    cfg, lr = state.cfg, optim.learning_rate(state.step, state.cfg)
+def update(
+    state: TrainState, batch: list[MicroBatch], total: Tensor, num_valid: Tensor
+) -> StepResult:
+    """Clip, step the optimizer, count: the second half of a step, after `gradients`."""
+    cfg = state.cfg
+    if not cfg.optimizer_in_backward:  # whose updates have taken the norm's parts already
+        state.stage("gradient norm")
     norm = optim.global_norm(state.model, state.optimizer, cfg)
-    loss, fine = dist.all_sum(
-        torch.stack([total, norm.isfinite().float()])
-    )  # fine: ranks whose norm is neither NaN nor inf
-    takes_it = norm.is_meta or bool(
-        fine == state.world.size
-    )  # the same on all ranks, though replicas may have differed
-    if takes_it:
+
+    # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
+    loss, finite_ranks = dist.all_sum(torch.stack([total, norm.isfinite().float()]))
+    all_finite = norm.is_meta or bool(finite_ranks == state.world.size)
+    if all_finite:
+        state.stage("optimizer")
         state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
+
     state.step += 1
-    state.tokens += sum(micro["tokens_BT"].numel() for micro in batch) * (
-        state.world.size // cfg.context_ranks
+    local_tokens = sum(micro["tokens_BT"].numel() for micro in batch)
+    state.tokens += local_tokens * (state.world.size // cfg.context_ranks)
+    return StepResult(
+        loss=loss,
+        grad_norm=norm,
+        lr=state.optimizer.param_groups[0]["lr"],
+        num_valid=num_valid,
+        local_loss=total,
+        skipped=not all_finite,
     )
-    return StepResult(loss, norm, lr, num_valid, total, not takes_it)
+
+
+# ---- accumulation: how the gradients of a step's micro-batches are added
+
+
+class PlainSums:
+    """The gradients of micro-batches, added in their order by autograd."""
+
+    def order(self, batch: list[MicroBatch]) -> list[MicroBatch]:
+        """The order in which the micro-batches run."""
+        return batch
+
+    def add(self):
+        """A micro-batch's gradients were computed."""
+
+    def finish(self):
+        """All were: from here on every parameter's `grad` is the step's."""
+
+
+class PairwiseSums:
+    """The gradients of one process, added as two processes would add them: ((g0 + g2) + (g1 + g3)),
+    where the first of each pair is rank 0's.
+
+    A sum of two is exact to the bit whoever adds it, and a sum of more depends on its order. Costs
+    one more gradient.
+    """
+
+    def __init__(self, model: Decoder):
+        self.parameters = list(model.parameters())
+        self.sums: dict[torch.nn.Parameter, Tensor] = {}
+        self.added = 0
+
+    def order(self, batch: list[MicroBatch]) -> list[MicroBatch]:
+        """What would be rank 0's and rank 1's micro-batches in turn."""
+        half = len(batch) // 2
+        pairs = zip(batch[:half], batch[half:], strict=True)
+        return [micro for pair in pairs for micro in pair]
+
+    def add(self):
+        """After the second of each pair, move the pair's gradients into the sums."""
+        self.added += 1
+        if self.added % 2:
+            return
+        for p in self.parameters:
+            if p.grad is not None:
+                self.sums[p] = self.sums[p].add_(p.grad) if p in self.sums else p.grad
+            p.grad = None
+
+    def finish(self):
+        """Make the sums the gradients."""
+        for p in self.parameters:
+            p.grad = self.sums.get(p)
+
+
+def accumulation(state: TrainState, micro_batches: int) -> PlainSums | PairwiseSums:
+    """How to add the gradients of a step. Two micro-batches or fewer have only one order."""
+    pairs = micro_batches > 2 and micro_batches % 2 == 0
+    if state.cfg.pairwise_accumulation and state.world.size == 1 and pairs:
+        return PairwiseSums(state.model)
+    return PlainSums()
+
+
+# ---- validation
 
 
 @torch.no_grad()
 def evaluate(
-    state: TrainState, batches: list[list[dict]], must_stop=None
+    state: TrainState, batches: Iterable[list[MicroBatch]], must_stop: MustStop | None = None
 ) -> tuple[float, int] | None:
     """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number; None
-    where `must_stop()` gave it up.
+    if `must_stop()` gave it up.
     """
-    total, count = torch.zeros((), device=state.device, dtype=torch.float64), 0
+    total = torch.zeros((), device=state.device, dtype=torch.float64)
+    count = 0
     for batch in batches:
         for micro in batch:
             if must_stop is not None and must_stop():

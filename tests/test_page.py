@@ -12,9 +12,11 @@ import pytest
 from longhaul.config import TrainConfig
 from longhaul.memory import timeline
 from longhaul.memory.allocator import GIB, MIB, replay
-from longhaul.memory.page import COLOURS, STACK, amount, gib, nice, page, write
+from longhaul.memory.page import page, write
+from longhaul.memory.picture import COLOURS, STACK, amount, gib, nice
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import CATEGORIES, Event, Storage, Trace
+from tests.traces import by_category
 
 VOID = {"meta", "br", "link", "img", "input"}
 BROWSERS = (
@@ -112,7 +114,7 @@ def test_the_tables_hold_the_figures_of_the_trace(text, trace):
     }
     row, sizes = (
         next(row for row in stages if row[0] == trace.stage_at(time)),
-        trace.by_category(time),
+        by_category(trace, time),
     )
     assert dict(zip(stages[0][1:-1], row[1:-1])) == {
         name: gib(sizes.get(name, 0)) for name in stages[0][1:-1]
@@ -174,7 +176,7 @@ def test_a_deep_model_stays_below_one_megabyte():
 
 def test_moments_agree_with_the_trace_at_any_time(trace):
     for moment in timeline.moments(trace)[::97]:
-        assert timeline.by_name(moment) == trace.by_category(moment.time)
+        assert timeline.by_name(moment) == by_category(trace, moment.time)
     times = [moment.time for moment in timeline.moments(trace)[::301]]
     for time, alive in timeline.alive_at(trace, times):
         assert sorted(storage.id for storage in alive) == sorted(

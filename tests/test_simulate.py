@@ -21,6 +21,7 @@ from longhaul.memory.report import top_tensors
 from longhaul.memory.simulate import observe, row_batch, simulate
 from model import GIB
 from tests.ranks import run_ranks
+from tests.traces import by_category
 
 TINY = dict(model_size="tiny", context_length=2048)
 SETTINGS = [
@@ -108,7 +109,7 @@ def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
     cfg = TrainConfig(**TINY | changes)
     predicted, real = simulate(cfg, target="cpu"), observe(cfg, lambda: row_batch(cfg))
     assert predicted.peak_by_stage() == real.peak_by_stage()
-    assert predicted.by_category(predicted.peak()[1]) == real.by_category(real.peak()[1])
+    assert by_category(predicted, predicted.peak()[1]) == by_category(real, real.peak()[1])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""What PyTorch's CUDA caching allocator reserves for a trace: a replay.
+"""What PyTorch's CUDA caching allocator reserves for a trace, found by replaying the trace.
 
-The trace's allocations and releases are replayed through a model of
-c10/cuda/CUDACachingAllocator.cpp with its default settings: sizes in steps of 512 bytes; requests
-up to 1 MiB come out of 2 MiB segments, those below 10 MiB out of 20 MiB segments, larger ones get a
-segment of their own in steps of 2 MiB; the smallest free block that is large enough is taken (the
-lowest address among equals) and split; free neighbours merge. Expandable segments: each of the two
-pools is one range that grows by 2 or 20 MiB. Not modelled: several streams, max_split_size, CUDA
-graphs' private pools. A workspace counts as one block.
+The replay models c10/cuda/CUDACachingAllocator.cpp with its default settings:
 
-Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory.trace of ours.
+- Sizes are rounded up to multiples of 512 bytes.
+- Requests up to 1 MiB are cut from segments of 2 MiB, requests below 10 MiB from segments of
+  20 MiB. A larger request gets a segment of its own size, rounded up to 2 MiB.
+- The smallest free block that is large enough is taken, at the lowest address among equals, and
+  split. Free neighbours merge.
+- With expandable segments, each of the two pools is one range that grows by 2 or 20 MiB.
+
+Not modelled: several streams, max_split_size, the private pools of CUDA graphs. A workspace counts
+as one block. Sizes are bytes; GiB = 2^30 bytes.
 """
 
 import bisect
@@ -16,44 +18,53 @@ from dataclasses import dataclass
 
 from longhaul.memory.trace import Event, Trace
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 STEP = 512  # every block is a multiple of it
-# largest request of the small pool; in the large pool a remainder up to this size is not split off
+# The largest request of the small pool. In the large pool, a remainder up to this size is not split
+# off.
 SMALL = MIB
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
-# requests from here on have a segment of their own size, rounded up to ROUND
-OWN_SEGMENT = 10 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB
+OWN_SEGMENT = 10 * MIB  # from this size on, a request has its own segment, rounded up to ROUND
 ROUND = 2 * MIB
-PERMANENT = ("parameter", "buffer", "optimizer")  # what outlives a step
-STEPS = 3  # times that a step is replayed: the later ones meet what the first left behind
+PERMANENT = ("parameter", "buffer", "optimizer")  # categories that outlive a step
+STEPS = 3  # repetitions of a step: the later ones find the segments that the first left behind
 
 
 def up(size: int, multiple: int) -> int:
-    """The smallest multiple that is no less than `size`."""
+    """The smallest multiple that is at least `size`."""
     return -(-size // multiple) * multiple
 
 
 class OutOfMemory(Exception):
-    """A segment that does not fit the device, after free segments were given back."""
+    """A segment does not fit the device, even after free segments were given back."""
+
+
+# ---- blocks and pools
 
 
 class Block:
-    """A range of a segment, in use or free, between its neighbours."""
+    """A range of a segment, in use or free, and its neighbours in that segment."""
 
     __slots__ = ("address", "size", "free", "before", "after")
 
-    def __init__(self, address: int, size: int, before=None, after=None):
-        self.address, self.size, self.free, self.before, self.after = (
-            address,
-            size,
-            False,
-            before,
-            after,
-        )
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        before: "Block | None" = None,
+        after: "Block | None" = None,
+    ):
+        self.address = address
+        self.size = size
+        self.free = False
+        self.before = before
+        self.after = after
 
     @property
     def key(self) -> tuple[int, int]:
-        """Order of best fit."""
+        """The order in which the best fit is searched."""
         return self.size, self.address
 
 
@@ -61,70 +72,82 @@ class Pool:
     """Free blocks of one size class, and the segments that they are cut from."""
 
     def __init__(self, small: bool):
-        self.small, self.end = small, 0  # address behind the newest segment
-        self.free: list[
-            tuple[int, int, Block]
-        ] = []  # ascending (size, address, block); addresses are unique
+        self.small = small
+        self.end = 0  # the address behind the newest segment
+        # (size, address, block), ascending; no two blocks have the same address
+        self.free: list[tuple[int, int, Block]] = []
 
     def growth(self, size: int) -> int:
-        """Bytes that must be reserved anew for a block of `size`."""
+        """Bytes of the new segment for a block of `size`."""
         if self.small:
             return SMALL_SEGMENT
         return LARGE_SEGMENT if size < OWN_SEGMENT else up(size, ROUND)
 
     def grow(self, growth: int) -> Block:
-        """A fresh segment as one block, not listed."""
+        """A new segment as one block, which is not in the list of free blocks."""
         self.end += growth
         return Block(self.end - growth, growth)
 
     def give_back(self) -> int:
-        """Drop the segments that are wholly free; returns their bytes."""
-        whole = [entry for entry in self.free if not entry[2].before and not entry[2].after]
-        self.free = [entry for entry in self.free if entry[2].before or entry[2].after]
-        return sum(size for size, _, _ in whole)
+        """Drop the segments that are entirely free; returns their bytes."""
+        given = 0
+        kept = []
+        for entry in self.free:
+            size, _, block = entry
+            if block.before or block.after:
+                kept.append(entry)
+            else:
+                given += size
+        self.free = kept
+        return given
 
     def splits(self, remaining: int) -> bool:
-        """Whether what a block has beyond the request becomes a block of its own."""
+        """Whether the rest of a block that is larger than the request becomes a block."""
         return remaining >= STEP if self.small else remaining > SMALL
 
     def best(self, size: int) -> Block | None:
-        """Take the smallest free block of at least `size` out of the list."""
+        """Remove the smallest free block of at least `size` from the list and return it."""
         index = bisect.bisect_left(self.free, (size, 0))
         return self.free.pop(index)[2] if index < len(self.free) else None
 
     def cut(self, block: Block, size: int) -> Block:
-        """The first `size` bytes of a block that is no longer listed; the rest is listed where it
-        is worth it.
-        """
+        """The first `size` bytes of a block that is not in the list; the rest may become free."""
         if self.splits(block.size - size):
             rest = Block(block.address + size, block.size - size, block, block.after)
             if block.after:
                 block.after.before = rest
-            block.after, block.size = rest, size
+            block.after = rest
+            block.size = size
             self.put(rest)
         block.free = False
         return block
 
     def put(self, block: Block):
-        """List a block as free."""
+        """Add a block to the list of free blocks."""
         block.free = True
         bisect.insort(self.free, (*block.key, block))
 
     def take(self, block: Block):
-        """Drop a free block from the list."""
+        """Remove a block from the list of free blocks."""
         del self.free[bisect.bisect_left(self.free, block.key)]
         block.free = False
 
     def release(self, block: Block):
-        """Free a block, as one with its free neighbours."""
-        for other in (block.before, block.after):
-            if other and other.free:
-                self.take(other)
-                block = _joined(*sorted((block, other), key=lambda part: part.address))
+        """Free a block and merge it with its free neighbours."""
+        before = block.before
+        if before and before.free:
+            self.take(before)
+            block = _merged(before, block)
+
+        after = block.after
+        if after and after.free:
+            self.take(after)
+            block = _merged(block, after)
         self.put(block)
 
 
-def _joined(low: Block, high: Block) -> Block:
+def _merged(low: Block, high: Block) -> Block:
+    """`low`, which now also covers `high`, the block behind it."""
     low.size += high.size
     low.after = high.after
     if high.after:
@@ -133,8 +156,9 @@ def _joined(low: Block, high: Block) -> Block:
 
 
 class ExpandablePool(Pool):
-    """One range that grows at its end; behind the last block stands an empty one that is never
-    free, the unmapped rest.
+    """One range that grows at its end.
+
+    The last block is followed by an empty one that is never free: the part that is not mapped yet.
     """
 
     def __init__(self, small: bool):
@@ -146,18 +170,20 @@ class ExpandablePool(Pool):
         return remaining >= STEP
 
     def best(self, size: int) -> Block | None:
-        """As in any pool, but the last block counts as the largest, since it can grow."""
+        """As in any pool, but the last block is used last, because it can grow."""
         index = bisect.bisect_left(self.free, (size, 0))
-        if index + 1 < len(self.free) and self.free[index][2].after is self.unmapped:
+        another = index + 1 < len(self.free)
+        if another and self.free[index][2].after is self.unmapped:
             index += 1
         return self.free.pop(index)[2] if index < len(self.free) else None
 
     def growth(self, size: int) -> int:
-        return up(size - self._at_the_end(), self.page)
+        """What the free end of the range lacks, in whole pages."""
+        return up(size - self._free_at_the_end(), self.page)
 
     def grow(self, growth: int) -> Block:
-        """The last block, if it is free, with as many more bytes; else a new last one; not listed."""
-        if self._at_the_end():
+        """The last block if it is free, larger by `growth`; else a new last block."""
+        if self._free_at_the_end():
             block = self.unmapped.before
             self.take(block)
             block.size += growth
@@ -169,68 +195,70 @@ class ExpandablePool(Pool):
         self.end += growth
         return block
 
-    def _at_the_end(self) -> int:
-        """Free bytes of the last block."""
+    def _free_at_the_end(self) -> int:
+        """Size of the last block if it is free."""
         last = self.unmapped.before
         return last.size if last and last.free else 0
 
 
 class Allocator:
-    """malloc and free of one device; `reserved` and `allocated` are bytes of segments and of blocks
-    in use.
+    """malloc and free of one device; `reserved`: bytes in segments, `allocated`: in used blocks.
 
-    capacity: bytes that segments may take, 0 for no limit. Where a new segment does not fit, those
-    that are wholly free are given
-    back first, as the real allocator does before it fails; with expandable segments it gives back
-    pages, which is not modelled.
+    capacity: bytes that segments may take, 0 for no limit. If a new segment does not fit, segments
+    that are entirely free are given back first, as the real allocator does before it fails. With
+    expandable segments it gives back pages, which is not modelled.
     """
 
     def __init__(self, expandable: bool = False, capacity: int = 0):
         if expandable and capacity:
             raise ValueError(
-                "capacity with expandable segments is not modelled: compare the replay's peak_reserved with the card"
+                "capacity with expandable segments is not modelled: "
+                "compare the replay's peak_reserved with the card"
             )
         kind = ExpandablePool if expandable else Pool
-        self.pools = kind(small=True), kind(small=False)
-        self.capacity, self.reserved, self.allocated = capacity, 0, 0
-
-    def _pool(self, size: int) -> Pool:
-        return self.pools[size > SMALL]
+        self.pools = (kind(small=True), kind(small=False))
+        self.capacity = capacity
+        self.reserved = 0
+        self.allocated = 0
 
     def malloc(self, size: int) -> tuple[Block, Pool]:
         """A block of at least `size` bytes and its pool; OutOfMemory beyond the capacity."""
         rounded = up(max(size, 1), STEP)
-        pool = self._pool(rounded)
-        block = pool.best(rounded) or self._fresh(pool, rounded)
+        small, large = self.pools
+        pool = large if rounded > SMALL else small
+        block = pool.best(rounded) or self._new_segment(pool, rounded)
         block = pool.cut(block, rounded)
         self.allocated += block.size
         return block, pool
 
-    def _fresh(self, pool: Pool, size: int) -> Block:
+    def _new_segment(self, pool: Pool, size: int) -> Block:
         growth = pool.growth(size)
-        if self.capacity and self.reserved + growth > self.capacity:
+        if self._exceeds(growth):
             self.reserved -= sum(each.give_back() for each in self.pools)
-            if self.reserved + growth > self.capacity:
-                raise OutOfMemory(
-                    f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}"
-                )
+        if self._exceeds(growth):
+            raise OutOfMemory(
+                f"{growth:,} bytes more than {self.reserved:,} reserved exceed {self.capacity:,}"
+            )
         self.reserved += growth
         return pool.grow(growth)
 
+    def _exceeds(self, growth: int) -> bool:
+        return bool(self.capacity) and self.reserved + growth > self.capacity
+
     def free(self, block: Block, pool: Pool):
-        """Give a block back to its pool; its segment stays reserved."""
+        """Return a block to its pool; its segment stays reserved."""
         self.allocated -= block.size
         pool.release(block)
 
 
-# ---- a trace through it
+# ---- the replay of a trace
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What the allocator held over a few repetitions of a step; bytes."""
+    """The peaks of the allocator over a few repetitions of a step; bytes."""
 
-    peak_live: int  # as asked for: Trace.peak()
+    peak_live: int  # as requested: Trace.peak()
     peak_allocated: int  # in blocks, so rounded up
     peak_reserved: int  # in segments
     segments: str  # "classic" or "expandable"
@@ -242,101 +270,105 @@ class Replay:
 
 
 class _Run:
-    """An allocator, and which block each storage has."""
+    """An allocator, the block of each storage, and the peaks so far."""
 
     def __init__(self, allocator: Allocator):
-        self.allocator, self.blocks, self.sizes = allocator, {}, {}
-        self.live = self.peak_live = self.peak_allocated = self.peak_reserved = 0
+        self.allocator = allocator
+        self.blocks: dict[int, tuple[Block, Pool]] = {}
+        self.sizes: dict[int, int] = {}
+        self.live = 0
+        self.peak_live = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
 
     def resize(self, storage: int, size: int):
-        """A storage of `size` bytes from now on; 0 frees it."""
+        """Give a storage `size` bytes; 0 frees it."""
         if size == self.sizes.get(storage, 0):
             return
         if storage in self.blocks:
             self.live -= self.sizes.pop(storage)
             self.allocator.free(*self.blocks.pop(storage))
         if size:
-            self.blocks[storage], self.sizes[storage] = self.allocator.malloc(size), size
+            self.blocks[storage] = self.allocator.malloc(size)
+            self.sizes[storage] = size
             self.live += size
             self._note()
 
-    def inside(self, size: int):
-        """A workspace: there and gone."""
-        block = self.allocator.malloc(size)
+    def workspace(self, size: int):
+        """Allocate a workspace and free it."""
+        block, pool = self.allocator.malloc(size)
         self._note(size)
-        self.allocator.free(*block)
+        self.allocator.free(block, pool)
 
-    def _note(self, more: int = 0):
-        self.peak_live = max(self.peak_live, self.live + more)
+    def become(self, wanted: dict[int, int]):
+        """Free every storage that is not in `wanted`, then allocate those that are missing."""
+        for storage in [key for key in self.sizes if key not in wanted]:
+            self.resize(storage, 0)
+        for storage, size in wanted.items():
+            self.resize(storage, size)
+
+    def _note(self, workspace: int = 0):
+        self.peak_live = max(self.peak_live, self.live + workspace)
         self.peak_allocated = max(self.peak_allocated, self.allocator.allocated)
         self.peak_reserved = max(self.peak_reserved, self.allocator.reserved)
 
 
 def step_events(trace: Trace) -> list[Event]:
-    """The events up to where a parameter, buffer or optimizer state is released: there the step is
-    over and the model goes.
+    """The events of the step itself.
+
+    They end where a parameter, buffer or optimizer state is freed, because the step is over and
+    the model is dropped.
     """
-    last = next(
-        (
-            index
-            for index, event in enumerate(trace.events)
-            if event.time
-            and event.bytes < 0
-            and trace.storages[event.storage].category in PERMANENT
-        ),
-        len(trace.events),
-    )
-    return trace.events[:last]
+    for index, event in enumerate(trace.events):
+        freed = event.time and event.bytes < 0
+        if freed and trace.storages[event.storage].category in PERMANENT:
+            return trace.events[:index]
+    return trace.events
 
 
 def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int = STEPS) -> Replay:
-    """Peaks over `steps` repetitions of the trace's step; OutOfMemory where a capacity in bytes is
-    given and exceeded.
+    """Peaks over `steps` repetitions of the trace's step; OutOfMemory beyond a capacity in bytes.
 
-    In the first repetition the optimizer's states are born when the optimizer first runs, as in
-    training: they settle in
-    segments that activations left, which the later steps must replace.
+    In the first repetition the optimizer's states are allocated when the optimizer first runs, as
+    in training: they settle in segments that activations left, and later steps must replace those.
     """
-    run, events = _Run(Allocator(expandable, capacity)), step_events(trace)
+    events = step_events(trace)
     before = {event.storage: event.bytes for event in events if event.time == 0}
-    states = {
-        key: size
-        for key, size in before.items()
-        if size and trace.storages[key].category == "optimizer"
-    }
-    _become(run, {key: size for key, size in before.items() if key not in states})
+    states = {}
+    for storage, size in before.items():
+        if size and trace.storages[storage].category == "optimizer":
+            states[storage] = size
+
+    run = _Run(Allocator(expandable, capacity))
+    run.become({storage: size for storage, size in before.items() if storage not in states})
     for index in range(steps):
-        _step(run, trace, events, states if index == 0 else {})
-        _become(run, before)
-    return Replay(
-        run.peak_live,
-        run.peak_allocated,
-        run.peak_reserved,
-        "expandable" if expandable else "classic",
-    )
+        _play(run, trace, events, states if index == 0 else {})
+        run.become(before)
+
+    segments = "expandable" if expandable else "classic"
+    return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
 
 
-def _become(run: _Run, wanted: dict[int, int]):
-    """Free what a step left beyond what is there before one, then allocate what is missing."""
-    for storage in [key for key in run.sizes if key not in wanted]:
-        run.resize(storage, 0)
-    for storage, size in wanted.items():
-        run.resize(storage, size)
-
-
-def _step(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
-    """The events after time 0; `states` are allocated where the optimizer starts, or at the end."""
-    extra: dict[int, int] = {}
-    for time, size, _ in trace.workspaces:
-        extra[time] = max(extra.get(time, 0), size)
-    first = next((time for time, name in trace.stages if name == "optimizer"), None)
+def _play(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
+    """The events after time 0; `states` are allocated when the optimizer starts, or at the end."""
+    workspaces = largest_workspaces(trace)
+    starts = [time for time, name in trace.stages if name == "optimizer"]
     for index, event in enumerate(events):
-        if states and first is not None and event.time >= first:
-            _become(run, run.sizes | states)
+        if states and starts and event.time >= starts[0]:
+            run.become(run.sizes | states)
             states = {}
         if event.time and event.bytes:
             run.resize(event.storage, run.sizes.get(event.storage, 0) + event.bytes)
-        last = index + 1 == len(events) or events[index + 1].time != event.time
-        if last and extra.get(event.time):
-            run.inside(extra[event.time])
-    _become(run, run.sizes | states)
+
+        last_of_its_time = index + 1 == len(events) or events[index + 1].time != event.time
+        if last_of_its_time and workspaces.get(event.time):
+            run.workspace(workspaces[event.time])
+    run.become(run.sizes | states)
+
+
+def largest_workspaces(trace: Trace) -> dict[int, int]:
+    """Time -> bytes of the largest workspace at that time."""
+    found: dict[int, int] = {}
+    for time, size, _ in trace.workspaces:
+        found[time] = max(found.get(time, 0), size)
+    return found

@@ -1,21 +1,19 @@
-"""A trace cut into moments: what is alive by category, which tensors are largest, what each stage
-peaks at.
+"""A trace cut into moments: bytes by category, the largest tensors, and the peak of each stage.
 
-Sizes are bytes; GiB = 2^30 bytes. Imports longhaul.memory (allocator, trace) of ours.
+Sizes are bytes; GiB = 2^30 bytes.
 """
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from longhaul.memory.allocator import step_events
+from longhaul.memory.allocator import largest_workspaces, step_events
 from longhaul.memory.trace import CATEGORIES, Storage, Trace
 
 
 class Moment(NamedTuple):
-    """Bytes alive after the events of one time, in the order of CATEGORIES; the workspace of that
-    time is among them.
-    """
+    """Bytes alive after the events of one time, in the order of CATEGORIES, workspace included."""
 
     time: int
     sizes: tuple[int, ...]
@@ -26,24 +24,26 @@ class Moment(NamedTuple):
 
 
 def of_step(trace: Trace) -> Trace:
-    """The trace without what follows the step, where the model itself goes."""
+    """The trace without what follows the step, when the model itself is dropped."""
     return dataclasses.replace(trace, events=step_events(trace))
 
 
+# ---- moments
+
+
 def moments(trace: Trace) -> list[Moment]:
-    """One moment per time at which something changes."""
-    sizes, found, inside = dict.fromkeys(CATEGORIES, 0), [], {}
-    for time, size, _ in trace.workspaces:
-        inside[time] = max(inside.get(time, 0), size)
+    """One moment per time at which something changes; ValueError for a trace without events."""
+    workspaces = largest_workspaces(trace)
+    sizes = dict.fromkeys(CATEGORIES, 0)
+    found = []
     for index, event in enumerate(trace.events):
         if event.bytes:
             sizes[trace.storages[event.storage].category] += event.bytes
-        if index + 1 == len(trace.events) or trace.events[index + 1].time != event.time:
-            found.append(
-                Moment(
-                    event.time, tuple((sizes | dict(workspace=inside.get(event.time, 0))).values())
-                )
-            )
+
+        last = index + 1 == len(trace.events)
+        if last or trace.events[index + 1].time != event.time:
+            sizes["workspace"] = workspaces.get(event.time, 0)
+            found.append(Moment(event.time, tuple(sizes.values())))
     if not found:
         raise ValueError("the trace has no events: nothing was recorded that a picture could show")
     return found
@@ -54,48 +54,93 @@ def largest(found: list[Moment]) -> Moment:
     return max(found, key=lambda moment: moment.total)
 
 
+def by_name(moment: Moment) -> dict[str, int]:
+    """Category -> bytes, without the categories that are empty."""
+    named = zip(CATEGORIES, moment.sizes, strict=True)
+    return {name: size for name, size in named if size}
+
+
+def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int]]:
+    """Stage -> category -> bytes at the stage's largest moment, in the order of the stages."""
+    best: dict[str, Moment] = {}
+    for moment in found:
+        stage = trace.stage_at(moment.time)
+        if stage not in best or moment.total > best[stage].total:
+            best[stage] = moment
+    return {stage: by_name(moment) for stage, moment in best.items()}
+
+
+# ---- fewer moments, for a picture
+
+
 def columns(found: list[Moment], count: int) -> list[list[Moment]]:
-    """The moments in at most `count` groups of equal duration, empty ones left out."""
-    width = (found[-1].time + 1 - found[0].time) / count
+    """The moments in at most `count` groups of equal duration, without empty groups."""
+    first = found[0].time
+    width = (found[-1].time + 1 - first) / count
     groups: dict[int, list[Moment]] = {}
     for moment in found:
-        groups.setdefault(int((moment.time - found[0].time) / width), []).append(moment)
+        column = int((moment.time - first) / width)
+        groups.setdefault(column, []).append(moment)
     return list(groups.values())
 
 
 def sampled(found: list[Moment], count: int) -> list[Moment]:
-    """At most 2 * count + 2 moments: the first, the last, and of each group its smallest and its
-    largest, so that no peak is lost.
+    """At most 2 * count + 2 moments, without losing a peak.
+
+    The first, the last, and of each group the smallest and the largest.
     """
     kept = {found[0], found[-1], largest(found)}
     for group in columns(found, count):
-        kept |= {largest(group), min(group, key=lambda moment: moment.total)}
+        kept.add(largest(group))
+        kept.add(min(group, key=lambda moment: moment.total))
     return sorted(kept)
 
 
+# ---- tensors
+
+
+class Alike(NamedTuple):
+    """What storages of one group have in common; layers are counted, not told apart."""
+
+    bytes: int
+    category: str
+    stage: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+
+
 def alike(storages: list[Storage], count: int) -> list[dict]:
-    """The largest groups of storages that differ by their layer's number alone: bytes of one, how
-    many, and their names.
+    """The `count` largest groups of storages that differ only by the number of their layer.
+
+    Each has the fields of `Alike`, for one storage, and the "count" of its storages.
     """
-    groups: dict[tuple, int] = {}
+    groups: dict[Alike, int] = {}
     for storage in storages:
-        key = (
+        module = re.sub(r"^layers\.\d+", "layers.*", storage.module)
+        key = Alike(
             storage.size,
             storage.category,
             storage.stage,
-            re.sub(r"^layers\.\d+", "layers.*", storage.module),
+            module,
             storage.shape,
             storage.dtype,
             storage.op,
         )
         groups[key] = groups.get(key, 0) + 1
-    ordered = sorted(groups.items(), key=lambda group: (-group[0][0] * group[1], str(group[0])))
-    names = ("bytes", "category", "stage", "module", "shape", "dtype", "op")
-    return [dict(zip(names, key)) | dict(count=number) for key, number in ordered[:count]]
+
+    ordered = sorted(groups.items(), key=_largest_first)
+    return [key._asdict() | {"count": number} for key, number in ordered[:count]]
 
 
-def alive_at(trace: Trace, times: list[int]):
-    """(time, storages alive) for ascending times, in one pass."""
+def _largest_first(group: tuple[Alike, int]) -> tuple[int, str]:
+    key, number = group
+    return -key.bytes * number, str(tuple(key))
+
+
+def alive_at(trace: Trace, times: list[int]) -> Iterator[tuple[int, list[Storage]]]:
+    """(time, storages alive) for ascending times, in one pass over the events."""
     alive: dict[int, int] = {}
     index = 0
     for time in times:
@@ -106,20 +151,3 @@ def alive_at(trace: Trace, times: list[int]):
                 del alive[event.storage]
             index += 1
         yield time, [trace.storages[key] for key in alive]
-
-
-def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int]]:
-    """Stage -> category -> bytes at the stage's largest moment; stages in the order in which they
-    first start.
-    """
-    best: dict[str, Moment] = {}
-    for moment in found:
-        stage = trace.stage_at(moment.time)
-        if stage not in best or moment.total > best[stage].total:
-            best[stage] = moment
-    return {stage: by_name(moment) for stage, moment in best.items()}
-
-
-def by_name(moment: Moment) -> dict[str, int]:
-    """Category -> bytes, those without any left out."""
-    return {name: size for name, size in zip(CATEGORIES, moment.sizes) if size}

@@ -125,16 +125,6 @@ class Trace:
             peaks[name] = max(peaks.get(name, 0), size)
         return peaks
 
-    def by_category(self, time: int) -> dict[str, int]:
-        """Bytes alive at `time` by category, the workspace of that moment included; categories
-        without any are left out.
-        """
-        sizes = dict.fromkeys(CATEGORIES, 0)
-        for storage in self.at(time):
-            sizes[storage.category] += storage.size
-        sizes["workspace"] = max((size for at, size, _ in self.workspaces if at == time), default=0)
-        return {name: size for name, size in sizes.items() if size}
-
 
 def _name_at(starts: list[tuple[int, str]], time: int) -> str:
     index = bisect.bisect_right(starts, time, key=lambda start: start[0])

@@ -1,0 +1,373 @@
+"""The timeline of a step as inline SVG.
+
+Memory is stacked by category over the events of the step. Lines show the peak and what the caching
+allocator reserves; two rows below name the phases and the stages. Every part has its text as an SVG
+title, so that the picture is complete without a script. The colours are Okabe and Ito's, which
+colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
+"""
+
+from html import escape
+
+from longhaul.memory.allocator import GIB, MIB, Replay
+from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, sampled
+from longhaul.memory.trace import CATEGORIES, Storage, Trace
+
+COLOURS = {
+    "parameter": "#0072b2",
+    "gradient": "#d55e00",
+    "optimizer": "#e69f00",
+    "unsharded": "#56b4e9",
+    "activation": "#009e73",
+    "temporary": "#cc79a7",
+    "buffer": "#8c8c8c",
+    "input": "#f0e442",
+    "workspace": "#7a3b8f",
+}
+# From the bottom to the top: what changes least lies below
+STACK = (
+    "parameter",
+    "optimizer",
+    "buffer",
+    "input",
+    "unsharded",
+    "gradient",
+    "activation",
+    "temporary",
+    "workspace",
+)
+BACKWARD = "backward"  # the phase of every stage that is not listed
+PHASES = {
+    "start": "forward",
+    "embedding": "forward",
+    "layer forward": "forward",
+    "norm forward": "forward",
+    "loss forward": "loss",
+    "loss backward": "loss",
+    "gradient norm": "optimizer",
+    "optimizer": "optimizer",
+}
+
+# In the units of the picture
+WIDTH = 1200
+HEIGHT = 440  # of the stacked areas
+LEFT = 64
+TOP = 26
+RIGHT = 14
+BANDS = 46  # height of the two rows below the areas
+FLOOR = TOP + HEIGHT
+
+POINTS = 480  # columns of the areas
+HOVERS = 240  # columns that show a tooltip
+NAMED = 6  # tensors that a tooltip names
+
+
+# ---- words
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB."""
+    return f"{size / GIB:,.3f}"
+
+
+def amount(size: int) -> str:
+    """Bytes with a unit that suits them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
+
+
+def shape(group: dict) -> str:
+    """The shape of a group of tensors, such as 2 x 3."""
+    return " x ".join(str(length) for length in group["shape"]) or "scalar"
+
+
+def line(group: dict) -> str:
+    """A group of tensors as one line."""
+    size = amount(group["bytes"] * group["count"])
+    if group["count"] > 1:
+        size = f"{group['count']} x {amount(group['bytes'])} = {size}"
+    module = group["module"] or "(top)"
+    tensor = f"[{shape(group)}] {group['dtype']}"
+    return f"{size}  {group['category']}  {tensor}  {module}  {group['op']}"
+
+
+# ---- elements
+
+
+def element(tag: str, content: str = "", **attributes: object) -> str:
+    """An SVG element; in the names of attributes `_` stands for `-`, and `class_` for class."""
+    words = [tag]
+    for name, value in attributes.items():
+        name = name.rstrip("_").replace("_", "-")
+        words.append(f'{name}="{value:g}"' if isinstance(value, float) else f'{name}="{value}"')
+    opening = " ".join(words)
+    return f"<{opening}>{content}</{tag}>" if content else f"<{opening}/>"
+
+
+def title(words: str) -> str:
+    """The tooltip of the element that it lies in."""
+    return element("title", escape(words))
+
+
+class Scale:
+    """Maps event time and bytes to the coordinates of the picture."""
+
+    def __init__(self, first: int, last: int, top: int):
+        self.first = first
+        self.last = max(last, first + 1)
+        self.top = max(top, 1)
+
+    def x(self, time: float) -> float:
+        part = (time - self.first) / (self.last - self.first)
+        part = min(max(part, 0), 1)
+        return round(LEFT + part * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, size: float) -> float:
+        return round(FLOOR - HEIGHT * size / self.top, 1)
+
+
+# ---- areas and axis
+
+
+def areas(points: list[Moment], scale: Scale) -> str:
+    """One stacked area per category.
+
+    Memory keeps its level until the next moment, so that the outlines run in steps.
+    """
+    shapes = []
+    base = [0] * len(points)
+    for name in STACK:
+        index = CATEGORIES.index(name)
+        top = [low + point.sizes[index] for low, point in zip(base, points, strict=True)]
+        if top != base:
+            there = _steps(points, top, scale)
+            back = _steps(points, base, scale)[::-1]
+            shapes.append(element("path", d=f"M{'L'.join(there + back)}Z", fill=COLOURS[name]))
+        base = top
+    return "".join(shapes)
+
+
+def _steps(points: list[Moment], heights: list[int], scale: Scale) -> list[str]:
+    """Corners "x,y" of a step line, without corners that repeat or lie within one level."""
+    ends = [point.time for point in points[1:]] + [scale.last]
+    corners: list[str] = []
+    for point, end, height in zip(points, ends, heights, strict=True):
+        level = f"{scale.y(height):g}"
+        left = f"{scale.x(point.time):g},{level}"
+        right = f"{scale.x(end):g},{level}"
+
+        if corners and corners[-1] == left:
+            if len(corners) > 1 and corners[-2].endswith("," + level):
+                corners.pop()  # the line goes on at the same level
+        elif left != right:
+            corners.append(left)
+        if not corners or corners[-1] != right:
+            corners.append(right)
+    return corners
+
+
+def axis(scale: Scale) -> str:
+    """Horizontal lines at round amounts, and the unit."""
+    unit, name = (GIB, "GiB") if scale.top >= 2 * GIB else (MIB, "MiB")
+    step = nice(scale.top / unit / 6)
+    rows = [_label(name, TOP - 10)]
+    for count in range(int(scale.top / unit / step) + 1):
+        y = scale.y(count * step * unit)
+        rows.append(element("path", d=f"M{LEFT},{y:g}H{WIDTH - RIGHT}", stroke="var(--line)"))
+        rows.append(_label(f"{count * step:g}", y + 4))
+    return "".join(rows)
+
+
+def _label(words: str, y: float) -> str:
+    return element("text", words, x=LEFT - 8, y=y, text_anchor="end", class_="faint")
+
+
+def nice(raw: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is at least `raw`."""
+    power = 10 ** (len(str(int(raw))) - 1) if raw >= 1 else 0.01
+    return next(factor * power for factor in (1, 2, 5, 10, 20, 50, 100) if factor * power >= raw)
+
+
+# ---- phases and stages
+
+
+def bands(trace: Trace, scale: Scale) -> str:
+    """Two rows below the areas: the phases, and the stages."""
+    phases = [(time, PHASES.get(name, BACKWARD)) for time, name in trace.stages]
+    return _band(phases, scale, FLOOR + 6, 20, 13) + _band(trace.stages, scale, FLOOR + 28, 16, 11)
+
+
+def _band(starts: list[tuple[int, str]], scale: Scale, y: int, height: int, size: int) -> str:
+    """A row of boxes, each with its name if the name has room."""
+    merged = _merged(starts, scale.last)
+    ends = [time for time, _ in merged[1:]] + [scale.last]
+    names = list(dict.fromkeys(name for _, name in merged))
+    boxes = []
+    for (start, name), end in zip(merged, ends, strict=True):
+        left = scale.x(start)
+        right = scale.x(end)
+        if right <= left:
+            continue
+
+        box = element(
+            "rect",
+            x=left,
+            y=y,
+            width=right - left,
+            height=height,
+            fill="var(--faint)",
+            fill_opacity=0.12 + 0.1 * (names.index(name) % 5),
+            stroke="var(--paper)",
+        )
+        words = ""
+        if right - left > 7.5 * len(name):
+            middle = (left + right) / 2
+            words = element(
+                "text", name, x=middle, y=y + height - 5, text_anchor="middle", font_size=size
+            )
+        boxes.append(element("g", title(name) + box + words))
+    return "".join(boxes)
+
+
+def _merged(starts: list[tuple[int, str]], last: int) -> list[tuple[int, str]]:
+    """The starts up to `last`, without those that repeat the name before them."""
+    found = []
+    before = None
+    for time, name in starts:
+        if time <= last and name != before:
+            found.append((time, name))
+        before = name
+    return found
+
+
+# ---- marks
+
+
+def marks(trace: Trace, peak: Moment, replays: tuple[Replay, Replay], scale: Scale) -> str:
+    """The peak, and what the allocator reserves with classic and with expandable segments."""
+    classic, expandable = replays
+    return (
+        _reserved(classic, scale, "9 4")
+        + _reserved(expandable, scale, "2 4")
+        + _peak(peak, trace.stage_at(peak.time), scale)
+    )
+
+
+def _reserved(found: Replay, scale: Scale, dashes: str) -> str:
+    words = f"reserved, {found.segments} segments: {amount(found.peak_reserved)}"
+    y = scale.y(found.peak_reserved)
+    rule = element(
+        "path",
+        title(words),
+        d=f"M{LEFT},{y:g}H{WIDTH - RIGHT}",
+        stroke="var(--faint)",
+        stroke_dasharray=dashes,
+    )
+    label = element("text", words, x=WIDTH - RIGHT - 4, y=y - 4, text_anchor="end", class_="faint")
+    return rule + label
+
+
+def _peak(peak: Moment, stage: str, scale: Scale) -> str:
+    x = scale.x(peak.time)
+    y = scale.y(peak.total)
+    rule = element(
+        "path",
+        d=f"M{x:g},{FLOOR}V{y:g}",
+        stroke="var(--mark)",
+        stroke_width=1.5,
+        stroke_dasharray="4 3",
+    )
+    point = element("circle", cx=x, cy=y, r=4.5, fill="var(--mark)")
+
+    # The words lie on the side that has more room.
+    on_the_left = x > WIDTH / 2
+    label = element(
+        "text",
+        f"peak {amount(peak.total)} in {stage}",
+        x=x - 8 if on_the_left else x + 8,
+        y=y - 7,
+        text_anchor="end" if on_the_left else "start",
+        font_weight=650,
+        stroke="var(--paper)",
+        stroke_width=4,
+        paint_order="stroke",
+    )
+    return rule + point + label
+
+
+# ---- tooltips
+
+
+def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
+    """Columns whose tooltips describe their largest moment, and the index of the peak's column."""
+    groups = columns(found, HOVERS)
+    chosen = [largest(group) for group in groups]
+    lefts = [scale.x(group[0].time) for group in groups]
+    rights = lefts[1:] + [scale.x(scale.last)]
+    alive = [storages for _, storages in alive_at(trace, [moment.time for moment in chosen])]
+
+    rows = []
+    for left, right, moment, storages in zip(lefts, rights, chosen, alive, strict=True):
+        rows.append(
+            element(
+                "rect",
+                title(tooltip(trace, moment, storages)),
+                class_="hover",
+                x=left,
+                y=TOP,
+                width=f"{max(right - left, 0.1):.1f}",
+                height=HEIGHT,
+                fill="transparent",
+            )
+        )
+    return "".join(rows), chosen.index(largest(found))
+
+
+def tooltip(trace: Trace, moment: Moment, alive: list[Storage]) -> str:
+    """Where the step is at a moment, how much is alive, and the largest tensors."""
+    place = trace.stage_at(moment.time)
+    module = trace.module_at(moment.time)
+    if module:
+        place = f"{place}, {module}"
+    rows = [f"{amount(moment.total)} alive in {place} (event {moment.time:,})"]
+
+    workspace = moment.sizes[CATEGORIES.index("workspace")]
+    if workspace:
+        rows.append(f"{amount(workspace)}  workspace inside the operator")
+    rows += [line(group) for group in alike(alive, NAMED)]
+    return "\n".join(rows)
+
+
+# ---- the picture
+
+
+def picture(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
+    """The timeline of the moments `found`; `replays` are classic and expandable."""
+    peak = largest(found)
+    highest = max(peak.total, *(each.peak_reserved for each in replays))
+    scale = Scale(found[0].time, found[-1].time, round(1.06 * highest))
+    tooltips, index = hovers(trace, found, scale)
+
+    start = amount(found[0].total)
+    summary = (
+        f"Stacked memory over the step: from {start} at its start to {amount(peak.total)} at the "
+        f"peak, in {trace.stage_at(peak.time)}."
+    )
+    note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
+    below = FLOOR + BANDS
+    parts = [
+        axis(scale),
+        areas(sampled(found, POINTS), scale),
+        bands(trace, scale),
+        marks(trace, peak, replays, scale),
+        tooltips,
+        element("text", note, x=LEFT, y=below + 14, class_="faint", font_size=12),
+    ]
+    return element(
+        "svg",
+        "".join(parts),
+        id="timeline",
+        viewBox=f"0 0 {WIDTH} {below + 18}",
+        role="img",
+        aria_label=escape(summary),
+        tabindex=0,
+        data_peak=index,
+    )

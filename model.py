@@ -20,9 +20,11 @@ F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters
 (fp32 master weights).
 """
 
+import contextlib
 import functools
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -279,6 +281,64 @@ class ModelConfig:
         return "chunked" if faster or self.should_chunk(batch, seq) else "standard"
 
 
+# ----------------------------------------------------------------------------------------- platform
+
+
+class Platform:
+    """What the machine decides. Code that depends on the machine asks `platform()` for it.
+
+    A real run uses this class as it is. The memory planner runs the same code on tensors without
+    values, so it passes a platform of its own to `running_on`, which answers for the machine that
+    it predicts.
+    """
+
+    def device(self, x: Tensor) -> torch.device:
+        """The device on which x is computed."""
+        return x.device
+
+    def tiles(self, tiles: Sequence) -> Sequence:
+        """The tiles that a loop visits, of those that do the same work: all of them."""
+        return tiles
+
+    def tile_body(self, function, kernels: str):
+        """What runs an elementwise tile function of the loss."""
+        return fastest_body(function, kernels)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The RMSNorm of a CUDA device: one fused kernel."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
+        """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA."""
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+    def host_memory(self) -> contextlib.AbstractContextManager:
+        """Entered around code whose new tensors are in host memory, not on the device."""
+        return contextlib.nullcontext()
+
+    def from_host(self, x: Tensor, device: torch.device) -> Tensor:
+        """A tensor of host memory, copied to the device; on a CPU the tensor itself."""
+        return x.to(device, non_blocking=True)
+
+
+_platforms = [Platform()]
+
+
+def platform() -> Platform:
+    """The platform that code runs on now."""
+    return _platforms[-1]
+
+
+@contextlib.contextmanager
+def running_on(other: Platform) -> Iterator[None]:
+    """Code inside the `with` block runs on the `other` platform."""
+    _platforms.append(other)
+    try:
+        yield
+    finally:
+        _platforms.pop()
+
+
 # ------------------------------------------------------------------- rotary positions and documents
 
 
@@ -404,7 +464,7 @@ def sdpa(
     """Softmax attention in the [B, T, H, K] layout; memory-linear kernels on CPU and CUDA (no [T,
     T]).
     """
-    o_BHTK = F.scaled_dot_product_attention(
+    o_BHTK = platform().attention(
         q_BTHK.transpose(1, 2),
         k_BSGK.transpose(1, 2),
         v_BSGK.transpose(1, 2),
@@ -576,10 +636,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(
-                x, self.weight.shape, self.weight.to(x.dtype), self.eps
-            )  # one fused kernel there
+        if platform().device(x).type == "cuda":
+            return platform().rms_norm(x, self.weight.to(x.dtype), self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
@@ -751,7 +809,9 @@ def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[i
 
 
 def spans(size: int, tile: int) -> list[slice]:
-    return [slice(start, min(start + tile, size)) for start in range(0, size, tile)]
+    """The tiles of `size` tokens or columns; the last one may be shorter."""
+    starts = platform().tiles(range(0, size, tile))
+    return [slice(start, min(start + tile, size)) for start in starts]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -776,12 +836,18 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
                 f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
             ) from None
         linear_ce.require(tile_like)
-    automatic = "compiled" if tile_like.is_cuda or torch.compiler.is_compiling() else "torch"
+    on_cuda = platform().device(tile_like).type == "cuda"
+    automatic = "compiled" if on_cuda or torch.compiler.is_compiling() else "torch"
     return automatic if kernels == "auto" else kernels
 
 
-@functools.cache
 def tile_body(function, kernels: str):
+    """An elementwise tile function, or what replaces it on this platform."""
+    return platform().tile_body(function, kernels)
+
+
+@functools.cache
+def fastest_body(function, kernels: str):
     """An elementwise tile function or its fused twin; compiled dynamically, or every ragged last
     tile would compile again.
     """
@@ -1087,7 +1153,8 @@ def linear_cross_entropy(
             f"num_valid={num_valid}: give a number of tokens, 0 or more, or a tensor without dimensions"
         )
     kernels = choose_kernels(kernels, hidden_ND)
-    auto = default_tiles(len(hidden_ND), len(weight_VD), hidden_ND.device, kernels)
+    device = platform().device(hidden_ND)
+    auto = default_tiles(len(hidden_ND), len(weight_VD), device, kernels)
     tiles = [token_tile or auto[0], vocab_tile or auto[1]]
     nll_N, lse_N, mean_N = vocab_nll(
         hidden_ND, weight_VD, labels_N, ignore_index, softcap, tiles, kernels, validate

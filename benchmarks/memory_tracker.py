@@ -19,7 +19,8 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory.extrapolate import profile
-from longhaul.memory.simulate import as_on, fake_batch
+from longhaul.memory.platforms import predicting
+from longhaul.memory.simulate import fake_batch
 from longhaul.memory.tracker import Tracker
 from model import GIB
 
@@ -48,7 +49,8 @@ def two_steps(state, batch, between=lambda: None):
 def ours(cfg: TrainConfig) -> int:
     """Peak bytes by our tracker."""
     skeleton = step.skeleton(cfg, cfg.model())
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on("cuda"), Tracker(fake=True) as tracker:
+    tracker = Tracker(fake=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
         two_steps(state_of(cfg, skeleton), fake_batch(cfg, 1))
     return tracker.trace.peak()[0]
 
@@ -58,7 +60,7 @@ def theirs(cfg: TrainConfig) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     skeleton = step.skeleton(cfg, cfg.model())
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on("cuda"):
+    with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", Tracker()):
         state = state_of(cfg, skeleton)
         batch = fake_batch(cfg, 1)
         tracker = MemTracker()

@@ -9,12 +9,15 @@ State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, muon 4 for ma
 bf16 parameter without master copy takes 2 where an fp32 one takes 4.
 """
 
+import contextlib
 import functools
 import hashlib
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from model import platform
 
 SLAB = 2**24  # elements whose moments exist in fp32 at once: 128 MiB
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
@@ -204,15 +207,21 @@ class AdamW(torch.optim.Optimizer):
         square = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
         self.squares.append(square)
         if square.is_meta or square.isfinite():
-            self.update(p, group)
+            with self._memory():
+                self.update(p, group)
         p.grad = None
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group)
+        with self._memory():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.update(p, group)
+
+    def _memory(self) -> contextlib.AbstractContextManager:
+        """Entered around updates: where their tensors are."""
+        return platform().host_memory() if self.host else contextlib.nullcontext()
 
     @torch.no_grad()
     def update(self, p: Tensor, group: dict):

@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nsa.platform import platform
+
 LOG2E = 1.4426950408889634
 TILE_ROWS = (
     64  # rows (pairs x heads) of a selected tile; fewer waste the matrix unit, more are padding
@@ -77,7 +79,7 @@ def _dot(a, b):
     if a.dtype == torch.float32:
         return a @ b.mT
     mm, addmm = (torch.mm, torch.addmm) if a.ndim == 2 else (torch.bmm, torch.baddbmm)
-    if a.is_cuda:
+    if platform().device(a).type == "cuda":
         return mm(a, b.mT, out_dtype=torch.float32)
     if a.dtype != torch.bfloat16 or a.shape[-1] < 64:
         return a.float() @ b.float().mT  # fp16 would overflow at 65504
@@ -121,7 +123,7 @@ class _Step(NamedTuple):
 def compressed_steps(start, stop, heads, N, cfg, device):
     """The queries of a chunk that see a compressed block, as many at a time as STEP_LOGITS allows."""
     rows = max(16, STEP_LOGITS // (max(1, N) * heads) // 16 * 16)
-    for x in range(max(start, cfg.cmp_block - 1), stop, min(256, rows)):
+    for x in platform().tiles(range(max(start, cfg.cmp_block - 1), stop, min(256, rows))):
         y = min(x + min(256, rows), stop)
         edge, seen = cfg.compressed_blocks(x + 1), cfg.compressed_blocks(y)
         keys = min(
@@ -140,7 +142,7 @@ def band_steps(start, stop, first, width, device):
     """All the queries of a chunk, each seeing keys t-width < u <= t; `first` is the position of the
     first key given.
     """
-    for x in range(start, stop, BAND_QUERIES):
+    for x in platform().tiles(range(start, stop, BAND_QUERIES)):
         y = min(x + BAND_QUERIES, stop)
         low = max(0, x - width + 1)
         t, u = torch.arange(x, y, device=device)[:, None], torch.arange(low, y, device=device)
@@ -363,7 +365,7 @@ def _gather_sum(x_SMK, slot_CP, weight_CMP=None):
 
 def _tile_groups(tiles):
     """(block of each tile, slots, query of each slot) of a few tiles at a time."""
-    for x in range(0, len(tiles.block_N), TILES_AT_ONCE):
+    for x in platform().tiles(range(0, len(tiles.block_N), TILES_AT_ONCE)):
         slots = slice(x * tiles.R, (x + TILES_AT_ONCE) * tiles.R)
         yield tiles.block_N[x : x + TILES_AT_ONCE], slots, tiles.query_S[slots]
 
@@ -437,7 +439,7 @@ def _add_tiles(total_JSK, block_N, part_NSK):
     """total[block[i]] += part[i] in a fixed order: index_add_ is serial on a CPU, index_put_ sorts
     first on CUDA.
     """
-    if total_JSK.is_cuda:
+    if platform().device(total_JSK).type == "cuda":
         total_JSK.index_put_((block_N,), part_NSK.float(), accumulate=True)
     else:
         total_JSK.index_add_(0, block_N, part_NSK.float())

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nsa.platform import platform
+
 
 class Layout(NamedTuple):
     """Where the documents of a batch and their compressed blocks lie; made on the host, once a
@@ -86,7 +88,8 @@ class Compressor(nn.Module):
         v = self._phi(
             v_BTGK[:, layout.rows], layout.first, *((self.v_w1, self.v_w2) if mlp else ())
         )
-        k = F.rms_norm(k.float(), k.shape[-1:], self.norm_weight.float(), self.eps).to(k.dtype)
+        norm = platform().rms_norm
+        k = norm(k.float(), self.norm_weight.float(), self.eps).to(k.dtype)
         return rotate(k, layout.centre), v
 
     def _phi(self, x_BTGK, first_N, w1=None, w2=None, pe_lK=None):

@@ -8,9 +8,7 @@ Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N co
 selected blocks.
 """
 
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -26,8 +24,7 @@ from nsa.branches import (
     selected_backward,
     selected_forward,
 )
-
-_ONE_CALL = threading.Lock()
+from nsa.platform import platform
 
 
 # --------------------------------------------------------------- one document, one row, one KV head
@@ -37,7 +34,8 @@ def _chunks(T, cfg):
     """
     early = min(T, cfg.dense_tokens)
     size = max(1024, T // 32) // cfg.sel_block * cfg.sel_block or cfg.sel_block
-    return [(0, early)] + [(x, min(x + size, T)) for x in range(early, T, size)]
+    later = platform().tiles(range(early, T, size))
+    return [(0, early)] + [(x, min(x + size, T)) for x in later]
 
 
 def _forward_stream(q_TMK, kv, gates_TM3, cfg, o_TMK, o_slc_TMK, lse_TM, block_idx_Tn):
@@ -181,34 +179,6 @@ def _empty_outputs(q, k_slc, cfg):
     )
 
 
-def _each_stream(work, streams, device):
-    """work(stream) for every stream. On a CPU, streams share the threads, one each: they write to
-    disjoint places, so results do not depend on it, while two threads inside each of these small
-    operators cost more than they give. Calls from several threads take turns: the number of threads
-    is the process's.
-    """
-    inference = torch.is_inference_mode_enabled()
-
-    def alone(stream):  # what is switched off here is not known in a new thread
-        with (
-            torch.inference_mode(inference),
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            work(stream)
-
-    with _ONE_CALL:
-        threads = torch.get_num_threads()
-        if device.type != "cpu" or threads == 1 or not streams:
-            return [alone(stream) for stream in streams]
-        torch.set_num_threads(1)  # threads that start now take it over
-        try:
-            with ThreadPoolExecutor(min(threads, len(streams))) as pool:
-                return list(pool.map(alone, streams))
-        finally:
-            torch.set_num_threads(threads)
-
-
 @torch.library.custom_op("longhaul::nsa_forward", mutates_args=())
 def nsa_forward(
     q: Tensor,
@@ -239,7 +209,7 @@ def nsa_forward(
             block_idx[tokens],
         )
 
-    _each_stream(forward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
+    platform().each_stream(forward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
     return o, o_slc, lse, block_idx
 
 
@@ -294,7 +264,7 @@ def nsa_backward(
         grads[1][tokens], grads[2][tokens] = dslc.flatten(1, 2)[:, :T]
         grads[3][blocks], grads[4][blocks] = dcmp
 
-    _each_stream(backward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
+    platform().each_stream(backward, _streams(q, k_slc, k_cmp, cu_seqlens, cfg), q.device)
     return tuple(grads)
 
 

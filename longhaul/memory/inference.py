@@ -10,7 +10,7 @@ import functools
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longhaul.memory.simulate import as_on
+from longhaul.memory.platforms import predicting
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
@@ -26,7 +26,12 @@ def forward_trace(
     with torch.device("meta"):
         skeleton = Decoder(config).to(config.dtype)
     tracker = Tracker(Workspaces(target), fake=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(target), torch.no_grad(), tracker:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        predicting(target, tracker),
+        torch.no_grad(),
+        tracker,
+    ):
         decoder = skeleton.to_empty(device="cpu")
         decoder.tie_weights()
         weights = {tracker.register(p, "parameter"): name for name, p in decoder.named_parameters()}

@@ -10,104 +10,19 @@ longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of
 
 import contextlib
 import dataclasses
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import model
 from data.loader import Batch
-from longhaul import dist, optimizers, step
+from longhaul import dist, step
 from longhaul.config import TrainConfig
+from longhaul.memory.platforms import predicting
 from longhaul.memory.stages import Stages, label
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
-from longhaul.memory.workspace import Workspaces, few_of
-from longhaul.parallel import checkpointing, tiling
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """What the fused kernel of CUDA allocates: the result and one fp32 number per row, kept beside
-    x; in the backward the gradients.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
-def rms_norm(x, shape, weight, eps):
-    """F.rms_norm, by its fused kernel."""
-    return FusedRMSNorm.apply(x, weight)
-
-
-def flash_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=None, is_causal=False, enable_gqa=False):
-    """FlashAttention as CUDA runs it, which takes grouped heads as they are."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(
-        q_BHTK, k_BGSK, v_BGSK, 0.0, is_causal
-    )[0]
-
-
-@contextlib.contextmanager
-def as_on(target: str):
-    """Model code runs as on the target device, "cpu" or "cuda"."""
-    if target == "cpu":
-        yield
-        return
-    tiles = model.default_tiles
-
-    def cuda_tiles(N, V, device, kernels):
-        return tiles(N, V, torch.device("cuda"), kernels)
-
-    with (
-        mock.patch.object(model, "default_tiles", cuda_tiles),
-        mock.patch.object(F, "rms_norm", rms_norm),
-        mock.patch.object(F, "scaled_dot_product_attention", flash_attention),
-        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def apart(tracker: Tracker, target: str):
-    """Where the target is CUDA, what levers keep on the host is no memory of the device, and what
-    comes back is.
-    """
-    if target == "cpu":
-        yield
-        return
-    there, update, fresh = (
-        checkpointing.to_host,
-        optimizers.AdamW.update,
-        optimizers.AdamW.new_state,
-    )
-
-    def to_host(x):
-        with tracker.on_host():
-            return there(x)
-
-    def on_host(method):
-        def run(optimizer, *args):
-            with tracker.on_host() if optimizer.host else contextlib.nullcontext():
-                return method(optimizer, *args)
-
-        return run
-
-    with (
-        mock.patch.object(checkpointing, "to_host", to_host),
-        mock.patch.object(checkpointing, "from_host", lambda host, _: torch.empty_like(host)),
-        mock.patch.object(optimizers.AdamW, "update", on_host(update)),
-        mock.patch.object(optimizers.AdamW, "new_state", on_host(fresh)),
-    ):
-        yield
+from longhaul.memory.workspace import Workspaces
 
 
 @contextlib.contextmanager
@@ -151,12 +66,9 @@ def simulate(
             Tracker(Workspaces(target), fake=True),
             step.skeleton(cfg, config, mesh, context_mesh),
         )
-        parts = mock.patch.object(tiling, "range", range if every_part else few_of, create=True)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            as_on(target),
-            apart(tracker, target),
-            parts,
+            predicting(target, tracker, every_part),
             tracker,
         ):
             state = step.fill(skeleton, cfg, "cpu", world, mesh)

@@ -8,13 +8,10 @@ hold memory of their own.
 
 import bisect
 import contextlib
-import functools
 import math
-from unittest import mock
 
 import torch
 
-from longhaul import optim
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 
@@ -42,15 +39,16 @@ class Stages:
     def installed(self):
         """Hooks on the model and the optimizer, removed at the end."""
         handles = list(self._hooks())
+        self.state.listeners.append(self._announced)
         try:
-            with mock.patch.object(optim, "clip_gradients", self._clipping(optim.clip_gradients)):
-                yield self
+            yield self
         finally:
+            self.state.listeners.remove(self._announced)
             for handle in handles:
                 handle.remove()
 
     def _hooks(self):
-        model, optimizer = self.state.model, self.state.optimizer
+        model = self.state.model
         yield from self._around(model.embed, "embed", "embedding", "embedding backward")
         for index, layer in enumerate(model.layers):
             yield from self._around(layer, f"layers.{index}", "layer forward", "layer backward")
@@ -65,7 +63,6 @@ class Stages:
                 )
         yield from self._around(model.norm, "norm", "norm forward", "norm backward")
         yield from self._around(model.lm_head, "lm_head", "loss forward", "loss backward")
-        yield optimizer.register_step_pre_hook(lambda *_: self.tracker.enter("optimizer"))
 
     def _around(self, module, name: str, forward: str, backward: str):
         def before(*_):
@@ -86,18 +83,15 @@ class Stages:
         yield module.register_forward_pre_hook(before)
         yield module.register_forward_hook(after, always_call=True)
 
-    def _clipping(self, function):
-        @functools.wraps(function)
-        def clip(*args):
+    def _announced(self, stage: str):
+        """The step itself says that a stage begins."""
+        if stage == "gradient norm":
             self.gradients = {
                 self.tracker.register(local(p.grad), "backward")
                 for p in self.state.model.parameters()
                 if p.grad is not None
             }
-            self.tracker.enter("gradient norm")
-            return function(*args)
-
-        return clip
+        self.tracker.enter(stage)
 
 
 def label(trace: Trace, tracker: Tracker, stages: Stages, inputs: set[int]):

@@ -7,18 +7,16 @@ torch are declared here, from their sources. Imports longhaul.memory.tracker, mo
 ours.
 """
 
-import builtins
-import contextlib
 import functools
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 import model
+from longhaul.memory.platforms import Bodies, running_on
 from longhaul.memory.tracker import Tracker
-from nsa import branches, engine
+from nsa import engine
 
 BODIES = {
     f"longhaul::{op._name}": op._init_fn
@@ -47,7 +45,8 @@ class Workspaces:
         return declared(self.threads, *args) if declared else 0
 
     def _inside(self, body, args) -> int:
-        with unset_fake_temporarily(), torch.no_grad(), _few_tiles(), Tracker() as inner:
+        bodies = running_on(Bodies(self.target))
+        with unset_fake_temporarily(), torch.no_grad(), bodies, Tracker() as inner:
             inputs = tree_map(
                 functools.partial(_on_meta, body in SPARSE), args
             )  # of the sparse branches, document boundaries stay on the host with their values
@@ -84,42 +83,6 @@ def _on_meta(keep_host: bool, value):
     ):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-
-
-def few_of(*bounds) -> list[int]:
-    """`range`, but of more than three numbers the first two and the last."""
-    numbers = builtins.range(*bounds)
-    return numbers if len(numbers) <= 3 else [numbers[0], numbers[1], numbers[-1]]
-
-
-def _largest_stream(work, streams, device):
-    work(max(streams, key=lambda stream: stream[1][1].stop - stream[1][1].start))
-
-
-def _fused_fold(z_NV, target_N, max_N, sum_N, total_N, softcap):
-    """What the compiled tile body allocates: its results."""
-    return tuple(torch.empty_like(max_N) for _ in range(3))
-
-
-def _fused_in_place(*args):
-    """The compiled gradient body writes into its tile."""
-
-
-def _tile_body(function, kernels: str):
-    fused = dict(fold_logsumexp=_fused_fold, logits_to_gradient=_fused_in_place)
-    return function if kernels == "torch" else fused[function.__name__]
-
-
-@contextlib.contextmanager
-def _few_tiles():
-    with (
-        mock.patch.object(model, "range", few_of, create=True),
-        mock.patch.object(branches, "range", few_of, create=True),
-        mock.patch.object(engine, "range", few_of, create=True),
-        mock.patch.object(engine, "_each_stream", _largest_stream),
-        mock.patch.object(model, "tile_body", _tile_body),
-    ):
-        yield
 
 
 # ---- kernels of torch

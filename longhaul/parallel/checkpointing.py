@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import Decoder
+from model import Decoder, platform
 
 # what selective checkpointing keeps: the one part of a layer whose time grows with the square of
 # the length
@@ -108,7 +108,7 @@ class HostCopies:
     def _fetch(self, handle: "_Handle"):
         if handle.x is None:
             with self._side(handle.device, follow=False):
-                handle.x = from_host(handle.host, handle.device)
+                handle.x = platform().from_host(handle.host, handle.device)
                 handle.ready = self.stream and self.stream.record_event()
 
     def _side(self, device: torch.device, follow: bool = True):
@@ -130,15 +130,11 @@ class _Handle:
 
 def to_host(x: Tensor) -> Tensor:
     """A copy in host memory, pinned where x is on CUDA; on meta, of no device."""
-    host = torch.empty(
-        x.shape,
-        dtype=x.dtype,
-        pin_memory=x.device.type == "cuda",
-        device="meta" if x.is_meta else "cpu",
-    )
-    return host.copy_(x, non_blocking=True)
-
-
-def from_host(host: Tensor, device: torch.device) -> Tensor:
-    """The copy on its device again; on a CPU the host's own."""
-    return host.to(device, non_blocking=True)
+    with platform().host_memory():
+        host = torch.empty(
+            x.shape,
+            dtype=x.dtype,
+            pin_memory=x.device.type == "cuda",
+            device="meta" if x.is_meta else "cpu",
+        )
+        return host.copy_(x, non_blocking=True)

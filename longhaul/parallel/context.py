@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model import platform
+
 MODES = ("auto", "ulysses", "gather_kv")
 
 
@@ -335,7 +337,7 @@ def _collective(name: str, before: str):
 def _flash(q_BnHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(o [B, n, H, K], log-sum-exp [B, H, n] in fp32), memory-linear."""
     q, k, v = (x.transpose(1, 2) for x in (q_BnHK, k_BSGK, v_BSGK))
-    if q.is_cuda:
+    if platform().device(q).type == "cuda":
         o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     else:
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -349,7 +351,7 @@ def _flash_backward(
     log-sum-exp).
     """
     grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BnHK, q_BnHK, k_BSGK, v_BSGK, o_BnHK))
-    if q.is_cuda:
+    if platform().device(q).type == "cuda":
         seed, offset = (
             torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ())
         )  # of dropout, which is 0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, platform
 
 OUTPUT = "o_proj.weight"
 STACKED = "sparse.kv_proj.weight"  # [4, kv heads, K, D] as one matrix: four projections for NSA
@@ -143,7 +143,7 @@ class TiledMLP(_InParts):
         xs = self._split(x_BTD)
         ys = self._split(y_BTD)
 
-        for tile in range(len(xs)):
+        for tile in platform().tiles(range(len(xs))):
             ys[tile].copy_(self._mlp(xs[tile], *weights))
         return y_BTD
 
@@ -154,7 +154,7 @@ class TiledMLP(_InParts):
         dys = self._split(dy_BTD)
         dxs = self._split(dx_BTD)
 
-        for tile in range(len(xs)):
+        for tile in platform().tiles(range(len(xs))):
             inputs = [xs[tile], *weights]
             self._add(recomputed_gradients(self._mlp, inputs, dys[tile]), dxs[tile], sums)
         return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
@@ -206,8 +206,8 @@ class GroupedAttention(_InParts):
         y_BTD = torch.zeros_like(x_BTD)
         y_ND = y_BTD.view(-1, y_BTD.shape[-1])
 
-        for index in range(len(self.groups)):
-            own = self._weights_of(self.groups[index], weights)
+        for group in platform().tiles(self.groups):
+            own = self._weights_of(group, weights)
             heads_BTO = self._heads(x_BTD, own, rope, documents)
             y_ND.addmm_(heads_BTO.flatten(0, 1), own[OUTPUT].T.to(x_BTD.dtype))
             del heads_BTO  # the next group runs without them
@@ -219,8 +219,7 @@ class GroupedAttention(_InParts):
         dx_BTD = torch.zeros_like(x_BTD)
         sums = [self._zeros(name, w) for name, w in zip(self.names, weights, strict=True)]
 
-        for index in range(len(self.groups)):
-            group = self.groups[index]
+        for group in platform().tiles(self.groups):
             grads = self._group_gradients(
                 dy_BTD, x_BTD, self._weights_of(group, weights), rope, documents, dx_BTD
             )

@@ -1,0 +1,140 @@
+"""The machine that the planner predicts, in place of the one that it runs on.
+
+Model code asks `model.platform()` for what depends on the machine. The classes here answer for the
+target, while the tensors are fake ones on the CPU or have no values at all. Tiles of one loop are
+identical, so only the first two and the last one run.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+import model
+import nsa.platform
+from longhaul.memory.tracker import Tracker
+from model import Platform
+
+
+def few(tiles: Sequence) -> Sequence:
+    """The first two tiles and the last one."""
+    if len(tiles) <= 3:
+        return tiles
+    return [tiles[0], tiles[1], tiles[-1]]
+
+
+@contextlib.contextmanager
+def running_on(platform: Platform) -> Iterator[None]:
+    """Code of model.py and of nsa/ inside the `with` block runs on this platform."""
+    with model.running_on(platform), nsa.platform.running_on(platform):
+        yield
+
+
+# ---- the training step and the forward pass, on fake tensors
+
+
+class FakeCpu(Platform, nsa.platform.Platform):
+    """A CPU: the machine's own kernels, over a few tiles of each loop (`every_tile`: over all)."""
+
+    def __init__(self, tracker: Tracker, every_tile: bool = False):
+        self.tracker = tracker
+        self.every_tile = every_tile
+
+    def tiles(self, tiles: Sequence) -> Sequence:
+        return tiles if self.every_tile else few(tiles)
+
+
+class FakeCuda(FakeCpu):
+    """A CUDA device: its fused kernels, and host memory that is not the device's."""
+
+    def device(self, x: Tensor) -> torch.device:
+        return torch.device("cuda")
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return FusedRMSNorm.apply(x, weight)
+
+    def attention(
+        self,
+        q_BHTK: Tensor,
+        k_BGSK: Tensor,
+        v_BGSK: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """FlashAttention, which takes grouped heads as they are."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        o_BHTK, *_ = flash(q_BHTK, k_BGSK, v_BGSK, 0.0, is_causal)
+        return o_BHTK
+
+    def host_memory(self) -> contextlib.AbstractContextManager:
+        return self.tracker.on_host()
+
+    def from_host(self, x: Tensor, device: torch.device) -> Tensor:
+        return torch.empty_like(x)  # fake tensors are all on the CPU, where no copy would be made
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What the fused kernel of CUDA allocates: the result, one fp32 number per vector that it keeps
+    with x, and in the backward the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@contextlib.contextmanager
+def predicting(target: str, tracker: Tracker, every_tile: bool = False) -> Iterator[None]:
+    """Model code inside the `with` block runs as it would on the target device, "cpu" or "cuda"."""
+    kind = FakeCuda if target == "cuda" else FakeCpu
+    with running_on(kind(tracker, every_tile)):
+        yield
+
+
+# ---- the bodies of our own operators, on meta tensors
+
+
+class Bodies(Platform, nsa.platform.Platform):
+    """The inside of one operator on the target device: a few tiles of its largest stream."""
+
+    def __init__(self, target: str):
+        self.target = target
+
+    def device(self, x: Tensor) -> torch.device:
+        return torch.device("cuda") if self.target == "cuda" else x.device
+
+    def tiles(self, tiles: Sequence) -> Sequence:
+        return few(tiles)
+
+    def tile_body(self, function: Callable, kernels: str) -> Callable:
+        return function if kernels == "torch" else FUSED[function.__name__]
+
+    def each_stream(self, work: Callable, streams: list, device: torch.device) -> None:
+        work(max(streams, key=_tokens))
+
+
+def _tokens(stream: tuple) -> int:
+    """How many tokens a stream of sparse attention has."""
+    _, (_, tokens, _), _ = stream
+    return tokens.stop - tokens.start
+
+
+def _fused_fold(z_NV, target_N, max_N, sum_N, total_N, softcap) -> tuple[Tensor, ...]:
+    """The compiled body allocates only its results."""
+    return torch.empty_like(max_N), torch.empty_like(max_N), torch.empty_like(max_N)
+
+
+def _fused_gradient(z_NV, target_N, lse_N, slope_N, shift_N, softcap) -> None:
+    """The compiled gradient body writes into its tile."""
+
+
+FUSED = {"fold_logsumexp": _fused_fold, "logits_to_gradient": _fused_gradient}

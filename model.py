@@ -23,14 +23,18 @@ F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters
 import contextlib
 import functools
 import hashlib
+import importlib.util
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # the label of a position without a target
 GIB = 2**30
@@ -56,12 +60,21 @@ PRESETS = {  # what differs from the defaults of ModelConfig, which are those of
     "4B": dict(),
     "8B": dict(hidden_size=4096, ffn_size=12288, tie_embeddings=False),
 }
-CHOICES = {
-    "attention_type": ("standard", "nsa"),
+CHOICES = {  # the choices of attention_type are the names in ATTENTIONS
     "rope_scaling": ("none", "linear", "yarn"),
     "loss": ("auto", "standard", "chunked"),
     "kernels": ("auto", "torch", "compiled", "triton"),
     "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
+}
+
+NSA_LEAST = {  # the smallest value of each number of NSAConfig
+    "cmp_block": 1,
+    "cmp_stride": 1,
+    "sel_block": 1,
+    "sel_count": 1,
+    "sel_init": 0,
+    "sel_local": 1,
+    "window": 1,
 }
 
 
@@ -82,48 +95,40 @@ class NSAConfig:
     kv: str = "shared"  # "shared": one K/V for all branches; "separate": one per branch
 
     def __post_init__(self):
-        smallest = dict(
-            cmp_block=1, cmp_stride=1, sel_block=1, sel_count=1, sel_init=0, sel_local=1, window=1
-        )
-        for allowed, holds, remedy in [
-            (
-                f"{name} an integer >= {n}",
-                type(value := getattr(self, name)) is int and value >= n,
-                f"change {name}",
-            )
-            for name, n in smallest.items()
-        ] + [
-            *(
-                (
-                    f"{name} a multiple of cmp_stride",
-                    getattr(self, name) % max(1, self.cmp_stride) == 0,
-                    "change one of them",
-                )
-                for name in ("cmp_block", "sel_block")
-            ),
-            (
-                "cmp_block <= sel_block",
-                self.cmp_block <= self.sel_block,
-                "lower cmp_block or raise sel_block",
-            ),
-            (
-                "sel_count >= sel_init + sel_local",
-                self.sel_count >= self.sel_init + self.sel_local,
-                "raise sel_count or force fewer blocks",
-            ),
-            ("cmp_kind 'mlp' or 'mean'", self.cmp_kind in ("mlp", "mean"), "choose one of them"),
-            ("kv 'shared' or 'separate'", self.kv in ("shared", "separate"), "choose one of them"),
-        ]:
-            if not holds:
-                given = ", ".join(
-                    f"{name}={value!r}" for name, value in vars(self).items() if name in allowed
-                )
-                raise ValueError(f"NSAConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
+        for name, least in NSA_LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise self._refusal([name], f"{name} an integer >= {least}", f"change {name}")
 
-    def compressed_blocks(self, tokens):
-        """Compressed blocks of a document: those that lie wholly inside it. `tokens`: an int, or a
-        tensor of them.
-        """
+        for name in ("cmp_block", "sel_block"):
+            if getattr(self, name) % self.cmp_stride:
+                names = sorted([name, "cmp_stride"])
+                raise self._refusal(names, f"{name} a multiple of cmp_stride", "change one of them")
+
+        if self.cmp_block > self.sel_block:
+            raise self._refusal(
+                ["cmp_block", "sel_block"],
+                "cmp_block <= sel_block",
+                "lower cmp_block or raise sel_block",
+            )
+        if self.sel_count < self.sel_init + self.sel_local:
+            raise self._refusal(
+                ["sel_count", "sel_init", "sel_local"],
+                "sel_count >= sel_init + sel_local",
+                "raise sel_count or force fewer blocks",
+            )
+
+        if self.cmp_kind not in ("mlp", "mean"):
+            raise self._refusal(["cmp_kind"], "cmp_kind 'mlp' or 'mean'", "choose one of them")
+        if self.kv not in ("shared", "separate"):
+            raise self._refusal(["kv"], "kv 'shared' or 'separate'", "choose one of them")
+
+    def _refusal(self, names: list[str], allowed: str, remedy: str) -> ValueError:
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ValueError(f"NSAConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
+
+    def compressed_blocks(self, tokens: int | Tensor) -> int | Tensor:
+        """Number of compressed blocks of a document of `tokens` tokens: those that end inside it."""
         blocks = (tokens - self.cmp_block) // self.cmp_stride + 1
         return blocks.clamp(min=0) if isinstance(blocks, Tensor) else max(0, blocks)
 
@@ -186,7 +191,7 @@ class ModelConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)} is out of range: give 0 or more {unit}"
                 )
-        for name, allowed in CHOICES.items():
+        for name, allowed in {"attention_type": tuple(ATTENTIONS), **CHOICES}.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}"
@@ -227,30 +232,9 @@ class ModelConfig:
         return getattr(torch, self.compute_dtype)
 
     def layer_params(self) -> int:
-        """Parameters of one block: projections, feed-forward, the two norms and the q/k norms, and
-        what NSA adds.
-        """
-        attention = 2 * self.hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
-        sparse = sum(self.sparse_params()) if self.attention_type == "nsa" else 0
-        return (
-            attention
-            + sparse
-            + 3 * self.hidden_size * self.ffn_size
-            + 2 * self.hidden_size
-            + 2 * self.head_dim
-        )
-
-    def sparse_params(self) -> tuple[int, int, int]:
-        """What NSA adds to a layer: (matrices over tokens, matrices over compressed blocks,
-        vectors).
-        """
-        K, mlp, separate = self.head_dim, self.nsa.cmp_kind == "mlp", self.nsa.kv == "separate"
-        tokens = self.hidden_size * (3 * self.num_heads + separate * 4 * self.num_kv_heads * K)
-        return (
-            tokens,
-            mlp * 2 * (self.nsa.cmp_block + 1) * K * K,
-            3 * self.num_heads + K + mlp * self.nsa.cmp_block * K + separate * 2 * K,
-        )
+        """Parameters of one block: attention, feed-forward and the two norms before them."""
+        feed_forward = 3 * self.hidden_size * self.ffn_size
+        return attention_kind(self).params(self) + feed_forward + 2 * self.hidden_size
 
     def num_params(self) -> int:
         """Parameters of the decoder, a tied embedding counted once; nothing is allocated."""
@@ -305,7 +289,7 @@ class Platform:
         return fastest_body(function, kernels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The RMSNorm of a CUDA device: one fused kernel."""
+        """PyTorch's RMSNorm, on CUDA one fused kernel."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
@@ -423,6 +407,11 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad_BTHK, cos_BT1k, -sin_BT1k), None, None
 
 
+def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
+    """Turn the pairs (x_k, x_{k+K/2}) of each head by its token's angles."""
+    return _Rotate.apply(x_BTHK, cos_BT1k, sin_BT1k)
+
+
 def _rotated(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
     parts = (
         1 if torch.compiler.is_compiling() else max(1, min(4, x_BTHK.shape[1] // 2048))
@@ -475,41 +464,17 @@ def sdpa(
     return o_BHTK.transpose(1, 2)
 
 
-def packed_attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """One SDPA call per document. `split` and `cat`, not slices: a slice's backward zero-fills the
-    whole row each time.
-    """
-    lengths = cu_seqlens.diff().tolist()
-    parts = zip(*(x.flatten(0, 1)[None].split(lengths, dim=1) for x in (q_BTHK, k_BTGK, v_BTGK)))
-    return torch.cat([sdpa(q, k, v, causal=True) for q, k, v in parts], dim=1).view_as(q_BTHK)
-
-
 def standard_attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    cu_seqlens: Tensor | None = None,
-    packed=packed_attention,
-) -> Tensor:
-    """Causal attention, by documents where cu_seqlens (over B*T) are given; a compiled model passes
-    an uncompiled `packed`.
-    """
-    if (
-        cu_seqlens is None or len(cu_seqlens) == len(q_BTHK) + 1
-    ):  # as many documents as rows: every row is one
-        return sdpa(q_BTHK, k_BTGK, v_BTGK, causal=True)
-    return packed(q_BTHK, k_BTGK, v_BTGK, cu_seqlens)
-
-
-def cached_attention(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, query_chunk: int = 256
 ) -> Tensor:
-    """Causal attention of the last T of S positions, over chunks of queries so that a mask is
-    [chunk, S] at most.
+    """Causal attention of the last T of S positions; in a cache S > T.
+
+    Then it runs over chunks of queries, so that a mask has [query_chunk, S] elements at most.
     """
     T, S = q_BTHK.shape[1], k_BSGK.shape[1]
     if T == S or T == 1:
-        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=T == S and T > 1)
+        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=T == S)
+
     key_S = torch.arange(S, device=q_BTHK.device)
     outputs = []
     for start in range(0, T, query_chunk):
@@ -538,14 +503,20 @@ class LayerCache:
             raise ValueError(
                 f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: build it with max_length >= {end}"
             )
-        self.k_BSGK[:, self.length : end], self.v_BSGK[:, self.length : end] = k_BTGK, v_BTGK
+        self.k_BSGK[:, self.length : end] = k_BTGK
+        self.v_BSGK[:, self.length : end] = v_BTGK
         self.length = end
-        return self.k_BSGK[:, :end], self.v_BSGK[:, :end]
+        return self.stored()
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Views of all keys and values so far."""
+        return self.k_BSGK[:, : self.length], self.v_BSGK[:, : self.length]
 
 
 class KVCache:
-    """One LayerCache (with NSA, one NSAState) per layer: 2 * L * B * max_length * G * K elements
-    (NSA: about 1/16 more), allocated once.
+    """What every layer keeps while decoding, as its attention kind says, allocated once.
+
+    Standard attention keeps 2 * L * B * max_length * G * K elements, NSA about 1/16 more.
     """
 
     def __init__(
@@ -561,13 +532,10 @@ class KVCache:
                 f"batch_size={batch_size}, max_length={max_length}: both must be at least 1"
             )
         shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
-        layer = (
-            LayerCache
-            if config.attention_type == "standard"
-            else nsa_package().layer_cache(config.nsa)
-        )
+        kind = attention_kind(config)
         self.layers = [
-            layer(shape, device, dtype or config.dtype) for _ in range(config.num_layers)
+            kind.cache(config, shape, device, dtype or config.dtype)
+            for _ in range(config.num_layers)
         ]
 
     @property
@@ -580,12 +548,12 @@ class KVCache:
 
 
 class Linear(nn.Linear):
-    """y = x W^T without bias; W is cast to the dtype of x on use, so that fp32 master weights serve
+    """y = x W^T (+ b); weights are cast to the dtype of x on use, so that fp32 master weights serve
     bf16 activations.
     """
 
-    def __init__(self, fan_in: int, fan_out: int):
-        super().__init__(fan_in, fan_out, bias=False)
+    def __init__(self, fan_in: int, fan_out: int, bias: bool = False):
+        super().__init__(fan_in, fan_out, bias=bias)
 
     def reset_parameters(self):
         # Decoder.init_weights fills every parameter by name; drawing here too would double the
@@ -593,7 +561,8 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -670,70 +639,809 @@ class MLP(nn.Module):
         return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
-def nsa_package():
-    """The lazy edge to nsa/, where the branches of Native Sparse Attention live; without it only
-    standard attention runs.
-    """
-    try:
-        import nsa
-    except ImportError as error:
-        raise ValueError(
-            f"attention_type='nsa': {error}: put the folder nsa/ beside model.py, or use attention_type='standard'"
-        ) from None
-    return nsa
-
-
-def nsa_attention(
-    q,
-    k_slc,
-    v_slc,
-    k_cmp,
-    v_cmp,
-    k_win,
-    v_win,
-    gates,
-    cfg: NSAConfig,
-    cu_seqlens=None,
-    return_parts=False,
-):
-    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089): nsa.engine's, which says
-    shapes and errors.
-    """
-    return nsa_package().nsa_attention(
-        q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_seqlens, return_parts
-    )
+# ------------------------------------------------------------------------------- attention kinds
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RMSNorm on q and k; `core` is the seam that context parallelism
-    wraps from outside.
+    """Grouped-query attention with RMSNorm on q and k: the base of every attention kind.
+
+    A kind is one subclass and one entry of ATTENTIONS. A causal kind overrides `attend_document`
+    and `keys_met`; the methods below say everything else that the rest of longhaul asks about an
+    attention (parameters, FLOPs, cache, memory, exchange), and hold for such a kind as they are.
     """
+
+    cheaper = ""  # the kind that the planner proposes when this one does not fit
+    settings = ""  # the field of ModelConfig that only this kind reads
+    prompt_in_parts = True  # whether a cache can take a prompt in several forwards
+    is_qwen3 = False  # whether a Hugging Face Qwen3 folder can hold it
+    starts_fresh: tuple[str, ...] = ()  # submodules that Qwen3's weights do not have
+    # modes of context parallelism that cannot serve it, with the reason
+    refused_exchanges = {"gather_kv": "which is not full causal attention"}
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim, self.sparse = config.head_dim, None
+        self.head_dim = config.head_dim
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.core = standard_attention
-        if config.attention_type == "nsa":
-            self.sparse = nsa_package().SparseBranches(config, RMSNorm, _Rotate.apply)
 
-    def forward(self, x_BTD, rope, documents=None, cache: LayerCache | None = None) -> Tensor:
-        heads = (-1, self.head_dim)
-        q_BTHK = _Rotate.apply(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
-        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
-        k_BTGK, v_BTGK = _Rotate.apply(raw_BTGK, *rope), self.v_proj(x_BTD).unflatten(-1, heads)
-        if self.sparse is not None:
-            o_BTHK = self.sparse(x_BTD, q_BTHK, raw_BTGK, k_BTGK, v_BTGK, rope, documents, cache)
-        elif cache is None:
-            o_BTHK = self.core(q_BTHK, k_BTGK, v_BTGK, documents)
+    def forward(self, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
+        """`documents`: what the kind's `documents` returned; `cache`: what its `cache` returned."""
+        inputs = self.inputs(x_BTD, rope)
+        if cache is None:
+            o_BTHK = self.attend(inputs, rope, documents)
         else:
-            o_BTHK = cached_attention(q_BTHK, *cache.append(k_BTGK, v_BTGK))
+            o_BTHK = self.decode(inputs, rope, cache)
         return self.o_proj(o_BTHK.flatten(-2))
+
+    # ---- what a kind computes
+
+    def inputs(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
+        """Everything that attention reads, each [B, T, heads, ...]: here q, k and v."""
+        heads = (-1, self.head_dim)
+        q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
+        k_BTGK = rotate(self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)), *rope)
+        v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
+        return q_BTHK, k_BTGK, v_BTGK
+
+    def attend(self, inputs: tuple[Tensor, ...], rope, documents) -> Tensor:
+        """o [B, T, H, K] of whole rows. Context parallelism wraps this method from outside."""
+        rows = len(inputs[0])
+        if documents is None or len(documents) == rows + 1:  # every row is one document
+            return self.attend_document(*inputs)
+        return self.packed(inputs, rope, documents)
+
+    def packed(self, inputs: tuple[Tensor, ...], rope, documents) -> Tensor:
+        """The same for rows that hold several documents; a compiled model leaves it uncompiled.
+
+        `split` and `cat`, not slices: a slice's backward fills the whole row with zeros each time.
+        """
+        lengths = documents.diff().tolist()
+        flat = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in inputs]
+        outputs = [self.attend_document(*parts) for parts in zip(*flat, strict=True)]
+        return torch.cat(outputs, dim=1).view_as(inputs[0])
+
+    def attend_document(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        """o [B, T, H, K] of the last T of the S positions of one document in each row."""
+        raise NotImplementedError(f"{type(self).__name__} defines no attend_document")
+
+    def decode(self, inputs: tuple[Tensor, ...], rope, cache) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what the cache holds."""
+        q_BTHK, k_BTGK, v_BTGK = inputs
+        return self.attend_document(q_BTHK, *cache.append(k_BTGK, v_BTGK))
+
+    # ---- what the rest of longhaul asks about a kind
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """ValueError if the kernels that are asked for cannot run with these sizes."""
+
+    @classmethod
+    def documents(cls, config: ModelConfig, cu_seqlens: Tensor | None, shape, device):
+        """What the layers get as `documents`; made once for all of them.
+
+        cu_seqlens [documents + 1] over the B*T tokens; None: every row is one document.
+        """
+        return cu_seqlens
+
+    @classmethod
+    def whole_rows(cls, config: ModelConfig, cu_seqlens: Tensor, positions_BT: Tensor, rotary):
+        """The same for the whole rows that ranks share, whose `rope` holds a part of the tokens."""
+        return cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
+
+    @classmethod
+    def cache(cls, config: ModelConfig, shape: tuple[int, int, int, int], device, dtype):
+        """What a layer keeps while decoding; shape [B, max_length, G, K]."""
+        return LayerCache(shape, device, dtype)
+
+    @classmethod
+    def identity(cls, config: ModelConfig) -> dict:
+        """Its settings by name, as they belong to the identity of a run."""
+        if not cls.settings:
+            return {}
+        sizes = asdict(getattr(config, cls.settings))
+        return {f"{cls.settings}.{name}": value for name, value in sizes.items()}
+
+    @classmethod
+    def params(cls, config: ModelConfig) -> int:
+        """Parameters of one layer's attention."""
+        return cls.products(config) + 2 * config.head_dim
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """Parameters that a token is multiplied with in one layer's attention, for FLOPs."""
+        return 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
+
+    @classmethod
+    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """Keys that a query reads, by its position in its document."""
+        raise NotImplementedError(f"{cls.__name__} defines no keys_met")
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes that one layer's attention keeps for its backward.
+
+        q and k before and after norm and rotation, v and o in the compute dtype (`element` bytes),
+        and in fp32 the statistics of the two norms and the log-sum-exp.
+        """
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        statistics = 4 * tokens * (2 * config.num_heads + config.num_kv_heads)
+        return 3 * element * tokens * (queries + keys) + statistics
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of the gradients of keys and values, and what FlashAttention-2 sums them in."""
+        queries = element * tokens * config.num_heads * config.head_dim
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        workspace = 4 * tokens * config.num_heads * (config.head_dim + 1)
+        if config.num_heads != config.num_kv_heads:
+            workspace += 2 * queries
+        return 2 * keys + workspace
+
+
+class StandardAttention(Attention):
+    """Full causal attention by memory-linear kernels."""
+
+    cheaper = "nsa"
+    is_qwen3 = True
+    refused_exchanges: dict[str, str] = {}
+
+    def attend_document(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        return standard_attention(q_BTHK, k_BSGK, v_BSGK)
+
+    @classmethod
+    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        return positions + 1
+
+
+# ---------------------------------------------------- Native Sparse Attention (arXiv 2502.11089)
+
+# Letters beyond those above: M = H/G query heads per KV head, N compressed blocks, J selection
+# blocks, n blocks that a query reads, U units of s tokens, C queries of a chunk. l, s, l', n, w of
+# the paper are cmp_block, cmp_stride, sel_block, sel_count and window of NSAConfig.
+
+
+class Layout(NamedTuple):
+    """Where the documents of a batch and their compressed blocks lie; made once for all layers."""
+
+    # [documents + 1] over the B*T flattened tokens, on the host; None: every row is one document
+    cu_seqlens: Tensor | None
+    rows: slice | Tensor  # [U*s] the tokens of the documents' units of s tokens
+    first: Tensor  # [N] the first unit of each compressed block
+    centre: Tensor  # [N] the token at each compressed block's centre
+    # cos and sin at the centres, if the rope of the layers does not hold those tokens
+    turns: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, shape, cfg: NSAConfig, device) -> "Layout":
+        """The layout of (B, T) = `shape` tokens; cu_seqlens as in `Attention.documents`."""
+        if cu_seqlens is None or len(cu_seqlens) == shape[0] + 1:
+            return cls(None, *_layout_of_document(shape[1], cfg, device))
+
+        units, parts = 0, []
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            rows, first, centre = _layout_of_document(end - start, cfg, "cpu")
+            tokens = torch.arange(start, start + rows.stop)
+            parts.append((tokens, first + units, centre + start))
+            units += rows.stop // cfg.cmp_stride
+        joined = [torch.cat(column) for column in zip(*parts, strict=True)]
+        return cls(cu_seqlens, *(column.to(device, non_blocking=True) for column in joined))
+
+
+def _layout_of_document(tokens: int, cfg: NSAConfig, device) -> tuple[slice, Tensor, Tensor]:
+    """rows, first and centre of a Layout; tokens after the last whole block belong to no unit."""
+    blocks = cfg.compressed_blocks(tokens)
+    units = blocks + cfg.cmp_block // cfg.cmp_stride - 1 if blocks else 0
+    first_N = torch.arange(blocks, device=device)
+    centre_N = first_N * cfg.cmp_stride + cfg.cmp_block // 2
+    return slice(0, units * cfg.cmp_stride), first_N, centre_N
+
+
+class Compressor(nn.Module):
+    """A block of l tokens becomes one key and one value: phi(x) = mean(x) + W2 silu(W1 flatten(x + pe)).
+
+    With W2 = 0 it pools: training starts there, and cmp_kind="mean" stays there. The key, taken
+    before RoPE, is normed again (averaging shrinks it by up to sqrt(l)) and rotated as the token at
+    its block's centre. KV heads share the weights, which `Decoder.init_weights` fills by name.
+    """
+
+    def __init__(self, head_dim: int, cfg: NSAConfig, eps: float = 1e-6):
+        super().__init__()
+        self.cfg = cfg
+        self.eps = eps
+        self.norm_weight = nn.Parameter(torch.empty(head_dim))
+        if cfg.cmp_kind == "mlp":
+            flat = cfg.cmp_block * head_dim
+            self.k_w1 = nn.Parameter(torch.empty(head_dim, flat))
+            self.k_w2 = nn.Parameter(torch.empty(head_dim, head_dim))
+            self.v_w1 = nn.Parameter(torch.empty(head_dim, flat))
+            self.v_w2 = nn.Parameter(torch.empty(head_dim, head_dim))
+            self.pe_lK = nn.Parameter(torch.empty(cfg.cmp_block, head_dim))
+
+    def forward(
+        self, k_BTGK: Tensor, v_BTGK: Tensor, turn, layout: Layout
+    ) -> tuple[Tensor, Tensor]:
+        """(k_cmp, v_cmp) [B, N, G, K] of keys before RoPE and of values.
+
+        turn(k_cmp, centre) rotates each key as the token `centre` is rotated.
+        """
+        k_weights, v_weights = (), ()
+        if self.cfg.cmp_kind == "mlp":
+            k_weights = (self.k_w1, self.k_w2, self.pe_lK)
+            v_weights = (self.v_w1, self.v_w2)
+        k_BNGK = self._phi(k_BTGK[:, layout.rows], layout.first, *k_weights)
+        v_BNGK = self._phi(v_BTGK[:, layout.rows], layout.first, *v_weights)
+        k_BNGK = self._normed(k_BNGK)
+        return turn(k_BNGK, layout.centre), v_BNGK
+
+    def _normed(self, k_BNGK: Tensor) -> Tensor:
+        weight = self.norm_weight.float()
+        return platform().rms_norm(k_BNGK.float(), weight, self.eps).to(k_BNGK.dtype)
+
+    def _phi(
+        self,
+        x_BTGK: Tensor,
+        first_N: Tensor,
+        w1: Tensor | None = None,
+        w2: Tensor | None = None,
+        pe_lK: Tensor | None = None,
+    ) -> Tensor:
+        """l/s products over units of s tokens, each shifted by one unit, so that overlapping blocks
+        are not copied.
+        """
+        s = self.cfg.cmp_stride
+        spread = self.cfg.cmp_block // s
+        x_BUGsK = x_BTGK.unflatten(1, (x_BTGK.shape[1] // s, s)).transpose(2, 3)
+
+        total = x_BUGsK.float().sum(3)  # fp32: l terms
+        mean = sum(total[:, first_N + i] for i in range(spread)) / self.cfg.cmp_block
+        mean = mean.to(x_BTGK.dtype)
+        if w1 is None:
+            return mean
+
+        w1, w2 = w1.to(x_BTGK.dtype), w2.to(x_BTGK.dtype)
+        flat = x_BUGsK.flatten(3)
+        products = enumerate(w1.chunk(spread, 1))
+        hidden = sum((flat @ part.T)[:, first_N + i] for i, part in products)
+        if pe_lK is not None:
+            hidden = hidden + w1 @ pe_lK.to(x_BTGK.dtype).flatten()
+        return mean + F.silu(hidden) @ w2.T
+
+
+class SparseBranches(nn.Module):
+    """What NSA adds to the parameters of a layer: gates, compression, keys and values.
+
+    kv="shared": one K/V serves all branches, so that only gates and compression are added.
+    kv="separate": the layer's own K/V serve the selected branch, `kv_proj` makes those of the
+    compressed branch and of the window.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.cfg = config.nsa
+        self.heads = (-1, config.head_dim)
+        self.core = choose_sparse_core(config)
+        self.gate = Linear(config.hidden_size, 3 * config.num_heads, bias=True)
+        self.compressor = Compressor(config.head_dim, config.nsa, config.norm_eps)
+        self.kv_proj = None
+        if self.cfg.kv == "separate":
+            width = config.num_kv_heads * config.head_dim
+            self.kv_proj = Linear(config.hidden_size, 4 * width)
+            self.cmp_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.win_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def own_keys_and_values(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
+        """Raw keys and values of the compressed branch, keys and values of the window."""
+        parts = self.kv_proj(x_BTD).chunk(4, -1)
+        k_cmp, v_cmp, k_win, v_win = (part.unflatten(-1, self.heads) for part in parts)
+        return self.cmp_norm(k_cmp), v_cmp, rotate(self.win_norm(k_win), *rope), v_win
+
+
+class NativeSparseAttention(Attention):
+    """o = sum over the branches compressed, selected, window of sigmoid(W_g x + b_g) * o_branch."""
+
+    settings = "nsa"
+    prompt_in_parts = False
+    starts_fresh = ("sparse",)
+    refused_exchanges = {"gather_kv": "whose queries choose blocks over the whole row"}
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.sparse = SparseBranches(config)
+
+    def inputs(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
+        """q, k, v of the selected branch; raw k (before RoPE) and v of the compressed one; k, v of
+        the window; gates.
+        """
+        heads = (-1, self.head_dim)
+        q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
+        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        k_BTGK = rotate(raw_BTGK, *rope)
+        v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
+
+        gates_BTH3 = self.sparse.gate(x_BTD).sigmoid().unflatten(-1, (-1, 3))
+        branches = (raw_BTGK, v_BTGK, k_BTGK, v_BTGK)
+        if self.sparse.kv_proj is not None:
+            branches = self.sparse.own_keys_and_values(x_BTD, rope)
+        return q_BTHK, k_BTGK, v_BTGK, *branches, gates_BTH3
+
+    def attend(self, inputs: tuple[Tensor, ...], rope, documents: Layout) -> Tensor:
+        if documents.cu_seqlens is None:
+            return self._branches(inputs, rope, documents)
+        return self.packed(inputs, rope, documents)
+
+    def packed(self, inputs: tuple[Tensor, ...], rope, documents: Layout) -> Tensor:
+        """All branches over the B*T flattened tokens of rows that hold several documents."""
+        rows = len(inputs[0])
+        flat = [x.flatten(0, 1)[None] for x in inputs]
+        if documents.turns is None:
+            rope = [x.expand(rows, *x.shape[1:]).flatten(0, 1)[None] for x in rope]
+        return self._branches(flat, rope, documents).view_as(inputs[0])
+
+    def _branches(self, inputs, rope, layout: Layout) -> Tensor:
+        q, k, v, raw, v_raw, k_win, v_win, gates = inputs
+
+        def turn(k_cmp, centre):
+            if layout.turns is not None:
+                return rotate(k_cmp, *layout.turns)
+            cos, sin = rope
+            return rotate(k_cmp, cos[:, centre], sin[:, centre])
+
+        sparse = self.sparse
+        k_cmp, v_cmp = sparse.compressor(raw, v_raw, turn, layout)
+        return sparse.core(
+            q, k, v, k_cmp, v_cmp, k_win, v_win, gates, sparse.cfg, layout.cu_seqlens
+        )
+
+    def decode(self, inputs: tuple[Tensor, ...], rope, cache) -> Tensor:
+        return cache.attend(inputs, rope, self.sparse.compressor, self.sparse.core)
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        choose_sparse_core(config)
+
+    @classmethod
+    def documents(cls, config: ModelConfig, cu_seqlens: Tensor | None, shape, device) -> Layout:
+        return Layout.of(cu_seqlens, shape, config.nsa, device)
+
+    @classmethod
+    def whole_rows(
+        cls, config: ModelConfig, cu_seqlens: Tensor, positions_BT: Tensor, rotary
+    ) -> Layout:
+        layout = cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
+        if layout.cu_seqlens is not None:
+            positions_BT = positions_BT.flatten()[None]
+        return layout._replace(turns=rotary.at(positions_BT[:, layout.centre]))
+
+    @classmethod
+    def cache(cls, config: ModelConfig, shape: tuple[int, int, int, int], device, dtype):
+        twin = sparse_twin()
+        kind = SparseCache if twin is None else twin.NSAState
+        return kind(config.nsa, *shape, device, dtype)
+
+    @classmethod
+    def added_params(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """(matrices over tokens, matrices over compressed blocks, vectors) of SparseBranches."""
+        K, nsa = config.head_dim, config.nsa
+        tokens = config.hidden_size * 3 * config.num_heads
+        blocks = 0
+        vectors = 3 * config.num_heads + K
+        if nsa.kv == "separate":
+            tokens += config.hidden_size * 4 * config.num_kv_heads * K
+            vectors += 2 * K
+        if nsa.cmp_kind == "mlp":
+            blocks = 2 * (nsa.cmp_block + 1) * K * K
+            vectors += nsa.cmp_block * K
+        return tokens, blocks, vectors
+
+    @classmethod
+    def params(cls, config: ModelConfig) -> int:
+        plain = super().products(config) + 2 * config.head_dim
+        return plain + sum(cls.added_params(config))
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """A compression matrix works once per stride and KV head."""
+        tokens, blocks, _ = cls.added_params(config)
+        return (
+            super().products(config) + tokens + blocks * config.num_kv_heads / config.nsa.cmp_stride
+        )
+
+    @classmethod
+    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """The sum over the branches."""
+        nsa = config.nsa
+        past = positions + 1
+        selected = (nsa.sel_count - 1) * nsa.sel_block + positions % nsa.sel_block + 1
+        return nsa.compressed_blocks(past) + past.minimum(selected) + past.clamp(max=nsa.window)
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """In addition: the selected branch's output, gates, chosen blocks (int16), keys and values
+        cut into units, compressed blocks, and for kv="separate" 5 k and the statistics of 2 norms.
+        """
+        nsa, G = config.nsa, config.num_kv_heads
+        q = element * tokens * config.num_heads * config.head_dim
+        k = element * tokens * G * config.head_dim
+
+        gates = 3 * config.num_heads * element
+        chosen = 2 * G * nsa.sel_count
+        added = q + tokens * (gates + chosen)
+        if config.kernels == "triton":  # the twin keeps o_cmp and its log-sum-exp
+            added += q + 4 * config.num_heads * tokens
+
+        block = (4 + 6 * element) * G * config.head_dim + 4 * (G + config.head_dim)
+        added += block * (tokens // nsa.cmp_stride)
+        if nsa.kv == "separate":
+            added += 5 * k + 2 * 4 * G * tokens
+        if nsa.cmp_kind == "mlp":
+            added += 2 * k
+        return super().saved_bytes(config, tokens, element) + added
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Keys and values have a gradient from each branch that reads them."""
+        return 4 * element * tokens * config.num_kv_heads * config.head_dim
+
+
+ATTENTIONS = {"standard": StandardAttention, "nsa": NativeSparseAttention}
+
+
+def attention_kind(config) -> type[Attention]:
+    """The class of `config.attention_type`, of a ModelConfig or of a TrainConfig."""
+    return ATTENTIONS[config.attention_type]
+
+
+def sparse_twin():
+    """The package nsa/, the block-major twin of the plain version below; None if it is absent."""
+    found = importlib.util.find_spec("nsa")
+    if found is None or found.origin is None:  # no origin: a folder that is no package
+        return None
+    import nsa
+
+    return nsa
+
+
+def choose_sparse_core(config: ModelConfig):
+    """The function that computes NSA: plain_nsa_attention, its twin in nsa/ if that is importable,
+    or the Triton twin if it is asked for; ValueError if that cannot serve the sizes.
+    """
+    if config.dtype == torch.float64:
+        raise ValueError(
+            "compute_dtype='float64' with attention_type='nsa': the branches run in float32, "
+            "bfloat16 or float16"
+        )
+    if config.kernels != "triton":
+        twin = sparse_twin()
+        return plain_nsa_attention if twin is None else twin.nsa_attention
+
+    try:
+        from nsa.triton import attention
+    except ImportError as error:
+        raise ValueError(
+            f"kernels='triton': {error}: put the folder nsa/ next to model.py and pip install "
+            "triton, or choose kernels='auto' or 'torch'"
+        ) from None
+    group = config.num_heads // config.num_kv_heads
+    attention.require_sizes(group, config.head_dim, config.dtype.itemsize, config.nsa)
+    return attention.nsa_attention
+
+
+# ------------------------------------------------------- Native Sparse Attention in plain PyTorch
+
+
+CHUNK_LOGITS = 2**24  # logits that exist at once: 64 MiB in fp32, of which a few copies live
+
+
+def nsa_attention(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    cfg: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    return_parts: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089), by nsa/ if it is importable.
+
+    q [B, T, H, K]; k and v [B, T, G, K]; k_cmp and v_cmp [B, N, G, K], all of one dtype (fp32,
+    bf16, fp16); gates [B, T, H, 3] after the sigmoid, in the order compressed, selected, window.
+    cu_seqlens: int32 or int64 [documents + 1], best on the host; every document then has its
+    compressed blocks one after another. Returns o [B, T, H, K]; with return_parts=True a dict of o,
+    o_cmp, o_slc, o_win and block_idx, int64 [B, T, G, n], -1 = unused. Raises ValueError for shapes
+    that do not fit.
+    """
+    twin = sparse_twin()
+    attention = plain_nsa_attention if twin is None else twin.nsa_attention
+    return attention(
+        q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_seqlens, return_parts
+    )
+
+
+def plain_nsa_attention(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    cfg: NSAConfig,
+    cu_seqlens: Tensor | None = None,
+    return_parts: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """`nsa_attention` by masks instead of tiles.
+
+    It masks blocks instead of skipping them, so that its time stays quadratic; but chunks of
+    queries are checkpointed, so that memory is linear and nothing of size [T, T] exists.
+    """
+    check_sparse_inputs(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
+
+    parts = []
+    for tokens, blocks in sparse_documents(cu_seqlens, q.shape[1], k_cmp.shape[1], cfg):
+        parts += _attend_sparse_document(
+            q[:, tokens],
+            k_slc[:, tokens],
+            v_slc[:, tokens],
+            k_cmp[:, blocks],
+            v_cmp[:, blocks],
+            k_win[:, tokens],
+            v_win[:, tokens],
+            gates[:, tokens],
+            cfg,
+        )
+    whole = [torch.cat(column, 1) for column in zip(*parts, strict=True)]
+    if not return_parts:
+        return whole[0]
+    named = dict(zip(("o", "o_cmp", "o_slc", "o_win", "block_idx"), whole, strict=True))
+    return named | {"block_idx": named["block_idx"].long()}
+
+
+def check_sparse_inputs(
+    q: Tensor, token_kv, block_kv, gates: Tensor, cfg: NSAConfig, cu_seqlens: Tensor | None
+) -> None:
+    """ValueError for inputs of nsa_attention whose shapes or dtypes do not fit each other."""
+    B, T, H, K = q.shape
+    G = token_kv[0].shape[2]
+    if T < 1:
+        raise _sparse_refusal(f"T={T}", "at least one token", "drop the empty row")
+    if H % G:
+        given = f"{H} query heads, {G} KV heads"
+        raise _sparse_refusal(given, "a multiple", "change a head count")
+
+    N = cfg.compressed_blocks(T) if cu_seqlens is None else block_kv[0].shape[1]
+    expected = [(x, (B, T, G, K)) for x in token_kv] + [(x, (B, N, G, K)) for x in block_kv]
+    for x, shape in [*expected, (gates, (B, T, H, 3))]:
+        if tuple(x.shape) != shape:
+            given = f"shape {tuple(x.shape)}"
+            raise _sparse_refusal(given, f"{shape}", "see the docstring's shapes")
+
+    for x in (*token_kv, *block_kv):
+        if x.dtype != q.dtype:
+            given = f"{x.dtype} with a q of {q.dtype}"
+            raise _sparse_refusal(given, "one dtype for q, k and v", "cast them")
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise _sparse_refusal(f"{q.dtype}", "fp32, bf16, fp16", "cast q, k, v")
+
+    if cu_seqlens is not None:
+        _check_boundaries(cu_seqlens)
+
+
+def _check_boundaries(cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        given = f"cu_seqlens as a {type(cu_seqlens).__name__}"
+        raise _sparse_refusal(given, "an int32 or int64 tensor", "use torch.tensor")
+    integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+    if not integers or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        given = f"cu_seqlens {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise _sparse_refusal(given, "int32 or int64 [documents + 1]", "use .long(), 1-D")
+
+
+def _sparse_refusal(given: str, allowed: str, remedy: str) -> ValueError:
+    return ValueError(f"nsa_attention: given {given}; allowed: {allowed}; remedy: {remedy}")
+
+
+def sparse_documents(
+    cu_seqlens: Tensor | None, tokens: int, blocks: int, cfg: NSAConfig
+) -> list[tuple[slice, slice]]:
+    """(tokens, compressed blocks) of each document of a row of `tokens` tokens and `blocks` blocks."""
+    ends = [0, tokens]
+    if cu_seqlens is not None:
+        ends = cu_seqlens.tolist()  # keep it on the host: on CUDA this waits for the device
+    pairs = list(itertools.pairwise(ends))
+    if ends[0] != 0 or ends[-1] != tokens or any(start >= end for start, end in pairs):
+        raise _sparse_refusal(
+            f"cu_seqlens={ends} for T={tokens}",
+            "increasing from 0 to T",
+            "cumulative document lengths with a leading 0 and no empty document",
+        )
+
+    counts = [cfg.compressed_blocks(end - start) for start, end in pairs]
+    if sum(counts) != blocks:
+        raise _sparse_refusal(
+            f"{blocks} compressed blocks",
+            f"{sum(counts)} for cu_seqlens={ends}",
+            "compress every document by itself, blocks one after another",
+        )
+    first = itertools.accumulate(counts, initial=0)
+    return [
+        (slice(start, end), slice(block, block + count))
+        for (start, end), block, count in zip(pairs, first, counts, strict=False)
+    ]
+
+
+def _attend_sparse_document(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg) -> list:
+    """(o, o_cmp, o_slc, o_win, block_idx) of chunks of queries, which are the last T of S tokens."""
+    B, T, H, _ = q.shape
+    S = k_slc.shape[1]
+    size = min(256, max(16, CHUNK_LOGITS // (B * H * S)))
+
+    parts = []
+    for start in range(S - T, S, size):
+        stop = min(start + size, S)
+        low = max(0, start - cfg.window + 1)
+        blocks = cfg.compressed_blocks(stop)
+        queries = slice(start - (S - T), stop - (S - T))
+        part = checkpoint(
+            _attend_sparse_chunk,
+            q[:, queries],
+            (k_slc[:, :stop], v_slc[:, :stop]),
+            (k_cmp[:, :blocks], v_cmp[:, :blocks]),
+            (k_win[:, low:stop], v_win[:, low:stop]),
+            gates[:, queries],
+            start,
+            low,
+            cfg,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        parts.append(part)
+    return parts
+
+
+def _attend_sparse_chunk(q, kv_slc, kv_cmp, kv_win, gates, start: int, low: int, cfg) -> tuple:
+    """The branches of the queries start, start + 1, ...; kv_win begins with the token `low`."""
+    C, device = q.shape[1], q.device
+    query_C1 = torch.arange(start, start + C, device=device)[:, None]
+
+    ends = torch.arange(kv_cmp[0].shape[1], device=device) * cfg.cmp_stride + cfg.cmp_block - 1
+    o_cmp, p_BGMCN = _attend_visible(q, *kv_cmp, ends <= query_C1)
+
+    idx_BGCn = select_blocks(p_BGMCN.detach().sum(2), query_C1, cfg)
+    key = torch.arange(start + C, device=device)
+    visible = _chosen_keys(idx_BGCn, start + C, cfg) & (key <= query_C1)
+    o_slc, _ = _attend_visible(q, *kv_slc, visible[:, :, None])
+
+    key = torch.arange(low, start + C, device=device)
+    o_win, _ = _attend_visible(q, *kv_win, (key <= query_C1) & (key > query_C1 - cfg.window))
+
+    gate_cmp, gate_slc, gate_win = gates.float().unsqueeze(-2).unbind(-1)
+    o = gate_cmp * o_cmp + gate_slc * o_slc + gate_win * o_win
+    outputs = [x.to(q.dtype) for x in (o, o_cmp, o_slc, o_win)]
+    return *outputs, idx_BGCn.transpose(1, 2).int()
+
+
+def _attend_visible(
+    q_BCHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor]:
+    """fp32 attention over the visible keys and its probabilities [B, G, M, C, S]; a row that sees
+    no key is exactly 0.
+    """
+    q_BCGMK = q_BCHK.float().unflatten(2, (k_BSGK.shape[2], -1))
+    logits = torch.einsum("bcgmk,bsgk->bgmcs", q_BCGMK, k_BSGK.float())
+    logits = logits * q_BCHK.shape[-1] ** -0.5
+
+    lowest = torch.finfo(torch.float32).min  # finite: a row of -inf would be NaN
+    p_BGMCS = logits.masked_fill(~visible, lowest).softmax(-1).masked_fill(~visible, 0.0)
+    o_BCGMK = torch.einsum("bgmcs,bsgk->bcgmk", p_BGMCS, v_BSGK.float())
+    return o_BCGMK.flatten(2, 3), p_BGMCS
+
+
+def _chosen_keys(idx_BGCn: Tensor, tokens: int, cfg: NSAConfig) -> Tensor:
+    """Whether each of the first `tokens` tokens lies in a chosen block, [B, G, C, tokens]."""
+    J = -(-tokens // cfg.sel_block)
+    chosen = idx_BGCn.new_zeros((*idx_BGCn.shape[:-1], J + 1), dtype=torch.bool)
+    chosen.scatter_(-1, torch.where(idx_BGCn < 0, J, idx_BGCn), True)  # unused places go to J
+    return chosen[..., :J].repeat_interleave(cfg.sel_block, -1)[..., :tokens]
+
+
+def select_blocks(p_N: Tensor, position: Tensor, cfg: NSAConfig) -> Tensor:
+    """Indices [..., n] of the blocks that a position keeps, -1 = unused, from the probabilities
+    [..., N] of the compressed blocks.
+
+    Rank, importance and index become one int64: forced blocks first, then fp32 importance
+    (non-negative floats order like their bits), then the lower index; so ties do not depend on the
+    device. Future blocks rank -1.
+    """
+    per = cfg.sel_block // cfg.cmp_stride
+    spread = cfg.cmp_block // cfg.cmp_stride
+    J = max(cfg.sel_count, p_N.shape[-1] // per + 2)
+    block_J = torch.arange(J, device=p_N.device)
+    own = position // cfg.sel_block
+
+    padded = F.pad(p_N, (spread - 1, J * per - p_N.shape[-1]))
+    importance = 0
+    for i in range(per + spread - 1):
+        weight = min(i + 1, spread, per, per + spread - 1 - i)  # strides shared with the block
+        importance = importance + padded[..., i::per][..., :J] * weight
+
+    forced = (block_J < cfg.sel_init) | (block_J > own - cfg.sel_local)
+    bits = importance.float().contiguous().view(torch.int32).long()
+    key = (bits + (forced.long() << 31) << 31) + (J - 1 - block_J)
+    best = torch.where(block_J <= own, key, -1).topk(cfg.sel_count).values
+    return torch.where(best < 0, -1, J - 1 - (best & 0x7FFFFFFF))
+
+
+class SparseCache:
+    """What a layer of plain NSA keeps while decoding: everything that a later token may read."""
+
+    def __init__(
+        self,
+        cfg: NSAConfig,
+        batch: int,
+        max_length: int,
+        kv_heads: int,
+        head_dim: int,
+        device,
+        dtype,
+    ):
+        def pair(tokens: int, heads: int, width: int, dtype: torch.dtype) -> LayerCache:
+            return LayerCache((batch, tokens, heads, width), device, dtype)
+
+        self.cfg = cfg
+        self.selected = pair(max_length, kv_heads, head_dim, dtype)
+        self.raw = pair(max_length, kv_heads, head_dim, dtype)  # before RoPE and compression
+        self.rope = pair(max_length, 1, head_dim // 2, torch.float32)  # cos and sin
+        blocks = cfg.compressed_blocks(max_length)
+        self.compressed = pair(blocks, kv_heads, head_dim, dtype)
+        self.window = None
+        if cfg.kv == "separate":
+            self.window = pair(max_length, kv_heads, head_dim, dtype)
+
+    @property
+    def length(self) -> int:
+        return self.selected.length
+
+    def attend(self, inputs: tuple[Tensor, ...], rope, compressor: Compressor, core) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what is stored; `core` is for the twin."""
+        q, k, v, raw, v_raw, k_win, v_win, gates = inputs
+        k_slc, v_slc = self.selected.append(k, v)
+        k_win, v_win = (k_slc, v_slc) if self.window is None else self.window.append(k_win, v_win)
+
+        self.raw.append(raw, v_raw)
+        self.rope.append(*(x.expand(len(q), *x.shape[1:]) for x in rope))
+        k_cmp, v_cmp = self._compress(compressor)
+
+        parts = _attend_sparse_document(
+            q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, self.cfg
+        )
+        return torch.cat([part[0] for part in parts], 1)
+
+    def _compress(self, compressor: Compressor) -> tuple[Tensor, Tensor]:
+        """Compress the blocks that ended since the last call; returns all compressed keys, values."""
+        blocks, old = self.cfg.compressed_blocks(self.length), self.compressed.length
+        if blocks > old:
+            first = old * self.cfg.cmp_stride
+            last = (blocks - 1) * self.cfg.cmp_stride + self.cfg.cmp_block
+            raw, v_raw, cos, sin = (
+                x[:, first:last] for x in (*self.raw.stored(), *self.rope.stored())
+            )
+
+            def turn(k_cmp, centre):
+                return rotate(k_cmp, cos[:, centre], sin[:, centre])
+
+            layout = Layout.of(None, raw.shape, self.cfg, raw.device)
+            self.compressed.append(*compressor(raw, v_raw, turn, layout))
+        return self.compressed.stored()
 
 
 class Block(nn.Module):
@@ -744,7 +1452,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = attention_kind(config)(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config)
 
@@ -1316,11 +2024,11 @@ class Decoder(nn.Module):
                 tokens_BT.shape[1], tokens_BT.device, offset=cache.length if cache else 0
             )
         )
-        documents = cu_seqlens
-        if self.config.attention_type == "nsa" and cache is None:
-            documents = nsa_package().layout(
-                cu_seqlens, tokens_BT.shape, self.config.nsa, tokens_BT.device
-            )
+        documents = None
+        if cache is None:
+            kind = attention_kind(self.config)
+            documents = kind.documents(self.config, cu_seqlens, tokens_BT.shape, tokens_BT.device)
+
         x_BTD = self.embed(tokens_BT).to(self.config.dtype)
         for index, layer in enumerate(self.layers):
             x_BTD = layer(x_BTD, rope, documents, cache.layers[index] if cache else None)

@@ -25,7 +25,7 @@ from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
 from longhaul.run.guard import Guard
-from model import choose_kernels, nsa_package
+from model import attention_kind, choose_kernels
 
 ROPE_SCALING = ["rope_scaling", "rope_factor", "rope_original_context"]
 
@@ -66,8 +66,7 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
         choose_kernels(
             "triton", torch.empty(0, device=device, dtype=config.dtype)
         )  # raises where they cannot run
-    if cfg.attention_type == "nsa":
-        nsa_package().choose_core(config)  # raises where the sizes do not fit the kernels
+    attention_kind(config).check(config)  # raises if the sizes do not fit the kernels
     plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
     plan = dataclasses.replace(plan, world=world, device=device)
     plan.cfg.accumulation(world.size)  # raises where the ranks do not divide the batch

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
-from model import NSAConfig
-from nsa import compress as nsa_compress
+from model import Compressor, Layout, NSAConfig
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
@@ -130,7 +129,7 @@ def decode_error(tensors):
     q, k, v, *_, gates = tensors
     compress, whole = (
         compressor(q.dtype, q.device),
-        nsa_compress.layout(None, q.shape[:2], CFG, q.device),
+        Layout.of(None, q.shape[:2], CFG, q.device),
     )
     k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
     state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
@@ -140,7 +139,7 @@ def decode_error(tensors):
 
 
 def compressor(dtype, device="cpu"):
-    compress = nsa_compress.Compressor(K, CFG).to(device, dtype)
+    compress = Compressor(K, CFG).to(device, dtype)
     for parameter in compress.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return compress

@@ -13,7 +13,7 @@ from longhaul.cli import flag
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.parallel import context
-from model import CHOICES, PRESETS, ModelConfig, NSAConfig
+from model import ATTENTIONS, CHOICES, PRESETS, ModelConfig, NSAConfig, attention_kind
 
 # Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length
 # still use the whole machine.
@@ -71,7 +71,7 @@ class TrainConfig:
         "standard",
         "kind of attention: standard is full causal attention, nsa is Native Sparse Attention",
         aliases=("attention",),
-        choices=CHOICES["attention_type"],
+        choices=ATTENTIONS,
         group="model",
     )
     nsa: tuple[str, ...] = flag(
@@ -626,7 +626,7 @@ class TrainConfig:
             decay_fraction=self.schedule != "wsd",
             min_lr_ratio=self.schedule == "constant",
             warmup_steps=self.warmup_steps > self.max_steps,
-            nsa=self.attention_type != "nsa",
+            nsa=attention_kind(self).settings != "nsa",
             check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn",

@@ -4,18 +4,14 @@ ours.
 
 from torch import Tensor
 
-from model import ModelConfig
+from model import ModelConfig, attention_kind
 
 
 def keys_met(config: ModelConfig, positions: Tensor) -> Tensor:
-    """Keys that a query meets, by its position in its document: all up to its own, or the sum over
+    """Keys that a query reads, by its position in its document: all up to its own, or the sum over
     the branches of NSA.
     """
-    past, nsa = positions + 1, config.nsa
-    if config.attention_type == "standard":
-        return past
-    selected = (nsa.sel_count - 1) * nsa.sel_block + positions % nsa.sel_block + 1
-    return nsa.compressed_blocks(past) + past.minimum(selected) + past.clamp(max=nsa.window)
+    return attention_kind(config).keys_met(config, positions)
 
 
 def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
@@ -23,18 +19,11 @@ def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
 
     6 per matrix parameter and token, 12*H*K per layer and (query, key) pair (2 products of 2K,
     three passes), the pairs being the sum of `keys_met`: L(L+1)/2 for a document of L tokens in
-    standard attention. Source: Narayanan et al. 2021, with the causal half counted exactly. A
-    compression matrix of NSA works once per stride and KV head.
+    standard attention. Source: Narayanan et al. 2021, with the causal half counted exactly.
     """
-    norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
-    # an untied embedding is no product
-    lookup = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    matrices = config.num_params() - norms - lookup
-    if config.attention_type == "nsa":
-        _, compression, vectors = config.sparse_params()
-        matrices += config.num_layers * (
-            compression * (config.num_kv_heads / config.nsa.cmp_stride - 1) - vectors
-        )
+    layer = attention_kind(config).products(config) + 3 * config.hidden_size * config.ffn_size
+    head = config.vocab_size * config.hidden_size  # looking up an embedding is no product
+    matrices = config.num_layers * layer + head
     return (
         6.0 * matrices * tokens
         + 12.0 * config.num_layers * config.num_heads * config.head_dim * pairs

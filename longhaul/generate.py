@@ -5,10 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model import Decoder, KVCache
+from model import Decoder, KVCache, attention_kind
 
-# prompt tokens per forward of standard attention, which bounds activations; NSA takes a prompt
-# whole
+# prompt tokens per forward, which bounds activations; NSA takes a prompt whole
 PREFILL_CHUNK = 4096
 
 
@@ -79,7 +78,8 @@ def generate(
 
 def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
     """Fill the cache with a prompt; no logits are computed."""
-    chunk = tokens_1T.shape[1] if model.config.attention_type == "nsa" else PREFILL_CHUNK
+    in_parts = attention_kind(model.config).prompt_in_parts
+    chunk = PREFILL_CHUNK if in_parts else tokens_1T.shape[1]
     for part_1T in tokens_1T.split(chunk, dim=1):
         model.hidden(part_1T, cache=cache)
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from files.tensors import opened
 from files.untrusted import read_json, refuse_pickle
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, attention_kind
 
 LARGEST = 2**40  # what a number of config.json stays below
 SHARD_BYTES = 5 * 10**9  # what Hugging Face tools cut at
@@ -86,8 +86,8 @@ def from_hf(folder, **overrides) -> Decoder:
         parameter.data = parameter.data.to(stored[hf_name(name)][2])
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
-    if decoder.config.attention_type == "nsa":
-        decoder.init_weights(part=".sparse.")
+    for part in attention_kind(decoder.config).starts_fresh:
+        decoder.init_weights(part=f".{part}.")
     _fill(decoder, stored, folder)
     return decoder
 
@@ -261,11 +261,12 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
-    """The parameters that a Qwen3 folder holds: all but what NSA adds, which starts from its
-    initial values.
-    """
+    """The parameters that a Qwen3 folder holds: all but what the attention kind adds."""
+    added = set(attention_kind(decoder.config).starts_fresh)
     return {
-        name: parameter for name, parameter in decoder.named_parameters() if ".sparse." not in name
+        name: parameter
+        for name, parameter in decoder.named_parameters()
+        if added.isdisjoint(name.split("."))
     }
 
 
@@ -376,7 +377,7 @@ def to_hf(decoder: Decoder, folder, shard_bytes: int = SHARD_BYTES):
 def hf_config(decoder: Decoder) -> dict:
     """config.json in the spelling of transformers 4, which 5 reads too."""
     config = decoder.config
-    if config.attention_type != "standard":
+    if not attention_kind(config).is_qwen3:
         raise ValueError(
             f"attention_type={config.attention_type!r} has no Qwen3 counterpart: export a model of standard attention"
         )

@@ -1,7 +1,7 @@
 """Native Sparse Attention (arXiv 2502.11089), decoding: what a layer keeps between tokens, and one
 token's attention.
 
-Imports torch and nsa.compress; `cfg` is an NSAConfig, and the compression of keys and values is
+`cfg` is an NSAConfig, and the compression of keys and values is
 handed in. The results are those of nsa_attention over the whole sequence: ranking in fp32, the
 lower block on a tie.
 
@@ -14,7 +14,7 @@ window.
 import torch
 import torch.nn.functional as F
 
-from nsa.compress import Layout
+from model import Layout, rotate
 
 # compressed keys are read in multiples of it: a CPU product's first call with a new shape costs 0.3
 # ms
@@ -40,6 +40,35 @@ class NSAState:
         self.turns = None  # cos and sin of the centres of the blocks that are not compressed yet
         # where block j of head x = b*G + g lies among all blocks of slc
         self.index_XJ = torch.arange(batch * kv_heads * whole, device=device).view(-1, whole)
+
+    def attend(self, inputs, rope, compressor, core):
+        """o [B,T,H,K] of T tokens that follow what the state holds: a whole prompt at once by
+        `core`, anything else token by token. `inputs` are those of NativeSparseAttention.
+        """
+        q, *_, gates = inputs
+        self.require(*q.shape[:2])
+        if self.length == 0:
+            self._take(inputs, rope, compressor)
+            q, k, v, _, _, k_win, v_win, gates = inputs
+            return core(q, k, v, *self.compressed(), k_win, v_win, gates, self.cfg)
+
+        outputs = []
+        for token in zip(*(x.split(1, 1) for x in (*inputs, *rope)), strict=True):
+            *one, cos, sin = token
+            self._take(one, (cos, sin), compressor)
+            outputs.append(nsa_decode(one[0], one[-1], self))
+        return torch.cat(outputs, 1)
+
+    def _take(self, inputs, rope, compressor):
+        """Append the tokens of `inputs`."""
+        _, k, v, raw, v_raw, k_win, v_win, _ = inputs
+        window = (k_win, v_win) if self.cfg.kv == "separate" else (None, None)
+
+        def turn(k_cmp, _):
+            return rotate(k_cmp, *self.turns[:, :, : k_cmp.shape[1]])
+
+        self.remember(*rope)
+        self.append(raw, v_raw, k, v, *window, compressor, turn)
 
     def append(self, k_raw, v_raw, k_slc, v_slc, k_win, v_win, compressor, rope):
         """Adds T new tokens [B,T,G,K] (a prompt or one token alike); call before attending from
@@ -227,12 +256,3 @@ def _importance(p_XN, low, high, cfg):
     for i in range(start + 1, start + spread):
         mass_XU = mass_XU + p_XN[:, i : i + width]
     return mass_XU.unflatten(1, (-1, per)).sum(-1)
-
-
-def layer_cache(cfg):
-    """What makes a layer's state from (shape [B, max_tokens, G, K], device, dtype)."""
-
-    def make(shape, device, dtype):
-        return NSAState(cfg, *shape, device, dtype)
-
-    return make

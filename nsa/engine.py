@@ -1,8 +1,8 @@
 """Native Sparse Attention (arXiv 2502.11089) as custom ops: exact, linear in memory, deterministic;
 the door is nsa_attention.
 
-Level 0: imports torch and nsa/branches.py, which holds the mathematics. nsa/plain.py has the plain
-version. `cfg` is an NSAConfig. A stream is one document of one row of the batch under one KV head.
+nsa/branches.py holds the mathematics, model.py the plain version and the checks of the inputs.
+`cfg` is an NSAConfig. A stream is one document of one row of the batch under one KV head.
 
 Letters: B batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed blocks, n
 selected blocks.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from model import check_sparse_inputs, sparse_documents
 from nsa.branches import (
     Sizes,
     band_steps,
@@ -131,26 +132,6 @@ def _backward_stream(
         dq_TMK[x:y], dgates_TM3[x:y] = dq.mul_(K**-0.5), dg_CM3
 
 
-def documents(cu_seqlens, T, N, cfg):
-    """(token slice, compressed-block slice) of each document."""
-    cu = (
-        [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    )  # keep it on the host: on CUDA this waits for the device
-    if cu[0] != 0 or cu[-1] != T or any(a >= b for a, b in zip(cu, cu[1:])):
-        raise ValueError(
-            f"nsa_attention: given cu_seqlens={cu} for T={T}; allowed: increasing from 0 to T; "
-            "remedy: cumulative document lengths with a leading 0 and no empty document"
-        )
-    blocks = [cfg.compressed_blocks(b - a) for a, b in zip(cu, cu[1:])]
-    if sum(blocks) != N:
-        raise ValueError(
-            f"nsa_attention: given {N} compressed blocks; allowed: {sum(blocks)} for cu_seqlens={cu}; "
-            "remedy: compress every document by itself, blocks one after another"
-        )
-    ends = torch.tensor([0] + blocks).cumsum(0).tolist()
-    return [(slice(a, b), slice(m, n)) for a, b, m, n in zip(cu, cu[1:], ends, ends[1:])]
-
-
 def _streams(q, k_slc, k_cmp, cu_seqlens, cfg):
     """Index of (query heads, tokens of a KV head, compressed blocks of a KV head), of every stream."""
     B, T, H, _ = q.shape
@@ -158,7 +139,7 @@ def _streams(q, k_slc, k_cmp, cu_seqlens, cfg):
     return [
         ((b, tokens, slice(g * M, g * M + M)), (b, tokens, g), (b, blocks, g))
         for b in range(B)
-        for tokens, blocks in documents(cu_seqlens, T, k_cmp.shape[1], cfg)
+        for tokens, blocks in sparse_documents(cu_seqlens, T, k_cmp.shape[1], cfg)
         for g in range(k_slc.shape[2])
     ]
 
@@ -304,9 +285,8 @@ def nsa_attention(
     after another); all of
     one dtype (fp32, bf16, fp16); gates [B,T,H,3] after the sigmoid, in the order compressed,
     selected, window; cu_seqlens
-    int64 [documents + 1], best on the host. Returns o [B,T,H,K]; with return_parts=True a dict o,
-    o_cmp, o_slc, o_win,
-    block_idx [B,T,G,n] (-1 = unused), which costs four forwards. Raises ValueError for shapes that
+    int32 or int64 [documents + 1], best on the host. Returns o [B,T,H,K]; with return_parts=True a
+    dict o, o_cmp, o_slc, o_win, block_idx int64 [B,T,G,n] (-1 = unused), which costs four forwards. Raises ValueError for shapes that
     do not fit.
     """
     return attend(
@@ -324,65 +304,17 @@ def attend(forward, qkv, gates, cfg, cu_seqlens, return_parts):
     block_idx.
     """
     q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win = qkv
-    check(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
+    check_sparse_inputs(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.long()
     sizes = [getattr(cfg, name) for name in Sizes._fields]
     o, *_, block_idx = forward(*qkv, gates, cu_seqlens, sizes)
     if not return_parts:
         return o
-    parts = {"o": o, "block_idx": block_idx}
+    parts = {"o": o, "block_idx": block_idx.long()}
     for i, name in enumerate(
         ("o_cmp", "o_slc", "o_win")
     ):  # a branch alone is what a gate of 1 among zeros gives
         only = torch.zeros_like(gates).index_fill(-1, torch.tensor(i, device=gates.device), 1)
         parts[name] = forward(*qkv, only, cu_seqlens, sizes)[0]
     return parts
-
-
-def check(q, token_kv, block_kv, gates, cfg, cu_seqlens):
-    B, T, H, K = q.shape
-    G = token_kv[0].shape[2]
-    N = cfg.compressed_blocks(T) if cu_seqlens is None else block_kv[0].shape[1]
-    _require(T >= 1, f"T={T}", "at least one token", "drop the empty row")
-    _require(H % G == 0, f"{H} query heads, {G} KV heads", "a multiple", "change a head count")
-    for x, shape in (
-        [(x, (B, T, G, K)) for x in token_kv]
-        + [(x, (B, N, G, K)) for x in block_kv]
-        + [(gates, (B, T, H, 3))]
-    ):
-        _require(
-            tuple(x.shape) == shape,
-            f"shape {tuple(x.shape)}",
-            f"{shape}",
-            "see the docstring's shapes",
-        )
-    for x in (*token_kv, *block_kv):
-        _require(
-            x.dtype == q.dtype,
-            f"{x.dtype} beside q's {q.dtype}",
-            "one dtype for q, k and v",
-            "cast them",
-        )
-    _require(
-        q.dtype in (torch.float32, torch.bfloat16, torch.float16),
-        f"{q.dtype}",
-        "fp32, bf16, fp16",
-        "cast q, k, v",
-    )
-    if cu_seqlens is not None:
-        _require(
-            isinstance(cu_seqlens, Tensor),
-            f"cu_seqlens as a {type(cu_seqlens).__name__}",
-            "an int64 tensor",
-            "use torch.tensor",
-        )
-        _require(
-            cu_seqlens.dtype == torch.int64 and cu_seqlens.ndim == 1 and len(cu_seqlens) >= 2,
-            f"cu_seqlens {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}",
-            "int64 [documents + 1]",
-            "use .long(), 1-D",
-        )
-
-
-def _require(holds, given, allowed, remedy):
-    if not holds:
-        raise ValueError(f"nsa_attention: given {given}; allowed: {allowed}; remedy: {remedy}")

@@ -2,7 +2,7 @@
 
 A real run uses `Platform` as it is. The memory planner runs the bodies on tensors without values,
 so it passes a platform of its own to `running_on`. model.py has the same seam for the rest of the
-model; this folder does not import it.
+model.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _ONE_CALL = threading.Lock()
@@ -23,10 +22,6 @@ class Platform:
     def device(self, x: Tensor) -> torch.device:
         """The device on which x is computed."""
         return x.device
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """PyTorch's RMSNorm, on every device."""
-        return F.rms_norm(x, weight.shape, weight, eps)
 
     def tiles(self, tiles: Sequence) -> Sequence:
         """The tiles that a loop visits, of those that do the same work: all of them."""

@@ -15,12 +15,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import NSAConfig
+from model import Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
 from nsa import branches as nsa_branches
-from nsa import compress as nsa_compress
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
-from nsa import plain as nsa_plain
 from tests import nsa_oracle as oracle
 
 SMALL = NSAConfig(
@@ -28,7 +26,7 @@ SMALL = NSAConfig(
 )  # sparse from 80 tokens on
 NAMES = ("q", "k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "gates")
 BOTH = pytest.mark.parametrize(
-    "attention", [nsa_engine.nsa_attention, nsa_plain.nsa_attention], ids=["engine", "plain"]
+    "attention", [nsa_engine.nsa_attention, plain_nsa_attention], ids=["engine", "plain"]
 )
 
 
@@ -115,7 +113,7 @@ def test_default_blocks_match_float64_in_every_branch_gradient_and_choice(T):
 def test_plain_version_matches_float64_past_the_dense_length():
     cfg = NSAConfig()
     _, chosen, truth_in = compare(
-        nsa_plain.nsa_attention, inputs(1283, G=1, M=2, K=32, cfg=cfg), cfg, 2e-5, 6e-5
+        plain_nsa_attention, inputs(1283, G=1, M=2, K=32, cfg=cfg), cfg, 2e-5, 6e-5
     )
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
@@ -178,7 +176,7 @@ def test_engine_and_plain_version_agree_on_a_longer_sequence():
     weight = torch.randn_like(tensors[0])
     ours, plain = (
         [o := f(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
-        for f in (nsa_engine.nsa_attention, nsa_plain.nsa_attention)
+        for f in (nsa_engine.nsa_attention, plain_nsa_attention)
     )
     for x, y in zip(ours, plain):
         assert relative(x, y.double()) <= 1e-5
@@ -323,7 +321,7 @@ def rope(x_BTGK, position_T):
 
 def compressor(cfg, K=16):
     torch.manual_seed(3)
-    module = nsa_compress.Compressor(K, cfg)
+    module = Compressor(K, cfg)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return module
@@ -339,7 +337,7 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
     )
     module, zero = compressor(cfg), torch.zeros(16, cfg.cmp_block * 16)
     k, v = (torch.randn(2, T, 3, 16, requires_grad=True) for _ in "kv")
-    k_cmp, v_cmp = module(k, v, rope, nsa_compress.layout(None, (1, T), cfg, "cpu"))
+    k_cmp, v_cmp = module(k, v, rope, Layout.of(None, (1, T), cfg, "cpu"))
     mlp, zero_w2, pe0 = kind == "mlp", torch.zeros(16, 16), torch.zeros(cfg.cmp_block, 16)
     k_args = (module.k_w1, module.k_w2, module.pe_lK) if mlp else (zero, zero_w2, pe0)
     v_args = (module.v_w1, module.v_w2, pe0) if mlp else (zero, zero_w2, pe0)
@@ -376,7 +374,7 @@ def test_compression_with_a_zero_second_matrix_is_the_mean():
             modules["mlp"].norm_weight.copy_(modules["mean"].norm_weight),
         )
         mlp, mean = (
-            module(x, x, rope, nsa_compress.layout(None, (1, 100), module.cfg, "cpu"))
+            module(x, x, rope, Layout.of(None, (1, 100), module.cfg, "cpu"))
             for module in modules.values()
         )
     assert all(torch.equal(a, b) for a, b in zip(mlp, mean))
@@ -391,10 +389,10 @@ def test_compression_restarts_at_every_document():
         x,
         x,
         lambda k, token: rope(k, position[token]),
-        nsa_compress.layout(cu, (1, 72), SMALL, "cpu"),
+        Layout.of(cu, (1, 72), SMALL, "cpu"),
     )
     alone = [
-        module(x[:, a:b], x[:, a:b], rope, nsa_compress.layout(None, (1, b - a), SMALL, "cpu"))
+        module(x[:, a:b], x[:, a:b], rope, Layout.of(None, (1, b - a), SMALL, "cpu"))
         for a, b in zip(cu.tolist(), cu.tolist()[1:])
     ]
     for i in range(2):
@@ -428,7 +426,7 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
     case = decode_case(T)
     q, k_raw, k, v, gates = case
     with torch.no_grad():
-        k_cmp, v_cmp = module(k_raw, v, rope, nsa_compress.layout(None, (1, T), SMALL, "cpu"))
+        k_cmp, v_cmp = module(k_raw, v, rope, Layout.of(None, (1, T), SMALL, "cpu"))
         full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, SMALL)
         state = nsa_decode.NSAState(cfg, 2, T, 2, 16)
         if prompt:
@@ -497,7 +495,7 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
             [[0], [128]]
         )
         assert torch.equal(
-            best.sort().values, nsa_plain.select_blocks(p_XN, torch.tensor(t), cfg).sort().values
+            best.sort().values, select_blocks(p_XN, torch.tensor(t), cfg).sort().values
         ), t
         assert (best[:, -1] == t // cfg.sel_block).all()
 

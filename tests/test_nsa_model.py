@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import model
 import nsa
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
-from model import Decoder, KVCache, ModelConfig, NSAConfig
-from nsa import plain
+from model import Decoder, KVCache, ModelConfig, NSAConfig, attention_kind
 
 ROOT = Path(__file__).parent.parent
 SIZES = dict(
@@ -156,7 +156,7 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
 def test_the_engine_in_the_decoder_equals_the_plain_version():
     decoder, x = build(), tokens()
     results = []
-    for core in (nsa.nsa_attention, plain.nsa_attention):
+    for core in (nsa.nsa_attention, model.plain_nsa_attention):
         for layer in decoder.layers:
             layer.attention.sparse.core = core
         logits = decoder(x)
@@ -240,7 +240,7 @@ def test_qwen3_weights_start_a_sparse_model_and_what_nsa_adds_starts_fresh(tmp_p
             assert parameter.isfinite().all()
         else:
             assert torch.equal(parameter, theirs[name]), name
-    assert added == sum(sparse.config.sparse_params()) * 2
+    assert added == sum(attention_kind(sparse.config).added_params(sparse.config)) * 2
     with pytest.raises(ValueError, match="no Qwen3 counterpart"):
         qwen3.to_hf(sparse, tmp_path / "again")
 

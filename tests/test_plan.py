@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-import nsa
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -17,7 +16,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.run.log import PEAK_FLOPS
-from model import GIB, Block, Decoder, ModelConfig, RotaryCache
+from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
 
 BIG = TrainConfig(context_length=131072)
 
@@ -56,7 +55,7 @@ def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(size
         torch.nn.init.ones_(parameter)
     rope, documents = (
         RotaryCache(config)(2048, x.device),
-        nsa.layout(None, (1, 2048), config.nsa, "cpu"),
+        Layout.of(None, (1, 2048), config.nsa, "cpu"),
     )
     kept = saved_bytes(lambda: block(x, rope, documents))
     weights = sum(p.numel() * (element if p.ndim == 2 else 4) for p in block.parameters())

@@ -17,7 +17,7 @@ from data.loader import Loader
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from model import ModelConfig
+from model import ATTENTIONS, ModelConfig, attention_kind
 
 # fields of ModelConfig that a resume may change
 NUMERICAL_FIELDS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}
@@ -51,10 +51,10 @@ LEFTOVERS = (".lock", ".tmp-run.json")
 def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> dict:
     """What makes a run this run: a folder or checkpoint that differs in it belongs to another."""
     fields = dataclasses.asdict(model_config)
-    sparse = fields.pop("nsa")
-    found = {name: value for name, value in fields.items() if name not in NUMERICAL_FIELDS}
-    if cfg.attention_type == "nsa":
-        found |= {f"nsa.{name}": value for name, value in sparse.items()}
+    of_an_attention = {kind.settings for kind in ATTENTIONS.values()}
+    left_out = NUMERICAL_FIELDS | of_an_attention
+    found = {name: value for name, value in fields.items() if name not in left_out}
+    found |= attention_kind(model_config).identity(model_config)
     return found | {
         "context_length": cfg.context_length,
         "seed": cfg.seed,

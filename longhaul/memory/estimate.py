@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from longhaul.flops import keys_met, train_flops
-from model import ModelConfig, default_tiles
+from model import ModelConfig, attention_kind, default_tiles
 
 FP32 = 4
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
@@ -45,33 +45,11 @@ class Estimate:
 def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
     """Bytes that one layer keeps for its backward without checkpointing.
 
-    S = 4x + 3q + 3k + 3f and the fp32 statistics: the two norms' rstd, those of the q/k norms,
-    attention's log-sum-exp. NSA adds
-    the selected branch's output, keys and values cut into units, gates, chosen blocks (int16), and
-    for kv="separate" 5k and 2 norms.
+    S = 4x + 3f, the fp32 statistics of the two norms, and what its attention saves.
     """
-    x, q, k, f = _activations(config, tokens, element)
-    saved = (
-        4 * x
-        + 3 * q
-        + 3 * k
-        + 3 * f
-        + FP32 * tokens * (2 * config.num_heads + config.num_kv_heads + 2)
-    )
-    if config.attention_type == "standard":
-        return saved
-    nsa = config.nsa
-    branches = q + tokens * (
-        3 * config.num_heads * element + 2 * config.num_kv_heads * nsa.sel_count
-    )
-    width = config.num_kv_heads * config.head_dim
-    blocks = ((FP32 + 6 * element) * width + FP32 * (config.num_kv_heads + config.head_dim)) * (
-        tokens // nsa.cmp_stride
-    )
-    own = 5 * k + 2 * FP32 * config.num_kv_heads * tokens if nsa.kv == "separate" else 0
-    # the twin keeps o_cmp and its statistics
-    branches += q + FP32 * config.num_heads * tokens if config.kernels == "triton" else 0
-    return saved + branches + blocks + own + (2 * k if nsa.cmp_kind == "mlp" else 0)
+    x, _, _, f = _activations(config, tokens, element)
+    attention = attention_kind(config).saved_bytes(config, tokens, element)
+    return 4 * x + 3 * f + 2 * FP32 * tokens + attention
 
 
 def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, int, int, int]:
@@ -141,7 +119,7 @@ def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
     attention = (
         head
         + 3 * x
-        + _attention_backward(cfg, config, inner, q, k, x)
+        + _attention_backward(cfg, config, inner, q, x, element)
         + layer_copy
         + (whole if sharded else gradient) * (layer - down)
     )
@@ -188,17 +166,14 @@ def state_bytes(cfg) -> float:
     return dict(adamw=8.0, adamw_bf16=4.0, adamw_8bit=2.03, muon=4.0)[cfg.optimizer]
 
 
-def _attention_backward(cfg, config: ModelConfig, inner: int, q: int, k: int, x: int) -> int:
-    """What attention saved, gradients of o, q, k, v, and what FlashAttention-2 sums dq, dk and dv
-    in: all for one group of heads at a time.
+def _attention_backward(cfg, config: ModelConfig, inner: int, q: int, x: int, element: int) -> int:
+    """What attention saved and the gradients of o, q, k and v: all for one group of heads at a
+    time.
     """
-    rows = cfg.batch_size * cfg.context_length // cfg.context_ranks * config.num_heads
-    workspace = FP32 * rows * (config.head_dim + 1) + 2 * q * (
-        config.num_heads != config.num_kv_heads
-    )
+    tokens = cfg.batch_size * cfg.context_length // cfg.context_ranks
     groups = cfg.attention_head_groups
-    sparse = cfg.attention_type == "nsa"  # k and v have a gradient from each branch that reads them
-    return (inner + 2 * q + (4 * k if sparse else 2 * k + workspace)) // groups + x * (groups > 1)
+    keys_and_values = attention_kind(config).backward_bytes(config, tokens, element)
+    return (inner + 2 * q + keys_and_values) // groups + x * (groups > 1)
 
 
 def _checkpoint(cfg, config: ModelConfig, x: int, q: int, N: int) -> int:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from longhaul.config import TrainConfig
 from longhaul.memory.plan import Plan, command, plan
-from model import PRESETS
+from model import PRESETS, attention_kind
 
 PATIENCE = 900  # seconds: a CPU run whose step takes longer is not proposed
 AS_ASKED = "as asked"
@@ -200,7 +200,8 @@ def _resized(cfg: TrainConfig, size: str, vocabulary: int) -> TrainConfig:
 
 def _variants(cfg: TrainConfig) -> Iterator[TrainConfig]:
     """As asked, then with checkpointing, then both with sparse attention."""
-    for attention in dict.fromkeys((cfg.attention_type, "nsa")):
+    cheaper = attention_kind(cfg).cheaper or cfg.attention_type
+    for attention in dict.fromkeys((cfg.attention_type, cheaper)):
         for kept in dict.fromkeys((cfg.gradient_checkpointing, "full")):
             yield dataclasses.replace(cfg, attention_type=attention, gradient_checkpointing=kept)
 

@@ -23,7 +23,7 @@ from longhaul.memory.extrapolate import profile
 from longhaul.memory.fit import Verdict
 from longhaul.memory.plan import command
 from longhaul.parallel.context import allowed_sizes
-from model import GIB
+from model import GIB, attention_kind
 
 # What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
 GPU_FLOPS = 400e12
@@ -113,7 +113,7 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), Verdict.NOTHING)
 
-    best = _best(what, fitting)
+    best = _best(what, fitting, cfg)
     expandable = best.placement is Placement.EXPANDABLE
     as_asked = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0]
     verdict = Verdict.FITS if as_asked and not expandable else Verdict.AFTER_CHANGES
@@ -124,15 +124,17 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     return Answer("\n".join([*rows, line]), verdict)
 
 
-def _best(what: str, fitting: list[Simulated]) -> Simulated:
+def _best(what: str, fitting: list[Simulated], asked: TrainConfig) -> Simulated:
     if what == "context":
         return max(fitting, key=lambda one: (one.cfg.context_length, -one.seconds))
     if what == "world_size":
         return min(fitting, key=lambda one: one.ranks)
-    return min(
-        fitting,
-        key=lambda one: (one.cfg.attention_type == "nsa", one.seconds * one.ranks, one.ranks),
-    )
+
+    def cost(one: Simulated) -> tuple[bool, float, int]:
+        other_attention = attention_kind(one.cfg) is not attention_kind(asked)
+        return other_attention, one.seconds * one.ranks, one.ranks
+
+    return min(fitting, key=cost)
 
 
 # ---- candidates
@@ -158,8 +160,9 @@ def wider(rung: Candidate, gpus: int) -> list[Candidate]:
             shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
             found.append(Candidate(shared, ranks, f"{name}, {ranks} ranks that share rows"))
 
-    if cfg.attention_type != "nsa":
-        sparse = dataclasses.replace(cfg, attention_type="nsa")
+    cheaper = attention_kind(cfg).cheaper
+    if cheaper:
+        sparse = dataclasses.replace(cfg, attention_type=cheaper)
         for ranks in numbers:
             found.append(Candidate(sparse, ranks, f"{name}, {ranks} rank(s), sparse attention"))
     return found

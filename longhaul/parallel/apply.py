@@ -6,13 +6,11 @@ inside out. Imports model.py, longhaul.parallel.apply.checkpointing, longhaul.pa
 longhaul.parallel.share_rows of ours.
 """
 
-import functools
-
 import torch
 
 from longhaul.parallel import checkpointing, context, tiling
 from longhaul.parallel.share_rows import RowSharing
-from model import Decoder, packed_attention, standard_attention
+from model import Decoder
 
 
 def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
@@ -43,12 +41,8 @@ def compile_layers(model: Decoder):
     the graph for eager attention. Attention over packed documents stays eager, standard or sparse:
     every batch has other lengths, and each would be compiled anew.
     """
-    packed = torch.compiler.disable(packed_attention)
     for layer in model.layers:
-        if layer.attention.core is standard_attention:
-            layer.attention.core = functools.partial(standard_attention, packed=packed)
-        if layer.attention.sparse is not None:
-            layer.attention.sparse.packed = torch.compiler.disable(layer.attention.sparse.packed)
+        layer.attention.packed = torch.compiler.disable(layer.attention.packed)
         layer.forward = torch.compile(layer.forward)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import platform
+from model import ATTENTIONS, platform
 
 MODES = ("auto", "ulysses", "gather_kv")
 
@@ -81,8 +81,9 @@ def choose(
 
 def refusal(mode: str, attention: str, kv_heads: int, tokens: int, ranks: int) -> str:
     """Why `mode` cannot run, or an empty string."""
-    if mode == "gather_kv" and attention != "standard":
-        return f"gather_kv does not reach {attention} attention, whose queries choose blocks over the whole row"
+    reason = ATTENTIONS[attention].refused_exchanges.get(mode)
+    if reason:
+        return f"{mode} does not reach {attention} attention, {reason}"
     if mode == "ulysses" and kv_heads % ranks:
         return f"ulysses gives each rank whole KV heads, and {kv_heads} do not divide over {ranks} ranks"
     parts = ranks * (2 if mode == "gather_kv" else 1)

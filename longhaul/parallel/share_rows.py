@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 
 from longhaul.parallel import context
-from model import IGNORE, Decoder, document_boundaries, document_positions, nsa_package
+from model import IGNORE, Decoder, attention_kind, document_boundaries, document_positions
 
 
 @dataclass(frozen=True, eq=False)
 class WholeRows:
     """What attention must know of the rows of a micro-batch; made once, for all layers."""
 
-    cu_seqlens: Tensor  # [documents + 1] over B*T, on the host
+    documents: object  # the documents of the whole rows, as the attention kind wants them
     pieces: list | None = None  # gather_kv: this rank's queries and the keys they see
-    layout: object = None  # NSA: where documents and compressed blocks lie
-    turns: tuple[Tensor, Tensor] | None = (
-        None  # NSA: cos and sin [B or 1, N, 1, K/2] at the centres of the compressed blocks
-    )
 
 
 class RowSharing:
@@ -44,12 +40,8 @@ class RowSharing:
             torch.compiler.disable if compiled else lambda function: function
         )  # without a reason dynamo's import takes 1.2 s
         for layer in model.layers:
-            attention, sparse = layer.attention, layer.attention.sparse
-            attention.core = eager(functools.partial(self.attend, attention.core))
-            if sparse is not None:
-                sparse.packed = eager(
-                    functools.partial(self.attend_sparsely, sparse.attend, sparse.packed)
-                )
+            attention = layer.attention
+            attention.attend = eager(functools.partial(self.attend, attention.attend))
             layer.register_forward_pre_hook(self.tell)
         model.forward = functools.partial(self.forward, model, model.forward)
 
@@ -99,43 +91,24 @@ class RowSharing:
         self, model: Decoder, cu_seqlens: Tensor, shape: tuple[int, int], positions_BT: Tensor
     ) -> WholeRows:
         """WholeRows of documents cu_seqlens over B*T tokens."""
-        if model.config.attention_type == "nsa":
-            layout = nsa_package().layout(cu_seqlens, shape, model.config.nsa, positions_BT.device)
-            rows_BT = positions_BT if layout.cu_seqlens is None else positions_BT.flatten()[None]
-            turns = model.rotary.at(rows_BT[:, layout.centre])
-            return WholeRows(
-                cu_seqlens, layout=layout._replace(centre=slice(None)), turns=turns
-            )  # `turns` holds the centres alone
+        kind = attention_kind(model.config)
+        documents = kind.whole_rows(model.config, cu_seqlens, positions_BT, model.rotary)
         gathered = self.shard.mode == "gather_kv"
         return WholeRows(
-            cu_seqlens, context.pieces(cu_seqlens, shape, self.shard) if gathered else None
+            documents, context.pieces(cu_seqlens, shape, self.shard) if gathered else None
         )
 
     # ---- attention
 
-    def attend(self, core, q_BtHK, k_BtGK, v_BtGK, documents=None):
-        """Standard attention: Attention.core."""
+    def attend(self, attend, inputs, rope, documents):
+        """Attention.attend over whole rows. All that a head reads travels with it."""
         if not isinstance(documents, WholeRows):
-            return core(q_BtHK, k_BtGK, v_BtGK, documents)
+            return attend(inputs, rope, documents)
         if self.shard.mode == "gather_kv":
-            return context.gathered_attention(q_BtHK, k_BtGK, v_BtGK, self.shard, documents.pieces)
-        whole = [context.to_heads(x, self.shard) for x in (q_BtHK, k_BtGK, v_BtGK)]
-        return context.to_tokens(core(*whole, documents.cu_seqlens), self.shard)
+            return context.gathered_attention(*inputs, self.shard, documents.pieces)
 
-    def attend_sparsely(self, attend, packed, *inputs):
-        """NSA: a rank compresses, selects and mixes for its KV heads over whole rows. Gates travel
-        with their heads.
-        """
-        *tensors, cos, sin, documents = inputs
-        if not isinstance(documents, WholeRows):
-            return packed(*inputs)
-        sent = {
-            id(x): x for x in tensors
-        }  # with kv="shared" the branches have the same keys and values: each travels once
+        # the branches of NSA may share their keys and values: each tensor travels once
+        sent = {id(x): x for x in inputs}
         whole = {key: context.to_heads(x, self.shard) for key, x in sent.items()}
-        tensors, shape = [whole[id(x)] for x in tensors], whole[id(tensors[0])].shape
-        if documents.layout.cu_seqlens is not None:
-            tensors = [x.flatten(0, 1)[None] for x in tensors]
-        return context.to_tokens(
-            attend(*tensors, *documents.turns, documents.layout).view(shape), self.shard
-        )
+        o_BThK = attend([whole[id(x)] for x in inputs], rope, documents.documents)
+        return context.to_tokens(o_BThK, self.shard)

@@ -1,7 +1,7 @@
 """Tables for the kernels of Native Sparse Attention: documents, tiles inside them, (query, block)
 pairs sorted by block.
 
-Imports nsa/engine.py (documents). Plain PyTorch. Sizes are static upper bounds known to the host,
+Plain PyTorch. Sizes are static upper bounds known to the host,
 so that nothing waits for a CUDA device; tables are made on the device from one small table of
 documents.
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.engine import documents
+from model import sparse_documents
 
 
 def to_device(numbers: list, device: torch.device) -> Tensor:
@@ -58,7 +58,7 @@ def lay_out(q_BTHK: Tensor, blocks_per_row: int, cu_seqlens: Tensor | None, cfg)
     """The documents of a batch; every row holds the same ones."""
     B, T = q_BTHK.shape[:2]
     rows, block, table, tokens, compressed = (
-        documents(cu_seqlens, T, blocks_per_row, cfg),
+        sparse_documents(cu_seqlens, T, blocks_per_row, cfg),
         0,
         [],
         [],

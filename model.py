@@ -812,8 +812,8 @@ class Layout(NamedTuple):
     cu_seqlens: Tensor | None
     rows: slice | Tensor  # [U*s] the tokens of the documents' units of s tokens
     first: Tensor  # [N] the first unit of each compressed block
-    centre: Tensor  # [N] the token at each compressed block's centre
-    # cos and sin at the centres, if the rope of the layers does not hold those tokens
+    centre: slice | Tensor  # [N] each compressed block's centre in `turns`, or in the layers' rope
+    # cos and sin at the centres, if the layers' rope does not hold those tokens
     turns: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -986,9 +986,7 @@ class NativeSparseAttention(Attention):
         q, k, v, raw, v_raw, k_win, v_win, gates = inputs
 
         def turn(k_cmp, centre):
-            if layout.turns is not None:
-                return rotate(k_cmp, *layout.turns)
-            cos, sin = rope
+            cos, sin = rope if layout.turns is None else layout.turns
             return rotate(k_cmp, cos[:, centre], sin[:, centre])
 
         sparse = self.sparse
@@ -1015,7 +1013,8 @@ class NativeSparseAttention(Attention):
         layout = cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
         if layout.cu_seqlens is not None:
             positions_BT = positions_BT.flatten()[None]
-        return layout._replace(turns=rotary.at(positions_BT[:, layout.centre]))
+        turns = rotary.at(positions_BT[:, layout.centre])
+        return layout._replace(centre=slice(None), turns=turns)
 
     @classmethod
     def cache(cls, config: ModelConfig, shape: tuple[int, int, int, int], device, dtype):

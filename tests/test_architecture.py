@@ -40,6 +40,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
 # model.py takes its twins where they are, inside functions; the rest are pairs of one level.
 LAZY = {("model", "fused"), ("model", "nsa")}
 SAME_LEVEL = LAZY | {
+    ("nsa", "model"),  # the twin shares the checks and the layout of the plain version
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),
     ("longhaul.run", "longhaul.checkpoint"),
@@ -121,7 +122,9 @@ def test_the_ground_floor_imports_only_what_it_may(room):
 
 
 def test_the_modules_have_no_import_cycle():
-    graph = {module_of(path): {name for name in imports(path)} for path in SOURCES}
+    graph = {module_of(path): imports(path) for path in SOURCES}
+    for own, twin in LAZY:  # inside functions only, as the next test checks
+        graph[own] = {name for name in graph[own] if room_of(name) != twin}
     graph = {
         module: {other for other in graph if other in used and other != module}
         for module, used in graph.items()
@@ -131,6 +134,18 @@ def test_the_modules_have_no_import_cycle():
         ready = {module for module, used in graph.items() if module not in done and used <= done}
         assert ready, f"import cycle among {sorted(set(graph) - done)}"
         done |= ready
+
+
+@pytest.mark.parametrize("own, twin", sorted(LAZY))
+def test_a_twin_is_imported_inside_functions_only(own, twin):
+    path = ROOT / f"{own}.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        alias.name for node in at_import if isinstance(node, ast.Import) for alias in node.names
+    } | {node.module for node in at_import if isinstance(node, ast.ImportFrom)}
+    assert any(room_of(name) == twin for name in imports(path))
+    assert not any(room_of(name) == twin for name in names)
 
 
 def test_the_rooms_have_no_import_cycle():
@@ -171,30 +186,49 @@ ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from model import Decoder, KVCache, ModelConfig
+from model import Decoder, KVCache, ModelConfig, NSAConfig
+
 torch.set_num_threads(1)
-decoder = Decoder(ModelConfig.preset("tiny", vocab_size=100, num_layers=2, loss="chunked"))
-tokens = torch.randint(100, (2, 33), generator=torch.Generator().manual_seed(0))
-optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
-losses = []
-for _ in range(6):
-    loss = decoder(tokens[:, :-1], tokens[:, 1:])
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < losses[0] - 1, losses
-cache, token = KVCache(decoder.config, 1, 8), tokens[:1, :1]
-with torch.no_grad():
+small = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=3, window=4)
+tokens = torch.randint(100, (2, 65), generator=torch.Generator().manual_seed(0))
+documents = torch.arange(64).ge(40).expand(2, -1)
+
+for attention in ("standard", "nsa"):
+    shape = dict(vocab_size=100, num_layers=2, loss="chunked")
+    decoder = Decoder(ModelConfig.preset("tiny", attention_type=attention, nsa=small, **shape))
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    losses = []
     for _ in range(8):
-        token = decoder(token, cache=cache)[:, -1:].argmax(-1)
-assert cache.length == 8
-assert not {"longhaul", "fused", "data", "numpy.testing"} & set(sys.modules)
+        loss = decoder(tokens[:, :-1], tokens[:, 1:], doc_ids=documents)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1, (attention, losses)
+
+    cache, drawn = KVCache(decoder.config, 1, 48), tokens[:1, :8]
+    with torch.no_grad():
+        hidden = decoder(drawn, cache=cache)
+        for _ in range(40):
+            drawn = torch.cat([drawn, hidden[:, -1:].argmax(-1)], 1)
+            hidden = decoder(drawn[:, -1:], cache=cache)
+        whole = decoder(drawn)[:, -1:]
+    assert cache.length == 48
+    assert (whole - hidden).abs().max() <= 1e-4 * whole.abs().max(), attention
+
+for kernels in ("auto", "torch", "triton"):
+    try:
+        Decoder(ModelConfig.preset("tiny", attention_type="nsa", kernels=kernels))
+    except ValueError as error:
+        assert kernels == "triton" and "put the folder nsa/ next to model.py" in str(error), error
+    else:
+        assert kernels != "triton"
+assert not {"longhaul", "fused", "nsa", "data", "numpy.testing"} & set(sys.modules)
 print("trained and generated")
 """
 
 
-def test_model_py_alone_in_an_empty_folder_trains_and_generates(tmp_path):
+def test_model_py_alone_in_an_empty_folder_trains_and_generates_with_both_attentions(tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path / "model.py")
     done = subprocess.run(
         [sys.executable, "-I", "-c", ALONE, str(tmp_path)],

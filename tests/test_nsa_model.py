@@ -18,6 +18,7 @@ import nsa
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
+from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig, NSAConfig, attention_kind
 
 ROOT = Path(__file__).parent.parent
@@ -29,6 +30,13 @@ KINDS = pytest.mark.parametrize(
     [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")],
     ids=str,
 )
+
+
+@pytest.fixture(params=["engine", "plain"])
+def either(request, monkeypatch):
+    """Runs a test twice: with nsa/, and as if that folder were absent."""
+    if request.param == "plain":
+        monkeypatch.setattr(model, "sparse_twin", lambda: None)
 
 
 def build(kind=None, **changes) -> Decoder:
@@ -62,7 +70,7 @@ def tokens(rows=2, length=200, seed=0):
 
 @KINDS
 @torch.no_grad()
-def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(kind):
+def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(kind, either):
     decoder, x = build(kind), tokens()
     full = decoder(x)
     for parts in ([150] + [1] * 50, [1] * 200, [100, 60, 1, 39], [7, 193]):
@@ -74,7 +82,7 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(ki
 
 @KINDS
 @torch.no_grad()
-def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind):
+def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind, either):
     decoder, x = build(kind, compute_dtype="bfloat16"), tokens()
     cache = KVCache(decoder.config, 2, 200)
     decoded = torch.cat(
@@ -85,7 +93,7 @@ def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind):
 
 
 @torch.no_grad()
-def test_decoding_follows_positions_of_every_row_and_then_the_default_ones():
+def test_decoding_follows_positions_of_every_row_and_then_the_default_ones(either):
     decoder, x = build(), tokens()
     rows = torch.stack((torch.arange(200) + 1000, torch.arange(200) * 2 + 7))
     for positions, later in ((rows, rows), (torch.arange(200).expand(2, -1), None)):
@@ -105,7 +113,7 @@ def test_decoding_follows_positions_of_every_row_and_then_the_default_ones():
 
 @pytest.mark.parametrize("attention", ["standard", "nsa"])
 @torch.no_grad()
-def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(attention):
+def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(attention, either):
     decoder, x = build(attention_type=attention), tokens()
     cache = KVCache(decoder.config, 2, 160)
     first = decoder(x[:, :150], cache=cache)
@@ -134,7 +142,7 @@ def test_building_a_model_draws_no_random_number(kind):
 
 
 @KINDS
-def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
+def test_packed_documents_equal_separate_ones_forward_and_backward(kind, either):
     decoder, x, lengths = build(kind), tokens(), [[130, 1, 69], [12, 188]]
     ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     weight = torch.randn(2, 200, 97, generator=torch.Generator().manual_seed(2))
@@ -153,19 +161,46 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(kind):
         assert want.abs().max() > 0 and (got - want).abs().max() <= 2e-5 * want.abs().max(), name
 
 
-def test_the_engine_in_the_decoder_equals_the_plain_version():
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_the_engine_in_the_decoder_equals_the_plain_version(packed):
     decoder, x = build(), tokens()
+    ids = (torch.arange(200) >= 90).expand(2, -1) if packed else None
     results = []
     for core in (nsa.nsa_attention, model.plain_nsa_attention):
         for layer in decoder.layers:
             layer.attention.sparse.core = core
-        logits = decoder(x)
+        logits = decoder(x, doc_ids=ids)
         results.append([logits, *torch.autograd.grad(logits.square().sum(), decoder.parameters())])
     for got, want in zip(*results):
         assert (got - want).abs().max() <= 3e-5 * want.abs().max()
 
 
-def test_a_later_token_changes_no_earlier_logit():
+def test_the_engine_is_taken_if_it_can_be_imported_and_the_plain_version_otherwise(monkeypatch):
+    def core(**changes):
+        return build(**changes).layers[0].attention.sparse.core
+
+    assert core() is core(kernels="torch") is nsa.nsa_attention
+    assert type(KVCache(build().config, 1, 8).layers[0]) is nsa.NSAState
+    monkeypatch.setattr(model, "sparse_twin", lambda: None)
+    assert core() is core(kernels="torch") is model.plain_nsa_attention
+    assert type(KVCache(build().config, 1, 8).layers[0]) is model.SparseCache
+
+
+def test_the_plain_version_trains_under_full_checkpointing(either):
+    cfg, x = TrainConfig(gradient_checkpointing="full"), tokens(2, 161)
+    results = []
+    for with_levers in (False, True):
+        decoder = build()
+        if with_levers:
+            apply.apply(decoder, cfg, None)
+        loss = decoder(x[:, :-1], x[:, 1:])
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in decoder.parameters())])
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def test_a_later_token_changes_no_earlier_logit(either):
     decoder, x = build(), tokens(1)
     other = x.clone()
     other[:, 120:] = (other[:, 120:] + 1) % 97
@@ -203,9 +238,9 @@ def test_levers_change_no_gradient(changes, packed):
         doc_ids=(torch.arange(160) >= 90).expand(2, -1) if packed else None,
     )
     results = []
-    for apply in (False, True):
+    for with_levers in (False, True):
         decoder = build(loss=cfg.loss)
-        if apply:
+        if with_levers:
             apply.apply(decoder, cfg, None)
         loss = decoder(**batch)
         loss.backward()

@@ -561,8 +561,9 @@ class Linear(nn.Linear):
         pass
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, weight, bias)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -670,21 +671,27 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
         """`documents`: what the kind's `documents` returned; `cache`: what its `cache` returned."""
-        inputs = self.inputs(x_BTD, rope)
+        projected = self.project(x_BTD, rope)
         if cache is None:
-            o_BTHK = self.attend(inputs, rope, documents)
+            o_BTHK = self.attend(self.inputs(x_BTD, rope, projected), rope, documents)
         else:
-            o_BTHK = self.decode(inputs, rope, cache)
+            o_BTHK = self.decode(self.inputs(x_BTD, rope, projected), rope, cache)
         return self.o_proj(o_BTHK.flatten(-2))
 
     # ---- what a kind computes
 
-    def inputs(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
-        """Everything that attention reads, each [B, T, heads, ...]: here q, k and v."""
+    def project(self, x_BTD: Tensor, rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k and v, and k before RoPE, each [B, T, heads, K]."""
         heads = (-1, self.head_dim)
         q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
-        k_BTGK = rotate(self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)), *rope)
+        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        k_BTGK = rotate(raw_BTGK, *rope)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
+        return q_BTHK, k_BTGK, v_BTGK, raw_BTGK
+
+    def inputs(self, x_BTD: Tensor, rope, projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Everything that `attend` reads of the tokens, each [B, T, heads, ...]."""
+        q_BTHK, k_BTGK, v_BTGK, _ = projected
         return q_BTHK, k_BTGK, v_BTGK
 
     def attend(self, inputs: tuple[Tensor, ...], rope, documents) -> Tensor:
@@ -905,8 +912,7 @@ class Compressor(nn.Module):
 
         w1, w2 = w1.to(x_BTGK.dtype), w2.to(x_BTGK.dtype)
         flat = x_BUGsK.flatten(3)
-        products = enumerate(w1.chunk(spread, 1))
-        hidden = sum((flat @ part.T)[:, first_N + i] for i, part in products)
+        hidden = sum((flat @ part.T)[:, first_N + i] for i, part in enumerate(w1.chunk(spread, 1)))
         if pe_lK is not None:
             hidden = hidden + w1 @ pe_lK.to(x_BTGK.dtype).flatten()
         return mean + F.silu(hidden) @ w2.T
@@ -953,16 +959,11 @@ class NativeSparseAttention(Attention):
         super().__init__(config)
         self.sparse = SparseBranches(config)
 
-    def inputs(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
-        """q, k, v of the selected branch; raw k (before RoPE) and v of the compressed one; k, v of
-        the window; gates.
+    def inputs(self, x_BTD: Tensor, rope, projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """q, k, v of the selected branch; k before RoPE and v of the compressed one; k, v of the
+        window; gates.
         """
-        heads = (-1, self.head_dim)
-        q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
-        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
-        k_BTGK = rotate(raw_BTGK, *rope)
-        v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
-
+        q_BTHK, k_BTGK, v_BTGK, raw_BTGK = projected
         gates_BTH3 = self.sparse.gate(x_BTD).sigmoid().unflatten(-1, (-1, 3))
         branches = (raw_BTGK, v_BTGK, k_BTGK, v_BTGK)
         if self.sparse.kv_proj is not None:

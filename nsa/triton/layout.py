@@ -1,14 +1,15 @@
-"""Tables for the kernels of Native Sparse Attention: documents, tiles inside them, (query, block)
-pairs sorted by block.
+"""Tables that the kernels of Native Sparse Attention read: documents, tiles, pairs sorted by block.
 
-Plain PyTorch. Sizes are static upper bounds known to the host,
-so that nothing waits for a CUDA device; tables are made on the device from one small table of
-documents.
+All documents of all rows of the batch share each launch, so programs find their work in tables.
+Plain PyTorch makes them on the device from one small table of documents. The host never learns
+which blocks a query has selected: sizes are upper bounds that it knows beforehand, so that nothing
+waits for a CUDA device.
 
-Letters: B batch, T tokens, Z = B*T tokens of all rows, G KV heads, M query heads per KV head, D
-documents (those of every row), J
-selection blocks of all documents, C queries of a chunk (a query is a token under one KV head), n
-selected blocks per query, P = C*n.
+A query is a token under one KV head, numbered g*Z + z. A pair is (query, selected block).
+
+Letters: B rows of the batch, T tokens of a row, Z = B*T tokens of all rows, G KV heads, D documents
+of all rows, J selection blocks of all documents, C queries of a chunk, n selected blocks per query,
+P = C*n pairs of a chunk.
 """
 
 from typing import NamedTuple
@@ -20,108 +21,169 @@ from torch import Tensor
 from model import sparse_documents
 
 
+def ceil_div(count: int, size: int) -> int:
+    """How many groups of `size` hold `count` items."""
+    return -(-count // size)
+
+
 def to_device(numbers: list, device: torch.device) -> Tensor:
-    """int32 on the device; from pinned memory, so that the host does not wait."""
-    return torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
+    """int32 on the device, copied from pinned memory so that the host does not wait."""
+    on_host = torch.tensor(
+        numbers,
+        dtype=torch.int32,
+        pin_memory=device.type == "cuda",
     )
+    return on_host.to(device, non_blocking=True)
+
+
+def count_to(end: int, device: torch.device) -> Tensor:
+    """0, 1, ..., end - 1 as int32."""
+    return torch.arange(end, device=device, dtype=torch.int32)
+
+
+# ---- documents
 
 
 class Documents(NamedTuple):
-    """All documents of all rows, one after another, in flat indices."""
+    """All documents of all rows, one after another."""
 
     table_D4: Tensor  # first token, tokens, first compressed block, first selection block
-    tokens: list[int]
-    compressed: list[int]
+    tokens: list[int]  # of each document
+    compressed: list[int]  # compressed blocks of each document
 
     def tiles(self, counts: list[int], size: int) -> Tensor:
-        """[tiles, 2] = (document, first item inside it): `counts` items per document in tiles of
-        `size` that never straddle two.
+        """Cuts `counts[d]` items of each document d into tiles of `size` items.
+
+        Returns int32 [tiles, 2] = (document, first item, counted inside the document). A tile lies
+        inside one document.
         """
-        numbers = [-(-count // size) for count in counts]
-        device, total = self.table_D4.device, sum(numbers)
+        numbers = [ceil_div(count, size) for count in counts]
+        total = sum(numbers)
+
+        device = self.table_D4.device
         number_D = to_device(numbers, device)
-        document = torch.arange(len(counts), device=device, dtype=torch.int32).repeat_interleave(
-            number_D, output_size=total
-        )
-        first_D = number_D.cumsum(0, dtype=torch.int32) - number_D
-        return (
-            torch.stack(
-                [document, (torch.arange(total, device=device) - first_D[document]) * size], 1
-            )
-            .int()
-            .contiguous()
-        )
+        end_D = number_D.cumsum(0, dtype=torch.int32)
+        first_tile_D = end_D - number_D
+
+        every_document = count_to(len(counts), device)
+        document = every_document.repeat_interleave(number_D, output_size=total)
+        tile = torch.arange(total, device=device)
+        first_item = (tile - first_tile_D[document]) * size
+
+        tiles = torch.stack([document, first_item], 1)
+        return tiles.int().contiguous()
 
 
-def lay_out(q_BTHK: Tensor, blocks_per_row: int, cu_seqlens: Tensor | None, cfg) -> Documents:
-    """The documents of a batch; every row holds the same ones."""
-    B, T = q_BTHK.shape[:2]
-    rows, block, table, tokens, compressed = (
-        sparse_documents(cu_seqlens, T, blocks_per_row, cfg),
-        0,
-        [],
-        [],
-        [],
-    )
+def lay_out(
+    q_BTHK: Tensor,
+    blocks_per_row: int,  # compressed blocks
+    cu_seqlens: Tensor | None,  # boundaries of a row's documents; None: each row is one
+    cfg,
+) -> Documents:
+    """The documents of a batch, of which every row holds the same ones.
+
+    Raises the ValueErrors of model.sparse_documents.
+    """
+    B, T, _, _ = q_BTHK.shape
+    documents_of_a_row = sparse_documents(cu_seqlens, T, blocks_per_row, cfg)
+
+    table = []
+    tokens = []
+    compressed = []
+    selection_block = 0
     for b in range(B):
-        for token, cmp in rows:
-            table.append(
-                [
-                    b * T + token.start,
-                    token.stop - token.start,
-                    b * blocks_per_row + cmp.start,
-                    block,
-                ]
-            )
-            tokens.append(token.stop - token.start)
-            compressed.append(cmp.stop - cmp.start)
-            block += -(-tokens[-1] // cfg.sel_block)
-    return Documents(to_device(table, q_BTHK.device), tokens, compressed)
+        for token, block in documents_of_a_row:
+            count = token.stop - token.start
+            entry = [
+                b * T + token.start,
+                count,
+                b * blocks_per_row + block.start,
+                selection_block,
+            ]
+            table.append(entry)
+            tokens.append(count)
+            compressed.append(block.stop - block.start)
+            selection_block += ceil_div(count, cfg.sel_block)
+
+    table_D4 = to_device(table, q_BTHK.device)
+    return Documents(table_D4, tokens, compressed)
 
 
 # ---- pairs
 
 
 class Pairs(NamedTuple):
-    """Pairs (query, selected block) in the order of their blocks; what a query does not use comes
-    last.
+    """Pairs in the order of their blocks, with unused places last.
+
+    The queries that selected a block are then adjacent, and one dense product per block serves them
+    all. A query that selects fewer than n blocks leaves places unused.
     """
 
-    order_P: Tensor  # sorted position -> pair
-    place_P: Tensor  # pair -> sorted position, -1 = unused
+    order_P: Tensor  # sorted position -> pair, int32
+    place_P: Tensor  # pair -> sorted position, int32, -1 = unused
     start_J1: (
-        Tensor  # sorted position of the first pair of each block; the last entry ends the used ones
+        Tensor  # sorted position of each block's first pair; the last entry ends the used ones
     )
 
     def pieces(self, size: int) -> tuple[Tensor, Tensor]:
-        """(block of each piece, first piece of each block): up to `size` pairs of one block. Pieces
-        past the last one get block J.
+        """Cuts each block's pairs into pieces of at most `size` pairs.
+
+        Returns (block of each piece, first piece of each block [J + 1]). How many pieces there are
+        depends on the choice of the queries; the tensor is as long as the most there can be, and
+        pieces past the last one get block J.
         """
-        P, J = len(self.order_P), len(self.start_J1) - 1
-        number_J = (self.start_J1.diff() + size - 1) // size
-        end_J = number_J.cumsum(0, dtype=torch.int32)
-        count = P // size + min(J, P)  # an upper bound, so that nothing waits for the device
-        piece = torch.arange(count, device=end_J.device, dtype=torch.int32)
-        return torch.searchsorted(end_J, piece, right=True, out_int32=True), F.pad(
-            end_J, (1, 0)
-        ).int()
+        P = len(self.order_P)
+        J = len(self.start_J1) - 1
+        most = P // size + min(J, P)
+
+        pairs_J = self.start_J1.diff()
+        pieces_J = (pairs_J + size - 1) // size
+        end_J = pieces_J.cumsum(0, dtype=torch.int32)
+
+        block_of_piece = torch.searchsorted(
+            end_J,
+            count_to(most, end_J.device),
+            right=True,
+            out_int32=True,
+        )
+        first_J1 = F.pad(end_J, (1, 0))
+        return block_of_piece, first_J1.int()
 
 
-def sort_pairs(block_idx_ZGn: Tensor, base_Z: Tensor, J: int, queries: slice) -> Pairs:
-    """Pairs of a range of queries of a few KV heads. Query g*Z + z is token z under head g; its
-    block j is block g*J + base[z] + j.
+def sort_pairs(
+    block_idx_ZGn: Tensor,  # counted inside the token's document, -1 = unused
+    base_Z: Tensor,  # first block of the token's document
+    J: int,
+    queries: slice,
+) -> Pairs:
+    """The pairs of a range of queries of G KV heads, sorted by block.
+
+    Each KV head has its own blocks: block j of token z under KV head g is block g*J + base[z] + j.
     """
-    Z, G, n = block_idx_ZGn.shape
-    query_C = torch.arange(queries.start, queries.stop, device=base_Z.device)
-    head_C, token_C = query_C // Z, query_C % Z
+    Z, G, _ = block_idx_ZGn.shape
+    device = base_Z.device
+
+    query_C = torch.arange(queries.start, queries.stop, device=device)
+    head_C = query_C // Z
+    token_C = query_C % Z
     idx_Cn = block_idx_ZGn[token_C, head_C].int()
-    block_Cn = (head_C * J + base_Z[token_C]).int()[:, None] + idx_Cn
-    block_P, order_P = torch.where(idx_Cn < 0, G * J, block_Cn).flatten().sort(stable=True)
-    place_P = torch.empty_like(order_P).index_copy_(
-        0, order_P, torch.arange(len(order_P), device=order_P.device)
-    )
+
+    base_C = head_C * J + base_Z[token_C]
+    block_Cn = base_C.int()[:, None] + idx_Cn
+    unused_Cn = idx_Cn < 0
+    block_Cn = torch.where(unused_Cn, G * J, block_Cn)
+
+    # A stable sort, so that the sums over a block's pairs have the same order every time.
+    block_P, order_P = block_Cn.flatten().sort(stable=True)
+
+    position_P = torch.arange(len(order_P), device=device)
+    place_P = torch.empty_like(order_P)
+    place_P.index_copy_(0, order_P, position_P)
+    place_P = torch.where(unused_Cn.flatten(), -1, place_P)
+
     start_J1 = torch.searchsorted(
-        block_P, torch.arange(G * J + 1, device=order_P.device, dtype=torch.int32), out_int32=True
+        block_P,
+        count_to(G * J + 1, device),
+        out_int32=True,
     )
-    return Pairs(order_P.int(), torch.where(idx_Cn.flatten() < 0, -1, place_P).int(), start_J1)
+    return Pairs(order_P.int(), place_P.int(), start_J1)

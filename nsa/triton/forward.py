@@ -1,84 +1,144 @@
-"""Forward Triton kernels of Native Sparse Attention (arXiv 2502.11089) and what they share with the
-backward. Imports torch and triton only.
+"""Forward Triton kernels of Native Sparse Attention (arXiv 2502.11089), and helpers of all kernels.
 
-Letters: Z tokens of all rows, H query heads, G KV heads, M = H/G padded to MP, K head dim padded to
-KP, S keys, R rows of a tile: (query,
-head) flattened, so that a group of 4 heads fills the tensor cores; J selection blocks, P (query,
-selected block) pairs.
+nsa/triton/attention.py launches them and says how they work together.
 
-Tensors are flat: q [Z, H, K], keys [S, G, K]. A launch serves a few KV heads: pointers start at the
-first one, and row z*HEADS + g*M + m
-is head m of KV head g, where HEADS is how many heads the tensor holds. t, keys and j count inside a
-document. Key s is visible to
-t where 0 <= t - (s*STRIDE + SPAN - 1) < WINDOW: compressed blocks with STRIDE = s, SPAN = l, the
-window's tokens with STRIDE = SPAN = 1.
-Log-sum-exps are in base 2 and +inf for rows that see nothing, so that exp2(s - lse) is 0 there.
-Addresses are int64: Z*H*K passes 2^31 at
-524,288 tokens, n*Z*H*K at 32,768.
+Letters: Z tokens of all rows of the batch, H query heads, G KV heads, M = H/G query heads per KV
+head, K head dim, N compressed blocks of all rows, J selection blocks of all documents, n selected
+blocks per query. MP, KP and LP are M, K and sel_block padded to powers of two. t, s and j are a
+token, a key and a block counted inside their document; z is a token counted over all rows.
+
+**Rows of a tile.** The M heads that share a KV head see the same keys, so that a tile's R rows are
+(query, head): row r is query r // MP under head r % MP. Without this, a group of 4 heads would fill
+only a quarter of the 16 rows that a tensor core takes.
+
+**Key ranges.** One kernel serves the compressed branch and the window. Key s is visible to token t
+if 0 <= t - (s*STRIDE + SPAN - 1) < WINDOW: a compressed block has STRIDE = cmp_stride and
+SPAN = cmp_block, and a token of the window has STRIDE = SPAN = 1.
+
+**Numerics.** Logits, softmax and sums are fp32. Hidden logits become -inf before exp2, because a
+mask after it would turn inf * 0 into NaN. Log-sum-exps are in base 2, and +inf for rows that see
+nothing, so that exp2(logit - lse) is 0 there. Addresses are int64: Z*H*K passes 2^31 at 524,288
+tokens, n*Z*H*K at 32,768.
+
+Arguments that many kernels share:
+
+q_ptr, o_ptr         [Z, H, K], starting at the first head of the launch
+k_ptr, v_ptr         [Z, G, K] or [N, G, K], starting at the first KV head of the launch
+lse_ptr              [Z, H] fp32
+HEADS_O, HEADS_DQ    heads per token of o or dq, if that tensor holds only the heads of the launch
+tile_ptr, table_ptr  Documents.tiles and Documents.table_D4 of layout.py
+scale2               log2(e) / sqrt(K): logits are in base 2, since exp2 is what the hardware has
+R, S                 rows of a tile, keys of a step
+KEYS                 column of the table with the first key of a document
+COUNT                n
 """
 
 import triton
 import triton.language as tl
 
+# ---- helpers
+
 
 @triton.jit
-def load_rows(ptr, row, live, K: tl.constexpr, KP: tl.constexpr):
-    """[rows, KP]; dead rows and columns past K are 0."""
+def row_mask(valid, K: tl.constexpr, KP: tl.constexpr):
+    """[rows, KP]: valid rows, without the columns past K."""
+    mask = valid[:, None]
+    if K != KP:
+        k = tl.arange(0, KP)
+        mask = mask & (k < K)[None, :]
+    return mask
+
+
+@triton.jit
+def load_rows(ptr, row, valid, K: tl.constexpr, KP: tl.constexpr):
+    """[rows, KP] of a tensor [..., K]; invalid rows and columns past K are 0."""
     k = tl.arange(0, KP)
-    if K == KP:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & (k < K)[None, :]
-    return tl.load(ptr + row[:, None] * K + k[None, :], mask=mask, other=0.0)
+    return tl.load(
+        ptr + row[:, None] * K + k[None, :],
+        mask=row_mask(valid, K, KP),
+        other=0.0,
+    )
 
 
 @triton.jit
-def store_rows(ptr, row, live, x, K: tl.constexpr, KP: tl.constexpr):
+def store_rows(ptr, row, valid, x, K: tl.constexpr, KP: tl.constexpr):
+    """Stores the valid rows of x [rows, KP] in the dtype of the tensor."""
     k = tl.arange(0, KP)
-    if K == KP:
-        mask = live[:, None]
-    else:
-        mask = live[:, None] & (k < K)[None, :]
-    tl.store(ptr + row[:, None] * K + k[None, :], x.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        ptr + row[:, None] * K + k[None, :],
+        x.to(ptr.dtype.element_ty),
+        mask=row_mask(valid, K, KP),
+    )
 
 
 @triton.jit
-def seen(t, STRIDE: tl.constexpr, SPAN: tl.constexpr):
-    """How many keys have ended by position t."""
+def product(a, b):
+    """a b in fp32. fp32 operands take three tf32 products: error near 2^-21."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def add_product(a, b, total):
+    """a b + total in fp32."""
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def keys_ended(t, STRIDE: tl.constexpr, SPAN: tl.constexpr):
+    """How many keys of the document have ended by token t."""
     return tl.maximum(t + (STRIDE + 1 - SPAN), 0) // STRIDE
 
 
 @triton.jit
-def tile_of(tile_ptr, index, table_ptr, KEYS: tl.constexpr):
-    """(first item, first token, tokens, first key) of a tile and its document; KEYS is the table's
-    column of the first key.
-    """
+def load_tile(tile_ptr, index, table_ptr, KEYS: tl.constexpr):
+    """(first item of a tile, first token of its document, its tokens, its first key)."""
     document = tl.load(tile_ptr + 2 * index)
     entry = table_ptr + 4 * document
-    return (
-        tl.load(tile_ptr + 2 * index + 1),
-        tl.load(entry),
-        tl.load(entry + 1),
-        tl.load(entry + KEYS),
-    )
+    item = tl.load(tile_ptr + 2 * index + 1)
+    token = tl.load(entry)
+    tokens = tl.load(entry + 1)
+    key = tl.load(entry + KEYS)
+    return item, token, tokens, key
 
 
 # ---- queries against a range of keys: the compressed branch and the window
 
 
 @triton.jit
-def fold(
-    state,
+def key_bounds(
+    first,
+    last,
+    S: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SPAN: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(begin, low, high, stop) of the keys that the tokens first..last see.
+
+    Some of these tokens see the keys [begin, stop). All of them see [low, high), which therefore
+    needs no mask; low and high are a whole number of steps of S keys after begin.
+    """
+    begin = keys_ended(first - WINDOW, STRIDE, SPAN)
+    stop = keys_ended(last, STRIDE, SPAN)
+
+    first_of_all = keys_ended(last - WINDOW, STRIDE, SPAN)
+    low = begin + tl.cdiv(first_of_all - begin, S) * S
+
+    end_of_all = keys_ended(first, STRIDE, SPAN)
+    high = tl.maximum(low, begin + (end_of_all - begin) // S * S)
+    return begin, low, high, stop
+
+
+@triton.jit
+def attend_to_keys(
+    state,  # (sum of p v [R, KP], maximum of the logits [R], sum of p [R]), relative to the maximum
     q_tile,
-    k_ptr,
-    v_ptr,
-    key_row,
+    keys,  # (k_ptr, v_ptr, row of the document's first key, G)
     begin,
     end,
-    stop,
+    stop,  # keys from here on do not exist for this tile
     t,
     scale2,
-    G,
     K: tl.constexpr,
     KP: tl.constexpr,
     S: tl.constexpr,
@@ -87,155 +147,126 @@ def fold(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax over keys [begin, end), none of them at `stop` or later."""
+    """Online softmax over the keys [begin, end): returns the new state."""
     acc, top, mass = state
+    k_ptr, v_ptr, key_row, G = keys
     for s0 in range(begin, end, S):
         s = s0 + tl.arange(0, S)
         row = key_row + s.to(tl.int64) * G
-        z = (
-            tl.dot(
-                q_tile, tl.trans(load_rows(k_ptr, row, s < stop, K, KP)), input_precision="tf32x3"
-            )
-            * scale2
-        )
+        k_tile = load_rows(k_ptr, row, s < stop, K, KP)
+        logit = product(q_tile, tl.trans(k_tile)) * scale2
         if MASKED:
             age = t[:, None] - (s * STRIDE + SPAN - 1)[None, :]
-            z = tl.where((age >= 0) & (age < WINDOW) & (s < stop)[None, :], z, float("-inf"))
-        new = tl.maximum(top, tl.max(z, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # -inf - -inf would be NaN
-        p = tl.exp2(z - base[:, None])
+            visible = (age >= 0) & (age < WINDOW) & (s < stop)[None, :]
+            logit = tl.where(visible, logit, float("-inf"))
+
+        # As long as a row has seen nothing, its maximum is -inf, and -inf - -inf would be NaN.
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(logit - base[:, None])
         shrink = tl.exp2(top - base)
+
         v_tile = load_rows(v_ptr, row, s < stop, K, KP)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision="tf32x3")
-        top, mass = new, mass * shrink + tl.sum(p, 1)
+        acc = add_product(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        top = new_top
     return acc, top, mass
 
 
 @triton.jit
 def ranged_forward_kernel(
+    # tensors
     q_ptr,
     k_ptr,
     v_ptr,
     o_ptr,
     lse_ptr,
+    # tables
     tile_ptr,
     table_ptr,
+    # numbers
     scale2,
     H,
     G,
     HEADS_O,
+    # sizes of heads and tiles
     M: tl.constexpr,
     MP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
+    # range of keys
     STRIDE: tl.constexpr,
     SPAN: tl.constexpr,
     WINDOW: tl.constexpr,
     KEYS: tl.constexpr,
 ):
+    """o and lse of a tile of queries under one KV head, over the keys in their range."""
     g = tl.program_id(1)
-    index = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries see the most: start them first
-    x, token, tokens, key = tile_of(tile_ptr, index, table_ptr, KEYS)
+    # Late queries see the most keys: they start first, so that no long program is left for the end.
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    x, token, tokens, key = load_tile(tile_ptr, index, table_ptr, KEYS)
+
     r = tl.arange(0, R)
-    t, m = x + r // MP, r % MP
-    live = (t < tokens) & (m < M)
-    z, head = (token + t).to(tl.int64), g * M + m
-    q_tile = load_rows(q_ptr, z * H + head, live, K, KP)
-    key_row = key.to(tl.int64) * G + g
+    t = x + r // MP
+    m = r % MP
+    valid = (t < tokens) & (m < M)
+    z = (token + t).to(tl.int64)
+    head = g * M + m
+    q_tile = load_rows(q_ptr, z * H + head, valid, K, KP)
+
+    keys = (k_ptr, v_ptr, key.to(tl.int64) * G + g, G)
     last = tl.minimum(x + R // MP, tokens) - 1
-    begin, stop = seen(x - WINDOW, STRIDE, SPAN), seen(last, STRIDE, SPAN)
-    # keys that every row sees need no mask: [low, high), whole steps from `begin`
-    low = begin + tl.cdiv(seen(last - WINDOW, STRIDE, SPAN) - begin, S) * S
-    high = tl.maximum(low, begin + (seen(x, STRIDE, SPAN) - begin) // S * S)
+    bounds = key_bounds(x, last, S, STRIDE, SPAN, WINDOW)
     state = (
         tl.zeros([R, KP], tl.float32),
         tl.full([R], float("-inf"), tl.float32),
         tl.zeros([R], tl.float32),
     )
-    state = fold(
-        state,
-        q_tile,
-        k_ptr,
-        v_ptr,
-        key_row,
-        begin,
-        low,
-        stop,
-        t,
-        scale2,
-        G,
-        K,
-        KP,
-        S,
-        STRIDE,
-        SPAN,
-        WINDOW,
-        True,
-    )
-    state = fold(
-        state,
-        q_tile,
-        k_ptr,
-        v_ptr,
-        key_row,
-        low,
-        high,
-        stop,
-        t,
-        scale2,
-        G,
-        K,
-        KP,
-        S,
-        STRIDE,
-        SPAN,
-        WINDOW,
-        False,
-    )
-    state = fold(
-        state,
-        q_tile,
-        k_ptr,
-        v_ptr,
-        key_row,
-        high,
-        stop,
-        stop,
-        t,
-        scale2,
-        G,
-        K,
-        KP,
-        S,
-        STRIDE,
-        SPAN,
-        WINDOW,
-        True,
-    )
+    for part in tl.static_range(3):
+        state = attend_to_keys(
+            state,
+            q_tile,
+            keys,
+            bounds[part],
+            bounds[part + 1],
+            bounds[3],
+            t,
+            scale2,
+            K,
+            KP,
+            S,
+            STRIDE,
+            SPAN,
+            WINDOW,
+            MASKED=part != 1,
+        )
+
+    # Rows that see nothing: o is exactly 0, and lse is +inf, so that the backward gives them p = 0.
     acc, top, mass = state
-    blind = mass == 0.0
-    safe = tl.where(blind, 1.0, mass)
-    store_rows(o_ptr, z * HEADS_O + head, live, acc / safe[:, None], K, KP)
-    tl.store(lse_ptr + z * H + head, tl.where(blind, float("inf"), top + tl.log2(safe)), mask=live)
+    sees_nothing = mass == 0.0
+    mass = tl.where(sees_nothing, 1.0, mass)
+    store_rows(o_ptr, z * HEADS_O + head, valid, acc / mass[:, None], K, KP)
+    tl.store(
+        lse_ptr + z * H + head,
+        tl.where(sees_nothing, float("inf"), top + tl.log2(mass)),
+        mask=valid,
+    )
 
 
 # ---- choice of blocks
 
 
 @triton.jit
-def choose_kernel(
-    q_ptr,
-    k_ptr,
-    lse_ptr,
-    idx_ptr,
-    tile_ptr,
-    table_ptr,
+def importance_of_blocks(
+    q_tile,
+    lse,
+    keys,  # (k_ptr, row of the document's first key, G)
+    j,
+    last,
+    t,
     scale2,
-    H,
-    G,
-    M: tl.constexpr,
     MP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -246,144 +277,207 @@ def choose_kernel(
     PER: tl.constexpr,
     SPREAD: tl.constexpr,
     WEIGHTS: tl.constexpr,
+):
+    """[queries, JB] fp32: importance of the blocks j, summed over the heads of the group.
+
+    A block's importance is the mass of PER + SPREAD - 1 compressed keys, times WEIGHTS (1, 2, 2, 2,
+    1 with the default sizes). Each of these offsets takes one product, strided over the blocks of
+    the tile, so that pooling moves no data between threads.
+    """
+    k_ptr, key_row, G = keys
+    importance = tl.zeros([R, JB], tl.float32)
+    for offset in tl.static_range(PER + SPREAD - 1):
+        s = j * PER + (offset - SPREAD + 1)
+        row = key_row + s.to(tl.int64) * G
+        exists = (s >= 0) & (s < keys_ended(last, STRIDE, SPAN))
+        k_tile = load_rows(k_ptr, row, exists, K, KP)
+        logit = product(q_tile, tl.trans(k_tile)) * scale2
+
+        visible = (s >= 0)[None, :] & (s[None, :] * STRIDE + SPAN - 1 <= t[:, None])
+        exponent = tl.where(visible, logit - lse[:, None], float("-inf"))
+        importance += WEIGHTS[offset] * tl.exp2(exponent)
+    return tl.sum(tl.reshape(importance, [R // MP, MP, JB]), 1)
+
+
+@triton.jit
+def choose_kernel(
+    # tensors
+    q_ptr,
+    k_ptr,
+    lse_ptr,
+    idx_ptr,
+    # tables
+    tile_ptr,
+    table_ptr,
+    # numbers
+    scale2,
+    H,
+    G,
+    # sizes of heads and tiles
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    R: tl.constexpr,
+    JB: tl.constexpr,  # blocks of a step
+    # compressed keys
+    STRIDE: tl.constexpr,
+    SPAN: tl.constexpr,
+    PER: tl.constexpr,  # strides of a selection block
+    SPREAD: tl.constexpr,  # strides of a compressed block
+    WEIGHTS: tl.constexpr,  # strides that the compressed key at each offset shares with the block
+    # what is chosen
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    BEST: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BEST: tl.constexpr,  # a power of two, at least COUNT - INIT - LOCAL
+    COLUMNS: tl.constexpr,  # COUNT padded to a power of two
 ):
-    """Selected blocks of each query: every block up to its own while there are at most COUNT; then
-    the first INIT, the LOCAL last, and the most important others, whose importance never leaves the
-    chip.
+    """block_idx [Z, G, COUNT]: the blocks that each query of a tile reads.
 
-    A block's importance takes PER + SPREAD - 1 compressed keys, times WEIGHTS (1, 2, 2, 2, 1 in the
-    default sizes): one product for each of
-    these offsets, strided over the blocks of the tile, pools without moving data between threads.
-    fp32 importance and index rank as one
-    int64: non-negative floats order like their bits, and the lower block wins a tie. BEST, a power
-    of two, is at least the number of free
-    places."""
+    A query with at most COUNT blocks reads all of them. Any other reads the first INIT, the LOCAL
+    last, and the most important others. The importance never leaves the chip.
+    """
     g = tl.program_id(1)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
-    x, token, tokens, key = tile_of(tile_ptr, index, table_ptr, 2)
+    x, token, tokens, key = load_tile(tile_ptr, index, table_ptr, 2)
     Q: tl.constexpr = R // MP
     FORCED: tl.constexpr = INIT + LOCAL
+    BLOCK: tl.constexpr = PER * STRIDE  # tokens
+
     r = tl.arange(0, R)
-    t, m = x + r // MP, r % MP
-    live = (t < tokens) & (m < M)
+    t = x + r // MP
+    m = r % MP
+    valid = (t < tokens) & (m < M)
     row = (token + t).to(tl.int64) * H + g * M + m
     query = x + tl.arange(0, Q)
-    own = query // (PER * STRIDE)
+    own = query // BLOCK
+
     best = tl.full([Q, BEST], -1, tl.int64)
     if COUNT > FORCED:
-        q_tile = load_rows(q_ptr, row, live, K, KP)
-        lse = tl.load(lse_ptr + row, mask=live, other=float("inf"))
-        key_row = key.to(tl.int64) * G + g
+        q_tile = load_rows(q_ptr, row, valid, K, KP)
+        lse = tl.load(lse_ptr + row, mask=valid, other=float("inf"))
+        keys = (k_ptr, key.to(tl.int64) * G + g, G)
+
+        # A tile whose queries all read every block has nothing to rank.
         last = tl.minimum(x + Q, tokens) - 1
-        stop = tl.where(
-            last >= COUNT * PER * STRIDE, last // (PER * STRIDE) - LOCAL + 1, INIT
-        )  # early queries choose nothing
+        stop = tl.where(last >= COUNT * BLOCK, last // BLOCK - LOCAL + 1, INIT)
         for j0 in range(INIT, stop, JB):
             j = j0 + tl.arange(0, JB)
-            imp = tl.zeros([R, JB], tl.float32)
-            for offset in tl.static_range(PER + SPREAD - 1):
-                s = j * PER + (offset - SPREAD + 1)
-                k_tile = load_rows(
-                    k_ptr,
-                    key_row + s.to(tl.int64) * G,
-                    (s >= 0) & (s < seen(last, STRIDE, SPAN)),
-                    K,
-                    KP,
-                )
-                logit = tl.dot(q_tile, tl.trans(k_tile), input_precision="tf32x3") * scale2
-                visible = (s >= 0)[None, :] & (s[None, :] * STRIDE + SPAN - 1 <= t[:, None])
-                imp += WEIGHTS[offset] * tl.exp2(
-                    tl.where(visible, logit - lse[:, None], float("-inf"))
-                )
-            imp = tl.sum(tl.reshape(imp, [Q, MP, JB]), 1)
-            rank = (imp.to(tl.int32, bitcast=True).to(tl.int64) << 32) + (2147483647 - j)[None, :]
-            rank = tl.where(j[None, :] <= own[:, None] - LOCAL, rank, -1)
-            # of a falling and a rising list, the larger of each pair are the best of both, in an
-            # order that one merge sorts
-            best = tl.bitonic_merge(
-                tl.maximum(best, tl.flip(tl.topk(rank, BEST), 1)), descending=True
+            importance = importance_of_blocks(
+                q_tile,
+                lse,
+                keys,
+                j,
+                last,
+                t,
+                scale2,
+                MP,
+                K,
+                KP,
+                R,
+                JB,
+                STRIDE,
+                SPAN,
+                PER,
+                SPREAD,
+                WEIGHTS,
             )
-    # a NaN's rank may lose its index: the limits keep it from reading out of bounds
-    free = tl.minimum(
-        tl.maximum(2147483647 - (best & 4294967295), 0), tl.maximum(own - LOCAL, 0)[:, None]
-    )
+
+            # Importance and index rank as one int64: non-negative floats order like their bits,
+            # and 2^31 - 1 - j below them lets the lower block win a tie.
+            bits = importance.to(tl.int32, bitcast=True).to(tl.int64)
+            rank = (bits << 32) + (2147483647 - j)[None, :]
+            rank = tl.where(j[None, :] <= own[:, None] - LOCAL, rank, -1)
+
+            # The larger of each pair of a falling and a rising list are the best of both lists, in
+            # an order that one merge sorts.
+            rising = tl.flip(tl.topk(rank, BEST), 1)
+            best = tl.bitonic_merge(tl.maximum(best, rising), descending=True)
+
+    # The rank of a NaN may have lost its index: the limits keep it from reading out of bounds.
+    free = tl.maximum(2147483647 - (best & 4294967295), 0)
+    free = tl.minimum(free, tl.maximum(own - LOCAL, 0)[:, None])
+
+    # First all blocks of early queries or the forced ones of the others, then the free places.
     early = (own < COUNT)[:, None]
-    kept = (query < tokens)[:, None]
+    exists = (query < tokens)[:, None]
     base = idx_ptr + ((token + query).to(tl.int64) * G + g)[:, None] * COUNT
+
     p = tl.arange(0, COLUMNS)[None, :]
-    first = tl.where(
-        early,
-        tl.where(p <= own[:, None], p, -1),
-        tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1)),
-    )
+    all_blocks = tl.where(p <= own[:, None], p, -1)
+    forced = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
+    first = tl.where(early, all_blocks, forced)
     tl.store(
         base + p,
         first.to(idx_ptr.dtype.element_ty),
-        mask=kept & (p < COUNT) & (early | (p < FORCED)),
+        mask=exists & (p < COUNT) & (early | (p < FORCED)),
     )
+
     p = FORCED + tl.arange(0, BEST)[None, :]
     tl.store(
         base + p,
         free.to(idx_ptr.dtype.element_ty),
-        mask=kept & (p < COUNT) & (own >= COUNT)[:, None],
+        mask=exists & (p < COUNT) & (own >= COUNT)[:, None],
     )
 
 
 # ---- selected branch: tiles of pairs of one block, then their merge
+#
+# block_ptr   block of each piece, BLOCKS if the piece is empty (Pairs.pieces of layout.py)
+# first_ptr   first piece of each block
+# start_ptr   sorted position of each block's first pair (Pairs.start_J1)
+# order_ptr   pair at each sorted position (Pairs.order_P)
+# place_ptr   sorted position of each pair (Pairs.place_P)
+# query0      first query of the chunk
+# J, BLOCKS   selection blocks of all documents, and those of all KV heads of the launch
+# L, LP       tokens of a block, and padded to a power of two
 
 
 @triton.jit
-def piece_of(
+def load_piece(
     piece,
-    block_ptr,
-    first_ptr,
-    start_ptr,
-    tile_ptr,
-    table_ptr,
+    tables,  # (block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr)
     J,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr,  # pairs of a full piece
     L: tl.constexpr,
 ):
-    """A piece's pairs [begin, end), its block's KV head, first position, document's first token,
-    and keys.
+    """(begin, end, g, x, token, keys) of a piece.
+
+    Its pairs are the sorted positions [begin, end). Its block belongs to KV head g, begins at
+    position x of a document whose first token is `token`, and has `keys` keys.
     """
+    block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr = tables
     block = tl.load(block_ptr + piece)
     begin = tl.load(start_ptr + block) + (piece - tl.load(first_ptr + block)) * SIZE
-    x, token, tokens, _ = tile_of(tile_ptr, block % J, table_ptr, 0)
-    return (
-        begin,
-        tl.minimum(begin + SIZE, tl.load(start_ptr + block + 1)),
-        block // J,
-        x,
-        token,
-        tl.minimum(L, tokens - x),
-    )
+    x, token, tokens, _ = load_tile(tile_ptr, block % J, table_ptr, 0)
+    end = tl.minimum(begin + SIZE, tl.load(start_ptr + block + 1))
+    return begin, end, block // J, x, token, tl.minimum(L, tokens - x)
 
 
 @triton.jit
-def pairs_of(order_ptr, position, live, query0, COUNT, Z):
-    """Token of each sorted pair, flat."""
-    return (tl.load(order_ptr + position, mask=live, other=0) // COUNT + query0) % Z
+def tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z):
+    """Token, counted over all rows, of the pair at each sorted position."""
+    pair = tl.load(order_ptr + position, mask=valid, other=0)
+    return (pair // COUNT + query0) % Z
 
 
 @triton.jit
 def pair_forward_kernel(
+    # tensors
     q_ptr,
     k_ptr,
     v_ptr,
-    o_ptr,
-    lse_ptr,
+    o_ptr,  # [P, M, K], in sorted order
+    lse_ptr,  # [P, M], in sorted order
+    # tables
     block_ptr,
     first_ptr,
     start_ptr,
     order_ptr,
     tile_ptr,
     table_ptr,
+    # numbers
     query0,
     scale2,
     COUNT,
@@ -392,6 +486,7 @@ def pair_forward_kernel(
     G,
     J,
     BLOCKS,
+    # sizes of heads, tiles and blocks
     M: tl.constexpr,
     MP: tl.constexpr,
     K: tl.constexpr,
@@ -400,55 +495,59 @@ def pair_forward_kernel(
     L: tl.constexpr,
     LP: tl.constexpr,
 ):
-    """Softmax of each pair's rows over the keys of the pair's block, normalised, and its
-    log-sum-exp, in sorted order.
+    """Attention of each pair's rows to the keys of the pair's block, and its log-sum-exp.
+
+    The pairs of a piece share their block, so that one dense product serves them all.
     """
     piece = tl.program_id(0)
     if tl.load(block_ptr + piece) == BLOCKS:
         return
-    begin, end, g, x, token, keys = piece_of(
-        piece, block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr, J, R // MP, L
-    )
+    tables = (block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr)
+    begin, end, g, x, token, keys = load_piece(piece, tables, J, R // MP, L)
+
     r = tl.arange(0, R)
-    position, m = begin + r // MP, r % MP
-    live = (position < end) & (m < M)
-    z = pairs_of(order_ptr, position, live, query0, COUNT, Z).to(tl.int64)
-    q_tile = load_rows(q_ptr, z * H + g * M + m, live, K, KP)
+    position = begin + r // MP
+    m = r % MP
+    valid = (position < end) & (m < M)
+    z = tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z).to(tl.int64)
+    q_tile = load_rows(q_ptr, z * H + g * M + m, valid, K, KP)
+
     s = tl.arange(0, LP)
     row = (token + x + s).to(tl.int64) * G + g
-    logit = (
-        tl.dot(q_tile, tl.trans(load_rows(k_ptr, row, s < keys, K, KP)), input_precision="tf32x3")
-        * scale2
-    )
-    visible = (s < keys)[None, :] & (
-        (token + x + s)[None, :] <= z[:, None]
-    )  # only a query's own block hides keys
-    logit = tl.where(
-        visible | (s == 0)[None, :], logit, float("-inf")
-    )  # the first key is always visible; dead rows stay finite
+    k_tile = load_rows(k_ptr, row, s < keys, K, KP)
+    logit = product(q_tile, tl.trans(k_tile)) * scale2
+
+    # Only a query's own block hides keys from it. The first key is always visible; saying so keeps
+    # the logits of invalid rows finite.
+    visible = (s < keys)[None, :] & ((token + x + s)[None, :] <= z[:, None])
+    logit = tl.where(visible | (s == 0)[None, :], logit, float("-inf"))
     top = tl.max(logit, 1)
     p = tl.exp2(logit - top[:, None])
     mass = tl.sum(p, 1)
+
     v_tile = load_rows(v_ptr, row, s < keys, K, KP)
-    o = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="tf32x3") / mass[:, None]
+    o = product(p.to(v_tile.dtype), v_tile) / mass[:, None]
     out = position.to(tl.int64) * M + m
-    store_rows(o_ptr, out, live, o, K, KP)
-    tl.store(lse_ptr + out, top + tl.log2(mass), mask=live)
+    store_rows(o_ptr, out, valid, o, K, KP)
+    tl.store(lse_ptr + out, top + tl.log2(mass), mask=valid)
 
 
 @triton.jit
 def gather_kernel(
-    x_ptr,
-    part_lse_ptr,
+    # tensors
+    x_ptr,  # [P, M, K], in sorted order: outputs of pairs, or their gradients
+    part_lse_ptr,  # [P, M], in sorted order
     place_ptr,
     o_ptr,
     lse_ptr,
+    # numbers
     query0,
-    queries,
+    queries,  # of the chunk
     COUNT,
     Z,
     H,
     HEADS_O,
+    # sizes of heads and tiles
     M: tl.constexpr,
     MP: tl.constexpr,
     K: tl.constexpr,
@@ -456,68 +555,80 @@ def gather_kernel(
     R: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Sum over a query's pairs: of their outputs, weighted by exp2(lse - total lse) (MERGE), or of
-    their gradients.
+    """Sums what the pairs of each query hold; with MERGE, weighted by exp2(lse - total lse).
+
+    The softmax over all of a query's blocks is the mean of the softmaxes over each of them,
+    weighted by their shares of the mass. Their log-sum-exps hold these shares. The merge of outputs
+    also stores the total log-sum-exp; gradients are only added.
     """
     r = tl.arange(0, R)
-    c, m = tl.program_id(0) * (R // MP) + r // MP, r % MP
-    live = (c < queries) & (m < M)
-    z, g = ((c + query0) % Z).to(tl.int64), (c + query0) // Z
-    top, mass = tl.full([R], float("-inf"), tl.float32), tl.zeros([R], tl.float32)
+    c = tl.program_id(0) * (R // MP) + r // MP
+    m = r % MP
+    valid = (c < queries) & (m < M)
+    z = ((c + query0) % Z).to(tl.int64)
+    g = (c + query0) // Z
+
+    top = tl.full([R], float("-inf"), tl.float32)
+    mass = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, KP], tl.float32)
     for p in range(COUNT):
-        place = tl.load(place_ptr + c * COUNT + p, mask=live, other=-1).to(tl.int64)
-        row, used = place * M + m, place >= 0
+        place = tl.load(place_ptr + c * COUNT + p, mask=valid, other=-1).to(tl.int64)
+        row = place * M + m
+        used = place >= 0
         part = load_rows(x_ptr, row, used, K, KP).to(tl.float32)
         if MERGE:
             lse = tl.load(part_lse_ptr + row, mask=used, other=float("-inf"))
-            new = tl.maximum(top, lse)
-            base = tl.where(new == float("-inf"), 0.0, new)
-            shrink, weight = tl.exp2(top - base), tl.exp2(lse - base)
+            new_top = tl.maximum(top, lse)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            shrink = tl.exp2(top - base)
+            weight = tl.exp2(lse - base)
             acc = acc * shrink[:, None] + part * weight[:, None]
-            top, mass = new, mass * shrink + weight
+            mass = mass * shrink + weight
+            top = new_top
         else:
             acc += part
+
     if MERGE:
-        mass = tl.where(live, mass, 1.0)
+        mass = tl.where(valid, mass, 1.0)
         acc /= mass[:, None]
-        tl.store(lse_ptr + z * H + g * M + m, top + tl.log2(mass), mask=live)
-    store_rows(o_ptr, z * HEADS_O + g * M + m, live, acc, K, KP)
+        tl.store(lse_ptr + z * H + g * M + m, top + tl.log2(mass), mask=valid)
+    store_rows(o_ptr, z * HEADS_O + g * M + m, valid, acc, K, KP)
+
+
+# ---- all branches
 
 
 @triton.jit
 def combine_kernel(
+    # tensors
     o_ptr,
     cmp_ptr,
     slc_ptr,
-    win_ptr,
-    gate_ptr,
-    rows,
+    win_ptr,  # [Z, HEADS, K]: only the heads of the launch
+    gate_ptr,  # [Z, H, 3]
+    # numbers
+    rows,  # Z * HEADS
     H,
     HEADS,
+    # sizes
     K: tl.constexpr,
     KP: tl.constexpr,
     R: tl.constexpr,
 ):
-    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win; o_win holds HEADS heads of each token, the
-    others H.
-    """
+    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win."""
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    live, row = r < rows, r // HEADS * H + r % HEADS
+    valid = r < rows
+    row = r // HEADS * H + r % HEADS
+
+    branches = (cmp_ptr, slc_ptr, win_ptr)
+    row_of_branch = (row, row, r)
     o = tl.zeros([R, KP], tl.float32)
     for branch in tl.static_range(3):
-        gate = tl.load(gate_ptr + row * 3 + branch, mask=live, other=0.0).to(tl.float32)
-        part = load_rows(
-            cmp_ptr if branch == 0 else slc_ptr if branch == 1 else win_ptr,
-            r if branch == 2 else row,
-            live,
-            K,
-            KP,
-        )
+        gate = tl.load(gate_ptr + row * 3 + branch, mask=valid, other=0.0).to(tl.float32)
+        part = load_rows(branches[branch], row_of_branch[branch], valid, K, KP)
         o += gate[:, None] * part.to(tl.float32)
-    store_rows(o_ptr, row, live, o, K, KP)
+    store_rows(o_ptr, row, valid, o, K, KP)
 
 
-INTERPRETED = not isinstance(
-    combine_kernel, triton.JITFunction
-)  # what the decorator made of it, whatever the environment says by now
+# The decorator decided when this file was imported, whatever the environment says by now.
+INTERPRETED = not isinstance(combine_kernel, triton.JITFunction)

@@ -65,6 +65,20 @@ class Sizes(NamedTuple):
         return 0 if tokens < self.cmp_block else (tokens - self.cmp_block) // self.cmp_stride + 1
 
 
+class BranchKV(NamedTuple):
+    """Keys and values of the three branches, or their gradients."""
+
+    k_slc: Tensor
+    v_slc: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_win: Tensor
+    v_win: Tensor
+
+    def contiguous(self) -> "BranchKV":
+        return BranchKV(*(x.contiguous() for x in self))
+
+
 # ----------------------------------------------------------------------------- products and softmax
 def _dot(a, b):
     """a b^T with fp32 results.

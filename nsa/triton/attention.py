@@ -1,50 +1,48 @@
-"""Native Sparse Attention (arXiv 2502.11089) as Triton kernels: the twin of nsa/engine.py, forward
-and backward, for GPUs.
+"""Native Sparse Attention (arXiv 2502.11089) as Triton kernels: nsa/engine.py's twin for GPUs.
 
-Imports nsa/ (the checks and the sizes), nsa/triton/layout.py (tables), nsa/triton/forward.py and
-nsa/triton/backward.py (kernels).
+`nsa_attention` is the entry point. This file launches the kernels of nsa/triton/forward.py and
+nsa/triton/backward.py over the tables of nsa/triton/layout.py.
 
-Letters: B batch, T tokens, Z = B*T, H query heads, G KV heads, M = H/G, K head dim, N compressed
-blocks of a row, J selection blocks of all
-rows, n selected blocks per query, P (query, block) pairs of a chunk.
+**How the branches run.** The compressed branch and the window are one flash kernel over a range of
+keys per query. A second pass over the compressed keys turns the saved log-sum-exp into
+probabilities, pools them and keeps the best blocks of each query, all on the chip. The selected
+branch is block-major: (query, block) pairs are sorted by block, each piece of a block's pairs is
+one dense tile, and the results of a query's pairs merge by log-sum-exp. Without the sort, every
+query would gather n blocks of keys for itself. In the backward, the pairs of popular blocks are cut
+into segments, whose sums are added in a fixed order.
 
-How a GPU does it. Compressed branch and window are one flash kernel over a range of keys per query;
-a tile's rows are (query, head), so
-that a group of 4 heads fills the tensor cores. A second pass over the compressed keys turns the
-saved log-sum-exp into probabilities,
-pools them and keeps the top n of each query on the chip. The selected branch is block-major: pairs
-sorted by block, one dense tile per
-piece of a block's pairs, results merged by log-sum-exp; its backward cuts the pairs of popular
-blocks into segments, whose sums are added
-in a fixed order. All n blocks are pairs, the forced ones included: 3 of 16 more partial results
-through memory (about 2 ms of 10 per
-forward at 131,072 tokens and 3.35 TB/s, by computation), and no special case. Documents and rows of
-the batch share every launch.
-Everything is deterministic, without atomics, and waits for no host. fp32 products are three tf32
-ones: error near 2^-21.
+All n blocks are pairs, also the forced ones. That moves 3 of 16 more partial results through memory
+(about 2 ms of 10 per forward at 131,072 tokens and 3.35 TB/s, by computation) and saves a special
+case. Documents and rows of the batch share every launch. Everything is deterministic, uses no
+atomics, and never waits for the host.
 
-The window does not use PyTorch's stock flash attention: its backward adds up dq by atomics and so
+The window does not use PyTorch's flash attention: its backward adds up dq by atomics, so that it
 does not repeat bit for bit, and the operator that takes a window (aten::_flash_attention_forward)
 is private.
 
-Memory at T = 131,072, H = 32, G = 8, K = 128, bf16, beyond inputs, o and the gradients returned (GB
-= 1e9 bytes; a test counts it):
-saved from forward to backward: o_cmp and o_slc 2.15, log-sum-exps and indices 0.07;
-forward: partial results of a chunk of pairs 0.27, later o_win of one KV head 0.13, sorting 0.02: at
-most 2.5 in all;
-backward: dq of a chunk of pairs 0.27, dk and dv of its segments 0.20, in fp32 dq of one KV head
-0.27 and its dk_slc and dv_slc 0.13,
-deltas 0.05, sorting 0.02: at most 3.2 with what was saved.
+**Memory** at T = 131,072, H = 32, G = 8, K = 128 in bf16, beyond inputs, o and the returned
+gradients (GB = 1e9 bytes; a test counts it):
+
+saved      o_cmp and o_slc 2.15, log-sum-exps and indices 0.07
+forward    partial results of a chunk of pairs 0.27, later o_win of one KV head 0.13, sorting 0.02:
+           at most 2.5 in all
+backward   dq of a chunk of pairs 0.27, dk and dv of its segments 0.20, in fp32 dq of one KV head
+           0.27 and its dk_slc and dv_slc 0.13, deltas 0.05, sorting 0.02: at most 3.2 with what
+           was saved
+
+Letters: B rows of the batch, T tokens of a row, Z = B*T, H query heads, G KV heads, M = H/G, K head
+dim, N compressed blocks of a row, n selected blocks per query, J selection blocks of all documents,
+P pairs of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from nsa.branches import LOG2E, Sizes
+from nsa.branches import LOG2E, BranchKV, Sizes
 from nsa.engine import attend
 from nsa.triton.backward import (
     delta_kernel,
@@ -63,69 +61,99 @@ from nsa.triton.forward import (
 )
 from nsa.triton.layout import Pairs, lay_out, sort_pairs
 
-DTYPES = torch.float32, torch.bfloat16, torch.float16
-PAIR_NUMBERS = 2**27  # numbers in the partial results of a chunk of pairs: 256 MiB in bf16
-FOREVER = 2**30  # a compressed block stays visible; positions are int32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARTIAL_RESULT_NUMBERS = 2**27  # numbers in the results of a chunk of pairs: 256 MiB in bf16
+UNLIMITED = 2**30  # the window of the compressed branch; positions are int32
 
 
 # ---- where the kernels run
 
 
-def require(q: Tensor):
-    """ValueError where the kernels cannot serve tensors like `q`."""
-    given, remedy = (
-        f"nsa_attention of nsa.triton.attention was given {q.dtype} on {q.device}",
-        "or use nsa.engine.nsa_attention",
-    )
-    on_gpu = (
-        q.is_cuda
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    )
-    if q.dtype not in DTYPES or not (INTERPRETED or on_gpu):
+def supported(q: Tensor) -> bool:
+    """Whether the kernels run on tensors with the device and dtype of `q`."""
+    if q.dtype not in DTYPES:
+        return False
+    if INTERPRETED:
+        return True
+    if not q.is_cuda or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def require(q: Tensor) -> None:
+    """ValueError if the kernels do not run on tensors with the device and dtype of `q`."""
+    given = f"nsa_attention of nsa.triton.attention was given {q.dtype} on {q.device}"
+    if not supported(q):
         raise ValueError(
-            f"{given}; it needs float32, bfloat16 or float16 on a CUDA device of compute capability >= 8.0 "
-            f"(or TRITON_INTERPRET=1, set before triton is imported, for tests): move the tensors there, {remedy}"
+            f"{given}; it needs float32, bfloat16 or float16 on a CUDA device of compute "
+            "capability >= 8.0 (or TRITON_INTERPRET=1, set before triton is imported, for tests): "
+            "move the tensors there, or use nsa.engine.nsa_attention"
         )
     if INTERPRETED and q.dtype == torch.bfloat16:
         raise ValueError(
-            f"{given} under TRITON_INTERPRET=1, whose bf16 products are wrong; it needs float32 or float16: cast, {remedy}"
+            f"{given} under TRITON_INTERPRET=1, whose bf16 products are wrong; it needs float32 or "
+            "float16: cast, or use nsa.engine.nsa_attention"
         )
 
 
-def require_sizes(M: int, K: int, itemsize: int, cfg: Sizes):
+def require_sizes(M: int, K: int, itemsize: int, cfg) -> None:
     """ValueError for sizes whose tiles would not fit the chip."""
-    kib = triton.next_power_of_2(cfg.sel_block) * triton.next_power_of_2(K) * itemsize / 1024
+    keys_of_a_block = triton.next_power_of_2(cfg.sel_block)
+    kib = keys_of_a_block * triton.next_power_of_2(K) * itemsize / 1024
     if M > 64 or K > 256 or cfg.sel_block > 128 or kib > 32:
         raise ValueError(
-            f"nsa_attention of nsa.triton.attention was given {M} query heads per KV head, head dim {K}, sel_block={cfg.sel_block}, whose keys "
-            f"take {kib:g} KiB; it needs at most 64, 256, 128 and 32 KiB: lower them, or use nsa.engine.nsa_attention"
+            f"nsa_attention of nsa.triton.attention was given {M} query heads per KV head, "
+            f"head dim {K}, sel_block={cfg.sel_block}, whose keys take {kib:g} KiB; it needs at "
+            "most 64, 256, 128 and 32 KiB: lower them, or use nsa.engine.nsa_attention"
         )
 
 
-class Blocks(NamedTuple):
-    """Tile sizes, powers of two from 16 on: rows (query, head) where results belong to rows and
-    where they belong to keys; keys; steps of a loop in flight; rows of a segment of the selected
-    branch's backward.
-    """
+class TileSizes(NamedTuple):
+    """Sizes of tiles, powers of two from 16 on, the least that a tensor core takes."""
 
-    rows: int
-    key_rows: int
+    rows: int  # (query, head) rows, in kernels whose results belong to queries
+    key_rows: int  # the same in kernels whose results belong to keys
     keys: int
-    stages: int
-    segment_rows: int = 1024
+    stages: int  # steps of a loop whose loads are in flight
+    segment_rows: int = 1024  # rows of a segment in the backward of the selected branch
 
 
-def blocks(K: int, itemsize: int) -> Blocks:
-    """Tiles that fit the 227 KiB of shared memory of an H100: bf16 with K = 128 takes 192 KiB (113
-    KiB on an A100), fp32 216 KiB.
+def tile_sizes(K: int, itemsize: int) -> TileSizes:
+    """Tiles that fit the 227 KiB of shared memory of an H100.
+
+    bf16 with K = 128 takes 192 KiB (113 KiB on an A100), fp32 216 KiB.
     """
-    # bytes of a row: fp32 from K = 128, 16-bit numbers from K = 256
-    wide = triton.next_power_of_2(K) * itemsize > 256
-    return Blocks(64, 16, 32, 1) if wide else Blocks(128, 64, 64, 2)
+    bytes_of_a_row = triton.next_power_of_2(K) * itemsize
+    if bytes_of_a_row > 256:  # fp32 from K = 128 on, 16-bit numbers from K = 256 on
+        return TileSizes(rows=64, key_rows=16, keys=32, stages=1)
+    return TileSizes(rows=128, key_rows=64, keys=64, stages=2)
 
 
 # ---- one call
+
+
+class HeadGroup(NamedTuple):
+    """KV heads that are computed at a time, [start, stop), each with its M query heads."""
+
+    start: int
+    stop: int
+    M: int
+
+    @property
+    def kv_heads(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def query_heads(self) -> int:
+        return self.kv_heads * self.M
+
+    def of_queries(self, x_BTH: Tensor) -> Tensor:
+        """[Z, query heads, ...] from the group's first one on: kernels take the view's pointer."""
+        return x_BTH.flatten(0, 1)[:, self.start * self.M :]
+
+    def of_keys(self, x_BSG: Tensor) -> Tensor:
+        """[B*S, KV heads, ...] from the group's first one on: kernels take the view's pointer."""
+        return x_BSG.flatten(0, 1)[:, self.start :]
 
 
 class Call:
@@ -140,71 +168,94 @@ class Call:
         sizes: Sequence[int],
     ):
         B, T, self.H, self.K = q_BTHK.shape
-        self.cfg, self.G, self.Z, self.itemsize = (
-            Sizes(*sizes),
-            k_BTGK.shape[2],
-            B * T,
-            q_BTHK.element_size(),
-        )
-        self.M, self.MP = self.H // self.G, triton.next_power_of_2(self.H // self.G)
+        self.Z = B * T
+        self.G = k_BTGK.shape[2]
+        self.M = self.H // self.G
+        self.MP = triton.next_power_of_2(self.M)
+        self.cfg = Sizes(*sizes)
+        self.scale = self.K**-0.5
+        self.scale2 = self.K**-0.5 * LOG2E
+
+        itemsize = q_BTHK.element_size()
         require(q_BTHK)
-        require_sizes(self.M, self.K, self.itemsize, self.cfg)
-        self.blocks = blocks(self.K, self.itemsize)
-        self.documents = lay_out(q_BTHK, k_cmp_BNGK.shape[1], cu_seqlens, self.cfg)
+        require_sizes(self.M, self.K, itemsize, self.cfg)
+        self.tile = tile_sizes(self.K, itemsize)
+        self.rows = max(self.tile.rows, self.MP)
+        self.key_rows = max(self.tile.key_rows, self.MP)
+
+        blocks_per_row = k_cmp_BNGK.shape[1]
+        self.documents = lay_out(q_BTHK, blocks_per_row, cu_seqlens, self.cfg)
+        tokens = self.documents.tokens
         self.table = self.documents.table_D4
-        self.rows, self.key_rows = (
-            max(self.blocks.rows, self.MP),
-            max(self.blocks.key_rows, self.MP),
-        )
-        self.tiles = self.documents.tiles(self.documents.tokens, self.rows // self.MP)
-        self.block_tiles = self.documents.tiles(self.documents.tokens, self.cfg.sel_block)
-        self.base_Z = self.table[:, 3].repeat_interleave(self.table[:, 1], output_size=self.Z)
-        # one group of KV heads at a time bounds what a head needs; one chunk of its pairs bounds
-        # the partial results
-        self.chunk = max(1, PAIR_NUMBERS // (self.cfg.sel_count * self.M * self.K))
-        self.group = min(self.G, max(1, self.chunk // self.Z))
+        self.tiles = self.documents.tiles(tokens, self.rows // self.MP)
+        self.block_tiles = self.documents.tiles(tokens, self.cfg.sel_block)
+        self.J = len(self.block_tiles)
 
-    def head_groups(self):
-        for g in range(0, self.G, self.group):
-            yield slice(g, min(g + self.group, self.G))
+        _, tokens_D, _, first_block_D = self.table.unbind(1)
+        self.base_Z = first_block_D.repeat_interleave(tokens_D, output_size=self.Z)
 
-    def chunks(self, heads: slice):
-        queries = (heads.stop - heads.start) * self.Z
-        for x in range(0, queries, self.chunk):
-            yield slice(x, min(x + self.chunk, queries))
+        # One head group at a time bounds what a head needs, one chunk of its pairs bounds the
+        # partial results.
+        self.chunk = max(1, PARTIAL_RESULT_NUMBERS // (self.cfg.sel_count * self.M * self.K))
+        self.kv_heads_at_once = min(self.G, max(1, self.chunk // self.Z))
 
     @property
-    def head(self):
-        """Constants of kernels whose rows are (query, head)."""
-        return dict(M=self.M, MP=self.MP, **self.dims)
+    def all_heads(self) -> HeadGroup:
+        return HeadGroup(0, self.G, self.M)
+
+    def head_groups(self) -> Iterator[HeadGroup]:
+        for start in range(0, self.G, self.kv_heads_at_once):
+            stop = min(start + self.kv_heads_at_once, self.G)
+            yield HeadGroup(start, stop, self.M)
+
+    def chunks(self, group: HeadGroup) -> Iterator[slice]:
+        """Ranges of the group's queries; query g*Z + z is token z under its KV head g."""
+        queries = group.kv_heads * self.Z
+        for start in range(0, queries, self.chunk):
+            yield slice(start, min(start + self.chunk, queries))
+
+    # Arguments of kernels, by the names that they have there.
 
     @property
-    def dims(self):
-        return dict(K=self.K, KP=max(16, triton.next_power_of_2(self.K)))
+    def head_dim(self) -> dict[str, int]:
+        return {"K": self.K, "KP": max(16, triton.next_power_of_2(self.K))}
 
     @property
-    def scales(self):
-        return self.K**-0.5, self.K**-0.5 * LOG2E
+    def head_sizes(self) -> dict[str, int]:
+        return {"M": self.M, "MP": self.MP, **self.head_dim}
 
     @property
-    def compressed(self):
-        """The range of keys of the compressed branch, as the kernels' constants."""
-        return dict(STRIDE=self.cfg.cmp_stride, SPAN=self.cfg.cmp_block, WINDOW=FOREVER, KEYS=2)
+    def block_sizes(self) -> dict[str, int]:
+        L = self.cfg.sel_block
+        return {"L": L, "LP": max(16, triton.next_power_of_2(L))}
 
     @property
-    def window(self):
-        return dict(STRIDE=1, SPAN=1, WINDOW=self.cfg.window, KEYS=0)
+    def query_tables(self) -> dict[str, Tensor]:
+        return {"tile_ptr": self.tiles, "table_ptr": self.table}
 
     @property
-    def selection(self):
-        return dict(L=self.cfg.sel_block, LP=max(16, triton.next_power_of_2(self.cfg.sel_block)))
+    def block_tables(self) -> dict[str, Tensor]:
+        return {"tile_ptr": self.block_tiles, "table_ptr": self.table}
 
+    @property
+    def compressed_range(self) -> dict[str, int]:
+        """The keys of the compressed branch: all blocks that have ended."""
+        return {
+            "STRIDE": self.cfg.cmp_stride,
+            "SPAN": self.cfg.cmp_block,
+            "WINDOW": UNLIMITED,
+            "KEYS": 2,  # the column of the table with the first compressed block
+        }
 
-def of_heads(x: Tensor, heads: slice) -> Tensor:
-    """[B, T, H, ...] or [B, T, G, ...] from the group's first KV head on: a view whose pointer the
-    kernels take.
-    """
-    return x.flatten(0, 1)[:, heads.start :]
+    @property
+    def window_range(self) -> dict[str, int]:
+        """The keys of the window: the last tokens, the query itself included."""
+        return {
+            "STRIDE": 1,
+            "SPAN": 1,
+            "WINDOW": self.cfg.window,
+            "KEYS": 0,  # the column of the table with the first token
+        }
 
 
 # ---- forward
@@ -212,61 +263,61 @@ def of_heads(x: Tensor, heads: slice) -> Tensor:
 
 def ranged_forward(
     call: Call,
+    group: HeadGroup,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     o: Tensor,
     lse: Tensor,
     heads_o: int,
-    number: int,
-    keys: dict,
-):
-    """Fills o and lse of `number` KV heads, whose first one the tensors start at."""
-    ranged_forward_kernel[(len(call.tiles), number)](
-        q,
-        k,
-        v,
-        o,
-        lse,
-        call.tiles,
-        call.table,
-        call.scales[1],
-        call.H,
-        call.G,
-        heads_o,
-        **call.head,
+    key_range: dict[str, int],
+) -> None:
+    """Fills o, which has `heads_o` heads, and lse: attention to a range of keys."""
+    ranged_forward_kernel[(len(call.tiles), group.kv_heads)](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        o_ptr=o,
+        lse_ptr=lse,
+        **call.query_tables,
+        scale2=call.scale2,
+        H=call.H,
+        G=call.G,
+        HEADS_O=heads_o,
+        **call.head_sizes,
         R=call.rows,
-        S=call.blocks.keys,
-        **keys,
+        S=call.tile.keys,
+        **key_range,
         num_warps=8,
-        num_stages=call.blocks.stages,
+        num_stages=call.tile.stages,
     )
 
 
-def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor):
-    cfg, per, spread = (
-        call.cfg,
-        call.cfg.sel_block // call.cfg.cmp_stride,
-        call.cfg.cmp_block // call.cfg.cmp_stride,
-    )
-    weights = tuple(
-        min(i + 1, spread, per, per + spread - 1 - i) for i in range(per + spread - 1)
-    )  # strides shared with the block
-    stages = call.blocks.stages if len(weights) <= 5 else 1  # two stages hold 2 * 5 tiles of 16 KiB
+def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor) -> None:
+    """Fills block_idx from the log-sum-exp of the compressed branch."""
+    cfg = call.cfg
+    per = cfg.sel_block // cfg.cmp_stride
+    spread = cfg.cmp_block // cfg.cmp_stride
+    offsets = per + spread - 1
+
+    # Strides that the compressed block at each offset shares with the selection block.
+    weights = tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets))
+    # Two stages hold 2 * 5 tiles of 16 KiB.
+    stages = call.tile.stages if offsets <= 5 else 1
     best = triton.next_power_of_2(max(2, cfg.sel_count - cfg.forced))
+
     choose_kernel[(len(call.tiles), call.G)](
-        q,
-        k_cmp,
-        lse,
-        block_idx,
-        call.tiles,
-        call.table,
-        call.scales[1],
-        call.H,
-        call.G,
-        **call.head,
+        q_ptr=q,
+        k_ptr=k_cmp,
+        lse_ptr=lse,
+        idx_ptr=block_idx,
+        **call.query_tables,
+        scale2=call.scale2,
+        H=call.H,
+        G=call.G,
+        **call.head_sizes,
         R=call.rows,
-        JB=max(call.blocks.keys, best),
+        JB=max(call.tile.keys, best),
         STRIDE=cfg.cmp_stride,
         SPAN=cfg.cmp_block,
         PER=per,
@@ -284,31 +335,36 @@ def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor)
 
 def gather(
     call: Call,
-    x: Tensor,
     pairs: Pairs,
     queries: slice,
+    x: Tensor,
+    part_lse: Tensor,
     o: Tensor,
     heads_o: int,
-    part_lse: Tensor,
     lse: Tensor,
     merge: bool,
-):
-    """Sums each query's partial results, weighted by their log-sum-exps where `merge`."""
-    count, R = queries.stop - queries.start, max(32, call.MP)
-    gather_kernel[(triton.cdiv(count, R // call.MP),)](
-        x,
-        part_lse,
-        pairs.place_P,
-        o,
-        lse,
-        queries.start,
-        count,
-        call.cfg.sel_count,
-        call.Z,
-        call.H,
-        heads_o,
-        **call.head,
-        R=R,
+) -> None:
+    """Fills o with each query's sum of x over its pairs.
+
+    With merge=True, the sum is weighted by part_lse, and lse is filled; otherwise the kernel
+    touches neither of them.
+    """
+    count = queries.stop - queries.start
+    rows = max(32, call.MP)
+    gather_kernel[(triton.cdiv(count, rows // call.MP),)](
+        x_ptr=x,
+        part_lse_ptr=part_lse,
+        place_ptr=pairs.place_P,
+        o_ptr=o,
+        lse_ptr=lse,
+        query0=queries.start,
+        queries=count,
+        COUNT=call.cfg.sel_count,
+        Z=call.Z,
+        H=call.H,
+        HEADS_O=heads_o,
+        **call.head_sizes,
+        R=rows,
         MERGE=merge,
         num_warps=4,
         num_stages=2,
@@ -317,78 +373,151 @@ def gather(
 
 def selected_forward(
     call: Call,
+    group: HeadGroup,
+    queries: slice,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     block_idx: Tensor,
     o: Tensor,
     lse: Tensor,
-    heads: slice,
-    queries: slice,
-):
-    """Fills o and lse of a chunk of queries of a group of KV heads."""
-    J, number = len(call.block_tiles), heads.stop - heads.start
-    pairs = sort_pairs(block_idx[:, :number], call.base_Z, J, queries)
-    piece, first = pairs.pieces(call.rows // call.MP)
-    part = q.new_empty(len(pairs.order_P), call.M, call.K)
+) -> None:
+    """Fills o and lse of the selected branch for a chunk of queries."""
+    pairs = sort_pairs(block_idx[:, : group.kv_heads], call.base_Z, call.J, queries)
+    block_of_piece, first_piece = pairs.pieces(call.rows // call.MP)
+
+    part_o = q.new_empty(len(pairs.order_P), call.M, call.K)
     part_lse = lse.new_empty(len(pairs.order_P), call.M)
-    pair_forward_kernel[(len(piece),)](
-        q,
-        k,
-        v,
-        part,
-        part_lse,
-        piece,
-        first,
-        pairs.start_J1,
-        pairs.order_P,
-        call.block_tiles,
-        call.table,
-        queries.start,
-        call.scales[1],
-        call.cfg.sel_count,
-        call.Z,
-        call.H,
-        call.G,
-        J,
-        J * number,
-        **call.head,
+    pair_forward_kernel[(len(block_of_piece),)](
+        q_ptr=q,
+        k_ptr=k,
+        v_ptr=v,
+        o_ptr=part_o,
+        lse_ptr=part_lse,
+        block_ptr=block_of_piece,
+        first_ptr=first_piece,
+        start_ptr=pairs.start_J1,
+        order_ptr=pairs.order_P,
+        **call.block_tables,
+        query0=queries.start,
+        scale2=call.scale2,
+        COUNT=call.cfg.sel_count,
+        Z=call.Z,
+        H=call.H,
+        G=call.G,
+        J=call.J,
+        BLOCKS=call.J * group.kv_heads,
+        **call.head_sizes,
         R=call.rows,
-        **call.selection,
+        **call.block_sizes,
         num_warps=8,
         num_stages=1,
     )
-    gather(call, part, pairs, queries, o, call.H, part_lse, lse, merge=True)
+    gather(call, pairs, queries, part_o, part_lse, o, call.H, lse, merge=True)
 
 
 def window_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, heads: slice, lse: Tensor
+    call: Call,
+    group: HeadGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
 ) -> Tensor:
-    """o_win of a group of KV heads, [Z, heads of the group, K]; fills lse."""
-    number = heads.stop - heads.start
-    o_win = q.new_empty(call.Z, number * call.M, call.K)
-    ranged_forward(call, q, k, v, o_win, lse, number * call.M, number, call.window)
+    """o_win [Z, query heads of the group, K]; fills lse."""
+    heads = group.query_heads
+    o_win = q.new_empty(call.Z, heads, call.K)
+    ranged_forward(call, group, q, k, v, o_win, lse, heads, call.window_range)
     return o_win
 
 
-def per_row(kernel, call: Call, *tensors: Tensor, heads: slice):
-    """Launches a kernel that treats every (token, head) of a group by itself."""
-    number, R = (heads.stop - heads.start) * call.M, 16
-    kernel[(triton.cdiv(call.Z * number, R),)](
-        *tensors, call.Z * number, call.H, number, **call.dims, R=R, num_warps=4, num_stages=1
+def for_each_head(call: Call, group: HeadGroup, kernel, **pointers: Tensor) -> None:
+    """Launches a kernel that treats every (token, query head) of the group by itself."""
+    rows = call.Z * group.query_heads
+    rows_per_program = 16
+    kernel[(triton.cdiv(rows, rows_per_program),)](
+        **pointers,
+        rows=rows,
+        H=call.H,
+        HEADS=group.query_heads,
+        **call.head_dim,
+        R=rows_per_program,
+        num_warps=4,
+        num_stages=1,
     )
 
 
-def empty_outputs(q: Tensor, k_slc: Tensor, cfg: Sizes) -> tuple[Tensor, ...]:
-    """o, o_cmp, o_slc, the log-sum-exps of both branches in base 2, and block_idx."""
-    B, T, H, _ = q.shape
-    dtype = torch.int16 if T <= 32768 * cfg.sel_block else torch.int32
-    lse = q.new_empty((B, T, H), dtype=torch.float32)
-    return (
-        *(torch.empty_like(q, memory_format=torch.contiguous_format) for _ in range(3)),
-        lse,
-        torch.empty_like(lse),
-        q.new_empty((B, T, k_slc.shape[2], cfg.sel_count), dtype=dtype),
+class Outputs(NamedTuple):
+    """Results of the forward; log-sum-exps are in base 2."""
+
+    o: Tensor  # [B, T, H, K]
+    o_cmp: Tensor
+    o_slc: Tensor
+    lse_cmp: Tensor  # [B, T, H] fp32
+    lse_slc: Tensor
+    block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
+
+    @classmethod
+    def empty(cls, q: Tensor, k_slc: Tensor, cfg: Sizes) -> "Outputs":
+        B, T, H, _ = q.shape
+        G = k_slc.shape[2]
+        index_dtype = torch.int16 if T <= 32768 * cfg.sel_block else torch.int32
+        return cls(
+            o=torch.empty_like(q, memory_format=torch.contiguous_format),
+            o_cmp=torch.empty_like(q, memory_format=torch.contiguous_format),
+            o_slc=torch.empty_like(q, memory_format=torch.contiguous_format),
+            lse_cmp=q.new_empty((B, T, H), dtype=torch.float32),
+            lse_slc=q.new_empty((B, T, H), dtype=torch.float32),
+            block_idx=q.new_empty((B, T, G, cfg.sel_count), dtype=index_dtype),
+        )
+
+
+def compressed_and_choice(call: Call, q: Tensor, kv: BranchKV, outputs: Outputs) -> None:
+    """Fills o_cmp, lse_cmp and block_idx of all heads."""
+    group = call.all_heads
+    q = group.of_queries(q)
+    k_cmp = group.of_keys(kv.k_cmp)
+    v_cmp = group.of_keys(kv.v_cmp)
+    o_cmp = group.of_queries(outputs.o_cmp)
+    lse_cmp = group.of_queries(outputs.lse_cmp)
+    block_idx = group.of_keys(outputs.block_idx)
+
+    keys = call.compressed_range
+    ranged_forward(call, group, q, k_cmp, v_cmp, o_cmp, lse_cmp, call.H, keys)
+    choose(call, q, k_cmp, lse_cmp, block_idx)
+
+
+def group_forward(
+    call: Call,
+    group: HeadGroup,
+    q: Tensor,
+    kv: BranchKV,
+    gates: Tensor,
+    lse_win: Tensor,
+    outputs: Outputs,
+) -> None:
+    """Fills o, o_slc and lse_slc of a head group, whose blocks are chosen."""
+    q = group.of_queries(q)
+    k_slc = group.of_keys(kv.k_slc)
+    v_slc = group.of_keys(kv.v_slc)
+    block_idx = group.of_keys(outputs.block_idx)
+    o_slc = group.of_queries(outputs.o_slc)
+    lse_slc = group.of_queries(outputs.lse_slc)
+    for queries in call.chunks(group):
+        selected_forward(call, group, queries, q, k_slc, v_slc, block_idx, o_slc, lse_slc)
+
+    k_win = group.of_keys(kv.k_win)
+    v_win = group.of_keys(kv.v_win)
+    o_win = window_forward(call, group, q, k_win, v_win, group.of_queries(lse_win))
+    for_each_head(
+        call,
+        group,
+        combine_kernel,
+        o_ptr=group.of_queries(outputs.o),
+        cmp_ptr=group.of_queries(outputs.o_cmp),
+        slc_ptr=o_slc,
+        win_ptr=o_win,
+        gate_ptr=group.of_queries(gates),
     )
 
 
@@ -405,243 +534,267 @@ def nsa_triton_forward(
     cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(o, o_cmp, o_slc, their log-sum-exps, block_idx); only o has gradients."""
+    """The fields of Outputs; only o has gradients."""
     call = Call(q, k_slc, k_cmp, cu_seqlens, sizes)
-    inputs = [x.contiguous() for x in (q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates)]
-    outputs = empty_outputs(q, k_slc, call.cfg)
-    with torch.cuda.device_of(
-        q
-    ):  # triton launches on the current device, which need not be the tensors'; no effect on CPU
-        everything = slice(0, call.G)
-        q_all, _, _, k_cmp_all, v_cmp_all, *_ = (of_heads(x, everything) for x in inputs)
-        _, o_cmp_all, _, lse_cmp_all, _, block_idx_all = (of_heads(x, everything) for x in outputs)
-        ranged_forward(
-            call,
-            q_all,
-            k_cmp_all,
-            v_cmp_all,
-            o_cmp_all,
-            lse_cmp_all,
-            call.H,
-            call.G,
-            call.compressed,
-        )
-        choose(call, q_all, k_cmp_all, lse_cmp_all, block_idx_all)
-        lse_win = torch.empty_like(outputs[3])
-        for heads in call.head_groups():
-            of_queries = slice(heads.start * call.M, heads.stop * call.M)
-            q_g, gates_g, o, o_cmp, o_slc, lse_slc, lse_w = (
-                of_heads(x, of_queries)
-                for x in (inputs[0], inputs[7], *outputs[:3], outputs[4], lse_win)
-            )
-            k_g, v_g, k_win_g, v_win_g, idx_g = (
-                of_heads(x, heads) for x in (*inputs[1:3], *inputs[5:7], outputs[5])
-            )
-            for queries in call.chunks(heads):
-                selected_forward(call, q_g, k_g, v_g, idx_g, o_slc, lse_slc, heads, queries)
-            per_row(
-                combine_kernel,
-                call,
-                o,
-                o_cmp,
-                o_slc,
-                window_forward(call, q_g, k_win_g, v_win_g, heads, lse_w),
-                gates_g,
-                heads=heads,
-            )
-    return outputs
+    q = q.contiguous()
+    gates = gates.contiguous()
+    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
+    outputs = Outputs.empty(q, k_slc, call.cfg)
+    lse_win = torch.empty_like(outputs.lse_cmp)
+
+    # Triton launches on the current device, which may differ from the tensors'; no effect on a CPU.
+    with torch.cuda.device_of(q):
+        compressed_and_choice(call, q, kv, outputs)
+        for group in call.head_groups():
+            group_forward(call, group, q, kv, gates, lse_win, outputs)
+    return tuple(outputs)
 
 
 # ---- backward
 
 
-class Rows(NamedTuple):
-    """Tensors of a group of KV heads that every backward kernel reads, [Z, H, ...]."""
+class BranchRows(NamedTuple):
+    """What the backward of one branch reads of the queries of a head group, [Z, H, ...]."""
 
     q: Tensor
     do: Tensor
-    lse_3: tuple[Tensor, Tensor, Tensor]
-    delta: Tensor
-    gates: Tensor
+    lse: Tensor
+    delta: Tensor  # do . o of the branch
+    gate: Tensor
 
-    def of(self, branch: int):
-        """Branch 0 is the compressed one, 1 the selected one, 2 the window."""
-        return self.q, self.do, self.lse_3[branch], self.delta[..., branch], self.gates[..., branch]
+    @property
+    def pointers(self) -> dict[str, Tensor]:
+        return {
+            "q_ptr": self.q,
+            "do_ptr": self.do,
+            "lse_ptr": self.lse,
+            "delta_ptr": self.delta,
+            "gate_ptr": self.gate,
+        }
 
 
 def ranged_backward(
     call: Call,
-    rows: Sequence[Tensor],
+    group: HeadGroup,
+    rows: BranchRows,
     k: Tensor,
     v: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    heads: slice,
     counts: list[int],
-    keys: dict,
-):
+    key_range: dict[str, int],
+) -> None:
     """Adds to dq, fills dk and dv; `counts` keys per document."""
-    number = heads.stop - heads.start
-    ranged_dq_kernel[(len(call.tiles), number)](
-        *rows,
-        k,
-        v,
-        dq,
-        call.tiles,
-        call.table,
-        *call.scales,
-        call.H,
-        call.G,
-        number * call.M,
-        **call.head,
+    ranged_dq_kernel[(len(call.tiles), group.kv_heads)](
+        **rows.pointers,
+        k_ptr=k,
+        v_ptr=v,
+        dq_ptr=dq,
+        **call.query_tables,
+        scale=call.scale,
+        scale2=call.scale2,
+        H=call.H,
+        G=call.G,
+        HEADS_DQ=group.query_heads,
+        **call.head_sizes,
         R=call.rows,
-        S=call.blocks.keys,
-        **keys,
+        S=call.tile.keys,
+        **key_range,
         num_warps=8,
-        num_stages=call.blocks.stages,
+        num_stages=call.tile.stages,
     )
-    tiles = call.documents.tiles(counts, call.blocks.keys)
-    if len(tiles):
-        ranged_dkv_kernel[(len(tiles), number)](
-            *rows,
-            k,
-            v,
-            dk,
-            dv,
-            tiles,
-            call.table,
-            *call.scales,
-            call.H,
-            call.G,
-            **call.head,
-            R=call.key_rows,
-            S=call.blocks.keys,
-            **keys,
-            num_warps=8,
-            num_stages=call.blocks.stages,
-        )
+
+    tiles_of_keys = call.documents.tiles(counts, call.tile.keys)
+    if len(tiles_of_keys) == 0:
+        return
+    ranged_dkv_kernel[(len(tiles_of_keys), group.kv_heads)](
+        **rows.pointers,
+        k_ptr=k,
+        v_ptr=v,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        tile_ptr=tiles_of_keys,
+        table_ptr=call.table,
+        scale=call.scale,
+        scale2=call.scale2,
+        H=call.H,
+        G=call.G,
+        **call.head_sizes,
+        R=call.key_rows,
+        S=call.tile.keys,
+        **key_range,
+        num_warps=8,
+        num_stages=call.tile.stages,
+    )
 
 
 def selected_backward(
     call: Call,
-    rows: Sequence[Tensor],
+    group: HeadGroup,
+    queries: slice,
+    rows: BranchRows,
     k: Tensor,
     v: Tensor,
     block_idx: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
-    heads: slice,
-    queries: slice,
-):
-    """Fills dq of a chunk of queries; adds to dk and dv [Z, KV heads of the group, K], fp32 because
-    many sums meet there.
+) -> None:
+    """Fills dq of a chunk of queries; adds to dk and dv.
+
+    dk and dv are fp32 [Z, KV heads of the group, K], because each element is a sum of many.
     """
-    q, _, lse, *_ = rows
-    J, number, L = len(call.block_tiles), heads.stop - heads.start, call.cfg.sel_block
-    pairs, size = (
-        sort_pairs(block_idx[:, :number], call.base_Z, J, queries),
-        max(call.blocks.segment_rows, call.MP) // call.MP,
+    pairs = sort_pairs(block_idx[:, : group.kv_heads], call.base_Z, call.J, queries)
+    segment = max(call.tile.segment_rows, call.MP) // call.MP
+    block_of_piece, first_piece = pairs.pieces(segment)
+    pieces = len(block_of_piece)
+
+    part_dq = rows.q.new_empty(len(pairs.order_P), call.M, call.K)
+    part_dk, part_dv = rows.q.new_empty(
+        (2, pieces, call.cfg.sel_block, call.K),
+        dtype=torch.float32,
     )
-    piece, first = pairs.pieces(size)
-    part = q.new_empty(len(pairs.order_P), call.M, call.K)
-    part_dk, part_dv = q.new_empty((2, len(piece), L, call.K), dtype=torch.float32)
-    pair_backward_kernel[(len(piece),)](
-        *rows,
-        k,
-        v,
-        part,
-        part_dk,
-        part_dv,
-        piece,
-        first,
-        pairs.start_J1,
-        pairs.order_P,
-        call.block_tiles,
-        call.table,
-        queries.start,
-        *call.scales,
-        call.cfg.sel_count,
-        call.Z,
-        call.H,
-        call.G,
-        J,
-        J * number,
-        **call.head,
+    pair_backward_kernel[(pieces,)](
+        **rows.pointers,
+        k_ptr=k,
+        v_ptr=v,
+        dq_ptr=part_dq,
+        dk_ptr=part_dk,
+        dv_ptr=part_dv,
+        block_ptr=block_of_piece,
+        first_ptr=first_piece,
+        start_ptr=pairs.start_J1,
+        order_ptr=pairs.order_P,
+        **call.block_tables,
+        query0=queries.start,
+        scale=call.scale,
+        scale2=call.scale2,
+        COUNT=call.cfg.sel_count,
+        Z=call.Z,
+        H=call.H,
+        G=call.G,
+        J=call.J,
+        BLOCKS=call.J * group.kv_heads,
+        **call.head_sizes,
         R=call.key_rows,
-        SIZE=size,
-        **call.selection,
+        SIZE=segment,
+        **call.block_sizes,
         num_warps=8,
-        num_stages=call.blocks.stages,
+        num_stages=call.tile.stages,
     )
-    segment_sum_kernel[(J * number,)](
-        part_dk,
-        part_dv,
-        dk,
-        dv,
-        first,
-        call.block_tiles,
-        call.table,
-        number,
-        J,
-        **call.dims,
-        **call.selection,
+    segment_sum_kernel[(call.J * group.kv_heads,)](
+        part_dk_ptr=part_dk,
+        part_dv_ptr=part_dv,
+        dk_ptr=dk,
+        dv_ptr=dv,
+        first_ptr=first_piece,
+        **call.block_tables,
+        G=group.kv_heads,
+        J=call.J,
+        **call.head_dim,
+        **call.block_sizes,
         num_warps=8,
         num_stages=1,
     )
-    gather(call, part, pairs, queries, dq, number * call.M, lse, lse, merge=False)
+    heads = group.query_heads
+    gather(call, pairs, queries, part_dq, rows.lse, dq, heads, rows.lse, merge=False)
+
+
+class Saved(NamedTuple):
+    """What the backward reads of the forward's results."""
+
+    o_cmp: Tensor
+    o_slc: Tensor
+    lse_cmp: Tensor
+    lse_slc: Tensor
+    block_idx: Tensor
+
+
+class Gradients(NamedTuple):
+    """What the backward fills; delta becomes the gradient of the gates."""
+
+    dq: Tensor
+    dkv: BranchKV
+    delta: Tensor  # [B, T, H, 3] fp32
 
 
 def group_backward(
     call: Call,
-    heads: slice,
-    rows: Rows,
-    kv: Sequence[Tensor],
-    o_cmp: Tensor,
-    o_slc: Tensor,
-    block_idx: Tensor,
-    grads: Sequence[Tensor],
-):
-    """Fills the gradients and the deltas of a group of KV heads; o_win is computed again, since
-    saving it would cost 1 GiB.
-    """
-    k_slc, v_slc, k_cmp, v_cmp, k_win, v_win = kv
-    dq, dk_slc, dv_slc, dk_cmp, dv_cmp, dk_win, dv_win = grads
-    number = heads.stop - heads.start
-    o_win = window_forward(call, rows.q, k_win, v_win, heads, rows.lse_3[2])
-    per_row(delta_kernel, call, rows.do, o_cmp, o_slc, o_win, rows.delta, heads=heads)
+    group: HeadGroup,
+    do: Tensor,
+    q: Tensor,
+    kv: BranchKV,
+    gates: Tensor,
+    saved: Saved,
+    grads: Gradients,
+    lse_win: Tensor,
+) -> None:
+    """Fills the gradients of a head group."""
+    q = group.of_queries(q)
+    do = group.of_queries(do)
+    gates = group.of_queries(gates)
+    delta = group.of_queries(grads.delta)
+    lse_win = group.of_queries(lse_win)
+    kv = BranchKV(*(group.of_keys(x) for x in kv))
+    dkv = BranchKV(*(group.of_keys(x) for x in grads.dkv))
+
+    # The forward does not save o_win, which would cost 1 GiB: it is computed again.
+    o_win = window_forward(call, group, q, kv.k_win, kv.v_win, lse_win)
+    for_each_head(
+        call,
+        group,
+        delta_kernel,
+        do_ptr=do,
+        cmp_ptr=group.of_queries(saved.o_cmp),
+        slc_ptr=group.of_queries(saved.o_slc),
+        win_ptr=o_win,
+        delta_ptr=delta,
+    )
     del o_win
-    total = rows.q.new_empty((call.Z, number * call.M, call.K), dtype=torch.float32)
-    dk, dv = total.new_zeros((2, call.Z, number, call.K))
-    for queries in call.chunks(heads):
-        selected_backward(call, rows.of(1), k_slc, v_slc, block_idx, total, dk, dv, heads, queries)
-    dk_slc[:, :number], dv_slc[:, :number] = dk, dv
+
+    lse_cmp = group.of_queries(saved.lse_cmp)
+    lse_slc = group.of_queries(saved.lse_slc)
+    compressed = BranchRows(q, do, lse_cmp, delta[..., 0], gates[..., 0])
+    selected = BranchRows(q, do, lse_slc, delta[..., 1], gates[..., 1])
+    window = BranchRows(q, do, lse_win, delta[..., 2], gates[..., 2])
+
+    # The selected branch fills dq, the others add to it.
+    dq = q.new_empty((call.Z, group.query_heads, call.K), dtype=torch.float32)
+    dk, dv = dq.new_zeros((2, call.Z, group.kv_heads, call.K))
+    k_slc = kv.k_slc
+    v_slc = kv.v_slc
+    block_idx = group.of_keys(saved.block_idx)
+    for queries in call.chunks(group):
+        selected_backward(call, group, queries, selected, k_slc, v_slc, block_idx, dq, dk, dv)
+    dkv.k_slc[:, : group.kv_heads] = dk
+    dkv.v_slc[:, : group.kv_heads] = dv
+
     ranged_backward(
         call,
-        rows.of(0),
-        k_cmp,
-        v_cmp,
-        total,
-        dk_cmp,
-        dv_cmp,
-        heads,
+        group,
+        compressed,
+        kv.k_cmp,
+        kv.v_cmp,
+        dq,
+        dkv.k_cmp,
+        dkv.v_cmp,
         call.documents.compressed,
-        call.compressed,
+        call.compressed_range,
     )
     ranged_backward(
         call,
-        rows.of(2),
-        k_win,
-        v_win,
-        total,
-        dk_win,
-        dv_win,
-        heads,
+        group,
+        window,
+        kv.k_win,
+        kv.v_win,
+        dq,
+        dkv.k_win,
+        dkv.v_win,
         call.documents.tokens,
-        call.window,
+        call.window_range,
     )
-    dq[:, : number * call.M] = total
+    group.of_queries(grads.dq)[:, : group.query_heads] = dq
 
 
 @torch.library.custom_op("longhaul::nsa_triton_backward", mutates_args=())
@@ -665,88 +818,77 @@ def nsa_triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, the six K/V and the gates."""
     call = Call(q, k_slc, k_cmp, cu_seqlens, sizes)
-    do, q, gates, *kv = (
-        x.contiguous() for x in (do, q, gates, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
+    do = do.contiguous()
+    q = q.contiguous()
+    gates = gates.contiguous()
+    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
+    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+
+    grads = Gradients(
+        dq=torch.empty_like(q),
+        dkv=BranchKV(*(torch.empty_like(x) for x in kv)),
+        delta=q.new_empty(gates.shape, dtype=torch.float32),
     )
-    grads = [torch.empty_like(x) for x in (q, *kv)]
-    delta, lse_win = q.new_empty(gates.shape, dtype=torch.float32), torch.empty_like(lse_cmp)
+    lse_win = torch.empty_like(lse_cmp)
     with torch.cuda.device_of(q):
-        for heads in call.head_groups():
-            of_queries = slice(heads.start * call.M, heads.stop * call.M)
-            q_g, do_g, cmp_g, slc_g, win_g, delta_g, gates_g, o_cmp_g, o_slc_g, dq_g = (
-                of_heads(x, of_queries)
-                for x in (q, do, lse_cmp, lse_slc, lse_win, delta, gates, o_cmp, o_slc, grads[0])
-            )
-            *kv_g, idx_g = (of_heads(x, heads) for x in (*kv, block_idx))
-            grads_g = dq_g, *(of_heads(x, heads) for x in grads[1:])
-            rows = Rows(q_g, do_g, (cmp_g, slc_g, win_g), delta_g, gates_g)
-            group_backward(call, heads, rows, kv_g, o_cmp_g, o_slc_g, idx_g, grads_g)
-    return *grads, delta.to(gates.dtype)
+        for group in call.head_groups():
+            group_backward(call, group, do, q, kv, gates, saved, grads, lse_win)
+    return grads.dq, *grads.dkv, grads.delta.to(gates.dtype)
+
+
+# ---- the operators of PyTorch
 
 
 @nsa_triton_forward.register_fake
 def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
-    return empty_outputs(q, k_slc, Sizes(*sizes))
+    return tuple(Outputs.empty(q, k_slc, Sizes(*sizes)))
 
 
 @nsa_triton_backward.register_fake
-def _(
-    do,
-    q,
-    k_slc,
-    v_slc,
-    k_cmp,
-    v_cmp,
-    k_win,
-    v_win,
-    gates,
-    o_cmp,
-    o_slc,
-    lse_cmp,
-    lse_slc,
-    block_idx,
-    cu_seqlens,
-    sizes,
-):
-    return tuple(x.new_empty(x.shape) for x in (q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates))
+def _(do, *inputs_and_saved):
+    inputs = inputs_and_saved[:8]  # q, the six K/V and the gates
+    return tuple(x.new_empty(x.shape) for x in inputs)
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:9], *output[1:])
-    ctx.sizes = inputs[9]
+    *tensors, sizes = inputs
+    _, *saved = output
+    ctx.save_for_backward(*tensors, *saved)
+    ctx.sizes = sizes
 
 
 def _backward(ctx, do, *_):
     *inputs, cu_seqlens, o_cmp, o_slc, lse_cmp, lse_slc, block_idx = ctx.saved_tensors
-    return (
-        *nsa_triton_backward(
-            do, *inputs, o_cmp, o_slc, lse_cmp, lse_slc, block_idx, cu_seqlens, ctx.sizes
-        ),
-        None,
-        None,
-    )
+    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+    grads = nsa_triton_backward(do, *inputs, *saved, cu_seqlens, ctx.sizes)
+    return *grads, None, None
 
 
 nsa_triton_forward.register_autograd(_backward, setup_context=_save)
 
 
-# ---- the door
+# ---- the entry point
 
 
 def nsa_attention(
-    q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_seqlens=None, return_parts=False
-):
-    """Native Sparse Attention: o = g_cmp o_cmp + g_slc o_slc + g_win o_win; shapes, results and
-    errors of nsa.engine.nsa_attention.
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    cfg,
+    cu_seqlens: Tensor | None = None,
+    return_parts: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """Native Sparse Attention: o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089).
 
-    Needs at most 64 query heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per
-    block. Keep cu_seqlens on the host. Raises ValueError where the kernels cannot run.
+    Shapes, dtypes, results and errors are those of nsa.engine.nsa_attention. Needs at most 64 query
+    heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per block. Keep cu_seqlens on
+    the host, or the call waits for the device. Raises ValueError if the kernels do not run on the
+    tensors' device and dtype.
     """
-    return attend(
-        nsa_triton_forward,
-        (q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win),
-        gates,
-        cfg,
-        cu_seqlens,
-        return_parts,
-    )
+    kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
+    return attend(nsa_triton_forward, (q, *kv), gates, cfg, cu_seqlens, return_parts)

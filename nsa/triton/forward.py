@@ -157,7 +157,8 @@ def attend_to_keys(
         logit = product(q_tile, tl.trans(k_tile)) * scale2
         if MASKED:
             age = t[:, None] - (s * STRIDE + SPAN - 1)[None, :]
-            visible = (age >= 0) & (age < WINDOW) & (s < stop)[None, :]
+            in_range = (age >= 0) & (age < WINDOW)
+            visible = in_range & (s < stop)[None, :]
             logit = tl.where(visible, logit, float("-inf"))
 
         # As long as a row has seen nothing, its maximum is -inf, and -inf - -inf would be NaN.
@@ -293,7 +294,9 @@ def importance_of_blocks(
         k_tile = load_rows(k_ptr, row, exists, K, KP)
         logit = product(q_tile, tl.trans(k_tile)) * scale2
 
-        visible = (s >= 0)[None, :] & (s[None, :] * STRIDE + SPAN - 1 <= t[:, None])
+        inside = (s >= 0)[None, :]
+        ended = s[None, :] * STRIDE + SPAN - 1 <= t[:, None]
+        visible = inside & ended
         exponent = tl.where(visible, logit - lse[:, None], float("-inf"))
         importance += WEIGHTS[offset] * tl.exp2(exponent)
     return tl.sum(tl.reshape(importance, [R // MP, MP, JB]), 1)
@@ -402,7 +405,8 @@ def choose_kernel(
     # First all blocks of early queries or the forced ones of the others, then the free places.
     early = (own < COUNT)[:, None]
     exists = (query < tokens)[:, None]
-    base = idx_ptr + ((token + query).to(tl.int64) * G + g)[:, None] * COUNT
+    out = (token + query).to(tl.int64) * G + g
+    base = idx_ptr + out[:, None] * COUNT
 
     p = tl.arange(0, COLUMNS)[None, :]
     all_blocks = tl.where(p <= own[:, None], p, -1)
@@ -449,7 +453,9 @@ def load_piece(
     """
     block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr = tables
     block = tl.load(block_ptr + piece)
-    begin = tl.load(start_ptr + block) + (piece - tl.load(first_ptr + block)) * SIZE
+    start = tl.load(start_ptr + block)
+    number = piece - tl.load(first_ptr + block)  # among the pieces of its block
+    begin = start + number * SIZE
     x, token, tokens, _ = load_tile(tile_ptr, block % J, table_ptr, 0)
     end = tl.minimum(begin + SIZE, tl.load(start_ptr + block + 1))
     return begin, end, block // J, x, token, tl.minimum(L, tokens - x)
@@ -509,7 +515,8 @@ def pair_forward_kernel(
     position = begin + r // MP
     m = r % MP
     valid = (position < end) & (m < M)
-    z = tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z).to(tl.int64)
+    z = tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z)
+    z = z.to(tl.int64)
     q_tile = load_rows(q_ptr, z * H + g * M + m, valid, K, KP)
 
     s = tl.arange(0, LP)
@@ -519,8 +526,11 @@ def pair_forward_kernel(
 
     # Only a query's own block hides keys from it. The first key is always visible; saying so keeps
     # the logits of invalid rows finite.
-    visible = (s < keys)[None, :] & ((token + x + s)[None, :] <= z[:, None])
-    logit = tl.where(visible | (s == 0)[None, :], logit, float("-inf"))
+    exists = (s < keys)[None, :]
+    ended = (token + x + s)[None, :] <= z[:, None]
+    visible = exists & ended
+    first = (s == 0)[None, :]
+    logit = tl.where(visible | first, logit, float("-inf"))
     top = tl.max(logit, 1)
     p = tl.exp2(logit - top[:, None])
     mass = tl.sum(p, 1)
@@ -572,7 +582,8 @@ def gather_kernel(
     mass = tl.zeros([R], tl.float32)
     acc = tl.zeros([R, KP], tl.float32)
     for p in range(COUNT):
-        place = tl.load(place_ptr + c * COUNT + p, mask=valid, other=-1).to(tl.int64)
+        place = tl.load(place_ptr + c * COUNT + p, mask=valid, other=-1)
+        place = place.to(tl.int64)
         row = place * M + m
         used = place >= 0
         part = load_rows(x_ptr, row, used, K, KP).to(tl.float32)
@@ -624,7 +635,8 @@ def combine_kernel(
     row_of_branch = (row, row, r)
     o = tl.zeros([R, KP], tl.float32)
     for branch in tl.static_range(3):
-        gate = tl.load(gate_ptr + row * 3 + branch, mask=valid, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * 3 + branch, mask=valid, other=0.0)
+        gate = gate.to(tl.float32)
         part = load_rows(branches[branch], row_of_branch[branch], valid, K, KP)
         o += gate[:, None] * part.to(tl.float32)
     store_rows(o_ptr, row, valid, o, K, KP)

@@ -40,15 +40,29 @@ def causal_attention(q_THK, k_TGK, v_TGK):
     return torch.stack(heads, dim=1)
 
 
-def decoder_logits(weights, config, tokens_T):
+def windowed_attention(q_THK, k_TGK, v_TGK, window):
+    """softmax(q k^T / sqrt(K), over the last `window` keys at or before the query) v."""
+    T, H, K = q_THK.shape
+    queries_per_key = H // k_TGK.shape[1]
+    age_TT = torch.arange(T)[:, None] - torch.arange(T)[None, :]
+    unseen_TT = (age_TT < 0) | (age_TT >= window)
+    heads = []
+    for h in range(H):
+        k_TK, v_TK = k_TGK[:, h // queries_per_key], v_TGK[:, h // queries_per_key]
+        scores_TT = (q_THK[:, h] @ k_TK.T / K**0.5).masked_fill(unseen_TT, -torch.inf)
+        heads.append(scores_TT.softmax(dim=-1) @ v_TK)
+    return torch.stack(heads, dim=1)
+
+
+def decoder_logits(weights, config, tokens_T, attention=causal_attention):
     """Logits [T, V] of one document."""
     assert config.rope_scaling == "none", "the oracle knows plain rotary positions alone"
     T, K = len(tokens_T), config.head_dim
     x_TD = weights["embed.weight"][tokens_T]
     for i in range(config.num_layers):
 
-        def w(name):
-            return weights[f"layers.{i}.{name}.weight"]
+        def w(name, layer=f"layers.{i}"):
+            return weights[f"{layer}.{name}.weight"]
 
         n_TD = rms_norm(x_TD, w("attention_norm"), config.norm_eps)
         q_THK = (n_TD @ w("attention.q_proj").T).view(T, config.num_heads, K)
@@ -56,7 +70,7 @@ def decoder_logits(weights, config, tokens_T):
         v_TGK = (n_TD @ w("attention.v_proj").T).view(T, config.num_kv_heads, K)
         q_THK = rotate(rms_norm(q_THK, w("attention.q_norm"), config.norm_eps), config.rope_theta)
         k_TGK = rotate(rms_norm(k_TGK, w("attention.k_norm"), config.norm_eps), config.rope_theta)
-        o_THK = causal_attention(q_THK, k_TGK, v_TGK)
+        o_THK = attention(q_THK, k_TGK, v_TGK)
         x_TD = x_TD + o_THK.reshape(T, -1) @ w("attention.o_proj").T
 
         n_TD = rms_norm(x_TD, w("mlp_norm"), config.norm_eps)

@@ -15,7 +15,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
+from model import (
+    NSA_LEAST,
+    Compressor,
+    Layout,
+    NSAConfig,
+    plain_nsa_attention,
+    select_blocks,
+)
 from nsa import branches as nsa_branches
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -308,6 +315,21 @@ def test_packed_documents_equal_separate_ones_exactly(attention, documents):
         grads = torch.autograd.grad(alone["o"], alone_in, weight[:, a:b])
         assert all(torch.equal(g[:, s], h) for g, s, h in zip(packed_grads, spans, grads))
         block += n
+
+
+@BOTH
+def test_boundaries_may_be_int32_and_chosen_blocks_are_int64(attention):
+    documents = [90, 30, 80]
+    tensors = inputs(200, documents=documents)
+    weight = torch.randn_like(tensors[0])
+    results = []
+    for dtype in (torch.int64, torch.int32):
+        cu = torch.tensor([0] + documents).cumsum(0).to(dtype)
+        parts = attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
+        o = attention(*tensors, SMALL, cu_seqlens=cu)
+        results.append([*parts.values(), o, *torch.autograd.grad(o, tensors, weight)])
+        assert parts["block_idx"].dtype == torch.int64
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 # ------------------------------------------------------------------------- compression and decoding
@@ -671,6 +693,8 @@ def test_the_largest_tensor_grows_linearly_with_the_tokens():
         (dict(kv="both"), "'shared' or 'separate'"),
         (dict(cmp_stride=0), "cmp_stride=0"),
         (dict(window=1.5), "window=1.5; allowed: window an integer >= 1"),
+        (dict(window=True), "window=True; allowed: window an integer >= 1"),
+        (dict(cmp_kind=3), "cmp_kind=3; allowed: cmp_kind 'mlp' or 'mean'"),
     ],
 )
 def test_a_bad_config_names_value_rule_and_remedy(bad, words):
@@ -678,34 +702,32 @@ def test_a_bad_config_names_value_rule_and_remedy(bad, words):
         NSAConfig(**bad)
 
 
+@pytest.mark.parametrize("name", NSA_LEAST)
+def test_a_size_given_as_text_names_the_field_and_what_is_allowed(name):
+    with pytest.raises(ValueError, match=f"given {name}='32'; allowed: {name} an integer >= "):
+        NSAConfig(**{name: "32"})
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("cu", [[1, 120], [0, 119], [0, 50, 50, 120], [0, 60, 30, 120]])
-def test_bad_cu_seqlens_are_refused(cu):
+def test_bad_cu_seqlens_are_refused(attention, cu, dtype):
     with pytest.raises(ValueError, match="increasing from 0 to T"):
-        nsa_engine.nsa_attention(*inputs(120), SMALL, cu_seqlens=torch.tensor(cu))
+        attention(*inputs(120), SMALL, cu_seqlens=torch.tensor(cu, dtype=dtype))
 
 
-def test_wrong_shapes_head_counts_and_dtypes_are_refused():
+@BOTH
+def test_wrong_shapes_head_counts_and_dtypes_are_refused(attention):
     q, k, v, k_cmp, v_cmp, k_win, v_win, gates = inputs(120, G=2, M=2)
-    attention = nsa_engine.nsa_attention
     with pytest.raises(ValueError, match="3 query heads, 2 KV heads"):
         attention(q[:, :, :3], k, v, k_cmp, v_cmp, k_win, v_win, gates[:, :, :3], SMALL)
     with pytest.raises(ValueError, match="shape"):
         attention(q, k, v, k_cmp[:, 1:], v_cmp, k_win, v_win, gates, SMALL)
     with pytest.raises(ValueError, match="float64"):
         attention(q, k.double(), v, k_cmp, v_cmp, k_win, v_win, gates, SMALL)
-    with pytest.raises(ValueError, match="int64"):
-        attention(
-            q,
-            k,
-            v,
-            k_cmp,
-            v_cmp,
-            k_win,
-            v_win,
-            gates,
-            SMALL,
-            cu_seqlens=torch.tensor([0, 120], dtype=torch.int32),
-        )
+    for boundaries in (torch.tensor([0.0, 120.0]), torch.tensor([[0, 120]]), torch.tensor([0])):
+        with pytest.raises(ValueError, match="allowed: int32 or int64 \\[documents \\+ 1\\]"):
+            attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=boundaries)
     with pytest.raises(ValueError, match="cu_seqlens as a list"):
         attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=[0, 120])
     with pytest.raises(ValueError, match="compress every document"):

@@ -433,6 +433,17 @@ def test_sizes_that_do_not_fit_the_chip_are_refused(settings, cfg, words):
         attention.nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
 
 
+def test_boundaries_may_be_int32_and_chosen_blocks_are_int64():
+    tensors = make(20, G=1, documents=[9, 11])
+    results = []
+    for dtype in (torch.int64, torch.int32):
+        cu = torch.tensor([0, 9, 20], dtype=dtype)
+        parts = attention.nsa_attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
+        assert parts["block_idx"].dtype == torch.int64
+        results.append(parts.values())
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
 def test_wrong_shapes_and_documents_are_refused_as_by_the_engine():
     q, k, *rest = make(20, G=1)
     with pytest.raises(ValueError, match="shape"):

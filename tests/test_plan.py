@@ -63,6 +63,24 @@ def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(size
     assert abs(kept - weights - tables - saved_per_layer(config, 2048, element)) / kept < 0.01
 
 
+def test_the_plan_explains_its_peak_by_terms_that_sum_to_it():
+    cfg = dataclasses.replace(BIG, gradient_checkpointing="full", plan=True)
+    found = planner.plan(cfg, cfg.model(), World(), torch.device("cuda"), available=1000.0)
+    needs = found.estimate
+    assert {stage: sum(terms.values()) for stage, terms in needs.terms.items()} == needs.stages
+    assert needs.peak == needs.stages["mlp backward"]
+
+    lines = found.table().splitlines()
+    start = next(index for index, line in enumerate(lines) if "mlp backward" in line)
+    terms = {name: f"{size / GIB:.2f}" for name, size in needs.terms["mlp backward"].items()}
+    shown = [[size, *name.split()] for name, size in terms.items() if float(size)]
+    assert [line.split() for line in lines[start + 1 : start + 1 + len(shown)]] == shown
+    assert len(shown) > 5
+
+    unasked = dataclasses.replace(found, asked=dataclasses.replace(cfg, plan=False))
+    assert len(unasked.table().splitlines()) == len(lines) - len(shown)
+
+
 def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
     plain, checkpointed = peak(), peak(gradient_checkpointing="full")
     assert 480 < plain < 600 and 80 < checkpointed < 100

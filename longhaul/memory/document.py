@@ -182,14 +182,27 @@ def _cards(demand: Demand) -> list[str]:
 
 
 def formula() -> str:
-    """The closed form compared with the simulation."""
+    """The closed form compared with the simulation, and the terms of its peak on one rank."""
     rows = []
     for count in RANKS:
         closed = estimate(CHECKPOINTED, CHECKPOINTED.model(), count).peak
         simulated = profile(CHECKPOINTED, count).peak
         difference = 100 * (closed / simulated - 1)
         rows.append([str(count), gib(closed), gib(simulated), f"{difference:+.4f}%"])
-    return table(["ranks", "closed form", "simulated", "difference"], rows)
+
+    found = estimate(CHECKPOINTED, CHECKPOINTED.model())
+    terms = []
+    for name, size in found.terms[found.peak_stage].items():
+        if size:
+            terms.append([name, gib(size)])
+    return "\n\n".join(
+        [
+            table(["ranks", "closed form", "simulated", "difference"], rows),
+            f"On one rank the closed form's peak, in {found.peak_stage}, is the sum of these terms "
+            "(`train.py --plan` prints them):",
+            table(["term", "size"], terms),
+        ]
+    )
 
 
 def rewards() -> str:

@@ -1,37 +1,46 @@
-"""The closed form of a training step's memory and time: instant answers before anything is
-allocated.
+"""The closed form of a training step's memory and time: an answer in a tenth of a millisecond.
 
-All figures are computed, in bytes unless named otherwise. Imports model.py and longhaul.config of
-ours.
-Letters: N tokens of a micro-batch on one rank (of rows that C ranks share, each holds T/C), L
-layers, D width, V vocabulary, P parameters;
-x, q, k, f below are the bytes of an [N, D], [N, H*K], [N, G*K] and [N, F] activation in the compute
-dtype.
+Each stage that can be the peak is a function that returns named terms, and the peak is the largest
+sum of terms. Tests compare it with the simulated step. Figures are computed, in bytes unless a name
+says otherwise.
+
+Letters: N tokens of a micro-batch on one rank (ranks that share a row hold a part of it each), L
+layers, P parameters, D width, V vocabulary; x, q, k, f are the bytes of an activation of N tokens
+by the width of the model, of all query heads, of all KV heads, and of the MLP.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from longhaul.config import TrainConfig
 from longhaul.flops import keys_met, train_flops
 from model import ModelConfig, attention_kind, default_tiles
 
 FP32 = 4
-PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on CPU
+INT64 = 8
+PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on a CPU
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
-CPU_FLOPS_PER_CORE = {
-    "bfloat16": 60e9,
-    "float32": 30e9,
-}  # what small matrices reach on a server core: orders of magnitude only
+# What small matrices reach on a server core; orders of magnitude only
+CPU_FLOPS_PER_CORE = {"bfloat16": 60e9, "float32": 30e9}
+STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.03, "muon": 4.0}
+
+Terms = dict[str, int]  # what takes memory -> bytes
 
 
 @dataclass(frozen=True)
 class Estimate:
     """Peak live bytes of one rank, by stage of the step."""
 
-    static: int  # parameters, gradients that outlive a stage, optimizer states
-    stages: dict[str, int]
+    static: int  # weights, optimizer states, inputs: what every stage holds
+    terms: dict[str, Terms]  # stage -> what its memory is made of
     host: int = 0  # bytes that levers keep in host memory
+
+    @cached_property
+    def stages(self) -> dict[str, int]:
+        """Stage -> bytes."""
+        return {stage: sum(terms.values()) for stage, terms in self.terms.items()}
 
     @property
     def peak(self) -> int:
@@ -42,254 +51,424 @@ class Estimate:
         return max(self.stages, key=self.stages.get)
 
 
+def estimate(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
+    """The live bytes of one rank's training step on CUDA, by stage."""
+    rank = Rank(cfg, config, ranks)
+    terms = {
+        "loss backward": loss_backward(rank),
+        "mlp backward": mlp_backward(rank),
+        "attention backward": attention_backward(rank),
+        "embedding backward": embedding_backward(rank),
+        "gradient norm": gradient_norm(rank),
+    }
+    return Estimate(sum(static(rank).values()), terms, host(rank))
+
+
+# ---- one layer
+
+
 def saved_per_layer(config: ModelConfig, tokens: int, element: int) -> int:
     """Bytes that one layer keeps for its backward without checkpointing.
 
-    S = 4x + 3f, the fp32 statistics of the two norms, and what its attention saves.
+    4x + 3f, the fp32 statistics of the two norms, and what its attention saves.
     """
-    x, _, _, f = _activations(config, tokens, element)
+    x = element * tokens * config.hidden_size
+    f = element * tokens * config.ffn_size
     attention = attention_kind(config).saved_bytes(config, tokens, element)
     return 4 * x + 3 * f + 2 * FP32 * tokens + attention
 
 
-def _activations(config: ModelConfig, tokens: int, element: int) -> tuple[int, int, int, int]:
-    widths = (
-        config.hidden_size,
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-        config.ffn_size,
-    )
-    return tuple(element * tokens * width for width in widths)
+# ---- what the stages are made of
 
 
-def estimate(cfg, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The live peak of one rank's training step on CUDA: fp32 weights, gradients and AdamW moments,
-    `cfg.dtype` activations.
+class Rank:
+    """The sizes of one rank's step that several stages share."""
 
-    The largest of the stages that can be it; tests hold it against the simulated step
-    (longhaul.memory.simulate).
-    """
-    held, element = cfg.context_length // cfg.context_ranks, 2 if cfg.dtype == "bf16" else 4
-    N = cfg.batch_size * held
-    x, q, k, f = _activations(config, N, element)
-    shards, sharded, L = ranks // cfg.dp_replicate, ranks > 1, config.num_layers
-    P, layer, vocabulary = (
-        config.num_params(),
-        config.layer_params(),
-        config.vocab_size * config.hidden_size,
-    )
-    down = config.hidden_size * config.ffn_size
-    weight = element if cfg.weights_in_compute_dtype else FP32
-    # bytes per parameter of a compute-dtype copy; FSDP2 gathers it instead
-    cast = 0 if sharded or element == weight else element
-    whole = element if sharded else weight  # bytes per parameter of a gradient before it is reduced
-    static = (
-        int((weight + state_bytes(cfg)) * P) // shards
-        + cfg.accumulation(ranks) * 24 * N
-        + (element * (P - L * layer) if sharded else 0)
-    )
-    inner = (
-        saved_per_layer(config, N, element) - 4 * x - 3 * f + (q if _ulysses(cfg, config) else 0)
-    )  # o by heads and by tokens
-    beside = 4 * x + inner * (
-        cfg.attention_head_groups == 1
-    )  # what a layer's MLP finds saved; a layer in parts saves their inputs alone
-    kept = (
-        _checkpoint(cfg, config, x, q, N)
-        if cfg.gradient_checkpointing != "none"
-        else beside + 3 * f * (cfg.tiles == 1) + cast * layer
-    )
-    tables = FP32 * N * config.head_dim
-    # bytes per parameter of gradients that wait for the optimizer
-    gradient = 0 if cfg.optimizer_in_backward else weight
-    # gradients of the micro-batches before; later ones are added to them
-    before = gradient * P // shards if cfg.accumulation(ranks) > 1 else 0
-    # a weight's gradient then goes at once, and a tied table's waits for the embedding's
-    added = bool(before) and not sharded
-    head = static + tables + before + whole * vocabulary * (config.tie_embeddings or not added)
-    layer_copy = element * layer if sharded else cast * (layer - down)
-    mlp = (
-        head
-        + x
-        + beside
-        + 5 * f // cfg.tiles
-        + layer_copy
-        + (whole * down * (not added) if cfg.tiles == 1 else x + (3 * FP32 + weight) * down)
-    )
-    attention = (
-        head
-        + 3 * x
-        + _attention_backward(cfg, config, inner, q, x, element)
-        + layer_copy
-        + (whole if sharded else gradient) * (layer - down)
-    )
-    # the root's parameters, before they are copied to their places
-    gathered = element * (P - L * layer) if sharded else 0
-    around = _around(L, kept, 0 if before else gradient * layer // shards, layer, element, sharded)
-    stages = {
-        "loss backward": static
-        + tables
-        + before
-        + L * kept
-        + 2 * x
-        + 4 * FP32 * N
-        + _loss_backward(cfg, config, N, held, element, whole, cast, gathered),
-        "mlp backward": mlp + around,
-        "attention backward": attention + around,
-        "embedding backward": _embedding_backward(
-            config, static, N, (weight, gradient, element), shards, sharded, bool(before)
-        ),
-        "gradient norm": static + gradient * P // shards - sharded * element * (P - L * layer),
-    }
-    if cfg.context_ranks > 1:
-        stages["attention backward"] = (
-            mlp - 5 * f // cfg.tiles + around + _exchanged(cfg, config, q, k, element)
-        )
-    return Estimate(static, stages, _host(cfg, L * (1 << (x - 1).bit_length()), P // shards))
+    def __init__(self, cfg: TrainConfig, config: ModelConfig, ranks: int):
+        self.cfg = cfg
+        self.config = config
+        self.ranks = ranks
+        self.shards = ranks // cfg.dp_replicate
+        self.sharded = ranks > 1  # by FSDP2
+
+        # activations
+        self.element = 2 if cfg.dtype == "bf16" else FP32
+        self.row_tokens = cfg.context_length // cfg.context_ranks
+        self.N = cfg.batch_size * self.row_tokens
+        self.x = self.element * self.N * config.hidden_size
+        self.q = self.element * self.N * config.num_heads * config.head_dim
+        self.k = self.element * self.N * config.num_kv_heads * config.head_dim
+        self.f = self.element * self.N * config.ffn_size
+
+        # parameters
+        self.L = config.num_layers
+        self.P = config.num_params()
+        self.layer = config.layer_params()
+        self.root = self.P - self.L * self.layer  # those outside the layers
+        self.table = config.vocab_size * config.hidden_size
+        self.down = config.hidden_size * config.ffn_size
+
+        self._bytes_per_parameter()
+
+    def _bytes_per_parameter(self):
+        """Of weights, of their copies, and of gradients."""
+        self.weight = self.element if self.cfg.weights_in_compute_dtype else FP32
+
+        # A copy in the compute precision for one use; FSDP2 gathers such a copy instead.
+        self.cast = 0 if self.sharded or self.element == self.weight else self.element
+
+        # A gradient before it is reduced or added, and one that waits for the optimizer.
+        self.fresh = self.element if self.sharded else self.weight
+        self.waiting = 0 if self.cfg.optimizer_in_backward else self.weight
+
+    @cached_property
+    def earlier_gradients(self) -> int:
+        """Gradients of earlier micro-batches, to which those of later ones are added."""
+        accumulates = self.cfg.accumulation(self.ranks) > 1
+        return self.waiting * self.P // self.shards if accumulates else 0
+
+    @property
+    def added_at_once(self) -> bool:
+        """Whether a weight's gradient is added to an earlier one as soon as it is computed."""
+        return self.earlier_gradients > 0 and not self.sharded
+
+    @property
+    def gathered_root(self) -> int:
+        """The parameters outside the layers, which FSDP2 gathers for the whole step."""
+        return self.element * self.root if self.sharded else 0
+
+    @property
+    def rotary_tables(self) -> int:
+        return FP32 * self.N * self.config.head_dim
+
+    @cached_property
+    def saved_by_attention(self) -> int:
+        """With Ulysses the output is kept twice: by heads and by tokens."""
+        saved = saved_per_layer(self.config, self.N, self.element) - 4 * self.x - 3 * self.f
+        return saved + self.q if self.by_heads else saved
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether ranks that share a row exchange heads (Ulysses)."""
+        return self.cfg.context_ranks > 1 and self.cfg.context_choice(self.config).mode == "ulysses"
+
+    @property
+    def saved_before_mlp(self) -> int:
+        """What the MLP's backward finds saved by its layer; head groups save only their inputs."""
+        inputs = 4 * self.x
+        return inputs + self.saved_by_attention if self.cfg.attention_head_groups == 1 else inputs
+
+    @cached_property
+    def kept(self) -> int:
+        """What a layer keeps on the device until its backward."""
+        if self.cfg.gradient_checkpointing != "none":
+            return self._checkpoint()
+        mlp = 3 * self.f if self.cfg.tiles == 1 else 0
+        return self.saved_before_mlp + mlp + self.cast * self.layer
+
+    def _checkpoint(self) -> int:
+        """The input of a checkpointed layer, and the output of attention if it is kept."""
+        on_host = self.cfg.offload_activations and self.cfg.device != "cpu"
+        kept = 0 if on_host else self.x
+        if self.cfg.gradient_checkpointing == "selective":
+            kept += self.q + FP32 * self.N * self.config.num_heads
+        return kept
+
+    @property
+    def layer_copy(self) -> int:
+        """The layer's weights in the compute precision: gathered, or copied without the last."""
+        if self.sharded:
+            return self.element * self.layer
+        return self.cast * (self.layer - self.down)
 
 
-def _host(cfg, inputs: int, parameters: int) -> int:
-    """Layer inputs, in blocks that CUDA's pinned allocator rounds up to powers of two, and an fp32
-    copy and two moments of each parameter.
-    """
-    return (
-        0
-        if cfg.device == "cpu"
-        else cfg.offload_activations * inputs + cfg.offload_optimizer * 12 * parameters
-    )
-
-
-def state_bytes(cfg) -> float:
-    """Bytes of optimizer state per parameter on the device; Muon's are those of its matrices."""
+def state_bytes(cfg: TrainConfig) -> float:
+    """Bytes of optimizer state per parameter on the device; for Muon those of its matrices."""
     if cfg.offload_optimizer:
         return 12.0 if cfg.device == "cpu" else 0.0
-    return dict(adamw=8.0, adamw_bf16=4.0, adamw_8bit=2.03, muon=4.0)[cfg.optimizer]
+    return STATE_BYTES[cfg.optimizer]
 
 
-def _attention_backward(cfg, config: ModelConfig, inner: int, q: int, x: int, element: int) -> int:
-    """What attention saved and the gradients of o, q, k and v: all for one group of heads at a
-    time.
+def static(rank: Rank) -> Terms:
+    """What every stage holds."""
+    weights = rank.weight * rank.P // rank.shards
+    both = int((rank.weight + state_bytes(rank.cfg)) * rank.P) // rank.shards
+    micro_batches = rank.cfg.accumulation(rank.ranks)
+    return {
+        "weights": weights,
+        "optimizer states": both - weights,
+        "tokens, labels and positions": micro_batches * 3 * INT64 * rank.N,
+        "gathered weights outside the layers": rank.gathered_root,
+    }
+
+
+def _in_backward(rank: Rank) -> Terms:
+    """What the stages from the loss to the first layer hold in addition."""
+    return static(rank) | {
+        "rotary tables": rank.rotary_tables,
+        "gradients of earlier micro-batches": rank.earlier_gradients,
+    }
+
+
+def _below_the_head(rank: Rank) -> Terms:
+    """What the backward of any layer holds in addition: the gradient of the head's weight.
+
+    It stays until it is reduced. Added to that of an earlier micro-batch it goes at once, but that
+    of a tied table waits for the gradient of the embedding.
     """
-    tokens = cfg.batch_size * cfg.context_length // cfg.context_ranks
-    groups = cfg.attention_head_groups
-    keys_and_values = attention_kind(config).backward_bytes(config, tokens, element)
-    return (inner + 2 * q + keys_and_values) // groups + x * (groups > 1)
+    stays = rank.config.tie_embeddings or not rank.added_at_once
+    return _in_backward(rank) | {
+        "gradient of the head": rank.fresh * rank.table if stays else 0,
+    }
 
 
-def _checkpoint(cfg, config: ModelConfig, x: int, q: int, N: int) -> int:
-    """What a checkpointed layer keeps on the device: its input, and attention's output where that
-    is saved.
+def _other_layers(rank: Rank) -> Terms:
+    """What the other layers hold while one runs backward, for the worst layer.
+
+    Layers before it keep their activations, layers after it have gradients. FSDP2 gathers the layer
+    before it and reduces the fp32 gradients of the layer after it.
     """
-    attention = (
-        (q + FP32 * N * config.num_heads) if cfg.gradient_checkpointing == "selective" else 0
-    )
-    return attention + (0 if cfg.offload_activations and cfg.device != "cpu" else x)
+    last = rank.L - 1
+    indices = {0, 1, last - 1, last} & set(range(rank.L))
+    candidates = [_around(rank, index) for index in sorted(indices)]
+    return max(candidates, key=lambda terms: sum(terms.values()))
 
 
-def _ulysses(cfg, config: ModelConfig) -> bool:
-    return cfg.context_ranks > 1 and cfg.context_choice(config).mode == "ulysses"
+def _around(rank: Rank, index: int) -> Terms:
+    """The terms of `_other_layers` while layer `index` runs backward."""
+    later = rank.L - 1 - index
+    gradients = 0 if rank.earlier_gradients else rank.waiting * rank.layer // rank.shards
+    gathers = rank.sharded and index > 0
+    reduces = rank.sharded and later > 0
+    return {
+        "activations kept by earlier layers": index * rank.kept,
+        "gradients of later layers": later * gradients,
+        "gathered weights of the next layer": rank.element * rank.layer if gathers else 0,
+        "gradients of the last layer, being reduced": FP32 * rank.layer if reduces else 0,
+    }
 
 
-def _exchanged(cfg, config: ModelConfig, q: int, k: int, element: int) -> int:
-    """What context parallelism adds while a layer's attention runs backward: a buffer to send from
-    and one to receive into, or all keys and values and the fp32 sums of their gradients.
-    """
-    if _ulysses(cfg, config):
-        return 2 * q
-    return 2 * k * cfg.context_ranks * (element + FP32) // element
+# ---- the stages
 
 
-def _around(L: int, kept: int, done: int, layer: int, element: int, sharded: bool) -> int:
-    """Beside the layer that works backward: inputs (or all) kept by those before it, gradients of
-    those after; the worst layer.
-
-    FSDP2 gathers the layer before it, and reduces the fp32 gradients of the layer after it.
-    """
-    early, late = sharded * element * layer, sharded * FP32 * layer
-    worst = {0: (L - 1) * done + late * (L > 1)}
-    for index in {1, L - 2, L - 1} & set(range(1, L)):
-        worst[index] = (
-            index * kept + (L - 1 - index) * done + early + (late if index < L - 1 else 0)
-        )
-    return max(worst.values())
-
-
-def _embedding_backward(
-    config: ModelConfig,
-    static: int,
-    N: int,
-    sizes: tuple[int, int, int],
-    shards: int,
-    sharded: bool,
-    before: bool,
-) -> int:
-    """Two gradients of a tied table meet, or the tables' two, beside those of all layers; `before`:
-    there are some of earlier micro-batches.
-
-    With FSDP2 one layer's are still in fp32; or both tables', in fp32 for the reduction: beside
-    both, then beside one and the result.
-    """
-    P, L, layer, table = (
-        config.num_params(),
-        config.num_layers,
-        config.layer_params(),
-        config.vocab_size * config.hidden_size,
-    )
-    tables, (weight, gradient, element) = 1 if config.tie_embeddings else 2, sizes
-    if not sharded:
-        return (
-            static
-            + gradient * (P - tables * table)
-            + weight * (2 + before) * table
-            + weight * N * config.hidden_size
-        )
-    done = static + (gradient * L * layer + FP32 * before * tables * table) // shards
-    if config.tie_embeddings:
-        return done + FP32 * layer + 2 * element * table + element * N * config.hidden_size
+def loss_backward(rank: Rank) -> Terms:
+    """All layers' activations, and the vocabulary loss."""
+    loss = rank.config.loss_path(rank.cfg.batch_size, rank.row_tokens)
+    head = _whole_logits(rank) if loss == "standard" else _tiled_logits(rank)
     return (
-        done
-        - element * 2 * table
-        + 2 * FP32 * table
-        + element * table
-        + max(element, 2 * FP32 // shards) * table
+        _in_backward(rank)
+        | {
+            "activations kept by all layers": rank.L * rank.kept,
+            "input and output of the last norm": 2 * rank.x,
+            "statistics of the tokens": 4 * FP32 * rank.N,
+        }
+        | head
     )
 
 
-def _loss_backward(
-    cfg, config: ModelConfig, N: int, held: int, element: int, whole: int, cast: int, gathered: int
-) -> int:
-    """Logits three times in fp32 (or once beside what FSDP2 gathers), or in tiles: gradients of
-    hidden and of the head, one tile's logits.
+def _whole_logits(rank: Rank) -> Terms:
+    """Logits, log-probabilities and gradient in fp32; or only logits while FSDP2 gathers."""
+    logits = FP32 * rank.N * rank.config.vocab_size
+    return {
+        "fp32 logits": logits,
+        "their log-probabilities and gradient": max(
+            rank.gathered_root, 2 * logits + rank.cast * rank.table
+        ),
+    }
+
+
+def _tiled_logits(rank: Rank) -> Terms:
+    """Gradients of hidden states and head, and one tile of logits."""
+    vocabulary = rank.config.vocab_size
+    width = rank.config.hidden_size
+    rows, tile = default_tiles(rank.N, vocabulary, torch.device("cuda"), "compiled")
+    rows = min(rank.cfg.loss_chunk_size or rows, rank.N)
+
+    # Low precision needs the gradient of the hidden states in its own dtype at the end, and parts
+    # of it in the loop over tiles.
+    low = rank.element if rank.element < FP32 else 0
+    last_tile = vocabulary % tile or tile
+    at_the_end = low * rank.N * width + rank.cast * last_tile * width
+    part = max(rows, tile) if rank.cast else rows
+    in_the_loop = rank.cast * tile * width + low * width * part
+
+    tiled = {
+        "gradient of the head": rank.fresh * rank.table,
+        "gradient of the hidden states, fp32": FP32 * rank.N * width,
+        "one tile of logits": rank.element * rank.N * tile,
+        "statistics of the logits": 7 * FP32 * rank.N,
+        "copies in low precision": max(at_the_end, in_the_loop),
+    }
+    if rank.gathered_root > sum(tiled.values()):
+        return {"weights outside the layers, before they are copied": rank.gathered_root}
+    return tiled
+
+
+def mlp_backward(rank: Rank) -> Terms:
+    """One layer's MLP, with what its attention saved."""
+    return _layer_without_mlp(rank) | {
+        "activations of the MLP and their gradients": 5 * rank.f // rank.cfg.tiles
+    }
+
+
+def _layer_without_mlp(rank: Rank) -> Terms:
+    if rank.cfg.tiles == 1:
+        down = 0 if rank.added_at_once else rank.fresh * rank.down
+        gradients = {"gradient of the down projection": down}
+    else:
+        gradients = {
+            "gradient of the MLP's input, summed over tiles": rank.x,
+            "gradients of the MLP, summed over tiles": (3 * FP32 + rank.weight) * rank.down,
+        }
+    return (
+        _below_the_head(rank)
+        | {
+            "gradient of the layer's output": rank.x,
+            "saved by the layer before its MLP": rank.saved_before_mlp,
+            "weights of the layer in the compute precision": rank.layer_copy,
+        }
+        | gradients
+        | _other_layers(rank)
+    )
+
+
+def attention_backward(rank: Rank) -> Terms:
+    """One layer's attention.
+
+    If ranks share rows, the exchange is larger than the gradients, and the MLP's inputs are saved.
     """
-    V, D = config.vocab_size, config.hidden_size
-    if config.loss_path(cfg.batch_size, held) == "standard":
-        return FP32 * N * V + max(gathered, 2 * FP32 * N * V + cast * V * D)
-    rows, tile = default_tiles(N, V, torch.device("cuda"), "compiled")
-    rows, low = min(cfg.loss_chunk_size or rows, N), element < FP32
-    # hidden's gradient in its own dtype, beside that in fp32
-    ends = low * N * D * element + cast * (V % tile or tile) * D
-    loop = cast * tile * D + low * element * D * max(min(rows, N), tile if cast else 0)
-    return max(
-        gathered, whole * V * D + N * (FP32 * D + tile * element + 7 * FP32) + max(ends, loop)
+    if rank.cfg.context_ranks > 1:
+        return _layer_without_mlp(rank) | {"exchange with the ranks of the row": _exchanged(rank)}
+    per_parameter = rank.fresh if rank.sharded else rank.waiting
+    return (
+        _below_the_head(rank)
+        | {
+            "gradients of the layer's output and inputs": 3 * rank.x,
+            "weights of the layer in the compute precision": rank.layer_copy,
+            "gradients of the layer's weights": per_parameter * (rank.layer - rank.down),
+        }
+        | _attention(rank)
+        | _other_layers(rank)
     )
 
 
-def step_flops(cfg, config: ModelConfig, ranks: int) -> float:
+def _attention(rank: Rank) -> Terms:
+    """What attention saved, and gradients of o, q, k and v; of one group of heads at a time."""
+    groups = rank.cfg.attention_head_groups
+    kind = attention_kind(rank.config)
+    gradients = 2 * rank.q + kind.backward_bytes(rank.config, rank.N, rank.element)
+    terms = {
+        "saved by attention": (rank.saved_by_attention + gradients) // groups - gradients // groups,
+        "gradients inside attention": gradients // groups,
+    }
+    if groups > 1:
+        terms["output of attention, summed over groups"] = rank.x
+    return terms
+
+
+def _exchanged(rank: Rank) -> int:
+    """Buffers of the exchange between ranks that share a row.
+
+    Ulysses: one to send and one to receive. gather_kv: all keys and values, and the fp32 sums of
+    their gradients.
+    """
+    if rank.by_heads:
+        return 2 * rank.q
+    return 2 * rank.k * rank.cfg.context_ranks * (rank.element + FP32) // rank.element
+
+
+def embedding_backward(rank: Rank) -> Terms:
+    """The gradients of all layers, and of the tables of embedding and head."""
+    if not rank.sharded:
+        return _plain_embedding(rank)
+    return _tied_shards(rank) if rank.config.tie_embeddings else _untied_shards(rank)
+
+
+def _plain_embedding(rank: Rank) -> Terms:
+    """Two gradients of a table, and a third if earlier micro-batches have one."""
+    tables = 1 if rank.config.tie_embeddings else 2
+    gradients = 3 if rank.earlier_gradients else 2
+    return static(rank) | {
+        "gradients of the layers": rank.waiting * (rank.P - tables * rank.table),
+        "gradients of embedding and head": rank.weight * gradients * rank.table,
+        "gradient of the embedded tokens": rank.weight * rank.N * rank.config.hidden_size,
+    }
+
+
+def _sharded_gradients(rank: Rank, tables: int) -> Terms:
+    """This rank's part of the gradients of the layers, and of earlier ones of the tables."""
+    layers = rank.waiting * rank.L * rank.layer
+    earlier = FP32 * tables * rank.table if rank.earlier_gradients else 0
+    return static(rank) | {"gradients of the layers": (layers + earlier) // rank.shards}
+
+
+def _tied_shards(rank: Rank) -> Terms:
+    """The table's two gradients are added while one layer's are still in fp32."""
+    return _sharded_gradients(rank, tables=1) | {
+        "gradients of the last layer, being reduced": FP32 * rank.layer,
+        "gradients of embedding and head": 2 * rank.element * rank.table,
+        "gradient of the embedded tokens": rank.x,
+    }
+
+
+def _untied_shards(rank: Rank) -> Terms:
+    """Both gradients in fp32 for the reduction; then one of them and the result.
+
+    The gathered tables themselves are free by then.
+    """
+    terms = _sharded_gradients(rank, tables=2)
+    terms["gathered weights outside the layers"] -= 2 * rank.element * rank.table
+    reduced = max(rank.element, 2 * FP32 // rank.shards)
+    return terms | {
+        "gradients of embedding and head": rank.element * rank.table,
+        "their fp32 copies, being reduced": 2 * FP32 * rank.table,
+        "their reduced parts": reduced * rank.table,
+    }
+
+
+def gradient_norm(rank: Rank) -> Terms:
+    """All gradients; FSDP2 has freed what it gathered."""
+    terms = static(rank)
+    del terms["gathered weights outside the layers"]
+    return terms | {"gradients": rank.waiting * rank.P // rank.shards}
+
+
+def host(rank: Rank) -> int:
+    """Bytes that levers keep in host memory: layer inputs, fp32 weights and two moments.
+
+    CUDA rounds blocks of pinned memory up to powers of two.
+    """
+    if rank.cfg.device == "cpu":
+        return 0
+    kept = 0
+    if rank.cfg.offload_activations:
+        kept += rank.L * (1 << (rank.x - 1).bit_length())
+    if rank.cfg.offload_optimizer:
+        kept += 12 * (rank.P // rank.shards)
+    return kept
+
+
+# ---- time
+
+
+def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
-    tokens = cfg.rows_per_step(ranks) * cfg.context_length
-    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * cfg.rows_per_step(
-        ranks
-    )
-    useful, attention = (
-        train_flops(config, tokens, pairs),
-        4 * config.num_layers * config.num_heads * config.head_dim * pairs,
-    )
-    again = dict(none=0, full=useful / 3, selective=useful / 3 - attention)[
-        cfg.gradient_checkpointing
-    ]
-    return useful + again + attention * (cfg.attention_head_groups > 1)
+    rows = cfg.rows_per_step(ranks)
+    tokens = rows * cfg.context_length
+    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * rows
+    useful = train_flops(config, tokens, pairs)
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+
+    total = useful
+    if cfg.gradient_checkpointing == "full":
+        total += useful / 3
+    elif cfg.gradient_checkpointing == "selective":
+        total += useful / 3 - attention
+    if cfg.attention_head_groups > 1:
+        total += attention
+    return total
 
 
-def cpu_step_seconds(cfg, config: ModelConfig, ranks: int, cores: int) -> float:
+def cpu_step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, cores: int) -> float:
     """Order of magnitude of a step's time on `cores` CPU cores."""
     return step_flops(cfg, config, ranks) / (cores * CPU_FLOPS_PER_CORE[config.compute_dtype])

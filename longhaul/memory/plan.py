@@ -88,9 +88,11 @@ class Plan:
             f"{self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
         ]
         if self.sharing:
-            rows.append(f"  {'shared rows':<16}{self.sharing}")
+            rows.append(f"  {'shared rows':<20}{self.sharing}")
         for stage, size in self.estimate.stages.items():
             rows.append(_row(stage, size / GIB))
+            if self.asked.plan and stage == self.estimate.peak_stage:
+                rows += self._terms(stage)
         rows.append(_row("needed", self.needed_gib, f" (peak: {self.estimate.peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.estimate.host:
@@ -98,8 +100,17 @@ class Plan:
                 _row("host memory", self.host_gib, f", {self.host_available_gib:.2f} available")
             )
         if self.device.type == "cpu":
-            rows.append(f"  {'step':<16}{self.seconds:>10.3g} s, order of magnitude")
+            rows.append(f"  {'step':<20}{self.seconds:>10.3g} s, order of magnitude")
         return "\n".join(rows)
+
+    def _terms(self, stage: str) -> list[str]:
+        """What the memory of a stage is made of, without what rounds to nothing."""
+        rows = []
+        for name, size in self.estimate.terms[stage].items():
+            gib = f"{size / GIB:>10.2f}"
+            if float(gib):
+                rows.append(f"  {'':<20}{gib}   {name}")
+        return rows
 
     def _source(self) -> str:
         """What `available_gib` is a part of."""
@@ -109,7 +120,7 @@ class Plan:
 
 
 def _row(name: str, gib: float, note: str = "") -> str:
-    return f"  {name:<16}{gib:>10.2f} GiB per rank{note}"
+    return f"  {name:<20}{gib:>10.2f} GiB per rank{note}"
 
 
 # ---- what the machine has

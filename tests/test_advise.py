@@ -44,6 +44,7 @@ def test_each_card_gets_its_precision(card, code, change, capsys, monkeypatch):
     assert change in printed and ("instead of fp32" in printed) == (code > 0)
 
 
+@pytest.mark.slow
 def test_advice_for_training_climbs_to_the_host(capsys, monkeypatch):
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 1)
     args = ["--advise", "--gpu", "RTX 4090", "--model_size", "1.7B", "--context_length", "32768"]

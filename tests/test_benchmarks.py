@@ -18,6 +18,7 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys, tmp_path):
     pytest.importorskip(
         "matplotlib", reason="matplotlib is not installed: the figure is not tested"
@@ -51,6 +52,7 @@ def test_the_attention_benchmark_prints_a_table_and_draws_it(monkeypatch, capsys
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_attention_benchmark_refuses_to_time_what_is_wrong(monkeypatch):
     right, decode = attention.nsa_engine.nsa_attention, attention.nsa_decode.nsa_decode
 

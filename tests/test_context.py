@@ -409,6 +409,7 @@ def memory_of_each(world: dist.World) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_what_half_a_row_keeps_and_makes_nothing_quadratic():
     alone, whole = (
         [memory(dist.World(), changes, length) for changes in (*KINDS[:2], SPARSE_LONG)]

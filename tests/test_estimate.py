@@ -7,6 +7,7 @@ import pytest
 from longhaul.config import TrainConfig
 from longhaul.memory.estimate import estimate
 from longhaul.memory.simulate import simulate
+from tests.tiers import few_fast
 
 SHAPES = [
     (dict(), 1),
@@ -64,7 +65,7 @@ GRID += [
 ]
 
 
-@pytest.mark.parametrize("changes, ranks", GRID, ids=str)
+@pytest.mark.parametrize("changes, ranks", few_fast(GRID, 8), ids=str)
 def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes, ranks):
     cfg = TrainConfig(
         **dict(model_size="0.6B", context_length=8192, model_overrides=("num_layers=4",)) | changes

@@ -27,6 +27,7 @@ triton = pytest.importorskip(
 )
 
 from nsa.triton import attention  # noqa: E402  without triton it cannot be imported
+from tests.tiers import few_fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)
@@ -157,6 +158,7 @@ def test_the_tiles_of_a_gpu_match_float64(dtype, monkeypatch):
     compare(make(45, G=1, M=4, dtype=dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [19, 17], ids=["one KV head at a time", "17 queries at a time"])
 def test_chunks_of_pairs_equal_one_chunk(queries, monkeypatch):
     tensors = make(19)
@@ -260,6 +262,7 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
 # ---- determinism, documents, layouts
 
 
+@pytest.mark.slow
 def test_repeats_are_bit_identical():
     tensors = make(33, G=1, M=4)
     first, first_grads = run(tensors)
@@ -268,7 +271,7 @@ def test_repeats_are_bit_identical():
     assert all_equal(first_grads, again_grads)
 
 
-@pytest.mark.parametrize("documents", [[5, 19, 1], [1, 1, 3, 4, 5]])
+@pytest.mark.parametrize("documents", few_fast([[5, 19, 1], [1, 1, 3, 4, 5]], 2))
 def test_packed_documents_equal_separate_ones_exactly(documents):
     tensors = make(sum(documents), G=1, B=2, documents=documents)
     cu = torch.tensor([0] + documents).cumsum(0)
@@ -304,6 +307,7 @@ def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
 # ---- the custom operators
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [None, [7, 3]])
 def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
     monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
@@ -318,6 +322,7 @@ def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
     torch.library.opcheck(attention.nsa_triton_backward, (do, *plain, *saved, cu, sizes))
 
 
+@pytest.mark.slow
 def test_fullgraph_compile_gives_the_eager_result():
     compiled = torch.compile(
         lambda *x: attention.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from longhaul.config import TrainConfig
-from longhaul.memory import fit
+from longhaul.memory import fit, solve
 from longhaul.memory import plan as planner
-from longhaul.memory import solve
 from longhaul.memory.device import Demand
 from longhaul.memory.estimate import estimate
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import GIB
+from tests.tiers import few_fast
 
 RUNGS = [
     dict(gradient_checkpointing="selective"),
@@ -29,7 +29,7 @@ RUNGS = [
 ]
 
 
-@pytest.mark.parametrize("changes", RUNGS, ids=str)
+@pytest.mark.parametrize("changes", few_fast(RUNGS, 5), ids=str)
 def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     torch.set_num_threads(1)
     cfg = TrainConfig(**dict(model_size="tiny", context_length=2048, dtype="fp32") | changes)
@@ -40,7 +40,10 @@ def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     "changes",
     [
         dict(mlp_tiles=7),
-        dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8")),
+        pytest.param(
+            dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8")),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -59,36 +62,44 @@ IN_BACKWARD = dict(optimizer_in_backward=True, grad_clip=0.0)
 
 @pytest.mark.parametrize(
     "changes, ranks, tolerance",
-    [
-        (HOST, 1, 0.01),
-        (HOST | dict(offload_optimizer=True), 1, 0.01),
-        (HOST | dict(offload_optimizer=True) | IN_BACKWARD, 1, 0.01),
-        (dict(gradient_checkpointing="selective"), 1, 0.01),
-        (dict(gradient_checkpointing="full", optimizer="adamw_bf16"), 1, 0.01),
-        (
-            dict(gradient_checkpointing="full", optimizer="adamw_8bit", master_weights="none"),
-            1,
-            0.01,
-        ),
-        (dict(gradient_checkpointing="full", context_parallel_size=2), 2, 0.01),
-        (dict(gradient_checkpointing="full", mlp_tiles=16), 1, 0.005),
-        (dict(gradient_checkpointing="full", mlp_tiles=0, context_length=32768), 2, 0.005),
-        (dict(gradient_checkpointing="full", mlp_tiles=0, attention_head_groups=8), 1, 0.005),
-        (
-            HOST
-            | IN_BACKWARD
-            | dict(
-                offload_optimizer=True, mlp_tiles=0, attention_head_groups=4, context_length=32768
+    few_fast(
+        [
+            (HOST, 1, 0.01),
+            (HOST | dict(offload_optimizer=True), 1, 0.01),
+            (HOST | dict(offload_optimizer=True) | IN_BACKWARD, 1, 0.01),
+            (dict(gradient_checkpointing="selective"), 1, 0.01),
+            (dict(gradient_checkpointing="full", optimizer="adamw_bf16"), 1, 0.01),
+            (
+                dict(gradient_checkpointing="full", optimizer="adamw_8bit", master_weights="none"),
+                1,
+                0.01,
             ),
-            1,
-            0.005,
-        ),
-        (
-            HOST | IN_BACKWARD | dict(offload_optimizer=True, mlp_tiles=0, attention_type="nsa"),
-            1,
-            0.04,
-        ),
-    ],
+            (dict(gradient_checkpointing="full", context_parallel_size=2), 2, 0.01),
+            (dict(gradient_checkpointing="full", mlp_tiles=16), 1, 0.005),
+            (dict(gradient_checkpointing="full", mlp_tiles=0, context_length=32768), 2, 0.005),
+            (dict(gradient_checkpointing="full", mlp_tiles=0, attention_head_groups=8), 1, 0.005),
+            (
+                HOST
+                | IN_BACKWARD
+                | dict(
+                    offload_optimizer=True,
+                    mlp_tiles=0,
+                    attention_head_groups=4,
+                    context_length=32768,
+                ),
+                1,
+                0.005,
+            ),
+            (
+                HOST
+                | IN_BACKWARD
+                | dict(offload_optimizer=True, mlp_tiles=0, attention_type="nsa"),
+                1,
+                0.04,
+            ),
+        ],
+        4,
+    ),
     ids=str,
 )
 def test_the_closed_form_knows_the_levers(changes, ranks, tolerance):
@@ -100,7 +111,7 @@ def test_the_closed_form_knows_the_levers(changes, ranks, tolerance):
     )
 
 
-@pytest.mark.parametrize("layers", [4, 9, 40])
+@pytest.mark.parametrize("layers", few_fast([4, 9, 40], 3))
 def test_what_stays_on_the_host_is_counted_there(layers):
     cfg = TrainConfig(
         **dict(
@@ -159,6 +170,7 @@ def test_the_ladder_of_the_4b(changes, live, host):
     ) and found.trace.host_peak / GIB == pytest.approx(host, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_the_ladder_pulls_exact_levers_one_by_one_and_solve_prints_the_hosts_share():
     cfg = TrainConfig(
         model_size="0.6B",

@@ -11,9 +11,14 @@ from longhaul.config import TrainConfig
 from longhaul.memory import document
 
 TEXT = (Path(__file__).parent.parent / "docs" / "MEMORY.md").read_text()
+FAST = {"Logits", "Soft tokens", "Rewards over the vocabulary"}
+SECTIONS = [
+    pytest.param(title, marks=() if title in FAST else pytest.mark.slow)
+    for title in document.SECTIONS
+]
 
 
-@pytest.mark.parametrize("title", document.SECTIONS)
+@pytest.mark.parametrize("title", SECTIONS)
 def test_the_document_holds_what_the_tool_computes(title):
     assert f"## {title}\n\n{document.SECTIONS[title]()}\n" in TEXT
 
@@ -29,6 +34,7 @@ def test_the_tracker_finds_the_peak_that_torchs_memtracker_finds():
     )
 
 
+@pytest.mark.slow
 def test_the_benchmark_prints_its_table(capsys):
     memory_tracker.main(["--model_size", "tiny", "--layers", "2", "--context_length", "8192"])
     assert "tiny, 2 layers, 8,192 tokens" in capsys.readouterr().out

@@ -13,6 +13,7 @@ import pytest
 from longhaul.config import TrainConfig
 from longhaul.memory.extrapolate import profile
 from longhaul.memory.report import top_tensors
+from tests.tiers import few_fast
 
 TABLE = Path(__file__).with_name(
     "memory_peaks.json"
@@ -78,7 +79,7 @@ def complaint(name: str, old: dict, new: dict) -> str:
     return f"{name}: the peak changed by {100 * change:+.2f}%, in {new['peak_stage']}; tensor: {grown('tensors')}; category: {grown('categories')}"
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", few_fast(CONFIGURATIONS, 4))
 def test_the_predicted_peak_is_the_committed_one(name):
     assert not complaint(name, json.loads(TABLE.read_text())[name], predicted(name))
 

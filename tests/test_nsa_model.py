@@ -309,6 +309,7 @@ def run_kernels(kernels, **environment):
     )
 
 
+@pytest.mark.slow
 def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs():
     pytest.importorskip(
         "triton", reason="triton is not installed: the twin in the decoder is not tested"

@@ -167,6 +167,7 @@ def test_ranks_change_nothing(single, sharded, size, index):
         assert_same(results[index], single[tied])
 
 
+@pytest.mark.slow
 def test_levers_under_ranks_change_nothing(single):
     unclipped = train(dist.World(), dict(batch_size=ROWS, grad_clip=0))
     for results in run_ranks(train_each, 2, LEVERS):
@@ -174,6 +175,7 @@ def test_levers_under_ranks_change_nothing(single):
             assert_same(result, unclipped if "grad_clip" in changes else single[True])
 
 
+@pytest.mark.slow
 def test_small_states_under_ranks_follow_those_of_one_process():
     """Rounding is drawn anew for each rank's rows: losses agree as far as rounding reaches. Muon
     makes whole matrices orthogonal in bf16.
@@ -197,7 +199,8 @@ SPARSE_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_change_nothing_in_sparse_attention(size):
     settings = [
         SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size))

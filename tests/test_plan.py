@@ -17,6 +17,7 @@ from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.run.log import PEAK_FLOPS
 from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
+from tests.tiers import few_fast
 
 BIG = TrainConfig(context_length=131072)
 
@@ -94,13 +95,16 @@ def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        dict(),
-        dict(attention_type="nsa"),
-        dict(gradient_checkpointing="full"),
-        dict(loss="standard"),
-        dict(dtype="fp32"),
-    ],
+    few_fast(
+        [
+            dict(),
+            dict(attention_type="nsa"),
+            dict(gradient_checkpointing="full"),
+            dict(loss="standard"),
+            dict(dtype="fp32"),
+        ],
+        5,
+    ),
     ids=str,
 )
 def test_the_computed_peak_is_near_what_the_allocator_records(changes):

@@ -137,6 +137,7 @@ def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refuse
     assert "--context_parallel_size 2 does not divide the 1 rank(s)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over(monkeypatch):
     monkeypatch.setattr(
         solve, "longest", lambda cfg, ranks, room: (cfg.context_length, solve.demand(cfg, ranks))
@@ -145,6 +146,7 @@ def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over
     assert "3 ranks " in answer.text and "3 ranks that share rows" not in answer.text
 
 
+@pytest.mark.slow
 def test_the_longest_context_fits_and_the_next_does_not():
     cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full")
     context, demand = solve.longest(cfg, 1, 1.5)
@@ -191,6 +193,7 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(
     assert words in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_readme_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import progress
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +80,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten():
     assert shown.endswith("3 of 3 tests done; 0:00 elapsed\n")
 
 
+@pytest.mark.slow
 def test_pytest_prints_it_with_workers_and_without(tmp_path):
     (tmp_path / "test_example.py").write_text(EXAMPLE)
     command = [

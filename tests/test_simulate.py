@@ -21,6 +21,7 @@ from longhaul.memory.report import top_tensors
 from longhaul.memory.simulate import observe, row_batch, simulate
 from model import GIB
 from tests.ranks import run_ranks
+from tests.tiers import few_fast
 from tests.traces import by_category
 
 TINY = dict(model_size="tiny", context_length=2048)
@@ -58,7 +59,7 @@ def single_thread():
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+@pytest.mark.parametrize("changes", few_fast(SETTINGS, 5), ids=str)
 def test_the_predicted_peak_is_what_the_allocator_records(changes, dtype):
     cfg = TrainConfig(**TINY | dict(dtype=dtype) | changes)
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(

@@ -667,6 +667,7 @@ def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_wrong_flag_under_torchrun_ends_with_its_remedy():
     output, _ = start(["--learning_rat", "1"], TORCHRUN).communicate(timeout=300)
     last = [line.strip() for line in output.splitlines() if line.strip().strip("=")][-1]

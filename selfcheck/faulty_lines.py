@@ -62,7 +62,12 @@ CHECKPOINT = (
         "longhaul/checkpoint/load.py",
         "state.data = checkpoint.data",
         "state.data = {}",
-        ("tests/test_checkpoint.py", "tests/test_numerics.py", "-k", "data_position or resumed_run_has"),
+        (
+            "tests/test_checkpoint.py",
+            "tests/test_numerics.py",
+            "-k",
+            "data_position or resumed_run_has",
+        ),
     ),
     Fault(
         "checkpoint: a stored range is read from its start",

@@ -507,13 +507,13 @@ def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
 )
 def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
     cfg = replace(SMALL, **sizes)
-    index_XJ = torch.arange(256).view(2, 128)
+    place_XJ = torch.arange(256).view(2, 128)
     for t in range(cfg.sel_count * cfg.sel_block, 600):
         N = cfg.compressed_blocks(t + 1)
         p_XN = (
             torch.randint(1, 4, (2, N), generator=torch.Generator().manual_seed(t)).float() / 8
         )  # few values: many ties
-        best = nsa_decode._best_rows(p_XN, index_XJ, t // cfg.sel_block, cfg) - torch.tensor(
+        best = nsa_decode._chosen_places(p_XN, place_XJ, t // cfg.sel_block, cfg) - torch.tensor(
             [[0], [128]]
         )
         assert torch.equal(

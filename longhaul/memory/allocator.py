@@ -360,10 +360,16 @@ def _play(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
         if event.time and event.bytes:
             run.resize(event.storage, run.sizes.get(event.storage, 0) + event.bytes)
 
-        last_of_its_time = index + 1 == len(events) or events[index + 1].time != event.time
-        if last_of_its_time and workspaces.get(event.time):
+        if event.time in workspaces and ends_a_moment(events, index):
             run.workspace(workspaces[event.time])
     run.become(run.sizes | states)
+
+
+def ends_a_moment(events: list[Event], index: int) -> bool:
+    """Whether the event is the last one of its time."""
+    if index + 1 == len(events):
+        return True
+    return events[index + 1].time != events[index].time
 
 
 def largest_workspaces(trace: Trace) -> dict[int, int]:

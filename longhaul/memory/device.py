@@ -58,6 +58,9 @@ HALF_SINCE = (
 )
 
 
+TOTALS = ("live", "reserved", "device")  # rows of a waterfall
+
+
 class Placement(enum.StrEnum):
     """Whether a device holds a step, and with which segments of the caching allocator."""
 
@@ -83,7 +86,7 @@ def beyond_the_allocator(ranks: int = 1) -> dict[str, int]:
 def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
     """(what, bytes) from live to device.
 
-    "live", "reserved" and "device" are totals; each other row leads from one total to the next.
+    The rows named in TOTALS are totals; each other row leads from one total to the next.
     """
     beyond = beyond_the_allocator(ranks)
     return [

@@ -9,8 +9,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory.device import SIZES, Demand, Placement, waterfall
 from longhaul.memory.estimate import estimate, saved_per_layer
 from longhaul.memory.extrapolate import profile
-from longhaul.memory.timeline import alike, of_step
-from longhaul.memory.trace import CATEGORIES
+from longhaul.memory.timeline import alike, of_step, used_categories
 from model import GIB, ModelConfig
 
 CONTEXT = 131072
@@ -110,10 +109,11 @@ def parts() -> str:
 def stages() -> str:
     """Category x stage of the checkpointed step, and the largest tensors at its peak."""
     found = profile(CHECKPOINTED)
-    used = [name for name in CATEGORIES if any(sizes.get(name) for sizes in found.stages.values())]
+    used = used_categories(found.stages)
     rows = []
     for stage, sizes in found.stages.items():
-        figures = [sizes.get(name, 0) for name in used] + [sum(sizes.values())]
+        figures = [sizes.get(name, 0) for name in used]
+        figures.append(sum(sizes.values()))
         rows.append([stage, *(f"{size / GIB:.2f}" for size in figures)])
 
     _, time = of_step(found.trace).peak()

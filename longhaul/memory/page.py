@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from html import escape
 
 from longhaul.memory.allocator import Replay
+from longhaul.memory.device import TOTALS, waterfall
 from longhaul.memory.device import replays as replays_of
-from longhaul.memory.device import waterfall
 from longhaul.memory.picture import COLOURS, amount, gib, picture, shape
 from longhaul.memory.timeline import (
     Moment,
@@ -20,11 +20,11 @@ from longhaul.memory.timeline import (
     moments,
     of_step,
     stages_at_peak,
+    used_categories,
 )
 from longhaul.memory.trace import CATEGORIES, Trace
 
 TENSORS = 40  # groups of tensors in the table
-TOTALS = ("live", "reserved", "device")  # rows of the waterfall that sum what is above them
 
 STYLE = """
 :root {
@@ -148,7 +148,7 @@ def swatch(category: str) -> str:
 
 def stage_table(stages: dict[str, dict[str, int]]) -> str:
     """Category x stage, each stage at its largest moment."""
-    used = [name for name in CATEGORIES if any(sizes.get(name) for sizes in stages.values())]
+    used = used_categories(stages)
     peak = max(sum(sizes.values()) for sizes in stages.values())
     rows = []
     for stage, sizes in stages.items():

@@ -7,14 +7,11 @@ hold it. GiB = 2^30 bytes.
 import dataclasses
 
 from longhaul.config import TrainConfig
-from longhaul.memory.device import SIZES, Demand, Placement, waterfall
+from longhaul.memory.device import SIZES, TOTALS, Demand, Placement, waterfall
 from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.extrapolate import Profile
-from longhaul.memory.timeline import alike, of_step
-from longhaul.memory.trace import CATEGORIES
+from longhaul.memory.timeline import alike, of_step, used_categories
 from model import GIB
-
-TOTALS = ("live", "reserved", "device")  # rows of a waterfall that sum what is above them
 
 
 def top_tensors(profile: Profile, count: int = 12) -> list[dict]:
@@ -29,17 +26,31 @@ def placements(demand: Demand) -> dict[str, Placement]:
     return {card: demand.placement(int(gib * GIB)) for card, gib in SIZES.items()}
 
 
+def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
+    """Live to device in bytes, for both kinds of segments."""
+    return {
+        "classic": dict(waterfall(demand.classic, demand.ranks)),
+        "expandable": dict(waterfall(demand.expandable, demand.ranks)),
+    }
+
+
 # ---- for the screen
 
 
 def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """The profile for the screen; `demand` is None for a CPU, which has no caching allocator."""
-    rows = [_title(cfg, ranks), *_stage_rows(profile), "", *_tensor_rows(profile), ""]
+    rows = [_title(cfg, ranks)]
+    rows += _stage_rows(profile)
+    rows.append("")
+    rows += _tensor_rows(profile)
+    rows.append("")
     if demand:
-        return "\n".join([*rows, *_device_rows(demand), _card_row(demand)])
-
-    peak = profile.peak / GIB
-    return "\n".join([*rows, f"live peak {peak:.3f} GiB, process {peak + PROCESS_GIB:.2f} GiB"])
+        rows += _device_rows(demand)
+        rows.append(_card_row(demand))
+    else:
+        peak = profile.peak / GIB
+        rows.append(f"live peak {peak:.3f} GiB, process {peak + PROCESS_GIB:.2f} GiB")
+    return "\n".join(rows)
 
 
 def _title(cfg: TrainConfig, ranks: int) -> str:
@@ -55,12 +66,12 @@ def _title(cfg: TrainConfig, ranks: int) -> str:
 
 def _stage_rows(profile: Profile) -> list[str]:
     """Category x stage, each stage at its largest moment."""
-    stages = profile.stages
-    used = [name for name in CATEGORIES if any(sizes.get(name) for sizes in stages.values())]
+    used = used_categories(profile.stages)
     head = "".join(f"{name:>12}" for name in [*used, "total"])
     rows = [f"{'stage at its peak':<20}{head}"]
-    for stage, sizes in stages.items():
-        values = [sizes.get(name, 0) for name in used] + [sum(sizes.values())]
+    for stage, sizes in profile.stages.items():
+        values = [sizes.get(name, 0) for name in used]
+        values.append(sum(sizes.values()))
         figures = "".join(f"{value / GIB:>12.3f}" for value in values)
         mark = "  <- peak" if stage == profile.peak_stage else ""
         rows.append(f"{stage:<20}{figures}{mark}")
@@ -81,8 +92,9 @@ def _tensor_rows(profile: Profile) -> list[str]:
 
 def _device_rows(demand: Demand) -> list[str]:
     """The waterfall for both kinds of segments."""
-    classic = dict(waterfall(demand.classic, demand.ranks))
-    expandable = dict(waterfall(demand.expandable, demand.ranks))
+    both = waterfalls(demand)
+    classic = both["classic"]
+    expandable = both["expandable"]
     rows = [f"{'GiB per rank':<22}{'classic segments':>18}{'expandable':>14}"]
     for name in classic:
         sign = "=" if name in TOTALS else "+"
@@ -123,9 +135,6 @@ def machine_readable(profile: Profile, cfg: TrainConfig, ranks: int, demand: Dem
     return found | {
         "peak_reserved_bytes": demand.classic.peak_reserved,
         "peak_reserved_expandable_bytes": demand.expandable.peak_reserved,
-        "waterfall": {
-            "classic": dict(waterfall(demand.classic, ranks)),
-            "expandable": dict(waterfall(demand.expandable, ranks)),
-        },
+        "waterfall": waterfalls(demand),
         "cards": placements(demand),
     }

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from longhaul.memory.allocator import largest_workspaces, step_events
+from longhaul.memory.allocator import ends_a_moment, largest_workspaces, step_events
 from longhaul.memory.trace import CATEGORIES, Storage, Trace
+
+Sizes = dict[str, int]  # category -> bytes
 
 
 class Moment(NamedTuple):
@@ -40,8 +42,7 @@ def moments(trace: Trace) -> list[Moment]:
         if event.bytes:
             sizes[trace.storages[event.storage].category] += event.bytes
 
-        last = index + 1 == len(trace.events)
-        if last or trace.events[index + 1].time != event.time:
+        if ends_a_moment(trace.events, index):
             sizes["workspace"] = workspaces.get(event.time, 0)
             found.append(Moment(event.time, tuple(sizes.values())))
     if not found:
@@ -54,13 +55,13 @@ def largest(found: list[Moment]) -> Moment:
     return max(found, key=lambda moment: moment.total)
 
 
-def by_name(moment: Moment) -> dict[str, int]:
+def by_name(moment: Moment) -> Sizes:
     """Category -> bytes, without the categories that are empty."""
     named = zip(CATEGORIES, moment.sizes, strict=True)
     return {name: size for name, size in named if size}
 
 
-def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int]]:
+def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, Sizes]:
     """Stage -> category -> bytes at the stage's largest moment, in the order of the stages."""
     best: dict[str, Moment] = {}
     for moment in found:
@@ -68,6 +69,14 @@ def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, dict[str, int
         if stage not in best or moment.total > best[stage].total:
             best[stage] = moment
     return {stage: by_name(moment) for stage, moment in best.items()}
+
+
+def used_categories(stages: dict[str, Sizes]) -> list[str]:
+    """The categories that any stage has."""
+    used = set()
+    for sizes in stages.values():
+        used |= {name for name, size in sizes.items() if size}
+    return [name for name in CATEGORIES if name in used]
 
 
 # ---- fewer moments, for a picture
@@ -89,7 +98,8 @@ def sampled(found: list[Moment], count: int) -> list[Moment]:
 
     The first, the last, and of each group the smallest and the largest.
     """
-    kept = {found[0], found[-1], largest(found)}
+    kept = {found[0], found[-1]}
+    kept.add(largest(found))
     for group in columns(found, count):
         kept.add(largest(group))
         kept.add(min(group, key=lambda moment: moment.total))

@@ -1,5 +1,6 @@
-"""Who shares a row with whom, decided before a run: the mode, the number of ranks, what is refused,
-and train.py that follows.
+"""How ranks share rows, decided before a run: the mode, the number of ranks, what is refused.
+
+The last test trains with each mode.
 """
 
 import dataclasses
@@ -15,13 +16,16 @@ from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
 from longhaul.parallel import context
-from tests.test_train import TORCHRUN, command, data, losses, refusal, start  # noqa: F401 (data is a fixture)
+from tests import test_train
+from tests.test_train import TORCHRUN, command, losses, refusal, start
 
-CPU, TWO = torch.device("cpu"), dist.World(0, 2, 0, 2)
+data = test_train.data  # a fixture
+CPU = torch.device("cpu")
+TWO = dist.World(0, 2, 0, 2)
 LONG = TrainConfig(model_size="tiny", attention_type="nsa", context_length=131_072)
 
 
-# ----------------------------------------------------------------------------------------- the mode
+# ---- the mode
 
 
 @pytest.mark.parametrize(
@@ -33,35 +37,40 @@ LONG = TrainConfig(model_size="tiny", attention_type="nsa", context_length=131_0
         (
             16,
             "gather_kv",
-            "not ulysses: ulysses gives each rank whole KV heads, and 8 do not divide over 16 ranks",
+            "not ulysses: ulysses gives each rank whole KV heads, "
+            "and 8 do not divide over 16 ranks",
         ),
     ],
     ids=str,
 )
 def test_the_mode_moves_fewer_bytes_or_is_the_only_one(ranks, mode, why):
     choice = context.choose("auto", "standard", 32, 8, 131_072, ranks, 2)
-    assert choice.mode == mode and why in choice.why, choice
+    assert choice.mode == mode
+    assert why in choice.why
 
 
 def test_sparse_attention_keeps_whole_groups_of_heads_on_a_rank():
     assert context.choose("auto", "nsa", 32, 8, 131_072, 8, 2).mode == "ulysses"
     with pytest.raises(
         ValueError,
-        match=r"size 16 .*8 do not divide over 16 ranks; gather_kv does not reach nsa .*choose --context_parallel_size from \[1, 2, 4, 8\]",
+        match=r"size 16 .*8 do not divide over 16 ranks; gather_kv does not reach nsa "
+        r".*choose --context_parallel_size from \[1, 2, 4, 8\]",
     ):
         context.choose("auto", "nsa", 32, 8, 131_072, 16, 2)
 
 
 def test_the_bytes_are_those_of_the_tensors_that_travel():
-    H, G, P, bf16, fp32 = 32, 8, 4, 2, 4
-    ulysses = 2 * (H + G + G + H) * bf16 * (P - 1) / P  # q, k, v, o: forward, and their gradients
-    gathered = (2 * 2 * G * bf16 + 2 * G * fp32) * (
-        P - 1
-    )  # k, v twice, and the sums of their gradients
-    assert (
-        context.bytes_moved("ulysses", H, G, P, bf16) == ulysses
-        and context.bytes_moved("gather_kv", H, G, P, bf16) == gathered
-    )
+    heads, kv_heads = 32, 8
+    ranks = 4
+    bf16, fp32 = 2, 4
+
+    # q, k, v and o in the forward, and their gradients
+    exchanged = 2 * (heads + kv_heads + kv_heads + heads) * bf16 * (ranks - 1) / ranks
+    assert context.bytes_moved("ulysses", heads, kv_heads, ranks, bf16) == exchanged
+
+    # k and v twice, and the sums of their gradients
+    gathered = (2 * 2 * kv_heads * bf16 + 2 * kv_heads * fp32) * (ranks - 1)
+    assert context.bytes_moved("gather_kv", heads, kv_heads, ranks, bf16) == gathered
 
 
 @pytest.mark.parametrize(
@@ -69,11 +78,13 @@ def test_the_bytes_are_those_of_the_tensors_that_travel():
     [
         (
             dict(context_length=4097),
-            r"cuts a row into 2 equal parts, and --context_length 4097 does not divide by 2.*choose --context_parallel_size from \[1\]",
+            r"cuts a row into 2 equal parts, and --context_length 4097 does not divide by 2"
+            r".*choose --context_parallel_size from \[1\]",
         ),
         (
             dict(context_length=4098, context_parallel_mode="gather_kv"),
-            r"4 equal parts, and --context_length 4098 does not divide by 4: choose .*or --context_parallel_mode auto",
+            r"4 equal parts, and --context_length 4098 does not divide by 4: choose "
+            r".*or --context_parallel_mode auto",
         ),
         (
             dict(context_parallel_size=4, context_parallel_mode="ulysses"),
@@ -101,7 +112,8 @@ def test_ranks_that_do_not_divide_are_refused():
         dist.check_replicas(TWO, 1, 4)
     with pytest.raises(
         ValueError,
-        match=r"--context_parallel_size 2 does not divide the 3 rank\(s\) of each of the 2 replicas: choose from \[1, 3\]",
+        match=r"--context_parallel_size 2 does not divide the 3 rank\(s\) of each of the 2 "
+        r"replicas: choose from \[1, 3\]",
     ):
         dist.check_replicas(dist.World(0, 6), 2, 2)
     with pytest.raises(
@@ -111,24 +123,14 @@ def test_ranks_that_do_not_divide_are_refused():
 
 
 def test_train_refuses_before_it_writes(tmp_path, capsys):
-    line = refusal(
-        [
-            "--model_size",
-            "tiny",
-            "--context_parallel_size",
-            "2",
-            "--output_dir",
-            str(tmp_path / "run"),
-        ],
-        capsys,
-    )
-    assert (
-        line.endswith("--context_parallel_size 2 does not divide the 1 rank(s): choose from [1]")
-        and not (tmp_path / "run").exists()
-    )
+    folder = tmp_path / "run"
+    args = ["--model_size", "tiny", "--context_parallel_size", "2", "--output_dir", str(folder)]
+    line = refusal(args, capsys)
+    assert line.endswith("--context_parallel_size 2 does not divide the 1 rank(s): choose from [1]")
+    assert not folder.exists()
 
 
-def test_fp32_with_gathered_keys_is_refused_on_a_gpu_where_it_would_run(monkeypatch):
+def test_fp32_with_gathered_keys_is_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(planner, "available_gib", lambda device, world: 40.0)
 
     def plan(cfg):
@@ -144,51 +146,53 @@ def test_a_mode_without_ranks_to_share_warns():
     assert "context_parallel_mode" in TrainConfig(context_parallel_mode="ulysses").without_effect()
 
 
-# ------------------------------------------------------------------------------ the number of ranks
+# ---- the number of ranks
 
 
-def planned(
-    cfg: TrainConfig, monkeypatch, available: float, world: dist.World = TWO
-) -> planner.Plan:
-    monkeypatch.setattr(planner, "available_gib", lambda device, world: available)
-    return planner.plan(cfg, cfg.model(), world, CPU)
+def planned(cfg: TrainConfig, available: float, world: dist.World = TWO) -> planner.Plan:
+    return planner.plan(cfg, cfg.model(), world, CPU, available)
 
 
-def test_ranks_share_a_row_where_one_cannot_hold_it_and_the_plan_says_so(monkeypatch):
-    plan = planned(LONG, monkeypatch, 5.0)
-    assert plan.cfg.context_parallel_size == 2 and plan.fits
+def ranks_per_row(cfg: TrainConfig, available: float, world: dist.World = TWO) -> int:
+    return planned(cfg, available, world).cfg.context_parallel_size
+
+
+def test_ranks_share_a_row_that_one_cannot_hold_and_the_plan_says_so():
+    plan = planned(LONG, 5.0)
+    assert plan.cfg.context_parallel_size == 2
+    assert plan.fits
     assert re.search(
-        r"2 ranks share each row by ulysses \(.*\); without sharing, a rank needs 6\.\d\d of the 4.00 GiB",
+        r"2 ranks share each row by ulysses \(.*\); without sharing, a rank needs 6\.\d\d of the "
+        "4.00 GiB",
         plan.table(),
     )
-    assert (
-        planned(
-            dataclasses.replace(LONG, context_length=8192), monkeypatch, 5.0
-        ).cfg.context_parallel_size
-        == 1
-    )
-    assert planned(LONG, monkeypatch, 5.0, dist.World()).cfg.context_parallel_size == 1
-    assert (
-        planned(
-            dataclasses.replace(LONG, context_parallel_size=1), monkeypatch, 16.0
-        ).cfg.context_parallel_size
-        == 1
-    )
+
+    shorter = dataclasses.replace(LONG, context_length=8192)
+    unshared = dataclasses.replace(LONG, context_parallel_size=1)
+    assert ranks_per_row(shorter, 5.0) == 1
+    assert ranks_per_row(LONG, 5.0, dist.World()) == 1
+    assert ranks_per_row(unshared, 16.0) == 1
 
 
-def test_the_fewest_ranks_that_hold_a_row_share_it(monkeypatch):
+def test_by_default_a_plan_takes_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(planner, "available_gib", lambda device, world: 5.0)
+    plan = planner.plan(LONG, LONG.model(), TWO, CPU)
+    assert plan.available_gib == 5.0
+    assert plan == planned(LONG, 5.0)
+
+
+def test_the_fewest_ranks_that_hold_a_row_share_it():
     world = dist.World(0, 8, 0, 8)
     cfg = dataclasses.replace(LONG, attention_type="standard")
-    sizes = [
-        planned(cfg, monkeypatch, available, world).cfg.context_parallel_size
-        for available in (4.0, 2.0, 1.3)
-    ]
-    assert sizes == sorted(sizes) and sizes[0] == 2 and sizes[-1] == 8
+    sizes = [ranks_per_row(cfg, available, world) for available in (4.0, 2.0, 1.3)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 2
+    assert sizes[-1] == 8
 
 
 def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
     monkeypatch.setattr(planner, "cores", lambda: 2)
-    nearest = fit.closest(planned(TrainConfig(context_length=131_072), monkeypatch, 10.0))
+    nearest = fit.closest(planned(TrainConfig(context_length=131_072), 10.0))
     words = planner.command(nearest.asked, TWO).split()
     assert words[:3] == ["torchrun", "--nproc_per_node=2", "train.py"]
     assert set(words[3:]) == {
@@ -199,63 +203,41 @@ def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
         "--context_length",
         "131072",
     }
-    assert (
-        nearest.cfg.context_parallel_size == 2
-        and cli.parse(TrainConfig, words[3:]) == nearest.asked
-    )
+    assert nearest.cfg.context_parallel_size == 2
+    assert cli.parse(TrainConfig, words[3:]) == nearest.asked
 
 
 def test_a_rank_of_two_needs_half_the_activations():
-    alone, shared = (
-        estimate(dataclasses.replace(LONG, context_parallel_size=size), LONG.model(), 2)
-        for size in (1, 2)
-    )
-    assert 0.45 < shared.peak / alone.peak < 0.6
-    four = TrainConfig(
-        context_length=131_072, gradient_checkpointing="full", context_parallel_size=4
-    )
-    assert (
-        estimate(four, four.model(), 4).peak
-        < 0.6 * estimate(dataclasses.replace(four, context_parallel_size=1), four.model(), 4).peak
-    )
+    def peak(cfg: TrainConfig, sharing: int, ranks: int) -> int:
+        shared = dataclasses.replace(cfg, context_parallel_size=sharing)
+        return estimate(shared, shared.model(), ranks).peak
+
+    assert 0.45 < peak(LONG, 2, 2) / peak(LONG, 1, 2) < 0.6
+    checkpointed = TrainConfig(context_length=131_072, gradient_checkpointing="full")
+    assert peak(checkpointed, 4, 4) < 0.6 * peak(checkpointed, 1, 4)
 
 
-# ----------------------------------------------------------------------------------------- train.py
+# ---- train.py
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ulysses", "gather_kv"])
 def test_a_run_of_ranks_that_share_rows_resumes_on_one_rank_with_the_same_rows(
     data, tmp_path, mode
-):  # noqa: F811
+):
     args = ["--save_every", "3", "--eval_every", "3", "--eval_rows", "2", "--schedule", "constant"]
-    two = start(
-        command(
-            data,
-            tmp_path / "run",
-            *args,
-            "--max_steps",
-            "3",
-            "--context_parallel_size",
-            "2",
-            "--context_parallel_mode",
-            mode,
-        ),
-        TORCHRUN,
-    )
+    shared = ["--context_parallel_size", "2", "--context_parallel_mode", mode]
+    folder = tmp_path / "run"
+    two = start(command(data, folder, *args, "--max_steps", "3", *shared), TORCHRUN)
     output, _ = two.communicate(timeout=120)
-    assert (
-        two.returncode == 0
-        and f"2 ranks share each row by {mode}" in output
-        and "validation loss" in output
-    ), output
-    train.main(command(data, tmp_path / "run", *args, "--max_steps", "6"))
-    again = start(
-        command(data, tmp_path / "run", *args, "--max_steps", "9", "--context_parallel_size", "2"),
-        TORCHRUN,
-    )
+    assert two.returncode == 0, output
+    assert f"2 ranks share each row by {mode}" in output
+    assert "validation loss" in output
+
+    train.main(command(data, folder, *args, "--max_steps", "6"))
+    again = start(command(data, folder, *args, "--max_steps", "9", *shared[:2]), TORCHRUN)
     assert again.wait(120) == 0, again.communicate()[0]
-    train.main(command(data, tmp_path / "whole", *args, "--max_steps", "9"))
-    torch.testing.assert_close(
-        losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0
-    )
+
+    whole = tmp_path / "whole"
+    train.main(command(data, whole, *args, "--max_steps", "9"))
+    torch.testing.assert_close(losses(folder), losses(whole), rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""The closed form before a run: it moves the way each lever moves memory, and meets what a process
+"""The closed form before a run: levers move it as they move memory, and it is near what a process
 really takes.
 """
 
@@ -20,12 +20,28 @@ from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
 from tests.tiers import few_fast
 
 BIG = TrainConfig(context_length=131072)
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
+SPARSE = pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
 
 
 def peak(**changes) -> float:
     cfg = dataclasses.replace(BIG, **changes)
-    ranks = 2 if changes.get("dp_replicate") == 2 else 1
-    return estimate(cfg, cfg.model(), ranks).peak / GIB
+    return estimate(cfg, cfg.model()).peak / GIB
+
+
+def block_of_ones(config: ModelConfig) -> Block:
+    block = Block(config)
+    for parameter in block.parameters():
+        torch.nn.init.ones_(parameter)
+    return block
+
+
+def bytes_of(tensors) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+# ---- bytes
 
 
 def test_one_layer_of_the_4b_keeps_what_the_specification_says():
@@ -34,39 +50,36 @@ def test_one_layer_of_the_4b_keeps_what_the_specification_says():
 
 def test_the_computed_bytes_of_a_layer_are_those_that_autograd_keeps():
     config = ModelConfig.preset("tiny", compute_dtype="bfloat16")
-    block, x = Block(config), torch.zeros(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
-    for parameter in block.parameters():
-        torch.nn.init.ones_(parameter)
+    block = block_of_ones(config)
+    x = torch.zeros(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
     rope = RotaryCache(config)(256, x.device)
     kept = saved_bytes(lambda: block(x, rope))
-    weights = (
-        sum(p.numel() for p in block.parameters() if p.ndim == 2) * 2
-    )  # the bf16 copies, which a GPU keeps per layer too
+
+    # bf16 copies of the matrices, which a GPU keeps per layer too, and fp32 vectors
+    matrices = sum(p.numel() for p in block.parameters() if p.ndim == 2) * 2
     vectors = sum(p.numel() for p in block.parameters() if p.ndim == 1) * 4
-    tables = sum(table.untyped_storage().nbytes() for table in rope)
-    assert abs(kept - weights - vectors - tables - saved_per_layer(config, 256, 2)) / kept < 0.02
+    activations = kept - matrices - vectors - bytes_of(rope)
+    assert abs(activations - saved_per_layer(config, 256, 2)) / kept < 0.02
 
 
-@pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
+@SPARSE
 @pytest.mark.parametrize("dtype, element", [("bf16", 2), ("fp32", 4)])
 def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(sizes, dtype, element):
     config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes, dtype=dtype).model()
-    block, x = Block(config), torch.zeros(1, 2048, 256, dtype=config.dtype, requires_grad=True)
-    for parameter in block.parameters():
-        torch.nn.init.ones_(parameter)
-    rope, documents = (
-        RotaryCache(config)(2048, x.device),
-        Layout.of(None, (1, 2048), config.nsa, "cpu"),
-    )
+    block = block_of_ones(config)
+    x = torch.zeros(1, 2048, 256, dtype=config.dtype, requires_grad=True)
+    rope = RotaryCache(config)(2048, x.device)
+    documents = Layout.of(None, (1, 2048), config.nsa, "cpu")
     kept = saved_bytes(lambda: block(x, rope, documents))
+
     weights = sum(p.numel() * (element if p.ndim == 2 else 4) for p in block.parameters())
-    tables = sum(table.untyped_storage().nbytes() for table in rope)
-    assert abs(kept - weights - tables - saved_per_layer(config, 2048, element)) / kept < 0.01
+    activations = kept - weights - bytes_of(rope)
+    assert abs(activations - saved_per_layer(config, 2048, element)) / kept < 0.01
 
 
 def test_the_plan_explains_its_peak_by_terms_that_sum_to_it():
     cfg = dataclasses.replace(BIG, gradient_checkpointing="full", plan=True)
-    found = planner.plan(cfg, cfg.model(), World(), torch.device("cuda"), available=1000.0)
+    found = planner.plan(cfg, cfg.model(), World(), CUDA, available=1000.0)
     needs = found.estimate
     assert {stage: sum(terms.values()) for stage, terms in needs.terms.items()} == needs.stages
     assert needs.peak == needs.stages["mlp backward"]
@@ -83,21 +96,20 @@ def test_the_plan_explains_its_peak_by_terms_that_sum_to_it():
 
 
 def test_each_lever_lowers_the_peak_of_the_4b_at_131072():
-    plain, checkpointed = peak(), peak(gradient_checkpointing="full")
-    assert 480 < plain < 600 and 80 < checkpointed < 100
-    assert (
-        peak(gradient_checkpointing="full", loss="standard")
-        > 200
-        > 2 * peak(gradient_checkpointing="full", context_length=65536) * 0.6
-    )
+    plain = peak()
+    assert 480 < plain < 600
     assert peak(dtype="fp32") > 1.5 * plain
+
+    assert 80 < peak(gradient_checkpointing="full") < 100
+    assert peak(gradient_checkpointing="full", loss="standard") > 200
+    assert 200 > 2 * peak(gradient_checkpointing="full", context_length=65536) * 0.6
 
 
 @pytest.mark.parametrize(
     "changes",
     few_fast(
         [
-            dict(),
+            {},
             dict(attention_type="nsa"),
             dict(gradient_checkpointing="full"),
             dict(loss="standard"),
@@ -113,9 +125,13 @@ def test_the_computed_peak_is_near_what_the_allocator_records(changes):
     tokens = torch.zeros(1, 2048, dtype=torch.long)
     batch = [dict(tokens_BT=tokens, labels_BT=tokens)]
     step.train_step(state, batch)  # the optimizer's states exist from the second step on
+
     resident = 3 * 4 * state.model.num_params()
-    measured = resident + peak_bytes(lambda: step.train_step(state, batch), torch.device("cpu"))
+    measured = resident + peak_bytes(lambda: step.train_step(state, batch), CPU)
     assert 0.7 < estimate(cfg, cfg.model()).peak / measured < 1.4
+
+
+# ---- operations
 
 
 def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
@@ -125,70 +141,63 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
     assert train_flops(config, 10, 0) == 6 * matrices * 10
     assert train_flops(config, 0, 55) == 12 * 4 * 8 * 32 * 55
     assert keys_met(config, torch.arange(10)).sum() == 55
+
     cfg = TrainConfig(model_size="tiny", context_length=10, gradient_checkpointing="full")
     assert step_flops(cfg, config, 2) == pytest.approx(2 * train_flops(config, 10, 55) * 4 / 3)
 
 
-@pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
+@SPARSE
 def test_sparse_flops_count_each_matrix_as_often_as_it_works(sizes):
     config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes).model()
     with torch.device("meta"):
         decoder = Decoder(config)
     assert decoder.num_params() == config.num_params()
-    matrices = {
-        name: p.numel()
-        for name, p in decoder.named_parameters()
-        if p.ndim == 2 and not name.endswith("pe_lK")
-    }
-    rate = {
-        name: 2 / 16 if ".compressor." in name else 1 for name in matrices
-    }  # once per stride and KV head
-    assert train_flops(config, 160, 0) == 6 * 160 * sum(
-        size * rate[name] for name, size in matrices.items()
-    )
+
+    products = 0.0
+    for name, parameter in decoder.named_parameters():
+        if parameter.ndim == 2 and not name.endswith("pe_lK"):
+            # a compressor works once per stride and KV head
+            rate = 2 / 16 if ".compressor." in name else 1
+            products += parameter.numel() * rate
+    assert train_flops(config, 160, 0) == 6 * 160 * products
 
 
-def test_a_sparse_query_meets_the_keys_that_the_branches_show_it():
+def test_a_sparse_query_reads_the_keys_that_the_branches_show_it():
     config = TrainConfig(model_size="tiny", attention_type="nsa").model()
     positions = torch.tensor([0, 31, 511, 1023, 1024, 131_071])
-    blocks, selected, window = (
-        [0, 1, 31, 63, 63, 8191],
-        [1, 32, 512, 1024, 961, 1024],
-        [1, 32, 512, 512, 512, 512],
-    )
-    assert keys_met(config, positions).tolist() == [
-        sum(parts) for parts in zip(blocks, selected, window)
-    ]
+    compressed = torch.tensor([0, 1, 31, 63, 63, 8191])
+    selected = torch.tensor([1, 32, 512, 1024, 961, 1024])
+    window = torch.tensor([1, 32, 512, 512, 512, 512])
+    assert keys_met(config, positions).tolist() == (compressed + selected + window).tolist()
 
 
-def test_a_number_of_ranks_that_other_settings_forbid_is_passed_over(monkeypatch):
+def test_known_peaks_are_dense_bf16_figures():
+    assert PEAK_FLOPS["H100"] == 989e12
+    assert all(5e13 < flops < 3e15 for flops in PEAK_FLOPS.values())
+
+
+# ---- ranks
+
+
+def test_a_number_of_ranks_that_other_settings_forbid_is_not_proposed(monkeypatch):
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
+    world = World(size=2, local_size=2)
     cfg = TrainConfig(
         context_length=4096,
         attention_head_groups=8,
         gradient_checkpointing="full",
         context_parallel_mode="ulysses",
     )
-    world = World(size=2, local_size=2)
+    plan = planner.plan(cfg, cfg.model(), world, CUDA, available=200.0)
+    assert plan.cfg.context_parallel_size == 1
+
+
+def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypatch):
     monkeypatch.setattr(planner, "host_available_bytes", lambda: 512 * GIB)
-    assert (
-        planner.plan(
-            cfg, cfg.model(), world, torch.device("cuda"), available=200.0
-        ).cfg.context_parallel_size
-        == 1
-    )
+    world = World(size=2, local_size=2)
     asked = TrainConfig(context_length=131072, context_parallel_mode="ulysses")
-    found = [
-        fit.fitted(
-            planner.plan(asked, cfg.model(), world, torch.device("cuda"), available=gib)
-        ).plan
-        for gib in (14.0, 16.0)
-    ]
-    assert (
-        found[0] is None and found[1].cfg.context_parallel_size == 2
-    )  # the last lever allows one rank per row, and is not enough
 
-
-def test_known_peaks_are_dense_bf16_figures():
-    assert PEAK_FLOPS["H100"] == 989e12 and all(
-        5e13 < flops < 3e15 for flops in PEAK_FLOPS.values()
-    )
+    too_small = planner.plan(asked, asked.model(), world, CUDA, available=14.0)
+    assert fit.fitted(too_small).plan is None
+    enough = planner.plan(asked, asked.model(), world, CUDA, available=16.0)
+    assert fit.fitted(enough).plan.cfg.context_parallel_size == 2

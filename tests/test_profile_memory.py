@@ -1,5 +1,6 @@
-"""The door profile_memory.py: its table, its JSON, what it finds, and one line for what is wrong."""
+"""profile_memory.py: its table, its JSON, what it finds, and one line for whatever is wrong."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -21,40 +22,31 @@ from model import GIB
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "PLANNING.md").read_text()
 COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", DOCUMENT, re.M)
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
+ANALYSIS = ["--task", "analysis", "--dtype", "float32", "--model_size", "1.7B"]
 
 
 def test_the_table_names_its_units_and_the_json_holds_everything(tmp_path, capsys):
     assert profile_memory.main([*SMALL, "--json", str(tmp_path / "out.json")]) == 0
-    text, found = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
-    assert (
-        "live GiB" in text
-        and "<- peak" in text
-        and "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
-    )
-    assert (
-        found["waterfall"]["classic"]["reserved"]
-        == found["peak_reserved_bytes"]
-        > found["peak_live_bytes"]
-        and "= device" in text
-    )
-    cfg = TrainConfig(model_size="tiny", context_length=512)
-    assert (
-        found["peak_live_bytes"]
-        == profile(cfg).peak
-        == found["stages"][found["peak_stage"]]["total"]
-        == sum(found["categories"].values())
-    )
-    assert (
-        found["top_tensors"][0]["bytes"] >= found["top_tensors"][-1]["bytes"]
-        and found["config"]["context_length"] == 512
-    )
+    text = capsys.readouterr().out
+    assert "live GiB" in text
+    assert "<- peak" in text
+    assert "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
+    assert "= device" in text
+
+    found = json.loads((tmp_path / "out.json").read_text())
+    peak = found["peak_live_bytes"]
+    assert found["waterfall"]["classic"]["reserved"] == found["peak_reserved_bytes"] > peak
+    assert peak == profile(TrainConfig(model_size="tiny", context_length=512)).peak
+    assert peak == found["stages"][found["peak_stage"]]["total"]
+    assert peak == sum(found["categories"].values())
+    assert found["top_tensors"][0]["bytes"] >= found["top_tensors"][-1]["bytes"]
+    assert found["config"]["context_length"] == 512
 
 
-def test_measure_runs_the_step_here_and_agrees(capsys):
+def test_measure_runs_the_step_on_this_machine_and_agrees(capsys):
     assert profile_memory.main([*SMALL, "--dtype", "fp32", "--device", "cpu", "--measure"]) == 0
-    row = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("allocator peak")
-    )
+    rows = capsys.readouterr().out.splitlines()
+    row = next(row for row in rows if row.startswith("allocator peak"))
     assert abs(float(row.split()[-1].rstrip("%"))) < 0.01
 
 
@@ -79,58 +71,60 @@ def test_measure_runs_the_step_here_and_agrees(capsys):
 def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
     assert profile_memory.main(args) == 2
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert words in error
+    assert error.count("\n") == 1
 
 
 def test_the_command_exits_with_the_code():
-    done = subprocess.run(
-        [sys.executable, "profile_memory.py", "--nproc", "-1"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stderr.startswith("profile_memory.py: error:")
+    command = [sys.executable, "profile_memory.py", "--nproc", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("profile_memory.py: error:")
 
 
 def test_the_html_page_shows_every_layer(tmp_path, capsys):
     path = tmp_path / "page.html"
-    assert (
-        profile_memory.main([*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]) == 0
-    )
-    assert "layers.8" in path.read_text() and "predicted" in path.read_text()
+    args = [*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]
+    assert profile_memory.main(args) == 0
+    assert "layers.8" in path.read_text()
+    assert "predicted" in path.read_text()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def each_demand_once():
-    """A simulation takes seconds at full size, and the document's commands ask for the rungs that a
-    test here asks for.
-    """
+    """A simulation takes seconds, and several tests and commands ask for the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solve, "demand", functools.lru_cache(solve.demand))
         yield
 
 
 @pytest.mark.slow
-def test_levers_are_found_and_the_exit_code_says_whether_anything_changed():
+def test_levers_are_found_and_the_verdict_says_whether_anything_changed():
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=32768), "levers", 1.25, 1)
-    assert answer.verdict is Verdict.AFTER_CHANGES and "+ head groups" in answer.text
+    assert answer.verdict is Verdict.AFTER_CHANGES
+    assert "+ head groups" in answer.text
     assert answer.text.splitlines()[-1] == (
         EXPANDABLE_SEGMENTS
         + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
         "--offload_activations --mlp_tiles --loss chunked"
     )
+
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).verdict is Verdict.FITS
     assert solve.solve(tiny, "world_size", 0.6, 2).verdict is Verdict.NOTHING
-    batches = TrainConfig(model_size="tiny", batch_size=4, context_length=512)
+
+    batches = dataclasses.replace(tiny, batch_size=4)
     names = [candidate.name for candidate in solve.rungs(batches, 1)]
     assert "+ micro-batches of one row" in names
 
 
-def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refused(capsys):
+def test_every_rung_keeps_the_ranks_that_share_a_row_or_the_request_is_refused(capsys):
     shared = TrainConfig(model_size="tiny", context_length=2048, context_parallel_size=2)
     answer = solve.solve(shared, "world_size", 24.0, 4)
-    assert [line.split()[0] for line in answer.text.splitlines()[2:4]] == [
-        "2",
-        "4",
-    ] and "--nproc_per_node=2" in answer.text.splitlines()[-1]
+    lines = answer.text.splitlines()
+    assert [line.split()[0] for line in lines[2:4]] == ["2", "4"]
+    assert "--nproc_per_node=2" in lines[-1]
+
     with pytest.raises(ValueError, match="use --gpus 2"):
         solve.solve(shared, "levers", 24.0, 1)
     assert profile_memory.main([*SMALL, "--context_parallel_size", "2"]) == 2
@@ -138,25 +132,23 @@ def test_ranks_that_share_a_row_are_there_in_every_rung_or_the_request_is_refuse
 
 
 @pytest.mark.slow
-def test_three_gpus_that_no_context_of_1024_tokens_divides_among_are_passed_over(monkeypatch):
-    monkeypatch.setattr(
-        solve, "longest", lambda cfg, ranks, room: (cfg.context_length, solve.demand(cfg, ranks))
-    )
+def test_three_gpus_do_not_share_rows_that_three_does_not_divide(monkeypatch):
+    def as_asked(cfg, ranks, room):
+        return cfg.context_length, solve.demand(cfg, ranks)
+
+    monkeypatch.setattr(solve, "longest", as_asked)
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=98304), "context", 24.0, 3)
-    assert "3 ranks " in answer.text and "3 ranks that share rows" not in answer.text
+    assert "3 ranks " in answer.text
+    assert "3 ranks that share rows" not in answer.text
 
 
 @pytest.mark.slow
 def test_the_longest_context_fits_and_the_next_does_not():
     cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full")
     context, demand = solve.longest(cfg, 1, 1.5)
-    longer = solve.demand(
-        TrainConfig(
-            model_size="tiny", gradient_checkpointing="full", context_length=context + 1024
-        ),
-        1,
-    )
-    assert context % 1024 == 0 and demand.least_bytes / GIB <= 1.5 < longer.least_bytes / GIB
+    longer = solve.demand(dataclasses.replace(cfg, context_length=context + 1024), 1)
+    assert context % 1024 == 0
+    assert demand.least_bytes / GIB <= 1.5 < longer.least_bytes / GIB
 
 
 @pytest.mark.parametrize(
@@ -167,22 +159,9 @@ def test_the_longest_context_fits_and_the_next_does_not():
             2,
             "run: python train.py",
         ),
-        (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits"),
-        (["--vram", "0.4", "--model_size", "8B"], 3, "does not fit"),
-        (
-            [
-                "--gpu",
-                "RTX 3060 Ti",
-                "--task",
-                "analysis",
-                "--dtype",
-                "float32",
-                "--model_size",
-                "1.7B",
-            ],
-            2,
-            "bf16 instead of fp32",
-        ),
+        (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits\n"),
+        (["--vram", "0.4", "--model_size", "8B"], 3, "verdict: does not fit\n"),
+        (["--gpu", "RTX 3060 Ti", *ANALYSIS], 2, "bf16 instead of fp32"),
     ],
 )
 def test_advice_says_what_to_change_and_exits_with_the_verdict(
@@ -195,10 +174,8 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_readme_run(command, tmp_path, monkeypatch, capsys):
+def test_the_commands_of_the_document_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert (
-        profile_memory.main(shlex.split(command))
-        in (Verdict.FITS.exit_code, Verdict.AFTER_CHANGES.exit_code)
-        and not capsys.readouterr().err
-    )
+    code = profile_memory.main(shlex.split(command))
+    assert code in (Verdict.FITS.exit_code, Verdict.AFTER_CHANGES.exit_code)
+    assert not capsys.readouterr().err

@@ -279,7 +279,7 @@ def one_process(tmp_path, dataset, **settings):
     return (
         state,
         loader,
-        health.Numerics(
+        health.Health(
             state,
             loader,
             tmp_path,
@@ -333,7 +333,8 @@ def test_one_step_more_than_allowed_halts_and_names_the_way_back(tmp_path, datas
     watch.after(poisoned_step(state, loader), print)
     with pytest.raises(
         NumericalHalt,
-        match=r"steps 2, 3 had .*; rows 4:12, .*: train.py --skip_rows 4:12 --resume .*step-00000001",
+        match=r"steps 2, 3 had .*; rows 4:12, .*: "
+        r"train.py --skip_rows 4:12 --resume .*step-00000001",
     ):
         watch.after(poisoned_step(state, loader), print)
 

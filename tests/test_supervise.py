@@ -18,8 +18,8 @@ from longhaul import dist, exits, step
 from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt, StorageError
-from longhaul.run import audit
 from longhaul.run.guard import Guard, Lock, Signals
+from longhaul.run.health import audited_step
 
 CFG = TrainConfig(
     model_size="tiny",
@@ -167,8 +167,8 @@ def test_space_is_asked_for_what_a_run_will_hold_beyond_what_it_holds_already(
     ):
         durable.require_space(tmp_path, 100, keep=2)
     durable.require_space(tmp_path, 99, keep=2)
-    for step in (5, 10, 15):
-        (tmp_path / f"step-{step:08d}").mkdir()
+    for number in (5, 10, 15):
+        (tmp_path / f"step-{number:08d}").mkdir()
         durable.require_space(tmp_path, 149, keep=2)
     with pytest.raises(ValueError, match="but 1 more checkpoint"):
         durable.require_space(tmp_path, 300, keep=2)
@@ -254,7 +254,7 @@ def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
 
 def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypatch):
     plain, audited = built(), built()
-    assert step.train_step(plain, batch(2)).loss == audit.audited_step(audited, batch(2)).loss
+    assert step.train_step(plain, batch(2)).loss == audited_step(audited, batch(2)).loss
     assert all(
         torch.equal(a, b) for a, b in zip(plain.model.parameters(), audited.model.parameters())
     )
@@ -269,7 +269,7 @@ def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypa
 
     monkeypatch.setattr(step, "gradients", gradients)
     with pytest.raises(NumericalHalt, match=r"step 2 computed twice .*norm\.weight"):
-        audit.audited_step(audited, batch(2))
+        audited_step(audited, batch(2))
     assert audited.step == 1
 
 

@@ -3,7 +3,6 @@ one line.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
+from longhaul.run.log import mfu
 from scripts import generate as generate_script
 
 ROOT = Path(__file__).parent.parent
@@ -404,8 +404,8 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
     cfg = TrainConfig(
         model_size="tiny", attention_type=attention, context_length=1000, dtype="fp32"
     )
-    run = train.Run.__new__(train.Run)
-    run.cfg, run.config, run.device = cfg, cfg.model(), torch.device("cpu")
+    config = cfg.model()
+    cpu = torch.device("cpu")
     positions = torch.cat((torch.arange(600), torch.arange(400)))[None].numpy()
     rows = Batch(tokens=positions, labels=positions, positions=positions, doc_ids=positions)
     pairs = 600 * 601 / 2 + 400 * 401 / 2
@@ -416,17 +416,12 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
             min(t + 1, 512) for n in (600, 400) for t in range(n)
         )
     monkeypatch.setattr("longhaul.run.log.peak_flops", lambda device: None)
-    assert run._mfu(rows, 2.0) is None
+    assert mfu(config, rows, 1, 2.0, cpu) is None
     monkeypatch.setattr("longhaul.run.log.peak_flops", lambda device: 1e12)
-    assert run._mfu(rows, 2.0) == pytest.approx(
-        train_flops(run.config, 1000, pairs) / 2.0 / 1e12, rel=1e-12
-    )
-    run.cfg = dataclasses.replace(
-        cfg, context_parallel_size=2
-    )  # two ranks did the work of these rows
-    assert run._mfu(rows, 2.0) == pytest.approx(
-        train_flops(run.config, 1000, pairs) / 2.0 / 2e12, rel=1e-12
-    )
+    flops = train_flops(config, 1000, pairs)
+    assert mfu(config, rows, 1, 2.0, cpu) == pytest.approx(flops / 2.0 / 1e12, rel=1e-12)
+    # two ranks did the work of these rows
+    assert mfu(config, rows, 2, 2.0, cpu) == pytest.approx(flops / 2.0 / 2e12, rel=1e-12)
 
 
 def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):

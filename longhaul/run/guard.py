@@ -1,10 +1,7 @@
-"""What stands around a run: signals and the STOP file, the lock on its folder, how it ends (exit
+"""What surrounds a run: signals and the STOP file, the lock on its folder, and how it ends (exit
 code, exit.json, last line).
-
-Imports longhaul.dist, longhaul.exits, longhaul.run.heartbeat and files.durable of ours.
 """
 
-import fcntl
 import os
 import signal
 import socket
@@ -12,34 +9,35 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import TracebackType
 
 from files import durable
 from longhaul import dist, exits
-from longhaul.run.heartbeat import Peers
+from longhaul.run.heartbeat import Heartbeat
 
-# seconds within which a second signal is the first one again: torchrun passes on what the group has
-# had already
-TOGETHER = 1.0
+# Seconds within which a second signal counts as the first one: torchrun passes on what the whole
+# process group has already received.
+SAME_SIGNAL = 1.0
 
 
 class Signals:
-    """SIGTERM and SIGINT: the first asks the run to stop, a second one leaves at once.
+    """SIGTERM and SIGINT: the first one asks the run to stop, a second one ends it at once.
 
-    A thread reads them from a pipe that the interpreter writes to when they arrive, so that a
-    second one is obeyed even in the middle of a long operation. Until `training` is set there is
-    nothing to save, and the first one ends the program where it stands.
+    A thread reads them from a pipe that the interpreter writes to when they arrive, so a second one
+    is obeyed even in the middle of a long operation. Until `training` is set there is nothing to
+    save, and the first one ends the program immediately.
     """
 
     def __init__(self):
-        self.received, self.time, self.training = None, 0.0, False
+        self.received: str | None = None  # the first signal's name
+        self.time = 0.0  # when it came
+        self.training = False
 
-    def __enter__(self):
+    def __enter__(self) -> "Signals":
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
-        self.before = {
-            number: signal.signal(number, self._handle)
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self.before = {number: signal.signal(number, self._handle) for number in numbers}
         self.wakeup = signal.set_wakeup_fd(self.write_end, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
@@ -48,102 +46,123 @@ class Signals:
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-        os.close(self.write_end)
+        os.close(self.write_end)  # which ends the thread
 
     def _handle(self, number: int, frame):
         if not self.training:
             raise exits.Halt(
-                f"{signal.Signals(number).name} before the first step, nothing to save: give the same command again",
+                f"{signal.Signals(number).name} came before the first step, so there is nothing "
+                "to save: run the same command again",
                 exits.PREEMPTED,
             )
 
     def _watch(self):
         while byte := os.read(self.read_end, 1):
-            if byte[0] not in self.before:
+            number = byte[0]
+            if number not in self.before:
                 continue
             if self.received is None:
-                self.received, self.time = signal.Signals(byte[0]).name, time.monotonic()
-            elif time.monotonic() - self.time > TOGETHER:
+                self.received = signal.Signals(number).name
+                self.time = time.monotonic()
+            elif time.monotonic() - self.time > SAME_SIGNAL:
                 os.write(
                     2,
-                    b"\na second signal: left without saving; the last checkpoint is whole: give the same command again\n",
+                    b"\na second signal came, so the run ended without saving; its last checkpoint "
+                    b"is intact: run the same command again\n",
                 )
-                os._exit(128 + byte[0])
+                os._exit(128 + number)
         os.close(self.read_end)
 
 
 class Lock:
-    """The right to write a run's folder, held by one job. The kernel drops it with the process, so
-    a dead job holds nothing.
+    """The right to write a run's folder, held by one job. The system releases it when the process
+    ends, so a killed job holds nothing.
     """
 
     def __init__(self, folder: Path):
-        self.path, self.handle = folder / ".lock", None
+        self.path = folder / ".lock"
+        self.descriptor: int | None = None
 
     def take(self):
-        """ValueError naming the holder where another job has it."""
-        while self.handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = (
-                    os.read(handle, 200).decode(errors="replace").strip()
-                    or "a job that is just starting"
-                )
-                os.close(handle)
+        """ValueError naming the holder if another job has it."""
+        while self.descriptor is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            if not durable.lock(descriptor):
+                holder = _read(descriptor) or "a job that is just starting"
+                os.close(descriptor)
                 raise ValueError(
-                    f"--output_dir {self.path.parent} is in use by {holder}: wait for its end, or choose another --output_dir"
-                ) from None
-            if self.path.exists() and os.path.samestat(os.fstat(handle), os.stat(self.path)):
-                self.handle = handle
-            else:  # the holder ended and removed the file between the two calls
-                os.close(handle)
+                    f"--output_dir {self.path.parent} is in use by {holder}: wait until it ends, "
+                    "or choose another --output_dir"
+                )
+            if self._is_current(descriptor):
+                self.descriptor = descriptor
+            else:
+                os.close(descriptor)
         self._sign()
 
+    def _is_current(self, descriptor: int) -> bool:
+        """Whether the locked file is still the one in the folder: its holder may have ended and
+        deleted it after it was opened here.
+        """
+        if not self.path.exists():
+            return False
+        return os.path.samestat(os.fstat(descriptor), os.stat(self.path))
+
     def _sign(self):
-        before = os.read(self.handle, 200).decode(errors="replace").strip()
+        """Write this process into the file, in which a killed job has left its own name."""
+        before = _read(self.descriptor)
         if before:
-            print(f"{before} ended without giving back {self.path.parent}: taken over", flush=True)
-        os.ftruncate(self.handle, 0)
-        os.pwrite(self.handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            print(
+                f"{before} ended without releasing {self.path.parent}; its lock is taken over",
+                flush=True,
+            )
+        os.ftruncate(self.descriptor, 0)
+        name = f"process {os.getpid()} on {socket.gethostname()}\n"
+        os.pwrite(self.descriptor, name.encode(), 0)
 
     def release(self):
-        if self.handle is not None:
+        """Delete the file and release the lock, if this process has it."""
+        if self.descriptor is not None:
             self.path.unlink(missing_ok=True)
-            os.close(self.handle)
-            self.handle = None
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def _read(descriptor: int) -> str:
+    return os.read(descriptor, 200).decode(errors="replace").strip()
 
 
 class Guard:
-    """Around a whole run: `with Guard("train.py", world) as guard`. However the run ends, it ends
-    here.
+    """Surrounds a whole run: `with Guard("train.py", world) as guard`. However the run ends, it
+    ends here.
 
-    An exception with an exit code (longhaul.exits) ends the program in one line and that code;
-    before training, so does a ValueError, as bad input. Anything else is a fault of the program and
-    keeps its traceback. In a folder that was taken, exit.json says how it ended.
+    An exception with an exit code (longhaul.exits) ends the program with one line and that code;
+    before training begins, so does a ValueError, as bad input. Anything else is a bug in the
+    program and keeps its traceback. In a folder that was taken, exit.json says how the run ended.
     """
 
     def __init__(self, program: str, world: dist.World):
-        self.program, self.world, self.signals = program, world, Signals()
+        self.program = program
+        self.world = world
+        self.signals = Signals()
         self.folder: Path | None = None
         self.lock: Lock | None = None
-        self.step: int | None = None  # the last that was done
-        self.peers: Peers | None = None
+        self.step: int | None = None  # the last step that was done
+        self.heartbeat: Heartbeat | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> "Guard":
         self.signals.__enter__()
         return self
 
     def watch_peers(self, timeout: float):
-        """From here on a rank that is killed or stopped is named, and the others end with code 7."""
+        """From now on a rank that is killed or stopped is named, and the others end with code 7."""
         if self.world.size > 1:
-            self.peers = Peers(self.world, timeout, self._record)
+            self.heartbeat = Heartbeat(self.world, timeout, self._record)
 
     # ---- the folder
 
     def take(self, folder: Path):
-        """Lock `folder` for this job, on rank 0; a folder that is not there is made."""
+        """Make `folder`, if it is missing, and lock it for this job. Called on rank 0."""
         if self.lock is None:
             lock = Lock(folder)
             durable.make_folder(folder)
@@ -151,10 +170,11 @@ class Guard:
             self.lock = lock
 
     def begin(self, folder: Path, step: int):
-        """From here on `folder` is this run's to write, and a signal or STOP file ends it with a
+        """From now on `folder` belongs to this run, and a signal or a STOP file ends the run with a
         checkpoint.
         """
-        self.folder, self.step = folder, step
+        self.folder = folder
+        self.step = step
         if self.world.rank == 0:
             (folder / "exit.json").unlink(missing_ok=True)
         self.signals.training = True
@@ -162,80 +182,79 @@ class Guard:
     # ---- stopping
 
     def asked_to_stop(self) -> str | None:
-        """Why this rank was asked to stop: a signal, or on rank 0 a file STOP in the run's folder."""
-        if (
-            self.signals.received is None
-            and self.world.rank == 0
-            and (self.folder / "STOP").exists()
-        ):
+        """Why this rank was asked to stop: a signal, or, on rank 0, a file STOP in the folder."""
+        received = self.signals.received
+        if received is None and self.world.rank == 0 and (self.folder / "STOP").exists():
             return "STOP file"
-        return self.signals.received
+        return received
 
     def must_stop(self) -> bool:
-        """Whether any rank was asked to stop: the same answer on every rank, which all must ask for
-        together.
+        """Whether any rank was asked to stop. All ranks must call this together, and all get the
+        same answer.
         """
         return dist.any_rank(self.asked_to_stop() is not None)
 
     def preempted(self) -> exits.Halt:
-        """The halt of a run that was asked to stop and has saved; a STOP file is used up."""
-        why = self.asked_to_stop() or "another rank's signal"
+        """The halt of a run that was asked to stop and has saved; deletes the STOP file."""
+        reason = self.asked_to_stop() or "another rank's signal"
         if self.world.rank == 0:
             (self.folder / "STOP").unlink(missing_ok=True)
         return exits.Halt(
-            f"stopped by {why} and saved at step {self.step}: give the same command again to continue",
+            f"stopped by {reason} and saved at step {self.step}: run the same command again to "
+            "continue",
             exits.PREEMPTED,
         )
 
     # ---- the end
 
-    def __exit__(self, kind, error, trace):
-        if (
-            isinstance(error, RuntimeError) and self.peers is not None
-        ):  # a collective, perhaps: is everybody there?
-            error = self.peers.lost() or error
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
+        if isinstance(error, RuntimeError) and self.heartbeat is not None:
+            # perhaps a collective failed, because a rank is gone
+            error = self.heartbeat.lost() or error
         code, words = self._ending(error)
+
         try:
-            if (self.world.rank == 0 or code == exits.WORLD) and kind is not SystemExit:
+            if kind is not SystemExit and (self.world.rank == 0 or code == exits.WORLD):
                 self._record(code, words)
         finally:
             if self.lock is not None:
                 self.lock.release()
-            if self.peers is not None:
-                self.peers.close()
+            if self.heartbeat is not None:
+                self.heartbeat.close()
             self.signals.__exit__()
-        if (
-            code == exits.PREEMPTED and self.signals.training
-        ):  # all ranks are here, so none need wait to see whether rank 0 says it
+
+        if code == exits.PREEMPTED and self.signals.training:
+            # all ranks are here, so rank 0 speaks for all and none has to wait for its words
             dist.print0(f"{self.program}: {words}", world=self.world, file=sys.stderr)
             dist.barrier()
-        dist.stop()
-        if code == exits.PREEMPTED and self.signals.training:
+            dist.stop()
             sys.exit(code)
+        dist.stop()
         if error is not None and words:
             dist.refuse(f"{self.program}: error: {words}", code=code)
 
     def _ending(self, error: BaseException | None) -> tuple[int, str]:
-        """Exit code and words, which are empty for a fault of the program."""
+        """Exit code and words; the words are empty for a bug in the program."""
         if error is None:
             return exits.DONE, "completed"
         if hasattr(error, "exit_code"):
             return error.exit_code, str(error)
-        return (
-            (exits.BAD_INPUT, str(error))
-            if isinstance(error, ValueError) and not self.signals.training
-            else (1, "")
-        )
+        if isinstance(error, ValueError) and not self.signals.training:
+            return exits.BAD_INPUT, str(error)
+        return 1, ""
 
     def _record(self, code: int, words: str):
-        """exit.json in a folder that was taken, for those that torchrun tells no exit code."""
+        """Write exit.json in the run's folder, because torchrun does not pass on exit codes."""
         if self.folder is None:
             return
-        cause, remedy = exits.cause_and_remedy(words or "a fault of the program: see its traceback")
+        cause, remedy = exits.cause_and_remedy(words or "a bug in the program: see its traceback")
+        content = {"code": code, "cause": cause, "remedy": remedy, "last_step": self.step}
         try:
-            durable.write_json(
-                self.folder / "exit.json",
-                dict(code=code, cause=cause, remedy=remedy, last_step=self.step),
-            )
+            durable.write_json(self.folder / "exit.json", content)
         except OSError as error:
             print(f"warning: exit.json cannot be written ({error})", file=sys.stderr, flush=True)

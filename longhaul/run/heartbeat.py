@@ -1,10 +1,9 @@
-"""Who is still there: every rank beats in the job's TCP store, so that one that was killed or
-stopped can be named.
+"""Heartbeats: each rank increments a counter in the job's TCP store, so the others can name a rank
+that was killed or stopped.
 
 gloo reports a closed connection, and NCCL nothing for minutes; neither says whose process it was.
-Each rank watches the next one
-alone: two small requests a second, however many ranks there are. Imports longhaul.dist and
-longhaul.exits of ours.
+Each rank watches only the next one, which takes two small requests in half a second, however many
+ranks there are.
 """
 
 import faulthandler
@@ -21,62 +20,88 @@ EVERY = 0.5  # seconds between beats
 STORE = "0 (or the launcher, which keeps the store)"
 
 
-class Peers:
-    """Heartbeats of this rank and a watch over the next; `timeout` seconds of silence end this
-    process, with its stacks on screen.
+class Heartbeat:
+    """The heartbeat of this rank, and a watch over the next rank: `timeout` seconds of silence end
+    this process, with its stacks on screen.
 
-    `leave(code, words)` is called before that, to record it.
+    Before that, `leave(code, words)` is called to record it.
     """
 
     def __init__(self, world: dist.World, timeout: float, leave: Callable[[int, str], None]):
-        self.world, self.timeout, self.leave, self.closed = world, timeout, leave, threading.Event()
+        self.world = world
+        self.timeout = timeout
+        self.leave = leave
+        self.next_rank = (world.rank + 1) % world.size
         self.store = torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
         )
-        self.answered = self.heard = time.monotonic()  # the store; the next rank
+        now = time.monotonic()
+        self.answered = now  # when the store last answered
+        self.heard = now  # when the next rank's counter last changed
+
+        # two threads, because a store whose process was stopped never answers the first one
+        self.closed = threading.Event()
         self.threads = [
-            threading.Thread(target=work, name="peers", daemon=True)
-            for work in (self._beat, self._watch)
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
+            threading.Thread(target=self._watch, name="heartbeat watch", daemon=True),
         ]
         for thread in self.threads:
             thread.start()
 
     def close(self):
-        """Beat no more; nobody should wait for this rank from here on."""
+        """Stop beating; from now on nobody should wait for this rank."""
         self.closed.set()
         for thread in self.threads:
-            thread.join(2)  # a store that does not answer would keep it
+            thread.join(2)  # a thread that waits for a silent store is left behind
+
+    def lost(self) -> exits.Halt | None:
+        """Called after a collective failed: the halt that names the rank that is gone, None if all
+        ranks are beating.
+        """
+        try:
+            before = self._counts()
+            time.sleep(4 * EVERY)
+            after = self._counts()
+            silent = [
+                rank
+                for rank in range(self.world.size)
+                if after[rank] == before[rank] and rank != self.world.rank
+            ]
+            if not silent:
+                return None
+            first = self._first_lost(silent[0])
+        except RuntimeError:
+            return exits.Halt(self._words(STORE), exits.WORLD)
+        return exits.Halt(self._words(first), exits.WORLD)
+
+    # ---- the threads
 
     def _beat(self):
-        next_one, beats = (self.world.rank + 1) % self.world.size, -1
+        last_count = -1
         while not self.closed.wait(EVERY):
             try:
-                self.store.add(_beat(self.world.rank), 1)
-                found = self.store.add(_beat(next_one), 0)
-            # the store ended with the process that kept it: the next collective fails and asks
-            # `lost`
+                self.store.add(_key(self.world.rank), 1)
+                count = self.store.add(_key(self.next_rank), 0)
             except RuntimeError:
+                # the store ended with the process that keeps it; the next collective will fail and
+                # ask `lost`
                 self.closed.set()
                 return
             self.answered = time.monotonic()
-            if found != beats:
-                beats, self.heard = found, self.answered
+            if count != last_count:
+                last_count = count
+                self.heard = self.answered
 
     def _watch(self):
-        """A thread of its own: a store whose process is stopped never answers the other."""
         while not self.closed.wait(EVERY):
             now = time.monotonic()
             if now - self.answered > self.timeout:
                 self._end(STORE)
             elif now - self.heard > self.timeout:
-                self._end(
-                    self.store.compare_set(
-                        "longhaul/lost", "", str((self.world.rank + 1) % self.world.size)
-                    ).decode()
-                )
+                self._end(self._first_lost(self.next_rank))
 
     def _end(self, silent: str):
         faulthandler.dump_traceback(all_threads=True)
@@ -85,36 +110,24 @@ class Peers:
         dist.last_words(words)
         os._exit(exits.WORLD)
 
-    def lost(self) -> exits.Halt | None:
-        """After a collective failed: the halt that names who is gone, None where all ranks still
-        beat.
-        """
-        try:
-            before = self._beats()
-            time.sleep(4 * EVERY)
-            silent = [
-                rank
-                for rank, beats in enumerate(self._beats())
-                if beats == before[rank] and rank != self.world.rank
-            ]
-            if not silent:
-                return None
-            first = self.store.compare_set(
-                "longhaul/lost", "", str(silent[0])
-            ).decode()  # others may have left since, because of it
-        except RuntimeError:
-            return exits.Halt(self._words(STORE), exits.WORLD)
-        return exits.Halt(self._words(first), exits.WORLD)
+    # ---- the store
 
-    def _beats(self) -> list[int]:
-        return [self.store.add(_beat(rank), 0) for rank in range(self.world.size)]
+    def _first_lost(self, rank: int) -> str:
+        """The rank that was lost first, by all ranks' agreement: others may have left because of
+        it.
+        """
+        return self.store.compare_set("longhaul/lost", "", str(rank)).decode()
+
+    def _counts(self) -> list[int]:
+        return [self.store.add(_key(rank), 0) for rank in range(self.world.size)]
 
     def _words(self, rank: str) -> str:
         return (
-            f"rank {rank} of {self.world.size} was killed or does not answer (rank {self.world.rank} waited for it, --timeout "
-            f"{self.timeout:g}): look at that rank's machine, then give the same command again"
+            f"rank {rank} of {self.world.size} was killed or does not answer (rank "
+            f"{self.world.rank} waited for it, --timeout {self.timeout:g}): look at that rank's "
+            "machine, then run the same command again"
         )
 
 
-def _beat(rank: int) -> str:
+def _key(rank: int) -> str:
     return f"longhaul/beat/{rank}"

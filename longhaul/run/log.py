@@ -1,7 +1,7 @@
 """What a run reports: metrics.jsonl (one object per step), TensorBoard, one progress bar, tokens/s,
 MFU and memory.
 
-Imports nothing of ours. TensorBoard and tqdm are loaded by rank 0 alone.
+Only rank 0 reports. A disk that refuses the log is said once, and training goes on.
 """
 
 import json
@@ -9,12 +9,19 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from data.loader import Batch
+from longhaul.flops import keys_met, train_flops
+from model import ModelConfig
+
 GIB = 2**30
-# Dense bf16 peak in FLOP/s by the vendors' data sheets; a device that is not here has no MFU.
+
+# Dense bf16 peak in FLOP/s according to the vendors' data sheets. A device that is not in this
+# table has no MFU.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
@@ -28,60 +35,49 @@ PEAK_FLOPS = {
 }
 
 
+# ---- figures
+
+
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device, FLOP/s, where it is known."""
+    """Dense bf16 peak of the device in FLOP/s, None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
 
+def mfu(
+    config: ModelConfig, rows: Batch, ranks_per_row: int, seconds: float, device: torch.device
+) -> float | None:
+    """Model FLOPs utilisation: useful FLOP/s of a step over the device's peak, counting only the
+    keys of a query's own document; None if the peak is not known.
+    """
+    peak = peak_flops(device)
+    if peak is None:
+        return None
+    pairs = float(keys_met(config, torch.from_numpy(rows.positions)).sum())
+    flops = train_flops(config, rows.tokens.size, pairs) / ranks_per_row
+    return flops / seconds / peak
+
+
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process so far: the allocator's on CUDA, resident memory on CPU."""
+    """Peak memory of this process so far: the allocator's on CUDA, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    # not ru_maxrss, which a process inherits from the one that started it
     if sys.platform == "linux":
+        # not ru_maxrss, which a process inherits from the one that started it
         with open("/proc/self/status") as status:
-            return (
-                next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-                * 1024
-                / GIB
-            )
-    return (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        * (1 if sys.platform == "darwin" else 1024)
-        / GIB
-    )  # bytes there, else KiB
+            line = next(line for line in status if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def truncate_log(path: Path, last_step: int):
-    """Drop the steps after `last_step` from metrics.jsonl (a killed run logged further than it
-    saved), atomically.
-    """
-    if not path.exists():
-        return
-    kept = [
-        line
-        for line in path.read_text().splitlines()
-        if _step_of(line) is not None and _step_of(line) <= last_step
-    ]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):  # the torn last line of a killed run
-        return None
+# ---- the log of a run
 
 
 class Logger:
-    """Rank 0's log of a run; on other ranks every call does nothing. A disk that refuses it is said
-    once, and training goes on.
-    """
+    """Rank 0's log of a run; on other ranks (`active` is false) every call does nothing."""
 
     def __init__(
         self,
@@ -92,68 +88,58 @@ class Logger:
         every: int = 1,
         config_text: str = "",
     ):
-        self.active, self.every, self.warned = active, every, False
+        self.active = active
+        self.every = every
+        self.warned = False
         if not active:
             return
-        from tqdm import tqdm
+        from tqdm import tqdm  # here, because only rank 0 needs it
 
-        # a file or pipe gets a line now and then, not a film
-        every_seconds = 0.2 if sys.stderr.isatty() else 15
+        # a file or pipe gets a line now and then, a terminal a bar that moves
+        seconds = 0.2 if sys.stderr.isatty() else 15
         self.bar = tqdm(
             total=last_step,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            mininterval=every_seconds,
+            mininterval=seconds,
             maxinterval=3600,
         )
-        self.file = self._tried(_open_lines, folder, first_step)
-        self.board = self._tried(_open_board, folder, first_step)
+        self.file = self._attempt(_open_lines, folder, first_step)
+        self.board = self._attempt(_open_board, folder, first_step)
         self.text(first_step, "config", config_text)
-
-    def _tried(self, function, *args):
-        """`function(*args)`; None with a warning, the first time, where the disk refuses."""
-        try:
-            return function(*args)
-        except OSError as error:
-            if not self.warned:
-                self.say(
-                    f"warning: the log cannot be written ({error}), training goes on without: free space"
-                )
-            self.warned = True
 
     def step(self, record: dict):
         """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
         if not self.active:
             return
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
         if self.file is not None:
-            self._tried(
-                os.write, self.file, (json.dumps(finite, allow_nan=False) + "\n").encode()
-            )  # JSON knows no NaN
+            line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
+            self._attempt(os.write, self.file, line.encode())
         if record["step"] % self.every:
             return
-        self.scalars(
-            record["step"],
-            {f"train/{key}": record[key] for key in record if key not in ("step", "time")},
+
+        figures = {f"train/{key}": record[key] for key in record if key not in ("step", "time")}
+        self.scalars(record["step"], figures)
+        self.bar.set_postfix_str(
+            f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
+            f"{record['mem_gib']:.2f} GiB",
+            refresh=False,
         )
-        figures = f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB"
-        self.bar.set_postfix_str(figures, refresh=False)
         self.bar.update(record["step"] - self.bar.n)
 
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""
-        if self.active and self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._tried(self.board.add_scalar, name, value, step)
+        if not self.active or self.board is None:
+            return
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._attempt(self.board.add_scalar, name, value, step)
 
     def text(self, step: int, name: str, text: str):
+        """A text in TensorBoard, unless it is empty."""
         if self.active and self.board is not None and text:
-            self._tried(self.board.add_text, name, f"```\n{text}\n```", step)
+            self._attempt(self.board.add_text, name, f"```\n{text}\n```", step)
 
     def say(self, line: str):
         """A line above the progress bar."""
@@ -161,21 +147,69 @@ class Logger:
             self.bar.write(line)
 
     def close(self):
-        if self.active:
-            self.bar.close()
-            if self.board is not None:
-                self._tried(self.board.close)
-            if self.file is not None:
-                os.close(self.file)
+        """Close the bar and the files."""
+        if not self.active:
+            return
+        self.bar.close()
+        if self.board is not None:
+            self._attempt(self.board.close)
+        if self.file is not None:
+            os.close(self.file)
+
+    def _attempt(self, function: Callable, *args):
+        """`function(*args)`, or None if the disk refuses, with a warning the first time."""
+        try:
+            return function(*args)
+        except OSError as error:
+            if not self.warned:
+                self.say(
+                    f"warning: the log cannot be written ({error}), and training goes on without "
+                    "it: free space"
+                )
+            self.warned = True
+            return None
+
+
+def _without_nan(record: dict) -> dict:
+    """NaN and infinity as None, because JSON has neither."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
 
 
 def _open_lines(folder: Path, first_step: int) -> int:
     """A descriptor at the end of metrics.jsonl; a line is one write."""
-    truncate_log(folder / "metrics.jsonl", first_step)
-    return os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    path = folder / "metrics.jsonl"
+    truncate_log(path, first_step)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def _open_board(folder: Path, first_step: int):
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds to import
 
     return SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+
+
+def truncate_log(path: Path, last_step: int):
+    """Drop the steps after `last_step` from metrics.jsonl, atomically: a killed run has logged more
+    steps than it saved.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        step = _step_of(line)
+        if step is not None and step <= last_step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line, None for the torn last line of a killed run."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return None

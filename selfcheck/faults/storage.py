@@ -176,8 +176,8 @@ def full_log(trials: int, folder: Path) -> str:
             (folder / "disk" / "tensorboard").mkdir()
         original = log.Logger.__init__
 
-        def to_small_disk(self, where, *args):
-            original(self, folder / "disk" if real else where, *args)
+        def to_small_disk(self, where, **settings):
+            original(self, folder / "disk" if real else where, **settings)
 
         log.Logger.__init__ = to_small_disk
         if not real:

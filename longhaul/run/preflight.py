@@ -1,0 +1,315 @@
+"""Preflight: everything that is checked before a run allocates or overwrites anything.
+
+The order: open the data, settle the model, find the checkpoint to continue, compare it with the
+settings, find the rows, hash the data, ask the disk for space, take the folder. Whatever is wrong
+ends the program with one line that names the remedy. What only one rank may do, or all must agree
+on, is done by rank 0 for all (`dist.on_rank0`).
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data import corpus, order
+from data.dataset import Dataset, check_vocab, open_dataset
+from data.loader import Loader
+from files import durable, untrusted
+from longhaul import dist, qwen3
+from longhaul.checkpoint import load, resume
+from longhaul.checkpoint.format import Checkpoint
+from longhaul.checkpoint.save import size_of
+from longhaul.config import TrainConfig
+from longhaul.run.guard import Guard
+from model import ModelConfig
+
+Command = Callable[[TrainConfig], str]  # the shell command of a configuration
+
+# below this share of the model's vocabulary the data's tokenizer is probably another one
+SAME_TOKENIZER = 0.9
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that may begin."""
+
+    cfg: TrainConfig  # as planned, with the batch and the skipped rows of the checkpoint
+    config: ModelConfig
+    world: dist.World
+    device: torch.device
+    folder: Path
+    dataset: Dataset
+    loader: Loader
+    checkpoint: Checkpoint | None  # that the run continues; None for a new run
+    identity: dict
+    command: Command
+
+    @property
+    def finished(self) -> bool:
+        """Whether the checkpoint has all steps already, so that nothing is left to do."""
+        return self.checkpoint is not None and self.checkpoint.step >= self.cfg.max_steps
+
+
+def preflight(
+    cfg: TrainConfig, world: dist.World, device: torch.device, command: Command, guard: Guard
+) -> Ready:
+    """Check everything, take the run's folder, and return what training needs."""
+    folder = Path(cfg.output_dir)
+    dataset = open_data(cfg, world)
+    config = model_config(cfg, dataset, world)
+    identity = resume.identity(cfg, config, dataset)
+    record = resume.read_record(folder)
+
+    found = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
+    checkpoint = resume.continued(Path(found), cfg) if found else None
+    cfg = with_recorded_batch(cfg, checkpoint, world)
+    cfg = resume.with_skips(checkpoint, cfg)
+
+    loader = training_rows(cfg, dataset, world)
+    if checkpoint is not None:
+        resume.check_position(checkpoint, loader)
+    stamps = dist.on_rank0(lambda: verify_data(dataset, record), world)
+
+    ready = Ready(
+        cfg=cfg,
+        config=config,
+        world=world,
+        device=device,
+        folder=folder,
+        dataset=dataset,
+        loader=loader,
+        checkpoint=checkpoint,
+        identity=identity,
+        command=command,
+    )
+    if ready.finished:
+        dist.print0(
+            f"{checkpoint.folder} has {checkpoint.step} of {cfg.max_steps} steps: nothing to do",
+            world=world,
+        )
+        return ready
+
+    dist.on_rank0(lambda: require_space(ready), world)
+    dist.on_rank0(lambda: announce(ready), world)
+    dist.on_rank0(lambda: take_folder(ready, record, stamps, guard), world)
+    return ready
+
+
+# ---- data and model
+
+
+def open_data(cfg: TrainConfig, world: dist.World) -> Dataset:
+    """The dataset of --data, or the embedded corpus, which rank 0 prepares for all."""
+    if cfg.data:
+        return open_dataset(cfg.data)
+
+    def prepare() -> str:
+        return str(corpus.prepare_embedded(documents=cfg.documents).path)
+
+    return open_dataset(dist.on_rank0(prepare, world))
+
+
+def model_config(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> ModelConfig:
+    """The model that is trained; ValueError if the data's ids do not fit it, or the weights of
+    --init_from.
+    """
+    config = cfg.model()
+    check_vocab(dataset, config.vocab_size)
+    if not cfg.init_from:
+        return config
+
+    source = Path(cfg.init_from)
+    theirs = qwen3.read_config(source)
+    # positions mean what the weights were trained with, unless flags extend them
+    kept = ["norm_eps"]
+    if not cfg.rope_theta:
+        kept.append("rope_theta")
+    if cfg.rope_scaling == "none":
+        kept += ["rope_scaling", "rope_factor", "rope_original_context"]
+    config = dataclasses.replace(config, **{name: theirs[name] for name in kept})
+
+    qwen3.check_geometry(config, source)
+    if dataset.vocab_size < SAME_TOKENIZER * config.vocab_size:
+        dist.print0(
+            f"warning: the data's tokenizer has {dataset.vocab_size:,} tokens and the model of "
+            f"--init_from has {config.vocab_size:,}: weights mean nothing for the ids of another "
+            "tokenizer",
+            world=world,
+        )
+    return config
+
+
+def verify_data(dataset: Dataset, record: dict | None) -> dict:
+    """Hash the data's files, except those that have not changed since this run last did."""
+    known = record.get("data_stamps") if record else None
+    return durable.retried(lambda: dataset.verify(known), dataset.path)
+
+
+def training_rows(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> Loader:
+    """The rows of the training split, in their order."""
+    return Loader(
+        dataset,
+        cfg.context_length,
+        cfg.rows_per_step(world.size),
+        seed=cfg.seed,
+        skip=order.parse_ranges(cfg.skip_rows),
+    )
+
+
+# ---- the checkpoint to continue
+
+
+def find_checkpoint(
+    cfg: TrainConfig, identity: dict, record: dict | None, guard: Guard
+) -> str | None:
+    """The folder of the checkpoint to continue from, None for a new run; ValueError if the output
+    folder does not belong to this run.
+    """
+    folder = Path(cfg.output_dir)
+    if record is not None:
+        resume.check_same_run(record["identity"], identity, f"--output_dir {folder}")
+        lock(folder, guard)
+
+    if cfg.resume == "auto":
+        latest = load.latest(folder) if record else None
+        return str(latest.folder) if latest else None
+    if cfg.resume == "none":
+        if record:
+            raise ValueError(
+                f"--output_dir {folder} holds a run: choose another folder, or continue it with "
+                "--resume auto"
+            )
+        return None
+    return named_checkpoint(cfg, identity, record)
+
+
+def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> str:
+    """The checkpoint of --resume, or the newest of this folder if the command was given before."""
+    named = Path(cfg.resume)
+    untrusted.refuse_pickle(named)
+    if not named.is_dir():
+        raise ValueError(
+            f"--resume {named} is not a readable checkpoint, because there is no such folder: name "
+            "a step-* folder"
+        )
+    checkpoint = load.verified(named)
+    resume.check_complete(checkpoint)
+    resume.check_same_run(checkpoint.identity, identity, f"--resume {named}")
+
+    folder = Path(cfg.output_dir)
+    steps = folder.glob("step-????????")
+    newer = [path.name for path in steps if int(path.name[5:]) > checkpoint.step]
+    if not newer:
+        return cfg.resume
+    if record and record["config"]["resume"] == cfg.resume:
+        return str(load.latest(folder).folder)
+    raise ValueError(
+        f"--output_dir {folder} holds {newer[0]}, which is newer than {named}: choose another "
+        "--output_dir"
+    )
+
+
+def with_recorded_batch(
+    cfg: TrainConfig, checkpoint: Checkpoint | None, world: dist.World
+) -> TrainConfig:
+    """`cfg` with the global batch of the checkpoint, whatever the number of ranks, so that rows
+    keep their order.
+    """
+    if checkpoint is None:
+        return cfg
+    rows = checkpoint.rows_per_step
+    if rows == cfg.rows_per_step(world.size):
+        return cfg
+    if cfg.global_batch_size:
+        raise ValueError(
+            f"--global_batch_size {cfg.global_batch_size}, but the checkpoint's steps have {rows} "
+            f"rows: use {rows}"
+        )
+    cfg = dataclasses.replace(cfg, global_batch_size=rows)
+    dist.print0(
+        f"resuming with the checkpoint's global batch of {rows} rows: "
+        f"{cfg.accumulation(world.size)} micro-batches of {cfg.batch_size} on {world.size} rank(s)",
+        world=world,
+    )
+    return cfg
+
+
+# ---- the folder
+
+
+def require_space(ready: Ready):
+    """ValueError unless the disk has space for the checkpoints that the run will keep."""
+    checkpoint_bytes = size_of(ready.cfg, ready.config)
+    durable.require_space(ready.folder, checkpoint_bytes, ready.cfg.keep_last)
+
+
+def announce(ready: Ready):
+    """Print the settings, what has changed since the checkpoint, the loss that runs, the data."""
+    cfg = ready.cfg
+    print(f"settings:\n{cfg.table()}\ncommand: {ready.command(cfg)}")
+    for line in resume.changes(ready.checkpoint, cfg):
+        print(line)
+    for name in cfg.without_effect():
+        print(f"warning: --{name} {getattr(cfg, name)} has no effect with the other settings")
+
+    context = ready.loader.effective_context()
+    if context.warning:
+        print(f"warning: {context.warning}")
+
+    shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
+    print(
+        f"loss: {ready.config.loss_path(*shape)} (full logits would be "
+        f"{ready.config.logits_gib(*shape):.2f} GiB per rank and micro-batch; threshold "
+        f"{ready.config.logits_threshold_gib:g} GiB)"
+    )
+    split = ready.loader.split
+    print(
+        f"data: {split.num_tokens:,} tokens, {ready.loader.rows_per_epoch:,} rows of "
+        f"{cfg.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
+        f"unigram entropy {split.unigram_entropy:.3f} nats",
+        flush=True,
+    )
+
+
+def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):
+    """Lock the folder, and write the run's identity, its settings and the tokenizer into it."""
+    folder = ready.folder
+    lock(folder, guard)
+    if record is None and (folder / "run.json").exists():
+        raise ValueError(
+            f"another job has meanwhile begun a run in --output_dir {folder}: run the same command "
+            "again"
+        )
+    content = {
+        "identity": ready.identity,
+        "config": dataclasses.asdict(ready.cfg),
+        "world_size": ready.world.size,
+        "data_stamps": stamps,
+    }
+    try:
+        durable.write_json(folder / "run.json", content)
+        copy_tokenizer(ready.dataset, folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def copy_tokenizer(dataset: Dataset, folder: Path):
+    """The tokenizer next to the checkpoints, so that they can be used without the data."""
+    if dataset.tokenizer_path and not (folder / "tokenizer.model").exists():
+        temporary = shutil.copyfile(dataset.tokenizer_path, folder / ".tmp-tokenizer")
+        temporary.rename(folder / "tokenizer.model")
+
+
+def lock(folder: Path, guard: Guard):
+    """Lock the folder for this job; ValueError if another job has it or it cannot be written."""
+    try:
+        guard.take(folder)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"--output_dir {folder} cannot be written ({error}): choose another folder")

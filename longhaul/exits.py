@@ -1,12 +1,19 @@
-"""How a run ends: the exit codes, and the exceptions that carry them. StorageError is the disk's.
+"""How a run ends: the exit codes, and the exceptions that carry them.
 
-An exception with an attribute `exit_code` ends a program in one line and that code; a ValueError
-without one is bad input, 2. Its words name what happened and, behind the last ": ", the remedy.
+An exception with an attribute `exit_code` ends a program with one line and that code; a ValueError
+without one is bad input. Its words say what happened and, after the last ": ", what to do about it.
 """
 
 from files.durable import StorageError as StorageError
 
-DONE, BAD_INPUT, DATA, NO_CHECKPOINT, NUMERICS, STORAGE, WORLD, PREEMPTED = 0, 2, 3, 4, 5, 6, 7, 75
+DONE = 0
+BAD_INPUT = 2  # found before the first step
+DATA = 3  # damaged data
+NO_CHECKPOINT = 4  # none that can be used
+NUMERICS = 5
+STORAGE = 6  # StorageError's
+WORLD = 7  # ranks: a wrong number of them, or one that was lost
+PREEMPTED = 75  # asked to stop, and saved
 
 
 class Halt(Exception):
@@ -18,7 +25,7 @@ class Halt(Exception):
 
 
 class NumericalHalt(Halt):
-    """The numbers went wrong: the run must not go on as it is."""
+    """The numbers went wrong, and the run must not go on as it is."""
 
     def __init__(self, words: str):
         super().__init__(words, NUMERICS)
@@ -31,11 +38,11 @@ class WorldError(ValueError):
 
 
 def code_of(error: BaseException, otherwise: int = 1) -> int:
-    """The exit code that `error` carries; `otherwise` where it carries none."""
+    """The exit code that `error` carries, or `otherwise`."""
     return getattr(error, "exit_code", otherwise)
 
 
 def cause_and_remedy(words: str) -> tuple[str, str]:
-    """Cut at the last ": "; without one, all is the cause."""
+    """The words before and after the last ": "; without one, all of them are the cause."""
     cause, _, remedy = words.rpartition(": ")
     return (cause, remedy) if cause else (words, "")

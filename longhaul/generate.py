@@ -1,4 +1,4 @@
-"""Sampling over the KV cache. Imports model.py of ours."""
+"""Sampling over the KV cache: filters, prefill, one token at a time. V vocabulary, T tokens."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from model import Decoder, KVCache, attention_kind
 
-# prompt tokens per forward, which bounds activations; NSA takes a prompt whole
+# Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
 
 
@@ -16,26 +16,28 @@ def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
     2020), in this order.
 
     top_k 0 and top_p 1 filter nothing. The nucleus is the smallest set of the most probable tokens
-    with mass >= top_p.
+    whose probabilities add up to top_p or more.
     """
     logits_V = logits_V.float() / temperature
     if top_k:
         smallest = logits_V.topk(min(top_k, len(logits_V))).values[-1]
         logits_V = logits_V.masked_fill(logits_V < smallest, -torch.inf)
+
     p_V = logits_V.softmax(-1)
     if top_p < 1:
-        sorted_p, order = p_V.sort(descending=True)
-        outside = sorted_p.cumsum(-1) - sorted_p >= top_p
-        p_V = p_V.index_fill(0, order[outside], 0.0)
+        sorted_p_V, order_V = p_V.sort(descending=True)
+        mass_before_V = sorted_p_V.cumsum(-1) - sorted_p_V
+        outside = order_V[mass_before_V >= top_p]
+        p_V = p_V.index_fill(0, outside, 0.0)
     return p_V / p_V.sum()
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float):
-    """ValueError for settings that cannot be sampled from; temperature 0 is greedy."""
+    """ValueError for settings that cannot be sampled with; temperature 0 is greedy."""
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is greedy), "
-            "top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
+            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is "
+            "greedy), top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
         )
 
 
@@ -55,29 +57,34 @@ def generate(
     """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on
     equal devices.
 
-    `vocab_size`: ids below it only (a model's vocabulary may be larger than its tokenizer's).
+    `vocab_size`: only ids below it, since a model's vocabulary may be larger than its tokenizer's.
     """
     check_sampling(temperature, top_k, top_p)
     if not prompt or max_new_tokens < 1:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be at least 1"
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be "
+            "at least 1"
         )
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
+
+    def next_logits(token: int) -> Tensor:
+        return model(torch.tensor([[token]], device=device), cache=cache)[0, -1]
+
     if len(prompt) > 1:
         prefill(model, torch.tensor([prompt[:-1]], device=device), cache)
-    logits_V = model(torch.tensor([prompt[-1:]], device=device), cache=cache)[0, -1]
+    logits_V = next_logits(prompt[-1])
     for _ in range(max_new_tokens):
-        token = int(_choose(logits_V[:vocab_size], temperature, top_k, top_p, generator))
+        token = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
         if token == stop_id:
             return
         yield token
-        logits_V = model(torch.tensor([[token]], device=device), cache=cache)[0, -1]
+        logits_V = next_logits(token)
 
 
 def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
-    """Fill the cache with a prompt; no logits are computed."""
+    """Fill the cache with a prompt, without computing logits."""
     in_parts = attention_kind(model.config).prompt_in_parts
     chunk = PREFILL_CHUNK if in_parts else tokens_1T.shape[1]
     for part_1T in tokens_1T.split(chunk, dim=1):
@@ -86,7 +93,8 @@ def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
 
 def _choose(
     logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> Tensor:
+) -> int:
     if temperature == 0:
-        return logits_V.argmax()
-    return torch.multinomial(filtered(logits_V, temperature, top_k, top_p), 1, generator=generator)
+        return int(logits_V.argmax())
+    p_V = filtered(logits_V, temperature, top_k, top_p)
+    return int(torch.multinomial(p_V, 1, generator=generator))

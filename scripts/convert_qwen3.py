@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from flags import Parser
 from longhaul import qwen3
 from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.checkpoint.save import save
-from longhaul.cli import Parser
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.step import TrainState

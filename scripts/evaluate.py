@@ -13,10 +13,10 @@ import torch
 from data.corpus import prepare_embedded
 from data.dataset import Dataset, open_dataset
 from data.loader import Loader
+from flags import Parser
 from longhaul import dist, step
 from longhaul.checkpoint.format import Checkpoint, CheckpointError
 from longhaul.checkpoint.load import load_model, newest, verified
-from longhaul.cli import Parser
 from longhaul.config import TrainConfig
 
 

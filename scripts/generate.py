@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from data.tokenizer import Tokenizer
+from flags import Parser
 from longhaul.checkpoint.load import load_model, newest, verified
-from longhaul.cli import Parser
 from longhaul.generate import check_sampling, generate
 
 

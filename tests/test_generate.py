@@ -90,44 +90,15 @@ def test_settings_that_cannot_be_sampled_from_are_refused(decoder, settings):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
-    prepare = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--input",
-        "longhaul",
-        "--output",
-        str(folder / "set"),
-        "--vocab_size",
-        "600",
-        "--val_fraction",
-        "0.2",
-    ]
-    subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    train.main(
-        [
-            "--model_size",
-            "tiny",
-            "--model_overrides",
-            "num_layers=1",
-            "--vocab_size",
-            "600",
-            "--context_length",
-            "64",
-            "--max_steps",
-            "2",
-            "--data",
-            str(folder / "set"),
-            "--output_dir",
-            str(folder / "run"),
-            "--device",
-            "cpu",
-            "--dtype",
-            "fp32",
-            "--eval_every",
-            "0",
-        ]
+    prepare = "-m data.prepare --input longhaul --vocab_size 600 --val_fraction 0.2"
+    command = [sys.executable, *prepare.split(), "--output", str(folder / "set")]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    settings = (
+        "--model_size tiny --model_overrides num_layers=1 --vocab_size 600 --context_length 64 "
+        "--max_steps 2 --device cpu --dtype fp32 --eval_every 0"
     )
+    folders = f"--data {folder / 'set'} --output_dir {folder / 'run'}"
+    train.main([*settings.split(), *folders.split()])
     return folder / "run"
 
 

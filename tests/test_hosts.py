@@ -1,5 +1,5 @@
-"""More than one machine: two network namespaces are two hosts; and the recipes that start torchrun
-on real ones.
+"""More than one machine: two network namespaces stand for two hosts; and the recipes that start
+torchrun on real ones.
 """
 
 import json
@@ -17,26 +17,10 @@ from longhaul import cli
 from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-FLAGS = [
-    "--device",
-    "cpu",
-    "--model_size",
-    "tiny",
-    "--context_length",
-    "256",
-    "--max_steps",
-    "30",
-    "--save_every",
-    "10",
-    "--warmup_steps",
-    "4",
-    "--eval_every",
-    "0",
-    "--dtype",
-    "fp32",
-    "--timeout",
-    "8",
-]
+FLAGS = shlex.split(
+    "--device cpu --model_size tiny --context_length 256 --max_steps 30 --save_every 10 "
+    "--warmup_steps 4 --eval_every 0 --dtype fp32 --timeout 8"
+)
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 
 
@@ -46,65 +30,42 @@ def ip(*words: str):
 
 @pytest.fixture
 def hosts():
-    """Two network namespaces joined by a cable; skipped with the reason where this machine does not
-    let us make them.
+    """Two network namespaces joined by a cable; skipped, with the reason, if this machine does not
+    allow them.
     """
-    names, made = [f"longhaul{os.getpid()}{end}" for end in "ab"], []
     if shutil.which("ip") is None:
-        pytest.skip("the command `ip` (iproute2) is not here, so no network namespaces")
+        pytest.skip("network namespaces need the command `ip` (iproute2), which is not installed")
+    names = [f"longhaul{os.getpid()}{end}" for end in "ab"]
+    made = []
     try:
         for name in names:
             ip("netns", "add", name)
             made.append(name)
-        ip(
-            "link",
-            "add",
-            "cable",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "cable",
-            "netns",
-            names[1],
-        )
-        for name, address in zip(names, ADDRESSES):
-            for words in (
-                ["addr", "add", f"{address}/24", "dev", "cable"],
-                ["link", "set", "cable", "up"],
-                ["link", "set", "lo", "up"],
-            ):
-                ip("-n", name, *words)
+        ends = f"cable netns {names[0]} type veth peer name cable netns {names[1]}"
+        ip("link", "add", *ends.split())
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
         yield names
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespaces can be made here: {error.stderr.strip()}")
+        pytest.skip(f"this machine allows no network namespaces: {error.stderr.strip()}")
     finally:
         for name in made:
             ip("netns", "del", name)
 
 
 def start(host: str, rank: int, folder: Path) -> subprocess.Popen:
-    """torchrun on one of the two hosts, as a user with two machines would call it, with one core so
+    """torchrun on one of the two hosts, as a user with two machines would call it, on one core, so
     that sums have the same order.
     """
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        f"--node_rank={rank}",
-        "--nproc_per_node=1",
-        f"--master_addr={ADDRESSES[0]}",
-        "--master_port=29511",
-        "train.py",
-        *FLAGS,
-        "--output_dir",
-        str(folder),
-    ]
+    place = f"ip netns exec {host} taskset --cpu-list {rank % os.cpu_count()}"
+    torchrun = (
+        f"-m torch.distributed.run --nnodes=2 --node_rank={rank} --nproc_per_node=1 "
+        f"--master_addr={ADDRESSES[0]} --master_port=29511 train.py"
+    )
     return subprocess.Popen(
-        ["ip", "netns", "exec", host, "taskset", "-c", str(rank % os.cpu_count()), *torchrun],
+        [*place.split(), sys.executable, *torchrun.split(), *FLAGS, "--output_dir", str(folder)],
         cwd=ROOT,
         text=True,
         env=os.environ | dict(GLOO_SOCKET_IFNAME="cable"),
@@ -141,34 +102,20 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, tmp_path):
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
 
     alone = tmp_path / "one machine"
-    subprocess.run(
-        [
-            "taskset",
-            "--cpu-list",
-            "0",
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node=2",
-            "--master_port=29512",
-            "train.py",
-            *FLAGS,
-            "--output_dir",
-            str(alone),
-        ],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    torchrun = "-m torch.distributed.run --nproc_per_node=2 --master_port=29512 train.py"
+    command = ["taskset", "--cpu-list", "0", sys.executable, *torchrun.split(), *FLAGS]
+    command += ["--output_dir", str(alone)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert losses(folder) == losses(alone) and len(losses(alone)) == 30
 
 
 def wait_for(condition, jobs, seconds: float = 180):
+    """Wait until `condition()` holds; fails if a job fails before that."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end and not any(job.poll() for job in jobs), [
-            job.communicate()[0] for job in jobs if job.poll()
-        ]
+        failed = [job for job in jobs if job.poll()]
+        assert not failed, [job.communicate()[0] for job in failed]
+        assert time.monotonic() < end
         time.sleep(0.05)
 
 
@@ -181,8 +128,8 @@ case "$1" in show) echo 127.0.0.1 ;; *) echo "$@" >> "$0.calls" ;; esac
 
 @pytest.fixture
 def slurm(tmp_path):
-    """A PATH on which Slurm's commands do what they do on one node: srun runs its words, scontrol
-    answers and notes.
+    """A PATH on which Slurm's commands do what they do on one node: srun runs its arguments,
+    scontrol answers, or writes down how it was called.
     """
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -213,16 +160,11 @@ def test_under_slurm_a_job_that_was_stopped_goes_back_into_the_queue_and_one_tha
     (folder / "STOP").touch()
     text = job.communicate(timeout=120)[0]
     assert job.returncode == 0 and calls.read_text() == "requeue 7\n", text
-    assert (
-        subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True).returncode == 0
-        and len(losses(folder)) == 30
-    )
-    assert (
-        subprocess.run(
-            [*command, "--model_size", "0.6B"], cwd=ROOT, env=slurm, capture_output=True
-        ).returncode
-        != 0
-    )
+
+    again = subprocess.run(command, cwd=ROOT, env=slurm, capture_output=True)
+    assert again.returncode == 0 and len(losses(folder)) == 30
+    other_run = [*command, "--model_size", "0.6B"]
+    assert subprocess.run(other_run, cwd=ROOT, env=slurm, capture_output=True).returncode != 0
     assert calls.read_text() == "requeue 7\n"
 
 
@@ -233,19 +175,14 @@ def test_the_kubernetes_recipe_names_one_service_and_flags_that_exist():
     service, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
     pods = job["spec"]["template"]["spec"]
     words = shlex.split(pods["containers"][0]["command"][-1])
-    given = dict(
-        word.removeprefix("--").split("=")
-        for word in words
-        if word.startswith("--") and "=" in word
-    )
-    assert (
-        pods["subdomain"] == service["metadata"]["name"]
-        and given["master_addr"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    )
+    flags = [word.removeprefix("--") for word in words if word.startswith("--") and "=" in word]
+    given = dict(flag.split("=") for flag in flags)
+
+    name = service["metadata"]["name"]
+    assert pods["subdomain"] == name
+    assert given["master_addr"] == f"{job['metadata']['name']}-0.{name}"
     assert int(given["nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
-    assert (
-        int(given["nproc_per_node"])
-        == pods["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-    )
+    gpus = pods["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(given["nproc_per_node"]) == gpus
     assert int(given["shutdown_timeout"]) < pods["terminationGracePeriodSeconds"]
     assert cli.parse(TrainConfig, words[words.index("train.py") + 1 :]).context_length == 1048576

@@ -24,58 +24,31 @@ from longhaul.run.log import mfu
 from scripts import generate as generate_script
 
 ROOT = Path(__file__).parent.parent
-SMALL = [
-    "--model_size",
-    "tiny",
-    "--model_overrides",
-    "hidden_size=64",
-    "num_layers=2",
-    "num_heads=4",
-    "num_kv_heads=2",
-    "head_dim=16",
-    "ffn_size=96",
-    "--vocab_size",
-    "1024",
-    "--context_length",
-    "64",
-    "--warmup_steps",
-    "2",
-    "--eval_every",
-    "4",
-    "--eval_rows",
-    "1",
-    "--dtype",
-    "fp32",
-    "--device",
-    "cpu",
-]
+SMALL = shlex.split(
+    "--model_size tiny --model_overrides hidden_size=64 num_layers=2 num_heads=4 num_kv_heads=2 "
+    "head_dim=16 ffn_size=96 --vocab_size 1024 --context_length 64 --warmup_steps 2 --eval_every 4 "
+    "--eval_rows 1 --dtype fp32 --device cpu"
+)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """A dataset of this repository's own sources."""
-    folder = tmp_path_factory.mktemp("data")
-    command = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--input",
-        "longhaul",
-        "data",
-        "model.py",
-        "--output",
-        str(folder / "set"),
-        "--vocab_size",
-        "1024",
-        "--val_fraction",
-        "0.1",
-    ]
+    folder = tmp_path_factory.mktemp("data") / "set"
+    prepare("longhaul data model.py", folder, "--vocab_size 1024 --val_fraction 0.1")
+    return str(folder)
+
+
+def prepare(sources: str, folder: Path, flags: str):
+    """Run data.prepare on files of this repository."""
+    command = [sys.executable, "-m", "data.prepare", "--input", *sources.split()]
+    command += ["--output", str(folder), *flags.split()]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    return str(folder / "set")
 
 
 def command(data: str, out, *more: str) -> list[str]:
-    return [*SMALL, "--data", data, "--output_dir", str(out), *more]
+    """The arguments of a small run; `more`: flags and values, also several in one text."""
+    return [*SMALL, "--data", data, "--output_dir", str(out), *" ".join(more).split()]
 
 
 def refusal(args: list[str], capsys, code: int = 2) -> str:
@@ -101,7 +74,7 @@ def losses(out) -> list[float]:
 @pytest.fixture(scope="module")
 def finished(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "run"
-    train.main(command(data, out, "--max_steps", "8", "--save_every", "3"))
+    train.main(command(data, out, "--max_steps 8 --save_every 3"))
     return out
 
 
@@ -145,17 +118,17 @@ def test_tensorboard_has_losses_validation_text_and_settings(finished):
 
 def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    train.main(command(data, finished, "--max_steps", "8", "--save_every", "3"))
+    train.main(command(data, finished, "--max_steps 8 --save_every 3"))
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
 def test_a_run_that_is_extended_continues_where_it_ended(data, tmp_path, finished):
     out = tmp_path / "run"
-    train.main(command(data, out, "--max_steps", "4", "--schedule", "constant"))
-    train.main(command(data, out, "--max_steps", "6", "--schedule", "constant"))
+    train.main(command(data, out, "--max_steps 4 --schedule constant"))
+    train.main(command(data, out, "--max_steps 6 --schedule constant"))
     whole = tmp_path / "whole"
-    train.main(command(data, whole, "--max_steps", "6", "--schedule", "constant"))
+    train.main(command(data, whole, "--max_steps 6 --schedule constant"))
     assert losses(out) == losses(whole)
     assert all(
         torch.equal(value, final_weights(whole)[name]) for name, value in final_weights(out).items()
@@ -190,17 +163,17 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
 
 @pytest.mark.slow
 def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path):
-    args = ["--max_steps", "100", "--save_every", "7", "--eval_every", "60", "--eval_rows", "2"]
-    whole, killed = start(command(data, tmp_path / "whole", *args), TORCHRUN), tmp_path / "killed"
+    args = "--max_steps 100 --save_every 7 --eval_every 60 --eval_rows 2"
+    killed = tmp_path / "killed"
+    whole = start(command(data, tmp_path / "whole", args), TORCHRUN)
     assert whole.wait(300) == 0, whole.communicate()[0]
-    process = start(command(data, killed, *args), TORCHRUN)
+    process = start(command(data, killed, args), TORCHRUN)
     wait_for_step(killed, 24, process)
-    subprocess.run(
-        ["pkill", "-KILL", "-f", str(killed)], check=True
-    )  # torchrun's ranks lead sessions of their own
+    # by name, because torchrun's ranks lead their own sessions
+    subprocess.run(["pkill", "-KILL", "-f", str(killed)], check=True)
     process.wait()
     assert not (killed / "step-00000100").exists()
-    again = start(command(data, killed, *args), TORCHRUN)
+    again = start(command(data, killed, args), TORCHRUN)
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0 and "resumed" in output, output
     assert losses(killed) == losses(tmp_path / "whole")
@@ -210,35 +183,13 @@ def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_b
 
 @pytest.mark.slow
 def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(data, tmp_path):
-    args = [
-        "--save_every",
-        "3",
-        "--eval_every",
-        "0",
-        "--schedule",
-        "constant",
-        "--gradient_accumulation_steps",
-        "2",
-    ]
-    two = start(command(data, tmp_path / "run", *args, "--max_steps", "3"), TORCHRUN)
+    common = "--save_every 3 --eval_every 0 --schedule constant"
+    halves = f"{common} --gradient_accumulation_steps 2"
+    two = start(command(data, tmp_path / "run", halves, "--max_steps 3"), TORCHRUN)
     assert two.wait(300) == 0, two.communicate()[0]
-    train.main(command(data, tmp_path / "run", *args, "--max_steps", "6"))
-    train.main(
-        command(
-            data,
-            tmp_path / "whole",
-            "--save_every",
-            "3",
-            "--eval_every",
-            "0",
-            "--schedule",
-            "constant",
-            "--global_batch_size",
-            "4",
-            "--max_steps",
-            "6",
-        )
-    )
+    train.main(command(data, tmp_path / "run", halves, "--max_steps 6"))
+    whole = f"{common} --global_batch_size 4"
+    train.main(command(data, tmp_path / "whole", whole, "--max_steps 6"))
     torch.testing.assert_close(
         losses(tmp_path / "run"), losses(tmp_path / "whole"), rtol=1e-5, atol=0
     )
@@ -246,25 +197,12 @@ def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(
 
 def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     sparse = (
-        "--attention_type",
-        "nsa",
-        "--nsa",
-        "cmp_block=8",
-        "cmp_stride=4",
-        "sel_block=8",
-        "sel_count=4",
-        "window=16",
-        "kv=separate",
-        "--schedule",
-        "constant",
-        "--save_every",
-        "2",
-        "--eval_every",
-        "2",
+        "--attention_type nsa --nsa cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16 "
+        "kv=separate --schedule constant --save_every 2 --eval_every 2"
     )
     for out, stops in (("whole", ["4"]), ("parts", ["2", "4"])):
         for stop in stops:
-            train.main(command(data, tmp_path / out, *sparse, "--max_steps", stop))
+            train.main(command(data, tmp_path / out, sparse, "--max_steps", stop))
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
     weights = final_weights(tmp_path / "whole")
     assert any(".sparse." in name for name in weights)
@@ -274,32 +212,22 @@ def test_a_sparse_run_resumes_bit_for_bit_and_generates(data, tmp_path, capsys):
     )
     assert "changed since the checkpoint: max_steps 2 -> 4" in capsys.readouterr().out
     assert "nsa.window: recorded 16, now 32" in refusal(
-        command(data, tmp_path / "whole", *sparse, "--nsa", "window=32", "--max_steps", "4"), capsys
+        command(data, tmp_path / "whole", sparse, "--nsa window=32 --max_steps 4"), capsys
     )
-    generate_script.main(
-        [
-            "--checkpoint",
-            str(tmp_path / "whole"),
-            "--prompt",
-            "import torch, and then " * 9,
-            "--max_new_tokens",
-            "5",
-            "--device",
-            "cpu",
-        ]
-    )
+    flags = f"--checkpoint {tmp_path / 'whole'} --max_new_tokens 5 --device cpu"
+    generate_script.main([*flags.split(), "--prompt", "import torch, and then " * 9])
     assert "tokens/s" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_path, capsys):
     out = tmp_path / "run"
-    train.main(command(data, out, "--max_steps", "4", "--save_every", "2"))
+    train.main(command(data, out, "--max_steps 4 --save_every 2"))
     weights = final_weights(out)
     shard = next((out / "step-00000004").glob("rank-*"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    train.main(command(data, out, "--max_steps", "4", "--save_every", "2"))
+    train.main(command(data, out, "--max_steps 4 --save_every 2"))
     assert "DAMAGED CHECKPOINT" in capsys.readouterr().out
     assert (out / "step-00000004.corrupt").exists()
     assert all(torch.equal(value, final_weights(out)[name]) for name, value in weights.items())
@@ -372,7 +300,7 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(data, tmp_pa
         "triton", reason="triton is not installed: its refusal on a CPU is not tested"
     )
     done = subprocess.run(
-        [sys.executable, "train.py", *command(data, tmp_path / "run", "--kernels", "triton")],
+        [sys.executable, "train.py", *command(data, tmp_path / "run", "--kernels triton")],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -391,8 +319,8 @@ def test_triton_without_a_gpu_is_refused_before_anything_is_written(data, tmp_pa
 
 def test_a_folder_of_another_run_is_not_touched(finished, data, capsys):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed", "1"), capsys)
-    assert "holds a run" in refusal(command(data, finished, "--resume", "none"), capsys)
+    assert "seed: recorded 0, now 1" in refusal(command(data, finished, "--seed 1"), capsys)
+    assert "holds a run" in refusal(command(data, finished, "--resume none"), capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
@@ -425,23 +353,14 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
 
 
 def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):
-    train.main(
-        command(data, tmp_path, "--max_steps", "1", "--schedule", "constant", "--eval_every", "0")
-    )
+    train.main(command(data, tmp_path, "--max_steps 1 --schedule constant --eval_every 0"))
     record = json.loads((tmp_path / "run.json").read_text())
     assert not [name for name in record["identity"] if name.startswith("nsa")]
     train.main(
         command(
             data,
             tmp_path,
-            "--max_steps",
-            "2",
-            "--schedule",
-            "constant",
-            "--eval_every",
-            "0",
-            "--nsa",
-            "window=32",
+            "--max_steps 2 --schedule constant --eval_every 0 --nsa window=32",
         )
     )
     assert len(losses(tmp_path)) == 2
@@ -457,12 +376,12 @@ def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_
     finished, data, tmp_path, capsys
 ):
     line = refusal(
-        command(data, finished, "--resume", str(finished / "step-00000006"), "--max_steps", "9"),
+        command(data, finished, "--resume", str(finished / "step-00000006"), "--max_steps 9"),
         capsys,
     )
     assert "holds step-00000008, which is newer" in line
     branch = command(
-        data, tmp_path / "branch", "--resume", str(finished / "step-00000006"), "--save_every", "1"
+        data, tmp_path / "branch", "--resume", str(finished / "step-00000006"), "--save_every 1"
     )
     train.main([*branch, "--max_steps", "7"])
     train.main([*branch, "--max_steps", "8"])  # the same command goes on where it stopped
@@ -470,7 +389,7 @@ def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_
         "resumed" in (said := capsys.readouterr().out)
         and str(tmp_path / "branch" / "step-00000007") in said
     )
-    train.main(command(data, tmp_path / "other", "--max_steps", "2", "--seed", "1"))
+    train.main(command(data, tmp_path / "other", "--max_steps 2 --seed 1"))
     log = (tmp_path / "other" / "metrics.jsonl").read_text()
     capsys.readouterr()
     assert "seed: recorded 1, now 0" in refusal(
@@ -490,25 +409,21 @@ def test_a_folder_that_cannot_be_written_is_refused(data, tmp_path, capsys):
 
 def test_where_every_checkpoint_is_damaged_nothing_is_started_over(data, tmp_path, capsys):
     out = tmp_path / "run"
-    train.main(command(data, out, "--max_steps", "2"))
+    train.main(command(data, out, "--max_steps 2"))
     manifest = out / "step-00000002" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 1'))
     capsys.readouterr()
-    assert "no checkpoint is usable" in refusal(
-        command(data, out, "--max_steps", "4"), capsys, code=4
-    )
+    assert "no checkpoint is usable" in refusal(command(data, out, "--max_steps 4"), capsys, code=4)
     assert len(losses(out)) == 2
 
 
 def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
-    train.main(command(data, tmp_path / "run", "--max_steps", "2"))
+    train.main(command(data, tmp_path / "run", "--max_steps 2"))
     capsys.readouterr()
     assert "--lr: recorded 0.0003, now 0.01" in refusal(
-        command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01"), capsys
+        command(data, tmp_path / "run", "--max_steps 3 --lr 0.01"), capsys
     )
-    train.main(
-        command(data, tmp_path / "run", "--max_steps", "3", "--lr", "0.01", "--override_settings")
-    )
+    train.main(command(data, tmp_path / "run", "--max_steps 3 --lr 0.01 --override_settings"))
     out = capsys.readouterr().out
     assert (
         "changed since the checkpoint: lr 0.0003 -> 0.01" in out
@@ -522,12 +437,7 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
         command(
             data,
             tmp_path / "run",
-            "--max_steps",
-            "1",
-            "--decay_fraction",
-            "0.5",
-            "--documents",
-            "file",
+            "--max_steps 1 --decay_fraction 0.5 --documents file",
         )
     )
     out = capsys.readouterr().out
@@ -538,7 +448,7 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_trains_and_samples(data, tmp_path):
-    train.main(command(data, tmp_path / "run", "--max_steps", "4", "--vocab_size", "20000"))
+    train.main(command(data, tmp_path / "run", "--max_steps 4 --vocab_size 20000"))
     assert len(losses(tmp_path / "run")) == 4
 
 
@@ -548,7 +458,7 @@ def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
     from longhaul import optim
 
     monkeypatch.setattr(optim, "clip_gradients", lambda model, largest: torch.tensor(torch.nan))
-    train.main(command(data, tmp_path / "run", "--max_steps", "2"))
+    train.main(command(data, tmp_path / "run", "--max_steps 2"))
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     captured = capsys.readouterr()
@@ -562,24 +472,9 @@ def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
 def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(
     finished, data, tmp_path, capsys
 ):
-    prepare = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--input",
-        "tests",
-        "--output",
-        str(tmp_path / "other"),
-        "--vocab_size",
-        "900",
-    ]
-    subprocess.run(prepare, cwd=ROOT, check=True, capture_output=True)
-    line = refusal(
-        command(
-            str(tmp_path / "other"), tmp_path / "new", "--resume", str(finished / "step-00000008")
-        ),
-        capsys,
-    )
+    prepare("tests", tmp_path / "other", "--vocab_size 900")
+    resume = f"--resume {finished / 'step-00000008'}"
+    line = refusal(command(str(tmp_path / "other"), tmp_path / "new", resume), capsys)
     assert "tokenizer: " in line and "holds another run" in line
 
 

@@ -1,5 +1,5 @@
-"""What stands around a run: locks, signals, exit.json, retried reads, hashed writes. The fault
-matrix has the rest.
+"""What surrounds a run: locks, signals, exit.json, retried reads, hashed writes. The fault matrix
+has the rest.
 """
 
 import errno
@@ -56,7 +56,8 @@ def batch(rows: int = 1) -> list[dict]:
 def test_an_error_with_a_code_ends_in_one_line_and_that_code(capsys, error, code, last):
     with pytest.raises(SystemExit) as stop, Guard("door", dist.World()):
         raise error
-    assert stop.value.code == code and capsys.readouterr().err == f"{last}\n"
+    assert stop.value.code == code
+    assert capsys.readouterr().err == f"{last}\n"
 
 
 def test_a_fault_of_the_program_keeps_its_traceback_and_is_recorded(tmp_path):
@@ -98,7 +99,8 @@ def test_a_signal_asks_a_training_run_to_stop_and_ends_one_that_has_not_begun(tm
 
 
 def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
-    first, second = Lock(tmp_path), Lock(tmp_path)
+    first = Lock(tmp_path)
+    second = Lock(tmp_path)
     first.take()
     with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "):
         second.take()
@@ -125,13 +127,12 @@ def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
         "e": torch.randn(2, 0),
     }
     written = write_tensors(tmp_path / "x.safetensors", tensors)
-    assert written == durable.describe(tmp_path / "x.safetensors") and len(written["blocks"]) == -(
-        -written["bytes"] // 64
-    )
+    assert written == durable.describe(tmp_path / "x.safetensors")
+    assert len(written["blocks"]) == -(-written["bytes"] // 64)
+
     loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded.keys() == tensors.keys() and all(
-        torch.equal(loaded[name], value) for name, value in tensors.items()
-    )
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in tensors.items())
 
 
 def failing(times: int, number: int):
@@ -187,11 +188,13 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(tmp_path, optimi
 def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong_later(
     tmp_path, monkeypatch
 ):
-    state, said = built(), []
+    state = built()
+    said = []
     step.train_step(state, batch())
     expected = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     saver = Saver(tmp_path, dist.World(), 2, True, 0, said.append)
-    original, started = tensors.write_tensors, []
+    original = tensors.write_tensors
+    started = []
 
     def slow(*args):
         started.append(1)
@@ -203,11 +206,9 @@ def test_a_background_save_has_the_bits_of_its_moment_and_raises_what_went_wrong
     step.train_step(state, batch())
     saver.wait()
     saved = load_file(next((tmp_path / "step-00000001").glob("*.safetensors")))
-    assert (
-        started
-        and said
-        and all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
-    )
+    assert started and said
+    assert all(torch.equal(saved[f"model.{name}"], value) for name, value in expected.items())
+
     monkeypatch.setattr(durable, "rename", lambda old, new: failing(9, errno.ENOSPC)())
     saver.save(state, {})
     with pytest.raises(StorageError, match="bytes"):
@@ -219,14 +220,16 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
 ):
     from longhaul.checkpoint import load, save
 
-    state, broken = built(), []
+    state = built()
     step.train_step(state, batch())
     original = save.write
+    broken = []
 
     def write(*args):
         path = original(*args)
-        if len(broken) < 1:
-            broken.append(next(path.glob("*.safetensors")).write_bytes(b"other"))
+        if not broken:
+            broken.append(path)
+            next(path.glob("*.safetensors")).write_bytes(b"other")
         return path
 
     monkeypatch.setattr(save, "write", write)
@@ -245,20 +248,24 @@ def test_a_launcher_that_would_kill_a_save_is_warned_of():
 
 
 def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
-    state, asked = built(), []
+    state = built()
     before = [p.detach().clone() for p in state.model.parameters()]
-    assert step.train_step(state, batch(3), lambda: asked.append(1) or len(asked) == 2) is None
-    assert state.step == state.tokens == 0 and all(p.grad is None for p in state.model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters()))
+    answers = iter((False, True))
+    assert step.train_step(state, batch(3), lambda: next(answers)) is None
+    assert state.step == state.tokens == 0
+    assert all(p.grad is None for p in state.model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
 
 
 def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypatch):
-    plain, audited = built(), built()
+    plain = built()
+    audited = built()
     assert step.train_step(plain, batch(2)).loss == audited_step(audited, batch(2)).loss
-    assert all(
-        torch.equal(a, b) for a, b in zip(plain.model.parameters(), audited.model.parameters())
-    )
-    original, calls = step.gradients, []
+    pairs = zip(plain.model.parameters(), audited.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+    original = step.gradients
+    calls = []
 
     def gradients(state, *args):
         computed = original(state, *args)
@@ -274,14 +281,16 @@ def test_an_audited_step_has_the_bits_of_a_step_and_names_a_flipped_one(monkeypa
 
 
 def test_pairs_are_summed_as_two_processes_would():
-    pairs, plain = built(pairwise_accumulation=True), built()
+    pairs = built(pairwise_accumulation=True)
+    plain = built()
     parts = batch(4)
     step.gradients(pairs, parts)
+
     sums = []
     for pair in ([parts[0], parts[2]], [parts[1], parts[3]]):
         for micro in pair:
             plain.model(**micro, num_valid=torch.tensor(32.0)).backward()
         sums.append([p.grad for p in plain.model.parameters()])
         plain.model.zero_grad(set_to_none=True)
-    for p, first, second in zip(pairs.model.parameters(), *sums):
+    for p, first, second in zip(pairs.model.parameters(), *sums, strict=True):
         assert torch.equal(p.grad, first + second)

@@ -63,6 +63,7 @@ def preflight(
     identity = resume.identity(cfg, config, dataset)
     record = resume.read_record(folder)
 
+    # one rank verifies hashes and may rename what is damaged; all ranks then read the manifest
     found = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
     checkpoint = resume.continued(Path(found), cfg) if found else None
     cfg = with_recorded_batch(cfg, checkpoint, world)
@@ -92,6 +93,7 @@ def preflight(
         )
         return ready
 
+    # nothing was written so far; from here on the folder belongs to this run
     dist.on_rank0(lambda: require_space(ready), world)
     dist.on_rank0(lambda: announce(ready), world)
     dist.on_rank0(lambda: take_folder(ready, record, stamps, guard), world)

@@ -122,7 +122,7 @@ def retried(function: Callable[[], Answer], path: Path) -> Answer:
 
     raise StorageError(
         f"{path} cannot be read ({failure}; tried {RETRIES + 1} times): "
-        "check the disk, then give the same command again"
+        "check the disk, then run the same command again"
     )
 
 

@@ -50,6 +50,35 @@ def test_a_number_of_the_manifest_that_was_changed_is_found_by_the_checksum(save
         verified(saved)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("identity", None),
+        ("identity", ["seed"]),
+        ("rows_per_step", -1),
+        ("threads", "1"),
+        ("torch", 2),
+        ("skipped", 5),
+        ("skipped", [1, None]),
+    ],
+)
+def test_what_only_a_resume_needs_may_be_missing_but_not_of_another_type(saved, name, value):
+    manifest = json.loads((saved / "manifest.json").read_text())
+
+    def rewrite():
+        manifest["checksum"] = checksum(manifest)
+        (saved / "manifest.json").write_text(json.dumps(manifest))
+
+    manifest[name] = value
+    rewrite()
+    with pytest.raises(CheckpointError, match=f"not a sound checkpoint .{name} is "):
+        verified(saved)
+
+    del manifest[name]
+    rewrite()
+    assert verified(saved).step == 1
+
+
 def test_the_data_position_and_the_optimizers_steps_are_restored(tmp_path):
     state = trained(steps=3)
     state.data = {"seed": 0, "epoch": 2, "position": 7}
@@ -64,7 +93,8 @@ def test_the_data_position_and_the_optimizers_steps_are_restored(tmp_path):
 def test_what_is_loaded_is_what_was_saved_optimizer_included(saved):
     state = step.build(TrainConfig(**{**CFG.__dict__, "seed": 5}), CFG.model(), "cpu")
     load.load_state(state, verified(saved))
-    truth = named_shards(*(lambda s: (s.model, s.optimizer))(trained()))
+    original = trained()
+    truth = named_shards(original.model, original.optimizer)
     loaded = named_shards(state.model, state.optimizer)
     assert loaded.keys() == truth.keys() and any(name.endswith("exp_avg") for name in loaded)
     assert all(torch.equal(value.local, truth[name].local) for name, value in loaded.items())

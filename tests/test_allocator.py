@@ -1,7 +1,8 @@
-"""The model of the caching allocator: known answers on traces made by hand, and what must hold on
-any trace.
+"""The model of the caching allocator: known answers on traces made by hand, and properties that any
+trace must have.
 """
 
+import itertools
 import random
 
 import pytest
@@ -24,25 +25,28 @@ def trace_of(
     *changes: tuple[int, int], category: str = "temporary", first: int = 1, **more
 ) -> Trace:
     """A trace whose events are (storage, bytes), at times that count from `first`."""
-    events = [Event(first + index, size, key) for index, (key, size) in enumerate(changes)]
-    storages = {
-        key: Storage(key, size, category, "start", "", (size,), "uint8", "")
-        for key, size in changes
-        if size > 0
-    }
+    events = []
+    storages = {}
+    for time, (key, size) in enumerate(changes, first):
+        events.append(Event(time, size, key))
+        if size > 0:
+            storages[key] = Storage(key, size, category, "start", "", (size,), "uint8", "")
     return Trace(events, storages, **{"stages": [(0, "start")]} | more)
 
 
 def random_trace(seed: int, count: int = 600) -> Trace:
     """Allocations of 1 byte to 64 MiB and releases in any order; everything is free at the end."""
-    rng, alive, changes = random.Random(seed), {}, []
+    rng = random.Random(seed)
+    alive: dict[int, int] = {}
+    changes = []
     for key in range(count):
         while alive and rng.random() < 0.45:
             old = rng.choice(list(alive))
             changes.append((old, -alive.pop(old)))
         alive[key] = int(2 ** rng.uniform(0, 26))
         changes.append((key, alive[key]))
-    return trace_of(*changes, *((key, -size) for key, size in alive.items()))
+    changes += [(key, -size) for key, size in alive.items()]
+    return trace_of(*changes)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +61,7 @@ def random_trace(seed: int, count: int = 600) -> Trace:
         ([9 * MIB] * 3, 40, 40),  # shared large segments
         ([10 * MIB], 10, 20),
         ([10 * MIB + 1], 12, 20),
-        ([31 * MIB], 32, 40),  # a segment of its own
+        ([31 * MIB], 32, 40),  # its own segment
         ([3 * MIB, 30 * MIB], 20 + 30, 40),
         ([1, 3 * MIB], 2 + 20, 2 + 20),
     ],
@@ -82,8 +86,9 @@ def test_a_remainder_of_the_large_pool_up_to_one_mib_stays_with_its_block():
     assert allocator.allocated == 16 * MIB
     allocator = Allocator()
     allocator.malloc(14 * MIB - 512)  # 512 bytes are left of 14 MiB
-    allocator.malloc(9 * MIB)  # 11 MiB are left of 20: a block of its own
-    assert allocator.allocated == 23 * MIB and allocator.reserved == 34 * MIB
+    allocator.malloc(9 * MIB)  # 11 MiB are left of 20, which become a block
+    assert allocator.allocated == 23 * MIB
+    assert allocator.reserved == 34 * MIB
 
 
 def test_the_smallest_free_block_that_is_large_enough_is_taken():
@@ -110,7 +115,8 @@ def test_freed_neighbours_merge_and_hold_a_larger_request():
 
 def test_expandable_segments_grow_by_what_their_free_end_lacks():
     allocator = Allocator(expandable=True)
-    first, second = allocator.malloc(30 * MIB), allocator.malloc(10 * MIB)
+    first = allocator.malloc(30 * MIB)
+    second = allocator.malloc(10 * MIB)
     assert allocator.reserved == 40 * MIB
     allocator.free(*second)
     assert allocator.malloc(35 * MIB)[0].address == 30 * MIB
@@ -122,22 +128,23 @@ def test_expandable_segments_grow_by_what_their_free_end_lacks():
 
 
 def test_growing_sequences_fragment_classic_segments_and_not_expandable_ones():
+    sizes = [3 * factor * MIB for factor in range(10, 30)]
     changes = []
-    for key in range(
-        10, 30
-    ):  # each tensor is larger than all holes before it, as with growing lengths
-        changes += [(key, key * 3 * MIB), (key, -key * 3 * MIB)]
+    for key, size in enumerate(sizes):  # each is larger than all holes before it
+        changes += [(key, size), (key, -size)]
     trace = trace_of(*changes)
-    assert replay(trace).peak_reserved == sum(-(-key * 3 // 2) * 2 for key in range(10, 30)) * MIB
+
+    segments = [-(-size // (2 * MIB)) * 2 * MIB for size in sizes]
+    assert replay(trace).peak_reserved == sum(segments)
     assert replay(trace, expandable=True).peak_reserved == 100 * MIB
     assert replay(trace).fragmentation > 0.9
 
 
-def test_a_workspace_is_there_and_gone_and_counts_in_both_peaks():
+def test_a_workspace_is_freed_at_once_and_counts_in_both_peaks():
     trace = trace_of((0, 20 * MIB), (-1, 0), (1, 30 * MIB), workspaces=[(2, 50 * MIB, "op")])
     found = replay(trace, steps=1)
     assert found.peak_live == trace.peak()[0] == 70 * MIB
-    assert found.peak_reserved == 70 * MIB, "the 30 MiB lie where the workspace lay"
+    assert found.peak_reserved == 70 * MIB, "the 30 MiB take the place of the workspace"
 
 
 def test_optimizer_states_settle_in_segments_that_the_first_step_left():
@@ -154,7 +161,7 @@ def test_optimizer_states_settle_in_segments_that_the_first_step_left():
     assert replay(trace).peak_live == 52 * MIB
 
 
-def test_what_goes_with_the_model_after_the_step_is_no_part_of_it():
+def test_what_is_freed_with_the_model_after_the_step_is_no_part_of_it():
     trace = trace_of((1, 30 * MIB), (1, -30 * MIB), (0, -20 * MIB))
     trace.events.insert(0, Event(0, 20 * MIB, 0))
     trace.storages[0] = Storage(0, 20 * MIB, "parameter", "start", "weight", (), "float32", "")
@@ -162,16 +169,14 @@ def test_what_goes_with_the_model_after_the_step_is_no_part_of_it():
     assert replay(trace, steps=4) == replay(trace, steps=1)
 
 
-def test_a_storage_that_is_emptied_and_filled_again_has_its_block_moved():
+def test_a_storage_that_is_emptied_and_filled_again_gets_another_block():
     trace = trace_of((0, 30 * MIB), (0, -30 * MIB), (1, 30 * MIB), (0, 30 * MIB))
     assert replay(trace).peak_live == 60 * MIB == replay(trace).peak_reserved
 
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_on_any_trace_live_is_at_most_allocated_at_most_reserved_and_all_is_repeatable(
-    seed, expandable
-):
+def test_on_any_trace_live_allocated_and_reserved_are_ordered_and_repeatable(seed, expandable):
     trace = random_trace(seed)
     found = replay(trace, expandable)
     assert found.peak_live == trace.peak()[0] <= found.peak_allocated <= found.peak_reserved
@@ -185,7 +190,8 @@ def test_on_any_trace_live_is_at_most_allocated_at_most_reserved_and_all_is_repe
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_blocks_never_overlap_and_all_merge_once_everything_is_free(seed, expandable):
-    allocator, held = Allocator(expandable), {}
+    allocator = Allocator(expandable)
+    held = {}
     for event in random_trace(seed).events:
         if event.bytes > 0:
             held[event.storage] = allocator.malloc(event.bytes)
@@ -193,9 +199,10 @@ def test_blocks_never_overlap_and_all_merge_once_everything_is_free(seed, expand
             allocator.free(*held.pop(event.storage))
         assert allocator.allocated <= allocator.reserved
         for pool in allocator.pools:
-            taken = sorted((block.address, block.size) for block, of in held.values() if of is pool)
-            ranges = sorted(taken + [(address, size) for size, address, _ in pool.free])
-            assert all(low + size <= high for (low, size), (high, _) in zip(ranges, ranges[1:]))
+            ranges = [(block.address, block.size) for block, of in held.values() if of is pool]
+            ranges += [(address, size) for size, address, _ in pool.free]
+            for (address, size), (following, _) in itertools.pairwise(sorted(ranges)):
+                assert address + size <= following
     assert allocator.allocated == 0
     assert sum(size for pool in allocator.pools for size, _, _ in pool.free) == allocator.reserved
     for pool in allocator.pools:
@@ -221,15 +228,13 @@ def test_the_waterfall_adds_up_from_live_to_device():
     found = replay(random_trace(0))
     for ranks in (1, 2):
         rows = dict(waterfall(found, ranks))
-        assert (
-            rows["live"] + rows["rounding to blocks"] + rows["reserved, not in use"]
-            == rows["reserved"]
-        )
+        added = rows["rounding to blocks"] + rows["reserved, not in use"]
+        assert rows["live"] + added == rows["reserved"]
         assert rows["device"] == rows["reserved"] + GIB // 2 + 64 * MIB + rows.get("NCCL", 0)
         assert ("NCCL" in rows) == (ranks > 1)
 
 
-def test_a_device_of_exactly_the_reserved_size_runs_the_step_and_one_smaller_than_its_live_peak_does_not():
+def test_a_device_must_hold_the_live_peak_and_the_reserved_size_is_enough():
     trace = random_trace(3)
     beyond = sum(beyond_the_allocator().values())
     assert runs_within(trace, replay(trace).peak_reserved + beyond)
@@ -270,7 +275,7 @@ def test_a_step_fits_a_card_by_classic_segments_by_expandable_ones_or_not_at_all
         ("V100 16GB", (15.8, 70)),
     ],
 )
-def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
+def test_a_card_is_found_by_its_name_however_it_is_written(name, expected):
     assert (card(name).gib, card(name).cc) == expected
 
 
@@ -285,6 +290,7 @@ def test_a_card_is_known_by_its_name_however_it_is_written(name, expected):
         (("H100", 0.0, 7), "86"),
     ],
 )
-def test_a_card_that_is_none_is_refused_in_one_line(args, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_is_no_card_is_refused_in_one_line(args, words):
+    with pytest.raises(ValueError, match=words) as refused:
         card(*args)
+    assert "\n" not in str(refused.value)

@@ -1,5 +1,6 @@
-"""The page of a trace: complete without network and script, true to the trace, small for long
-traces.
+"""The page of a trace: complete without a network and without a script, and small for long traces.
+
+Its figures are those of the trace.
 """
 
 import shutil
@@ -13,7 +14,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory import timeline
 from longhaul.memory.allocator import GIB, MIB, replay
 from longhaul.memory.page import page, write
-from longhaul.memory.picture import COLOURS, STACK, amount, gib, nice
+from longhaul.memory.picture import COLOURS, STACK, Scale, amount, areas, gib, nice
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import CATEGORIES, Event, Storage, Trace
 from tests.traces import by_category
@@ -34,7 +35,11 @@ class Page(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.open, self.tags, self.tables, self.titles, self.attributes = [], [], [], [], []
+        self.open = []
+        self.tags = []
+        self.tables = []
+        self.titles = []
+        self.attributes = []
         self.feed(text)
         self.close()
         assert not self.open, f"not closed: {self.open}"
@@ -81,87 +86,93 @@ def text(trace) -> str:
 
 def test_the_page_is_well_formed_and_its_words_are_escaped(text):
     parsed = Page(text)
-    assert parsed.titles[0] == "tiny <step> & more" and "<step>" not in text
-    assert (
-        parsed.tags.count("svg") == 1 == parsed.tags.count("script")
-        and parsed.tags.count("table") == 4
-    )
+    assert parsed.titles[0] == "tiny <step> & more"
+    assert "<step>" not in text
+    assert parsed.tags.count("svg") == 1
+    assert parsed.tags.count("script") == 1
+    assert parsed.tags.count("table") == 4
 
 
 def test_the_page_asks_nothing_of_a_network(text):
-    assert (
-        "http:" not in text
-        and "https:" not in text
-        and "//" not in text.replace("</", "")
-        and "@import" not in text
-    )
-    assert not {"link", "img", "iframe", "object"} & set(Page(text).tags)
-    assert not {"src", "href", "xlink:href"} & {name for name, _ in Page(text).attributes}
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "//" not in text.replace("</", "")
+    assert "@import" not in text
+
+    parsed = Page(text)
+    assert not {"link", "img", "iframe", "object"} & set(parsed.tags)
+    assert not {"src", "href", "xlink:href"} & {name for name, _ in parsed.attributes}
 
 
 def test_the_tables_hold_the_figures_of_the_trace(text, trace):
     waterfall, stages, tensors, settings = Page(text).tables
     peak, time = trace.peak()
+    classic = replay(trace).peak_reserved
+    expandable = replay(trace, expandable=True).peak_reserved
     assert ["live", gib(peak), gib(peak)] in waterfall
-    assert [
-        "reserved",
-        gib(replay(trace).peak_reserved),
-        gib(replay(trace, expandable=True).peak_reserved),
-    ] in waterfall
+    assert ["reserved", gib(classic), gib(expandable)] in waterfall
+
     by_stage = timeline.of_step(trace).peak_by_stage()
-    assert {row[0]: row[-1] for row in stages[1:]} == {
-        stage: gib(size) for stage, size in by_stage.items()
-    }
-    row, sizes = (
-        next(row for row in stages if row[0] == trace.stage_at(time)),
-        by_category(trace, time),
-    )
-    assert dict(zip(stages[0][1:-1], row[1:-1])) == {
-        name: gib(sizes.get(name, 0)) for name in stages[0][1:-1]
-    }
+    totals = {row[0]: row[-1] for row in stages[1:]}
+    assert totals == {stage: gib(size) for stage, size in by_stage.items()}
+
+    names = stages[0][1:-1]
+    row = next(row for row in stages if row[0] == trace.stage_at(time))
+    sizes = by_category(trace, time)
+    assert row[1:-1] == [gib(sizes.get(name, 0)) for name in names]
+    assert set(sizes) <= set(names)
+
     assert sum(float(row[-1]) for row in tensors[1:]) <= peak / GIB + 0.001 * len(tensors)
-    assert any(
-        row[0] == "embed.weight" and row[3:5] == ["8192 x 256", "float32"] for row in tensors
-    )
+    embedding = [row[3:5] for row in tensors if row[0] == "embed.weight"]
+    assert ["8192 x 256", "float32"] in embedding
     assert ["context_length", "2048"] in settings
 
 
-def test_the_tooltips_tell_the_largest_tensors_of_their_moment(text, trace):
-    parsed, (peak, time) = Page(text), trace.peak()
-    told = [title for title in parsed.titles if f"(event {time:,})" in title]
-    assert len(told) == 1 and told[0].startswith(f"{amount(peak)} alive in {trace.stage_at(time)}")
-    assert "[8192 x 256] float32  embed.weight" in told[0]
+def test_the_tooltips_name_the_largest_tensors_of_their_moment(text, trace):
+    parsed = Page(text)
+    peak, time = trace.peak()
+    stage = trace.stage_at(time)
+    (tooltip,) = [title for title in parsed.titles if f"(event {time:,})" in title]
+    assert tooltip.startswith(f"{amount(peak)} alive in {stage}")
+    assert "[8192 x 256] float32  embed.weight" in tooltip
     assert {"forward", "loss", "backward", "optimizer", "mlp backward"} <= set(parsed.titles)
-    assert f"peak {amount(peak)} in {trace.stage_at(time)}" in text
+    assert f"peak {amount(peak)} in {stage}" in text
 
 
 def test_every_category_has_its_colour_and_its_place():
-    assert sorted(STACK) == sorted(CATEGORIES) == sorted(COLOURS) and len(
-        set(COLOURS.values())
-    ) == len(CATEGORIES)
+    assert sorted(STACK) == sorted(CATEGORIES) == sorted(COLOURS)
+    assert len(set(COLOURS.values())) == len(CATEGORIES)
+
+
+def test_memory_that_keeps_its_level_is_one_line():
+    sizes = tuple(GIB if name == "parameter" else 0 for name in CATEGORIES)
+    points = [timeline.Moment(time, sizes) for time in (0, 30, 60)]
+    assert areas(points, Scale(0, 90, 2 * GIB)) == (
+        '<path d="M64,246L1186,246L1186,466L64,466Z" fill="#0072b2"/>'
+    )
 
 
 def long_trace(count: int = 60_000) -> Trace:
-    """One tensor above another, with one short peak in their midst."""
-    storages = {
-        0: Storage(0, MIB, "activation", "start", "layers.0", (MIB,), "uint8", "op"),
-        1: Storage(1, GIB, "temporary", "start", "layers.1", (GIB,), "uint8", "op"),
-    }
-    events = [Event(time, MIB if time % 2 else -MIB, 0) for time in range(1, count + 1)]
-    events.insert(count // 3 + 1, Event(count // 3 + 1, GIB, 1))
-    events.insert(count // 3 + 2, Event(count // 3 + 1, -GIB, 1))
-    events = [Event(time, event.bytes, event.storage) for time, event in enumerate(events, 1)]
-    return Trace(events, storages, [(0, "start")])
+    """A tensor that comes and goes, and one short peak in the middle."""
+    small = Storage(0, MIB, "activation", "start", "layers.0", (MIB,), "uint8", "op")
+    large = Storage(1, GIB, "temporary", "start", "layers.1", (GIB,), "uint8", "op")
+    changes = [(0, MIB if index % 2 == 0 else -MIB) for index in range(count)]
+    peak = count // 3 + 1
+    changes[peak:peak] = [(1, GIB), (1, -GIB)]
+    events = [Event(time, size, storage) for time, (storage, size) in enumerate(changes, 1)]
+    return Trace(events, {0: small, 1: large}, [(0, "start")])
 
 
 def test_a_long_trace_makes_a_small_page_and_loses_no_peak():
     trace = long_trace()
     found = timeline.moments(trace)
-    assert len(timeline.sampled(found, 480)) <= 962 and timeline.largest(found) in timeline.sampled(
-        found, 480
-    )
+    sampled = timeline.sampled(found, 480)
+    assert len(sampled) <= 962
+    assert timeline.largest(found) in sampled
+
     text = page(trace, "long", replays=(replay(trace, steps=1), replay(trace, True, steps=1)))
-    assert len(text.encode()) < 500_000 and f"peak {amount(GIB + MIB)} in start" in text
+    assert len(text.encode()) < 500_000
+    assert f"peak {amount(GIB + MIB)} in start" in text
 
 
 def test_a_deep_model_stays_below_one_megabyte():
@@ -175,38 +186,40 @@ def test_a_deep_model_stays_below_one_megabyte():
 
 
 def test_moments_agree_with_the_trace_at_any_time(trace):
-    for moment in timeline.moments(trace)[::97]:
+    moments = timeline.moments(trace)
+    for moment in moments[::97]:
         assert timeline.by_name(moment) == by_category(trace, moment.time)
-    times = [moment.time for moment in timeline.moments(trace)[::301]]
+
+    times = [moment.time for moment in moments[::301]]
     for time, alive in timeline.alive_at(trace, times):
-        assert sorted(storage.id for storage in alive) == sorted(
-            storage.id for storage in trace.at(time)
-        )
+        expected = [storage.id for storage in trace.at(time)]
+        assert sorted(storage.id for storage in alive) == sorted(expected)
 
 
 def test_layers_of_one_kind_are_one_line_with_their_count():
-    storages = [
-        Storage(
-            index, MIB, "activation", "layer forward", f"layers.{index}.mlp", (1,), "uint8", "op"
+    storages = []
+    for index in range(12):
+        module = f"layers.{index}.mlp"
+        storages.append(
+            Storage(index, MIB, "activation", "layer forward", module, (1,), "uint8", "op")
         )
-        for index in range(12)
-    ]
     (group,) = timeline.alike(storages, 5)
-    assert group["count"] == 12 and group["module"] == "layers.*.mlp" and group["bytes"] == MIB
+    assert group["count"] == 12
+    assert group["module"] == "layers.*.mlp"
+    assert group["bytes"] == MIB
 
 
 def test_stages_that_are_known_better_replace_those_of_the_trace(trace):
     deep = {"loss backward": dict(parameter=7 * GIB, activation=GIB)}
-    assert ["loss backward", "7.000", "1.000", "8.000"] in Page(
-        page(trace, "deep", stages=deep)
-    ).tables[1]
+    tables = Page(page(trace, "deep", stages=deep)).tables
+    assert ["loss backward", "7.000", "1.000", "8.000"] in tables[1]
 
 
 @pytest.mark.parametrize(
-    "raw, round_", [(0.3, 0.5), (1, 1), (1.2, 2), (17, 20), (21, 50), (140, 200)]
+    "raw, step", [(0.3, 0.5), (1, 1), (1.2, 2), (17, 20), (21, 50), (140, 200)]
 )
-def test_the_axis_counts_in_round_steps(raw, round_):
-    assert nice(raw) == round_
+def test_the_axis_counts_in_round_steps(raw, step):
+    assert nice(raw) == step
 
 
 def test_an_empty_trace_and_an_unwritable_file_are_one_clear_line(tmp_path):
@@ -219,12 +232,12 @@ def test_an_empty_trace_and_an_unwritable_file_are_one_clear_line(tmp_path):
 
 
 def test_a_browser_draws_the_page(text, tmp_path):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    installed = [path for path in map(shutil.which, BROWSERS) if path]
+    if not installed:
         pytest.skip(f"no headless browser is installed (looked for {', '.join(BROWSERS)})")
     write(str(tmp_path / "page.html"), text)
     command = [
-        browser,
+        installed[0],
         "--headless",
         "--disable-gpu",
         "--no-sandbox",
@@ -238,4 +251,5 @@ def test_a_browser_draws_the_page(text, tmp_path):
         timeout=120,
     )
     image = (tmp_path / "page.png").read_bytes()
-    assert struct.unpack(">II", image[16:24]) == (1280, 1600) and len(image) > 30_000
+    assert struct.unpack(">II", image[16:24]) == (1280, 1600)
+    assert len(image) > 30_000

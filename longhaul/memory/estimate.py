@@ -159,7 +159,7 @@ class Rank:
         return inputs + self.saved_by_attention if self.cfg.attention_head_groups == 1 else inputs
 
     @cached_property
-    def kept(self) -> int:
+    def kept_by_layer(self) -> int:
         """What a layer keeps on the device until its backward."""
         if self.cfg.gradient_checkpointing != "none":
             return self._checkpoint()
@@ -169,10 +169,10 @@ class Rank:
     def _checkpoint(self) -> int:
         """The input of a checkpointed layer, and the output of attention if it is kept."""
         on_host = self.cfg.offload_activations and self.cfg.device != "cpu"
-        kept = 0 if on_host else self.x
+        saved = 0 if on_host else self.x
         if self.cfg.gradient_checkpointing == "selective":
-            kept += self.q + FP32 * self.N * self.config.num_heads
-        return kept
+            saved += self.q + FP32 * self.N * self.config.num_heads
+        return saved
 
     @property
     def layer_copy(self) -> int:
@@ -241,7 +241,7 @@ def _around(rank: Rank, index: int) -> Terms:
     gathers = rank.sharded and index > 0
     reduces = rank.sharded and later > 0
     return {
-        "activations kept by earlier layers": index * rank.kept,
+        "activations kept by earlier layers": index * rank.kept_by_layer,
         "gradients of later layers": later * gradients,
         "gathered weights of the next layer": rank.element * rank.layer if gathers else 0,
         "gradients of the last layer, being reduced": FP32 * rank.layer if reduces else 0,
@@ -258,7 +258,7 @@ def loss_backward(rank: Rank) -> Terms:
     return (
         _in_backward(rank)
         | {
-            "activations kept by all layers": rank.L * rank.kept,
+            "activations kept by all layers": rank.L * rank.kept_by_layer,
             "input and output of the last norm": 2 * rank.x,
             "statistics of the tokens": 4 * FP32 * rank.N,
         }
@@ -440,12 +440,12 @@ def host(rank: Rank) -> int:
     """
     if rank.cfg.device == "cpu":
         return 0
-    kept = 0
+    total = 0
     if rank.cfg.offload_activations:
-        kept += rank.L * (1 << (rank.x - 1).bit_length())
+        total += rank.L * (1 << (rank.x - 1).bit_length())
     if rank.cfg.offload_optimizer:
-        kept += 12 * (rank.P // rank.shards)
-    return kept
+        total += 12 * (rank.P // rank.shards)
+    return total
 
 
 # ---- time

@@ -202,8 +202,10 @@ def _variants(cfg: TrainConfig) -> Iterator[TrainConfig]:
     """As asked, then with checkpointing, then both with sparse attention."""
     cheaper = attention_kind(cfg).cheaper or cfg.attention_type
     for attention in dict.fromkeys((cfg.attention_type, cheaper)):
-        for kept in dict.fromkeys((cfg.gradient_checkpointing, "full")):
-            yield dataclasses.replace(cfg, attention_type=attention, gradient_checkpointing=kept)
+        for recompute in dict.fromkeys((cfg.gradient_checkpointing, "full")):
+            yield dataclasses.replace(
+                cfg, attention_type=attention, gradient_checkpointing=recompute
+            )
 
 
 def proposal(nearest: Plan, request: Plan) -> str:

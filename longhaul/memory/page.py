@@ -60,7 +60,7 @@ svg:focus-visible { outline: 3px solid #56b4e9; }
 .dot {
   display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .4em;
 }
-#told {
+#details {
   display: block; white-space: pre-wrap; min-height: 11.5em; overflow-x: auto;
   font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace;
   background: var(--band); border-radius: 6px; padding: .6rem .8rem;
@@ -78,7 +78,7 @@ thead th { border-bottom: 2px solid var(--line); }
 """
 SCRIPT = """
 (function () {
-  var told = document.getElementById("told");
+  var details = document.getElementById("details");
   var picture = document.getElementById("timeline");
   var columns = Array.from(picture.querySelectorAll(".hover"));
   var texts = columns.map(function (column) {
@@ -93,7 +93,7 @@ SCRIPT = """
     if (now >= 0) columns[now].classList.remove("on");
     now = index;
     columns[now].classList.add("on");
-    told.textContent = texts[now];
+    details.textContent = texts[now];
   }
 
   columns.forEach(function (column, index) {
@@ -241,7 +241,7 @@ def page(
     ((_, alive),) = alive_at(trace, [peak.time])
 
     sections = [
-        ("The step", _key(found) + picture(trace, found, replays) + _told()),
+        ("The step", _key(found) + picture(trace, found, replays) + _details()),
         ("From live to device", waterfall_table(replays, ranks)),
         ("Category by stage", stage_table(stages)),
         ("Largest tensors at the peak", tensor_table(alike(alive, TENSORS))),
@@ -276,10 +276,10 @@ def _key(found: list[Moment]) -> str:
     return f'<ul class="key">{"".join(used)}</ul>'
 
 
-def _told() -> str:
+def _details() -> str:
     """Where the script shows the text of a tooltip."""
     return (
-        '<output id="told" for="timeline" aria-live="polite">Point at the picture: its tooltip '
+        '<output id="details" for="timeline" aria-live="polite">Point at the picture: its tooltip '
         "names the largest tensors of that moment.</output>"
     )
 

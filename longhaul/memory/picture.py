@@ -138,9 +138,10 @@ def areas(points: list[Moment], scale: Scale) -> str:
         index = CATEGORIES.index(name)
         top = [low + point.sizes[index] for low, point in zip(base, points, strict=True)]
         if top != base:
-            there = _steps(points, top, scale)
-            back = _steps(points, base, scale)[::-1]
-            shapes.append(element("path", d=f"M{'L'.join(there + back)}Z", fill=COLOURS[name]))
+            upper = _steps(points, top, scale)
+            lower = _steps(points, base, scale)
+            outline = "L".join(upper + lower[::-1])
+            shapes.append(element("path", d=f"M{outline}Z", fill=COLOURS[name]))
         base = top
     return "".join(shapes)
 

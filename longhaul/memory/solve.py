@@ -28,6 +28,9 @@ from model import GIB, attention_kind
 # What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
 GPU_FLOPS = 400e12
 SMALLEST = 1024  # tokens: no shorter context is an answer
+HEAD = (
+    f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"
+)
 LINES = 4  # aims of `longest` along a line, before it halves
 
 
@@ -83,6 +86,13 @@ class Simulated:
             f"{self.device_gib:>12.2f}{self.host_gib:>10.2f}{self.seconds:>10.3g}  {self.placement}"
         )
 
+    def command(self) -> str:
+        """The command that trains it."""
+        line = command(self.cfg, World(size=self.ranks, local_size=self.ranks))
+        if self.placement is Placement.EXPANDABLE:
+            return EXPANDABLE_SEGMENTS + line
+        return line
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -101,27 +111,21 @@ def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
     """The simulated candidates and the command of the best one; `what` is a choice of --solve."""
     finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
     simulated = finders[what](cfg, gpu_gib, gpus)
-    rows = [
+    title = (
         f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; "
-        "device: reserved memory, CUDA context, workspaces",
-        f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}"
-        f"{'step s':>10}",
-    ]
-    rows += [one.row() for one in simulated]
+        "device: reserved memory, CUDA context, workspaces"
+    )
+    rows = [title, HEAD, *(one.row() for one in simulated)]
 
     fitting = [one for one in simulated if one.fits]
     if not fitting:
         return Answer("\n".join([*rows, "nothing fits"]), Verdict.NOTHING)
 
     best = _best(what, fitting, cfg)
-    expandable = best.placement is Placement.EXPANDABLE
     as_asked = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0]
-    verdict = Verdict.FITS if as_asked and not expandable else Verdict.AFTER_CHANGES
-
-    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks))
-    if expandable:
-        line = EXPANDABLE_SEGMENTS + line
-    return Answer("\n".join([*rows, line]), verdict)
+    unchanged = as_asked and best.placement is Placement.FITS
+    verdict = Verdict.FITS if unchanged else Verdict.AFTER_CHANGES
+    return Answer("\n".join([*rows, best.command()]), verdict)
 
 
 def _best(what: str, fitting: list[Simulated], asked: TrainConfig) -> Simulated:

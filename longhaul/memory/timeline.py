@@ -98,19 +98,19 @@ def sampled(found: list[Moment], count: int) -> list[Moment]:
 
     The first, the last, and of each group the smallest and the largest.
     """
-    kept = {found[0], found[-1]}
-    kept.add(largest(found))
+    chosen = {found[0], found[-1]}
+    chosen.add(largest(found))
     for group in columns(found, count):
-        kept.add(largest(group))
-        kept.add(min(group, key=lambda moment: moment.total))
-    return sorted(kept)
+        chosen.add(largest(group))
+        chosen.add(min(group, key=lambda moment: moment.total))
+    return sorted(chosen)
 
 
 # ---- tensors
 
 
 class Alike(NamedTuple):
-    """What storages of one group have in common; layers are counted, not told apart."""
+    """What storages of one group have in common; layers are counted, not listed."""
 
     bytes: int
     category: str

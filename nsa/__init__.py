@@ -3,9 +3,11 @@
 model.py holds the layer (compression, gates, plain attention by masks, plain decoding) and takes
 this package when it can be imported. Results are the same within the tolerances of the tests.
 
-engine.py    nsa_attention block-major, forward and backward as custom operators
-branches.py  the mathematics of the three branches for one document and one KV head
+engine.py    nsa_attention, forward and backward as custom operators
+branches.py  one document under one KV head: compressed branch, window, and choice of blocks
+selected.py  one document under one KV head: the selected branch, block-major
 decode.py    what a layer keeps while decoding, and the attention of one token
+platform.py  which device, tiles and streams the operators run on
 triton/      the kernels for GPUs
 """
 

@@ -172,9 +172,9 @@ def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
 def test_bf16_logits_keep_fp32_precision(K):
     q, k = (torch.randn(n, K).bfloat16() * 8 for n in (64, 96))
     truth = q.double() @ k.double().T
-    assert (nsa_branches._dot(q, k) - truth).abs().max() <= 2**-16 * truth.abs().max()
+    assert (nsa_branches.product_fp32(q, k) - truth).abs().max() <= 2**-16 * truth.abs().max()
     assert (
-        nsa_branches._dot(q[None], k[None])[0] - truth
+        nsa_branches.product_fp32(q[None], k[None])[0] - truth
     ).abs().max() <= 2**-16 * truth.abs().max()
 
 

@@ -42,8 +42,9 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.branches import LOG2E, BranchKV, Sizes
+from nsa.branches import BranchKV, Sizes
 from nsa.engine import attend
+from nsa.selected import LOG2E
 from nsa.triton.backward import (
     delta_kernel,
     pair_backward_kernel,

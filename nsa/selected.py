@@ -1,0 +1,436 @@
+"""The selected branch of Native Sparse Attention (arXiv 2502.11089), block-major.
+
+nsa/engine.py drives it on one document, one row of the batch and one KV head, over chunks of C
+queries, from position n*l' on (before, the branch is plain causal attention).
+
+Every query selects its own blocks, so that gathering keys per query would move n blocks of keys for
+each of them. Instead, the queries come to the blocks:
+- forced blocks (the first and the local ones) are the same for all queries of a block, which makes
+  them one dense tile per block of queries, with a mask;
+- dynamic blocks are (query, block) pairs, sorted by block and cut into tiles of R pairs = R*M rows.
+  Such a block ends before its queries, so that no tile needs a mask.
+
+Each part is a softmax over some of a query's keys. Its log-sum-exp says which share of the whole
+softmax it holds, so that the parts merge exactly: o = sum of exp(lse_part - lse) o_part. There are
+no atomics: sums run over sorted segments, in a fixed order.
+
+Letters: T tokens, C queries of a chunk, M query heads per KV head, K head dim, J selection blocks,
+P dynamic blocks of a query, R pairs of a tile (or rows of a tile), N tiles, S keys of a tile or
+slots of all tiles. l' and n of the paper are sel_block and sel_count.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.branches import Sizes, product_fp32
+from nsa.platform import platform
+
+LOG2E = 1.4426950408889634
+TILE_ROWS = 64  # rows (pairs x heads) of a tile: fewer waste the matrix unit, more are padding
+TILES_AT_ONCE = 64  # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
+FORCED_AT_ONCE = 8  # the same for the tiles of forced blocks, which have more rows and keys
+# The number of tiles is a multiple of this: a library keeps every shape that it saw, the heap every
+# size. At 32k tokens in bf16, forward and backward add 266 MiB; any number of tiles added 365.
+TILES_STEP = 16
+
+
+class Rows(NamedTuple):
+    """What the backward reads of each (query, head) row; do carries the gate."""
+
+    q: Tensor
+    do: Tensor
+    lse: Tensor
+    delta: Tensor  # do . o
+
+
+# ---- attention inside tiles
+
+
+def _tile_forward(
+    q_NRK: Tensor,
+    k_NSK: Tensor,
+    v_NSK: Tensor,
+    hidden_RS: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(o_NRK, lse_NR) of each tile; hidden logits are -inf, so that exp makes exact zeros of them.
+
+    lse = max(logits) - log(max(p)) is cheaper than a second pass of exp.
+    """
+    scale = q_NRK.shape[-1] ** -0.5
+    logits_NRS = product_fp32(q_NRK, k_NSK).mul_(scale)
+    if hidden_RS is not None:
+        logits_NRS.masked_fill_(hidden_RS, -torch.inf)
+    p_NRS = logits_NRS.softmax(-1)
+    o_NRK = p_NRS.to(v_NSK.dtype) @ v_NSK
+    lse_NR = logits_NRS.amax(-1) - p_NRS.amax(-1).log()
+    return o_NRK, lse_NR
+
+
+def _tile_backward(
+    rows: Rows,
+    k_NSK: Tensor,
+    v_NSK: Tensor,
+    hidden_RS: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of each tile; `rows` has tensors [N,R,...], with the lse over all blocks.
+
+    dq and dk lack the factor 1 / sqrt(K).
+    """
+    q_NRK, do_NRK, lse_NR, delta_NR = rows
+    scale = q_NRK.shape[-1] ** -0.5
+
+    # exp2 is three times as fast as exp on a CPU.
+    exponent_NRS = torch.add(
+        lse_NR.unsqueeze(-1) * -LOG2E,
+        product_fp32(q_NRK, k_NSK),
+        alpha=scale * LOG2E,
+    )
+    if hidden_RS is not None:
+        exponent_NRS.masked_fill_(hidden_RS, -torch.inf)
+    p_NRS = exponent_NRS.exp2_()
+
+    ds_NRS = product_fp32(do_NRK, v_NSK)
+    ds_NRS.sub_(delta_NR.unsqueeze(-1))
+    ds_NRS.mul_(p_NRS)
+    ds_NRS = ds_NRS.to(q_NRK.dtype)
+    dq_NRK = ds_NRS @ k_NSK
+    dk_NSK = ds_NRS.mT @ q_NRK
+    dv_NSK = p_NRS.to(q_NRK.dtype).mT @ do_NRK
+    return dq_NRK, dk_NSK, dv_NSK
+
+
+# ---- forced blocks: a dense tile per block of queries
+
+
+def _forced_tiles(
+    q_CMK: Tensor,
+    start: int,
+    tokens: int,
+    cfg: Sizes,
+) -> tuple[Tensor, Tensor]:
+    """(index_NS, hidden_RS): the keys of the forced blocks of each block of queries.
+
+    Rows are (query, head). A key after the document's end is hidden, whatever its index.
+    """
+    device = q_CMK.device
+    M = q_CMK.shape[1]
+    l = cfg.sel_block
+    first_block = start // l
+    end_block = -(-(start + len(q_CMK)) // l)
+    own_N1 = torch.arange(first_block, end_block, device=device)[:, None]
+
+    first = torch.arange(cfg.sel_init * l, device=device)
+    first_NS = first.expand(len(own_N1), -1)
+    local = torch.arange(cfg.sel_local * l, device=device)
+    local_NS = (own_N1 - cfg.sel_local + 1) * l + local
+    index_NS = torch.cat([first_NS, local_NS], 1)
+    index_NS.clamp_max_(tokens - 1)
+
+    # Only the own block, the last one, hides keys. Both positions count from its first token.
+    query = torch.arange(l, device=device)
+    first_key = (1 - cfg.forced) * l
+    key = torch.arange(first_key, l, device=device)
+    hidden_lS = key > query[:, None]
+    return index_NS, hidden_lS.repeat_interleave(M, 0)
+
+
+def _pad_queries(
+    x_CM_: Tensor,
+    count: int,
+    value: float,
+) -> Tensor:
+    """[C+count,M,...] with the value in the new queries."""
+    other_dims = (0, 0) * (x_CM_.ndim - 1)
+    return F.pad(x_CM_, (*other_dims, 0, count), value=value)
+
+
+def _by_block(x_CM_: Tensor, l: int) -> Tensor:
+    """[C,M,...] as [blocks of l queries, l*M, ...], the last one padded with zeros."""
+    M, *rest = x_CM_.shape[1:]
+    missing = -len(x_CM_) % l
+    return _pad_queries(x_CM_, missing, 0.0).view(-1, l * M, *rest)
+
+
+def _forced_forward(
+    q_CMK: Tensor,
+    k_TK: Tensor,
+    v_TK: Tensor,
+    start: int,
+    cfg: Sizes,
+) -> tuple[Tensor, Tensor]:
+    """(o_CMK, lse_CM) over the forced blocks."""
+    C, M, K = q_CMK.shape
+    index_NS, hidden_RS = _forced_tiles(q_CMK, start, len(k_TK), cfg)
+    q_parts = _by_block(q_CMK, cfg.sel_block).split(FORCED_AT_ONCE)
+    index_parts = index_NS.split(FORCED_AT_ONCE)
+
+    outs = []
+    for q, index in zip(q_parts, index_parts, strict=True):
+        outs.append(_tile_forward(q, k_TK[index], v_TK[index], hidden_RS))
+    o_NRK = torch.cat([o for o, _ in outs])
+    lse_NR = torch.cat([lse for _, lse in outs])
+    o_CMK = o_NRK.view(-1, M, K)[:C]
+    lse_CM = lse_NR.view(-1, M)[:C]
+    return o_CMK, lse_CM
+
+
+def _forced_backward(
+    rows: Rows,
+    k_TK: Tensor,
+    v_TK: Tensor,
+    start: int,
+    cfg: Sizes,
+    dk_JSK: Tensor,
+    dv_JSK: Tensor,
+) -> Tensor:
+    """dq_CMK over the forced blocks; adds to dk and dv."""
+    C, M, K = rows.q.shape
+    index_NS, hidden_RS = _forced_tiles(rows.q, start, len(k_TK), cfg)
+    row_parts = [_by_block(x, cfg.sel_block).split(FORCED_AT_ONCE) for x in rows]
+    index_parts = index_NS.split(FORCED_AT_ONCE)
+
+    dq_parts = []
+    block = start // cfg.sel_block
+    for *parts, index in zip(*row_parts, index_parts, strict=True):
+        dq_NRK, dk_NSK, dv_NSK = _tile_backward(
+            Rows(*parts),
+            k_TK[index],
+            v_TK[index],
+            hidden_RS,
+        )
+        dq_parts.append(dq_NRK)
+        _add_forced(dk_JSK, dk_NSK, block, cfg)
+        _add_forced(dv_JSK, dv_NSK, block, cfg)
+        block += len(index)
+    dq_NRK = torch.cat(dq_parts)
+    return dq_NRK.view(-1, M, K)[:C]
+
+
+def _add_forced(
+    total_JSK: Tensor,
+    part_NSK: Tensor,
+    block: int,
+    cfg: Sizes,
+) -> None:
+    """Adds the gradients of the forced blocks of the query blocks from `block` on."""
+    N, _, K = part_NSK.shape
+    part = part_NSK.view(N, cfg.forced, cfg.sel_block, K)
+    first = part[:, : cfg.sel_init]
+    total_JSK[: cfg.sel_init] += first.float().sum(0)
+    for i in range(cfg.sel_local):
+        low = block - cfg.sel_local + 1 + i
+        total_JSK[low : low + N] += part[:, cfg.sel_init + i]
+
+
+# ---- dynamic blocks: tiles of pairs of one block
+
+
+class _Tiles(NamedTuple):
+    """Pairs sorted by block and cut into tiles of R pairs; the slots of a tile share a block."""
+
+    slot_CP: Tensor  # the slot of each query's p-th dynamic pair
+    query_S: Tensor  # the query of each slot, C for padding
+    block_N: Tensor  # the block of each tile
+    R: int
+
+
+def _cut_tiles(
+    block_CP: Tensor,
+    J: int,
+    M: int,
+) -> _Tiles:
+    """Sorts the pairs by block and gives each block as many tiles as its pairs need.
+
+    On CUDA the number of tiles is an upper bound, so that nothing waits for the host. So it is on
+    meta tensors, which the memory planner uses and which have no values.
+    """
+    C, P = block_CP.shape
+    R = max(1, TILE_ROWS // M)
+    device = block_CP.device
+
+    # A stable sort: sums over a block's pairs have the same order every time.
+    sorted_block, order = block_CP.flatten().sort(stable=True)
+    all_blocks = torch.arange(J + 1, device=device)
+    start_J = torch.searchsorted(sorted_block, all_blocks)
+    tiles_J = (start_J.diff() + R - 1) // R
+    end_J = tiles_J.cumsum(0)
+    first_J = F.pad(end_J, (1, 0))[:-1]
+
+    if block_CP.is_cuda or block_CP.is_meta:
+        count = C * P // R + min(J, C * P)
+    else:
+        count = -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
+
+    pair = torch.arange(C * P, device=device)
+    position = pair - start_J[sorted_block]  # among the pairs of its block
+    slot = first_J[sorted_block] * R + position
+    query_S = torch.full((count * R,), C, device=device)
+    query_S.index_copy_(0, slot, order // P)
+    slot_P = torch.empty_like(order)
+    slot_P.index_copy_(0, order, slot)
+
+    tile = torch.arange(count, device=device)
+    block_N = torch.searchsorted(end_J, tile, right=True)
+    block_N.clamp_max_(J - 1)
+    return _Tiles(slot_P.view(C, P), query_S, block_N, R)
+
+
+def _tile_groups(tiles: _Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
+    """(block of each tile, slots, query of each slot) of a few tiles at a time."""
+    starts = range(0, len(tiles.block_N), TILES_AT_ONCE)
+    for x in platform().tiles(starts):
+        y = x + TILES_AT_ONCE
+        slots = slice(x * tiles.R, y * tiles.R)
+        yield tiles.block_N[x:y], slots, tiles.query_S[slots]
+
+
+def _rows_of(
+    x_CM_: Tensor,
+    query_S: Tensor,
+    tiles: _Tiles,
+) -> Tensor:
+    """The rows [N,R*M,...] of a few tiles."""
+    N = len(query_S) // tiles.R
+    rest = x_CM_.shape[2:]
+    return x_CM_.index_select(0, query_S).view(N, -1, *rest)
+
+
+def _blocks(x_TK: Tensor, l: int) -> Tensor:
+    """[J,l,K] of whole blocks: a dynamic block is never the unfinished last one."""
+    T, K = x_TK.shape
+    J = T // l
+    return x_TK[: J * l].view(J, l, K)
+
+
+def _gather_sum(
+    x_SMK: Tensor,
+    slot_CP: Tensor,
+    weight_CMP: Tensor | None = None,
+) -> Tensor:
+    """y[c,m] = sum over p of weight[c,m,p] * x[slot[c,p],m].
+
+    An embedding bag sums while it reads, and so never holds the gathered rows.
+    """
+    C, P = slot_CP.shape
+    _, M, K = x_SMK.shape
+    if weight_CMP is None:
+        bag = F.embedding_bag(slot_CP, x_SMK.view(-1, M * K), mode="sum")
+        return bag.view(C, M, K)
+
+    head_M1 = torch.arange(M, device=x_SMK.device)[:, None]
+    row_CMP = slot_CP[:, None] * M + head_M1
+    weight_RP = weight_CMP.reshape(C * M, P)
+    bag = F.embedding_bag(
+        row_CMP.view(C * M, P),
+        x_SMK.view(-1, K),
+        mode="sum",
+        per_sample_weights=weight_RP.to(x_SMK.dtype),
+    )
+    return bag.view(C, M, K)
+
+
+def _add_tiles(
+    total_JSK: Tensor,
+    block_N: Tensor,
+    part_NSK: Tensor,
+) -> None:
+    """total[block[i]] += part[i] in a fixed order.
+
+    index_add_ is serial on a CPU; on CUDA, index_put_ sorts first.
+    """
+    if platform().device(total_JSK).type == "cuda":
+        total_JSK.index_put_((block_N,), part_NSK.float(), accumulate=True)
+    else:
+        total_JSK.index_add_(0, block_N, part_NSK.float())
+
+
+# ---- the branch
+
+
+def selected_forward(
+    q_CMK: Tensor,
+    k_TK: Tensor,
+    v_TK: Tensor,
+    start: int,
+    block_idx_Cn: Tensor,
+    cfg: Sizes,
+) -> tuple[Tensor, Tensor]:
+    """(o_CMK, lse_CM) of the queries from position `start` >= n*l' on."""
+    forced_o_CMK, forced_lse_CM = _forced_forward(q_CMK, k_TK, v_TK, start, cfg)
+    if cfg.sel_count == cfg.forced:
+        return forced_o_CMK, forced_lse_CM
+
+    _, M, K = q_CMK.shape
+    k_JSK = _blocks(k_TK, cfg.sel_block)
+    v_JSK = _blocks(v_TK, cfg.sel_block)
+    dynamic_CP = block_idx_Cn[:, cfg.forced :]
+    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), M)
+    slots = len(tiles.query_S)
+    o_SMK = q_CMK.new_empty(slots, M, K)
+    lse_SM = forced_lse_CM.new_empty(slots, M)
+
+    q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
+    for block_N, part, query_S in _tile_groups(tiles):
+        q_NRK = _rows_of(q_CMK, query_S, tiles)
+        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N])
+        o_SMK[part] = o.view(-1, M, K)
+        lse_SM[part] = lse.view(-1, M)
+
+    # Merge: the first part is the forced blocks, the others are the dynamic ones.
+    lse_parts = [forced_lse_CM[:, None], lse_SM[tiles.slot_CP]]
+    lse_CPM = torch.cat(lse_parts, 1)
+    total_CM = lse_CPM.logsumexp(1)
+    weight_CPM = (lse_CPM - total_CM[:, None]).exp()
+    weight_CMP = weight_CPM.transpose(1, 2)
+
+    forced = forced_o_CMK * weight_CMP[..., :1]
+    dynamic = _gather_sum(o_SMK, tiles.slot_CP, weight_CMP[..., 1:])
+    return forced + dynamic, total_CM
+
+
+def selected_backward(
+    rows: Rows,
+    k_TK: Tensor,
+    v_TK: Tensor,
+    start: int,
+    block_idx_Cn: Tensor,
+    cfg: Sizes,
+    dk_JSK: Tensor,
+    dv_JSK: Tensor,
+) -> Tensor:
+    """dq_CMK of the queries from position `start` >= n*l' on; adds to dk and dv.
+
+    dq and dk lack the factor 1 / sqrt(K).
+    """
+    forced_dq_CMK = _forced_backward(rows, k_TK, v_TK, start, cfg, dk_JSK, dv_JSK)
+    if cfg.sel_count == cfg.forced:
+        return forced_dq_CMK
+
+    _, M, K = rows.q.shape
+    k_JSK = _blocks(k_TK, cfg.sel_block)
+    v_JSK = _blocks(v_TK, cfg.sel_block)
+    dynamic_CP = block_idx_Cn[:, cfg.forced :]
+    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), M)
+    dq_SMK = forced_dq_CMK.new_empty(len(tiles.query_S), M, K)
+
+    # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
+    rows = Rows(
+        q=_pad_queries(rows.q, 1, 0.0),
+        do=_pad_queries(rows.do, 1, 0.0),
+        lse=_pad_queries(rows.lse, 1, torch.inf),
+        delta=_pad_queries(rows.delta, 1, 0.0),
+    )
+    for block_N, part, query_S in _tile_groups(tiles):
+        dq, dk_NSK, dv_NSK = _tile_backward(
+            Rows(*(_rows_of(x, query_S, tiles) for x in rows)),
+            k_JSK[block_N],
+            v_JSK[block_N],
+        )
+        dq_SMK[part] = dq.view(-1, M, K)
+        _add_tiles(dk_JSK, block_N, dk_NSK)
+        _add_tiles(dv_JSK, block_N, dv_NSK)
+    return forced_dq_CMK + _gather_sum(dq_SMK, tiles.slot_CP)

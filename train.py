@@ -2,7 +2,7 @@
 
 The order of a run: read the flags; plan, which compares what the run needs with what this machine
 has; preflight, which checks the data, the checkpoint and the folder; build; train. Whatever is
-wrong is said in one line before anything is allocated or overwritten.
+wrong is reported in one line before anything is allocated or overwritten.
 """
 
 import dataclasses

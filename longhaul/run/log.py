@@ -1,7 +1,7 @@
 """What a run reports: metrics.jsonl (one object per step), TensorBoard, one progress bar, tokens/s,
 MFU and memory.
 
-Only rank 0 reports. A disk that refuses the log is said once, and training goes on.
+Only rank 0 reports. If the disk refuses the log, rank 0 says so once, and training goes on.
 """
 
 import json

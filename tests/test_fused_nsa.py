@@ -19,7 +19,16 @@ import torch
 from model import NSAConfig
 from nsa import engine
 from tests import nsa_oracle as oracle
-from tests.test_nsa import NAMES, assert_selection, chosen_mask, inputs, relative
+from tests.test_nsa import (
+    NAMES,
+    all_equal,
+    assert_selection,
+    boundaries,
+    chosen_mask,
+    inputs,
+    relative,
+    sizes_of,
+)
 
 triton = pytest.importorskip(
     "triton",
@@ -36,11 +45,6 @@ SMALL_TILES = attention.TileSizes(rows=32, key_rows=16, keys=16, stages=1, segme
 BOUNDS = {torch.float32: (1e-5, 3e-5), torch.float16: (2e-3, 4e-3)}  # forward, gradients
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-
-
-def sizes_of(cfg):
-    """The configuration as the custom operators take it."""
-    return [getattr(cfg, name) for name in attention.Sizes._fields]
 
 
 @pytest.fixture(autouse=True)
@@ -105,10 +109,6 @@ def compare(tensors, cfg=SMALL):
 
     slack = 1e-5 if o.dtype == torch.float32 else 1e-4
     assert_selection(chosen, truth_in, cfg, slack)
-
-
-def all_equal(first, second):
-    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 # ---- against the oracle
@@ -274,7 +274,7 @@ def test_repeats_are_bit_identical():
 @pytest.mark.parametrize("documents", few_fast([[5, 19, 1], [1, 1, 3, 4, 5]], 2))
 def test_packed_documents_equal_separate_ones_exactly(documents):
     tensors = make(sum(documents), G=1, B=2, documents=documents)
-    cu = torch.tensor([0] + documents).cumsum(0)
+    cu = boundaries(documents)
     weight = weighting(tensors[0])
     packed = attention.nsa_attention(*tensors, SMALL, cu_seqlens=cu)
     packed_grads = torch.autograd.grad(packed, tensors, weight)
@@ -311,7 +311,7 @@ def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
 @pytest.mark.parametrize("documents", [None, [7, 3]])
 def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
     monkeypatch.undo()  # opcheck calls torch.empty_like on tensors without data
-    cu = None if documents is None else torch.tensor([0] + documents).cumsum(0)
+    cu = None if documents is None else boundaries(documents)
     tensors = make(10, G=1, documents=documents)
     sizes = sizes_of(SMALL)
     torch.library.opcheck(attention.nsa_triton_forward, (*tensors, cu, sizes))
@@ -606,7 +606,7 @@ def test_bf16_repeats_are_bit_identical_and_packed_documents_equal_separate_ones
     tensors = make(
         sum(documents), G=2, M=4, K=128, cfg=cfg, dtype=torch.bfloat16, documents=documents
     )
-    cu = torch.tensor([0] + documents).cumsum(0)
+    cu = boundaries(documents)
 
     def results():
         o = attention.nsa_attention(*tensors, cfg, cu_seqlens=cu)

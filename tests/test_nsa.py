@@ -4,6 +4,7 @@ decoding against both.
 Letters as in nsa_oracle.py.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -28,9 +29,8 @@ from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 
-SMALL = NSAConfig(
-    cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24
-)  # sparse from 80 tokens on
+SMALL_SIZES = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)
+SMALL = NSAConfig(**SMALL_SIZES)  # sparse from 80 tokens on
 NAMES = ("q", "k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "gates")
 BOTH = pytest.mark.parametrize(
     "attention", [nsa_engine.nsa_attention, plain_nsa_attention], ids=["engine", "plain"]
@@ -47,60 +47,90 @@ def inputs(T, G=2, M=2, K=16, cfg=SMALL, B=1, dtype=torch.float32, seed=0, docum
     return [x.to(dtype).requires_grad_() for x in tensors]
 
 
+def sizes_of(cfg):
+    """The configuration as the custom operators take it."""
+    return [getattr(cfg, name) for name in nsa_engine.Sizes._fields]
+
+
+def boundaries(documents):
+    """cu_seqlens of documents of these lengths."""
+    return torch.tensor([0, *documents]).cumsum(0)
+
+
 def chosen_mask(block_idx_BTGn, T, cfg):
+    """chosen[b, t, g, j]: whether block j is among the chosen ones."""
     J = -(-T // cfg.sel_block)
     index = torch.where(block_idx_BTGn < 0, J, block_idx_BTGn.long())
-    return torch.zeros(*index.shape[:3], J + 1, dtype=torch.bool).scatter_(-1, index, True)[..., :J]
+    chosen = torch.zeros(*index.shape[:3], J + 1, dtype=torch.bool)
+    return chosen.scatter_(-1, index, True)[..., :J]
 
 
 def relative(x, truth):
+    """Norm of the error relative to that of the truth; the norm of x if the truth is zero."""
     scale = truth.norm()
-    return ((x.double() - truth).norm() / scale).item() if scale > 0 else x.double().norm().item()
+    if scale > 0:
+        return ((x.double() - truth).norm() / scale).item()
+    return x.double().norm().item()
+
+
+def all_equal(first, second):
+    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
 def compare(attention, tensors, cfg, forward_bound, gradient_bound):
-    """Parts and all gradients against the oracle run on the same inputs and the same chosen blocks;
-    returns the parts.
+    """Compares the branches and all gradients with the oracle on the same inputs and the same
+    chosen blocks; returns (parts, chosen, inputs in float64).
     """
     with torch.no_grad():
         parts = attention(*tensors, cfg, return_parts=True)
     chosen = chosen_mask(parts["block_idx"], tensors[0].shape[1], cfg)
     truth_in = [x.detach().double().requires_grad_() for x in tensors]
-    truth = dict(zip(("o", "o_cmp", "o_slc", "o_win"), oracle.nsa(*truth_in, cfg, chosen)))
+    names = ("o", "o_cmp", "o_slc", "o_win")
+    truth = dict(zip(names, oracle.nsa(*truth_in, cfg, chosen), strict=True))
     for name, want in truth.items():
         assert relative(parts[name], want) <= forward_bound, name
-    weight = torch.randn(truth["o"].shape, generator=torch.Generator().manual_seed(9)).to(
-        tensors[0].dtype
-    )
+
+    make = torch.Generator().manual_seed(9)
+    weight = torch.randn(truth["o"].shape, generator=make).to(tensors[0].dtype)
     grads = torch.autograd.grad(attention(*tensors, cfg), tensors, weight)
-    for name, grad, want in zip(
-        NAMES, grads, torch.autograd.grad(truth["o"], truth_in, weight.double())
-    ):
-        # a lone visible key has a softmax gradient of exactly 0: measure what is left against the
-        # gradient's scale
+    truth_grads = torch.autograd.grad(truth["o"], truth_in, weight.double())
+    for name, grad, want in zip(NAMES, grads, truth_grads, strict=True):
+        # The softmax over a single visible key has a gradient of exactly 0. What is left then is
+        # measured against the gradient's scale.
         bound = gradient_bound if want.norm() > 1e-6 else 1e-5
         assert relative(grad, want) <= bound, f"gradient of {name}"
     return parts, chosen, truth_in
 
 
 def assert_selection(chosen_BTGJ, truth_in, cfg, slack):
-    """Right count, forced blocks in, and no block left out that is more important by over `slack`
-    (relative).
+    """The right number of blocks, the forced ones among them, and no block left out that is more
+    important by over `slack` (relative) than one that was chosen.
     """
-    B, T, G, J = chosen_BTGJ.shape
-    _, p = oracle.compressed(truth_in[0], truth_in[3], truth_in[4], cfg)
+    _, T, G, J = chosen_BTGJ.shape
+    q, _, _, k_cmp, v_cmp, *_ = truth_in
+    _, p = oracle.compressed(q, k_cmp, v_cmp, cfg)
     imp = oracle.importance(p, G, cfg)
-    j, c = torch.arange(J), torch.arange(T)[:, None] // cfg.sel_block
-    candidate = (j <= c)[None, :, None]
-    forced = ((j <= c) & ((j < cfg.sel_init) | (j > c - cfg.sel_local)))[None, :, None]
-    assert (chosen_BTGJ.sum(-1) == (c[:, 0] + 1).clamp_max(cfg.sel_count)[None, :, None]).all()
-    assert not (chosen_BTGJ & ~candidate).any() and (chosen_BTGJ | ~forced).all()
+
+    j = torch.arange(J)
+    own_T1 = torch.arange(T)[:, None] // cfg.sel_block
+    candidate_TJ = j <= own_T1
+    forced_TJ = candidate_TJ & ((j < cfg.sel_init) | (j > own_T1 - cfg.sel_local))
+    candidate = candidate_TJ[None, :, None]
+    forced = forced_TJ[None, :, None]
+
+    count_T = (own_T1[:, 0] + 1).clamp_max(cfg.sel_count)
+    assert (chosen_BTGJ.sum(-1) == count_T[None, :, None]).all()
+    assert not (chosen_BTGJ & ~candidate).any()
+    assert (chosen_BTGJ | ~forced).all()
+
     worst_in = imp.masked_fill(~chosen_BTGJ | forced, torch.inf).amin(-1)
     best_out = imp.masked_fill(chosen_BTGJ | ~candidate, -torch.inf).amax(-1)
     assert (best_out <= worst_in * (1 + slack) + 1e-30).all()
 
 
-# ------------------------------------------------------------------------------- against the oracle
+# ---- against the oracle
+
+
 @BOTH
 @pytest.mark.parametrize("T", [1, 7, 8, 15, 16, 17, 31, 79, 80, 81, 100, 257, 500])
 def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attention, T):
@@ -111,17 +141,15 @@ def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attentio
 @pytest.mark.parametrize("T", [1, 31, 32, 33, 63, 64, 65, 128, 1023, 1024, 1025, 1399, 2177])
 def test_default_blocks_match_float64_in_every_branch_gradient_and_choice(T):
     cfg = NSAConfig()
-    _, chosen, truth_in = compare(
-        nsa_engine.nsa_attention, inputs(T, G=1, M=4, K=32, cfg=cfg), cfg, 2e-5, 6e-5
-    )
+    tensors = inputs(T, G=1, M=4, K=32, cfg=cfg)
+    _, chosen, truth_in = compare(nsa_engine.nsa_attention, tensors, cfg, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
 def test_plain_version_matches_float64_past_the_dense_length():
     cfg = NSAConfig()
-    _, chosen, truth_in = compare(
-        plain_nsa_attention, inputs(1283, G=1, M=2, K=32, cfg=cfg), cfg, 2e-5, 6e-5
-    )
+    tensors = inputs(1283, G=1, M=2, K=32, cfg=cfg)
+    _, chosen, truth_in = compare(plain_nsa_attention, tensors, cfg, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
 
@@ -151,9 +179,7 @@ def test_every_group_size_matches_float64(attention, G, M):
 )
 @BOTH
 def test_other_block_sizes_match_float64(attention, sizes):
-    cfg = NSAConfig(
-        **(dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24) | sizes)
-    )
+    cfg = NSAConfig(**(SMALL_SIZES | sizes))
     _, chosen, truth_in = compare(attention, inputs(197, cfg=cfg), cfg, 2e-5, 6e-5)
     assert_selection(chosen, truth_in, cfg, 1e-5)
 
@@ -162,34 +188,41 @@ def test_other_block_sizes_match_float64(attention, sizes):
     "T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), (1500, NSAConfig(), 128)]
 )
 def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
-    _, chosen, truth_in = compare(
-        nsa_engine.nsa_attention, inputs(T, 1, 4, K, cfg, dtype=torch.bfloat16), cfg, 1.5e-2, 1.5e-2
-    )
+    tensors = inputs(T, G=1, M=4, K=K, cfg=cfg, dtype=torch.bfloat16)
+    _, chosen, truth_in = compare(nsa_engine.nsa_attention, tensors, cfg, 1.5e-2, 1.5e-2)
     assert_selection(chosen, truth_in, cfg, 1e-4)
 
 
 @pytest.mark.parametrize("K", [32, 128])
 def test_bf16_logits_keep_fp32_precision(K):
-    q, k = (torch.randn(n, K).bfloat16() * 8 for n in (64, 96))
+    q = torch.randn(64, K).bfloat16() * 8
+    k = torch.randn(96, K).bfloat16() * 8
     truth = q.double() @ k.double().T
-    assert (nsa_branches.product_fp32(q, k) - truth).abs().max() <= 2**-16 * truth.abs().max()
-    assert (
-        nsa_branches.product_fp32(q[None], k[None])[0] - truth
-    ).abs().max() <= 2**-16 * truth.abs().max()
+    bound = 2**-16 * truth.abs().max()
+
+    logits = nsa_branches.product_fp32(q, k)
+    assert (logits - truth).abs().max() <= bound
+    (batch_of_one,) = nsa_branches.product_fp32(q[None], k[None])
+    assert (batch_of_one - truth).abs().max() <= bound
 
 
 def test_engine_and_plain_version_agree_on_a_longer_sequence():
     tensors = inputs(1500, G=2, M=2)
     weight = torch.randn_like(tensors[0])
-    ours, plain = (
-        [o := f(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
-        for f in (nsa_engine.nsa_attention, plain_nsa_attention)
-    )
-    for x, y in zip(ours, plain):
+
+    engine_o = nsa_engine.nsa_attention(*tensors, SMALL)
+    plain_o = plain_nsa_attention(*tensors, SMALL)
+    assert relative(engine_o, plain_o.double()) <= 1e-5
+
+    engine_grads = torch.autograd.grad(engine_o, tensors, weight)
+    plain_grads = torch.autograd.grad(plain_o, tensors, weight)
+    for x, y in zip(engine_grads, plain_grads, strict=True):
         assert relative(x, y.double()) <= 1e-5
 
 
-# ----------------------------------------------------------------------------------- extreme inputs
+# ---- extreme inputs
+
+
 @pytest.mark.parametrize("T", [7, 8, 90])
 @BOTH
 def test_rows_without_a_visible_block_are_exactly_zero_with_zero_gradients(attention, T):
@@ -197,42 +230,44 @@ def test_rows_without_a_visible_block_are_exactly_zero_with_zero_gradients(atten
     parts = attention(*tensors, SMALL, return_parts=True)
     blind = parts["o_cmp"][:, : SMALL.cmp_block - 1]
     assert (blind == 0).all()
-    grads = torch.autograd.grad(blind.sum(), tensors, materialize_grads=True)
-    assert all((g[:, : SMALL.cmp_block - 1] == 0).all() for g in grads[:1])
-    assert all((g == 0).all() for g in grads[1:7])
+    grad_q, *grads_kv, _ = torch.autograd.grad(blind.sum(), tensors, materialize_grads=True)
+    assert (grad_q[:, : SMALL.cmp_block - 1] == 0).all()
+    assert all((g == 0).all() for g in grads_kv)
 
 
 @BOTH
 def test_huge_logits_stay_finite_and_exact(attention):
     tensors = inputs(300)
     with torch.no_grad():
-        for x in tensors[:7:2][:1] + [tensors[1], tensors[3], tensors[5]]:
-            x.mul_(300)
+        for i in (0, 1, 3, 5):  # q and all k
+            tensors[i].mul_(300)
     o = attention(*tensors, SMALL)
     grads = torch.autograd.grad(o, tensors, torch.ones_like(o))
     assert all(x.isfinite().all() for x in (o, *grads))
     idx = nsa_engine.nsa_attention(*tensors, SMALL, return_parts=True)["block_idx"]
-    truth = oracle.nsa(*tensors, SMALL, chosen_mask(idx, 300, SMALL))[0]
+    truth, *_ = oracle.nsa(*tensors, SMALL, chosen_mask(idx, 300, SMALL))
     assert relative(o, truth.detach()) <= 1e-3  # logits near 1e5: their own fp32 rounding is 1e-2
 
 
 @BOTH
 @pytest.mark.parametrize("init", [0, 1])
 def test_equal_importance_keeps_the_lowest_blocks(attention, init):
-    """q = 0: every visible compressed block has the same mass, and so has every block between the
-    first, which no
-    compressed block enters from the left (mass 7 against 8: chosen only when forced), and the local
-    ones.
+    """With q = 0, every visible compressed block has the same mass.
+
+    So has every block between the first one, which no compressed block enters from the left (mass 7
+    against 8: it is chosen only if it is forced), and the local ones.
     """
-    cfg, tensors = replace(SMALL, sel_init=init), inputs(400)
+    cfg = replace(SMALL, sel_init=init)
+    tensors = inputs(400)
     with torch.no_grad():
         tensors[0].zero_()
     idx_TGn = attention(*tensors, cfg, return_parts=True)["block_idx"][0].long()
-    c = torch.arange(400)[:, None] // cfg.sel_block
+
+    own_T1 = torch.arange(400)[:, None] // cfg.sel_block
     lowest = torch.arange(3).expand(400, 3) + 1 - init
-    sparse = torch.cat((lowest, c - 1, c), 1)
-    early = torch.where(torch.arange(5) <= c, torch.arange(5), -1)
-    want_Tn = torch.where(c >= cfg.sel_count, sparse, early).sort().values
+    sparse = torch.cat((lowest, own_T1 - 1, own_T1), 1)
+    early = torch.where(torch.arange(5) <= own_T1, torch.arange(5), -1)
+    want_Tn = torch.where(own_T1 >= cfg.sel_count, sparse, early).sort().values
     assert torch.equal(idx_TGn.sort().values, want_Tn[:, None].expand_as(idx_TGn))
 
 
@@ -250,19 +285,21 @@ def test_one_hot_block_that_every_query_picks_is_exact(attention):
 @BOTH
 def test_nothing_in_the_future_matters(attention):
     T, cut = 300, 177
-    tensors, other = inputs(T), inputs(T, seed=1)
+    tensors = inputs(T)
+    other = inputs(T, seed=1)
     blocks = SMALL.compressed_blocks(cut)
+    cuts = [blocks if i in (3, 4) else cut for i in range(8)]
     mixed = [
-        torch.cat((x[:, :n], y[:, n:]), 1)
-        for i, (x, y) in enumerate(zip(tensors, other))
-        for n in [blocks if i in (3, 4) else cut]
+        torch.cat((x[:, :n], y[:, n:]), 1) for x, y, n in zip(tensors, other, cuts, strict=True)
     ]
-    before, after = (attention(*x, SMALL, return_parts=True) for x in (tensors, mixed))
+
+    before = attention(*tensors, SMALL, return_parts=True)
+    after = attention(*mixed, SMALL, return_parts=True)
     for name in before:
         assert torch.equal(before[name][:, :cut], after[name][:, :cut]), name
     grads = torch.autograd.grad(before["o"][:, :cut].sum(), tensors)
-    for i, g in enumerate(grads):
-        assert (g[:, blocks if i in (3, 4) else cut :] == 0).all(), NAMES[i]
+    for name, g, n in zip(NAMES, grads, cuts, strict=True):
+        assert (g[:, n:] == 0).all(), name
 
 
 @BOTH
@@ -284,16 +321,19 @@ def test_the_choice_of_blocks_carries_no_gradient(attention):
     assert all((g == 0).all() for g in grads)
 
 
-# --------------------------------------------------------------------------- determinism, documents
+# ---- determinism, documents
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_repeats_are_bit_identical(dtype):
     tensors = inputs(1100, dtype=dtype)
     weight = torch.randn_like(tensors[0])
-    runs = [
-        [o := nsa_engine.nsa_attention(*tensors, SMALL), *torch.autograd.grad(o, tensors, weight)]
-        for _ in "12"
-    ]
-    assert all(torch.equal(x, y) for x, y in zip(*runs))
+
+    def results():
+        o = nsa_engine.nsa_attention(*tensors, SMALL)
+        return o, *torch.autograd.grad(o, tensors, weight)
+
+    assert all_equal(results(), results())
 
 
 @pytest.mark.parametrize("documents", [[5, 200, 1, 90], [64, 64, 128], [150], [1, 1, 1, 7, 8, 9]])
@@ -302,19 +342,24 @@ def test_packed_documents_equal_separate_ones_exactly(attention, documents):
     T = sum(documents)
     tensors = inputs(T, B=2, documents=documents)
     weight = torch.randn_like(tensors[0])
-    cu = torch.tensor([0] + documents).cumsum(0)
+    cu = boundaries(documents)
     packed = attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
     packed_grads = torch.autograd.grad(packed["o"], tensors, weight)
+
     block = 0
-    for a, b in zip(cu.tolist(), cu.tolist()[1:]):
+    for a, b in itertools.pairwise(cu.tolist()):
         n = SMALL.compressed_blocks(b - a)
         spans = [slice(block, block + n) if i in (3, 4) else slice(a, b) for i in range(8)]
-        alone_in = [x.detach()[:, s].requires_grad_() for x, s in zip(tensors, spans)]
-        alone = attention(*alone_in, SMALL, return_parts=True)
-        assert all(torch.equal(packed[name][:, a:b], alone[name]) for name in alone)
-        grads = torch.autograd.grad(alone["o"], alone_in, weight[:, a:b])
-        assert all(torch.equal(g[:, s], h) for g, s, h in zip(packed_grads, spans, grads))
         block += n
+        separate_in = [
+            x.detach()[:, span].requires_grad_() for x, span in zip(tensors, spans, strict=True)
+        ]
+        separate = attention(*separate_in, SMALL, return_parts=True)
+        for name in separate:
+            assert torch.equal(packed[name][:, a:b], separate[name]), name
+        grads = torch.autograd.grad(separate["o"], separate_in, weight[:, a:b])
+        parts = [g[:, span] for g, span in zip(packed_grads, spans, strict=True)]
+        assert all_equal(parts, grads)
 
 
 @BOTH
@@ -324,19 +369,22 @@ def test_boundaries_may_be_int32_and_chosen_blocks_are_int64(attention):
     weight = torch.randn_like(tensors[0])
     results = []
     for dtype in (torch.int64, torch.int32):
-        cu = torch.tensor([0] + documents).cumsum(0).to(dtype)
+        cu = boundaries(documents).to(dtype)
         parts = attention(*tensors, SMALL, cu_seqlens=cu, return_parts=True)
         o = attention(*tensors, SMALL, cu_seqlens=cu)
         results.append([*parts.values(), o, *torch.autograd.grad(o, tensors, weight)])
         assert parts["block_idx"].dtype == torch.int64
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert all_equal(*results)
 
 
-# ------------------------------------------------------------------------- compression and decoding
+# ---- compression and decoding
+
+
 def rope(x_BTGK, position_T):
     K = x_BTGK.shape[-1]
     angle = position_T[:, None] * 10_000.0 ** (-torch.arange(0, K, 2) / K)
-    cos, sin = angle.cos()[:, None].to(x_BTGK.dtype), angle.sin()[:, None].to(x_BTGK.dtype)
+    cos = angle.cos()[:, None].to(x_BTGK.dtype)
+    sin = angle.sin()[:, None].to(x_BTGK.dtype)
     a, b = x_BTGK.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -354,23 +402,26 @@ def compressor(cfg, K=16):
     "T, sizes", [(8, (8, 4)), (11, (8, 4)), (100, (8, 4)), (50, (16, 4)), (33, (8, 8)), (5, (8, 4))]
 )
 def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
+    cmp_block, cmp_stride = sizes
     cfg = NSAConfig(
-        cmp_block=sizes[0], cmp_stride=sizes[1], sel_block=16, sel_count=5, cmp_kind=kind
+        cmp_block=cmp_block, cmp_stride=cmp_stride, sel_block=16, sel_count=5, cmp_kind=kind
     )
-    module, zero = compressor(cfg), torch.zeros(16, cfg.cmp_block * 16)
+    module = compressor(cfg)
     k, v = (torch.randn(2, T, 3, 16, requires_grad=True) for _ in "kv")
     k_cmp, v_cmp = module(k, v, rope, Layout.of(None, (1, T), cfg, "cpu"))
-    mlp, zero_w2, pe0 = kind == "mlp", torch.zeros(16, 16), torch.zeros(cfg.cmp_block, 16)
-    k_args = (module.k_w1, module.k_w2, module.pe_lK) if mlp else (zero, zero_w2, pe0)
-    v_args = (module.v_w1, module.v_w2, pe0) if mlp else (zero, zero_w2, pe0)
-    k_true, v_true = oracle.phi(k, *k_args, cfg), oracle.phi(v, *v_args, cfg)
-    k_true = (
-        k_true
-        * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        * module.norm_weight.double()
-    )
-    k_true = rope(k_true, torch.arange(k_true.shape[1]) * cfg.cmp_stride + cfg.cmp_block // 2)
     assert k_cmp.shape[1] == cfg.compressed_blocks(T)
+
+    no_pe = torch.zeros(cmp_block, 16)
+    k_args = v_args = (torch.zeros(16, cmp_block * 16), torch.zeros(16, 16), no_pe)
+    if kind == "mlp":
+        k_args = (module.k_w1, module.k_w2, module.pe_lK)
+        v_args = (module.v_w1, module.v_w2, no_pe)
+    k_true = oracle.phi(k, *k_args, cfg)
+    v_true = oracle.phi(v, *v_args, cfg)
+    k_true = k_true * (k_true.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    k_true = k_true * module.norm_weight.double()
+    k_true = rope(k_true, torch.arange(k_true.shape[1]) * cmp_stride + cmp_block // 2)
+
     leaves = [k, v, *module.parameters()]
     for x, truth in ((k_cmp, k_true), (v_cmp, v_true)):
         assert relative(x, truth) <= 2e-6
@@ -381,50 +432,45 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
             )
             for y in (x, truth)
         )
-        assert all(relative(g, w.double()) <= 6e-5 for g, w in zip(got, want))
+        for g, w in zip(got, want, strict=True):
+            assert relative(g, w.double()) <= 6e-5
 
 
 def test_compression_with_a_zero_second_matrix_is_the_mean():
-    x, modules = (
-        torch.randn(1, 100, 2, 16),
-        {kind: compressor(NSAConfig(cmp_kind=kind)) for kind in ("mlp", "mean")},
-    )
+    x = torch.randn(1, 100, 2, 16)
+    mlp = compressor(NSAConfig(cmp_kind="mlp"))
+    mean = compressor(NSAConfig(cmp_kind="mean"))
+    layout = Layout.of(None, (1, 100), NSAConfig(), "cpu")
     with torch.no_grad():
-        (
-            modules["mlp"].k_w2.zero_(),
-            modules["mlp"].v_w2.zero_(),
-            modules["mlp"].norm_weight.copy_(modules["mean"].norm_weight),
-        )
-        mlp, mean = (
-            module(x, x, rope, Layout.of(None, (1, 100), module.cfg, "cpu"))
-            for module in modules.values()
-        )
-    assert all(torch.equal(a, b) for a, b in zip(mlp, mean))
+        mlp.k_w2.zero_()
+        mlp.v_w2.zero_()
+        mlp.norm_weight.copy_(mean.norm_weight)
+        assert all_equal(mlp(x, x, rope, layout), mean(x, x, rope, layout))
 
 
 def test_compression_restarts_at_every_document():
     documents = [40, 3, 8, 21]
-    module, x = compressor(SMALL), torch.randn(1, 72, 2, 16)
-    cu = torch.tensor([0] + documents).cumsum(0)
+    module = compressor(SMALL)
+    x = torch.randn(1, 72, 2, 16)
+    cu = boundaries(documents)
     position = torch.cat([torch.arange(n) for n in documents])
-    packed = module(
-        x,
-        x,
-        lambda k, token: rope(k, position[token]),
-        Layout.of(cu, (1, 72), SMALL, "cpu"),
-    )
-    alone = [
-        module(x[:, a:b], x[:, a:b], rope, Layout.of(None, (1, b - a), SMALL, "cpu"))
-        for a, b in zip(cu.tolist(), cu.tolist()[1:])
-    ]
+
+    def rope_of_documents(k, token):
+        return rope(k, position[token])
+
+    packed = module(x, x, rope_of_documents, Layout.of(cu, (1, 72), SMALL, "cpu"))
+    separate = []
+    for a, b in itertools.pairwise(cu.tolist()):
+        document = x[:, a:b]
+        layout = Layout.of(None, (1, b - a), SMALL, "cpu")
+        separate.append(module(document, document, rope, layout))
     for i in range(2):
-        assert torch.allclose(packed[i], torch.cat([y[i] for y in alone], 1), rtol=0, atol=1e-6)
+        joined = torch.cat([y[i] for y in separate], 1)
+        assert torch.allclose(packed[i], joined, rtol=0, atol=1e-6)
 
 
 def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
-    """Raw projections of T tokens and what a layer feeds: rotated q, k; one K/V shared by the
-    branches.
-    """
+    """(rotated q, raw k, rotated k, v, gates) of T tokens; one K/V for all branches."""
     make = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(B, T, h, K, generator=make).to(dtype) for h in (G * M, G, G))
     gates = torch.randn(B, T, G * M, 3, generator=make).sigmoid().to(dtype)
@@ -433,6 +479,7 @@ def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
 
 
 def fill(state, case, module, a, b):
+    """Appends the tokens [a, b) to the state."""
     _, k_raw, k, v, _ = (x[:, a:b] for x in case)
     window = (None, None) if state.win is None else (k, v)
     state.append(k_raw, v, k, v, *window, module, rope)
@@ -444,13 +491,15 @@ KV = pytest.mark.parametrize("kv", ["shared", "separate"])
 @KV
 @pytest.mark.parametrize("prompt", [0, 1, 7, 8, 50, 81, 163])
 def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
-    T, module, cfg = 220, compressor(SMALL), replace(SMALL, kv=kv)
+    T = 220
+    module = compressor(SMALL)
     case = decode_case(T)
     q, k_raw, k, v, gates = case
     with torch.no_grad():
         k_cmp, v_cmp = module(k_raw, v, rope, Layout.of(None, (1, T), SMALL, "cpu"))
         full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, SMALL)
-        state = nsa_decode.NSAState(cfg, 2, T, 2, 16)
+
+        state = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, T, 2, 16)
         if prompt:
             fill(state, case, module, 0, prompt)
         for t in range(prompt, T):
@@ -462,32 +511,37 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
 @KV
 @pytest.mark.parametrize("T", [5, 8, 100])
 def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
-    module, case, cfg = compressor(SMALL), decode_case(T), replace(SMALL, kv=kv)
-    states = [nsa_decode.NSAState(cfg, 2, 128, 2, 16) for _ in range(3)]
+    module = compressor(SMALL)
+    case = decode_case(T)
+    cfg = replace(SMALL, kv=kv)
+    at_once, token_by_token, in_parts = (nsa_decode.NSAState(cfg, 2, 128, 2, 16) for _ in range(3))
     with torch.no_grad():
-        fill(states[0], case, module, 0, T)
+        fill(at_once, case, module, 0, T)
         for t in range(T):
-            fill(states[1], case, module, t, t + 1)
-        for a, b in zip([0, 3, T // 2 + 2], [3, T // 2 + 2, T]):
-            fill(states[2], case, module, a, b)
-    for other in states[1:]:
-        assert (other.length, other.blocks) == (states[0].length, states[0].blocks)
-        for name in ("slc", "tail") + (("win",) if kv == "separate" else ()):
-            assert torch.equal(getattr(states[0], name), getattr(other, name)), name
-        assert torch.allclose(states[0].cmp, other.cmp, rtol=0, atol=1e-6)
+            fill(token_by_token, case, module, t, t + 1)
+        for a, b in itertools.pairwise([0, 3, T // 2 + 2, T]):
+            fill(in_parts, case, module, a, b)
+
+    for other in (token_by_token, in_parts):
+        assert (other.length, other.blocks) == (at_once.length, at_once.blocks)
+        assert torch.equal(other.slc, at_once.slc)
+        assert torch.equal(other.tail, at_once.tail)
+        if kv == "separate":
+            assert torch.equal(other.win, at_once.win)
+        assert torch.allclose(other.cmp, at_once.cmp, rtol=0, atol=1e-6)
 
 
 def test_a_full_decode_state_says_so():
     state = nsa_decode.NSAState(SMALL, 2, 10, 2, 16)
-    with pytest.raises(
-        ValueError, match="holds 10 positions and 11 are needed: build it with max_length >= 11"
-    ):
+    words = "holds 10 positions and 11 are needed: build it with max_length >= 11"
+    with pytest.raises(ValueError, match=words):
         fill(state, decode_case(11), compressor(SMALL), 0, 11)
 
 
 @KV
 def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
-    state, one = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 10, 2, 16), torch.zeros(2, 1, 2, 16)
+    state = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 10, 2, 16)
+    one = torch.zeros(2, 1, 2, 16)
     window = one if kv == "shared" else None
     with pytest.raises(ValueError, match=f"kv='{kv}'"):
         state.append(one, one, one, one, window, window, compressor(SMALL), rope)
@@ -509,20 +563,21 @@ def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
     cfg = replace(SMALL, **sizes)
     place_XJ = torch.arange(256).view(2, 128)
     for t in range(cfg.sel_count * cfg.sel_block, 600):
+        own = t // cfg.sel_block
         N = cfg.compressed_blocks(t + 1)
-        p_XN = (
-            torch.randint(1, 4, (2, N), generator=torch.Generator().manual_seed(t)).float() / 8
-        )  # few values: many ties
-        best = nsa_decode._chosen_places(p_XN, place_XJ, t // cfg.sel_block, cfg) - torch.tensor(
-            [[0], [128]]
-        )
-        assert torch.equal(
-            best.sort().values, select_blocks(p_XN, torch.tensor(t), cfg).sort().values
-        ), t
-        assert (best[:, -1] == t // cfg.sel_block).all()
+        make = torch.Generator().manual_seed(t)
+        p_XN = torch.randint(1, 4, (2, N), generator=make).float() / 8  # few values: many ties
+
+        places = nsa_decode._chosen_places(p_XN, place_XJ, own, cfg)
+        blocks = places - torch.tensor([[0], [128]])
+        want = select_blocks(p_XN, torch.tensor(t), cfg)
+        assert torch.equal(blocks.sort().values, want.sort().values), t
+        assert (blocks[:, -1] == own).all()
 
 
-# -------------------------------------------------------------------------------- threads and modes
+# ---- threads and modes
+
+
 @pytest.fixture
 def two_threads():
     before = torch.get_num_threads()
@@ -542,9 +597,9 @@ def test_two_threads_give_the_bits_of_one(two_threads, G, B):
     tensors = inputs(300, G=G, B=B)
     both = results(tensors)
     torch.set_num_threads(1)
-    alone = results(tensors)
+    one = results(tensors)
     torch.set_num_threads(2)
-    assert all(torch.equal(x, y) for x, y in zip(both, alone))
+    assert all_equal(both, one)
 
 
 def test_inference_mode_and_autocast_change_nothing(two_threads):
@@ -567,22 +622,25 @@ def test_an_error_inside_a_thread_is_the_callers_and_the_threads_are_given_back(
 
 
 def test_no_row_gives_no_result(two_threads):
-    assert nsa_engine.nsa_attention(*(x[:0] for x in inputs(100)), SMALL).shape == (0, 100, 4, 16)
+    o = nsa_engine.nsa_attention(*(x[:0] for x in inputs(100)), SMALL)
+    assert o.shape == (0, 100, 4, 16)
 
 
-# ----------------------------------------------------------------------------------- the custom ops
-SIZES = [getattr(SMALL, name) for name in nsa_engine.Sizes._fields]
+# ---- the custom operators
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("documents", [None, [30, 90]])
 def test_opcheck_passes_for_forward_and_backward(dtype, documents):
-    cu = None if documents is None else torch.tensor([0] + documents).cumsum(0)
+    cu = None if documents is None else boundaries(documents)
+    sizes = sizes_of(SMALL)
     tensors = inputs(120, dtype=dtype, documents=documents)
-    torch.library.opcheck(nsa_engine.nsa_forward, (*tensors, cu, SIZES))
+    torch.library.opcheck(nsa_engine.nsa_forward, (*tensors, cu, sizes))
+
     plain = [x.detach() for x in tensors]
-    o, *saved = nsa_engine.nsa_forward(*plain, cu, SIZES)
-    torch.library.opcheck(nsa_engine.nsa_backward, (torch.ones_like(o), *plain, *saved, cu, SIZES))
+    o, *saved = nsa_engine.nsa_forward(*plain, cu, sizes)
+    do = torch.ones_like(o)
+    torch.library.opcheck(nsa_engine.nsa_backward, (do, *plain, *saved, cu, sizes))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -595,27 +653,39 @@ def test_fullgraph_compile_gives_the_eager_result(dynamic):
     )
     for T in (100, 132):
         tensors = inputs(T)
-        eager, fast = nsa_engine.nsa_attention(*tensors, SMALL) * 2, compiled(*tensors)
+        eager = nsa_engine.nsa_attention(*tensors, SMALL) * 2
+        fast = compiled(*tensors)
         assert torch.equal(eager, fast)
-        for x, y in zip(*(torch.autograd.grad(o.sum(), tensors) for o in (eager, fast))):
-            assert torch.equal(x, y)
+        eager_grads = torch.autograd.grad(eager.sum(), tensors)
+        fast_grads = torch.autograd.grad(fast.sum(), tensors)
+        assert all_equal(eager_grads, fast_grads)
 
 
 def test_meta_tensors_get_the_right_shapes_at_131072_tokens():
     cfg = NSAConfig()
+    T = 131_072
+    N = cfg.compressed_blocks(T)
     with torch.device("meta"):
-        T, N = 131_072, cfg.compressed_blocks(131_072)
-        q, gates = torch.empty(1, T, 32, 128, requires_grad=True), torch.empty(1, T, 32, 3)
+        q = torch.empty(1, T, 32, 128, requires_grad=True)
         kv = [torch.empty(1, n, 8, 128, requires_grad=True) for n in (T, T, N, N, T, T)]
+        gates = torch.empty(1, T, 32, 3)
+
     parts = nsa_engine.nsa_attention(q, *kv, gates, cfg, return_parts=True)
-    assert parts["o"].shape == q.shape and parts["block_idx"].shape == (1, T, 8, 16)
+    assert parts["o"].shape == q.shape
+    assert parts["block_idx"].shape == (1, T, 8, 16)
     parts["o"].sum().backward()
-    assert q.grad.shape == q.shape and all(x.grad.shape == x.shape for x in kv)
+    assert all(x.grad.shape == x.shape for x in (q, *kv))
 
 
 def test_checkpointing_recomputes_and_selective_checkpointing_runs_the_forward_once(monkeypatch):
-    calls, real = [], nsa_engine._forward_stream
-    monkeypatch.setattr(nsa_engine, "_forward_stream", lambda *x: (calls.append(1), real(*x)))
+    calls = []
+    forward_stream = nsa_engine._forward_stream
+
+    def counted(*args):
+        calls.append(1)
+        forward_stream(*args)
+
+    monkeypatch.setattr(nsa_engine, "_forward_stream", counted)
     tensors = inputs(120, G=1)
 
     def layer(*x):
@@ -625,18 +695,28 @@ def test_checkpointing_recomputes_and_selective_checkpointing_runs_the_forward_o
         saved = torch.ops.longhaul.nsa_forward.default
         return CheckpointPolicy.MUST_SAVE if op is saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    grads, counts = [], []
-    for context in (None, {}, {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}):
-        calls.clear()
-        o = (
-            layer(*tensors)
-            if context is None
-            else checkpoint(layer, *tensors, use_reentrant=False, **context)
+    def checkpointed():
+        return checkpoint(layer, *tensors, use_reentrant=False)
+
+    def selectively_checkpointed():
+        return checkpoint(
+            layer,
+            *tensors,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts(policy),
         )
-        grads.append(torch.autograd.grad(o.sum(), tensors))
-        counts.append(len(calls))
-    assert counts == [1, 2, 1]
-    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other))
+
+    def gradients_and_calls(run):
+        calls.clear()
+        grads = torch.autograd.grad(run().sum(), tensors)
+        return grads, len(calls)
+
+    want, plain_calls = gradients_and_calls(lambda: layer(*tensors))
+    recomputed, recompute_calls = gradients_and_calls(checkpointed)
+    saved, selective_calls = gradients_and_calls(selectively_checkpointed)
+    assert (plain_calls, recompute_calls, selective_calls) == (1, 2, 1)
+    assert all_equal(recomputed, want)
+    assert all_equal(saved, want)
 
 
 def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
@@ -644,41 +724,44 @@ def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
     strided = [
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors
     ]
-    for x, y in zip(
-        *(
-            torch.autograd.grad(nsa_engine.nsa_attention(*z, SMALL).sum(), z)
-            for z in (tensors, strided)
-        )
-    ):
-        assert torch.equal(x, y)
+    grads = torch.autograd.grad(nsa_engine.nsa_attention(*tensors, SMALL).sum(), tensors)
+    strided_grads = torch.autograd.grad(nsa_engine.nsa_attention(*strided, SMALL).sum(), strided)
+    assert all_equal(grads, strided_grads)
+
+
+class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of the largest storage that an operation returns."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.untyped_storage().nbytes())
+        return out
+
+
+def largest_tensor(T):
+    cfg = NSAConfig()
+    sizes = sizes_of(cfg)
+    tensors = [x.detach() for x in inputs(T, G=1, M=2, cfg=cfg)]
+    with LargestTensor() as largest:  # the bodies: a mode does not see inside an operator
+        o, *saved = nsa_engine.nsa_forward._init_fn(*tensors, None, sizes)
+        nsa_engine.nsa_backward._init_fn(torch.ones_like(o), *tensors, *saved, None, sizes)
+    return largest.most
 
 
 @pytest.mark.slow
 def test_the_largest_tensor_grows_linearly_with_the_tokens():
-    def largest(T):
-        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-            most = 0
-
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                out = func(*args, **(kwargs or {}))
-                for x in torch.utils._pytree.tree_leaves(out):
-                    if isinstance(x, torch.Tensor):
-                        self.most = max(self.most, x.untyped_storage().nbytes())
-                return out
-
-        tensors = [x.detach() for x in inputs(T, G=1, M=2, cfg=NSAConfig())]
-        sizes = [getattr(NSAConfig(), name) for name in nsa_engine.Sizes._fields]
-        with Watch() as watch:  # the kernels themselves: a mode does not see inside an operator
-            o, *saved = nsa_engine.nsa_forward._init_fn(*tensors, None, sizes)
-            nsa_engine.nsa_backward._init_fn(torch.ones_like(o), *tensors, *saved, None, sizes)
-        return watch.most
-
-    sizes = [largest(T) for T in (4096, 8192, 16384)]
-    assert sizes[2] <= 2.2 * sizes[1] <= 2.2**2 * sizes[0]
-    assert sizes[2] < 16384**2  # a [T, T] mask of one byte
+    at_4k, at_8k, at_16k = (largest_tensor(T) for T in (4096, 8192, 16384))
+    assert at_16k <= 2.2 * at_8k <= 2.2**2 * at_4k
+    assert at_16k < 16384**2  # a [T, T] mask of one byte
 
 
-# ---------------------------------------------------------------------------------------- bad input
+# ---- bad input
+
+
 @pytest.mark.parametrize(
     "bad, words",
     [
@@ -725,12 +808,15 @@ def test_wrong_shapes_head_counts_and_dtypes_are_refused(attention):
         attention(q, k, v, k_cmp[:, 1:], v_cmp, k_win, v_win, gates, SMALL)
     with pytest.raises(ValueError, match="float64"):
         attention(q, k.double(), v, k_cmp, v_cmp, k_win, v_win, gates, SMALL)
-    for boundaries in (torch.tensor([0.0, 120.0]), torch.tensor([[0, 120]]), torch.tensor([0])):
+
+
+@BOTH
+def test_boundaries_of_a_wrong_type_or_shape_are_refused(attention):
+    tensors = inputs(120)
+    for cu in (torch.tensor([0.0, 120.0]), torch.tensor([[0, 120]]), torch.tensor([0])):
         with pytest.raises(ValueError, match="allowed: int32 or int64 \\[documents \\+ 1\\]"):
-            attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=boundaries)
+            attention(*tensors, SMALL, cu_seqlens=cu)
     with pytest.raises(ValueError, match="cu_seqlens as a list"):
-        attention(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=[0, 120])
+        attention(*tensors, SMALL, cu_seqlens=[0, 120])
     with pytest.raises(ValueError, match="compress every document"):
-        attention(
-            q, k, v, k_cmp, v_cmp, k_win, v_win, gates, SMALL, cu_seqlens=torch.tensor([0, 60, 120])
-        )
+        attention(*tensors, SMALL, cu_seqlens=torch.tensor([0, 60, 120]))

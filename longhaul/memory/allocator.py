@@ -107,13 +107,19 @@ class Pool:
 
     def best(self, size: int) -> Block | None:
         """Remove the smallest free block of at least `size` from the list and return it."""
-        index = bisect.bisect_left(self.free, (size, 0))
-        return self.free.pop(index)[2] if index < len(self.free) else None
+        return self._pop(bisect.bisect_left(self.free, (size, 0)))
+
+    def _pop(self, index: int) -> Block | None:
+        if index == len(self.free):
+            return None
+        _, _, block = self.free.pop(index)
+        return block
 
     def cut(self, block: Block, size: int) -> Block:
         """The first `size` bytes of a block that is not in the list; the rest may become free."""
         if self.splits(block.size - size):
-            rest = Block(block.address + size, block.size - size, block, block.after)
+            start = block.address + size
+            rest = Block(start, block.size - size, block, block.after)
             if block.after:
                 block.after.before = rest
             block.after = rest
@@ -172,10 +178,11 @@ class ExpandablePool(Pool):
     def best(self, size: int) -> Block | None:
         """As in any pool, but the last block is used last, because it can grow."""
         index = bisect.bisect_left(self.free, (size, 0))
-        another = index + 1 < len(self.free)
-        if another and self.free[index][2].after is self.unmapped:
-            index += 1
-        return self.free.pop(index)[2] if index < len(self.free) else None
+        if index + 1 < len(self.free):
+            _, _, block = self.free[index]
+            if block.after is self.unmapped:
+                index += 1
+        return self._pop(index)
 
     def growth(self, size: int) -> int:
         """What the free end of the range lacks, in whole pages."""
@@ -243,7 +250,9 @@ class Allocator:
         return pool.grow(growth)
 
     def _exceeds(self, growth: int) -> bool:
-        return bool(self.capacity) and self.reserved + growth > self.capacity
+        if not self.capacity:
+            return False
+        return self.reserved + growth > self.capacity
 
     def free(self, block: Block, pool: Pool):
         """Return a block to its pool; its segment stays reserved."""
@@ -266,7 +275,9 @@ class Replay:
     @property
     def fragmentation(self) -> float:
         """The part of the reserved memory that is never live, from 0 to 1."""
-        return 1 - self.peak_live / self.peak_reserved if self.peak_reserved else 0.0
+        if not self.peak_reserved:
+            return 0.0
+        return 1 - self.peak_live / self.peak_reserved
 
 
 class _Run:
@@ -340,10 +351,12 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
             states[storage] = size
 
     run = _Run(Allocator(expandable, capacity))
-    run.become({storage: size for storage, size in before.items() if storage not in states})
-    for index in range(steps):
-        _play(run, trace, events, states if index == 0 else {})
+    stateless = {storage: size for storage, size in before.items() if storage not in states}
+    run.become(stateless)
+    for _ in range(steps):
+        _play(run, trace, events, states)
         run.become(before)
+        states = {}
 
     segments = "expandable" if expandable else "classic"
     return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
@@ -358,7 +371,8 @@ def _play(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
             run.become(run.sizes | states)
             states = {}
         if event.time and event.bytes:
-            run.resize(event.storage, run.sizes.get(event.storage, 0) + event.bytes)
+            size = run.sizes.get(event.storage, 0)
+            run.resize(event.storage, size + event.bytes)
 
         if event.time in workspaces and ends_a_moment(events, index):
             run.workspace(workspaces[event.time])

@@ -1,8 +1,9 @@
 """The closed form of a training step's memory and time: an answer in a tenth of a millisecond.
 
 Each stage that can be the peak is a function that returns named terms, and the peak is the largest
-sum of terms. Tests compare it with the simulated step. Figures are computed, in bytes unless a name
-says otherwise.
+sum of terms. Two shallow simulations agree with it within 0.005% over the grid of the tests, but
+take 1.5 to 5 seconds of CPU time, and refusing one request asks for 16 to 46 estimates. Figures are
+computed, in bytes unless a name says otherwise.
 
 Letters: N tokens of a micro-batch on one rank (ranks that share a row hold a part of it each), L
 layers, P parameters, D width, V vocabulary; x, q, k, f are the bytes of an activation of N tokens
@@ -61,7 +62,8 @@ def estimate(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
         "embedding backward": embedding_backward(rank),
         "gradient norm": gradient_norm(rank),
     }
-    return Estimate(sum(static(rank).values()), terms, host(rank))
+    always = sum(static(rank).values())
+    return Estimate(always, terms, host(rank))
 
 
 # ---- one layer
@@ -115,7 +117,8 @@ class Rank:
         self.weight = self.element if self.cfg.weights_in_compute_dtype else FP32
 
         # A copy in the compute precision for one use; FSDP2 gathers such a copy instead.
-        self.cast = 0 if self.sharded or self.element == self.weight else self.element
+        copied = not self.sharded and self.element != self.weight
+        self.cast = self.element if copied else 0
 
         # A gradient before it is reduced or added, and one that waits for the optimizer.
         self.fresh = self.element if self.sharded else self.weight
@@ -144,13 +147,19 @@ class Rank:
     @cached_property
     def saved_by_attention(self) -> int:
         """With Ulysses the output is kept twice: by heads and by tokens."""
-        saved = saved_per_layer(self.config, self.N, self.element) - 4 * self.x - 3 * self.f
-        return saved + self.q if self.by_heads else saved
+        saved = saved_per_layer(self.config, self.N, self.element)
+        saved -= 4 * self.x + 3 * self.f
+        if self.by_heads:
+            saved += self.q
+        return saved
 
     @property
     def by_heads(self) -> bool:
         """Whether ranks that share a row exchange heads (Ulysses)."""
-        return self.cfg.context_ranks > 1 and self.cfg.context_choice(self.config).mode == "ulysses"
+        if self.cfg.context_ranks == 1:
+            return False
+        choice = self.cfg.context_choice(self.config)
+        return choice.mode == "ulysses"
 
     @property
     def saved_before_mlp(self) -> int:
@@ -192,7 +201,8 @@ def state_bytes(cfg: TrainConfig) -> float:
 def static(rank: Rank) -> Terms:
     """What every stage holds."""
     weights = rank.weight * rank.P // rank.shards
-    both = int((rank.weight + state_bytes(rank.cfg)) * rank.P) // rank.shards
+    per_parameter = rank.weight + state_bytes(rank.cfg)
+    both = int(per_parameter * rank.P) // rank.shards
     micro_batches = rank.cfg.accumulation(rank.ranks)
     return {
         "weights": weights,
@@ -229,7 +239,8 @@ def _other_layers(rank: Rank) -> Terms:
     before it and reduces the fp32 gradients of the layer after it.
     """
     last = rank.L - 1
-    indices = {0, 1, last - 1, last} & set(range(rank.L))
+    indices = {0, 1, last - 1, last}
+    indices &= set(range(rank.L))
     candidates = [_around(rank, index) for index in sorted(indices)]
     return max(candidates, key=lambda terms: sum(terms.values()))
 
@@ -237,7 +248,9 @@ def _other_layers(rank: Rank) -> Terms:
 def _around(rank: Rank, index: int) -> Terms:
     """The terms of `_other_layers` while layer `index` runs backward."""
     later = rank.L - 1 - index
-    gradients = 0 if rank.earlier_gradients else rank.waiting * rank.layer // rank.shards
+    gradients = rank.waiting * rank.layer // rank.shards
+    if rank.earlier_gradients:
+        gradients = 0  # they are added to the earlier ones
     gathers = rank.sharded and index > 0
     reduces = rank.sharded and later > 0
     return {
@@ -374,7 +387,9 @@ def _exchanged(rank: Rank) -> int:
     """
     if rank.by_heads:
         return 2 * rank.q
-    return 2 * rank.k * rank.cfg.context_ranks * (rank.element + FP32) // rank.element
+    per_element = rank.element + FP32
+    keys_and_values = 2 * rank.k * rank.cfg.context_ranks
+    return keys_and_values * per_element // rank.element
 
 
 def embedding_backward(rank: Rank) -> Terms:
@@ -455,7 +470,8 @@ def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
     rows = cfg.rows_per_step(ranks)
     tokens = rows * cfg.context_length
-    pairs = keys_met(config, torch.arange(cfg.context_length)).sum().item() * rows
+    keys = keys_met(config, torch.arange(cfg.context_length))
+    pairs = keys.sum().item() * rows
     useful = train_flops(config, tokens, pairs)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
 
@@ -471,4 +487,5 @@ def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
 
 def cpu_step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, cores: int) -> float:
     """Order of magnitude of a step's time on `cores` CPU cores."""
-    return step_flops(cfg, config, ranks) / (cores * CPU_FLOPS_PER_CORE[config.compute_dtype])
+    speed = cores * CPU_FLOPS_PER_CORE[config.compute_dtype]
+    return step_flops(cfg, config, ranks) / speed

@@ -73,7 +73,8 @@ class Simulated:
     def seconds(self) -> float:
         """Predicted time of a step, all ranks working in parallel."""
         speed = GPU_FLOPS if self.cfg.dtype == "bf16" else GPU_FLOPS * 0.5
-        return step_flops(self.cfg, self.cfg.model(), self.ranks) / self.ranks / speed
+        flops = step_flops(self.cfg, self.cfg.model(), self.ranks)
+        return flops / self.ranks / speed
 
     @property
     def fits(self) -> bool:
@@ -88,7 +89,8 @@ class Simulated:
 
     def command(self) -> str:
         """The command that trains it."""
-        line = command(self.cfg, World(size=self.ranks, local_size=self.ranks))
+        world = World(size=self.ranks, local_size=self.ranks)
+        line = command(self.cfg, world)
         if self.placement is Placement.EXPANDABLE:
             return EXPANDABLE_SEGMENTS + line
         return line
@@ -218,7 +220,8 @@ def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
         if result.fits:
             start = candidate
             break
-    return simulated + [_simulated(one, room) for one in _progress(wider(start, gpus))]
+    more = wider(start, gpus)
+    return simulated + [_simulated(one, room) for one in _progress(more)]
 
 
 def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
@@ -232,7 +235,8 @@ def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
     climbed = rungs(shortest, worlds(cfg, gpus)[0])
 
     found = []
-    for one in _progress(climbed + wider(climbed[-1], gpus)):
+    candidates = climbed + wider(climbed[-1], gpus)
+    for one in _progress(candidates):
         context, needs = longest(one.cfg, one.ranks, room)
         stretched = dataclasses.replace(one.cfg, context_length=context)
         placement = needs.placement(int(room * GIB))
@@ -242,7 +246,8 @@ def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
 
 def _simulated(one: Candidate, room: float) -> Simulated:
     needs = demand(one.cfg, one.ranks)
-    return Simulated(one.cfg, one.ranks, one.name, needs, needs.placement(int(room * GIB)))
+    placement = needs.placement(int(room * GIB))
+    return Simulated(one.cfg, one.ranks, one.name, needs, placement)
 
 
 def _progress(candidates: list[Candidate]) -> tqdm:
@@ -264,7 +269,8 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
 
     def size(context: int) -> float:
         if context not in known:
-            known[context] = demand(dataclasses.replace(cfg, context_length=context), ranks)
+            changed = dataclasses.replace(cfg, context_length=context)
+            known[context] = demand(changed, ranks)
         return known[context].least_bytes / GIB
 
     fits = SMALLEST
@@ -296,4 +302,5 @@ def _on_the_line(size: Callable[[int], float], one: int, other: int, room: float
     slope = (size(other) - size(one)) / (other - one)
     if slope <= 0:
         return other
-    return int((one + (room - size(one)) / slope) // SMALLEST * SMALLEST)
+    reached = one + (room - size(one)) / slope
+    return int(reached // SMALLEST * SMALLEST)

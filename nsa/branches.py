@@ -1,4 +1,4 @@
-"""Branches of Native Sparse Attention (arXiv 2502.11089) whose queries take whole rows of keys.
+"""Native Sparse Attention (arXiv 2502.11089): compressed branch, window, and choice of blocks.
 
 nsa/engine.py drives this file and nsa/selected.py. Everything works on one document, one row of the
 batch and one KV head, over chunks of C queries.
@@ -10,9 +10,9 @@ needs no saved log-sum-exp. From the importance, `choose` selects the blocks tha
 attends to.
 
 Letters: T tokens, C queries of a chunk (c of a step), M query heads per KV head, K head dim, N
-compressed blocks, J selection blocks, R = c*M rows, S keys, E keys after the edge. t is a position
-inside its document. l, s, l', n and w of the paper are cmp_block, cmp_stride, sel_block, sel_count
-and window.
+compressed blocks, J selection blocks, R = c*M matrix rows (query, head), S keys, E keys after the
+edge. t is a position inside its document. l, s, l', n and w of the paper are cmp_block, cmp_stride,
+sel_block, sel_count and window.
 """
 
 from collections.abc import Callable, Iterator
@@ -160,8 +160,8 @@ def compressed_steps(
     A step takes as many queries as STEP_LOGITS allows. The number of its keys is rounded up to
     KEY_STEP; steps of 64 keys took 35 MiB more.
     """
-    rows = STEP_LOGITS // (max(1, N) * heads)
-    size = min(STEP_QUERIES, max(16, rows // 16 * 16))
+    fitting = STEP_LOGITS // (max(1, N) * heads)
+    size = min(STEP_QUERIES, max(16, fitting // 16 * 16))
     first = max(start, cfg.cmp_block - 1)
 
     for x in platform().tiles(range(first, stop, size)):
@@ -222,7 +222,7 @@ def _probabilities(
     return logits_RS.softmax(-1)
 
 
-def rows_forward(
+def steps_forward(
     q_CMK: Tensor,
     k_SK: Tensor,
     v_SK: Tensor,
@@ -243,7 +243,7 @@ def rows_forward(
     return o_CMK
 
 
-def rows_backward(
+def steps_backward(
     q_CMK: Tensor,
     do_CMK: Tensor,
     gate_CM1: Tensor,

@@ -28,11 +28,11 @@ from nsa.branches import (
     choose,
     compressed_steps,
     fill_early,
-    rows_backward,
-    rows_forward,
+    steps_backward,
+    steps_forward,
 )
 from nsa.platform import platform
-from nsa.selected import Rows, selected_backward, selected_forward
+from nsa.selected import BackwardInputs, selected_backward, selected_forward
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16
 
@@ -115,7 +115,7 @@ def _streams(
 
 
 def _kv_of(kv: BranchKV, stream: Stream) -> BranchKV:
-    """Keys and values of one stream, copied: products of strided rows are slow."""
+    """Keys and values of one stream, as contiguous copies, which every chunk reads."""
     stream_kv = BranchKV(
         k_slc=kv.k_slc[stream.tokens],
         v_slc=kv.v_slc[stream.tokens],
@@ -153,7 +153,7 @@ def _block_chooser(
     heads: int,
     cfg: Sizes,
 ) -> Callable[[Step, Tensor], None]:
-    """A callback for rows_forward that fills block_idx_Cn from the compressed probabilities."""
+    """A callback for steps_forward that fills block_idx_Cn from the compressed probabilities."""
 
     def choose_blocks(step: Step, p_RN: Tensor) -> None:
         N = p_RN.shape[1]
@@ -186,15 +186,15 @@ def _forward_stream(
         # The branches add up in fp32: the gates are fp32.
         choose_blocks = None if dense else _block_chooser(block_idx_Cn, start, M, cfg)
         steps = compressed_steps(start, stop, M, N, cfg, device)
-        o = g_cmp * rows_forward(q, kv.k_cmp, kv.v_cmp, steps, choose_blocks)
+        o = g_cmp * steps_forward(q, kv.k_cmp, kv.v_cmp, steps, choose_blocks)
 
         steps = band_steps(start, stop, 0, cfg.window, device)
-        o += g_win * rows_forward(q, kv.k_win, kv.v_win, steps)
+        o += g_win * steps_forward(q, kv.k_win, kv.v_win, steps)
 
         if dense:
             fill_early(block_idx_Cn, cfg)
             steps = band_steps(start, stop, 0, cfg.dense_tokens, device)
-            o_slc = rows_forward(q, kv.k_slc, kv.v_slc, steps)
+            o_slc = steps_forward(q, kv.k_slc, kv.v_slc, steps)
         else:
             o_slc, outputs.lse[start:stop] = selected_forward(
                 q,
@@ -286,7 +286,7 @@ def _backward_stream(
         dgates_CM3 = torch.zeros_like(gates_CM3)
         dg_cmp, dg_slc, dg_win = dgates_CM3.split(1, -1)
 
-        rows_backward(
+        steps_backward(
             q,
             do,
             g_cmp,
@@ -302,7 +302,7 @@ def _backward_stream(
         # fp32 sums of the window exist only for the keys of this chunk.
         first = max(0, start - cfg.window + 1)
         dk, dv = q.new_zeros(2, stop - first, K, dtype=torch.float32)
-        rows_backward(
+        steps_backward(
             q,
             do,
             g_win,
@@ -318,7 +318,7 @@ def _backward_stream(
         grads.dkv.v_win[first:stop] += dv
 
         if start < cfg.dense_tokens:
-            rows_backward(
+            steps_backward(
                 q,
                 do,
                 g_slc,
@@ -333,14 +333,14 @@ def _backward_stream(
         else:
             # delta = do . o of the branch is the gradient of its gate.
             dg_slc.copy_((do.float() * saved.o_slc[start:stop]).sum(-1, keepdim=True))
-            rows = Rows(
+            inputs = BackwardInputs(
                 q=q,
                 do=do * g_slc.to(do.dtype),
                 lse=saved.lse[start:stop],
                 delta=(dg_slc * g_slc).squeeze(-1),
             )
             dq += selected_backward(
-                rows,
+                inputs,
                 kv.k_slc,
                 kv.v_slc,
                 start,

@@ -7,16 +7,16 @@ Every query selects its own blocks, so that gathering keys per query would move 
 each of them. Instead, the queries come to the blocks:
 - forced blocks (the first and the local ones) are the same for all queries of a block, which makes
   them one dense tile per block of queries, with a mask;
-- dynamic blocks are (query, block) pairs, sorted by block and cut into tiles of R pairs = R*M rows.
-  Such a block ends before its queries, so that no tile needs a mask.
+- dynamic blocks are (query, block) pairs, sorted by block and cut into tiles of R pairs, which are
+  R*M matrix rows. Such a block ends before its queries, so that no tile needs a mask.
 
 Each part is a softmax over some of a query's keys. Its log-sum-exp says which share of the whole
 softmax it holds, so that the parts merge exactly: o = sum of exp(lse_part - lse) o_part. There are
 no atomics: sums run over sorted segments, in a fixed order.
 
 Letters: T tokens, C queries of a chunk, M query heads per KV head, K head dim, J selection blocks,
-P dynamic blocks of a query, R pairs of a tile (or rows of a tile), N tiles, S keys of a tile or
-slots of all tiles. l' and n of the paper are sel_block and sel_count.
+P dynamic blocks of a query, R pairs of a tile, or its matrix rows (query, head), N tiles, S keys of
+a tile, or slots of all tiles. l' and n of the paper are sel_block and sel_count.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from nsa.branches import Sizes, product_fp32
 from nsa.platform import platform
 
 LOG2E = 1.4426950408889634
-TILE_ROWS = 64  # rows (pairs x heads) of a tile: fewer waste the matrix unit, more are padding
+TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
 TILES_AT_ONCE = 64  # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
 FORCED_AT_ONCE = 8  # the same for the tiles of forced blocks, which have more rows and keys
 # The number of tiles is a multiple of this: a library keeps every shape that it saw, the heap every
@@ -38,8 +38,8 @@ FORCED_AT_ONCE = 8  # the same for the tiles of forced blocks, which have more r
 TILES_STEP = 16
 
 
-class Rows(NamedTuple):
-    """What the backward reads of each (query, head) row; do carries the gate."""
+class BackwardInputs(NamedTuple):
+    """What the backward reads of each query and head; do carries the gate."""
 
     q: Tensor
     do: Tensor
@@ -71,16 +71,16 @@ def _tile_forward(
 
 
 def _tile_backward(
-    rows: Rows,
+    inputs: BackwardInputs,
     k_NSK: Tensor,
     v_NSK: Tensor,
     hidden_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of each tile; `rows` has tensors [N,R,...], with the lse over all blocks.
+    """(dq, dk, dv) of each tile; `inputs` has tensors [N,R,...], with the lse over all blocks.
 
     dq and dk lack the factor 1 / sqrt(K).
     """
-    q_NRK, do_NRK, lse_NR, delta_NR = rows
+    q_NRK, do_NRK, lse_NR, delta_NR = inputs
     scale = q_NRK.shape[-1] ** -0.5
 
     # exp2 is three times as fast as exp on a CPU.
@@ -114,7 +114,7 @@ def _forced_tiles(
 ) -> tuple[Tensor, Tensor]:
     """(index_NS, hidden_RS): the keys of the forced blocks of each block of queries.
 
-    Rows are (query, head). A key after the document's end is hidden, whatever its index.
+    A matrix row is (query, head). A key after the document's end is hidden, whatever its index.
     """
     device = q_CMK.device
     M = q_CMK.shape[1]
@@ -179,7 +179,7 @@ def _forced_forward(
 
 
 def _forced_backward(
-    rows: Rows,
+    inputs: BackwardInputs,
     k_TK: Tensor,
     v_TK: Tensor,
     start: int,
@@ -188,16 +188,16 @@ def _forced_backward(
     dv_JSK: Tensor,
 ) -> Tensor:
     """dq_CMK over the forced blocks; adds to dk and dv."""
-    C, M, K = rows.q.shape
-    index_NS, hidden_RS = _forced_tiles(rows.q, start, len(k_TK), cfg)
-    row_parts = [_by_block(x, cfg.sel_block).split(FORCED_AT_ONCE) for x in rows]
+    C, M, K = inputs.q.shape
+    index_NS, hidden_RS = _forced_tiles(inputs.q, start, len(k_TK), cfg)
+    input_parts = [_by_block(x, cfg.sel_block).split(FORCED_AT_ONCE) for x in inputs]
     index_parts = index_NS.split(FORCED_AT_ONCE)
 
     dq_parts = []
     block = start // cfg.sel_block
-    for *parts, index in zip(*row_parts, index_parts, strict=True):
+    for *parts, index in zip(*input_parts, index_parts, strict=True):
         dq_NRK, dk_NSK, dv_NSK = _tile_backward(
-            Rows(*parts),
+            BackwardInputs(*parts),
             k_TK[index],
             v_TK[index],
             hidden_RS,
@@ -288,12 +288,12 @@ def _tile_groups(tiles: _Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
         yield tiles.block_N[x:y], slots, tiles.query_S[slots]
 
 
-def _rows_of(
+def _queries_of(
     x_CM_: Tensor,
     query_S: Tensor,
     tiles: _Tiles,
 ) -> Tensor:
-    """The rows [N,R*M,...] of a few tiles."""
+    """The queries and heads [N,R*M,...] of a few tiles."""
     N = len(query_S) // tiles.R
     rest = x_CM_.shape[2:]
     return x_CM_.index_select(0, query_S).view(N, -1, *rest)
@@ -313,7 +313,7 @@ def _gather_sum(
 ) -> Tensor:
     """y[c,m] = sum over p of weight[c,m,p] * x[slot[c,p],m].
 
-    An embedding bag sums while it reads, and so never holds the gathered rows.
+    An embedding bag sums while it reads, and so never holds what it gathers.
     """
     C, P = slot_CP.shape
     _, M, K = x_SMK.shape
@@ -375,7 +375,7 @@ def selected_forward(
 
     q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
     for block_N, part, query_S in _tile_groups(tiles):
-        q_NRK = _rows_of(q_CMK, query_S, tiles)
+        q_NRK = _queries_of(q_CMK, query_S, tiles)
         o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N])
         o_SMK[part] = o.view(-1, M, K)
         lse_SM[part] = lse.view(-1, M)
@@ -393,7 +393,7 @@ def selected_forward(
 
 
 def selected_backward(
-    rows: Rows,
+    inputs: BackwardInputs,
     k_TK: Tensor,
     v_TK: Tensor,
     start: int,
@@ -406,11 +406,11 @@ def selected_backward(
 
     dq and dk lack the factor 1 / sqrt(K).
     """
-    forced_dq_CMK = _forced_backward(rows, k_TK, v_TK, start, cfg, dk_JSK, dv_JSK)
+    forced_dq_CMK = _forced_backward(inputs, k_TK, v_TK, start, cfg, dk_JSK, dv_JSK)
     if cfg.sel_count == cfg.forced:
         return forced_dq_CMK
 
-    _, M, K = rows.q.shape
+    _, M, K = inputs.q.shape
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
     dynamic_CP = block_idx_Cn[:, cfg.forced :]
@@ -418,15 +418,15 @@ def selected_backward(
     dq_SMK = forced_dq_CMK.new_empty(len(tiles.query_S), M, K)
 
     # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
-    rows = Rows(
-        q=_pad_queries(rows.q, 1, 0.0),
-        do=_pad_queries(rows.do, 1, 0.0),
-        lse=_pad_queries(rows.lse, 1, torch.inf),
-        delta=_pad_queries(rows.delta, 1, 0.0),
+    inputs = BackwardInputs(
+        q=_pad_queries(inputs.q, 1, 0.0),
+        do=_pad_queries(inputs.do, 1, 0.0),
+        lse=_pad_queries(inputs.lse, 1, torch.inf),
+        delta=_pad_queries(inputs.delta, 1, 0.0),
     )
     for block_N, part, query_S in _tile_groups(tiles):
         dq, dk_NSK, dv_NSK = _tile_backward(
-            Rows(*(_rows_of(x, query_S, tiles) for x in rows)),
+            BackwardInputs(*(_queries_of(x, query_S, tiles) for x in inputs)),
             k_JSK[block_N],
             v_JSK[block_N],
         )

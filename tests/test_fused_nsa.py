@@ -29,6 +29,7 @@ from tests.test_nsa import (
     relative,
     sizes_of,
 )
+from tests.tiers import few_fast
 
 triton = pytest.importorskip(
     "triton",
@@ -36,7 +37,6 @@ triton = pytest.importorskip(
 )
 
 from nsa.triton import attention  # noqa: E402  without triton it cannot be imported
-from tests.tiers import few_fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)

@@ -616,7 +616,7 @@ def test_inference_mode_and_autocast_change_nothing(two_threads):
 def test_an_error_inside_a_thread_is_the_callers_and_the_threads_are_given_back(
     two_threads, monkeypatch
 ):
-    monkeypatch.setattr(nsa_engine, "rows_forward", lambda *_: 1 / 0)
+    monkeypatch.setattr(nsa_engine, "steps_forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         nsa_engine.nsa_attention(*inputs(300), SMALL)
 

@@ -554,7 +554,7 @@ def nsa_triton_forward(
 # ---- backward
 
 
-class BranchRows(NamedTuple):
+class BranchQueries(NamedTuple):
     """What the backward of one branch reads of the queries of a head group, [Z, H, ...]."""
 
     q: Tensor
@@ -577,7 +577,7 @@ class BranchRows(NamedTuple):
 def ranged_backward(
     call: Call,
     group: HeadGroup,
-    rows: BranchRows,
+    branch: BranchQueries,
     k: Tensor,
     v: Tensor,
     dq: Tensor,
@@ -588,7 +588,7 @@ def ranged_backward(
 ) -> None:
     """Adds to dq, fills dk and dv; `counts` keys per document."""
     ranged_dq_kernel[(len(call.tiles), group.kv_heads)](
-        **rows.pointers,
+        **branch.pointers,
         k_ptr=k,
         v_ptr=v,
         dq_ptr=dq,
@@ -610,7 +610,7 @@ def ranged_backward(
     if len(tiles_of_keys) == 0:
         return
     ranged_dkv_kernel[(len(tiles_of_keys), group.kv_heads)](
-        **rows.pointers,
+        **branch.pointers,
         k_ptr=k,
         v_ptr=v,
         dk_ptr=dk,
@@ -634,7 +634,7 @@ def selected_backward(
     call: Call,
     group: HeadGroup,
     queries: slice,
-    rows: BranchRows,
+    branch: BranchQueries,
     k: Tensor,
     v: Tensor,
     block_idx: Tensor,
@@ -651,13 +651,13 @@ def selected_backward(
     block_of_piece, first_piece = pairs.pieces(segment)
     pieces = len(block_of_piece)
 
-    part_dq = rows.q.new_empty(len(pairs.order_P), call.M, call.K)
-    part_dk, part_dv = rows.q.new_empty(
+    part_dq = branch.q.new_empty(len(pairs.order_P), call.M, call.K)
+    part_dk, part_dv = branch.q.new_empty(
         (2, pieces, call.cfg.sel_block, call.K),
         dtype=torch.float32,
     )
     pair_backward_kernel[(pieces,)](
-        **rows.pointers,
+        **branch.pointers,
         k_ptr=k,
         v_ptr=v,
         dq_ptr=part_dq,
@@ -699,7 +699,7 @@ def selected_backward(
         num_stages=1,
     )
     heads = group.query_heads
-    gather(call, pairs, queries, part_dq, rows.lse, dq, heads, rows.lse, merge=False)
+    gather(call, pairs, queries, part_dq, branch.lse, dq, heads, branch.lse, merge=False)
 
 
 class Saved(NamedTuple):
@@ -756,9 +756,9 @@ def group_backward(
 
     lse_cmp = group.of_queries(saved.lse_cmp)
     lse_slc = group.of_queries(saved.lse_slc)
-    compressed = BranchRows(q, do, lse_cmp, delta[..., 0], gates[..., 0])
-    selected = BranchRows(q, do, lse_slc, delta[..., 1], gates[..., 1])
-    window = BranchRows(q, do, lse_win, delta[..., 2], gates[..., 2])
+    compressed = BranchQueries(q, do, lse_cmp, delta[..., 0], gates[..., 0])
+    selected = BranchQueries(q, do, lse_slc, delta[..., 1], gates[..., 1])
+    window = BranchQueries(q, do, lse_win, delta[..., 2], gates[..., 2])
 
     # The selected branch fills dq, the others add to it.
     dq = q.new_empty((call.Z, group.query_heads, call.K), dtype=torch.float32)

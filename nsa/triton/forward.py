@@ -7,17 +7,17 @@ head, K head dim, N compressed blocks of all rows, J selection blocks of all doc
 blocks per query. MP, KP and LP are M, K and sel_block padded to powers of two. t, s and j are a
 token, a key and a block counted inside their document; z is a token counted over all rows.
 
-**Rows of a tile.** The M heads that share a KV head see the same keys, so that a tile's R rows are
-(query, head): row r is query r // MP under head r % MP. Without this, a group of 4 heads would fill
-only a quarter of the 16 rows that a tensor core takes.
+**Rows of a tile.** The M heads that share a KV head see the same keys, so that the R rows of a
+tile's matrix are (query, head): row r is query r // MP under head r % MP. With one query at a time,
+a group of 4 heads would fill only a quarter of the 16 rows that a tensor core takes.
 
 **Key ranges.** One kernel serves the compressed branch and the window. Key s is visible to token t
 if 0 <= t - (s*STRIDE + SPAN - 1) < WINDOW: a compressed block has STRIDE = cmp_stride and
 SPAN = cmp_block, and a token of the window has STRIDE = SPAN = 1.
 
-**Numerics.** Logits, softmax and sums are fp32. Hidden logits become -inf before exp2, because a
-mask after it would turn inf * 0 into NaN. Log-sum-exps are in base 2, and +inf for rows that see
-nothing, so that exp2(logit - lse) is 0 there. Addresses are int64: Z*H*K passes 2^31 at 524,288
+**Numerics.** Logits, softmax and sums are fp32. Hidden logits become -inf before exp2: masking
+afterwards could multiply inf by 0, which is NaN. Log-sum-exps are in base 2, and +inf for rows that
+see nothing, so that exp2(logit - lse) is 0 there. Addresses are int64: Z*H*K passes 2^31 at 524,288
 tokens, n*Z*H*K at 32,768.
 
 Arguments that many kernels share:

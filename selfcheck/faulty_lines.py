@@ -200,4 +200,673 @@ DATA = (
     ),
 )
 
-FAULTS: tuple[Fault, ...] = (*CHECKPOINT, *DATA)
+MODEL = (
+    Fault(
+        "model: keys are not rotated",
+        "model.py",
+        "k_BTGK = rotate(raw_BTGK, *rope)",
+        "k_BTGK = raw_BTGK",
+        (
+            "tests/test_model.py",
+            "-k",
+            "every_gradient_equal_the_oracle",
+        ),
+    ),
+    Fault(
+        "model: the backward rotates forward",
+        "model.py",
+        "_rotated(grad_BTHK, cos_BT1k, -sin_BT1k)",
+        "_rotated(grad_BTHK, cos_BT1k, sin_BT1k)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "rotation_has_the_gradient",
+        ),
+    ),
+    Fault(
+        "model: linear scaling scales nothing",
+        "model.py",
+        "plain_k / config.rope_factor",
+        "plain_k / 1.0",
+        (
+            "tests/test_model.py",
+            "-k",
+            "frequencies_equal",
+        ),
+    ),
+    Fault(
+        "model: a row does not start a document",
+        "model.py",
+        "starts_BT = torch.ones_like(",
+        "starts_BT = torch.zeros_like(",
+        (
+            "tests/test_model.py",
+            "-k",
+            "packed_documents_equal",
+        ),
+    ),
+    Fault(
+        "model: positions run on into the next document",
+        "model.py",
+        "(torch.arange(int(cu_seqlens[-1])) - starts)",
+        "torch.arange(int(cu_seqlens[-1]))",
+        (
+            "tests/test_model.py",
+            "-k",
+            "packed_documents_equal",
+        ),
+    ),
+    Fault(
+        "model: later chunks of a prefill see too little",
+        "model.py",
+        "(S - T + start)",
+        "(S - T)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "prefill_longer_than_a_chunk",
+        ),
+    ),
+    Fault(
+        "model: decoding restarts positions",
+        "model.py",
+        "offset=cache.length if cache else 0",
+        "offset=0",
+        (
+            "tests/test_model.py",
+            "-k",
+            "decoding_with_the_cache",
+        ),
+    ),
+    Fault(
+        "model: RMSNorm without epsilon",
+        "model.py",
+        ".add_(eps)",
+        ".add_(0.0)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "rmsnorm",
+        ),
+    ),
+    Fault(
+        "model: RMSNorm's gradient keeps the radial part",
+        "model.py",
+        "wide.sub_(normed.mul_(inner))",
+        "wide.sub_(normed.mul_(0 * inner))",
+        (
+            "tests/test_model.py",
+            "-k",
+            "rmsnorm_has_the_gradient",
+        ),
+    ),
+    Fault(
+        "model: SwiGLU's gate gradient forgets up",
+        "model.py",
+        "silu_backward(grad * up, gate)",
+        "silu_backward(grad, gate)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "swiglu",
+        ),
+    ),
+    Fault(
+        "model: residual projections start twice as deep",
+        "model.py",
+        "math.sqrt(2 * self.config.num_layers)",
+        "math.sqrt(self.config.num_layers)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "documented_scale",
+        ),
+    ),
+    Fault(
+        "model: weights of one shape start equal",
+        "model.py",
+        'f"{seed}:{name}"',
+        'f"{seed}"',
+        (
+            "tests/test_model.py",
+            "-k",
+            "initial_weights or equal_shapes",
+        ),
+    ),
+    Fault(
+        "model: ignored targets count as tokens",
+        "model.py",
+        "num_valid = (labels_BT != IGNORE).sum().clamp(min=1)",
+        "num_valid = labels_BT.numel()",
+        (
+            "tests/test_model.py",
+            "-k",
+            "every_gradient_equal_the_oracle or num_valid",
+        ),
+    ),
+    Fault(
+        "model: logits are measured in fp32",
+        "model.py",
+        "seq * self.vocab_size * 2 / GIB",
+        "seq * self.vocab_size * 4 / GIB",
+        (
+            "tests/test_model.py",
+            "-k",
+            "ten_gib_rule",
+        ),
+    ),
+    Fault(
+        "loss: the mean's gradient is not divided",
+        "model.py",
+        "grads[2] / V",
+        "grads[2]",
+        (
+            "tests/test_loss.py",
+            "-k",
+            "fp32_is_within and torch",
+        ),
+    ),
+    Fault(
+        "loss: softcap without its slope",
+        "model.py",
+        "d_NV = d_NV.mul_(chain_NV)",
+        "d_NV = d_NV",
+        (
+            "tests/test_loss.py",
+            "-k",
+            "fp32_is_within and torch",
+        ),
+    ),
+    Fault(
+        "loss: the z-loss has no gradient at the label",
+        "model.py",
+        "d_lse_n * torch.exp(-nll_n)",
+        "0 * d_lse_n",
+        (
+            "tests/test_loss.py",
+            "-k",
+            "fp32_is_within and torch",
+        ),
+    ),
+    Fault(
+        "loss: an ignored row is NaN if its logits overflow",
+        "model.py",
+        "target_n < 0, torch.inf",
+        "target_n < 0, 0.0",
+        (
+            "tests/test_loss.py",
+            "-k",
+            "huge_logits",
+        ),
+    ),
+)
+
+NSA = (
+    Fault(
+        "nsa: the plain window reaches one token further",
+        "model.py",
+        "(key > query_C1 - cfg.window)",
+        "(key >= query_C1 - cfg.window)",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "small_blocks and plain",
+        ),
+    ),
+    Fault(
+        "nsa: a compressed block is seen before its end",
+        "model.py",
+        "ends <= query_C1)",
+        "ends <= query_C1 + 1)",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "small_blocks and plain",
+        ),
+    ),
+    Fault(
+        "nsa: one local block too many",
+        "model.py",
+        "(block_J > own - cfg.sel_local)",
+        "(block_J >= own - cfg.sel_local)",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "small_blocks and plain",
+        ),
+    ),
+    Fault(
+        "nsa: compressed keys turn as their first token",
+        "model.py",
+        "first_N * cfg.cmp_stride + cfg.cmp_block // 2",
+        "first_N * cfg.cmp_stride",
+        (
+            "tests/test_nsa_model.py",
+            "tests/test_nsa.py",
+            "-k",
+            "token_by_token or compression",
+        ),
+    ),
+    Fault(
+        "nsa: a block's mean is summed in bf16",
+        "model.py",
+        "x_BUGsK.float().sum(3)",
+        "x_BUGsK.sum(3)",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "rounded_once",
+        ),
+    ),
+    Fault(
+        "nsa: position embeddings do not reach the keys",
+        "model.py",
+        "if pe_lK is not None:",
+        "if pe_lK is None:",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "compression",
+        ),
+    ),
+    Fault(
+        "nsa: every shared stride weighs one",
+        "nsa/branches.py",
+        "weight = min(offset + 1, spread, per, offsets - offset)",
+        "weight = 1",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "default_blocks",
+        ),
+    ),
+    Fault(
+        "nsa: the window's key gradient is not scaled",
+        "nsa/engine.py",
+        "dk.mul_(scale)",
+        "dk",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "small_blocks and engine",
+        ),
+    ),
+    Fault(
+        "nsa: the selected branch's delta ignores the gate",
+        "nsa/engine.py",
+        "(dg_slc * g_slc)",
+        "dg_slc",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "small_blocks and engine",
+        ),
+    ),
+    Fault(
+        "nsa: decoding's window is one token longer",
+        "nsa/decode.py",
+        "state.length - state.cfg.window)",
+        "state.length - state.cfg.window - 1)",
+        (
+            "tests/test_nsa.py",
+            "-k",
+            "prefill_then_decoding",
+        ),
+    ),
+)
+
+STEP = (
+    Fault(
+        "step: shares of ranks are averaged once more",
+        "longhaul/step.py",
+        "(loss * state.world.size).backward()",
+        "loss.backward()",
+        (
+            "tests/test_parallel.py",
+            "-k",
+            "test_ranks_change_nothing and not sparse and 2",
+        ),
+    ),
+    Fault(
+        "step: ranks that share a row count its tokens each",
+        "longhaul/step.py",
+        "return total // state.cfg.context_ranks",
+        "return total",
+        (
+            "tests/test_context.py",
+            "-k",
+            "share_rows_change_nothing and not slow",
+            "-m",
+            "not slow",
+        ),
+    ),
+    Fault(
+        "step: a gradient of NaN updates the weights",
+        "longhaul/step.py",
+        "    if all_finite:\n",
+        "    if True:\n",
+        (
+            "tests/test_numerics.py",
+            "-k",
+            "skipped_step_changes_nothing",
+        ),
+    ),
+    Fault(
+        "step: gradients are not cleared",
+        "longhaul/step.py",
+        "        state.optimizer.step()\n    state.optimizer.zero_grad(set_to_none=True)",
+        "        state.optimizer.step()",
+        ("tests/test_step.py",),
+    ),
+    Fault(
+        "step: the learning rate of the next step",
+        "longhaul/step.py",
+        "optim.learning_rate(state.step, state.cfg)",
+        "optim.learning_rate(state.step + 1, state.cfg)",
+        ("tests/test_step.py",),
+    ),
+    Fault(
+        "step: validation averages over micro-batches",
+        "longhaul/step.py",
+        "count += int(count_valid(batch, state))",
+        "count += len(batch)",
+        (
+            "tests/test_train.py",
+            "tests/test_generate.py",
+            "-k",
+            "metrics or evaluate",
+        ),
+    ),
+    Fault(
+        "step: neighbours are paired",
+        "longhaul/step.py",
+        "zip(batch[:half], batch[half:], strict=True)",
+        "zip(batch[::2], batch[1::2], strict=True)",
+        (
+            "tests/test_supervise.py",
+            "-k",
+            "pairs_are_summed",
+        ),
+    ),
+    Fault(
+        "optimizer: norms decay",
+        "longhaul/optim.py",
+        "weight_decay=0.0)",
+        "weight_decay=weight_decay)",
+        ("tests/test_optim.py",),
+    ),
+    Fault(
+        "optimizer: clipping raises small gradients",
+        "longhaul/optim.py",
+        ".clamp(max=1.0)",
+        ".clamp(max=10.0)",
+        ("tests/test_optim.py",),
+    ),
+    Fault(
+        "optimizer: the warmup starts at zero",
+        "longhaul/optim.py",
+        "cfg.lr * (step + 1) / cfg.warmup_steps",
+        "cfg.lr * step / cfg.warmup_steps",
+        ("tests/test_optim.py",),
+    ),
+    Fault(
+        "optimizer: bias is corrected a step late",
+        "longhaul/optimizers.py",
+        '["step"] - 1',
+        '["step"]',
+        (
+            "tests/test_states.py",
+            "-k",
+            "changes_no_bit",
+        ),
+    ),
+    Fault(
+        "optimizer: bf16 weights are cut off",
+        "longhaul/optimizers.py",
+        "noise.add_(",
+        "noise.zero_().add_(",
+        (
+            "tests/test_states.py",
+            "-k",
+            "stochastic_rounding",
+        ),
+    ),
+    Fault(
+        "optimizer: a second moment becomes zero",
+        "longhaul/optimizers.py",
+        "index.clamp_(min=1)",
+        "index",
+        (
+            "tests/test_states.py",
+            "-k",
+            "eight_bits or small_states",
+        ),
+    ),
+    Fault(
+        "optimizer: Muon's step is that of the shorter side",
+        "longhaul/optimizers.py",
+        "max(p.shape) ** 0.5",
+        "min(p.shape) ** 0.5",
+        (
+            "tests/test_states.py",
+            "-k",
+            "muon",
+        ),
+    ),
+)
+
+PARALLEL = (
+    Fault(
+        "parallel: tiles sum weight gradients in bf16",
+        "longhaul/parallel/tiling.py",
+        "torch.promote_types(w.dtype, torch.float32)",
+        "w.dtype",
+        (
+            "tests/test_activations.py",
+            "-k",
+            "noisier",
+        ),
+    ),
+    Fault(
+        "parallel: head groups drop the gates' gradient of x",
+        "longhaul/parallel/tiling.py",
+        "dx_BTD += rest",
+        "dx_BTD += 0 * rest",
+        (
+            "tests/test_activations.py",
+            "-k",
+            "no_lever_changes_a_gradient",
+        ),
+    ),
+    Fault(
+        "parallel: the last token of a tile is lost",
+        "longhaul/parallel/tiling.py",
+        "ys[tile].copy_(",
+        "ys[tile][:-1].copy_(",
+        (
+            "tests/test_activations.py",
+            "-k",
+            "no_lever_changes_a_gradient",
+        ),
+    ),
+    Fault(
+        "parallel: a rank holds two neighbouring chunks",
+        "longhaul/parallel/context.py",
+        "2 * self.ranks - 1 - self.rank",
+        "self.rank + 1",
+        (
+            "tests/test_context.py",
+            "-k",
+            "shards_of_a_row",
+        ),
+    ),
+    Fault(
+        "parallel: the past of a document starts with the row",
+        "longhaul/parallel/context.py",
+        "slice(start, first)",
+        "slice(0, first)",
+        (
+            "tests/test_context.py",
+            "-k",
+            "pieces_of_all_ranks",
+        ),
+    ),
+    Fault(
+        "parallel: past and own keys swap their shares",
+        "longhaul/parallel/context.py",
+        "(lse_past - total).exp()",
+        "(lse - total).exp()",
+        (
+            "tests/test_context.py",
+            "-k",
+            "exchanges_equal",
+        ),
+    ),
+    Fault(
+        "parallel: gathered sums in fp32 are not counted",
+        "longhaul/parallel/context.py",
+        "(4 * element + 8) * kv_heads",
+        "4 * element * kv_heads",
+        (
+            "tests/test_context_plan.py",
+            "-k",
+            "bytes",
+        ),
+    ),
+    Fault(
+        "parallel: selective checkpointing keeps nothing",
+        "longhaul/parallel/checkpointing.py",
+        '"aten::_scaled_dot_product_flash_attention_for_cpu",',
+        "",
+        (
+            "tests/test_activations.py",
+            "-k",
+            "selective",
+        ),
+    ),
+    Fault(
+        "parallel: gradients are reduced in bf16",
+        "longhaul/parallel/apply.py",
+        "reduce_dtype=torch.float32",
+        "reduce_dtype=torch.bfloat16",
+        (
+            "tests/test_pitfalls.py",
+            "-k",
+            "summed_over_ranks",
+        ),
+    ),
+)
+
+PLANNER = (
+    Fault(
+        "planner: attention keeps a query less",
+        "model.py",
+        "3 * element * tokens * (queries + keys) + statistics",
+        "element * tokens * (2 * queries + 3 * keys) + statistics",
+        (
+            "tests/test_plan.py",
+            "-k",
+            "autograd_keeps",
+        ),
+    ),
+    Fault(
+        "planner: a layer keeps a feed-forward activation less",
+        "longhaul/memory/estimate.py",
+        "4 * x + 3 * f +",
+        "4 * x + 2 * f +",
+        (
+            "tests/test_plan.py",
+            "-k",
+            "autograd_keeps",
+        ),
+    ),
+    Fault(
+        "planner: AdamW keeps one moment",
+        "longhaul/memory/estimate.py",
+        '"adamw": 8.0',
+        '"adamw": 4.0',
+        (
+            "tests/test_estimate.py",
+            "tests/test_plan.py",
+            "-m",
+            "not slow",
+        ),
+    ),
+    Fault(
+        "planner: blocks are multiples of 256 bytes",
+        "longhaul/memory/allocator.py",
+        "STEP = 512",
+        "STEP = 256",
+        (
+            "tests/test_allocator.py",
+            "-k",
+            "512",
+        ),
+    ),
+    Fault(
+        "planner: two ranks have no NCCL",
+        "longhaul/memory/device.py",
+        "ranks > 1",
+        "ranks > 2",
+        (
+            "tests/test_allocator.py",
+            "tests/test_lever_memory.py",
+            "-m",
+            "not slow",
+        ),
+    ),
+    Fault(
+        "planner: micro-batches of one row shrink the step",
+        "longhaul/memory/fit.py",
+        "cfg.gradient_accumulation_steps * cfg.batch_size",
+        "cfg.gradient_accumulation_steps",
+        (
+            "tests/test_watch.py",
+            "tests/test_train.py",
+            "-k",
+            "fit_auto or batch_that_is_too_large",
+        ),
+    ),
+    Fault(
+        "planner: a rung forgets the rungs below it",
+        "longhaul/memory/fit.py",
+        "            request = changed\n            yield Rung(lever.name, request)",
+        "            yield Rung(lever.name, changed)",
+        ("tests/test_fit.py",),
+    ),
+    Fault(
+        "planner: the workspace is not in the peak",
+        "longhaul/memory/trace.py",
+        "extra[time] = max(extra.get(time, 0), size)",
+        "extra[time] = 0",
+        (
+            "tests/test_allocator.py",
+            "tests/test_simulate.py",
+            "-k",
+            "workspace or records",
+            "-m",
+            "not slow",
+        ),
+    ),
+    Fault(
+        "planner: NSA queries meet whole last blocks",
+        "model.py",
+        "positions % nsa.sel_block + 1",
+        "nsa.sel_block",
+        (
+            "tests/test_plan.py",
+            "-k",
+            "sparse_query or sparse_flops",
+        ),
+    ),
+)
+
+FAULTS: tuple[Fault, ...] = (
+    *CHECKPOINT,
+    *DATA,
+    *MODEL,
+    *NSA,
+    *STEP,
+    *PARALLEL,
+    *PLANNER,
+)

@@ -2,6 +2,7 @@
 heads, alone and together.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -12,7 +13,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.measure import saved_bytes
 from longhaul.parallel import checkpointing, tiling
-from model import KVCache
+from model import MLP, KVCache, ModelConfig
 
 T, V = 96, 101
 SPARSE = ("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16")
@@ -105,6 +106,27 @@ def test_bf16_levers_stay_within_rounding():
     for lever in ("tiles", "one head", "full, tiles, groups, offload"):
         for name, got in gradients(dtype="bf16", **LEVERS[lever]):
             assert (got - truth[name]).norm() <= 2e-2 * truth[name].norm(), (lever, name)
+
+
+def test_many_tiles_make_the_gradients_of_bf16_weights_no_noisier():
+    """Sums over the tiles are fp32: in bf16 the later tiles would be rounded away."""
+
+    def error(tiles: int) -> list[float]:
+        mlp = MLP(ModelConfig.preset("tiny", hidden_size=32, ffn_size=64))
+        generator = torch.Generator().manual_seed(0)
+        for p in mlp.parameters():
+            p.data = torch.randn(p.shape, generator=generator).bfloat16()
+        x = torch.randn(1, 512, 32, generator=generator).bfloat16()
+        dy = torch.randn(1, 512, 32, generator=generator).bfloat16()
+
+        exact = copy.deepcopy(mlp).double()
+        exact(x.double()).backward(dy.double())
+        tiling.TiledMLP(mlp, tiles)(x).backward(dy)
+        pairs = zip(mlp.parameters(), exact.parameters(), strict=True)
+        return [float((p.grad - q.grad).norm() / q.grad.norm()) for p, q in pairs]
+
+    for many, one in zip(error(512), error(1), strict=True):
+        assert many < 1.2 * one
 
 
 class Count(TorchDispatchMode):

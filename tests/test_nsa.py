@@ -436,6 +436,18 @@ def test_compression_and_its_gradients_match_the_equation(kind, T, sizes):
             assert relative(g, w.double()) <= 6e-5
 
 
+@pytest.mark.parametrize("sizes", [(8, 4), (32, 16), (64, 8)])
+def test_the_mean_of_a_block_in_bf16_is_rounded_once(sizes):
+    cmp_block, cmp_stride = sizes
+    cfg = NSAConfig(cmp_block=cmp_block, cmp_stride=cmp_stride, cmp_kind="mean")
+    x = torch.randn(1, 640, 2, 16).bfloat16()
+    _, mean = compressor(cfg)(x, x, rope, Layout.of(None, (1, 640), cfg, "cpu"))
+
+    exact = x.double().unfold(1, cmp_block, cmp_stride).mean(-1)
+    one_rounding = torch.finfo(torch.bfloat16).eps / 2 * exact.abs()
+    assert ((mean - exact).abs() <= one_rounding + 1e-6).all()
+
+
 def test_compression_with_a_zero_second_matrix_is_the_mean():
     x = torch.randn(1, 100, 2, 16)
     mlp = compressor(NSAConfig(cmp_kind="mlp"))

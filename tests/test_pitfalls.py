@@ -44,6 +44,23 @@ def batch(micro_batches: int) -> list[dict]:
     return [dict(tokens_BT=row[:, :-1], labels_BT=row[:, 1:]) for row in ids]
 
 
+def bf16_share(world: dist.World) -> float:
+    """The share of a rank's summed gradients that bf16 represents exactly."""
+    state = built(world, dtype="bf16")
+    row = batch(world.size)[world.rank]
+    step.gradients(state, [row])
+    shards = [p.grad.to_local().flatten() for p in state.model.parameters()]
+    values = torch.cat(shards)
+    values = values[values != 0]
+    return float((values == values.bfloat16()).float().mean())
+
+
+def test_gradients_are_summed_over_ranks_in_fp32():
+    """A sum of two bf16 gradients is no bf16 number, unless it was rounded to one."""
+    for share in run_ranks(bf16_share, 2):
+        assert share < 0.9
+
+
 def strided_exchange(world: dist.World) -> bool:
     """gloo's all-to-all of or into strided memory is silently wrong: heads and tokens are exchanged
     from views of every kind.

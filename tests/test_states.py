@@ -191,6 +191,28 @@ def test_muons_direction_is_near_orthogonal(shape):
     assert ((optimizers.orthogonal(x) * (u @ vh)).sum() / min(shape)) > 0.8
 
 
+def test_muon_moves_by_the_orthogonal_direction_of_nesterovs_momentum():
+    """B = mu B + g; W = (1 - lr decay) W - lr 0.2 sqrt(longer side) orthogonal(g + mu B)."""
+    state = build(optimizer="muon", weight_decay=0.1)
+    group = next(one for one in state.optimizer.param_groups if one.get("muon"))
+    generator = torch.Generator().manual_seed(0)
+    lr, mu = 1e-2, 0.95
+    group["lr"] = lr
+
+    expected = {p: p.detach().clone() for p in group["params"]}
+    momentum = {p: torch.zeros_like(p) for p in group["params"]}
+    for _ in range(3):
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator)
+            momentum[p] = mu * momentum[p] + p.grad
+            direction = optimizers.orthogonal(p.grad + mu * momentum[p])
+            rate = lr * 0.2 * max(p.shape) ** 0.5
+            expected[p] = (1 - lr * 0.1) * expected[p] - rate * direction
+        state.optimizer.step()
+    for p in group["params"]:
+        torch.testing.assert_close(p.detach(), expected[p], rtol=1e-5, atol=1e-6)
+
+
 def test_muon_takes_the_layers_matrices_and_adamw_the_rest():
     state = build(optimizer="muon")
     step.train_step(state, batch(0))

@@ -1,8 +1,7 @@
-"""Processes: what torchrun says of this one, the device, the process group, the named mesh,
-reductions, printing, refusal.
+"""Processes: this rank among its peers, its device, process groups and meshes, reductions, and how
+a rank ends the program.
 
-Imports longhaul.exits of ours. torch.distributed is loaded only where there is more than one
-process.
+torch.distributed is loaded only if there is more than one process.
 """
 
 import ctypes
@@ -11,17 +10,18 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from longhaul.exits import Halt, StorageError, code_of
+from longhaul.exits import BAD_INPUT, Halt, StorageError, code_of
 
-PATIENCE = timedelta(
-    hours=1
-)  # of a collective: rank 0 may hash a large data set or prepare one meanwhile
+# Ranks may wait in a collective while rank 0 hashes or prepares a large data set.
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -35,212 +35,250 @@ class World:
 
     @classmethod
     def from_environment(cls) -> "World":
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE as torchrun sets them; one process
-        without it.
-        """
-        names = dict(
-            rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", local_size="LOCAL_WORLD_SIZE"
-        )
+        """What torchrun says in the environment; one process if it says nothing."""
         return cls(
-            **{field: int(os.environ[name]) for field, name in names.items() if name in os.environ}
+            rank=int(os.environ.get("RANK", 0)),
+            size=int(os.environ.get("WORLD_SIZE", 1)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
+
+
+# ---- the device
 
 
 def choose_device(name: str, world: World) -> torch.device:
-    """`auto` takes this process's GPU where there is one. A GPU that is asked for and missing is an
-    error.
+    """The device of this rank; `auto` takes its GPU if there is one.
+
+    ValueError if a GPU was asked for and is missing, or if there are fewer GPUs than ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and gpus == 0:
         raise ValueError(
-            "--device cuda: torch sees no GPU here: use --device cpu, or install a CUDA build of torch"
+            "--device cuda, but torch sees no GPU here: use --device cpu, or install a CUDA build "
+            "of torch"
         )
     if name == "cpu" or gpus == 0:
         return torch.device("cpu")
+
     if world.local_size > gpus:
         raise ValueError(
-            f"{world.local_size} processes on this machine for {gpus} GPU(s): use --nproc_per_node={gpus}"
+            f"{world.local_size} processes were started on this machine, which has {gpus} GPU(s): "
+            f"use --nproc_per_node={gpus}"
         )
     return torch.device("cuda", world.local_rank)
 
 
-def keep_freed_memory():
-    """Ask glibc to keep what is freed for the next allocation, in blocks of less than 32 MiB,
-    instead of handing it back to the kernel.
-
-    Activations are freed and taken again every step; a fresh page costs a fault each time: 20-30%
-    of a CPU step. Larger blocks, where that is no longer measurable, are mapped one by one: among
-    small ones that stay they would leave holes that nothing fits into.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        top_pad, trim_threshold, mmap_threshold = -2, -1, -3  # mallopt(3)
-        libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 2**25)  # the most that glibc takes
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(top_pad, 2**26)
-
-
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def start(world: World, device: torch.device):
-    """Join the process group (NCCL between GPUs, gloo between CPUs); nothing to do for one process.
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks of less than 32 MiB for later allocations.
 
-    A rank that was killed or stopped is found by its heartbeat (longhaul/run/heartbeat.py), one that is
-    lost in its own work after PATIENCE.
+    Activations are freed and allocated again every step. If glibc gives them back to the kernel, a
+    page fault for each fresh page costs 20-30% of a CPU step. Larger blocks are still mapped one by
+    one, which costs nothing measurable: on the heap they would leave holes that fit nothing else.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+
+    # The parameters' numbers in mallopt(3).
+    top_pad = -2
+    trim_threshold = -1
+    mmap_threshold = -3
+
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, 2**25)  # 32 MiB, the most that glibc accepts
+    libc.mallopt(trim_threshold, 2**31 - 1)
+    libc.mallopt(top_pad, 2**26)
+
+
+# ---- process groups
+
+
+def start(world: World, device: torch.device) -> None:
+    """Set up the device and join the process group (NCCL for GPUs, gloo for CPUs).
+
+    A rank that was killed or stopped is found by its heartbeat (longhaul/run/heartbeat.py), a rank
+    that hangs in its own work after COLLECTIVE_TIMEOUT.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(
-            max(1, cores() // world.local_size)
-        )  # torchrun's default is 1 however many cores there are
+        # torchrun sets one thread per rank, however many cores there are.
+        torch.set_num_threads(max(1, cores() // world.local_size))
         keep_freed_memory()
+
     if world.size > 1:
         import torch.distributed as dist
 
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
 
 
-def stop():
-    """Leave the process group, where there is one."""
+def stop() -> None:
+    """Leave the process group, if there is one."""
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def check_replicas(world: World, replicas: int, context: int = 1):
-    """ValueError where the replicas, or the ranks that share a row in each of them, do not divide
-    the ranks.
+def host_group(world: World):
+    """A gloo group of all ranks, whose collectives do not mix with those of training.
+
+    None for one process.
     """
+    if world.size == 1:
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+# ---- meshes
+
+
+def check_replicas(world: World, replicas: int, context: int = 1) -> None:
+    """ValueError if the replicas do not divide the ranks, or the ranks per row not a replica."""
     if world.size % replicas:
         raise ValueError(
-            f"--dp_replicate {replicas} does not divide {world.size} rank(s): choose from {divisors(world.size)}"
+            f"--dp_replicate {replicas} does not divide {world.size} rank(s): "
+            f"choose from {divisors(world.size)}"
         )
-    if world.size // replicas % context:
+
+    ranks = world.size // replicas
+    if ranks % context:
         each = f" of each of the {replicas} replicas" if replicas > 1 else ""
         raise ValueError(
-            f"--context_parallel_size {context} does not divide the {world.size // replicas} rank(s){each}: "
-            f"choose from {divisors(world.size // replicas)}"
+            f"--context_parallel_size {context} does not divide the {ranks} rank(s){each}: "
+            f"choose from {divisors(ranks)}"
         )
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, rising."""
+    """All divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def data_mesh(world: World, device: torch.device, replicas: int):
-    """The mesh ("replicate", "shard") of all ranks, flattened to ("shard",) for one replica; None
-    for one process.
+    """The mesh of all ranks over which FSDP2 shards: ("shard",), or ("replicate", "shard").
+
+    None for one process.
     """
     if world.size == 1:
         return None
-    from torch.distributed.device_mesh import init_device_mesh
-
     if replicas == 1:
-        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device.type, (replicas, world.size // replicas), mesh_dim_names=("replicate", "shard")
-    )
+        return _mesh(device, {"shard": world.size})
+    return _mesh(device, {"replicate": replicas, "shard": world.size // replicas})
 
 
 def context_mesh(world: World, device: torch.device, context: int):
-    """The mesh ("dp", "cp"), whose neighbours in "cp" share their rows; None where each rank has
-    its own.
+    """The mesh ("dp", "cp"): neighbours in "cp" share their rows. None if each rank has its own.
 
-    A mesh of its own beside `data_mesh`, which shards parameters over dp and cp alike: a slice of
-    two dimensions of one mesh would mean HSDP, and flattening one is not public.
+    It is separate from `data_mesh`, which shards parameters over dp and cp alike: FSDP2 reads two
+    dimensions of one mesh as HSDP, and the method that flattens them is not public.
     """
     if context == 1:
         return None
+    return _mesh(device, {"dp": world.size // context, "cp": context})
+
+
+def _mesh(device: torch.device, sizes: dict[str, int]):
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(
-        device.type, (world.size // context, context), mesh_dim_names=("dp", "cp")
-    )
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+# ---- what all ranks decide or compute together
 
 
 def all_sum(value: Tensor) -> Tensor:
-    """The sum over all ranks, in place; the value itself for one process."""
+    """The sum over all ranks, in place; for one process the value itself."""
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(value)
     return value
 
 
-class Refusal(ValueError):
-    """What rank 0 found wrong, on the other ranks, with its exit code."""
-
-    def __init__(self, words: str, exit_code: int):
-        super().__init__(words)
-        self.exit_code = exit_code
-
-
-def on_rank0(function, world: World):
-    """What `function()` gives on rank 0, on every rank; an error that ends the run too. For
-    decisions that all ranks must share.
-    """
-    answer, wrong = [None, None, 2], None
-    if world.rank == 0:
-        try:
-            answer[0] = function()
-        except (ValueError, Halt, StorageError) as error:
-            wrong, answer = error, [None, str(error), code_of(error, 2)]
-    if world.size > 1:
-        torch.distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise wrong or Refusal(answer[1], answer[2])
-    return answer[0]
+def any_rank(flag: bool, group=None) -> bool:
+    """Whether `flag` is set on any rank. All ranks of the group must ask at the same time."""
+    if not torch.distributed.is_initialized():
+        return flag
+    device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
+    votes = torch.tensor(int(flag), device=device, dtype=torch.int32)
+    torch.distributed.all_reduce(votes, group=group)
+    return bool(votes)
 
 
-def barrier(group=None):
+def barrier(group=None) -> None:
     """Wait for all ranks."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier(group)
 
 
-def any_rank(flag: bool, group=None) -> bool:
-    """Whether `flag` is set on any rank; all must ask together."""
-    if not torch.distributed.is_initialized():
-        return flag
-    place = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
-    votes = torch.tensor(int(flag), device=place, dtype=torch.int32)
-    torch.distributed.all_reduce(votes, group=group)
-    return bool(votes)
+class Refusal(ValueError):
+    """An error of rank 0 as the other ranks raise it, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
-def host_group(world: World):
-    """A process group between the ranks' hosts, for what must not meet the training's own
-    collectives; None for one process.
+def on_rank0(function: Callable[[], Any], world: World) -> Any:
+    """The result of `function()`, which only rank 0 calls, on every rank.
+
+    For decisions that all ranks must share. An error that ends the run is raised on every rank.
     """
-    return torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+    result = None
+    error = None
+    if world.rank == 0:
+        try:
+            result = function()
+        except (ValueError, Halt, StorageError) as caught:
+            error = caught
+
+    refusal = None if error is None else (str(error), code_of(error, BAD_INPUT))
+    shared = [result, refusal]
+    if world.size > 1:
+        torch.distributed.broadcast_object_list(shared, src=0)
+    result, refusal = shared
+
+    if error is not None:
+        raise error
+    if refusal is not None:
+        raise Refusal(*refusal)
+    return result
 
 
-def print0(*values, world: World | None = None, **kwargs):
-    """Print on rank 0."""
+# ---- output, and the end of the program
+
+
+def print0(*values, world: World | None = None, **options) -> None:
+    """Print on rank 0 only."""
     if (world or World.from_environment()).rank == 0:
-        print(*values, flush=True, **kwargs)
+        print(*values, flush=True, **options)
 
 
-def refuse(message: str, code: int = 2):
-    """End the program with `message` as the last thing on screen and exit code `code`.
-
-    Ranks above 0 wait first, so that what all have found is said once, by rank 0.
-    """
-    # if rank 0 has the same to say, torchrun ends this process before it can repeat it
+def refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
+    """End the program with exit code `code` and `message` as the last thing on screen."""
+    # If all ranks found the same, rank 0 says so first, and torchrun ends the others before they
+    # repeat it.
     if World.from_environment().rank:
         time.sleep(5)
     last_words(message)
     sys.exit(code)
 
 
-def last_words(message: str):
-    """`message` on standard error, and where torchrun's report, which it prints below a failed
-    rank's words, ends with it.
+def last_words(message: str) -> None:
+    """Print `message` on standard error, and give it to torchrun for the end of its report.
+
+    That report of a failed rank comes after everything that the rank has printed.
     """
     print(message, file=sys.stderr, flush=True)
-    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        content = {"message": {"message": message, "extraInfo": extra}}
         with open(report, "w", encoding="utf-8") as file:
-            extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+            json.dump(content, file)

@@ -1,13 +1,14 @@
-"""The optimizer and its schedules, pure functions of the step. Imports model.py and longhaul.optimizers
-of ours.
-"""
+"""What turns gradients into an update: learning rate, parameter groups, the optimizer, clipping."""
 
 import math
 
 import torch
+from torch import Tensor
 
 from longhaul import optimizers
 from model import Decoder
+
+# ---- schedule
 
 
 def learning_rate(step: int, cfg) -> float:
@@ -21,13 +22,26 @@ def learning_rate(step: int, cfg) -> float:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":
         return cfg.lr
+
     start = cfg.warmup_steps
     if cfg.schedule == "wsd":
         start = max(start, round(cfg.max_steps * (1 - cfg.decay_fraction)))
-    done = min(max(step - start, 0) / max(cfg.max_steps - 1 - start, 1), 1.0)
-    shape = 1 - done if cfg.schedule == "wsd" else (1 + math.cos(math.pi * done)) / 2
+
+    # The last step of the run, not the one after it, has the final learning rate.
+    last = cfg.max_steps - 1
+    done = min(max(step - start, 0) / max(last - start, 1), 1.0)
+    shape = _remaining(cfg.schedule, done)
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * shape)
 
+
+def _remaining(schedule: str, done: float) -> float:
+    """What is left of the decay, from 1 to 0, when the fraction `done` of it is over."""
+    if schedule == "wsd":
+        return 1 - done
+    return (1 + math.cos(math.pi * done)) / 2
+
+
+# ---- optimizer
 
 MOMENTS = {
     "adamw": optimizers.Plain(torch.float32),
@@ -38,93 +52,114 @@ MOMENTS = {
 
 
 def parameter_groups(model: Decoder, weight_decay: float, muon: bool = False) -> list[dict]:
-    """Matrices decay, vectors (norms, biases) do not; with `muon` the layers' matrices are a group
-    of their own.
-    """
-    named = list(model.named_parameters())
-    hidden = [p for name, p in named if muon and p.ndim >= 2 and name.startswith("layers.")]
-    kept = {id(p) for p in hidden}
+    """Matrices decay; vectors (norms, biases) do not. Muon's third group has layers' matrices."""
+    matrices = []
+    vectors = []
+    layer_matrices = []
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            vectors.append(p)
+        elif muon and name.startswith("layers."):
+            layer_matrices.append(p)
+        else:
+            matrices.append(p)
+
     groups = [
-        dict(
-            params=[p for _, p in named if p.ndim >= 2 and id(p) not in kept],
-            weight_decay=weight_decay,
-        ),
-        dict(params=[p for _, p in named if p.ndim < 2], weight_decay=0.0),
+        dict(params=matrices, weight_decay=weight_decay),
+        dict(params=vectors, weight_decay=0.0),
     ]
-    return groups + [dict(params=hidden, weight_decay=weight_decay, muon=True)] * muon
+    if muon:
+        groups.append(dict(params=layer_matrices, weight_decay=weight_decay, muon=True))
+    return groups
 
 
 def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), torch's own and fused where the device has it (fused
-    refuses meta), or one of states.py.
-    """
-    device = next(model.parameters()).device.type
+    """AdamW (Loshchilov & Hutter 2019) of torch, or an optimizer of optimizers.py."""
     groups = parameter_groups(model, cfg.weight_decay, cfg.optimizer == "muon")
     common = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
-    if (
-        cfg.optimizer == "adamw"
-        and cfg.master_weights == "fp32"
-        and not (cfg.offload_optimizer or cfg.optimizer_in_backward)
-    ):
+
+    if _is_plain(cfg):
+        # torch's fused kernel refuses meta tensors.
+        device = next(model.parameters()).device.type
         return torch.optim.AdamW(groups, **common, fused=device in ("cpu", "cuda"))
+
     kind = optimizers.Muon if cfg.optimizer == "muon" else optimizers.AdamW
     optimizer = kind(
-        groups, MOMENTS[cfg.optimizer], **common, seed=cfg.seed, host=cfg.offload_optimizer
+        groups,
+        MOMENTS[cfg.optimizer],
+        **common,
+        seed=cfg.seed,
+        host=cfg.offload_optimizer,
     )
     if cfg.optimizer_in_backward:
         optimizer.update_in_backward()
     return optimizer
 
 
-def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> torch.Tensor:
-    """The global gradient norm, a 0-d fp32 tensor, after clipping to cfg.grad_clip; with updates in
-    the backward, of what they saw.
+def _is_plain(cfg) -> bool:
+    """Whether no lever changes how weights and moments are stored, or when they are updated."""
+    if cfg.offload_optimizer or cfg.optimizer_in_backward:
+        return False
+    return cfg.optimizer == "adamw" and cfg.master_weights == "fp32"
+
+
+# ---- gradient norm
+
+
+def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> Tensor:
+    """The global gradient norm before clipping, a 0-d fp32 tensor; gradients are clipped.
+
+    If weights are updated in the backward, it is the norm of the gradients that they were updated
+    with, and nothing is clipped.
     """
     if not cfg.optimizer_in_backward:
         return clip_gradients(model, cfg.grad_clip)
+
     total = torch.stack(optimizer.squares).sum()
     optimizer.squares.clear()
-    return _over_shards(total, next(model.parameters())).sqrt().float()
+    parameter = next(model.parameters())
+    return _sum_over_shards(total, parameter).sqrt().float()
 
 
-def clip_gradients(model: Decoder, largest: float) -> torch.Tensor:
-    """The global gradient norm before clipping, a 0-d fp32 tensor; gradients are scaled where it
-    exceeds `largest` (0: never).
+def clip_gradients(model: Decoder, largest: float) -> Tensor:
+    """Scale gradients down to the global norm `largest` (0: never) and return the norm before.
 
-    One infinite element would make its weight NaN after scaling: the caller skips the step where
-    the norm is not finite.
+    The norm is a 0-d fp32 tensor. If it is not finite the caller must skip the step: scaling one
+    infinite element makes it NaN, and then its weight.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-    total = torch.stack([_sum_of_squares(g) for g in local]).sum()
-    norm = _over_shards(total, gradients[0]).sqrt()
+    local = [optimizers.local(gradient) for gradient in gradients]
+    total = torch.stack([_sum_of_squares(gradient) for gradient in local]).sum()
+    norm = _sum_over_shards(total, gradients[0]).sqrt()
+
     if largest > 0:
-        torch._foreach_mul_(local, (largest / (norm + 1e-6)).clamp(max=1.0).float())
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0).float()
+        torch._foreach_mul_(local, scale)
     return norm.float()
 
 
-def _sum_of_squares(gradient: torch.Tensor) -> torch.Tensor:
-    """In fp64 over rows that are summed in fp32: one fp32 sum over millions is off by 5e-5, and by
-    where shards are cut. Vectors are cut within their one row: all in fp64.
+def _sum_of_squares(gradient: Tensor) -> Tensor:
+    """The sum of squares, a 0-d fp64 tensor.
+
+    A matrix is summed in fp32 along its last dimension and in fp64 over the rest: one fp32 sum over
+    millions of elements is off by 5e-5, and by more or less depending on where shards are cut.
+    A vector is cut along its only dimension, so all of its sum is fp64.
     """
     if gradient.ndim < 2:
         return gradient.double().square().sum()
-    return (
-        torch.linalg.vector_norm(
-            gradient, dim=-1, dtype=torch.promote_types(gradient.dtype, torch.float32)
-        )
-        .double()
-        .square()
-        .sum()
-    )
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    squares = torch.linalg.vector_norm(gradient, dim=-1, dtype=wide).double().square()
+    return squares.sum()
 
 
-def _over_shards(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`total` summed over the ranks among which tensors such as `like` are cut (replicas hold the
-    same shards); a NaN so reaches all.
+def _sum_over_shards(total: Tensor, like: Tensor) -> Tensor:
+    """`total` summed over the ranks among which tensors such as `like` are sharded.
+
+    Replicas hold the same shards and are not summed over. A NaN on one rank reaches all.
     """
-    if hasattr(like, "device_mesh"):
-        for dim, placement in enumerate(like.placements):
-            if placement.is_shard():
-                torch.distributed.all_reduce(total, group=like.device_mesh.get_group(dim))
+    if not hasattr(like, "device_mesh"):
+        return total
+    for dim, placement in enumerate(like.placements):
+        if placement.is_shard():
+            torch.distributed.all_reduce(total, group=like.device_mesh.get_group(dim))
     return total

@@ -32,7 +32,10 @@ def dense(h, w, y, reference, temperature=1.0, product=exact):
 
 def inputs(N=37, V=211, D=24, dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
-    rand = lambda *s: torch.randn(*s, generator=g)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g)
+
     y = torch.randint(V, (N,), generator=g)
     y[:2] = torch.tensor([0, V - 1])
     reference = (rand(N, 17).to(dtype), (rand(V, 17) / 17**0.5 * 2).to(dtype))
@@ -71,9 +74,11 @@ def test_gradcheck_of_all_together():
     h, w, y, reference = inputs(5, 11, 3, torch.float64)
     y[3] = -100
     h.requires_grad_(), w.requires_grad_()
-    f = lambda h, w: torch.stack(
-        vocab_stats(h, w, y, reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)[:6]
-    )
+    options = dict(reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)
+
+    def f(h, w):
+        return torch.stack(vocab_stats(h, w, y, **options)[:6])
+
     assert torch.autograd.gradcheck(f, (h, w))
 
 
@@ -81,7 +86,10 @@ def test_one_backward_serves_a_sum_of_everything():
     h, w, y, reference = inputs()
     h.requires_grad_(), w.requires_grad_()
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
-    total = lambda s: sum((i + 1) * (v * v).sum() for i, v in enumerate(s))
+
+    def total(stats):
+        return sum((i + 1) * (v * v).sum() for i, v in enumerate(stats))
+
     got = torch.autograd.grad(
         total(vocab_stats(h, w, y, reference=reference, vocab_tile=50)[:6]), (h, w)
     )
@@ -198,11 +206,12 @@ def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_ful
         hidden = h.detach().requires_grad_()
         return torch.autograd.grad(statistic(hidden).sum(), hidden)
 
-    plain, ours = (
-        peak_bytes(lambda: gradient(f), torch.device("cpu"))
-        for f in (full, lambda hidden: vocab_stats(hidden, w).self_certainty)
-    )
-    assert plain > 50 * ours
+    def tiled(hidden):
+        return vocab_stats(hidden, w).self_certainty
+
+    cpu = torch.device("cpu")
+    plain = peak_bytes(lambda: gradient(full), cpu)
+    assert plain > 50 * peak_bytes(lambda: gradient(tiled), cpu)
 
 
 @pytest.mark.parametrize("N", [0, 1])
@@ -216,9 +225,8 @@ def test_no_token_and_one_token_work(N):
 def test_the_argmax_in_bf16_depends_on_neither_tiles_nor_target():
     h, w, y, _ = inputs(200, 900, dtype=torch.bfloat16)
     truth = (h @ w.T).argmax(1)
-    for options in (dict(), dict(vocab_tile=7), dict(target=y), dict(target=truth, vocab_tile=64)):
-        target = options.pop("target", None)
-        assert torch.equal(vocab_stats(h, w, target, **options).argmax, truth)
+    for target, vocab_tile in ((None, None), (None, 7), (y, None), (truth, 64)):
+        assert torch.equal(vocab_stats(h, w, target, vocab_tile=vocab_tile).argmax, truth)
 
 
 def test_noise_of_another_shape_is_refused():

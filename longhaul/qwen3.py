@@ -1,12 +1,11 @@
-"""Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back. Imports model.py,
-files.tensors and files.untrusted of ours.
+"""Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back.
 
-    decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)     # overrides are fields of ModelConfig
-    to_hf(decoder, "exported")                                              # read by transformers 4.51 and later, and 5
+    decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)   # fields of ModelConfig
+    to_hf(decoder, "exported")      # read by transformers 4.51 and later, and by 5
 
-Weights move tensor by tensor, in their own dtype; at most one tensor (reading) or one shard
-(writing) exists twice. Everything wrong with a folder is a ValueError of one line, found in the
-headers before a weight is read.
+Weights move one tensor at a time, in their own dtype: at most one tensor (reading) or one file
+(writing) exists twice. Whatever is wrong with a folder is a ValueError of one line, and is found in
+the headers before a weight is read.
 """
 
 import functools
@@ -16,7 +15,9 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -25,9 +26,17 @@ from files.tensors import opened
 from files.untrusted import read_json, refuse_pickle
 from model import Decoder, ModelConfig, attention_kind
 
-LARGEST = 2**40  # what a number of config.json stays below
-SHARD_BYTES = 5 * 10**9  # what Hugging Face tools cut at
+SHARD_BYTES = 5 * 10**9  # the size of a file at which Hugging Face's tools start another one
+
+# No number of a sane config.json is as large; larger ones would cost memory before the headers of
+# the weights could show that they are wrong.
+LARGEST = 2**40
+LARGEST_SIZE = 2**20
+LARGEST_VOCABULARY = 2**24
+
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+# Our names of the model's parts and fields, and Hugging Face's.
 PARTS = dict(
     embed="embed_tokens",
     attention_norm="input_layernorm",
@@ -43,6 +52,8 @@ GEOMETRY = dict(
     head_dim="head_dim",
     ffn_size="intermediate_size",
 )
+
+# The one value of these settings that this decoder computes; an absent key means the same.
 FIXED = dict(
     hidden_act="silu",
     attention_bias=False,
@@ -50,40 +61,48 @@ FIXED = dict(
     attention_dropout=0,
     quantization_config=None,
     partial_rotary_factor=1,
-)  # all that this decoder computes; an absent key is the same
+)
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of our parameter: layers.0.attention.q_proj.weight ->
-    model.layers.0.self_attn.q_proj.weight.
+    """Hugging Face's name of our parameter.
+
+    layers.0.attention.q_proj.weight -> model.layers.0.self_attn.q_proj.weight
     """
     theirs = ".".join(PARTS.get(part, part) for part in name.split("."))
     return theirs if theirs == "lm_head.weight" else f"model.{theirs}"
 
 
-# ------------------------------------------------------------------------------------------ reading
+# ---- reading
 
 
-def from_hf(folder, **overrides) -> Decoder:
-    """A Decoder on the CPU with the folder's weights in the folder's dtype, computing in that dtype
-    unless overridden.
+class Stored(NamedTuple):
+    """Where a tensor is, and what the header says of it."""
 
-    `overrides` replace fields of ModelConfig. Train from it with fp32 master weights by `.float()`.
-    ValueError: not a Qwen3 model,
-    settings that this decoder does not compute, missing, unknown, misshapen or unreadable tensors,
-    pickled weights.
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def from_hf(folder: str | Path, **overrides) -> Decoder:
+    """A Decoder on the CPU with the folder's weights, stored and computing in the folder's dtype.
+
+    `overrides` replace fields of ModelConfig. To train with fp32 master weights, call `.float()`.
+    ValueError: not a Qwen3 model; settings that this decoder does not compute; missing, unknown,
+    misshapen or unreadable tensors; pickled weights.
     """
     folder = Path(folder)
     fields = read_config(folder)
     stored = _stored(folder)
     _check_size(fields, stored, folder)
-    fields["compute_dtype"] = _widest(dtype for _, _, dtype in stored.values())
+    fields["compute_dtype"] = _widest(tensor.dtype for tensor in stored.values())
+
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**fields | overrides))
     _check(decoder, stored, folder)
     for name, parameter in _carried(decoder).items():
-        parameter.data = parameter.data.to(stored[hf_name(name)][2])
+        parameter.data = parameter.data.to(stored[hf_name(name)].dtype)
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     for part in attention_kind(decoder.config).starts_fresh:
@@ -92,22 +111,22 @@ def from_hf(folder, **overrides) -> Decoder:
     return decoder
 
 
-def load_into(decoder: Decoder, folder):
+def load_into(decoder: Decoder, folder: str | Path) -> None:
     """Overwrite the parameters of a built decoder, sharded (DTensor) or whole, keeping their dtype.
 
-    ValueError where the geometry differs; other rotary settings than the folder's are kept, with a
-    warning.
+    ValueError if the geometry differs. Rotary settings that differ from the folder's are kept, with
+    a warning.
     """
     folder = Path(folder)
-    fields, stored = check_geometry(decoder.config, folder), _stored(folder)
-    for name in (
-        "rope_theta",
-        "rope_scaling",
-        "rope_factor",
-    ):  # to differ is how a context is extended, or a mistake
-        if fields[name] != getattr(decoder.config, name):
+    fields = check_geometry(decoder.config, folder)
+    stored = _stored(folder)
+
+    # A difference here is either how the context is extended or a mistake.
+    for name in ("rope_theta", "rope_scaling", "rope_factor"):
+        ours = getattr(decoder.config, name)
+        if fields[name] != ours:
             warnings.warn(
-                f"{folder} was trained with {name}={fields[name]}; this model uses {getattr(decoder.config, name)}",
+                f"{folder} was trained with {name}={fields[name]}; this model uses {ours}",
                 stacklevel=2,
             )
     _check(decoder, stored, folder)
@@ -115,149 +134,194 @@ def load_into(decoder: Decoder, folder):
 
 
 def check_geometry(config: ModelConfig, folder: Path) -> dict:
-    """The folder's fields of ModelConfig; ValueError where its weights do not fit `config`."""
+    """The folder's fields of ModelConfig; ValueError if its weights do not fit `config`."""
     fields = read_config(folder)
     for name in (*GEOMETRY, "tie_embeddings", "norm_eps"):
-        if fields[name] != getattr(config, name):
+        ours = getattr(config, name)
+        if fields[name] != ours:
             raise ValueError(
-                f"{folder} has {name}={fields[name]} and this model {getattr(config, name)}: "
+                f"{folder} has {name}={fields[name]} and this model {ours}: "
                 "choose the model size and overrides of the folder"
             )
     return fields
 
 
-def read_config(folder: Path) -> dict:
+def read_config(folder: Path) -> dict[str, Any]:
     """Fields of ModelConfig from config.json, in the spelling of transformers 4 or of 5."""
     refuse_pickle(folder)
     path = folder / "config.json"
+    config = _read_qwen3_config(path)
+    _check_settings(config, FIXED, path)
+    if set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(
+            f"{path}: layer_types other than 'full_attention' are not supported: "
+            "use a model with full attention"
+        )
+
+    fields = {ours: _number(config, theirs, path, kind=int) for ours, theirs in GEOMETRY.items()}
+    fields["tie_embeddings"] = config.get("tie_word_embeddings") is True
+    fields["norm_eps"] = _number(config, "rms_norm_eps", path, 1e-6)
+    fields["init_std"] = _number(config, "initializer_range", path, 0.02)
+    return fields | _read_rope(config, path)
+
+
+def _read_qwen3_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is not readable ({error}): name a folder with a Hugging Face Qwen3 model"
         ) from None
+
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "qwen3":
         raise ValueError(
-            f"{path}: model_type is {kind!r}: name a folder with a dense Qwen3 model (model_type 'qwen3')"
+            f"{path}: model_type is {kind!r}: "
+            "name a folder with a dense Qwen3 model (model_type 'qwen3')"
         )
-    _check_settings(config, FIXED, path)
-    if set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(
-            f"{path}: layer_types other than 'full_attention' are not supported: use a model with full attention"
-        )
-    fields = {ours: _number(config, theirs, path, kind=int) for ours, theirs in GEOMETRY.items()}
-    fields |= dict(
-        tie_embeddings=config.get("tie_word_embeddings") is True,
-        norm_eps=_number(config, "rms_norm_eps", path, 1e-6),
-        init_std=_number(config, "initializer_range", path, 0.02),
-    )
-    return fields | _read_rope(config, path)
+    return config
 
 
-def _check_settings(settings: dict, allowed: dict, path: Path):
+def _check_settings(settings: dict, allowed: dict, path: Path) -> None:
+    """ValueError for a setting that has another value than the allowed one; None is the default."""
     for key in settings.keys() & allowed.keys():
         value = settings[key]
-        near = (
-            isinstance(value, float)
-            and isinstance(allowed[key], (int, float))
-            and math.isclose(value, allowed[key], rel_tol=1e-6)
-        )
-        if value != allowed[key] and not (value is None or near):
-            raise ValueError(
-                f"{path}: {key}={value!r} is not supported: this decoder computes {key}={allowed[key]!r} only"
-            )
-
-
-def _number(source: dict, key: str, path: Path, default=None, kind: type = float):
-    value = source.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not abs(value) < LARGEST:
+        if value is None or value == allowed[key] or _is_near(value, allowed[key]):
+            continue
         raise ValueError(
-            f"{path}: {key}={repr(value)[:80]}: give {'a whole number' if kind is int else 'a number'}"
+            f"{path}: {key}={value!r} is not supported: "
+            f"this decoder computes {key}={allowed[key]!r} only"
         )
+
+
+def _is_near(value: Any, allowed: Any) -> bool:
+    """Whether a float of a file equals the allowed number up to rounding."""
+    if not isinstance(value, float) or not isinstance(allowed, int | float):
+        return False
+    return math.isclose(value, allowed, rel_tol=1e-6)
+
+
+def _number(source: dict, key: str, path: Path, default: Any = None, kind: type = float) -> Any:
+    value = source.get(key, default)
+    is_number = isinstance(value, int | kind) and not isinstance(value, bool)
+    if not is_number or not abs(value) < LARGEST:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{path}: {key}={repr(value)[:80]}: give {wanted}")
     return kind(value)
 
 
-def _read_rope(config: dict, path: Path) -> dict:
-    """rope_theta beside rope_scaling (transformers 4), or inside rope_parameters (5); rope_scaling
-    wins, as it does there.
+def _read_rope(config: dict, path: Path) -> dict[str, Any]:
+    """The rotary fields of ModelConfig.
+
+    transformers 4 has rope_theta and rope_scaling, 5 has rope_parameters with both. rope_scaling
+    wins, as it does in transformers.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind not in ("default", "linear", "yarn") or kind is rope:
-        raise ValueError(
-            f"{path}: rotary scaling {kind!r} is not supported: this decoder has default, linear and yarn"
-        )
+    kind = _rope_kind(rope, path)
     factor = 1.0 if kind == "default" else _number(rope, "factor", path)
-    _check_settings(
-        rope,
-        dict.fromkeys(rope.keys() - ROPE_KEYS)
-        | dict(
-            attention_factor=0.1 * math.log(max(factor, 1)) + 1,
-            beta_fast=32,
-            beta_slow=1,
-            truncate=True,
-            partial_rotary_factor=1,
-        ),
-        path,
-    )
-    longest = _number(config, "max_position_embeddings", path, 32_768, kind=int)
+    if factor <= 0:
+        raise ValueError(f"{path}: factor={factor} of the rotary scaling: give a factor above 1")
+    _check_rope_settings(rope, factor, path)
+
     # The explicit factor counts, as in transformers 5; transformers 4.51 took
     # max_position_embeddings / original instead.
-    original = (
-        round(longest / factor)
-        if kind != "yarn"
-        else _number(rope, "original_max_position_embeddings", path, longest, kind=int)
-    )
-    theta = _number({"rope_theta": config.get("rope_theta", 10_000.0)} | rope, "rope_theta", path)
+    longest = _number(config, "max_position_embeddings", path, 32_768, kind=int)
+    if kind == "yarn":
+        original = _number(rope, "original_max_position_embeddings", path, longest, kind=int)
+    else:
+        original = round(longest / factor)
+
+    theta = {"rope_theta": config.get("rope_theta", 10_000.0)} | rope
     return dict(
-        rope_theta=theta,
+        rope_theta=_number(theta, "rope_theta", path),
         rope_scaling="none" if factor == 1 else kind,
         rope_factor=factor,
         rope_original_context=original,
     )
 
 
-def _stored(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], torch.dtype]]:
-    """File, shape and dtype of every tensor, from the headers."""
+def _rope_kind(rope: Any, path: Path) -> str:
+    kind = rope
+    if isinstance(rope, dict):
+        kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(rope, dict) or kind not in ("default", "linear", "yarn"):
+        raise ValueError(
+            f"{path}: rotary scaling {kind!r} is not supported: "
+            "this decoder has default, linear and yarn"
+        )
+    return kind
+
+
+def _check_rope_settings(rope: dict, factor: float, path: Path) -> None:
+    """ValueError for a rotary setting that this decoder does not read, unless it has no effect."""
+    unknown = dict.fromkeys(rope.keys() - ROPE_KEYS)
+    without_effect = dict(
+        attention_factor=0.1 * math.log(max(factor, 1)) + 1,
+        beta_fast=32,
+        beta_slow=1,
+        truncate=True,
+        partial_rotary_factor=1,
+    )
+    _check_settings(rope, unknown | without_effect, path)
+
+
+def _stored(folder: Path) -> dict[str, Stored]:
+    """Every tensor of the folder by its Hugging Face name, from the headers."""
     stored = {}
     for path in _files(folder):
-        with opened(path) as source:
-            for name in source.keys():
-                header = source.get_slice(name)
-                if name in stored:
-                    raise ValueError(
-                        f"{folder}: {_printable(name)} is in {stored[name][0].name} and in {path.name}: remove one of them"
-                    )
-                if header.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{path}: {_printable(name)} is stored as {header.get_dtype()}: convert it to one of {', '.join(DTYPES)}"
-                    )
-                stored[name] = path, tuple(header.get_shape()), DTYPES[header.get_dtype()]
+        for name, tensor in _stored_in(path).items():
+            if name in stored:
+                raise ValueError(
+                    f"{folder}: {_printable(name)} is in {stored[name].path.name} and in "
+                    f"{path.name}: remove one of them"
+                )
+            stored[name] = tensor
+    return stored
+
+
+def _stored_in(path: Path) -> dict[str, Stored]:
+    stored = {}
+    with opened(path) as source:
+        for name in source.keys():  # noqa: SIM118 (a reader of safetensors cannot be iterated over)
+            header = source.get_slice(name)
+            dtype = header.get_dtype()
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{path}: {_printable(name)} is stored as {dtype}: "
+                    f"convert it to one of {', '.join(DTYPES)}"
+                )
+            stored[name] = Stored(path, tuple(header.get_shape()), DTYPES[dtype])
     return stored
 
 
 def _files(folder: Path) -> list[Path]:
+    """The files with weights: those that the index names, or the only one."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = sorted(set(read_json(index)["weight_map"].values()))
-            plain = all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name) for name in names)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is garbled ({error!r}): download the folder again") from None
-        if not plain:
-            raise ValueError(
-                f"{index} names files outside its folder, among {names}: download the folder again"
-            )
-        return [folder / name for name in names]
-    for pickle in sorted(
-        path for kind in ("bin", "pt", "pth") for path in folder.glob(f"*.{kind}")
-    ):
-        if not (folder / "model.safetensors").is_file():
-            raise ValueError(
-                f"{pickle} is a pickle, which can run code, and was not opened: convert to safetensors"
-            )
-    return [folder / "model.safetensors"]
+        return [folder / name for name in _names_in(index)]
+
+    only = folder / "model.safetensors"
+    pickles = [path for kind in ("bin", "pt", "pth") for path in folder.glob(f"*.{kind}")]
+    if pickles and not only.is_file():
+        raise ValueError(
+            f"{min(pickles)} is a pickle, which can run code, and was not opened: "
+            "convert to safetensors"
+        )
+    return [only]
+
+
+def _names_in(index: Path) -> list[str]:
+    """File names of the index; ValueError for one that would lead out of the folder."""
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        plain = all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name) for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is garbled ({error!r}): download the folder again") from None
+    if not plain:
+        raise ValueError(
+            f"{index} names files outside its folder, among {names}: download the folder again"
+        )
+    return names
 
 
 def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
@@ -270,50 +334,47 @@ def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def _check_size(fields: dict, stored: dict, folder: Path):
-    """Before a decoder is made of them: numbers of config.json that no folder can hold, or only one
-    with more tensors.
+def _check_size(fields: dict[str, Any], stored: dict[str, Stored], folder: Path) -> None:
+    """ValueError for sizes in config.json that the folder's tensors cannot have.
+
+    Checked before a decoder of these sizes is built, which could take all memory.
     """
-    sizes = {theirs: fields[ours] for ours, theirs in GEOMETRY.items()}
-    for name, size in sizes.items():
-        if (
-            not 0
-            < size
-            <= (
-                len(stored)
-                if name == "num_hidden_layers"
-                else 2**24
-                if name == "vocab_size"
-                else 2**20
-            )
-        ):
+    largest = dict(num_layers=len(stored), vocab_size=LARGEST_VOCABULARY)
+    for ours, theirs in GEOMETRY.items():
+        size = fields[ours]
+        if not 0 < size <= largest.get(ours, LARGEST_SIZE):
             raise ValueError(
-                f"{folder} holds {len(stored)} tensors and config.json says {name}={size}: they do not belong together, "
+                f"{folder} holds {len(stored)} tensors and config.json says {theirs}={size}: "
+                "they do not belong together, download the folder again"
+            )
+
+
+def _check(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
+    """ValueError unless the folder has the decoder's tensors, in their shapes, and no others."""
+    wanted = {
+        hf_name(name): tuple(parameter.shape) for name, parameter in _carried(decoder).items()
+    }
+    # Many folders of tied models store the head a second time.
+    tied = {"lm_head.weight"} if decoder.config.tie_embeddings else set()
+
+    _refuse_names(folder, "lacks", wanted.keys() - stored.keys())
+    _refuse_names(folder, "also holds", stored.keys() - wanted.keys() - tied)
+    for name, shape in wanted.items():
+        if stored[name].shape != shape:
+            raise ValueError(
+                f"{folder}: {name} has shape {stored[name].shape} and config.json says {shape}: "
                 "download the folder again"
             )
 
 
-def _check(decoder: Decoder, stored: dict, folder: Path):
-    wanted = {
-        hf_name(name): tuple(parameter.shape) for name, parameter in _carried(decoder).items()
-    }
-    again = (
-        {"lm_head.weight"} if decoder.config.tie_embeddings else set()
-    )  # many tied folders store the head a second time
-    for verb, names in (
-        ("lacks", wanted.keys() - stored.keys()),
-        ("also holds", stored.keys() - wanted.keys() - again),
-    ):
-        if names:
-            raise ValueError(
-                f"{folder} {verb} {_printable(min(names))}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: "
-                "config.json and weights do not belong together, download the folder again"
-            )
-    for name, shape in wanted.items():
-        if stored[name][1] != shape:
-            raise ValueError(
-                f"{folder}: {name} has shape {stored[name][1]} and config.json says {shape}: download the folder again"
-            )
+def _refuse_names(folder: Path, verb: str, names: set[str]) -> None:
+    if not names:
+        return
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise ValueError(
+        f"{folder} {verb} {_printable(min(names))}{more}: "
+        "config.json and weights do not belong together, download the folder again"
+    )
 
 
 def _printable(name: str) -> str:
@@ -321,23 +382,26 @@ def _printable(name: str) -> str:
 
 
 @torch.no_grad()
-def _fill(decoder: Decoder, stored: dict, folder: Path):
+def _fill(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
     for name, parameter in _carried(decoder).items():
-        parameter.copy_(_placed(_read(stored, hf_name(name)), parameter))
+        parameter.copy_(_shard_of(_read(stored, hf_name(name)), parameter))
+
     if decoder.config.tie_embeddings and "lm_head.weight" in stored:
-        if not torch.equal(_read(stored, "lm_head.weight"), _read(stored, hf_name("embed.weight"))):
+        head = _read(stored, "lm_head.weight")
+        if not torch.equal(head, _read(stored, hf_name("embed.weight"))):
             raise ValueError(
-                f"{folder}: lm_head.weight differs from the embedding: set tie_word_embeddings to false in config.json"
+                f"{folder}: lm_head.weight differs from the embedding: "
+                "set tie_word_embeddings to false in config.json"
             )
 
 
-def _read(stored: dict, name: str) -> torch.Tensor:
-    with opened(stored[name][0]) as source:
+def _read(stored: dict[str, Stored], name: str) -> torch.Tensor:
+    with opened(stored[name].path) as source:
         return source.get_tensor(name)
 
 
-def _placed(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `full`; every rank reads the file, nothing is sent."""
+def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of `full`. Every rank reads the file, and nothing is sent."""
     if not hasattr(parameter, "device_mesh"):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -347,31 +411,38 @@ def _placed(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _widest(dtypes) -> str:
+def _widest(dtypes: Iterable[torch.dtype]) -> str:
     return str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
-# ------------------------------------------------------------------------------------------ writing
+# ---- writing
 
 
-def to_hf(decoder: Decoder, folder, shard_bytes: int = SHARD_BYTES):
-    """Write `decoder` (whole, unsharded) as a Hugging Face folder that appears by a rename;
-    ValueError if it holds anything.
+def to_hf(decoder: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `decoder` (whole, unsharded) as a Hugging Face folder, which appears by a rename.
+
+    ValueError if the folder holds anything.
     """
     folder = Path(folder).resolve()
     config = hf_config(decoder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and not _is_empty(folder):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
+
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    _write_weights(
-        {hf_name(name): parameter.detach() for name, parameter in decoder.named_parameters()},
-        temporary,
-        shard_bytes,
-    )
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = {hf_name(name): parameter.detach() for name, parameter in decoder.named_parameters()}
+    _write_weights(tensors, temporary, shard_bytes)
+    _write_json(config, temporary / "config.json")
     os.replace(temporary, folder)
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _write_json(content: dict, path: Path) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def hf_config(decoder: Decoder) -> dict:
@@ -406,31 +477,37 @@ def hf_config(decoder: Decoder) -> dict:
     )
 
 
-def _write_weights(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int):
-    shards = [[]]
-    for name, tensor in tensors.items():
-        if (
-            shards[-1]
-            and sum(tensors[other].nbytes for other in shards[-1]) + tensor.nbytes > shard_bytes
-        ):
-            shards.append([])
-        shards[-1].append(name)
-    single = len(shards) == 1
-    files = [
-        "model.safetensors" if single else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        for i in range(len(shards))
-    ]
-    for file, names in zip(files, shards):
+def _write_weights(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int) -> None:
+    shards = _shards(tensors, shard_bytes)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        count = f"{len(shards):05d}"
+        files = [f"model-{i + 1:05d}-of-{count}.safetensors" for i in range(len(shards))]
+
+    weight_map = {}
+    for file, names in zip(files, shards, strict=True):
+        # No name for the copies: only one file's may exist at a time.
         save_file(
             {name: tensors[name].cpu().contiguous() for name in names},
             folder / file,
             metadata={"format": "pt"},
         )
-    if not single:
-        index = dict(
-            metadata=dict(total_size=sum(tensor.nbytes for tensor in tensors.values())),
-            weight_map={name: file for file, names in zip(files, shards) for name in names},
-        )
-        (folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+        weight_map |= dict.fromkeys(names, file)
+
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        index = dict(metadata=dict(total_size=total), weight_map=weight_map)
+        _write_json(index, folder / "model.safetensors.index.json")
+
+
+def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file: as many in turn as fit into `shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor.nbytes
+    return shards

@@ -200,7 +200,7 @@ def small(**changes) -> ModelConfig:
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(),
+        {},
         dict(tie_embeddings=False),
         dict(rope_scaling="linear", rope_factor=2.0, rope_original_context=100),
         dict(rope_scaling="yarn", rope_factor=2.0, rope_original_context=64, rope_theta=1e4),
@@ -459,6 +459,8 @@ BAD = [
         "full_attention=.* is not supported",
     ),
     (bad_config(rope_scaling=dict(rope_type="linear", factor=0.5)), "give a factor above 1"),
+    (bad_config(rope_scaling=dict(rope_type="linear", factor=0)), "give a factor above 1"),
+    (bad_config(rope_scaling=dict(rope_type="yarn", factor=-2)), "give a factor above 1"),
     (bad_config(num_hidden_layers=3), "lacks model.layers.2.* and 10 more"),
     (bad_config(num_hidden_layers=1), "also holds model.layers.1.* and 10 more"),
     (bad_config(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),

@@ -1,12 +1,11 @@
-"""Optimizers whose states take less memory on the device: bf16 or 8-bit moments, no master copy,
-states on the host, Muon.
+"""Optimizers that need less memory on the device: bf16 or 8-bit moments, no master copy, states in
+host memory, Muon.
 
-Each works on the rows of a parameter that this rank holds, a slab of them at a time, so that fp32
-copies of moments stay small: decode the slab's moments, run torch's AdamW on it in fp32, encode.
-Imports torch alone.
+Each works on the shard of a parameter that this rank holds, one slab of it at a time, so that only
+one slab's moments exist in fp32: decode them, run torch's AdamW in fp32, encode them.
 
-State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, muon 4 for matrices of layers; a
-bf16 parameter without master copy takes 2 where an fp32 one takes 4.
+State bytes per parameter: adamw 8, adamw_bf16 4, adamw_8bit 2.03, Muon 4 for the layers' matrices.
+A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 """
 
 import contextlib
@@ -21,32 +20,44 @@ from model import platform
 
 SLAB = 2**24  # elements whose moments exist in fp32 at once: 128 MiB
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # of Muon (Jordan et al. 2024)
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Muon (Jordan et al. 2024)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows of a tensor that this rank holds."""
+    """The shard of a tensor that this rank holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def slabs(x: Tensor) -> list[slice]:
+    """Ranges of the first dimension with at most SLAB elements each."""
+    length = max(1, SLAB // max(1, x[:1].numel()))
+    return [slice(start, min(start + length, len(x))) for start in range(0, len(x), length)]
+
+
+# ---- stochastic rounding
+
+
 def generator(device: torch.device, *key) -> torch.Generator | None:
-    """A generator that depends on `key` alone: a resumed run rounds as the run would have; None on
-    meta.
-    """
+    """A generator seeded only by `key`, so that a resumed run repeats its draws; None on meta."""
     if device.type == "meta":
         return None
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    seed = int.from_bytes(digest[:8], "little") >> 1
+    return torch.Generator(device).manual_seed(seed)
 
 
 def rounded(x: Tensor, dtype: torch.dtype, draw: torch.Generator | None) -> Tensor:
-    """x in `dtype`; to bf16 by stochastic rounding: up with the probability of what is cut off, so
-    that the mean is exact.
+    """fp32 x in `dtype`; bf16 by stochastic rounding.
+
+    An update is often smaller than half the distance between two bf16 numbers, and rounding to the
+    nearest would drop it every time. Rounding up with the probability of what is cut off keeps the
+    mean exact: random bits are added to the 16 that bf16 does not have, and the sum is cut.
     """
     if dtype != torch.bfloat16:
         return x.to(dtype)
     noise = torch.randint(2**16, x.shape, generator=draw, dtype=torch.int32, device=x.device)
-    return noise.add_(x.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32).to(dtype)
+    bits = noise.add_(x.view(torch.int32)).bitwise_and_(-(2**16))
+    return bits.view(torch.float32).to(dtype)
 
 
 # ---- how moments are stored
@@ -59,49 +70,80 @@ class Plain:
         self.dtype = dtype
 
     def new(self, name: str, like: Tensor) -> dict[str, Tensor]:
+        """State tensors of a moment before the first step."""
         return {name: torch.zeros_like(like, dtype=self.dtype)}
 
-    def read(self, state: dict, name: str, rows: slice) -> Tensor:
-        return state[name][rows].float()  # itself where it is fp32 already
+    def read(self, state: dict[str, Tensor], name: str, slab: slice) -> Tensor:
+        """The moment in fp32; for fp32 moments the stored tensor itself."""
+        return state[name][slab].float()
 
-    def write(self, state: dict, name: str, rows: slice, x: Tensor, draw):
+    def write(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        slab: slice,
+        x: Tensor,
+        draw: torch.Generator | None,
+    ) -> None:
+        """Store what `read` gave and AdamW has updated in place."""
         if self.dtype != torch.float32:
-            state[name][rows] = rounded(x, self.dtype, draw)
+            state[name][slab] = rounded(x, self.dtype, draw)
 
 
 class EightBit:
-    """Moments as codes of a dynamic map and one fp32 scale for each 256 elements of a row (8-bit
-    Adam, Dettmers et al. 2022).
+    """Moments as 8-bit codes, with one fp32 scale for each 256 elements of the last dimension.
 
-    A positive second moment never becomes 0: its update would divide by eps.
+    The codes stand for unevenly spaced values (8-bit Adam, Dettmers et al. 2022). A positive second
+    moment never becomes 0, because its update would then divide by eps.
     """
 
     def new(self, name: str, like: Tensor) -> dict[str, Tensor]:
-        shape = (*like.shape[:-1], -(-like.shape[-1] // BLOCK))
+        """State tensors of a moment before the first step."""
+        blocks = -(-like.shape[-1] // BLOCK)
+        shape = (*like.shape[:-1], blocks)
         return {
             name: torch.full_like(like, _zero(name), dtype=torch.uint8),
             f"{name}_scale": torch.zeros(shape, dtype=torch.float32, device=like.device),
         }
 
-    def read(self, state: dict, name: str, rows: slice) -> Tensor:
-        values = _code(name, state[name].device)[state[name][rows].int()]
-        return values.mul_(_spread(state[f"{name}_scale"][rows], values))
+    def read(self, state: dict[str, Tensor], name: str, slab: slice) -> Tensor:
+        """The moment in fp32."""
+        values = _code(name, state[name].device)[state[name][slab].int()]
+        return values.mul_(_spread(state[f"{name}_scale"][slab], values))
 
-    def write(self, state: dict, name: str, rows: slice, x: Tensor, draw):
-        blocks = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    def write(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        slab: slice,
+        x: Tensor,
+        draw: torch.Generator | None,
+    ) -> None:
+        """Store x: a new scale for each block, and for each element the nearest value's code."""
+        padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
+        blocks = padded.unflatten(-1, (-1, BLOCK))
         scale = blocks.abs().amax(-1)
         code = _code(name, x.device)
-        index = torch.bucketize(
-            x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny),
-            (code[1:] + code[:-1]) / 2,
-            out_int32=True,
-        )
+        index = torch.bucketize(_relative(x, scale), _edges(code), out_int32=True)
         if name == "exp_avg_sq":
             index = torch.where(x > 0, index.clamp_(min=1), index)
-        state[name][rows], state[f"{name}_scale"][rows] = index.to(torch.uint8), scale
+
+        state[name][slab] = index.to(torch.uint8)
+        state[f"{name}_scale"][slab] = scale
+
+
+def _relative(x: Tensor, scale: Tensor) -> Tensor:
+    """x over its block's scale; 0 in a block of zeros."""
+    return x / _spread(scale, x).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _edges(code: Tensor) -> Tensor:
+    """Where one code's values end and the next one's begin."""
+    return (code[1:] + code[:-1]) / 2
 
 
 def _spread(scale: Tensor, like: Tensor) -> Tensor:
+    """The scale of each element."""
     return scale.repeat_interleave(BLOCK, -1)[..., : like.shape[-1]]
 
 
@@ -114,12 +156,11 @@ _CODES: dict[tuple, Tensor] = {}
 
 
 def _code(name: str, device: torch.device) -> Tensor:
-    """The 256 values that a code stands for, increasing; kept per device, but not one of a
-    simulation's tensors without values.
-    """
+    """The 256 values that the codes stand for, ascending, made once per device."""
     if (name, device) in _CODES:
         return _CODES[name, device]
     code = torch.tensor(_values(name), dtype=torch.float32, device=device)
+    # A simulation's tensor has no values that a real run could use later.
     if type(code) is Tensor:
         _CODES[name, device] = code
     return code
@@ -127,16 +168,20 @@ def _code(name: str, device: torch.device) -> Tensor:
 
 @functools.cache
 def _values(name: str) -> tuple[float, ...]:
-    """0, 1, and seven decades with twice as many values in each next one: the means between evenly
-    spaced edges from 0.1 to 1.
+    """The values of the codes: 0, 1, and seven decades, each with twice as many values as the last.
 
-    Plain Python: a simulation's tensors have no values that could be read here.
+    A decade's values are the means between evenly spaced edges from 0.1 to 1; those of the first
+    moment have both signs. In plain Python, because a simulation's tensors cannot be read.
     """
-    signed, values = name == "exp_avg", [0.0, 1.0]
+    signed = name == "exp_avg"
+    values = [0.0, 1.0]
     for decade in range(7):
-        cells = 2**decade * (1 if signed else 2)
-        means = [(0.1 + 0.9 * (cell + 0.5) / cells) * 10.0 ** (decade - 6) for cell in range(cells)]
-        values += means + [-mean for mean in means] * signed
+        cells = 2**decade if signed else 2 ** (decade + 1)
+        for cell in range(cells):
+            mean = (0.1 + 0.9 * (cell + 0.5) / cells) * 10.0 ** (decade - 6)
+            values.append(mean)
+            if signed:
+                values.append(-mean)
     return tuple(sorted(values))
 
 
@@ -144,11 +189,10 @@ def _values(name: str) -> tuple[float, ...]:
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov & Hutter 2019), the same arithmetic as torch's; `moments`: how matrices'
-    moments are stored.
+    """AdamW (Loshchilov & Hutter 2019) with the arithmetic of torch's own.
 
-    Vectors (norms, biases) keep fp32 moments. bf16 parameters, which have no master copy, are
-    updated by stochastic rounding.
+    moments: how the moments of matrices are stored; those of vectors (norms, biases) are fp32. bf16
+    parameters without a master copy are updated by stochastic rounding.
     host=True: moments and an fp32 master copy stay in host memory, 12 bytes per parameter, and are
     updated there.
     """
@@ -156,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict],
-        moments,
+        moments: Plain | EightBit,
         betas: tuple[float, float],
         eps: float,
         lr: float,
@@ -164,46 +208,42 @@ class AdamW(torch.optim.Optimizer):
         host: bool = False,
     ):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps))
-        self.moments, self.vector_moments, self.seed, self.host = (
-            moments,
-            Plain(torch.float32),
-            seed,
-            host,
-        )
+        self.moments = moments
+        self.vector_moments = Plain(torch.float32)
+        self.seed = seed
+        self.host = host
         self.squares: list[Tensor] = []
-        self.index = {
-            p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])
-        }
+
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self.index = {p: i for i, p in enumerate(parameters)}
 
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
-        """A parameter's state before its first step: tensors of this rank's rows."""
+        """A parameter's state before its first step: tensors of this rank's shard."""
         like = local(p).detach()
         if self.host:
-            like = torch.empty_like(
-                like, device="meta" if like.is_meta else "cpu", dtype=torch.float32
-            ).copy_(like)
-        moments = self._moments(p)
-        state = {
-            **moments.new("exp_avg", like),
-            **moments.new("exp_avg_sq", like),
-            "step": torch.zeros((), dtype=torch.float32),
-        }
-        return state | (dict(master=like) if self.host else {})
+            like = _fp32_copy_in_host_memory(like)
 
-    def _moments(self, p: Tensor):
+        moments = self._moments(p)
+        state = moments.new("exp_avg", like) | moments.new("exp_avg_sq", like)
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        if self.host:
+            state["master"] = like
+        return state
+
+    def _moments(self, p: Tensor) -> Plain | EightBit:
         return self.moments if p.ndim >= 2 else self.vector_moments
 
-    def update_in_backward(self):
-        """From now on every parameter is updated as soon as its gradient is there, which is then
-        freed: gradients of one layer
-        exist at a time. Rows whose gradient is not finite stay as they are. `squares` collects the
-        sums of squares.
+    def update_in_backward(self) -> None:
+        """From now on, update every parameter as soon as its gradient is complete, and free that.
+
+        Gradients of one layer exist at a time. A shard whose gradient is not finite stays as it is.
+        `squares` collects the sums of squares for the gradient norm.
         """
         for group in self.param_groups:
             for p in group["params"]:
                 p.register_post_accumulate_grad_hook(functools.partial(self._update_now, group))
 
-    def _update_now(self, group: dict, p: Tensor):
+    def _update_now(self, group: dict, p: Tensor) -> None:
         square = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
         self.squares.append(square)
         if square.is_meta or square.isfinite():
@@ -212,7 +252,8 @@ class AdamW(torch.optim.Optimizer):
         p.grad = None
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None) -> None:
+        """Update every parameter that has a gradient."""
         with self._memory():
             for group in self.param_groups:
                 for p in group["params"]:
@@ -224,42 +265,52 @@ class AdamW(torch.optim.Optimizer):
         return platform().host_memory() if self.host else contextlib.nullcontext()
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict):
-        """One parameter's step from its gradient."""
+    def update(self, p: Tensor, group: dict) -> None:
+        """One step of one parameter, from its gradient."""
         if not self.state[p]:
             self.state[p] = self.new_state(p)
-        state, weight, grad = self.state[p], local(p), local(p.grad)
+        state = self.state[p]
         state["step"] += 1
-        draw = generator(
-            state["exp_avg"].device,
-            self.seed,
-            self.index[p],
-            int(state["step"]) if not weight.is_meta else 0,
-            _rank(p),
-        )
-        target = state["master"] if self.host else weight
-        for rows in slabs(target):
-            self._slab(p, target, grad[rows].to(target.device), rows, group, draw)
-        if self.host:
-            weight.copy_(
-                target.to(weight.dtype), non_blocking=True
-            )  # to the nearest: the master copy is what learns
 
-    def _slab(self, p: Tensor, target: Tensor, grad: Tensor, rows: slice, group: dict, draw):
-        state, moments = self.state[p], self._moments(p)
-        weight, m, v = (
-            target[rows].float(),
-            moments.read(state, "exp_avg", rows),
-            moments.read(state, "exp_avg_sq", rows),
-        )
-        before = state["step"] - 1  # adamw adds one
+        weight = local(p)
+        grad = local(p.grad)
+        draw = self._draw(p, state["exp_avg"].device)
+        target = state["master"] if self.host else weight
+        for slab in slabs(target):
+            self._update_slab(p, target, grad[slab].to(target.device), slab, group, draw)
+
+        # To the nearest: the master copy keeps what rounding drops.
+        if self.host:
+            weight.copy_(target.to(weight.dtype), non_blocking=True)
+
+    def _draw(self, p: Tensor, device: torch.device) -> torch.Generator | None:
+        """The random bits of this step's rounding. Replicas hold the same shard and draw the same."""
+        step = 0 if local(p).is_meta else int(self.state[p]["step"])
+        return generator(device, self.seed, self.index[p], step, _shard_index(p))
+
+    def _update_slab(
+        self,
+        p: Tensor,
+        target: Tensor,
+        grad: Tensor,
+        slab: slice,
+        group: dict,
+        draw: torch.Generator | None,
+    ) -> None:
+        state = self.state[p]
+        moments = self._moments(p)
+        weight = target[slab].float()
+        m = moments.read(state, "exp_avg", slab)
+        v = moments.read(state, "exp_avg_sq", slab)
+
+        steps_before = state["step"] - 1  # adamw adds one
         adamw(
             [weight],
             [grad.float()],
             [m],
             [v],
             [],
-            [before.to(weight.device)],
+            [steps_before.to(weight.device)],
             fused=weight.device.type in ("cpu", "cuda"),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -269,102 +320,104 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        moments.write(state, "exp_avg", rows, m, draw)
-        moments.write(state, "exp_avg_sq", rows, v, draw)
+
+        # The order is that of the draws, which a resumed run repeats.
+        moments.write(state, "exp_avg", slab, m, draw)
+        moments.write(state, "exp_avg_sq", slab, v, draw)
         if target.dtype != torch.float32:
-            target[rows] = rounded(weight, target.dtype, draw)
+            target[slab] = rounded(weight, target.dtype, draw)
 
 
-def slabs(x: Tensor):
-    """Ranges of rows of at most SLAB elements."""
-    size = max(1, SLAB // max(1, x[:1].numel()))
-    return [slice(a, min(a + size, len(x))) for a in range(0, len(x), size)]
-
-
-def _rank(p: Tensor) -> int:
-    """Which rows of p this rank holds, by number: replicas, which hold the same, round alike."""
-    if not hasattr(p, "device_mesh"):
-        return 0
-    return next(
-        p.device_mesh.get_local_rank(dim)
-        for dim, placement in enumerate(p.placements)
-        if placement.is_shard()
-    )
+def _fp32_copy_in_host_memory(x: Tensor) -> Tensor:
+    device = "meta" if x.is_meta else "cpu"
+    return torch.empty_like(x, device=device, dtype=torch.float32).copy_(x)
 
 
 class Muon(AdamW):
     """Muon (Jordan et al. 2024) for the groups marked `muon`, AdamW for the others.
 
-    B = mu B + g; W -= lr * 0.2 sqrt(max(rows, columns)) * orthogonal(g + mu B), mu = 0.95: the
-    update has AdamW's size, so one
-    learning rate serves both (Liu et al. 2025). Under FSDP each rank makes the whole matrix
-    orthogonal and keeps its rows.
+    B = mu B + g; W -= lr * 0.2 sqrt(max(W.shape)) * orthogonal(g + mu B), with mu = 0.95.
+
+    The update has the size of AdamW's, so that one learning rate serves both (Liu et al. 2025).
+    With FSDP each rank orthogonalises the whole matrix and keeps its shard.
     """
 
     momentum = 0.95
 
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
-        if not self._orthogonal(p):
+        """A parameter's state before its first step: tensors of this rank's shard."""
+        if not self._is_orthogonalised(p):
             return super().new_state(p)
         return {
             "momentum": torch.zeros_like(local(p), dtype=torch.float32),
             "step": torch.zeros((), dtype=torch.float32),
         }
 
-    def _orthogonal(self, p: Tensor) -> bool:
-        return any(
-            group.get("muon") and any(p is other for other in group["params"])
-            for group in self.param_groups
-        )
+    def _is_orthogonalised(self, p: Tensor) -> bool:
+        groups = [group for group in self.param_groups if group.get("muon")]
+        return any(p is other for group in groups for other in group["params"])
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict):
+    def update(self, p: Tensor, group: dict) -> None:
+        """One step of one parameter, from its gradient."""
         if not group.get("muon"):
-            return super().update(p, group)
+            super().update(p, group)
+            return
+
         if not self.state[p]:
             self.state[p] = self.new_state(p)
-        state, weight, grad = self.state[p], local(p), local(p.grad).float()
+        state = self.state[p]
         state["step"] += 1
-        state["momentum"].mul_(self.momentum).add_(grad)
-        direction = orthogonal(_whole(grad.add(state["momentum"], alpha=self.momentum), p))
+
+        # Nesterov: the momentum of the next step, which is g + mu B with the new B.
+        grad = local(p.grad).float()
+        momentum = state["momentum"].mul_(self.momentum).add_(grad)
+        direction = orthogonal(_full_matrix(grad.add(momentum, alpha=self.momentum), p))
+
+        weight = local(p)
         rate = 0.2 * max(p.shape) ** 0.5 * group["lr"]
-        wide = (
-            weight.float()
-            .mul_(1 - group["lr"] * group["weight_decay"])
-            .sub_(_own_rows(direction, p), alpha=rate)
-        )
-        weight.copy_(
-            rounded(
-                wide,
-                weight.dtype,
-                generator(weight.device, self.seed, self.index[p], int(state["step"]), _rank(p)),
-            )
-        )
+        decayed = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
+        wide = decayed.sub_(_shard_of(direction, p), alpha=rate)
+        weight.copy_(rounded(wide, weight.dtype, self._draw(p, weight.device)))
 
 
 def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
-    """Near U V^T of x = U S V^T, by Newton-Schulz in bf16: singular values end within 0.7 and 1.2."""
+    """About U V^T of x = U S V^T, by Newton-Schulz in bf16; singular values end in 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
-    y = (x.mT if x.shape[0] > x.shape[1] else x).bfloat16()
+    is_tall = x.shape[0] > x.shape[1]  # the smaller of x x^T and x^T x costs less
+    y = (x.mT if is_tall else x).bfloat16()
     y = y / (y.norm() + 1e-7)
     for _ in range(steps):
         gram = y @ y.mT
         y = torch.addmm(a * y, torch.addmm(b * gram, gram, gram, beta=1, alpha=c), y)
-    return (y.mT if x.shape[0] > x.shape[1] else y).float()
+    return (y.mT if is_tall else y).float()
 
 
-def _whole(rows: Tensor, p: Tensor) -> Tensor:
-    """The matrix of which each rank holds rows, as parameter p is sharded."""
+# ---- shards of parameters
+
+
+def _shard_index(p: Tensor) -> int:
+    """Which shard of p this rank holds, by number."""
     if not hasattr(p, "device_mesh"):
-        return rows
+        return 0
+    sharded = [dim for dim, placement in enumerate(p.placements) if placement.is_shard()]
+    return p.device_mesh.get_local_rank(sharded[0])
+
+
+def _full_matrix(shard: Tensor, p: Tensor) -> Tensor:
+    """The matrix that is sharded as parameter p is, gathered from all ranks."""
+    if not hasattr(p, "device_mesh"):
+        return shard
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        rows, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-    ).full_tensor()
+    sharded = DTensor.from_local(
+        shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+    return sharded.full_tensor()
 
 
-def _own_rows(whole: Tensor, p: Tensor) -> Tensor:
+def _shard_of(whole: Tensor, p: Tensor) -> Tensor:
+    """This rank's shard of a matrix that every rank has."""
     if not hasattr(p, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor

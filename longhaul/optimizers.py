@@ -284,7 +284,7 @@ class AdamW(torch.optim.Optimizer):
             weight.copy_(target.to(weight.dtype), non_blocking=True)
 
     def _draw(self, p: Tensor, device: torch.device) -> torch.Generator | None:
-        """The random bits of this step's rounding. Replicas hold the same shard and draw the same."""
+        """The random bits of this step's rounding; replicas of a shard draw the same ones."""
         step = 0 if local(p).is_meta else int(self.state[p]["step"])
         return generator(device, self.seed, self.index[p], step, _shard_index(p))
 

@@ -15,9 +15,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def pytest_collection_modifyitems(items: list):
-    """Slow tests first, so that at the end no worker waits for the other's slow tests."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+# The test files that take longest, first. Whoever runs them last keeps the others waiting.
+LONG_FILES = ("test_context", "test_simulate", "test_parallel", "test_fused_nsa", "test_train")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Slow tests first, then the long files, so that at the end no worker waits for another."""
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[bool, int]:
+    is_fast = item.get_closest_marker("slow") is None
+    name = item.path.stem
+    file = LONG_FILES.index(name) if name in LONG_FILES else len(LONG_FILES)
+    return is_fast, file
 
 
 @pytest.fixture(autouse=True)

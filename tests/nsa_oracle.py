@@ -16,8 +16,9 @@ def _attend(q_BTHK, k_BSGK, v_BSGK, visible):
     """softmax(q k / sqrt(K)) v over the visible keys, and the probabilities; a row that sees
     nothing is exactly zero.
     """
-    q, k, v = q_BTHK.double(), k_BSGK.double(), v_BSGK.double()
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    q = q_BTHK.double()
+    group = q.shape[2] // k_BSGK.shape[2]
+    k, v = (x.double().repeat_interleave(group, dim=2) for x in (k_BSGK, v_BSGK))
     logits_BHTS = torch.einsum("bthk,bshk->bhts", q, k) / q.shape[-1] ** 0.5
     logits_BHTS = logits_BHTS.masked_fill(
         ~visible, -1e300
@@ -84,8 +85,9 @@ def phi(x_BTGK, w1, w2, pe, cfg):
     """Equation 2 before norm and rotation: mean(x) + W2 silu(W1 flatten(x + pe)) of every block,
     one after another.
     """
-    x, l, s = x_BTGK.double(), cfg.cmp_block, cfg.cmp_stride
-    blocks = [x[:, i : i + l] for i in range(0, x.shape[1] - l + 1, s)]
+    x = x_BTGK.double()
+    l = cfg.cmp_block
+    blocks = [x[:, i : i + l] for i in range(0, x.shape[1] - l + 1, cfg.cmp_stride)]
     out = []
     for block_BlGK in blocks:
         flat = (

@@ -67,7 +67,8 @@ def batch(rows=2, packed=True):
 
 
 def build(**changes):
-    return step.build(cfg := TrainConfig(**BASE | changes), cfg.model(), "cpu")
+    cfg = TrainConfig(**BASE | changes)
+    return step.build(cfg, cfg.model(), "cpu")
 
 
 def gradients(packed=True, **changes):

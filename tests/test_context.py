@@ -129,7 +129,7 @@ def each(settings: dict) -> list:
             size,
             index,
             id=f"{size} ranks {changes} {'packed' if packed else 'whole'}",
-            marks=[pytest.mark.slow] * (size > 2),
+            marks=pytest.mark.slow if size > 2 else (),
         )
         for size in settings
         for index, (changes, packed) in enumerate(settings[size])
@@ -161,7 +161,11 @@ def test_compiled_layers_share_rows(index):
 # --------------------------------------------------------------------- the exchanges, by themselves
 
 
-B, P, H, G, K = 2, 3, 9, 3, 8  # heads and ranks are odd
+B = 2
+P = 3  # ranks: odd, as are the numbers of heads
+H = 9
+G = 3
+K = 8
 LENGTHS = [[T], [5, 1, 30, T - 36]]  # documents of the two rows
 
 
@@ -309,7 +313,10 @@ def losses_of_shared_rows(world: dist.World, changes: dict) -> dict:
     other = tokens.clone()
     other[:, 50:] = 210 - other[:, 50:]
     first = torch.where(doc_ids == 0, labels, -100)
-    evaluate = lambda *parts: step.evaluate(state, [[micro(*parts)]])
+
+    def evaluate(*parts):
+        return step.evaluate(state, [[micro(*parts)]])
+
     local = sum(
         parameter.to_local().numel() if world.size > 1 else parameter.numel()
         for parameter in state.model.parameters()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchmarks import attention as checks
-from benchmarks import clock, gpu, record, report, vocab_loss
-from benchmarks.gpu import attention, exact, loss, memory, step
+from benchmarks import clock, record, report, vocab_loss
+from benchmarks.gpu import attention, command, exact, loss, memory, step
 from benchmarks.gpu.jobs import Job, Place
 from longhaul.memory import history, reconcile
 from longhaul.memory.allocator import LARGE_SEGMENT, SMALL_SEGMENT
@@ -51,7 +51,7 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: `python -m benchmarks.gpu --toy` is the rehearsal")
-    code = gpu.main(["--out", str(folder)])
+    code = command.main(["--out", str(folder)])
     return (
         code,
         json.loads((folder / "results.json").read_text()),
@@ -102,7 +102,7 @@ def test_steps_stand_beside_transformers_which_starts_from_the_same_weights(toy)
 
 
 def test_no_time_skips_every_line_and_names_it(tmp_path):
-    assert gpu.main(["--out", str(tmp_path), "--only", "loss,step", "--minutes", "0.001"]) == 0
+    assert command.main(["--out", str(tmp_path), "--only", "loss,step", "--minutes", "0.001"]) == 0
     data = json.loads((tmp_path / "results.json").read_text())
     assert len(data["skipped"]) == len(loss.jobs(TOY) + step.jobs(TOY)) and not data["tables"]
 
@@ -116,7 +116,7 @@ def test_no_time_skips_every_line_and_names_it(tmp_path):
     ],
 )
 def test_bad_input_names_the_remedy(args, words, capsys):
-    assert gpu.main(args) == 2
+    assert command.main(args) == 2
     assert words in capsys.readouterr().err
 
 
@@ -134,11 +134,11 @@ def test_the_most_important_lines_of_all_parts_come_first_and_what_remains_is_sk
         )
 
     monkeypatch.setattr(
-        gpu,
+        command,
         "PARTS",
         dict(loss=part(("b", 2, 1), ("long", 3, 1e6)), step=part(("a", 1, 1), ("c", 4, 1))),
     )
-    found = gpu.measure(gpu.GpuConfig(out=str(tmp_path)), TOY)
+    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
     assert done == ["a", "b", "c"] and [line.split(":")[0] for line in found.data["skipped"]] == [
         "long"
     ]
@@ -149,7 +149,7 @@ def test_a_lost_device_ends_the_run_with_what_was_found(monkeypatch, tmp_path):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(
-        gpu,
+        command,
         "PARTS",
         dict(
             loss=types.SimpleNamespace(
@@ -157,7 +157,7 @@ def test_a_lost_device_ends_the_run_with_what_was_found(monkeypatch, tmp_path):
             )
         ),
     )
-    found = gpu.measure(gpu.GpuConfig(out=str(tmp_path)), TOY)
+    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
     assert (
         "illegal memory access" in found.data["failures"][0]
         and "--only" in found.data["skipped"][0]
@@ -175,8 +175,8 @@ def test_out_of_memory_is_a_finding_and_any_other_failure_fails(monkeypatch, tmp
         Job("large", 1, 1, raising(torch.OutOfMemoryError("CUDA out of memory"))),
         Job("wrong", 2, 1, raising(ValueError("no such shape"))),
     ]
-    monkeypatch.setattr(gpu, "PARTS", dict(loss=types.SimpleNamespace(jobs=lambda place: jobs)))
-    found = gpu.measure(gpu.GpuConfig(out=str(tmp_path)), TOY)
+    monkeypatch.setattr(command, "PARTS", dict(loss=types.SimpleNamespace(jobs=lambda place: jobs)))
+    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
     assert found.data["notes"] == ["large: out of memory"] and found.data["failures"] == [
         "wrong: ValueError: no such shape"
     ]
@@ -497,7 +497,7 @@ def h100(monkeypatch):
 
 def test_the_jobs_of_a_gpu_cover_every_size_and_the_first_ones_fit_nine_minutes(h100):
     jobs = sorted(
-        (job for part in gpu.PARTS.values() for job in part.jobs(FULL)),
+        (job for part in command.PARTS.values() for job in part.jobs(FULL)),
         key=lambda job: job.importance,
     )
     names = " ".join(job.name for job in jobs)
@@ -558,7 +558,9 @@ class Statistics:
         self.now = self.peak = self.reserved = 0
 
     def set(self, now):
-        self.now, self.peak, self.reserved = now, max(self.peak, now), max(self.reserved, now)
+        self.now = now
+        self.peak = max(self.peak, now)
+        self.reserved = max(self.reserved, now)
 
     def install(self, monkeypatch):
         for name, function in dict(
@@ -727,7 +729,10 @@ def test_a_section_is_made_from_its_results_and_an_unknown_one_is_refused():
             )
         ),
     )
-    text = "a\n<!-- results:run/loss -->\nold\n<!-- /results -->\nb\n<!-- results:gpu -->\n<!-- /results -->\n"
+    text = (
+        "a\n<!-- results:run/loss -->\nold\n<!-- /results -->\n"
+        "b\n<!-- results:gpu -->\n<!-- /results -->\n"
+    )
     now = report.written(text, dict(run=data))
     assert (
         "| ours | 1,234.500 |" in now

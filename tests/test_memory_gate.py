@@ -46,11 +46,7 @@ def predicted(name: str) -> dict:
     changes, ranks = CONFIGURATIONS[name]
     found = profile(TrainConfig(**changes), ranks)
     tensors = {
-        f"{t['module']} {t['category']} {'x'.join(map(str, t['shape']))} {t['dtype']} from {t['op']} in {t['stage']}": t[
-            "bytes"
-        ]
-        * t["count"]
-        for t in top_tensors(found, 60)
+        name_of(tensor): tensor["bytes"] * tensor["count"] for tensor in top_tensors(found, 60)
     }
     return dict(
         peak_live_bytes=found.peak,
@@ -60,9 +56,15 @@ def predicted(name: str) -> dict:
     )
 
 
+def name_of(tensor: dict) -> str:
+    shape = "x".join(map(str, tensor["shape"]))
+    origin = f"from {tensor['op']} in {tensor['stage']}"
+    return f"{tensor['module']} {tensor['category']} {shape} {tensor['dtype']} {origin}"
+
+
 def complaint(name: str, old: dict, new: dict) -> str:
-    """ "" where the peak is within 1%; else what changed, with the tensor and the category that
-    grew most.
+    """What changed, with the tensor and the category that grew most; an empty text if the peak
+    is within 1%.
     """
     change = new["peak_live_bytes"] / old["peak_live_bytes"] - 1
     if abs(change) <= 0.01:
@@ -76,7 +78,10 @@ def complaint(name: str, old: dict, new: dict) -> str:
         largest = max(growth, key=lambda tensor: growth[tensor] * (1 if change > 0 else -1))
         return f"{largest} by {growth[largest]:+,} bytes"
 
-    return f"{name}: the peak changed by {100 * change:+.2f}%, in {new['peak_stage']}; tensor: {grown('tensors')}; category: {grown('categories')}"
+    return (
+        f"{name}: the peak changed by {100 * change:+.2f}%, in {new['peak_stage']}; "
+        f"tensor: {grown('tensors')}; category: {grown('categories')}"
+    )
 
 
 @pytest.mark.parametrize("name", few_fast(CONFIGURATIONS, 4))

@@ -33,7 +33,7 @@ def build(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
     """A small decoder whose every weight matters: large matrices and norms between 0.5 and 1.5."""
     decoder = Decoder(ModelConfig(**{**SMALL, **changes, "compute_dtype": dtype}), seed)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in decoder.named_parameters():
+    for parameter in decoder.parameters():
         if parameter.ndim == 1:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     return decoder.double() if dtype == "float64" else decoder
@@ -233,7 +233,9 @@ def packed(continued: bool = False):
     """doc_ids [3, 17] and the (row, start, end) of each document; `continued`: an id runs over the
     end of a row.
     """
-    ids, documents, current = [], [], 0
+    ids = []
+    documents = []
+    current = 0
     for row, lengths in enumerate(SEGMENTS):
         if not (continued and row):
             current += 1
@@ -641,7 +643,7 @@ def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(),
+        {},
         dict(tie_embeddings=False),
         dict(num_layers=5, num_kv_heads=1),
         dict(head_dim=10, ffn_size=7),
@@ -874,11 +876,9 @@ def test_a_deep_copy_is_equal_independent_and_tied():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_state_dict_holds_parameters_alone_and_restores_every_logit(tied):
-    decoder, other, tokens = (
-        build(1, tie_embeddings=tied),
-        build(2, tie_embeddings=tied),
-        some_tokens(1, 6),
-    )
+    decoder = build(1, tie_embeddings=tied)
+    other = build(2, tie_embeddings=tied)
+    tokens = some_tokens(1, 6)
     decoder(tokens)
     state = decoder.state_dict()
     assert state.keys() == {name for name, _ in decoder.named_parameters(remove_duplicate=False)}

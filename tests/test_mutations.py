@@ -67,6 +67,7 @@ def test_a_fault_that_no_test_notices_has_survived(tree):
     assert verdict(tree, "x + 1", "x + 2", "-k", "double") == "survived"
 
 
+@pytest.mark.slow
 def test_a_test_that_also_fails_without_the_fault_has_noticed_nothing(tree):
     assert verdict(tree, "x + 1", "x + 2", "-k", "always") == "fails without the fault"
 
@@ -76,6 +77,7 @@ def test_text_that_is_missing_or_ambiguous_is_not_caught(tree):
     assert verdict(tree, "(x)", "(y)") == "the old text occurs 2 times in code_under_test.py"
 
 
+@pytest.mark.slow
 def test_a_fault_that_keeps_the_tests_from_running_is_not_caught(tree):
     assert verdict(tree, "2 * x", "2 * (x", "-k", "double").startswith("pytest ended with code ")
     assert verdict(tree, "2 * x", "3 * x", "-k", "nothing").startswith("pytest ended with code 5")

@@ -27,7 +27,7 @@ SIZES = dict(
 )  # sparse from 80 tokens on
 KINDS = pytest.mark.parametrize(
     "kind",
-    [dict(), dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")],
+    [{}, dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")],
     ids=str,
 )
 
@@ -143,7 +143,9 @@ def test_building_a_model_draws_no_random_number(kind):
 
 @KINDS
 def test_packed_documents_equal_separate_ones_forward_and_backward(kind, either):
-    decoder, x, lengths = build(kind), tokens(), [[130, 1, 69], [12, 188]]
+    decoder = build(kind)
+    x = tokens()
+    lengths = [[130, 1, 69], [12, 188]]
     ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     weight = torch.randn(2, 200, 97, generator=torch.Generator().manual_seed(2))
     packed = decoder(x, doc_ids=ids)
@@ -289,8 +291,10 @@ TRITON = """
 import torch
 from model import Decoder, ModelConfig, NSAConfig
 sizes = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=4, window=8)
-config = ModelConfig.preset("tiny", vocab_size=50, num_layers=1, hidden_size=32, num_heads=4, head_dim=16, ffn_size=32, attention_type="nsa",
-                            nsa=sizes, kernels="{kernels}", loss="standard")
+shape = dict(vocab_size=50, num_layers=1, hidden_size=32, num_heads=4, head_dim=16, ffn_size=32)
+config = ModelConfig.preset(
+    "tiny", **shape, attention_type="nsa", nsa=sizes, kernels="{kernels}", loss="standard"
+)
 decoder, x = Decoder(config), torch.arange(60)[None] % 50
 loss = decoder(x[:, :-1], x[:, 1:])
 loss.backward()
@@ -340,7 +344,7 @@ def test_a_sparse_configuration_survives_the_run_record():
     assert TrainConfig(model_size="tiny", nsa=("window=128",)).without_effect() == ["nsa"]
 
 
-# --- no leak: tokens drawn at random have no loss below their entropy, unless a branch sees the label
+# ---- no leak: the loss of random tokens stays above their entropy, unless a branch sees the label
 
 
 def random_tokens_loss(core, steps=80) -> float:

@@ -16,7 +16,10 @@ from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from tests.ranks import run_ranks
 
-STEPS, ROWS, T, V = 8, 4, 65, 211
+STEPS = 8
+ROWS = 4
+T = 65
+V = 211
 # adam_eps above the rounding of gradients near 0, which AdamW would otherwise turn into whole steps
 # of lr, each run its own
 BASE = dict(
@@ -66,9 +69,13 @@ def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
-    whole = lambda tensors: {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for name, p in tensors
-    }
+
+    def whole(tensors):
+        return {
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach()
+            for name, p in tensors
+        }
+
     return dict(
         losses=losses,
         norms=norms,
@@ -155,7 +162,10 @@ def sharded():
     "size, index",
     [
         pytest.param(
-            size, index, id=f"{size} ranks {each[index]}", marks=[pytest.mark.slow] * (size != 2)
+            size,
+            index,
+            id=f"{size} ranks {each[index]}",
+            marks=pytest.mark.slow if size != 2 else (),
         )
         for size, each in SHARDED.items()
         for index in range(len(each))
@@ -228,7 +238,7 @@ def generated(world: dist.World, settings: list) -> list:
 
 
 def test_sharded_models_generate_what_one_process_does():
-    settings = [dict(), SPARSE, SPARSE | dict(nsa=(*SPARSE["nsa"], "kv=separate"))]
+    settings = [{}, SPARSE, SPARSE | dict(nsa=(*SPARSE["nsa"], "kv=separate"))]
     assert run_ranks(generated, 2, settings) == [generated(dist.World(), settings)] * 2
 
 

@@ -2,6 +2,7 @@
 layers, ranks, stages.
 """
 
+import functools
 import json
 import os
 import platform
@@ -26,7 +27,7 @@ from tests.traces import by_category
 
 TINY = dict(model_size="tiny", context_length=2048)
 SETTINGS = [
-    dict(),
+    {},
     dict(gradient_checkpointing="full"),
     dict(loss="standard"),
     dict(loss="standard", gradient_checkpointing="full"),
@@ -76,12 +77,15 @@ SHARDED = [
 
 def observed_each(world: dist.World, settings: list[dict]) -> list[dict]:
     torch.set_num_threads(1)
-    configs = [TrainConfig(**TINY | changes) for changes in settings]
-    return [
-        observe(cfg, lambda: row_batch(cfg, world.size), world).peak_by_stage() for cfg in configs
-    ]
+    peaks = []
+    for changes in settings:
+        cfg = TrainConfig(**TINY | changes)
+        rows = functools.partial(row_batch, cfg, world.size)
+        peaks.append(observe(cfg, rows, world).peak_by_stage())
+    return peaks
 
 
+@pytest.mark.slow
 def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
     predicted = [
         simulate(TrainConfig(**TINY | changes), ranks=2, target="cpu").peak_by_stage()
@@ -103,7 +107,9 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(), dict(attention_type="nsa", gradient_checkpointing="full", dtype="fp32")],
+    few_fast(
+        [{}, dict(attention_type="nsa", gradient_checkpointing="full", dtype="fp32")], every=2
+    ),
     ids=str,
 )
 def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
@@ -115,12 +121,15 @@ def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
 
 @pytest.mark.parametrize(
     "changes, ranks",
-    [
-        (dict(), 1),
-        (dict(gradient_checkpointing="full", attention_type="nsa"), 1),
-        (dict(gradient_checkpointing="full"), 4),
-        (dict(loss="standard", dtype="fp32"), 2),
-    ],
+    few_fast(
+        [
+            ({}, 1),
+            (dict(gradient_checkpointing="full", attention_type="nsa"), 1),
+            (dict(gradient_checkpointing="full"), 4),
+            (dict(loss="standard", dtype="fp32"), 2),
+        ],
+        every=3,
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
@@ -158,10 +167,13 @@ def run(cfg):
     for _ in range(2):
         step.train_step(state, batch)
 torch.set_num_threads(1)
-run(TrainConfig(model_size="tiny", context_length=64, dtype=json.loads(sys.argv[1])["dtype"], model_overrides=("num_layers=1",)))  # libraries load
+changes = json.loads(sys.argv[1])
+small = dict(context_length=64, model_overrides=("num_layers=1",))
+run(TrainConfig(**changes | small))  # libraries load
 before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-run(TrainConfig(**json.loads(sys.argv[1])))
-print(before, 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")))
+run(TrainConfig(**changes))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(before, 1024 * int(status["VmHWM"].split()[0]))
 """
 
 

@@ -35,7 +35,8 @@ BASE = dict(
 
 
 def build(**changes):
-    return step.build(cfg := TrainConfig(**BASE | changes), cfg.model(), "cpu")
+    cfg = TrainConfig(**BASE | changes)
+    return step.build(cfg, cfg.model(), "cpu")
 
 
 def batch(index, rows=4):
@@ -258,7 +259,7 @@ def test_states_of_another_optimizer_are_refused(tmp_path):
     state = build(optimizer="adamw_8bit")
     step.train_step(state, batch(0))
     folder = save.save(state, tmp_path, {})
-    for other in (dict(), dict(optimizer="muon")):
+    for other in ({}, dict(optimizer="muon")):
         with pytest.raises(CheckpointError, match="give the settings of the run that wrote it"):
             load.load_state(build(**other), load.verified(folder))
 
@@ -266,7 +267,7 @@ def test_states_of_another_optimizer_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "kind, per_parameter",
     [
-        (dict(), 8),
+        ({}, 8),
         (dict(optimizer="adamw_bf16"), 4),
         (dict(optimizer="adamw_8bit"), 2.13),
         (dict(offload_optimizer=True), 12),

@@ -1,4 +1,4 @@
-"""The commands of docs/TUTORIAL.md and of the README, run in the order in which a reader meets them."""
+"""The commands of docs/TUTORIAL.md and of the README, in the order in which a reader meets them."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""train.py beside its plan: the peak at step 2, --fit auto, and what is said when memory runs out."""
+"""train.py and its plan: the peak at step 2, --fit auto, and the report when memory runs out."""
 
 import shlex
 
@@ -11,17 +11,24 @@ from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import failed_bytes, out_of_memory
-from tests.test_train import SMALL, data  # noqa: F401 (a fixture)
+from tests import test_train
 
-CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 39826489344 bytes. Error code 12"
-CUDA = "CUDA out of memory. Tried to allocate 37.09 GiB. GPU 0 has a total capacity of 94.97 GiB of which 12.75 MiB is free."
+data = test_train.data  # a fixture
+CPU = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 39826489344 bytes. Error code 12"
+)
+CUDA = (
+    "CUDA out of memory. Tried to allocate 37.09 GiB. GPU 0 has a total capacity of 94.97 GiB of "
+    "which 12.75 MiB is free."
+)
 
 
-def arguments(data: str, out, *more: str) -> list[str]:  # noqa: F811
-    return [*SMALL, "--data", data, "--output_dir", str(out), "--max_steps", "2", *more]
+def arguments(data: str, out, *more: str) -> list[str]:
+    return [*test_train.SMALL, "--data", data, "--output_dir", str(out), "--max_steps", "2", *more]
 
 
-def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_path, capsys):  # noqa: F811
+def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_path, capsys):
     train.main(arguments(data, tmp_path / "run"))
     captured = capsys.readouterr()
     line = next(
@@ -37,7 +44,7 @@ def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_pat
 )
 def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_are_told(
     error, data, tmp_path, capsys, monkeypatch
-):  # noqa: F811
+):
     def fails(*args):
         raise error
 
@@ -56,7 +63,7 @@ def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_ar
 
 def test_the_smallest_change_is_a_lever_before_it_is_a_smaller_model(
     data, tmp_path, capsys, monkeypatch
-):  # noqa: F811
+):
     def fails(*args):
         raise RuntimeError(
             "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."

@@ -53,7 +53,7 @@ def test_sparse_attention_keeps_whole_groups_of_heads_on_a_rank():
     assert context.choose("auto", "nsa", 32, 8, 131_072, 8, 2).mode == "ulysses"
     with pytest.raises(
         ValueError,
-        match=r"size 16 .*8 do not divide over 16 ranks; gather_kv does not reach nsa "
+        match=r"size 16 .*8 do not divide over 16 ranks; gather_kv cannot serve nsa "
         r".*choose --context_parallel_size from \[1, 2, 4, 8\]",
     ):
         context.choose("auto", "nsa", 32, 8, 131_072, 16, 2)
@@ -92,7 +92,7 @@ def test_the_bytes_are_those_of_the_tensors_that_travel():
         ),
         (
             dict(attention_type="nsa", context_parallel_mode="gather_kv"),
-            "gather_kv does not reach nsa attention",
+            "gather_kv cannot serve nsa attention",
         ),
         (dict(context_parallel_size=-1), "--context_parallel_size -1 is out of range"),
     ],

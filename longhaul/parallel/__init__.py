@@ -1,1 +1,4 @@
-"""How a model is spread and what it keeps: each lever takes a model from outside, in one fixed order (apply.py)."""
+"""How a model is spread over ranks and what it keeps: levers that take a model from outside.
+
+apply.py calls them in the one order that composes.
+"""

@@ -1,10 +1,10 @@
-"""Parallelism and memory levers, applied from outside to a model that knows of none: each is a
-function taking the model.
+"""Parallelism and memory levers, applied from outside to a model that knows none of them.
 
-The order is fixed: compile -> context parallelism -> parts -> checkpointing -> FSDP2, from the
-inside out. Imports model.py, longhaul.parallel.apply.checkpointing, longhaul.parallel.context and
-longhaul.parallel.share_rows of ours.
+Each lever is a function that takes the model. The order is fixed, from the inside out: compile,
+context parallelism, head groups and tiles, checkpointing, FSDP2.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,11 +12,17 @@ from longhaul.parallel import checkpointing, context, tiling
 from longhaul.parallel.share_rows import RowSharing
 from model import Decoder
 
+if TYPE_CHECKING:  # importing it takes time that a single process can do without
+    from torch.distributed.device_mesh import DeviceMesh
 
-def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
-    """Every lever that `cfg` (TrainConfig) asks for, in the one order that composes; the model may
-    be on meta.
-    """
+
+def apply(
+    model: Decoder,
+    cfg,
+    mesh: "DeviceMesh | None",
+    context_mesh: "DeviceMesh | None" = None,
+) -> Decoder:
+    """Every lever that `cfg` (TrainConfig) asks for. The model may be on meta."""
     if cfg.compile:
         compile_layers(model)
     if context_mesh is not None:
@@ -26,51 +32,45 @@ def apply(model: Decoder, cfg, mesh, context_mesh=None) -> Decoder:
     if cfg.tiles > 1:
         tiling.tile_mlp(model, cfg.tiles)
     if cfg.gradient_checkpointing != "none":
-        checkpointing.checkpoint_layers(
-            model, cfg.gradient_checkpointing == "selective", cfg.offload_activations
-        )
+        selective = cfg.gradient_checkpointing == "selective"
+        checkpointing.checkpoint_layers(model, selective, cfg.offload_activations)
     if mesh is not None:
         shard(model, mesh, model.config.dtype)
     return model
 
 
-def compile_layers(model: Decoder):
+def compile_layers(model: Decoder) -> None:
     """torch.compile each layer's forward; parameter names stay as they are.
 
-    Before checkpointing: dynamo does not enter `checkpoint`, and traced inside it could not leave
-    the graph for eager attention. Attention over packed documents stays eager, standard or sparse:
-    every batch has other lengths, and each would be compiled anew.
+    Before checkpointing, because dynamo does not enter `checkpoint`, and traced inside it could not
+    leave the graph for eager attention. Attention over packed documents stays eager: each batch has
+    other lengths and would be compiled anew.
     """
     for layer in model.layers:
         layer.attention.packed = torch.compiler.disable(layer.attention.packed)
         layer.forward = torch.compile(layer.forward)
 
 
-def share_rows(model: Decoder, mesh, mode: str, compiled: bool):
-    """The ranks of the mesh's dimension "cp" are given the same rows and work on a part of their
-    tokens each.
-    """
-    group = mesh["cp"]
-    RowSharing(context.Shard(mode, group.get_local_rank(), group.size(), group.get_group())).around(
-        model, compiled
-    )
+def share_rows(model: Decoder, mesh: "DeviceMesh", mode: str, compiled: bool) -> None:
+    """Ranks of the mesh's dimension "cp" get the same rows and work on a part of their tokens."""
+    ranks = mesh["cp"]
+    shard = context.Shard(mode, ranks.get_local_rank(), ranks.size(), ranks.get_group())
+    RowSharing(shard).wrap(model, compiled)
 
 
-def reshard(model: Decoder):
-    """Give back the root group's whole parameters, which FSDP2 keeps after a forward without a
-    backward (validation, sampling).
+def reshard(model: Decoder) -> None:
+    """Free the root group's whole parameters.
+
+    FSDP2 keeps them after a forward without a backward (validation, sampling).
     """
     if hasattr(model, "reshard"):
         model.reshard()
 
 
-def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
-    """FSDP2: shards of fp32 parameters, gathered layer by layer in the compute dtype, gradients
-    reduced in fp32.
+def shard(model: Decoder, mesh: "DeviceMesh", compute_dtype: torch.dtype) -> None:
+    """FSDP2: fp32 shards of the parameters, gathered layer by layer in the compute dtype.
 
-    Embedding, final norm and head stay together in the root group: a tied weight in two groups is
-    an error on torch 2.13 and silently untied on 2.11. Inputs are not cast: rotary angles are fp32
-    whatever the compute dtype. A two-dimensional mesh ("replicate", "shard") is HSDP.
+    Gradients are reduced in fp32. A two-dimensional mesh ("replicate", "shard") is HSDP.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -78,12 +78,16 @@ def shard(model: Decoder, mesh, compute_dtype: torch.dtype):
         register_fsdp_forward_method,
     )
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    if compute_dtype == torch.float32:
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    # Inputs are not cast, because rotary angles are fp32 whatever the compute dtype.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if compute_dtype != torch.float32:
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # Embedding, final norm and head stay together in the root group: a tied weight in two groups is
+    # an error on torch 2.13 and is silently untied on 2.11.
     fully_shard(model, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(model, "hidden")  # a prompt's hidden states need no logits

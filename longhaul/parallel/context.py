@@ -1,23 +1,21 @@
-"""Context parallelism: the ranks of a group share the tokens of each row, and meet in attention
-alone.
+"""Context parallelism: ranks share the tokens of each row and exchange data only in attention.
 
-ulysses    A rank holds a contiguous span. Before attention an all-to-all hands every rank whole rows of some heads, after it
-           another one hands the tokens back (Jacobs et al. 2023). Heads are independent: any
-           attention runs in between.
-gather_kv  A rank holds two chunks, one from each end of the row (zig-zag: equal causal work for all). Keys and values are gathered,
-           queries stay (Grattafiori et al. 2024, 3.3.2); the backward gathers again and
-           reduce-scatters their gradients in fp32.
+ulysses    A rank holds one contiguous span of each row. Before attention an all-to-all gives every
+           rank whole rows of some heads, and after it another gives the tokens back (Jacobs et al.
+           2023). Heads are independent, so any attention can run in between.
+gather_kv  A rank holds two chunks of each row, one from each end, so that all have equal causal
+           work. Keys and values are gathered, queries stay (Grattafiori et al. 2024, 3.3.2). The
+           backward gathers again and reduce-scatters their gradients in fp32.
 
-Imports torch alone; parallel.py puts it around a model. Letters: P ranks that share a row, B batch,
-T tokens of whole rows,
-t = T/P tokens of a rank, H query heads, G KV heads, K head dimension, n queries and S keys of one
-piece.
+share_rows.py wraps a model in it. Letters: P ranks that share a row, B batch, T tokens of whole
+rows, t = T/P tokens of a rank, H query heads, G KV heads, K head dimension, n queries and S keys of
+one span.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +25,22 @@ from model import ATTENTIONS, platform
 MODES = ("auto", "ulysses", "gather_kv")
 
 
-# ------------------------------------------------------------------------------- which way, and why
+# ---- which mode, and why
 
 
 class Choice(NamedTuple):
-    """A mode of MODES but auto, and the reason for the screen."""
+    """One of MODES other than auto, and the reason as it is printed."""
 
     mode: str
     why: str
 
 
 def bytes_moved(mode: str, heads: int, kv_heads: int, ranks: int, element: int) -> float:
-    """Bytes that a rank receives for each of its tokens, per layer and head dimension, in a forward
-    and a backward.
+    """Bytes that a rank receives in a forward and a backward, per token, layer and head dimension.
 
-    ulysses: q, k, v there and o back, and their gradients the other way, of which 1/P stays.
-    gather_kv: k and v of all others
-    twice, and the fp32 sums of their gradients.
+    ulysses: q, k and v on the way there, o on the way back, and their gradients the other way, all
+    but the 1/P that stays. gather_kv: twice the k and v of all other ranks, and the fp32 sums of
+    their gradients.
     """
     if mode == "ulysses":
         return 4 * (heads + kv_heads) * element * (ranks - 1) / ranks
@@ -51,31 +48,37 @@ def bytes_moved(mode: str, heads: int, kv_heads: int, ranks: int, element: int) 
 
 
 def choose(
-    asked: str, attention: str, heads: int, kv_heads: int, tokens: int, ranks: int, element: int
+    asked: str,
+    attention: str,
+    heads: int,
+    kv_heads: int,
+    tokens: int,
+    ranks: int,
+    element: int,
 ) -> Choice:
-    """How `ranks` ranks share a row of `tokens` tokens; ValueError where they cannot, naming what
-    would work.
+    """How `ranks` ranks share a row of `tokens` tokens.
+
+    ValueError if they cannot, with the numbers of ranks that can.
     """
-    refusals = {mode: refusal(mode, attention, kv_heads, tokens, ranks) for mode in MODES[1:]}
-    possible = [mode for mode in refusals if not refusals[mode] and asked in ("auto", mode)]
+    refusals = {mode: refusal(mode, attention, kv_heads, tokens, ranks) for mode in _modes(asked)}
+    possible = [mode for mode, reason in refusals.items() if not reason]
     if not possible:
         sizes = allowed_sizes(asked, attention, kv_heads, tokens, ranks)
-        reasons = "; ".join(
-            reason for mode, reason in refusals.items() if reason and asked in ("auto", mode)
-        )
+        otherwise = ", or --context_parallel_mode auto" if asked != "auto" else ""
         raise ValueError(
-            f"--context_parallel_size {ranks} with --context_parallel_mode {asked}: {reasons}: choose "
-            f"--context_parallel_size from {sizes}"
-            + (", or --context_parallel_mode auto" if asked != "auto" else "")
+            f"--context_parallel_size {ranks} with --context_parallel_mode {asked}: "
+            f"{'; '.join(refusals.values())}: choose --context_parallel_size from "
+            f"{sizes}{otherwise}"
         )
+
     if asked != "auto":
         return Choice(asked, "as asked")
     if len(possible) == 1:
-        other = next(mode for mode in refusals if mode not in possible)
+        (other,) = refusals.keys() - possible
         return Choice(possible[0], f"not {other}: {refusals[other]}")
+
     moved = {mode: bytes_moved(mode, heads, kv_heads, ranks, element) for mode in possible}
-    best = min(moved, key=moved.get)
-    other = next(mode for mode in moved if mode != best)
+    best, other = sorted(moved, key=moved.get)
     return Choice(best, f"it moves {moved[best] / moved[other]:.2f} of the bytes of {other}")
 
 
@@ -83,28 +86,38 @@ def refusal(mode: str, attention: str, kv_heads: int, tokens: int, ranks: int) -
     """Why `mode` cannot run, or an empty string."""
     reason = ATTENTIONS[attention].refused_exchanges.get(mode)
     if reason:
-        return f"{mode} does not reach {attention} attention, {reason}"
+        return f"{mode} cannot serve {attention} attention, {reason}"
     if mode == "ulysses" and kv_heads % ranks:
-        return f"ulysses gives each rank whole KV heads, and {kv_heads} do not divide over {ranks} ranks"
-    parts = ranks * (2 if mode == "gather_kv" else 1)
-    return (
-        f"{mode} cuts a row into {parts} equal parts, and --context_length {tokens} does not divide by {parts}"
-        if tokens % parts
-        else ""
-    )
+        return (
+            f"ulysses gives each rank whole KV heads, and {kv_heads} do not divide over {ranks} "
+            "ranks"
+        )
+
+    parts = 2 * ranks if mode == "gather_kv" else ranks
+    if tokens % parts:
+        return (
+            f"{mode} cuts a row into {parts} equal parts, and --context_length {tokens} does not "
+            f"divide by {parts}"
+        )
+    return ""
 
 
 def allowed_sizes(asked: str, attention: str, kv_heads: int, tokens: int, most: int) -> list[int]:
-    """Sizes of a group up to `most` that `choose` accepts."""
-    modes = [mode for mode in MODES[1:] if asked in ("auto", mode)]
-    return [1] + [
-        ranks
-        for ranks in range(2, most + 1)
-        if any(not refusal(mode, attention, kv_heads, tokens, ranks) for mode in modes)
-    ]
+    """Numbers of ranks up to `most` that `choose` accepts."""
+    sizes = [1]
+    for ranks in range(2, most + 1):
+        refusals = [refusal(mode, attention, kv_heads, tokens, ranks) for mode in _modes(asked)]
+        if "" in refusals:
+            sizes.append(ranks)
+    return sizes
 
 
-# ---------------------------------------------------------------------------------- a rank's tokens
+def _modes(asked: str) -> list[str]:
+    """The modes that are open to choice."""
+    return [mode for mode in MODES if mode != "auto" and asked in ("auto", mode)]
+
+
+# ---- a rank's tokens
 
 
 @dataclass(frozen=True)
@@ -114,25 +127,24 @@ class Shard:
     mode: str
     rank: int = 0
     ranks: int = 1
-    group: object = None  # the process group of the ranks that share a row
+    group: Any = None  # the process group of the ranks that share a row
 
     def spans(self, tokens: int) -> list[slice]:
         """The spans of a row of `tokens` tokens that this rank holds, in order."""
         if self.mode == "ulysses":
             size = tokens // self.ranks
             return [slice(self.rank * size, (self.rank + 1) * size)]
+
         size = tokens // (2 * self.ranks)
-        return [
-            slice(chunk * size, (chunk + 1) * size)
-            for chunk in (self.rank, 2 * self.ranks - 1 - self.rank)
-        ]
+        chunks = (self.rank, 2 * self.ranks - 1 - self.rank)
+        return [slice(chunk * size, (chunk + 1) * size) for chunk in chunks]
 
     def cut(self, x_BT: Tensor) -> Tensor:
         """This rank's tokens [B, t] of whole rows."""
         return torch.cat([x_BT[:, span] for span in self.spans(x_BT.shape[1])], dim=1)
 
 
-# ------------------------------------------------------------------------------------------ ulysses
+# ---- ulysses
 
 
 def to_heads(x_BtHK: Tensor, shard: Shard) -> Tensor:
@@ -141,23 +153,25 @@ def to_heads(x_BtHK: Tensor, shard: Shard) -> Tensor:
 
 
 def to_tokens(x_BThK: Tensor, shard: Shard) -> Tensor:
-    """The way back of `to_heads`."""
+    """The inverse of `to_heads`."""
     return _Exchange.apply(x_BThK, shard, _tokens_from_heads, _heads_from_tokens)
 
 
 class _Exchange(torch.autograd.Function):
-    """there(x, shard), a permutation of elements over the ranks: its adjoint is its inverse,
-    back(dy, shard).
+    """y = exchange(x, shard), which permutes elements over the ranks.
+
+    The gradient of a permutation is its inverse.
     """
 
     @staticmethod
-    def forward(ctx, x, shard, there, back):
-        ctx.shard, ctx.back = shard, back
-        return there(x, shard)
+    def forward(ctx, x: Tensor, shard: Shard, exchange: Callable, inverse: Callable):
+        ctx.shard = shard
+        ctx.inverse = inverse
+        return exchange(x, shard)
 
     @staticmethod
-    def backward(ctx, dy):
-        return ctx.back(dy, ctx.shard), None, None, None
+    def backward(ctx, dy: Tensor):
+        return ctx.inverse(dy, ctx.shard), None, None, None
 
 
 def _heads_from_tokens(x_BtHK: Tensor, shard: Shard) -> Tensor:
@@ -171,101 +185,115 @@ def _tokens_from_heads(x_BThK: Tensor, shard: Shard) -> Tensor:
 
 
 def _all_to_all(sent_P: Tensor, shard: Shard) -> Tensor:
-    """Part p of every rank goes to rank p. Both ends contiguous: into strided memory gloo writes
-    wrong values, silently.
-    """
+    """Part p of every rank goes to rank p."""
+    # Both ends are contiguous: into strided memory gloo writes wrong values without an error.
     sent_P = sent_P.contiguous()
     received_P = torch.empty_like(sent_P)
     torch.distributed.all_to_all_single(received_P, sent_P, group=shard.group)
     return received_P
 
 
-# ---------------------------------------------------------------------------------------- gather_kv
+# ---- gather_kv
 
 
 class Piece(NamedTuple):
-    """A run of one document's tokens among this rank's: they see the keys `past` whole, and of
-    `own` those up to themselves.
+    """A run of one document's tokens within one chunk of this rank.
+
+    Its queries see all of the keys in `past`, and those in `own` up to themselves.
     """
 
     rows: slice
     queries: slice  # among this rank's tokens
     past: slice  # in the whole row
-    own: slice
+    own: slice  # in the whole row
 
 
 def pieces(cu_seqlens: Tensor, shape: tuple[int, int], shard: Shard) -> list[Piece]:
-    """The pieces of this rank in rows of `shape` = (B, T) tokens with documents cu_seqlens over
-    B*T; each row starts one.
+    """This rank's pieces of rows of `shape` = (B, T) tokens.
+
+    cu_seqlens: boundaries of documents over the B*T tokens; each row begins a document.
     """
     B, T = shape
+    spans = shard.spans(T)
     if len(cu_seqlens) == B + 1:  # every row is one document
-        return list(_pieces_of_row(slice(None), [(0, T)], shard.spans(T)))
-    rows, ends = [[] for _ in range(B)], cu_seqlens.tolist()
-    for start, end in zip(ends, ends[1:]):
-        rows[start // T].append((start % T, end - start // T * T))
-    return [
-        piece
-        for row, documents in enumerate(rows)
-        for piece in _pieces_of_row(slice(row, row + 1), documents, shard.spans(T))
-    ]
+        return list(_pieces_of_row(slice(None), [(0, T)], spans))
+
+    found = []
+    for row, documents in enumerate(_documents_of_rows(cu_seqlens, B, T)):
+        found += _pieces_of_row(slice(row, row + 1), documents, spans)
+    return found
+
+
+def _documents_of_rows(cu_seqlens: Tensor, B: int, T: int) -> list[list[tuple[int, int]]]:
+    """For each row, where its documents begin and end in it."""
+    documents = [[] for _ in range(B)]
+    ends = cu_seqlens.tolist()
+    for start, end in zip(ends[:-1], ends[1:], strict=True):
+        row = start // T
+        documents[row].append((start - row * T, end - row * T))
+    return documents
 
 
 def _pieces_of_row(
     rows: slice, documents: list[tuple[int, int]], spans: list[slice]
 ) -> Iterator[Piece]:
-    here = 0
+    before = 0  # this rank's tokens in earlier spans
     for span in spans:
         for start, end in documents:
-            first, last = max(start, span.start), min(end, span.stop)
+            first = max(start, span.start)
+            last = min(end, span.stop)
             if first < last:
-                queries = slice(here + first - span.start, here + last - span.start)
-                yield Piece(rows, queries, slice(start, first), slice(first, last))
-        here += span.stop - span.start
+                queries = slice(before + first - span.start, before + last - span.start)
+                yield Piece(rows, queries, past=slice(start, first), own=slice(first, last))
+        before += span.stop - span.start
 
 
 def gathered_attention(
     q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts: list[Piece]
 ) -> Tensor:
-    """Causal attention of this rank's queries over the keys of all ranks; saves nothing of a whole
-    row.
+    """Causal attention of this rank's queries over the keys of all ranks.
+
+    It saves nothing of the size of a whole row.
     """
     return _GatheredAttention.apply(q_BtHK, k_BtGK, v_BtGK, shard, parts)
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """o and its log-sum-exp, piece by piece. With the merged log-sum-exp each part's backward gives
-    its exact share.
+    """o and its log-sum-exp, piece by piece.
+
+    Given the log-sum-exp over all keys of a query, the backward over some of the keys gives exactly
+    their share of the gradients.
     """
 
     @staticmethod
-    def forward(ctx, q_BtHK, k_BtGK, v_BtGK, shard, parts):
-        q_BtHK = (
-            q_BtHK.contiguous()
-        )  # the operators below take heads of consecutive elements for granted
+    def forward(ctx, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts):
+        q_BtHK = q_BtHK.contiguous()  # the kernels expect a head's elements next to each other
         k_BTGK, v_BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), shard)
-        o_BtHK, lse_BHt = (
-            torch.empty_like(q_BtHK),
-            q_BtHK.new_empty((len(q_BtHK), *q_BtHK.shape[2:0:-1]), dtype=torch.float32),
-        )
+
+        B, t, H, _ = q_BtHK.shape
+        o_BtHK = torch.empty_like(q_BtHK)
+        lse_BHt = q_BtHK.new_empty((B, H, t), dtype=torch.float32)
         for rows, queries, past, own in parts:
-            o, lse = _over_past_and_own(
+            o_BnHK, lse_BHn = _over_past_and_own(
                 q_BtHK[rows, queries], k_BTGK[rows], v_BTGK[rows], past, own
             )
-            o_BtHK[rows, queries], lse_BHt[rows, :, queries] = o, lse
+            o_BtHK[rows, queries] = o_BnHK
+            lse_BHt[rows, :, queries] = lse_BHn
+
         ctx.save_for_backward(q_BtHK, k_BtGK, v_BtGK, o_BtHK, lse_BHt)
-        ctx.shard, ctx.parts = shard, parts
+        ctx.shard = shard
+        ctx.parts = parts
         return o_BtHK
 
     @staticmethod
-    def backward(ctx, grad_BtHK):
+    def backward(ctx, grad_BtHK: Tensor):
         q_BtHK, k_BtGK, v_BtGK, o_BtHK, lse_BHt = ctx.saved_tensors
         grad_BtHK = grad_BtHK.contiguous()
         kv_2BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), ctx.shard)
-        dq_BtHK, dkv_2BTGK = (
-            torch.empty_like(q_BtHK),
-            torch.zeros_like(kv_2BTGK, dtype=torch.float32),
-        )  # fp32: sums over ranks
+        dq_BtHK = torch.empty_like(q_BtHK)
+        # fp32, because every rank adds to these sums.
+        dkv_2BTGK = torch.zeros_like(kv_2BTGK, dtype=torch.float32)
+
         for rows, queries, past, own in ctx.parts:
             saved = (
                 grad_BtHK[rows, queries],
@@ -273,38 +301,46 @@ class _GatheredAttention(torch.autograd.Function):
                 o_BtHK[rows, queries],
                 lse_BHt[rows, :, queries],
             )
-            dq = 0
+            dq_BnHK = 0
             for keys, causal in ((past, False), (own, True)):
                 if keys.start < keys.stop:
-                    part, *dkv = _flash_backward(*saved, *kv_2BTGK[:, rows, keys], causal)
-                    dq = dq + part.float()
-                    for total, own_share in zip(dkv_2BTGK, dkv):
-                        total[rows, keys] += own_share
-            dq_BtHK[rows, queries] = dq.to(q_BtHK.dtype)
+                    kv_2BSGK = kv_2BTGK[:, rows, keys]
+                    part_BnHK, *dkv = _flash_backward(*saved, *kv_2BSGK, causal)
+                    dq_BnHK = dq_BnHK + part_BnHK.float()
+                    for total_BTGK, share_BSGK in zip(dkv_2BTGK, dkv, strict=True):
+                        total_BTGK[rows, keys] += share_BSGK
+            dq_BtHK[rows, queries] = dq_BnHK.to(q_BtHK.dtype)
+
         del kv_2BTGK
         dk_BtGK, dv_BtGK = _scatter_sums(dkv_2BTGK, ctx.shard).to(k_BtGK.dtype)
         return dq_BtHK, dk_BtGK, dv_BtGK, None, None
 
 
-def _over_past_and_own(q_BnHK, k_BTGK, v_BTGK, past: slice, own: slice) -> tuple[Tensor, Tensor]:
-    """(o [B, n, H, K], log-sum-exp [B, H, n]) of causal attention over `own` keys merged with plain
-    attention over `past` ones.
+def _over_past_and_own(
+    q_BnHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, past: slice, own: slice
+) -> tuple[Tensor, Tensor]:
+    """(o [B, n, H, K], log-sum-exp [B, H, n]) of a piece's queries.
+
+    Causal attention over the keys in `own`, merged with full attention over those in `past`: the
+    two outputs are averaged with their shares of the sum of exponentials.
     """
-    o, lse = _flash(q_BnHK, k_BTGK[:, own], v_BTGK[:, own], causal=True)
+    o_BnHK, lse_BHn = _flash(q_BnHK, k_BTGK[:, own], v_BTGK[:, own], causal=True)
     if past.start == past.stop:
-        return o, lse
+        return o_BnHK, lse_BHn
+
     o_past, lse_past = _flash(q_BnHK, k_BTGK[:, past], v_BTGK[:, past], causal=False)
-    total = torch.logaddexp(lse, lse_past)
+    total = torch.logaddexp(lse_BHn, lse_past)
     share = (lse_past - total).exp().transpose(1, 2)[..., None]
-    return torch.lerp(o.float(), o_past.float(), share).to(o.dtype), total
+    return torch.lerp(o_BnHK.float(), o_past.float(), share).to(o_BnHK.dtype), total
 
 
 def _gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
     """[2, B, T, G, K] in the order of the row, from every rank's two chunks."""
     all_P2BtGK = x_2BtGK.new_empty((shard.ranks, *x_2BtGK.shape))
-    _collective("all_gather_single", "all_gather_into_tensor")(
-        all_P2BtGK.flatten(0, 1), x_2BtGK.contiguous(), group=shard.group
-    )
+    all_gather = _collective("all_gather_single", "all_gather_into_tensor")
+    all_gather(all_P2BtGK.flatten(0, 1), x_2BtGK.contiguous(), group=shard.group)
+
+    # Chunk p of the row is rank p's first; from the end of the row, it is rank p's last.
     first_P, last_P = all_P2BtGK.chunk(2, dim=3)
     return torch.cat([*first_P, *reversed(last_P.unbind(0))], dim=2)
 
@@ -315,28 +351,26 @@ def _scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
     sum_2BtGK = x_2BTGK.new_empty((2, B, T // shard.ranks, G, K))
     sent_P2BtGK = sum_2BtGK.new_empty((shard.ranks, *sum_2BtGK.shape))
     for rank, part_2BtGK in enumerate(sent_P2BtGK):
-        torch.cat(
-            [x_2BTGK[:, :, span] for span in dataclasses.replace(shard, rank=rank).spans(T)],
-            dim=2,
-            out=part_2BtGK,
-        )
-    _collective("reduce_scatter_single", "reduce_scatter_tensor")(
-        sum_2BtGK, sent_P2BtGK.flatten(0, 1), group=shard.group
-    )
+        spans = dataclasses.replace(shard, rank=rank).spans(T)
+        torch.cat([x_2BTGK[:, :, span] for span in spans], dim=2, out=part_2BtGK)
+
+    reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+    reduce_scatter(sum_2BtGK, sent_P2BtGK.flatten(0, 1), group=shard.group)
     return sum_2BtGK
 
 
-def _collective(name: str, before: str):
-    """torch.distributed.<name>, under the name that it had before torch 2.13."""
+def _collective(name: str, before: str) -> Callable:
+    """torch.distributed.<name>, or the name that it had before torch 2.13."""
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
 
 
-# The public attention returns no log-sum-exp. These operators do, and are what it runs on each
-# device.
+# ---- the kernels of attention
+
+# torch's public attention returns no log-sum-exp. These operators do; it runs on them itself.
 
 
 def _flash(q_BnHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(o [B, n, H, K], log-sum-exp [B, H, n] in fp32), memory-linear."""
+    """(o [B, n, H, K], log-sum-exp [B, H, n] in fp32), with memory linear in n and S."""
     q, k, v = (x.transpose(1, 2) for x in (q_BnHK, k_BSGK, v_BSGK))
     if platform().device(q).type == "cuda":
         o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
@@ -346,34 +380,44 @@ def _flash(q_BnHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool) -> tupl
 
 
 def _flash_backward(
-    grad_BnHK, q_BnHK, o_BnHK, lse_BHn, k_BSGK, v_BSGK, causal: bool
+    grad_BnHK: Tensor,
+    q_BnHK: Tensor,
+    o_BnHK: Tensor,
+    lse_BHn: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) that these keys contribute to queries whose output over all their keys is (o,
-    log-sum-exp).
-    """
+    """(dq, dk, dv) from these keys, for queries whose output over all their keys is (o, lse)."""
     grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BnHK, q_BnHK, k_BSGK, v_BSGK, o_BnHK))
     if platform().device(q).type == "cuda":
-        seed, offset = (
-            torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ())
-        )  # of dropout, which is 0
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            o,
-            lse_BHn.contiguous(),
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            seed,
-            offset,
-        )
+        grads = _flash_backward_cuda(grad, q, k, v, o, lse_BHn, causal)
     else:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, o, lse_BHn, 0.0, causal
         )
     return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _flash_backward_cuda(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The state of the random numbers of dropout, of which there is none.
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        o,
+        lse.contiguous(),
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=causal,
+        philox_seed=seed,
+        philox_offset=offset,
+    )

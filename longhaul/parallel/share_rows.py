@@ -1,15 +1,16 @@
-"""Context parallelism around a model that knows of none: whole rows come in, each rank works on its
-tokens.
+"""Context parallelism around a model that does not know it: every rank of a group gets the same
+whole rows and works on its own tokens of them.
 
-Three seams are wrapped from outside. The decoder's forward cuts tokens, labels and positions; the
-layers are told of the whole rows in the place where they expect documents; attention's core
-exchanges (longhaul.parallel.context). Without labels, as in sampling, every rank works on all
-tokens. Imports model.py and longhaul.parallel.context of ours. Letters as in
-longhaul.parallel.context.
+Three methods are wrapped from outside. The decoder's forward cuts tokens, labels and positions; the
+layers get a description of the whole rows as their documents; attention exchanges data between the
+ranks (context.py, which explains the letters). Without labels, as in sampling, every rank works on
+all tokens.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,93 +23,104 @@ from model import IGNORE, Decoder, attention_kind, document_boundaries, document
 class WholeRows:
     """What attention must know of the rows of a micro-batch; made once, for all layers."""
 
-    documents: object  # the documents of the whole rows, as the attention kind wants them
-    pieces: list | None = None  # gather_kv: this rank's queries and the keys they see
+    documents: Any  # the documents of the whole rows, as the attention kind wants them
+    pieces: list[context.Piece] | None = None  # gather_kv: this rank's, with the keys they see
 
 
 class RowSharing:
-    """The wrapping of one model; `rows` is set while its forward runs on shared rows."""
+    """Context parallelism of one model; `rows` is set while its forward runs on shared rows."""
 
     def __init__(self, shard: context.Shard):
-        self.shard, self.rows = shard, None
+        self.shard = shard
+        self.rows: WholeRows | None = None
 
-    def around(self, model: Decoder, compiled: bool):
-        """Wrap the model in place. The exchange is no part of a compiled layer: it breaks the graph
-        as packed attention does.
+    def wrap(self, model: Decoder, compiled: bool) -> None:
+        """Replace methods of the model. `compiled`: whether its layers are compiled.
+
+        The exchange stays out of a compiled layer, because it breaks the graph as attention over
+        packed documents does.
         """
-        eager = (
-            torch.compiler.disable if compiled else lambda function: function
-        )  # without a reason dynamo's import takes 1.2 s
         for layer in model.layers:
-            attention = layer.attention
-            attention.attend = eager(functools.partial(self.attend, attention.attend))
-            layer.register_forward_pre_hook(self.tell)
+            attend = functools.partial(self.attend, layer.attention.attend)
+            if compiled:  # not otherwise: the import of dynamo takes 1.2 s
+                attend = torch.compiler.disable(attend)
+            layer.attention.attend = attend
+            layer.register_forward_pre_hook(self.pass_rows)
         model.forward = functools.partial(self.forward, model, model.forward)
 
-    def tell(self, _layer, args):
-        """Whole rows instead of the documents of the tokens here; as an argument, so that a
-        recomputation sees the same.
+    def pass_rows(self, _layer: torch.nn.Module, args: tuple) -> tuple:
+        """Give the layer the whole rows instead of the documents of this rank's tokens.
+
+        They are an argument, so that a recomputation in the backward sees the same.
         """
-        x_BTD, rope, documents, *cache = args
-        return x_BTD, rope, documents if self.rows is None else self.rows, *cache
+        if self.rows is None:
+            return args
+        x_BTD, rope, _documents, *cache = args
+        return x_BTD, rope, self.rows, *cache
 
     # ---- the decoder
 
     def forward(
         self,
-        model,
-        forward,
-        tokens_BT,
-        labels_BT=None,
-        positions=None,
-        doc_ids=None,
-        cache=None,
-        num_valid=None,
-    ):
+        model: Decoder,
+        forward: Callable[..., Tensor],
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        positions: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        cache: Any = None,
+        num_valid: Tensor | float | None = None,
+    ) -> Tensor:
         """This rank's share of the loss of whole rows: the shares of the group add up to it."""
         if labels_BT is None:
             return forward(tokens_BT, positions=positions, doc_ids=doc_ids, cache=cache)
-        shape, device = tokens_BT.shape, tokens_BT.device
+
+        shape = tokens_BT.shape
         if num_valid is None:
             num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
-        ends = (
-            torch.arange(shape[0] + 1) * shape[1]
-            if doc_ids is None
-            else document_boundaries(doc_ids)
-        )
+        cu_seqlens = _boundaries(doc_ids, shape)
         if positions is None:
-            positions = document_positions(ends, shape)
-        positions = positions.expand(shape).to(device, non_blocking=True)
-        self.rows = self.describe(model, ends, shape, positions)
+            positions = document_positions(cu_seqlens, shape)
+        positions_BT = positions.expand(shape).to(tokens_BT.device, non_blocking=True)
+
+        self.rows = self.describe(model, cu_seqlens, shape, positions_BT)
         try:
-            return forward(
-                *map(self.shard.cut, (tokens_BT, labels_BT, positions)), num_valid=num_valid
-            )
+            own = [self.shard.cut(x_BT) for x_BT in (tokens_BT, labels_BT, positions_BT)]
+            return forward(*own, num_valid=num_valid)
         finally:
             self.rows = None
 
     def describe(
         self, model: Decoder, cu_seqlens: Tensor, shape: tuple[int, int], positions_BT: Tensor
     ) -> WholeRows:
-        """WholeRows of documents cu_seqlens over B*T tokens."""
+        """The rows of documents cu_seqlens over B*T tokens."""
         kind = attention_kind(model.config)
         documents = kind.whole_rows(model.config, cu_seqlens, positions_BT, model.rotary)
-        gathered = self.shard.mode == "gather_kv"
-        return WholeRows(
-            documents, context.pieces(cu_seqlens, shape, self.shard) if gathered else None
-        )
+        if self.shard.mode != "gather_kv":
+            return WholeRows(documents)
+        return WholeRows(documents, context.pieces(cu_seqlens, shape, self.shard))
 
     # ---- attention
 
-    def attend(self, attend, inputs, rope, documents):
-        """Attention.attend over whole rows. All that a head reads travels with it."""
+    def attend(
+        self, attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], rope, documents
+    ) -> Tensor:
+        """Attention.attend over whole rows. Everything that a head reads travels with it."""
         if not isinstance(documents, WholeRows):
             return attend(inputs, rope, documents)
         if self.shard.mode == "gather_kv":
             return context.gathered_attention(*inputs, self.shard, documents.pieces)
 
-        # the branches of NSA may share their keys and values: each tensor travels once
+        # The branches of NSA may share their keys and values: each tensor travels once.
         sent = {id(x): x for x in inputs}
         whole = {key: context.to_heads(x, self.shard) for key, x in sent.items()}
         o_BThK = attend([whole[id(x)] for x in inputs], rope, documents.documents)
         return context.to_tokens(o_BThK, self.shard)
+
+
+def _boundaries(doc_ids: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """Boundaries of the documents over B*T tokens; without ids every row is one document."""
+    if doc_ids is not None:
+        return document_boundaries(doc_ids)
+    B, T = shape
+    return torch.arange(B + 1) * T

@@ -18,8 +18,8 @@ from longhaul.config import TrainConfig
 from longhaul.memory import advise, page, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
+from longhaul.memory.deep import profile
 from longhaul.memory.device import Demand, card
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.plan import host_available_bytes
 from model import GIB, ModelConfig
 

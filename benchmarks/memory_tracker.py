@@ -18,7 +18,7 @@ from benchmarks.clock import seconds
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory.extrapolate import profile
+from longhaul.memory.deep import profile
 from longhaul.memory.platforms import predicting
 from longhaul.memory.simulate import fake_batch
 from longhaul.memory.tracker import Tracker

@@ -576,7 +576,7 @@ class Statistics:
 
 def test_each_stage_of_a_gpu_has_the_peak_that_the_allocator_saw_in_it(monkeypatch):
     allocator = Statistics().install(monkeypatch)
-    peaks = reconcile.StagePeaks(CUDA)
+    peaks = reconcile.CudaPeaks(CUDA)
     for stage, sizes in (
         ("start", [5]),
         ("layer forward", [9, 7]),

@@ -8,9 +8,9 @@ import torch
 from longhaul.config import TrainConfig
 from longhaul.memory import fit, solve
 from longhaul.memory import plan as planner
+from longhaul.memory.deep import profile
 from longhaul.memory.device import Demand
 from longhaul.memory.estimate import estimate
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import GIB
@@ -51,7 +51,7 @@ def test_leaving_alike_parts_out_of_the_simulation_changes_no_peak_and_no_reserv
     cfg = TrainConfig(
         model_size="tiny", context_length=2048, gradient_checkpointing="full", **changes
     )
-    few, every = (simulate(cfg, every_part=whole) for whole in (False, True))
+    few, every = (simulate(cfg, every_tile=whole) for whole in (False, True))
     assert len(few.storages) < len(every.storages) and few.peak_by_stage() == every.peak_by_stage()
     assert Demand.of(few, 1).least_bytes == Demand.of(every, 1).least_bytes
 

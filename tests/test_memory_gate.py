@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from longhaul.config import TrainConfig
-from longhaul.memory.extrapolate import profile
+from longhaul.memory.deep import profile
 from longhaul.memory.report import top_tensors
 from tests.tiers import few_fast
 

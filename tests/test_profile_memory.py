@@ -14,8 +14,8 @@ import pytest
 import profile_memory
 from longhaul.config import TrainConfig
 from longhaul.memory import solve
+from longhaul.memory.deep import profile
 from longhaul.memory.device import EXPANDABLE_SEGMENTS
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.fit import Verdict
 from model import GIB
 

@@ -16,10 +16,10 @@ import torch
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.memory.allocator import replay
-from longhaul.memory.extrapolate import profile
+from longhaul.memory.deep import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.report import top_tensors
-from longhaul.memory.simulate import observe, row_batch, simulate
+from longhaul.memory.simulate import row_batch, simulate, trace_real_run
 from model import GIB
 from tests.ranks import run_ranks
 from tests.tiers import few_fast
@@ -81,7 +81,7 @@ def observed_each(world: dist.World, settings: list[dict]) -> list[dict]:
     for changes in settings:
         cfg = TrainConfig(**TINY | changes)
         rows = functools.partial(row_batch, cfg, world.size)
-        peaks.append(observe(cfg, rows, world).peak_by_stage())
+        peaks.append(trace_real_run(cfg, rows, world).peak_by_stage())
     return peaks
 
 
@@ -114,7 +114,7 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
 )
 def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
     cfg = TrainConfig(**TINY | changes)
-    predicted, real = simulate(cfg, target="cpu"), observe(cfg, lambda: row_batch(cfg))
+    predicted, real = simulate(cfg, target="cpu"), trace_real_run(cfg, lambda: row_batch(cfg))
     assert predicted.peak_by_stage() == real.peak_by_stage()
     assert by_category(predicted, predicted.peak()[1]) == by_category(real, real.peak()[1])
 

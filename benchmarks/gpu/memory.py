@@ -16,8 +16,8 @@ from benchmarks.record import Run, Table
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory import history, reconcile
+from longhaul.memory.deep import profile
 from longhaul.memory.device import CUBLAS_WORKSPACES, CUDA_CONTEXT, Demand, waterfall
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.measure import peak_bytes
 from longhaul.memory.simulate import row_batch
 from longhaul.memory.workspace import DECLARED, Workspaces

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import fit
+from longhaul.memory.deep import profile
 from longhaul.memory.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Demand, Placement
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, estimate
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.fit import Lever, Rung, Verdict
 from longhaul.memory.inference import forward_peak
 from longhaul.memory.plan import command

@@ -1,52 +1,62 @@
-"""What the allocator itself records while a function runs. Imports torch alone."""
+"""What the allocator itself records while a function runs."""
+
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak_bytes(function, device: torch.device) -> int:
-    """Peak of the bytes allocated while `function()` runs, above what was there before; what
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    """Peak of the bytes allocated while `function()` runs, above what was allocated before; what
     operators take inside counts.
 
     CUDA: the caching allocator's own peak. CPU: the allocator's events, which the profiler records.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        kept = function()
-        torch.cuda.synchronize(device)
-        del kept
-        return torch.cuda.max_memory_allocated(device) - before
+        return _cuda_peak_bytes(function, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        kept = function()
-    del kept
+        result = function()
+    del result  # not freed before the profiler has stopped
     return peak_of(record)
+
+
+def _cuda_peak_bytes(function: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = function()
+    torch.cuda.synchronize(device)
+    del result  # not freed before the device has finished
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def peak_of(record: profile) -> int:
     """Peak of the bytes that the CPU allocator gave out while the profiler ran, above what was
-    there before.
+    allocated before.
     """
-    events = [
-        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    events = record.profiler.kineto_results.events()
+    allocations = [event for event in events if event.name() == "[memory]"]
+    live = 0
+    peak = 0
+    for event in sorted(allocations, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     return peak
 
 
-def saved_bytes(function) -> int:
+def saved_bytes(function: Callable[[], object]) -> int:
     """Bytes of distinct storages that autograd keeps for the backward of `function()`."""
-    storages = {}
+    sizes = {}
 
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = function()
-    del kept
-    return sum(storages.values())
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        result = function()
+    del result  # no storage is freed, and its address used again, before the function has ended
+    return sum(sizes.values())

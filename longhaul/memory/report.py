@@ -7,9 +7,9 @@ hold it. GiB = 2^30 bytes.
 import dataclasses
 
 from longhaul.config import TrainConfig
+from longhaul.memory.deep import Profile
 from longhaul.memory.device import SIZES, TOTALS, Demand, Placement, waterfall
 from longhaul.memory.estimate import PROCESS_GIB
-from longhaul.memory.extrapolate import Profile
 from longhaul.memory.timeline import alike, of_step, used_categories
 from model import GIB
 

@@ -1,15 +1,14 @@
-"""The memory of one training step, predicted: the real `step.build` and `step.train_step` on fake
-tensors, nothing allocated.
+"""The memory of one training step, predicted: the real `step.build` and `step.train_step` run on
+fake tensors, so nothing is allocated.
 
-Fake tensors are on a fake CPU; where the target is CUDA, the model is told so and takes the same
-paths as there. One rank of an FSDP2 run has a fake process group. Of the parts that a lever runs in
-turn, which are alike, the first two and the last are run. The steady state is the second step: the
-first has no optimizer states. Imports longhaul (activations, config, dist, states, step),
-longhaul.memory (stages, trace, tracker, workspace), data.loader and model.py of ours.
+Fake tensors are on a fake CPU. If the target is CUDA, the model is told so and takes the paths that
+it takes on a GPU. One rank of an FSDP2 run gets a fake process group. The trace is that of the
+second step, which is like all that follow: the first one has no optimizer states.
 """
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -19,16 +18,20 @@ from data.loader import Batch
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.platforms import predicting
-from longhaul.memory.stages import Stages, label
+from longhaul.memory.stages import label, telling
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
+from longhaul.optimizers import local
+
+MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
+CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
-def one_rank_of(ranks: int):
-    """A process group of `ranks` in which this process is rank 0 and nobody else exists; nothing
-    for one rank.
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """A process group of `ranks` in which this process is rank 0 and no other exists; nothing for
+    one rank.
     """
     if ranks == 1:
         yield
@@ -47,90 +50,99 @@ def simulate(
     ranks: int = 1,
     target: str = "cuda",
     layers: int = 0,
-    every_part: bool = False,
+    every_tile: bool = False,
 ) -> Trace:
-    """The trace of the second step of one rank; `layers` replaces the model's number of layers,
-    `every_part` leaves no alike part out.
+    """The trace of the second step of one rank.
+
+    layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
+    identical, instead of the first two and the last one.
     """
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)
     dist.check_replicas(dist.World(size=ranks), cfg.dp_replicate, cfg.context_ranks)
     world = dist.World(0, ranks)
-    with one_rank_of(ranks):
-        mesh, context_mesh = (
-            dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate),
-            dist.context_mesh(world, torch.device("cpu"), cfg.context_ranks),
-        )
-        tracker, skeleton = (
-            Tracker(Workspaces(target), fake=True),
-            step.skeleton(cfg, config, mesh, context_mesh),
-        )
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            predicting(target, tracker, every_part),
-            tracker,
-        ):
+
+    with fake_process_group(ranks):
+        # the mesh and the model on meta are made before fake tensors begin
+        mesh = dist.data_mesh(world, CPU, cfg.dp_replicate)
+        context_mesh = dist.context_mesh(world, CPU, cfg.context_ranks)
+        tracker = Tracker(Workspaces(target), fake=True)
+        skeleton = step.skeleton(cfg, config, mesh, context_mesh)
+
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake_tensors, predicting(target, tracker, every_tile), tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
-            trace = second_step(tracker, state, lambda: fake_batch(cfg, ranks))
+            trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks))
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=config.num_layers)
     return trace
 
 
-def second_step(tracker: Tracker, state, batch) -> Trace:
-    """Run two steps on micro-batches that `batch()` makes, and record the second."""
-    stages = Stages(tracker, state)
-    with stages.installed():
-        step.train_step(state, batch())
-        tracker.begin({})
-        micro = batch()
-        inputs = {
-            tracker.register(value, "input")
-            for part in micro
-            for value in part.values()
-            if value is not None
-        }
-        step.train_step(state, micro)
-    label(tracker.trace, tracker, stages, inputs)
-    return tracker.trace
-
-
-def observe(cfg: TrainConfig, batch, world: dist.World = dist.World()) -> Trace:
-    """The same trace from a real run on this machine's CPU; `batch()` makes one step's
-    micro-batches.
-    """
+def trace_real_run(
+    cfg: TrainConfig, make_batch: MakeBatch, world: dist.World = step.ONE_PROCESS
+) -> Trace:
+    """The same trace from a real run on this machine's CPU."""
     tracker = Tracker(Workspaces("cpu"))
-    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    mesh = dist.data_mesh(world, CPU, cfg.dp_replicate)
     with tracker:
         state = step.build(cfg, cfg.model(), "cpu", world, mesh)
-        trace = second_step(tracker, state, batch)
-    trace.config = dict(
-        vars(cfg), ranks=world.size, target="cpu", layers=state.model.config.num_layers
-    )
+        trace = trace_second_step(tracker, state, make_batch)
+    layers = state.model.config.num_layers
+    trace.config = dict(vars(cfg), ranks=world.size, target="cpu", layers=layers)
     return trace
 
 
-def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[dict]:
-    """One step's micro-batches as the trainer makes them, on the CPU: every row one document, all
-    labels valid.
+def trace_second_step(tracker: Tracker, state: step.TrainState, make_batch: MakeBatch) -> Trace:
+    """Run two steps under the tracker and return the trace of the second."""
+    gradients: set[int] = set()
+
+    def find_gradients(stage: str) -> None:
+        if stage == "gradient norm":
+            found = [p.grad for p in state.model.parameters() if p.grad is not None]
+            gradients.clear()
+            gradients.update(tracker.register(local(grad), "backward") for grad in found)
+
+    state.listeners.append(find_gradients)
+    with telling(tracker, state):
+        step.train_step(state, make_batch())
+
+        tracker.begin({})
+        batch = make_batch()
+        tensors = [value for micro in batch for value in micro.values() if value is not None]
+        inputs = {tracker.register(tensor, "input") for tensor in tensors}
+        step.train_step(state, batch)
+
+    state.listeners.remove(find_gradients)
+    label(tracker.trace, tracker, state, gradients, inputs)
+    return tracker.trace
+
+
+# ---- batches
+
+
+def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[step.MicroBatch]:
+    """One step's micro-batches as the trainer makes them, on the CPU: every row is one document,
+    all labels are valid.
     """
     shape = (cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length)
     rows = Batch(
-        *(np.zeros(shape, dtype=np.int64) for _ in range(3)),
-        np.zeros(shape, dtype=np.int32),
+        tokens=np.zeros(shape, dtype=np.int64),
+        labels=np.zeros(shape, dtype=np.int64),
+        positions=np.zeros(shape, dtype=np.int64),
+        doc_ids=np.zeros(shape, dtype=np.int32),
     )
-    batch = step.micro_batches(rows, cfg.batch_size, torch.device("cpu"))
-    return [
-        micro | dict(doc_ids=None) for micro in batch
-    ]  # None, as one document per row takes the same path
+    batch = step.micro_batches(rows, cfg.batch_size, CPU)
+    # without document ids, a row of one document takes the same path
+    return [micro | {"doc_ids": None} for micro in batch]
 
 
-def fake_batch(cfg: TrainConfig, ranks: int) -> list[dict]:
+def fake_batch(cfg: TrainConfig, ranks: int) -> list[step.MicroBatch]:
     """`row_batch` on fake tensors."""
     return [
-        {
-            name: None if value is None else torch.empty_like(value, device="cpu")
-            for name, value in micro.items()
-        }
+        {name: _without_values(value) for name, value in micro.items()}
         for micro in row_batch(cfg, ranks)
     ]
+
+
+def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
+    return None if value is None else torch.empty_like(value, device="cpu")

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import fit
+from longhaul.memory.deep import profile
 from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement
 from longhaul.memory.estimate import estimate, step_flops
-from longhaul.memory.extrapolate import profile
 from longhaul.memory.fit import Verdict
 from longhaul.memory.plan import command
 from longhaul.parallel.context import allowed_sizes

@@ -1,26 +1,65 @@
-"""Where a training step is: hooks on the model tell a tracker its stage and module, and label
-storages once the step is over.
+"""Where a training step is: hooks on the model and the step's own announcements tell a listener the
+stage and the module; afterwards the storages of a trace get their categories.
 
-Imports longhaul.memory (trace, tracker) and longhaul.optim of ours. Hooks on tensors, not on
-modules, mark the backward: a module's backward hooks would put identity nodes into the graph, which
-hold memory of their own.
+Hooks on tensors, not on modules, mark the backward: a module's backward hooks would put identity
+nodes into the graph, and those hold memory.
 """
 
 import bisect
 import contextlib
 import math
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
+from longhaul.optimizers import local
+from longhaul.step import TrainState
 
 FORWARD = ("start", "embedding", "layer forward", "norm forward", "loss forward")
+# parts of a layer, and the stage that begins when the backward reaches the part's output
+PARTS = {
+    "attention_norm": "",
+    "attention": "attention backward",
+    "mlp_norm": "",
+    "mlp": "mlp backward",
+}
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard that this rank holds of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+class Listener(Protocol):
+    """Knows the stage and the module that run."""
+
+    stage: str
+    module: str
+
+    def enter(self, stage: str, module: str = "") -> None: ...
+
+
+class StagePeaks:
+    """A listener that asks read() for the peak whenever a stage ends, and keeps the largest answer
+    of each stage.
+    """
+
+    def __init__(self, read: Callable[[], float]):
+        self.read = read
+        self.stage = "start"
+        self.module = ""
+        self.peaks: dict[str, float] = {}
+
+    def enter(self, stage: str, module: str = "") -> None:
+        if stage != self.stage:
+            self.note()
+        self.stage = stage
+        self.module = module
+
+    def note(self) -> None:
+        """The stage that is running has taken this much."""
+        self.peaks[self.stage] = max(self.peaks.get(self.stage, 0), self.read())
+
+
+# ---- hooks
 
 
 def in_backward() -> bool:
@@ -28,111 +67,106 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Stages:
-    """Hooks that keep `tracker.stage` and `tracker.module` true while `state` (TrainState) steps."""
+@contextlib.contextmanager
+def telling(listener: Listener, state: TrainState) -> Iterator[None]:
+    """Steps of `state` inside the `with` block tell the listener where they are."""
+    hooks = _Hooks(listener)
+    handles = list(hooks.on_model(state.model))
+    state.listeners.append(listener.enter)
+    try:
+        yield
+    finally:
+        state.listeners.remove(listener.enter)
+        for handle in handles:
+            handle.remove()
 
-    def __init__(self, tracker: Tracker, state):
-        self.tracker, self.state, self.stack = tracker, state, []
-        self.gradients: set[int] = set()
 
-    @contextlib.contextmanager
-    def installed(self):
-        """Hooks on the model and the optimizer, removed at the end."""
-        handles = list(self._hooks())
-        self.state.listeners.append(self._announced)
-        try:
-            yield self
-        finally:
-            self.state.listeners.remove(self._announced)
-            for handle in handles:
-                handle.remove()
+class _Hooks:
+    """Hooks on modules that call `listener.enter` when a module starts and when it ends."""
 
-    def _hooks(self):
-        model = self.state.model
-        yield from self._around(model.embed, "embed", "embedding", "embedding backward")
+    def __init__(self, listener: Listener):
+        self.listener = listener
+        self.outer: list[tuple[str, str]] = []  # stage and module around the modules that run now
+
+    def on_model(self, model: torch.nn.Module) -> Iterator:
+        yield from self._on(model.embed, "embed", "embedding", "embedding backward")
         for index, layer in enumerate(model.layers):
-            yield from self._around(layer, f"layers.{index}", "layer forward", "layer backward")
-            for name, backward in (
-                ("attention_norm", ""),
-                ("attention", "attention backward"),
-                ("mlp_norm", ""),
-                ("mlp", "mlp backward"),
-            ):
-                yield from self._around(
-                    getattr(layer, name), f"layers.{index}.{name}", "layer forward", backward
-                )
-        yield from self._around(model.norm, "norm", "norm forward", "norm backward")
-        yield from self._around(model.lm_head, "lm_head", "loss forward", "loss backward")
+            name = f"layers.{index}"
+            yield from self._on(layer, name, "layer forward", "layer backward")
+            for part, backward in PARTS.items():
+                module = getattr(layer, part)
+                yield from self._on(module, f"{name}.{part}", "layer forward", backward)
+        yield from self._on(model.norm, "norm", "norm forward", "norm backward")
+        yield from self._on(model.lm_head, "lm_head", "loss forward", "loss backward")
 
-    def _around(self, module, name: str, forward: str, backward: str):
-        def before(*_):
-            self.stack.append((self.tracker.stage, self.tracker.module))
-            self.tracker.enter("recompute" if in_backward() else forward, name)
+    def _on(self, module: torch.nn.Module, name: str, forward: str, backward: str) -> Iterator:
+        def starts(*_) -> None:
+            self.outer.append((self.listener.stage, self.listener.module))
+            self.listener.enter("recompute" if in_backward() else forward, name)
 
-        def after(module, inputs, output):
-            if (
-                isinstance(output, torch.Tensor)
-                and output.requires_grad
-                and backward
-                and not in_backward()
-            ):
-                output.register_hook(lambda _: self.tracker.enter(backward, name))
-            before = self.stack.pop()
-            self.tracker.enter(*(before if self.stack or in_backward() else (forward, "")))
+        def ends(module, inputs, output) -> None:
+            has_gradient = isinstance(output, torch.Tensor) and output.requires_grad
+            if has_gradient and backward and not in_backward():
+                output.register_hook(lambda _: self.listener.enter(backward, name))
 
-        yield module.register_forward_pre_hook(before)
-        yield module.register_forward_hook(after, always_call=True)
+            stage, outer_module = self.outer.pop()
+            if self.outer or in_backward():
+                self.listener.enter(stage, outer_module)
+            else:
+                self.listener.enter(forward)
 
-    def _announced(self, stage: str):
-        """The step itself says that a stage begins."""
-        if stage == "gradient norm":
-            self.gradients = {
-                self.tracker.register(local(p.grad), "backward")
-                for p in self.state.model.parameters()
-                if p.grad is not None
-            }
-        self.tracker.enter(stage)
+        yield module.register_forward_pre_hook(starts)
+        yield module.register_forward_hook(ends, always_call=True)
 
 
-def label(trace: Trace, tracker: Tracker, stages: Stages, inputs: set[int]):
+# ---- categories
+
+
+def label(
+    trace: Trace, tracker: Tracker, state: TrainState, gradients: set[int], inputs: set[int]
+) -> None:
     """Give every storage of the trace its category, and parameters and optimizer states their
-    names.
+    names; `gradients` and `inputs` are ids of storages.
     """
-    named = dict(owners(stages.state, tracker))
-    kept = held_for_the_backward(trace)
+    owned = dict(owners(state, tracker))
+    kept = kept_for_the_backward(trace)
     for identity, storage in trace.storages.items():
-        if identity in named:
-            storage.category, storage.module = named[identity]
-        elif identity in stages.gradients:
+        if identity in owned:
+            storage.category, storage.module = owned[identity]
+        elif identity in gradients:
             storage.category = "gradient"
         elif identity in inputs:
             storage.category = "input"
-        elif not storage.category:  # FSDP2's whole parameters have theirs from the tracker
+        elif not storage.category:  # whole parameters of FSDP2 have theirs from the tracker
             storage.category = "activation" if identity in kept else "temporary"
 
 
-def held_for_the_backward(trace: Trace) -> set[int]:
-    """Storages born in a forward that the loss's backward finds alive, and those of a recomputation
-    that outlive its stage.
+def kept_for_the_backward(trace: Trace) -> set[int]:
+    """Storages of a forward that are alive when the loss's backward starts, and those of a
+    recomputation that outlive its stage.
     """
     born, died = {}, {}
     for event in trace.events:
-        (born if event.bytes > 0 else died)[event.storage] = event.time
+        times = born if event.bytes > 0 else died
+        times[event.storage] = event.time
+
     starts = [time for time, _ in trace.stages]
-    backward = [time for time, stage in trace.stages if stage == "loss backward"]
+    starts_of_backward = [time for time, stage in trace.stages if stage == "loss backward"]
     kept = set()
     for identity, storage in trace.storages.items():
-        marks = (
-            backward if storage.stage in FORWARD else starts if storage.stage == "recompute" else ()
-        )
-        birth = born.get(identity, 0)
-        after = bisect.bisect_right(marks, birth)
-        if after < len(marks) and died.get(identity, math.inf) >= marks[after]:
+        if storage.stage in FORWARD:
+            marks = starts_of_backward
+        elif storage.stage == "recompute":
+            marks = starts
+        else:
+            continue
+        following = bisect.bisect_right(marks, born.get(identity, 0))
+        if following < len(marks) and died.get(identity, math.inf) >= marks[following]:
             kept.add(identity)
     return kept
 
 
-def owners(state, tracker: Tracker):
+def owners(state: TrainState, tracker: Tracker) -> Iterator[tuple[int, tuple[str, str]]]:
     """(id, (category, name)) of the storages of parameters, buffers and optimizer states."""
     names = {}
     for name, parameter in state.model.named_parameters():
@@ -142,7 +176,5 @@ def owners(state, tracker: Tracker):
         yield tracker.register(buffer, "buffer"), ("buffer", name)
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
-            yield (
-                tracker.register(local(value), "optimizer"),
-                ("optimizer", f"{names[parameter]} {key}"),
-            )
+            owner = ("optimizer", f"{names[parameter]} {key}")
+            yield tracker.register(local(value), "optimizer"), owner

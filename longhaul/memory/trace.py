@@ -1,8 +1,7 @@
-"""The record of one training step's memory: what was allocated, when, by whom, and when it went.
-Imports the standard library alone.
+"""The record of one training step's memory: what was allocated, when, by whom, when it was freed.
 
-All sizes are bytes; GiB = 2^30 bytes. Time counts events from 0: it orders, it does not measure
-seconds.
+All sizes are bytes; GiB = 2^30 bytes. Time counts events from 0: it orders them and does not
+measure seconds.
 """
 
 import bisect
@@ -37,10 +36,9 @@ class Storage:
     id: int
     size: int  # bytes asked for; an allocator rounds up
     category: str  # one of CATEGORIES
-    stage: str  # in which it was born
-    module: (
-        str  # name of the module whose forward, backward or parameter it belongs to; "" at the top
-    )
+    stage: str  # the stage in which it was allocated
+    # name of the module whose forward, backward or parameter it belongs to; "" outside of all
+    module: str
     shape: tuple[int, ...]  # of the first tensor that was seen on it
     dtype: str  # without "torch."
     op: str  # the operator that returned it
@@ -48,36 +46,23 @@ class Storage:
 
 @dataclass
 class Trace:
-    """One step. What was alive before it has events at time 0; `stages` are (time, name of the
-    stage that starts there).
-    """
+    """One step. What was alive before it has events at time 0."""
 
     events: list[Event] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
+    # (time, the stage that starts then) and (time, the module that runs from then on)
     stages: list[tuple[int, str]] = field(default_factory=list)
-    modules: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (time, name of the module that works from there)
-    workspaces: list[tuple[int, int, str]] = field(
-        default_factory=list
-    )  # (time, bytes alive during that event alone, op)
+    modules: list[tuple[int, str]] = field(default_factory=list)
+    # (time, bytes that an operator holds inside during that event only, the operator)
+    workspaces: list[tuple[int, int, str]] = field(default_factory=list)
     config: dict = field(default_factory=dict)  # the settings that were simulated
-    host_peaks: dict[str, int] = field(
-        default_factory=dict
-    )  # stage -> most bytes that levers keep in host memory
+    # stage -> most bytes that levers keep in host memory
+    host_peaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def host_peak(self) -> int:
         """Most bytes that levers keep in host memory at once."""
         return max(self.host_peaks.values(), default=0)
-
-    def live(self) -> list[int]:
-        """Bytes alive after each event, workspaces excluded; sums over `events` in their order."""
-        total, out = 0, []
-        for event in self.events:
-            total += event.bytes
-            out.append(total)
-        return out
 
     def at(self, time: int) -> list[Storage]:
         """Storages alive after the events up to and including `time`, largest first."""
@@ -86,43 +71,48 @@ class Trace:
             if event.time > time:
                 break
             alive[event.storage] = alive.get(event.storage, 0) + event.bytes
-        return sorted(
-            (self.storages[key] for key, size in alive.items() if size > 0),
-            key=lambda storage: -storage.size,
-        )
+
+        found = [self.storages[identity] for identity, size in alive.items() if size > 0]
+        return sorted(found, key=lambda storage: -storage.size)
 
     def stage_at(self, time: int) -> str:
         """The stage that `time` lies in."""
         return _name_at(self.stages, time) or "start"
 
     def module_at(self, time: int) -> str:
-        """The module that works at `time`; "" outside all."""
+        """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
 
     def levels(self) -> list[tuple[int, int]]:
         """(time, bytes alive, the workspace of that moment included), ascending in time."""
-        points, extra, total = [], {}, 0
+        workspaces: dict[int, int] = {}
         for time, size, _ in self.workspaces:
-            extra[time] = max(extra.get(time, 0), size)
+            workspaces[time] = max(workspaces.get(time, 0), size)
+
+        points = []
+        alive = 0
         for index, event in enumerate(self.events):
-            total += event.bytes
-            last = index + 1 == len(self.events) or self.events[index + 1].time != event.time
-            points.append((event.time, total + (extra.get(event.time, 0) if last else 0)))
+            alive += event.bytes
+            is_last = index + 1 == len(self.events) or self.events[index + 1].time != event.time
+            inside = workspaces.get(event.time, 0) if is_last else 0
+            points.append((event.time, alive + inside))
         return points
 
     def peak(self) -> tuple[int, int]:
-        """(bytes, time) of the largest live sum, workspaces included."""
+        """(bytes, time) of the most bytes alive, workspaces included."""
         time, size = max(self.levels(), key=lambda point: point[1])
         return size, time
 
     def peak_by_stage(self) -> dict[str, int]:
-        """Largest live bytes within each stage, in the order in which stages first start."""
+        """Most bytes alive within each stage, in the order in which stages first start."""
         peaks: dict[str, int] = {}
-        starts, index, name = self.stages, 0, "start"
+        stage = "start"
+        following = 0  # index of the next stage to start
         for time, size in self.levels():
-            while index < len(starts) and starts[index][0] <= time:
-                name, index = starts[index][1], index + 1
-            peaks[name] = max(peaks.get(name, 0), size)
+            while following < len(self.stages) and self.stages[following][0] <= time:
+                stage = self.stages[following][1]
+                following += 1
+            peaks[stage] = max(peaks.get(stage, 0), size)
         return peaks
 
 

@@ -1,13 +1,14 @@
-"""Every storage that operators make, from birth to death, under a dispatch mode: on fake tensors (a
-prediction) or real ones.
+"""A dispatch mode that records every storage that operators make, from its first tensor to its
+last: on fake tensors, which makes a prediction, or on real ones.
 
-Imports longhaul.memory.trace of ours. Sizes are bytes. A kernel's own buffers are no tensors:
-`workspace` declares them.
+Sizes are bytes. Buffers inside a kernel are not tensors, so the mode does not see them: the
+function `workspace` declares them.
 """
 
 import contextlib
 import sys
 import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,37 +16,39 @@ from torch.utils._pytree import tree_iter
 
 from longhaul.memory.trace import Event, Storage, Trace
 
-QUESTION = torch.ops.aten._local_scalar_dense.default
-SUM = torch.ops.aten.add.Tensor
-WRAPPERS = (
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
+ADD = torch.ops.aten.add.Tensor
+FUSED_ADAMW = torch.ops.aten._fused_adamw_.default
+EMPTY = torch.ops.aten.empty.memory_format
+# files of PyTorch whose frames lie between __torch_dispatch__ and what called the operator
+DISPATCH_FILES = (
     "_dynamo/eval_frame.py",
     "torch/_compile.py",
     "utils/_python_dispatch.py",
-)  # of __torch_dispatch__
-NOWHERE = -1  # the storage of a workspace's event: it lives for that moment alone
+)
+# the storage of an event that marks a workspace or that lies in host memory
+NO_STORAGE = -1
 
 
-def accumulate(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """What autograd's engine does where two gradients of one tensor meet: in place where it holds
-    the last reference.
+def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients of one tensor, as autograd's engine makes it without a mode: in
+    place if the engine holds the last reference.
 
-    Under a dispatch mode it gives that up and adds into a third tensor. Two references to the
-    storage and four to the tensor are this call's own.
+    Under a dispatch mode the engine adds into a third tensor, which the real step does not have.
+    Two references to the storage and four to the tensor are those of this call itself.
     """
     for total, other in ((old, new), (new, old)):
-        alone = (
-            torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2
-            and total._use_count() == 4
-        )
-        if alone and torch.ops.aten.is_non_overlapping_and_dense(total):
+        storage_uses = torch._C._storage_Use_Count(total.untyped_storage()._cdata)
+        is_last = storage_uses == 2 and total._use_count() == 4
+        if is_last and torch.ops.aten.is_non_overlapping_and_dense(total):
             return total.add_(other)
     return old + new
 
 
-def asked_by_the_engine() -> bool:
+def called_by_the_engine() -> bool:
     """Whether the autograd engine itself runs this operator, not Python code in a backward."""
     frame = sys._getframe(2)
-    while frame.f_code.co_filename.endswith(WRAPPERS):
+    while frame.f_code.co_filename.endswith(DISPATCH_FILES):
         frame = frame.f_back
     return frame.f_code.co_name == "_engine_run_backward"
 
@@ -56,167 +59,187 @@ def no_workspace(func, args, outputs) -> int:
 
 
 class Tracker(TorchDispatchMode):
-    """Records allocations in `trace`; a storage is dropped when its last tensor goes (weak
-    reference), as an allocator sees it.
+    """Records allocations in `trace`. A storage ends when its last tensor does (weak reference), as
+    an allocator sees it.
 
     workspace(func, args, outputs): bytes that the operator holds inside beyond what it returns.
-    fake: tensors have no values, so the
-    tracker answers where the program asks for one, and leaves out the fused optimizer, whose
-    imitation allocates.
+    fake: tensors have no values, so the tracker answers when the program asks for one, and it
+    leaves out the fused optimizer, whose imitation allocates.
     """
 
-    def __init__(self, workspace=no_workspace, fake: bool = False):
+    def __init__(self, workspace: Callable[..., int] = no_workspace, fake: bool = False):
         super().__init__()
-        self.trace, self.workspace, self.fake = Trace(stages=[(0, "start")]), workspace, fake
-        self.time, self.stage, self.module, self.count = 0, "start", "", 0
-        self.alive: dict[int, tuple] = {}  # address of a storage -> (its weak reference, its id)
+        self.workspace = workspace
+        self.fake = fake
+        self.trace = Trace(stages=[(0, "start")])
+        self.time = 0
+        self.stage = "start"
+        self.module = ""
+        self.count = 0  # of storages
+
+        self.alive: dict[int, tuple] = {}  # address of a storage -> its weak reference, its id
         self.held: dict[int, int] = {}  # id of a storage alive -> its bytes now
-        self.elsewhere, self.host = (
-            False,
-            {},
-            # whether tensors are being made on the host; address of such a storage -> its reference
-            # and bytes
-        )
+        self.resizable: dict[int, weakref.ref] = {}  # id -> a storage that FSDP2 may resize
+        self.host: dict[int, tuple] = {}  # address -> weak reference and bytes, in host memory
+        self.making_host_tensors = False
 
     # ---- the mode
-
-    def __enter__(self):
-        original = self._original = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):
-            original(storage, size)
-            if storage._cdata in self.alive:
-                self._resized(self.alive[storage._cdata][1], size)
-
-        torch.UntypedStorage.resize_ = (
-            resize_  # so FSDP2 frees whole parameters and takes them back, unseen by dispatch
-        )
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self._original
-        return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):
             # DTensor then runs the operator on its local shards, which come back here
             return NotImplemented
-        if self.fake and func is QUESTION:
-            return self._answer(args[0])
-        if self.fake and func is torch.ops.aten._fused_adamw_.default:
+
+        self._notice_resizing()
+        if self.fake and func is READ_VALUE:
+            return self._value(args[0])
+        if self.fake and func is FUSED_ADAMW:
             return None
-        if func is SUM and asked_by_the_engine():
-            outputs = accumulate(*args)
+
+        if func is ADD and called_by_the_engine():
+            outputs = sum_of_gradients(*args)
         else:
             outputs = func(*args, **(kwargs or {}))
         if func.namespace != "prim":
-            self._seen(func, args, outputs)
+            self._record(func, args, outputs)
         return outputs
 
-    def _answer(self, value: torch.Tensor):
+    def _value(self, value: torch.Tensor) -> bool | int:
         """No label is out of range, every token counts, every norm is finite: any() is False, other
-        booleans True, numbers 1.
+        booleans are True, numbers are 1.
         """
         if value.dtype != torch.bool:
             return 1
         known = self.alive.get(value.untyped_storage()._cdata)
         return known is None or self.trace.storages[known[1]].op != "aten.any.default"
 
-    def _seen(self, func, args, outputs):
+    def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                self.register(tensor, str(func))
+                identity = self.register(tensor, str(func))
+                if func is EMPTY and tensor.ndim == 1:
+                    self.resizable[identity] = weakref.ref(tensor.untyped_storage())
+
         extra = self.workspace(func, args, outputs)
         if extra:
-            self.trace.workspaces.append((self._event(0, NOWHERE), extra, str(func)))
+            self._event(0, NO_STORAGE)
+            self.trace.workspaces.append((self.time, extra, str(func)))
 
     # ---- storages
 
     def register(self, tensor: torch.Tensor, op: str) -> int:
-        """The id of the tensor's storage, which is born here if it was not known."""
+        """The id of the tensor's storage; a storage that was not known begins here."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if self.elsewhere or key in self.host:
-            return self._on_host(key, storage)
-        if key not in self.alive:
-            identity, self.count = self.count, self.count + 1
-            self.alive[key] = (
-                weakref.ref(storage, lambda _: self._dropped(key, identity)),
-                identity,
-            )
-            size = self.held[identity] = storage.nbytes()
-            self.trace.storages[identity] = Storage(
-                identity,
-                size,
-                "",
-                self.stage,
-                self.module,
-                tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
-                op,
-            )
-            self._event(size, identity)
-        return self.alive[key][1]
+        address = storage._cdata
+        if self.making_host_tensors or address in self.host:
+            return self._register_on_host(address, storage)
+        if address not in self.alive:
+            self._begin_storage(address, storage, tensor, op)
+        return self.alive[address][1]
+
+    def _begin_storage(self, address: int, storage, tensor: torch.Tensor, op: str) -> None:
+        identity = self.count
+        self.count += 1
+        reference = weakref.ref(storage, lambda _: self._end_storage(address, identity))
+        self.alive[address] = (reference, identity)
+
+        size = storage.nbytes()
+        self.held[identity] = size
+        self.trace.storages[identity] = Storage(
+            id=identity,
+            size=size,
+            category="",
+            stage=self.stage,
+            module=self.module,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            op=op,
+        )
+        self._event(size, identity)
+
+    def _end_storage(self, address: int, identity: int) -> None:
+        self._notice_resizing()
+        self.resizable.pop(identity, None)
+        if address in self.alive and self.alive[address][1] == identity:
+            del self.alive[address]
+        self._event(-self.held.pop(identity, 0), identity)
+
+    def _notice_resizing(self) -> None:
+        """FSDP2 frees whole parameters and takes them back by resizing the flat tensor that they
+        lie in, which is no operator: look at the sizes before anything else happens.
+        """
+        for identity, reference in tuple(self.resizable.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != self.held[identity]:
+                self._resized(identity, storage.nbytes())
+
+    def _resized(self, identity: int, size: int) -> None:
+        change = size - self.held[identity]
+        self.held[identity] = size
+        storage = self.trace.storages[identity]
+        storage.size = max(size, storage.size)
+        storage.category = "unsharded"
+        self._event(change, identity)
+
+    def _event(self, size: int, identity: int) -> None:
+        self.time += 1
+        if size or identity == NO_STORAGE:
+            self.trace.events.append(Event(self.time, size, identity))
+
+    # ---- host memory
 
     @contextlib.contextmanager
-    def on_host(self):
-        """What is made inside is in host memory: no event of the device's, but a part of
-        `trace.host_peak`.
+    def on_host(self) -> Iterator[None]:
+        """Tensors made inside the `with` block are in host memory: they count in
+        `trace.host_peaks`, not on the device.
         """
-        before, self.elsewhere = self.elsewhere, True
+        before = self.making_host_tensors
+        self.making_host_tensors = True
         try:
             yield
         finally:
-            self.elsewhere = before
+            self.making_host_tensors = before
 
-    def _on_host(self, key: int, storage) -> int:
-        if key not in self.alive and key not in self.host:
-            self.host[key] = (
-                weakref.ref(storage, lambda _: self.host.pop(key, None)),
-                storage.nbytes(),
-            )
-            peaks, now = self.trace.host_peaks, sum(size for _, size in self.host.values())
-            peaks[self.stage] = max(peaks.get(self.stage, 0), now)
-        return self.alive[key][1] if key in self.alive else NOWHERE
+    def _register_on_host(self, address: int, storage) -> int:
+        if address in self.alive:
+            return self.alive[address][1]
+        if address not in self.host:
+            reference = weakref.ref(storage, lambda _: self.host.pop(address, None))
+            self.host[address] = (reference, storage.nbytes())
+            peaks = self.trace.host_peaks
+            peaks[self.stage] = max(peaks.get(self.stage, 0), self._host_bytes())
+        return NO_STORAGE
 
-    def _event(self, size: int, identity: int) -> int:
-        self.time += 1
-        if size or identity == NOWHERE:
-            self.trace.events.append(Event(self.time, size, identity))
-        return self.time
-
-    def _resized(self, identity: int, size: int):
-        change, self.held[identity] = size - self.held[identity], size
-        storage = self.trace.storages[identity]
-        storage.size, storage.category = max(size, storage.size), "unsharded"
-        self._event(change, identity)
-
-    def _dropped(self, key: int, identity: int):
-        if key in self.alive and self.alive[key][1] == identity:
-            del self.alive[key]
-        self._event(-self.held.pop(identity, 0), identity)
+    def _host_bytes(self) -> int:
+        return sum(size for _, size in self.host.values())
 
     # ---- stages
 
-    def enter(self, stage: str, module: str = ""):
-        """What is born from now on belongs to `stage` and `module`."""
+    def enter(self, stage: str, module: str = "") -> None:
+        """What is allocated from now on belongs to `stage` and `module`."""
+        self._notice_resizing()
         if stage != self.stage:
             self.trace.stages.append((self.time + 1, stage))
         if module != self.module:
             self.trace.modules.append((self.time + 1, module))
-        self.stage, self.module = stage, module
+        self.stage = stage
+        self.module = module
 
-    def begin(self, config: dict):
+    def begin(self, config: dict) -> None:
         """Forget what is gone, date what is alive to time 0, and record from here."""
+        self._notice_resizing()
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
-        self.trace = Trace(
-            events,
-            storages,
-            [(0, "start")],
-            config=config,
-            host_peaks=dict(start=sum(size for _, size in self.host.values())),
-        )
-        self.time, self.stage, self.module = 0, "start", ""
         for storage in storages.values():
             storage.stage = "start"
+
+        self.trace = Trace(
+            events=events,
+            storages=storages,
+            stages=[(0, "start")],
+            config=config,
+            host_peaks={"start": self._host_bytes()},
+        )
+        self.time = 0
+        self.stage = "start"
+        self.module = ""

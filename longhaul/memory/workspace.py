@@ -1,15 +1,15 @@
 """What operators hold inside, beyond what they return: memory that a tracker of tensors cannot see.
 Sizes are bytes.
 
-Our own operators (the loss, the sparse branches) say it themselves: their Python bodies run on meta
-tensors, over the first two and the last of their tiles, since all between are alike. Kernels of
-torch are declared here, from their sources. Imports longhaul.memory.tracker, model.py and nsa of
-ours.
+The Python bodies of our own operators (the loss, the sparse branches) run on meta tensors under a
+tracker of their own. PyTorch's kernels are declared here, from their sources.
 """
 
-import functools
+import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,12 +18,11 @@ from longhaul.memory.platforms import Bodies, running_on
 from longhaul.memory.tracker import Tracker
 from nsa import engine
 
-BODIES = {
-    f"longhaul::{op._name}": op._init_fn
-    for op in (model.vocab_nll, model.vocab_nll_backward, engine.nsa_forward, engine.nsa_backward)
-}
-
-SPARSE = (engine.nsa_forward._init_fn, engine.nsa_backward._init_fn)
+LOSS = (model.vocab_nll, model.vocab_nll_backward)
+SPARSE = (engine.nsa_forward, engine.nsa_backward)
+BODIES = {f"longhaul::{op._name}": op._init_fn for op in LOSS + SPARSE}
+# their document boundaries stay on the host with their values: loops run over them
+SPARSE_NAMES = {f"longhaul::{op._name}" for op in SPARSE}
 
 
 class Workspaces:
@@ -32,100 +31,125 @@ class Workspaces:
     """
 
     def __init__(self, target: str, threads: int = 0):
-        self.target, self.threads, self.known = target, threads or torch.get_num_threads(), {}
+        self.target = target
+        self.threads = threads or torch.get_num_threads()
+        self.known: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
 
     def __call__(self, func, args, outputs) -> int:
         name = func._schema.name
         if name in BODIES:
             key = name, str(tree_map(_signature, args))
             if key not in self.known:
-                self.known[key] = self._inside(BODIES[name], args) * self._at_once(name, args)
+                self.known[key] = self._inside(name, args) * self._streams_at_once(name, args)
             return self.known[key]
+
         declared = DECLARED[self.target].get(name)
         return declared(self.threads, *args) if declared else 0
 
-    def _inside(self, body, args) -> int:
-        bodies = running_on(Bodies(self.target))
-        with unset_fake_temporarily(), torch.no_grad(), bodies, Tracker() as inner:
-            inputs = tree_map(
-                functools.partial(_on_meta, body in SPARSE), args
-            )  # of the sparse branches, document boundaries stay on the host with their values
+    def _inside(self, name: str, args) -> int:
+        """Bytes at the peak of the operator's body, without its inputs and its results."""
+        inputs_on_meta = _sparse_on_meta if name in SPARSE_NAMES else _on_meta
+        platform = running_on(Bodies(self.target))
+        with unset_fake_temporarily(), torch.no_grad(), platform, Tracker() as tracker:
+            inputs = tree_map(inputs_on_meta, args)
             for tensor in tree_leaves(inputs):
-                if isinstance(tensor, torch.Tensor):
-                    inner.register(tensor, "input")
-            inner.begin({})
-            base = sum(inner.held.values())
-            outputs = body(*inputs)
-            returned = {
-                tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-                for tensor in tree_leaves(outputs)
-            }
-        return inner.trace.peak()[0] - base - sum(returned.values())
+                if isinstance(tensor, Tensor):
+                    tracker.register(tensor, "input")
 
-    def _at_once(self, name: str, args) -> int:
+            tracker.begin({})
+            before = sum(tracker.held.values())
+            outputs = BODIES[name](*inputs)
+            peak, _ = tracker.trace.peak()
+            storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs)]
+            returned = {storage._cdata: storage.nbytes() for storage in storages}
+        return peak - before - sum(returned.values())
+
+    def _streams_at_once(self, name: str, args) -> int:
         """Streams of sparse attention that run at the same time: on a CPU one per thread."""
-        if "nsa" not in name or self.target == "cuda":
+        if name not in SPARSE_NAMES or self.target == "cuda":
             return 1
         k_BTGK = args[1] if name.endswith("forward") else args[2]
-        return min(self.threads, k_BTGK.shape[0] * k_BTGK.shape[2])
+        B, _, G, _ = k_BTGK.shape
+        return min(self.threads, B * G)
 
 
 def _signature(value):
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
-def _on_meta(keep_host: bool, value):
-    if (
-        not isinstance(value, torch.Tensor)
-        or keep_host
-        and value.dtype == torch.int64
-        and not isinstance(value, FakeTensor)
-    ):
+def _on_meta(value):
+    if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-# ---- kernels of torch
+def _sparse_on_meta(value):
+    has_values = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    if has_values and value.dtype == torch.int64:
+        return value
+    return _on_meta(value)
 
 
-def _tiles_cpu(q_BHTK, k_BGSK) -> tuple[int, int]:
-    """Queries and keys of a tile of the CPU's attention (aten/native/cpu/FlashAttentionKernel.cpp)."""
-    queries = q_BHTK.shape[2]
-    return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32), min(
-        512, k_BGSK.shape[2]
-    )
+# ---- kernels of PyTorch
 
 
-def flash_forward_cpu(threads: int, q_BHTK, k_BGSK, *_) -> int:
+def _tiles_cpu(q_BHTK: Tensor, k_BGSK: Tensor) -> tuple[int, int]:
+    """Queries and keys of a tile of the CPU's attention, as in its source
+    (aten/native/cpu/FlashAttentionKernel.cpp).
+    """
+    T, S = q_BHTK.shape[2], k_BGSK.shape[2]
+    queries = 32
+    if T >= 192:
+        queries = 64
+    if T >= 768:
+        queries = 256
+    return min(T, queries), min(S, 512)
+
+
+def flash_forward_cpu(threads: int, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
     """Per thread: a tile of scores, running maxima and sums, results, all fp32; and the scores in
     the inputs' dtype if that is shorter.
     """
-    q, k = _tiles_cpu(q_BHTK, k_BGSK)
-    short = q_BHTK.element_size() * q * (k + k % 2) if q_BHTK.element_size() < 4 else 0
-    return threads * (4 * (q * k + 2 * q + q * q_BHTK.shape[3]) + short)
+    queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
+    wide = 4 * queries * (keys + 2 + q_BHTK.shape[3])
+
+    short = 0
+    if q_BHTK.element_size() < 4:
+        short = q_BHTK.element_size() * queries * (keys + keys % 2)
+    return threads * (wide + short)
 
 
-def flash_backward_cpu(threads: int, do_BHTK, q_BHTK, k_BGSK, *_) -> int:
+def flash_backward_cpu(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
     """Per thread: a tile of scores and one of their gradients, fp32, and both in the inputs' dtype
     if that is shorter.
     """
-    q, k = _tiles_cpu(q_BHTK, k_BGSK)
+    queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
     short = q_BHTK.element_size() if q_BHTK.element_size() < 4 else 0
-    return threads * 2 * q * k * (4 + short)
+    return threads * 2 * queries * keys * (4 + short)
 
 
-def flash_backward_cuda(threads: int, do_BHTK, q_BHTK, k_BGSK, *_) -> int:
-    """FlashAttention-2: dq summed in fp32, do . o per row in fp32, rows in blocks of 128, and with
-    grouped heads dk and dv per query head.
+def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
+    """FlashAttention-2: dq summed in fp32, do . o per query in fp32, queries in tiles of 128, and
+    with grouped heads dk and dv for each query head.
     """
-    (B, H, T, K), G = q_BHTK.shape, k_BGSK.shape[1]
-    rows, width = -(-T // 128) * 128, -(-K // 32) * 32
-    grouped = 2 * k_BGSK.element_size() * B * k_BGSK.shape[2] * H * K if G != H else 0
-    return 4 * B * H * rows * (width + 1) + grouped
+    B, H, T, K = q_BHTK.shape
+    _, G, S, _ = k_BGSK.shape
+    queries = math.ceil(T / 128) * 128
+    width = math.ceil(K / 32) * 32
+    dq_and_products = 4 * B * H * queries * (width + 1)
+
+    dk_and_dv = 0
+    if G != H:
+        dk_and_dv = 2 * k_BGSK.element_size() * B * S * H * K
+    return dq_and_products + dk_and_dv
 
 
+Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
-DECLARED = {
-    "cpu": {FLASH + "_for_cpu": flash_forward_cpu, FLASH + "_for_cpu_backward": flash_backward_cpu},
+DECLARED: dict[str, dict[str, Declared]] = {
+    "cpu": {
+        FLASH + "_for_cpu": flash_forward_cpu,
+        FLASH + "_for_cpu_backward": flash_backward_cpu,
+    },
     "cuda": {FLASH + "_backward": flash_backward_cuda},
 }

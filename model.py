@@ -1,23 +1,25 @@
-"""The whole decoder: configuration, attention, vocabulary head, loss and KV cache. Imports torch
-alone.
+"""A decoder in one file: configuration, layers, attention, loss and KV cache. It needs only torch.
 
-Copied alone into an empty folder this file trains and generates:
+Copied into an empty folder, this file trains and generates:
 
     from model import Decoder, ModelConfig
     decoder = Decoder(ModelConfig.preset("tiny"))
     loss = decoder(tokens_BT, labels_BT)       # labels[:, t] is already the target of position t
     loss.backward()
 
-The geometry is Qwen3's (pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU,
-rotary positions).
-Parallelism, checkpointing and compilation are applied from outside: nothing here knows of them. Two
-lazy edges leave this file:
-`attention_type="nsa"` runs the branches of nsa/, and `kernels="triton"` the twins of fused/.
+The geometry is Qwen3's: pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU,
+rotary positions. The decoder comes first; after it come the two parts that take long rows, the loss
+over tiles of the vocabulary and Native Sparse Attention. ATTENTIONS, at the end, lists the kinds of
+attention.
 
-Letters: B batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value heads, K head
-dimension, D model width,
-F feed-forward width, V vocabulary. Activations take `compute_dtype`; parameters keep their own
-(fp32 master weights).
+Parallelism, checkpointing and compilation are applied from outside, and nothing here knows of them.
+Some functions have faster twins. Native Sparse Attention runs in nsa/ if that package can be
+imported. kernels="triton" takes the Triton kernels of fused/ and nsa/triton/ and is refused if they
+cannot run.
+
+Letters: B rows of a batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value heads,
+K head dimension, D model width, F feed-forward width, V vocabulary. Activations have the dtype
+`compute_dtype`; parameters keep their own, which is fp32 for master weights.
 """
 
 import contextlib
@@ -26,8 +28,10 @@ import hashlib
 import importlib.util
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -38,36 +42,46 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # the label of a position without a target
 GIB = 2**30
-# vocabulary from which the chunked loss takes no more time than the standard one
-# (benchmarks/vocab_loss.py)
+FP32 = 4  # bytes
+
+Rope = tuple[Tensor, Tensor]  # cos and sin [B or 1, T, 1, K/2] of the tokens
+Device = torch.device | str
+
+# From this vocabulary on, the chunked loss takes no more time than the standard one
+# (benchmarks/vocab_loss.py).
 TILES_WIN = 8192
 
 
-# ------------------------------------------------------------------------------------ configuration
+# ---- configuration
 
-PRESETS = {  # what differs from the defaults of ModelConfig, which are those of the 4B
-    "tiny": dict(
-        vocab_size=8192,
-        hidden_size=256,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=32,
-        ffn_size=768,
-    ),
-    "0.6B": dict(hidden_size=1024, num_layers=28, num_heads=16, ffn_size=3072),
-    "1.7B": dict(hidden_size=2048, num_layers=28, num_heads=16, ffn_size=6144),
-    "4B": dict(),
-    "8B": dict(hidden_size=4096, ffn_size=12288, tie_embeddings=False),
+
+# What differs from the defaults of ModelConfig, which are those of the 4B.
+PRESETS = {
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "ffn_size": 768,
+    },
+    "0.6B": {"hidden_size": 1024, "num_layers": 28, "num_heads": 16, "ffn_size": 3072},
+    "1.7B": {"hidden_size": 2048, "num_layers": 28, "num_heads": 16, "ffn_size": 6144},
+    "4B": {},
+    "8B": {"hidden_size": 4096, "ffn_size": 12288, "tie_embeddings": False},
 }
-CHOICES = {  # the choices of attention_type are the names in ATTENTIONS
+
+# The choices of attention_type are the names in ATTENTIONS.
+CHOICES = {
     "rope_scaling": ("none", "linear", "yarn"),
     "loss": ("auto", "standard", "chunked"),
     "kernels": ("auto", "torch", "compiled", "triton"),
     "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
 }
 
-NSA_LEAST = {  # the smallest value of each number of NSAConfig
+# The smallest value of each number of NSAConfig.
+NSA_LEAST = {
     "cmp_block": 1,
     "cmp_stride": 1,
     "sel_block": 1,
@@ -77,11 +91,32 @@ NSA_LEAST = {  # the smallest value of each number of NSAConfig
     "window": 1,
 }
 
+# Each number of ModelConfig is above its bound.
+ABOVE = {
+    "vocab_size": 0,
+    "hidden_size": 0,
+    "num_layers": 0,
+    "num_heads": 0,
+    "num_kv_heads": 0,
+    "head_dim": 0,
+    "ffn_size": 0,
+    "rope_original_context": 0,
+    "norm_eps": 0,
+    "init_std": 0,
+    "rope_theta": 1,
+}
+
+# Numbers of ModelConfig that may be 0, with their unit.
+ZERO_OR_MORE = {
+    "loss_chunk_size": "tokens (0: chosen by shape and device)",
+    "logits_threshold_gib": "GiB",
+}
+
 
 @dataclass(frozen=True)
 class NSAConfig:
-    """Sizes of Native Sparse Attention (arXiv 2502.11089), in tokens and blocks; letters of the
-    paper in brackets.
+    """Sizes of Native Sparse Attention (arXiv 2502.11089), in tokens and blocks; in brackets the
+    paper's letters.
     """
 
     cmp_block: int = 32  # tokens of a compressed block [l]
@@ -128,15 +163,18 @@ class NSAConfig:
         return ValueError(f"NSAConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
 
     def compressed_blocks(self, tokens: int | Tensor) -> int | Tensor:
-        """Number of compressed blocks of a document of `tokens` tokens: those that end inside it."""
+        """Number of compressed blocks of a document: those that end inside its `tokens` tokens."""
         blocks = (tokens - self.cmp_block) // self.cmp_stride + 1
-        return blocks.clamp(min=0) if isinstance(blocks, Tensor) else max(0, blocks)
+        if isinstance(blocks, Tensor):
+            return blocks.clamp(min=0)
+        return max(0, blocks)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Geometry and numerics of a decoder; validated once, never mutated (use
-    `dataclasses.replace`).
+    """Geometry and numerics of a decoder, validated once and never changed.
+
+    `dataclasses.replace` makes a changed copy.
     """
 
     vocab_size: int = 151_936
@@ -152,50 +190,40 @@ class ModelConfig:
     rope_scaling: str = "none"
     rope_factor: float = 1.0  # context extension of linear and yarn scaling
     rope_original_context: int = 32_768  # yarn: the context that the weights were trained at
-    attention_type: str = "standard"
-    nsa: NSAConfig = NSAConfig()  # read where attention_type is "nsa"
+    attention_type: str = "standard"  # a name in ATTENTIONS
+    nsa: NSAConfig = NSAConfig()  # read if attention_type is "nsa"
     loss: str = "auto"
-    logits_threshold_gib: float = 10.0  # `auto` never builds logits larger than this
+    logits_threshold_gib: float = 10.0  # "auto" never builds logits larger than this
     loss_chunk_size: int = 0  # tokens of a tile of the chunked loss; 0: chosen by shape and device
-    kernels: str = (
-        "auto"  # who computes fused parts: torch, torch.compile, or the Triton twins of fused/
-    )
+    kernels: str = "auto"  # backend of fused operations: torch, torch.compile, or Triton
     compute_dtype: str = "float32"
     init_std: float = 0.02
 
     def __post_init__(self):
-        above = dict.fromkeys(
-            (
-                "vocab_size",
-                "hidden_size",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "ffn_size",
-                "rope_original_context",
-                "norm_eps",
-                "init_std",
-            ),
-            0,
-        ) | dict(rope_theta=1)
-        for name, bound in above.items():
-            if not bound < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is out of range: give a number above {bound}"
-                )
-        for name, unit in dict(
-            loss_chunk_size="tokens (0: chosen by shape and device)", logits_threshold_gib="GiB"
-        ).items():
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is out of range: give 0 or more {unit}"
-                )
-        for name, allowed in {"attention_type": tuple(ATTENTIONS), **CHOICES}.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(allowed)}"
-                )
+        self._check_numbers()
+        self._check_choices()
+        self._check_heads()
+        self._check_rope()
+
+    def _check_numbers(self) -> None:
+        for name, bound in ABOVE.items():
+            value = getattr(self, name)
+            if not _is_number(value) or not bound < value < math.inf:
+                raise ValueError(f"{name}={value} is out of range: give a number above {bound}")
+
+        for name, unit in ZERO_OR_MORE.items():
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} is out of range: give 0 or more {unit}")
+
+    def _check_choices(self) -> None:
+        for name, allowed in {"attention_type": ATTENTIONS, **CHOICES}.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                names = ", ".join(allowed)
+                raise ValueError(f"{name}={value!r} is unknown: choose one of {names}")
+
+    def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
             divisors = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
             raise ValueError(
@@ -204,68 +232,79 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim={self.head_dim} is odd: rotary positions turn pairs, choose an even head_dim"
+                f"head_dim={self.head_dim} is odd, and rotary positions rotate pairs of elements: "
+                "choose an even head_dim"
             )
-        if not 1 <= self.rope_factor < math.inf or (self.rope_scaling == "none") != (
-            self.rope_factor == 1
-        ):
+
+    def _check_rope(self) -> None:
+        factor = self.rope_factor
+        in_range = _is_number(factor) and 1 <= factor < math.inf
+        extended = self.rope_scaling != "none"
+        if not in_range or extended != (factor > 1):
             raise ValueError(
-                f"rope_scaling={self.rope_scaling!r} with rope_factor={self.rope_factor}: give a factor above 1 "
-                "with linear or yarn, and no factor with none"
+                f"rope_scaling={self.rope_scaling!r} with rope_factor={factor}: give a factor "
+                "above 1 with linear or yarn, and no factor with none"
             )
 
     @classmethod
     def preset(cls, name: str, **overrides) -> "ModelConfig":
-        """The named preset with some fields replaced; ValueError lists the known presets or fields."""
+        """The named preset with some fields replaced; ValueError lists the known names."""
         if name not in PRESETS:
             raise ValueError(f"model size {name!r} is unknown: choose one of {', '.join(PRESETS)}")
+
         known = [field.name for field in fields(cls)]
         for key in overrides:
             if key not in known:
-                raise ValueError(
-                    f"ModelConfig has no field {key!r}: choose from {', '.join(known)}"
-                )
+                names = ", ".join(known)
+                raise ValueError(f"ModelConfig has no field {key!r}: choose from {names}")
         return cls(**{**PRESETS[name], **overrides})
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of activations."""
         return getattr(torch, self.compute_dtype)
 
     def layer_params(self) -> int:
         """Parameters of one block: attention, feed-forward and the two norms before them."""
+        attention = attention_kind(self).params(self)
         feed_forward = 3 * self.hidden_size * self.ffn_size
-        return attention_kind(self).params(self) + feed_forward + 2 * self.hidden_size
+        norms = 2 * self.hidden_size
+        return attention + feed_forward + norms
 
     def num_params(self) -> int:
         """Parameters of the decoder, a tied embedding counted once; nothing is allocated."""
-        vocabularies = 1 if self.tie_embeddings else 2
-        return (
-            vocabularies * self.vocab_size * self.hidden_size
-            + self.num_layers * self.layer_params()
-            + self.hidden_size
-        )
+        tables = 1 if self.tie_embeddings else 2
+        vocabulary = tables * self.vocab_size * self.hidden_size
+        layers = self.num_layers * self.layer_params()
+        final_norm = self.hidden_size
+        return vocabulary + layers + final_norm
 
     def logits_gib(self, batch: int, seq: int) -> float:
-        """GiB of bf16 logits."""
+        """Size of the bf16 logits [batch * seq, V] in GiB."""
         return batch * seq * self.vocab_size * 2 / GIB
 
     def should_chunk(self, batch: int, seq: int) -> bool:
-        """The threshold rule."""
-        return (
-            self.loss == "chunked"
-            or self.loss == "auto"
-            and self.logits_gib(batch, seq) > self.logits_threshold_gib
-        )
+        """Whether the loss must be chunked: because it is asked for, or to stay below the
+        threshold.
+        """
+        if self.loss == "auto":
+            return self.logits_gib(batch, seq) > self.logits_threshold_gib
+        return self.loss == "chunked"
 
     def loss_path(self, batch: int, seq: int) -> str:
-        """Which loss runs, "standard" or "chunked": `auto` also takes the chunked one where it was
-        measured to be no slower.
+        """Which loss runs, "standard" or "chunked".
+
+        "auto" takes the chunked one also for vocabularies at which it was measured to be no slower.
         """
-        faster = self.loss == "auto" and self.vocab_size >= TILES_WIN
-        return "chunked" if faster or self.should_chunk(batch, seq) else "standard"
+        no_slower = self.loss == "auto" and self.vocab_size >= TILES_WIN
+        return "chunked" if no_slower or self.should_chunk(batch, seq) else "standard"
 
 
-# ----------------------------------------------------------------------------------------- platform
+def _is_number(value) -> bool:
+    return isinstance(value, numbers.Real)
+
+
+# ---- platform
 
 
 class Platform:
@@ -284,12 +323,12 @@ class Platform:
         """The tiles that a loop visits, of those that do the same work: all of them."""
         return tiles
 
-    def tile_body(self, function, kernels: str):
+    def tile_body(self, function: Callable, kernels: str) -> Callable:
         """What runs an elementwise tile function of the loss."""
         return fastest_body(function, kernels)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """PyTorch's RMSNorm, on CUDA one fused kernel."""
+        """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
@@ -323,77 +362,84 @@ def running_on(other: Platform) -> Iterator[None]:
         _platforms.pop()
 
 
-# ------------------------------------------------------------------- rotary positions and documents
+# ---- rotary positions
 
 
-def rope_frequencies(config: ModelConfig, device) -> tuple[Tensor, float]:
-    """Inverse frequencies [K/2] in fp32 and the factor on cos and sin.
+def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
+    """Inverse frequencies [K/2] in fp32, and the factor on cos and sin.
 
-    none: theta^(-2i/K). linear: the same divided by `factor` (position interpolation, Chen et al.
-    2023).
-    yarn: a ramp between the two over the dimensions whose wavelength turns between 1 and 32 times
-    in the original context,
-    and cos, sin scaled by 0.1 ln(factor) + 1 (Peng et al. 2023).
+    none    theta^(-2i/K)
+    linear  the same divided by rope_factor (position interpolation, Chen et al. 2023)
+    yarn    a ramp between the two over the dimensions that turn between 1 and 32 times within the
+            original context; cos and sin times 0.1 ln(rope_factor) + 1 (Peng et al. 2023)
     """
-    exponent_k = (
-        torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    )
-    plain_k = config.rope_theta**-exponent_k
+    index_k = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    plain_k = config.rope_theta ** -(index_k / config.head_dim)
     if config.rope_scaling == "none":
         return plain_k, 1.0
+
     interpolated_k = plain_k / config.rope_factor
     if config.rope_scaling == "linear":
         return interpolated_k, 1.0
 
-    def dimension(
-        turns: float,
-    ) -> float:  # the index whose wavelength turns that often within the original context
+    ramp_k = _yarn_ramp(config, device)
+    mixed_k = plain_k * (1 - ramp_k) + interpolated_k * ramp_k
+    return mixed_k, 0.1 * math.log(config.rope_factor) + 1.0
+
+
+def _yarn_ramp(config: ModelConfig, device: torch.device) -> Tensor:
+    """0 for dimensions that keep their frequency, 1 for those that are interpolated."""
+
+    def dimension(turns: float) -> float:
+        """The index whose angle makes that many turns within the original context."""
         ratio = config.rope_original_context / (turns * 2 * math.pi)
         return config.head_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
 
-    low, high = max(math.floor(dimension(32)), 0), min(math.ceil(dimension(1)), config.head_dim - 1)
+    low = max(math.floor(dimension(32)), 0)
+    high = min(math.ceil(dimension(1)), config.head_dim - 1)
     index_k = torch.arange(config.head_dim // 2, dtype=torch.float32, device=device)
-    ramp_k = ((index_k - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return plain_k * (1 - ramp_k) + interpolated_k * ramp_k, 0.1 * math.log(
-        config.rope_factor
-    ) + 1.0
+    return ((index_k - low) / max(high - low, 1e-3)).clamp(0, 1)
 
 
 class RotaryCache:
-    """cos and sin [1, T, 1, K/2] in fp32, on the device that asks, grown by doubling when a longer
+    """cos and sin [1, T, 1, K/2] in fp32 on the device that asks, doubled in length if a longer
     sequence comes.
 
-    A plain object, not a buffer: `.to()`, `to_empty()` and meta construction cannot leave it on the
-    wrong device or unfilled.
+    It is a plain object and not a buffer, so that `.to()`, `to_empty()` and construction on meta
+    cannot leave it on the wrong device or unfilled.
     """
 
     def __init__(self, config: ModelConfig):
-        self.config, self.cos, self.sin = config, None, None
+        self.config = config
+        self.cos: Tensor | None = None
+        self.sin: Tensor | None = None
 
-    def __call__(self, length: int, device, offset: int = 0) -> tuple[Tensor, Tensor]:
-        """Positions offset .. offset+length-1, from the cache."""
+    def __call__(self, length: int, device: torch.device, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Positions offset .. offset + length - 1, from the cache."""
         end = offset + length
-        if self.cos is None or self.cos.device != device or self.cos.shape[1] < end:
-            size = max(
-                end,
-                2 * self.cos.shape[1] if self.cos is not None and self.cos.device == device else 0,
-            )
+        held = 0
+        if self.cos is not None and self.cos.device == device:
+            held = self.cos.shape[1]
+
+        if held < end:
+            positions = torch.arange(max(end, 2 * held), device=device)
             with torch.inference_mode(False):  # tables made while sampling must serve training too
-                self.cos, self.sin = self.at(torch.arange(size, device=device)[None])
+                self.cos, self.sin = self.at(positions[None])
         return self.cos[:, offset:end], self.sin[:, offset:end]
 
     def at(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Any positions [B, T], computed directly: equal bit for bit to the cache's rows."""
+        """Any positions [B, T], computed without the cache, with the same bits."""
         frequencies_k, factor = rope_frequencies(self.config, positions_BT.device)
-        angles_BT1k = (positions_BT[..., None].float() * frequencies_k)[
-            :, :, None
-        ]  # fp32: bf16 cannot count past 256
+        # fp32, because bf16 cannot count past 256
+        angles_BTk = positions_BT[..., None].float() * frequencies_k
+        angles_BT1k = angles_BTk[:, :, None]
         return angles_BT1k.cos() * factor, angles_BT1k.sin() * factor
 
 
 class _Rotate(torch.autograd.Function):
-    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in fp32; the backward turns the other way and
-    saves nothing of x.
+    """(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) in fp32.
+
+    The backward rotates by the negative angle, so nothing of x is saved.
     """
 
     @staticmethod
@@ -408,34 +454,45 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
-    """Turn the pairs (x_k, x_{k+K/2}) of each head by its token's angles."""
+    """Rotate the pairs (x_k, x_{k+K/2}) of each head by its token's angles."""
     return _Rotate.apply(x_BTHK, cos_BT1k, sin_BT1k)
 
 
 def _rotated(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
-    parts = (
-        1 if torch.compiler.is_compiling() else max(1, min(4, x_BTHK.shape[1] // 2048))
-    )  # of a long row one part at a time is in fp32
+    # Of a long row, only one of up to four parts is in fp32 at a time.
+    parts = max(1, min(4, x_BTHK.shape[1] // 2048))
+    if torch.compiler.is_compiling():
+        parts = 1
+
     y_BTHK = torch.empty_like(x_BTHK)
-    for x, cos, sin, y in zip(
-        *(whole.tensor_split(parts, dim=1) for whole in (x_BTHK, cos_BT1k, sin_BT1k, y_BTHK))
-    ):
+    tensors = (x_BTHK, cos_BT1k, sin_BT1k, y_BTHK)
+    split = [whole.tensor_split(parts, dim=1) for whole in tensors]
+    for x, cos, sin, y in zip(*split, strict=True):
         x1, x2 = x.to(wide(x.dtype)).chunk(2, dim=-1)
         y.copy_(torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1))
     return y_BTHK
 
 
-def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
-    """cu_seqlens [documents+1], int64 on the host: ends of the runs of equal ids in the B*T
-    flattened tokens; a row starts a document.
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and exponentials: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
-    Attention loops over documents, so it needs lengths on the host: keep `doc_ids` there (a CUDA
-    tensor costs one synchronisation).
+
+# ---- documents
+
+
+def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
+    """cu_seqlens [documents + 1], int64 on the host: the boundaries of the runs of equal ids in the
+    B*T flattened tokens. Each row starts a document.
+
+    Attention loops over documents and needs their lengths on the host. Keep `doc_ids` there: a CUDA
+    tensor costs one synchronisation.
     """
     ids_BT = doc_ids_BT.cpu()
     starts_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
-    return torch.cat([starts_BT.flatten().nonzero()[:, 0], torch.tensor([ids_BT.numel()])])
+    starts = starts_BT.flatten().nonzero()[:, 0]
+    return torch.cat([starts, torch.tensor([ids_BT.numel()])])
 
 
 def document_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -444,15 +501,112 @@ def document_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
     return (torch.arange(int(cu_seqlens[-1])) - starts).view(shape)
 
 
-# ---------------------------------------------------------------------------------------- attention
+# ---- layers
+
+
+class Linear(nn.Linear):
+    """y = x W^T, plus b if `bias`.
+
+    Weights are cast to the dtype of x on use, so that fp32 master weights serve bf16 activations.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, bias: bool = False):
+        super().__init__(fan_in, fan_out, bias=bias)
+
+    def reset_parameters(self):
+        # Decoder.init_weights fills every parameter by name; drawing values here too would double
+        # the start-up time.
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight, bias)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x * rstd * w with the statistics in fp32; saves x and rstd [rows], as the fused CUDA kernel
+    does.
+
+    dx = rstd * (g w - n mean(g w n)) and dw = sum(g n), with n = x * rstd.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (wide * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        wide = grad.to(rstd.dtype)
+
+        grad_weight = torch.linalg.vecdot(wide.flatten(0, -2), normed.flatten(0, -2), dim=0)
+        grad_weight = grad_weight.to(weight.dtype)
+
+        wide = wide * weight
+        inner = torch.linalg.vecdot(wide, normed, dim=-1)[..., None] / x.shape[-1]
+        grad_x = wide.sub_(normed.mul_(inner)).mul_(rstd)
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in fp32 (Zhang, Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if platform().device(x).type == "cuda":
+            return platform().rms_norm(x, self.weight.to(x.dtype), self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up.
+
+    Saves only its two inputs. Autograd would also keep silu(gate): 2.4 GiB per layer of the 4B at
+    131k tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return grad_gate, F.silu(gate).mul_(grad)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.ffn_size)
+        self.up_proj = Linear(config.hidden_size, config.ffn_size)
+        self.down_proj = Linear(config.ffn_size, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+
+
+# ---- attention
 
 
 def sdpa(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask_TS: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention in the [B, T, H, K] layout; memory-linear kernels on CPU and CUDA (no [T,
-    T]).
-    """
+    """Softmax attention in the [B, T, H, K] layout, by a kernel whose memory is linear in T."""
     o_BHTK = platform().attention(
         q_BTHK.transpose(1, 2),
         k_BSGK.transpose(1, 2),
@@ -467,9 +621,10 @@ def sdpa(
 def standard_attention(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, query_chunk: int = 256
 ) -> Tensor:
-    """Causal attention of the last T of S positions; in a cache S > T.
+    """Full causal attention of the last T of S positions; S > T if a cache holds earlier ones.
 
-    Then it runs over chunks of queries, so that a mask has [query_chunk, S] elements at most.
+    In that case it runs over chunks of queries, so that a mask has at most [query_chunk, S]
+    elements.
     """
     T, S = q_BTHK.shape[1], k_BSGK.shape[1]
     if T == S or T == 1:
@@ -479,30 +634,36 @@ def standard_attention(
     outputs = []
     for start in range(0, T, query_chunk):
         q_chunk = q_BTHK[:, start : start + query_chunk]
-        last_C1 = torch.arange(q_chunk.shape[1], device=q_BTHK.device)[:, None] + (S - T + start)
-        outputs.append(sdpa(q_chunk, k_BSGK, v_BSGK, causal=False, mask_TS=key_S <= last_C1))
+        in_chunk = torch.arange(q_chunk.shape[1], device=q_BTHK.device)
+        query_C1 = in_chunk[:, None] + (S - T + start)
+        visible = key_S <= query_C1
+        outputs.append(sdpa(q_chunk, k_BSGK, v_BSGK, causal=False, mask_TS=visible))
     return torch.cat(outputs, dim=1)
 
 
 class LayerCache:
     """Keys and values of one layer, [B, max_length, G, K], filled from the left."""
 
-    def __init__(self, shape: tuple[int, int, int, int], device, dtype):
+    def __init__(self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype):
         self.k_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns views of all of them."""
-        end = self.length + k_BTGK.shape[1]
-        if len(k_BTGK) != len(self.k_BSGK):
+        B, T = k_BTGK.shape[:2]
+        rows, capacity = self.k_BSGK.shape[:2]
+        end = self.length + T
+        if rows != B:
             raise ValueError(
-                f"the KV cache holds {len(self.k_BSGK)} rows and {len(k_BTGK)} are given: build it with batch_size={len(k_BTGK)}"
+                f"the KV cache holds {rows} rows and {B} are given: build it with batch_size={B}"
             )
-        if end > self.k_BSGK.shape[1]:
+        if end > capacity:
             raise ValueError(
-                f"the KV cache holds {self.k_BSGK.shape[1]} positions and {end} are needed: build it with max_length >= {end}"
+                f"the KV cache holds {capacity} positions and {end} are needed: build it with "
+                f"max_length >= {end}"
             )
+
         self.k_BSGK[:, self.length : end] = k_BTGK
         self.v_BSGK[:, self.length : end] = v_BTGK
         self.length = end
@@ -524,19 +685,17 @@ class KVCache:
         config: ModelConfig,
         batch_size: int,
         max_length: int,
-        device="cpu",
+        device: Device = "cpu",
         dtype: torch.dtype | None = None,
     ):
         if batch_size < 1 or max_length < 1:
             raise ValueError(
                 f"batch_size={batch_size}, max_length={max_length}: both must be at least 1"
             )
-        shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
         kind = attention_kind(config)
-        self.layers = [
-            kind.cache(config, shape, device, dtype or config.dtype)
-            for _ in range(config.num_layers)
-        ]
+        dtype = dtype or config.dtype
+        shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+        self.layers = [kind.cache(config, shape, device, dtype) for _ in range(config.num_layers)]
 
     @property
     def length(self) -> int:
@@ -544,120 +703,29 @@ class KVCache:
         return self.layers[0].length
 
 
-# ------------------------------------------------------------------------------------------- layers
-
-
-class Linear(nn.Linear):
-    """y = x W^T (+ b); weights are cast to the dtype of x on use, so that fp32 master weights serve
-    bf16 activations.
-    """
-
-    def __init__(self, fan_in: int, fan_out: int, bias: bool = False):
-        super().__init__(fan_in, fan_out, bias=bias)
-
-    def reset_parameters(self):
-        # Decoder.init_weights fills every parameter by name; drawing here too would double the
-        # start-up time
-        pass
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, weight, bias)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """x * rstd * w with the statistics in fp32; saves x and rstd [rows], as the fused CUDA kernel
-    does.
-
-    dx = rstd * (g w - n mean(g w n)), dw = sum(g n), with n = x * rstd.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        rstd = (
-            torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            .square_()
-            .div_(x.shape[-1])
-            .add_(eps)
-            .rsqrt_()
-        )
-        ctx.save_for_backward(x, weight, rstd)
-        return (wide * rstd).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, rstd = ctx.saved_tensors
-        normed, wide = x.to(rstd.dtype) * rstd, grad.to(rstd.dtype)
-        grad_weight = torch.linalg.vecdot(wide.flatten(0, -2), normed.flatten(0, -2), dim=0).to(
-            weight.dtype
-        )
-        wide = wide * weight
-        inner = torch.linalg.vecdot(wide, normed, dim=-1)[..., None] / x.shape[-1]
-        return wide.sub_(normed.mul_(inner)).mul_(rstd).to(x.dtype), grad_weight, None
-
-
-class RMSNorm(nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * w over the last dimension, in fp32 (Zhang & Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if platform().device(x).type == "cuda":
-            return platform().rms_norm(x, self.weight.to(x.dtype), self.eps)
-        return _RMSNorm.apply(x, self.weight, self.eps)
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up; saves its two inputs alone (autograd would also keep silu(gate): 2.4 GiB per
-    layer of the 4B at 131k).
-    """
-
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
-
-
-class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.ffn_size)
-        self.up_proj = Linear(config.hidden_size, config.ffn_size)
-        self.down_proj = Linear(config.ffn_size, config.hidden_size)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
-
-
-# ------------------------------------------------------------------------------- attention kinds
+# ---- attention kinds
 
 
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on q and k: the base of every attention kind.
 
     A kind is one subclass and one entry of ATTENTIONS. A causal kind overrides `attend_document`
-    and `keys_met`; the methods below say everything else that the rest of longhaul asks about an
-    attention (parameters, FLOPs, cache, memory, exchange), and hold for such a kind as they are.
+    and `keys_read`. The other methods answer what the rest of longhaul asks about an attention,
+    namely its parameters, FLOPs, cache, memory and exchange; they hold for such a kind as they are.
     """
 
-    cheaper = ""  # the kind that the planner proposes when this one does not fit
-    settings = ""  # the field of ModelConfig that only this kind reads
-    prompt_in_parts = True  # whether a cache can take a prompt in several forwards
-    is_qwen3 = False  # whether a Hugging Face Qwen3 folder can hold it
-    starts_fresh: tuple[str, ...] = ()  # submodules that Qwen3's weights do not have
-    # modes of context parallelism that cannot serve it, with the reason
-    refused_exchanges = {"gather_kv": "which is not full causal attention"}
+    # The kind that the planner proposes if this one does not fit.
+    cheaper: str = ""
+    # The field of ModelConfig that only this kind reads.
+    settings: str = ""
+    # Whether a cache can take a prompt in several forwards.
+    prompt_in_parts: bool = True
+    # Whether a Hugging Face Qwen3 folder can hold it.
+    is_qwen3: bool = False
+    # Submodules that Qwen3's weights do not have.
+    starts_fresh: tuple[str, ...] = ()
+    # Modes of context parallelism that cannot serve it, with the reason.
+    refused_exchanges: dict[str, str] = {"gather_kv": "which is not full causal attention"}
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -669,8 +737,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def forward(self, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
-        """`documents`: what the kind's `documents` returned; `cache`: what its `cache` returned."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        documents: "Tensor | Layout | None" = None,
+        cache: "LayerCache | SparseCache | None" = None,
+    ) -> Tensor:
+        """`documents` and `cache` are what the kind's methods of these names returned."""
         projected = self.project(x_BTD, rope)
         if cache is None:
             o_BTHK = self.attend(self.inputs(x_BTD, rope, projected), rope, documents)
@@ -680,7 +754,7 @@ class Attention(nn.Module):
 
     # ---- what a kind computes
 
-    def project(self, x_BTD: Tensor, rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def project(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v, and k before RoPE, each [B, T, heads, K]."""
         heads = (-1, self.head_dim)
         q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
@@ -689,23 +763,23 @@ class Attention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
         return q_BTHK, k_BTGK, v_BTGK, raw_BTGK
 
-    def inputs(self, x_BTD: Tensor, rope, projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def inputs(
+        self, x_BTD: Tensor, rope: Rope, projected: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """Everything that `attend` reads of the tokens, each [B, T, heads, ...]."""
         q_BTHK, k_BTGK, v_BTGK, _ = projected
         return q_BTHK, k_BTGK, v_BTGK
 
-    def attend(self, inputs: tuple[Tensor, ...], rope, documents) -> Tensor:
+    def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Tensor | None) -> Tensor:
         """o [B, T, H, K] of whole rows. Context parallelism wraps this method from outside."""
         rows = len(inputs[0])
         if documents is None or len(documents) == rows + 1:  # every row is one document
             return self.attend_document(*inputs)
         return self.packed(inputs, rope, documents)
 
-    def packed(self, inputs: tuple[Tensor, ...], rope, documents) -> Tensor:
-        """The same for rows that hold several documents; a compiled model leaves it uncompiled.
-
-        `split` and `cat`, not slices: a slice's backward fills the whole row with zeros each time.
-        """
+    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Tensor) -> Tensor:
+        """The same for rows that hold several documents; a compiled model leaves it uncompiled."""
+        # `split` and not slices: the backward of each slice fills the whole row with zeros.
         lengths = documents.diff().tolist()
         flat = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in inputs]
         outputs = [self.attend_document(*parts) for parts in zip(*flat, strict=True)]
@@ -715,7 +789,7 @@ class Attention(nn.Module):
         """o [B, T, H, K] of the last T of the S positions of one document in each row."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend_document")
 
-    def decode(self, inputs: tuple[Tensor, ...], rope, cache) -> Tensor:
+    def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: LayerCache) -> Tensor:
         """o [B, T, H, K] of T tokens that continue what the cache holds."""
         q_BTHK, k_BTGK, v_BTGK = inputs
         return self.attend_document(q_BTHK, *cache.append(k_BTGK, v_BTGK))
@@ -727,20 +801,40 @@ class Attention(nn.Module):
         """ValueError if the kernels that are asked for cannot run with these sizes."""
 
     @classmethod
-    def documents(cls, config: ModelConfig, cu_seqlens: Tensor | None, shape, device):
+    def documents(
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        device: Device,
+    ) -> "Tensor | Layout | None":
         """What the layers get as `documents`; made once for all of them.
 
-        cu_seqlens [documents + 1] over the B*T tokens; None: every row is one document.
+        cu_seqlens [documents + 1] over the B*T tokens; None if every row is one document.
         """
         return cu_seqlens
 
     @classmethod
-    def whole_rows(cls, config: ModelConfig, cu_seqlens: Tensor, positions_BT: Tensor, rotary):
-        """The same for the whole rows that ranks share, whose `rope` holds a part of the tokens."""
+    def whole_rows(
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor,
+        positions_BT: Tensor,
+        rotary: RotaryCache,
+    ) -> "Tensor | Layout | None":
+        """The same for whole rows whose tokens several ranks share: the `rope` of the layers then
+        holds only this rank's tokens.
+        """
         return cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
 
     @classmethod
-    def cache(cls, config: ModelConfig, shape: tuple[int, int, int, int], device, dtype):
+    def cache(
+        cls,
+        config: ModelConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> "LayerCache | SparseCache":
         """What a layer keeps while decoding; shape [B, max_length, G, K]."""
         return LayerCache(shape, device, dtype)
 
@@ -759,13 +853,14 @@ class Attention(nn.Module):
 
     @classmethod
     def products(cls, config: ModelConfig) -> float:
-        """Parameters that a token is multiplied with in one layer's attention, for FLOPs."""
-        return 2 * config.hidden_size * (config.num_heads + config.num_kv_heads) * config.head_dim
+        """Parameters of one layer's attention that multiply each token, for FLOPs."""
+        heads = config.num_heads + config.num_kv_heads
+        return 2 * config.hidden_size * heads * config.head_dim
 
     @classmethod
-    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
-        """Keys that a query reads, by its position in its document."""
-        raise NotImplementedError(f"{cls.__name__} defines no keys_met")
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """Number of keys that a query reads, by its position in its document."""
+        raise NotImplementedError(f"{cls.__name__} defines no keys_read")
 
     @classmethod
     def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
@@ -776,7 +871,7 @@ class Attention(nn.Module):
         """
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
-        statistics = 4 * tokens * (2 * config.num_heads + config.num_kv_heads)
+        statistics = FP32 * tokens * (2 * config.num_heads + config.num_kv_heads)
         return 3 * element * tokens * (queries + keys) + statistics
 
     @classmethod
@@ -784,14 +879,14 @@ class Attention(nn.Module):
         """Bytes of the gradients of keys and values, and what FlashAttention-2 sums them in."""
         queries = element * tokens * config.num_heads * config.head_dim
         keys = element * tokens * config.num_kv_heads * config.head_dim
-        workspace = 4 * tokens * config.num_heads * (config.head_dim + 1)
+        workspace = FP32 * tokens * config.num_heads * (config.head_dim + 1)
         if config.num_heads != config.num_kv_heads:
             workspace += 2 * queries
         return 2 * keys + workspace
 
 
 class StandardAttention(Attention):
-    """Full causal attention by memory-linear kernels."""
+    """Full causal attention, by kernels whose memory is linear in T."""
 
     cheaper = "nsa"
     is_qwen3 = True
@@ -801,59 +896,887 @@ class StandardAttention(Attention):
         return standard_attention(q_BTHK, k_BSGK, v_BSGK)
 
     @classmethod
-    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
         return positions + 1
 
 
-# ---------------------------------------------------- Native Sparse Attention (arXiv 2502.11089)
+def attention_kind(config) -> type[Attention]:
+    """The class of `config.attention_type`; config is a ModelConfig or a TrainConfig."""
+    return ATTENTIONS[config.attention_type]
 
-# Letters beyond those above: M = H/G query heads per KV head, N compressed blocks, J selection
-# blocks, n blocks that a query reads, U units of s tokens, C queries of a chunk. l, s, l', n, w of
-# the paper are cmp_block, cmp_stride, sel_block, sel_count and window of NSAConfig.
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the unit of checkpointing, compiling and
+    sharding.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = attention_kind(config)(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        documents: "Tensor | Layout | None" = None,
+        cache: "LayerCache | SparseCache | None" = None,
+    ) -> Tensor:
+        """`documents` and `cache` are what the attention kind returned under these names."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, documents, cache)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+# ---- the vocabulary head
+
+
+class LMHead(nn.Module):
+    """Holds the output weight [V, D] and applies functions to it inside its own forward, in which a
+    sharded weight is whole.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+    def forward(self, hidden_ND: Tensor, function: Callable, *args):
+        """function(hidden_ND, weight_VD, *args): a tensor or a pytree of tensors."""
+        return function(hidden_ND, self.weight, *args)
+
+
+def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """All logits [N, V]: for short inputs, and for the last position of a generation step."""
+    return F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
+
+
+def standard_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
+) -> Tensor:
+    """Sum over the valid positions of -log p(label) / num_valid, through all logits in fp32 (or
+    fp64).
+    """
+    logits_NV = logits(hidden_ND, weight_VD).to(wide(hidden_ND.dtype))
+    total = F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum")
+    return total / num_valid
+
+
+# ---- decoder
+
+
+class Decoder(nn.Module):
+    """The model: takes token ids, and returns logits, or the mean loss if labels are given.
+
+    Built on the meta device it allocates nothing. Materialise it with `to_empty(device=...)`,
+    `tie_weights()` and `init_weights(seed)`. The latter seeds each parameter by its name, so values
+    depend neither on the order of construction nor on the number of processes.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        super().__init__()
+        self.config = config
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size, _weight=table)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = LMHead(config)
+        self.rotary = RotaryCache(config)
+        self.validate = False  # check labels even if that costs a host synchronisation
+
+        self.tie_weights()
+        if not self.embed.weight.is_meta:
+            self.init_weights(seed)
+
+    # ---- what it computes
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        positions: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        num_valid: Tensor | float | None = None,
+    ) -> Tensor:
+        """Logits [B, T, V] in the compute dtype, or with labels the scalar loss in fp32.
+
+        labels_BT   the target of each position (shifted by the loader), -100 for no target
+        positions   [B, T] or [1, T]; by default they count from 0 in each document
+        doc_ids     [B, T]; a change of id within a row starts a new document, and attention does
+                    not cross it
+        cache       decoding: the tokens continue what the cache holds
+        num_valid   divisor of the summed loss, by default the number of labels that are not -100.
+                    A training step over several ranks and micro-batches passes the global count, so
+                    that the loss is one mean and not a mean of means.
+        """
+        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache).flatten(0, 1)
+        if labels_BT is None:
+            return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
+
+        if labels_BT.shape != tokens_BT.shape:
+            raise ValueError(
+                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
+                "give one target per position (labels[:, t] is the target of position t)"
+            )
+        if self.validate:
+            check_labels(labels_BT.flatten(), self.config.vocab_size, IGNORE)
+        if num_valid is None:
+            num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
+        loss = self.loss_function(*tokens_BT.shape)
+        return self.lm_head(hidden_ND, loss, labels_BT.flatten(), num_valid)
+
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        positions: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Normalised hidden states [B, T, D]; the arguments are those of `forward`."""
+        _check_tokens(tokens_BT, positions, doc_ids, cache)
+        cu_seqlens = None
+        if doc_ids is not None:
+            cu_seqlens = document_boundaries(doc_ids)
+
+        rope = self._rope(tokens_BT, positions, cu_seqlens, cache)
+        documents = None
+        if cache is None:
+            kind = attention_kind(self.config)
+            documents = kind.documents(self.config, cu_seqlens, tokens_BT.shape, tokens_BT.device)
+
+        x_BTD = self.embed(tokens_BT).to(self.config.dtype)
+        for index, layer in enumerate(self.layers):
+            layer_cache = cache.layers[index] if cache else None
+            x_BTD = layer(x_BTD, rope, documents, layer_cache)
+        return self.norm(x_BTD)
+
+    def _rope(
+        self,
+        tokens_BT: Tensor,
+        positions: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: KVCache | None,
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of the tokens."""
+        if positions is None and cu_seqlens is not None:
+            positions = document_positions(cu_seqlens, tokens_BT.shape)
+        if positions is not None:
+            return self.rotary.at(positions.to(tokens_BT.device, non_blocking=True))
+        offset = cache.length if cache else 0
+        return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset)
+
+    # ---- which loss
+
+    def logits_gib(self, batch: int, seq: int) -> float:
+        """Size of the bf16 logits [batch*seq, V] in GiB: 37.09 at 131,072 tokens of the 4B."""
+        return self.config.logits_gib(batch, seq)
+
+    def should_chunk(self, batch: int, seq: int) -> bool:
+        """Whether the loss must be chunked: because it is asked for, or because "auto" finds the
+        logits above its threshold.
+        """
+        return self.config.should_chunk(batch, seq)
+
+    def loss_function(self, batch: int, seq: int) -> Callable:
+        """What `lm_head` applies: (hidden_ND, weight_VD, labels_N, num_valid) -> scalar."""
+        if self.config.loss_path(batch, seq) == "standard":
+            return standard_cross_entropy
+        return self._chunked_loss
+
+    def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid) -> Tensor:
+        return linear_cross_entropy(
+            hidden_ND,
+            weight_VD,
+            labels_N,
+            reduction="mean",
+            num_valid=num_valid,
+            token_tile=self.config.loss_chunk_size or None,
+            kernels=self.config.kernels,
+        )
+
+    # ---- parameters
+
+    def num_params(self) -> int:
+        """Parameters, a tied embedding counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's if the configuration says so; call it again after
+        `to_empty`.
+        """
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0, part: str = "") -> None:
+        """Norms 1; matrices normal(0, init_std), the two projections into the residual stream by a
+        further 1/sqrt(2L).
+
+        `part` of a name fills only the parameters whose names contain it. Sharded parameters
+        (DTensor) work too: every rank draws the same whole tensor and keeps its shard.
+        """
+        for name, parameter in self.named_parameters():
+            if part not in name:
+                continue
+            if parameter.is_meta:
+                raise ValueError(
+                    f"parameter {name} is on the meta device: call to_empty(device=...) and "
+                    "tie_weights() first"
+                )
+            whole = self._initial_value(name, parameter.shape, parameter.device, seed)
+            parameter.copy_(_shard_like(parameter, whole))
+
+    def _initial_value(self, name: str, shape: torch.Size, device, seed: int) -> Tensor:
+        # The gates of NSA start at 1/2 and its compression as the mean.
+        if name.endswith(("bias", "_w2")):
+            return torch.zeros(shape, device=device)
+        if len(shape) == 1:
+            return torch.ones(shape, device=device)
+
+        std = self.config.init_std
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= math.sqrt(2 * self.config.num_layers)
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        number = int.from_bytes(digest[:8], "little") >> 1
+        generator = torch.Generator(device).manual_seed(number)
+        return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+
+
+def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, if the parameter is sharded."""
+    if not hasattr(parameter, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+
+def _check_tokens(
+    tokens_BT: Tensor, positions: Tensor | None, doc_ids: Tensor | None, cache: KVCache | None
+) -> None:
+    """ValueError for shapes that do not fit each other."""
+    shape = tuple(tokens_BT.shape)
+    if tokens_BT.ndim != 2 or shape[1] == 0:
+        raise ValueError(f"tokens have shape {shape}: give [batch, tokens] with at least one token")
+    if cache is not None and doc_ids is not None:
+        raise ValueError(
+            "cache and doc_ids together: decode one document per row, or drop the cache"
+        )
+    if doc_ids is not None and doc_ids.shape != tokens_BT.shape:
+        raise ValueError(
+            f"doc_ids are {tuple(doc_ids.shape)} and tokens {shape}: give one id per token"
+        )
+    if positions is not None and tuple(positions.shape) not in (shape, (1, shape[1])):
+        raise ValueError(
+            f"positions are {tuple(positions.shape)} and tokens {shape}: give [B, T] or [1, T]"
+        )
+
+
+# ---- the loss over tiles of the vocabulary
+
+
+# The standard loss moves [N, V] through memory about ten times in fp32; that, not arithmetic, takes
+# most of its time. Here the forward walks the vocabulary once with an online log-sum-exp, and the
+# backward recomputes each tile. That is four products instead of three, yet faster, and it saves 8
+# bytes per token instead of 4V.
+#
+# Letters: n the valid tokens, packed; V inside a tile: the tile's columns.
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "sum",
+    num_valid: Tensor | float | None = None,
+    token_tile: int | None = None,
+    vocab_tile: int | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    kernels: str = "auto",
+    validate: bool = False,
+) -> Tensor:
+    """Cross-entropy of the logits z = softcap(hidden @ weight^T), which never exist as a whole.
+
+        loss_n = (1 - e) (lse_n - z_n,label) + e (lse_n - mean_v z_nv) + z_loss lse_n^2
+        with e = label_smoothing
+
+    hidden and weight have any floating dtype; the products run in hidden's, also under autocast.
+    The loss is fp32, and gradients have the dtype of their input. "sum" is for a caller that
+    divides. "mean" divides by num_valid, which under data parallelism or accumulation is the
+    *global* number of valid tokens, and without it by the valid tokens given here. Without a valid
+    token the loss is 0 and gradients are zero. `kernels`: see `choose_kernels`.
+
+    Raises ValueError for shapes, devices, dtypes and tiles, and IndexError for labels outside
+    [0, V): always on a CPU, on CUDA only with `validate`, which costs a host synchronisation.
+    """
+    check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
+    _check_options(softcap, label_smoothing, z_loss, num_valid)
+
+    kernels = choose_kernels(kernels, hidden_ND)
+    device = platform().device(hidden_ND)
+    chosen = default_tiles(len(hidden_ND), len(weight_VD), device, kernels)
+    tiles = [token_tile or chosen[0], vocab_tile or chosen[1]]
+
+    nll_N, lse_N, mean_N = vocab_nll(
+        hidden_ND, weight_VD, labels_N, ignore_index, softcap, tiles, kernels, validate
+    )
+    loss_N = nll_N
+    if label_smoothing:
+        loss_N = (1 - label_smoothing) * nll_N + label_smoothing * (lse_N - mean_N)
+    if z_loss:
+        loss_N = loss_N + z_loss * lse_N.square()
+
+    if reduction == "none":
+        return loss_N
+    if reduction == "sum":
+        return loss_N.sum()
+    if num_valid is None:
+        num_valid = (labels_N != ignore_index).sum()
+    if isinstance(num_valid, Tensor):
+        return loss_N.sum() / num_valid.clamp(min=1).to(loss_N.dtype)
+    return loss_N.sum() / max(num_valid, 1)
+
+
+def check_inputs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    reduction: str,
+    *tiles: int | None,
+) -> None:
+    """ValueError for shapes, devices, dtypes, tiles or a reduction that cannot be used."""
+    if not _shapes_fit(hidden_ND, weight_VD, labels_N):
+        shapes = tuple(hidden_ND.shape), tuple(weight_VD.shape), tuple(labels_N.shape)
+        raise ValueError(
+            f"hidden, weight, labels have shapes {shapes}; needed: (N, D), (V, D), (N,) with V >= 1"
+        )
+
+    if len({hidden_ND.device, weight_VD.device, labels_N.device}) > 1:
+        raise ValueError(
+            f"hidden is on {hidden_ND.device}, weight on {weight_VD.device}, labels on "
+            f"{labels_N.device}: move them to one device"
+        )
+
+    floating = hidden_ND.is_floating_point() and weight_VD.is_floating_point()
+    if not floating or labels_N.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"hidden is {hidden_ND.dtype}, weight {weight_VD.dtype}, labels {labels_N.dtype}; "
+            "needed: floating, floating, int64"
+        )
+
+    for tile in tiles:
+        if tile is not None and not (isinstance(tile, int) and tile >= 1):
+            raise ValueError(
+                f"token_tile, vocab_tile = {tiles}: both must be whole numbers >= 1, or None to "
+                "choose by shape and device"
+            )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum', 'none'")
+
+
+def _shapes_fit(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> bool:
+    if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or labels_N.ndim != 1:
+        return False
+    V, D = weight_VD.shape
+    return hidden_ND.shape == (len(labels_N), D) and V >= 1
+
+
+def _check_options(
+    softcap: float | None,
+    label_smoothing: float,
+    z_loss: float,
+    num_valid: Tensor | float | None,
+) -> None:
+    capped = softcap is None or softcap > 0
+    if not capped or not 0 <= label_smoothing <= 1 or not math.isfinite(z_loss):
+        raise ValueError(
+            f"softcap={softcap}, label_smoothing={label_smoothing}, z_loss={z_loss}: need softcap "
+            "> 0 or None, smoothing in [0, 1], finite z_loss"
+        )
+
+    if isinstance(num_valid, Tensor):
+        wrong = num_valid.ndim > 0
+    else:
+        wrong = num_valid is not None and not num_valid >= 0
+    if wrong:
+        raise ValueError(
+            f"num_valid={num_valid}: give a number of tokens, 0 or more, or a tensor without "
+            "dimensions"
+        )
+
+
+def check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
+    """IndexError for the first label outside [0, V) that is not `ignore_index`."""
+    bad_N = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
+    if bad_N.any():
+        n = int(bad_N.nonzero()[0, 0])
+        raise IndexError(
+            f"label {int(labels_N[n])} at position {n}: allowed are 0 to {V - 1}, and "
+            f"{ignore_index} to ignore the token"
+        )
+
+
+# ---- tiles, and what computes them
+
+
+def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[int, int]:
+    """(token_tile, vocab_tile).
+
+    [N, vocab_tile] exists in the inputs' dtype, and [token_tile, vocab_tile] in fp32 if the bodies
+    are eager. A compiled body keeps fp32 in registers and has no cache to miss.
+    """
+    if device.type == "cpu":
+        token_tile = 512 if kernels == "torch" else 2048
+        elements = 2**22
+        widest = 2048
+    else:
+        token_tile = 8192
+        elements = 2**28
+        widest = 8192
+    vocab_tile = elements // max(N, 1) // 128 * 128
+    return token_tile, min(max(vocab_tile, 1024), widest, max(V, 1))
+
+
+def spans(size: int, tile: int) -> list[slice]:
+    """The tiles of `size` tokens or columns; the last one may be shorter."""
+    starts = platform().tiles(range(0, size, tile))
+    return [slice(start, min(start + tile, size)) for start in starts]
+
+
+def choose_kernels(kernels: str, tile_like: Tensor) -> str:
+    """What computes the elementwise tile bodies: "torch" (eager), "compiled" (torch.compile) or
+    "triton" (fused/).
+
+    "auto" is compiled on CUDA and inside a compiled caller, and eager otherwise. The Triton twins
+    are used only if they are asked for.
+    """
+    if kernels not in CHOICES["kernels"]:
+        raise ValueError(f"kernels={kernels!r} is unknown: choose auto, torch, compiled or triton")
+
+    if kernels == "triton":
+        try:
+            from fused import linear_ce
+        except ImportError as error:
+            raise ValueError(
+                f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or "
+                "'torch'"
+            ) from None
+        linear_ce.require(tile_like)
+
+    if kernels == "auto":
+        on_cuda = platform().device(tile_like).type == "cuda"
+        return "compiled" if on_cuda or torch.compiler.is_compiling() else "torch"
+    return kernels
+
+
+def tile_body(function: Callable, kernels: str) -> Callable:
+    """An elementwise tile function, or what replaces it on this platform."""
+    return platform().tile_body(function, kernels)
+
+
+@functools.cache
+def fastest_body(function: Callable, kernels: str) -> Callable:
+    """An elementwise tile function or its fused twin.
+
+    Compiled with dynamic shapes: otherwise every ragged last tile would compile again.
+    """
+    if kernels == "triton":
+        from fused import linear_ce
+
+        return getattr(linear_ce, function.__name__)
+    if kernels == "compiled":
+        return torch.compile(function, dynamic=True)
+    return function
+
+
+def tile_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer: Tensor) -> Tensor:
+    """hidden @ weight^T into the reused flat buffer; a ragged last tile stays contiguous."""
+    N, V = len(hidden_ND), len(weight_VD)
+    return torch.mm(hidden_ND, weight_VD.t(), out=buffer[: N * V].view(N, V))
+
+
+def capped(z_NV: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """softcap * tanh(z / softcap), always as a copy that may be overwritten."""
+    x_NV = z_NV.to(dtype, copy=True)
+    if softcap is None:
+        return x_NV
+    return x_NV.div_(softcap).tanh_().mul_(softcap)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """exp in place.
+
+    On a CPU torch.exp is MKL's, four times slower on AMD than exp2. The product's rounding is below
+    that of x = z - lse.
+    """
+    return x.mul_(1.4426950408889634).exp2_()
+
+
+def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
+    """x[n, target_n] = value_n for targets inside the tile, without asking the device how many."""
+    V = x_NV.shape[1]
+    if torch.compiler.is_compiling():
+        # A comparison fuses into the body; an indexed write would split it.
+        column_V = torch.arange(V, device=x_NV.device, dtype=target_N.dtype)
+        return torch.where(column_V == target_N[:, None], value_N[:, None], x_NV)
+
+    row_N = torch.arange(len(x_NV), device=x_NV.device)
+    column_N = target_N.clamp(0, V - 1).long()
+    value_N = torch.where(target_N == column_N, value_N, x_NV[row_N, column_N])
+    # scatter_ would copy the whole tile on a CPU: twice as slow
+    return x_NV.index_put_((row_N, column_N), value_N)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. Low-precision products are summed in fp32: bf16 sums make gradients 6x
+    noisier.
+    """
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
+
+
+def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b."""
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(a @ b)
+
+
+def pack_valid(labels_N: Tensor, ignore_index: int) -> tuple[slice | Tensor, Tensor]:
+    """(rows, target_n) of the valid tokens, so that ignored ones cost nothing.
+
+    Targets are int32, because comparing int64 columns costs more than the exp. On CUDA the number
+    of valid tokens would cost a host synchronisation, so all tokens stay there, and ignored ones
+    get the target -1 and a zero gradient.
+    """
+    valid_N = labels_N != ignore_index
+    if labels_N.device.type != "cpu" or valid_N.all():
+        return slice(None), torch.where(valid_N, labels_N, -1).int()
+    rows = valid_N.nonzero()[:, 0]
+    return rows, labels_N[rows].int()
+
+
+def unpack(value_n: Tensor, rows: slice | Tensor, N: int) -> Tensor:
+    """Scatter packed values back to N tokens, zero for the ignored ones."""
+    if isinstance(rows, slice):
+        return value_n
+    return value_n.new_zeros(N, *value_n.shape[1:]).index_copy_(0, rows, value_n)
+
+
+# ---- the bodies: one tile
+
+
+def fold_logsumexp(
+    z_NV: Tensor,
+    target_N: Tensor,
+    max_N: Tensor,
+    sum_N: Tensor,
+    total_N: Tensor,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold a tile into (max, sum exp(z - max)) of all logits except the target's, and into the sum
+    of all logits.
+    """
+    x_NV = capped(z_NV, softcap, max_N.dtype)
+    total_N = total_N + x_NV.sum(1)
+
+    x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
+    new_max_N = torch.maximum(max_N, x_NV.amax(1))
+    sum_N = sum_N * (max_N - new_max_N).exp() + exp_(x_NV.sub_(new_max_N[:, None])).sum(1)
+    return new_max_N, sum_N, total_N
+
+
+def logits_to_gradient(
+    z_NV: Tensor,
+    target_N: Tensor,
+    lse_N: Tensor,
+    slope_N: Tensor,
+    shift_N: Tensor,
+    softcap: float | None,
+) -> None:
+    """Overwrite z by (slope * exp(z - lse) + shift) * d softcap, and by 0 at the target."""
+    x_NV = capped(z_NV, softcap, lse_N.dtype)
+    chain_NV = None if softcap is None else 1 - (x_NV / softcap).square()
+
+    d_NV = exp_(x_NV.sub_(lse_N[:, None])).mul_(slope_N[:, None]).add_(shift_N[:, None])
+    if chain_NV is not None:
+        d_NV = d_NV.mul_(chain_NV)
+    z_NV.copy_(put_target(d_NV, target_N, torch.zeros_like(lse_N)))
+
+
+# ---- the operators: all tiles
+
+
+@torch.library.custom_op("longhaul::vocab_nll", mutates_args=())
+def vocab_nll(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    tiles: list[int],
+    kernels: str,
+    validate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(-log p(label), logsumexp of the logits, mean of the logits) per token in fp32, 0 for ignored
+    tokens. Opaque to torch.compile, which would unroll the loops.
+    """
+    N, V = len(hidden_ND), len(weight_VD)
+    if validate or labels_N.device.type == "cpu":
+        check_labels(labels_N, V, ignore_index)
+
+    rows, target_n = pack_valid(labels_N, ignore_index)
+    h_nD = hidden_ND[rows]
+    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
+
+    fold = tile_body(fold_logsumexp, kernels)
+    max_n = z_target_n.clone()
+    sum_n = torch.zeros_like(z_target_n)
+    total_n = torch.zeros_like(z_target_n)
+    buffer = h_nD.new_empty(min(tiles[0], len(h_nD)) * min(tiles[1], V))
+    for v in spans(V, tiles[1]):
+        w_VD = weight_VD[v].to(h_nD.dtype)
+        for t in spans(len(h_nD), tiles[0]):
+            z_NV = tile_logits(h_nD[t], w_VD, buffer)
+            max_n[t], sum_n[t], total_n[t] = fold(
+                z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap
+            )
+
+    # log(1 + sum of the others / exp(z_target)) is exact also for p(target) near 1 and under a
+    # large common offset.
+    nll_n = torch.logaddexp(max_n - z_target_n + sum_n.log(), torch.zeros_like(sum_n))
+
+    ignored_n = target_n < 0
+    results = (nll_n, z_target_n + nll_n, total_n / V)
+    return tuple(unpack(x_n.masked_fill_(ignored_n, 0), rows, N) for x_n in results)
+
+
+def target_logits(
+    h_nD: Tensor, weight_VD: Tensor, target_n: Tensor, token_tile: int, softcap: float | None
+) -> Tensor:
+    """The label's logit from an fp32 dot product: a low-precision tile would round the one logit
+    that the loss subtracts.
+    """
+    z_n = h_nD.new_empty(len(h_nD), dtype=wide(h_nD.dtype))
+    for t in spans(len(h_nD), token_tile):
+        w_nD = weight_VD.index_select(0, target_n[t].clamp(min=0)).to(h_nD.dtype)
+        z_n[t] = (h_nD[t].to(z_n.dtype) * w_nD).sum(1)
+    return capped(z_n, softcap, z_n.dtype)
+
+
+@torch.library.custom_op("longhaul::vocab_nll_backward", mutates_args=())
+def vocab_nll_backward(
+    grads: list[Tensor],
+    nll_N: Tensor,
+    lse_N: Tensor,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    tiles: list[int],
+    kernels: str,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden and weight, empty if not needed.
+
+    dz = (d_nll + d_lse) p + d_mean / V, minus d_nll at the label.
+    """
+    rows, target_n = pack_valid(labels_N, ignore_index)
+    h_nD = hidden_ND[rows]
+    nll_n = nll_N[rows]
+    lse_n = lse_N[rows]
+    slopes = _slopes(grads, rows, target_n, nll_n, lse_n, len(weight_VD), softcap)
+    # The exp of an ignored token is 0; otherwise 0 * exp(overflow) would be NaN in dW.
+    tile_lse_n = lse_n.masked_fill(target_n < 0, torch.inf)
+
+    dh_nD = lse_n.new_empty(0)
+    if need_hidden:  # the label's term is by far the largest: it stays in fp32, outside the tiles
+        w_nD = weight_VD.index_select(0, target_n.clamp(min=0)).to(h_nD.dtype)
+        dh_nD = w_nD.to(lse_n.dtype).mul_(slopes.target[:, None])
+        del w_nD
+    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
+
+    fill = tile_body(logits_to_gradient, kernels)
+    buffer = h_nD.new_empty(len(h_nD) * min(tiles[1], len(weight_VD)))
+    for v in spans(len(weight_VD), tiles[1]):
+        w_VD = weight_VD[v].to(h_nD.dtype)
+        z_nV = buffer[: len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
+        for t in spans(len(h_nD), tiles[0]):
+            torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
+            fill(
+                z_nV[t],
+                target_n[t] - v.start,
+                tile_lse_n[t],
+                slopes.slope[t],
+                slopes.constant[t],
+                softcap,
+            )
+            if need_hidden:
+                add_product(dh_nD[t], z_nV[t], w_VD)
+
+        # One product over all tokens is rounded once, however many token tiles there are, and needs
+        # no fp32 [V, D].
+        if need_weight:
+            dz_nV = put_target(z_nV, target_n - v.start, slopes.target.to(z_nV.dtype))
+            set_product(dw_VD[v], dz_nV.t(), h_nD)
+
+    if need_hidden:
+        dh_nD = unpack(dh_nD.to(hidden_ND.dtype), rows, len(hidden_ND))
+    return dh_nD, dw_VD
+
+
+class _Slopes(NamedTuple):
+    """The gradient dz of each token's logits: p * slope + constant, and `target` at the label."""
+
+    nll: Tensor  # the gradient of nll
+    lse: Tensor  # the gradient of lse
+    slope: Tensor
+    constant: Tensor
+    target: Tensor
+
+
+def _slopes(
+    grads: list[Tensor],
+    rows: slice | Tensor,
+    target_n: Tensor,
+    nll_n: Tensor,
+    lse_n: Tensor,
+    V: int,
+    softcap: float | None,
+) -> _Slopes:
+    ignored_n = target_n < 0
+    d_nll_n = grads[0][rows].masked_fill(ignored_n, 0)
+    d_lse_n = grads[1][rows].masked_fill(ignored_n, 0)
+    constant_n = (grads[2] / V)[rows].masked_fill(ignored_n, 0)
+    slope_n = d_nll_n + d_lse_n
+
+    # p - 1 = expm1(-nll), and nll holds the fp32 logit of the label. Never pair that lse with the
+    # tile's rounded logit.
+    d_target_n = d_nll_n * torch.expm1(-nll_n) + d_lse_n * torch.exp(-nll_n) + constant_n
+    if softcap is not None:
+        d_target_n *= 1 - ((lse_n - nll_n) / softcap).square()
+    return _Slopes(d_nll_n, d_lse_n, slope_n, constant_n, d_target_n)
+
+
+@vocab_nll.register_fake
+def _(hidden_ND, *_):
+    return tuple(hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype)) for _ in range(3))
+
+
+@vocab_nll_backward.register_fake
+def _(grads, nll_N, lse_N, hidden_ND, weight_VD, *args):
+    need_hidden, need_weight = args[-2:]
+    dh_ND = lse_N.new_empty(0)
+    if need_hidden:  # contiguous, whatever hidden's strides are
+        dh_ND = hidden_ND.new_empty(hidden_ND.shape)
+    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
+    return dh_ND, dw_VD
+
+
+def _save(ctx, inputs, output):
+    hidden_ND, weight_VD, labels_N, *ctx.options, _validate = inputs
+    nll_N, lse_N, _mean_N = output
+    # beyond the inputs, 8 bytes per token
+    ctx.save_for_backward(nll_N, lse_N, hidden_ND, weight_VD, labels_N)
+
+
+def _backward(ctx, *grads):
+    need_hidden, need_weight = ctx.needs_input_grad[:2]
+    dh_ND, dw_VD = vocab_nll_backward(
+        grads, *ctx.saved_tensors, *ctx.options, need_hidden, need_weight
+    )
+    dh_ND = dh_ND if need_hidden else None
+    dw_VD = dw_VD if need_weight else None
+    return dh_ND, dw_VD, *[None] * 6
+
+
+vocab_nll.register_autograd(_backward, setup_context=_save)
+
+
+# ---- Native Sparse Attention (arXiv 2502.11089)
+
+
+# Three branches, mixed by gates: a query reads all keys in compressed form, the few blocks of keys
+# that matter most, and a window of the last keys. This section has the layer; the next one has the
+# plain computation, which `choose_sparse_core` replaces by a faster twin.
+#
+# Letters: M = H/G query heads per KV head, N compressed blocks, J selection blocks, n blocks that a
+# query reads, U units of s tokens, C queries of a chunk. The l, s, l', n and w of the paper are the
+# fields cmp_block, cmp_stride, sel_block, sel_count and window of NSAConfig.
 
 
 class Layout(NamedTuple):
-    """Where the documents of a batch and their compressed blocks lie; made once for all layers."""
+    """Where the documents of a batch and their compressed blocks are; made once for all layers.
 
-    # [documents + 1] over the B*T flattened tokens, on the host; None: every row is one document
+    cu_seqlens  [documents + 1] over the B*T flattened tokens, on the host; None if every row is one
+                document
+    tokens      [U*s] the tokens of the documents' units of s tokens
+    first       [N] the first unit of each compressed block
+    centre      [N] the centre of each compressed block among the tokens, or in `turns`
+    turns       cos and sin at the centres, if the layers' rope does not hold those tokens
+    """
+
     cu_seqlens: Tensor | None
-    rows: slice | Tensor  # [U*s] the tokens of the documents' units of s tokens
-    first: Tensor  # [N] the first unit of each compressed block
-    centre: slice | Tensor  # [N] each compressed block's centre in `turns`, or in the layers' rope
-    # cos and sin at the centres, if the layers' rope does not hold those tokens
-    turns: tuple[Tensor, Tensor] | None = None
+    tokens: slice | Tensor
+    first: Tensor
+    centre: slice | Tensor
+    turns: Rope | None = None
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor | None, shape, cfg: NSAConfig, device) -> "Layout":
+    def of(
+        cls,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        cfg: NSAConfig,
+        device: Device,
+    ) -> "Layout":
         """The layout of (B, T) = `shape` tokens; cu_seqlens as in `Attention.documents`."""
         if cu_seqlens is None or len(cu_seqlens) == shape[0] + 1:
             return cls(None, *_layout_of_document(shape[1], cfg, device))
 
-        units, parts = 0, []
+        units = 0
+        parts = []
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            rows, first, centre = _layout_of_document(end - start, cfg, "cpu")
-            tokens = torch.arange(start, start + rows.stop)
+            used, first, centre = _layout_of_document(end - start, cfg, "cpu")
+            tokens = torch.arange(start, start + used.stop)
             parts.append((tokens, first + units, centre + start))
-            units += rows.stop // cfg.cmp_stride
+            units += used.stop // cfg.cmp_stride
         joined = [torch.cat(column) for column in zip(*parts, strict=True)]
         return cls(cu_seqlens, *(column.to(device, non_blocking=True) for column in joined))
 
 
-def _layout_of_document(tokens: int, cfg: NSAConfig, device) -> tuple[slice, Tensor, Tensor]:
-    """rows, first and centre of a Layout; tokens after the last whole block belong to no unit."""
+def _layout_of_document(
+    tokens: int, cfg: NSAConfig, device: Device
+) -> tuple[slice, Tensor, Tensor]:
+    """tokens, first and centre of a Layout; tokens after the last whole block belong to no unit."""
     blocks = cfg.compressed_blocks(tokens)
-    units = blocks + cfg.cmp_block // cfg.cmp_stride - 1 if blocks else 0
+    units = 0
+    if blocks:
+        units = blocks + cfg.cmp_block // cfg.cmp_stride - 1
     first_N = torch.arange(blocks, device=device)
     centre_N = first_N * cfg.cmp_stride + cfg.cmp_block // 2
     return slice(0, units * cfg.cmp_stride), first_N, centre_N
 
 
 class Compressor(nn.Module):
-    """A block of l tokens becomes one key and one value: phi(x) = mean(x) + W2 silu(W1 flatten(x + pe)).
+    """Makes one key and one value of a block of l tokens.
 
-    With W2 = 0 it pools: training starts there, and cmp_kind="mean" stays there. The key, taken
-    before RoPE, is normed again (averaging shrinks it by up to sqrt(l)) and rotated as the token at
-    its block's centre. KV heads share the weights, which `Decoder.init_weights` fills by name.
+        phi(x) = mean(x) + W2 silu(W1 flatten(x + pe))
+
+    With W2 = 0 it pools: training starts there, and cmp_kind="mean" stays there. Keys are taken
+    before RoPE. The compressed key is normed again, because averaging shrinks it by up to sqrt(l),
+    and rotated as the token at its block's centre. KV heads share the weights.
     """
 
     def __init__(self, head_dim: int, cfg: NSAConfig, eps: float = 1e-6):
@@ -870,18 +1793,20 @@ class Compressor(nn.Module):
             self.pe_lK = nn.Parameter(torch.empty(cfg.cmp_block, head_dim))
 
     def forward(
-        self, k_BTGK: Tensor, v_BTGK: Tensor, turn, layout: Layout
+        self, k_BTGK: Tensor, v_BTGK: Tensor, turn: Callable, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """(k_cmp, v_cmp) [B, N, G, K] of keys before RoPE and of values.
 
         turn(k_cmp, centre) rotates each key as the token `centre` is rotated.
         """
-        k_weights, v_weights = (), ()
+        k_weights = ()
+        v_weights = ()
         if self.cfg.cmp_kind == "mlp":
             k_weights = (self.k_w1, self.k_w2, self.pe_lK)
             v_weights = (self.v_w1, self.v_w2)
-        k_BNGK = self._phi(k_BTGK[:, layout.rows], layout.first, *k_weights)
-        v_BNGK = self._phi(v_BTGK[:, layout.rows], layout.first, *v_weights)
+
+        k_BNGK = self._phi(k_BTGK[:, layout.tokens], layout.first, *k_weights)
+        v_BNGK = self._phi(v_BTGK[:, layout.tokens], layout.first, *v_weights)
         k_BNGK = self._normed(k_BNGK)
         return turn(k_BNGK, layout.centre), v_BNGK
 
@@ -897,8 +1822,8 @@ class Compressor(nn.Module):
         w2: Tensor | None = None,
         pe_lK: Tensor | None = None,
     ) -> Tensor:
-        """l/s products over units of s tokens, each shifted by one unit, so that overlapping blocks
-        are not copied.
+        """A sum of l/s products over units of s tokens, each shifted by one unit, so that
+        overlapping blocks are not copied.
         """
         s = self.cfg.cmp_stride
         spread = self.cfg.cmp_block // s
@@ -910,7 +1835,8 @@ class Compressor(nn.Module):
         if w1 is None:
             return mean
 
-        w1, w2 = w1.to(x_BTGK.dtype), w2.to(x_BTGK.dtype)
+        w1 = w1.to(x_BTGK.dtype)
+        w2 = w2.to(x_BTGK.dtype)
         flat = x_BUGsK.flatten(3)
         hidden = sum((flat @ part.T)[:, first_N + i] for i, part in enumerate(w1.chunk(spread, 1)))
         if pe_lK is not None:
@@ -921,8 +1847,8 @@ class Compressor(nn.Module):
 class SparseBranches(nn.Module):
     """What NSA adds to the parameters of a layer: gates, compression, keys and values.
 
-    kv="shared": one K/V serves all branches, so that only gates and compression are added.
-    kv="separate": the layer's own K/V serve the selected branch, `kv_proj` makes those of the
+    With kv="shared" one K/V serves all branches, and only gates and compression are added. With
+    kv="separate" the layer's K/V serve the selected branch, and `kv_proj` makes those of the
     compressed branch and of the window.
     """
 
@@ -940,8 +1866,8 @@ class SparseBranches(nn.Module):
             self.cmp_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.win_norm = RMSNorm(config.head_dim, config.norm_eps)
 
-    def own_keys_and_values(self, x_BTD: Tensor, rope) -> tuple[Tensor, ...]:
-        """Raw keys and values of the compressed branch, keys and values of the window."""
+    def separate_keys_and_values(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, ...]:
+        """Keys before RoPE and values of the compressed branch, keys and values of the window."""
         parts = self.kv_proj(x_BTD).chunk(4, -1)
         k_cmp, v_cmp, k_win, v_win = (part.unflatten(-1, self.heads) for part in parts)
         return self.cmp_norm(k_cmp), v_cmp, rotate(self.win_norm(k_win), *rope), v_win
@@ -959,7 +1885,9 @@ class NativeSparseAttention(Attention):
         super().__init__(config)
         self.sparse = SparseBranches(config)
 
-    def inputs(self, x_BTD: Tensor, rope, projected: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def inputs(
+        self, x_BTD: Tensor, rope: Rope, projected: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """q, k, v of the selected branch; k before RoPE and v of the compressed one; k, v of the
         window; gates.
         """
@@ -967,15 +1895,15 @@ class NativeSparseAttention(Attention):
         gates_BTH3 = self.sparse.gate(x_BTD).sigmoid().unflatten(-1, (-1, 3))
         branches = (raw_BTGK, v_BTGK, k_BTGK, v_BTGK)
         if self.sparse.kv_proj is not None:
-            branches = self.sparse.own_keys_and_values(x_BTD, rope)
+            branches = self.sparse.separate_keys_and_values(x_BTD, rope)
         return q_BTHK, k_BTGK, v_BTGK, *branches, gates_BTH3
 
-    def attend(self, inputs: tuple[Tensor, ...], rope, documents: Layout) -> Tensor:
+    def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Layout) -> Tensor:
         if documents.cu_seqlens is None:
             return self._branches(inputs, rope, documents)
         return self.packed(inputs, rope, documents)
 
-    def packed(self, inputs: tuple[Tensor, ...], rope, documents: Layout) -> Tensor:
+    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Layout) -> Tensor:
         """All branches over the B*T flattened tokens of rows that hold several documents."""
         rows = len(inputs[0])
         flat = [x.flatten(0, 1)[None] for x in inputs]
@@ -983,10 +1911,10 @@ class NativeSparseAttention(Attention):
             rope = [x.expand(rows, *x.shape[1:]).flatten(0, 1)[None] for x in rope]
         return self._branches(flat, rope, documents).view_as(inputs[0])
 
-    def _branches(self, inputs, rope, layout: Layout) -> Tensor:
+    def _branches(self, inputs: Sequence[Tensor], rope: Rope, layout: Layout) -> Tensor:
         q, k, v, raw, v_raw, k_win, v_win, gates = inputs
 
-        def turn(k_cmp, centre):
+        def turn(k_cmp: Tensor, centre: slice | Tensor) -> Tensor:
             cos, sin = rope if layout.turns is None else layout.turns
             return rotate(k_cmp, cos[:, centre], sin[:, centre])
 
@@ -996,7 +1924,7 @@ class NativeSparseAttention(Attention):
             q, k, v, k_cmp, v_cmp, k_win, v_win, gates, sparse.cfg, layout.cu_seqlens
         )
 
-    def decode(self, inputs: tuple[Tensor, ...], rope, cache) -> Tensor:
+    def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: "SparseCache") -> Tensor:
         return cache.attend(inputs, rope, self.sparse.compressor, self.sparse.core)
 
     @classmethod
@@ -1004,12 +1932,22 @@ class NativeSparseAttention(Attention):
         choose_sparse_core(config)
 
     @classmethod
-    def documents(cls, config: ModelConfig, cu_seqlens: Tensor | None, shape, device) -> Layout:
+    def documents(
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        device: Device,
+    ) -> Layout:
         return Layout.of(cu_seqlens, shape, config.nsa, device)
 
     @classmethod
     def whole_rows(
-        cls, config: ModelConfig, cu_seqlens: Tensor, positions_BT: Tensor, rotary
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor,
+        positions_BT: Tensor,
+        rotary: RotaryCache,
     ) -> Layout:
         layout = cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
         if layout.cu_seqlens is not None:
@@ -1018,7 +1956,13 @@ class NativeSparseAttention(Attention):
         return layout._replace(centre=slice(None), turns=turns)
 
     @classmethod
-    def cache(cls, config: ModelConfig, shape: tuple[int, int, int, int], device, dtype):
+    def cache(
+        cls,
+        config: ModelConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> "SparseCache":
         twin = sparse_twin()
         kind = SparseCache if twin is None else twin.NSAState
         return kind(config.nsa, *shape, device, dtype)
@@ -1026,7 +1970,8 @@ class NativeSparseAttention(Attention):
     @classmethod
     def added_params(cls, config: ModelConfig) -> tuple[int, int, int]:
         """(matrices over tokens, matrices over compressed blocks, vectors) of SparseBranches."""
-        K, nsa = config.head_dim, config.nsa
+        nsa = config.nsa
+        K = config.head_dim
         tokens = config.hidden_size * 3 * config.num_heads
         blocks = 0
         vectors = 3 * config.num_heads + K
@@ -1047,24 +1992,28 @@ class NativeSparseAttention(Attention):
     def products(cls, config: ModelConfig) -> float:
         """A compression matrix works once per stride and KV head."""
         tokens, blocks, _ = cls.added_params(config)
-        return (
-            super().products(config) + tokens + blocks * config.num_kv_heads / config.nsa.cmp_stride
-        )
+        blocks_per_token = config.num_kv_heads / config.nsa.cmp_stride
+        return super().products(config) + tokens + blocks * blocks_per_token
 
     @classmethod
-    def keys_met(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
         """The sum over the branches."""
         nsa = config.nsa
         past = positions + 1
-        selected = (nsa.sel_count - 1) * nsa.sel_block + positions % nsa.sel_block + 1
-        return nsa.compressed_blocks(past) + past.minimum(selected) + past.clamp(max=nsa.window)
+        most_selected = (nsa.sel_count - 1) * nsa.sel_block + positions % nsa.sel_block + 1
+
+        compressed = nsa.compressed_blocks(past)
+        selected = past.minimum(most_selected)
+        window = past.clamp(max=nsa.window)
+        return compressed + selected + window
 
     @classmethod
     def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """In addition: the selected branch's output, gates, chosen blocks (int16), keys and values
-        cut into units, compressed blocks, and for kv="separate" 5 k and the statistics of 2 norms.
+        """NSA adds the selected branch's output, gates, chosen blocks (int16), keys and values cut
+        into units, compressed blocks, and with kv="separate" 5 k and the statistics of two norms.
         """
-        nsa, G = config.nsa, config.num_kv_heads
+        nsa = config.nsa
+        G = config.num_kv_heads
         q = element * tokens * config.num_heads * config.head_dim
         k = element * tokens * G * config.head_dim
 
@@ -1072,12 +2021,13 @@ class NativeSparseAttention(Attention):
         chosen = 2 * G * nsa.sel_count
         added = q + tokens * (gates + chosen)
         if config.kernels == "triton":  # the twin keeps o_cmp and its log-sum-exp
-            added += q + 4 * config.num_heads * tokens
+            added += q + FP32 * config.num_heads * tokens
 
-        block = (4 + 6 * element) * G * config.head_dim + 4 * (G + config.head_dim)
+        statistics = FP32 * (G + config.head_dim)
+        block = (FP32 + 6 * element) * G * config.head_dim + statistics
         added += block * (tokens // nsa.cmp_stride)
         if nsa.kv == "separate":
-            added += 5 * k + 2 * 4 * G * tokens
+            added += 5 * k + 2 * FP32 * G * tokens
         if nsa.cmp_kind == "mlp":
             added += 2 * k
         return super().saved_bytes(config, tokens, element) + added
@@ -1085,19 +2035,12 @@ class NativeSparseAttention(Attention):
     @classmethod
     def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
         """Keys and values have a gradient from each branch that reads them."""
-        return 4 * element * tokens * config.num_kv_heads * config.head_dim
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        return 4 * keys
 
 
-ATTENTIONS = {"standard": StandardAttention, "nsa": NativeSparseAttention}
-
-
-def attention_kind(config) -> type[Attention]:
-    """The class of `config.attention_type`, of a ModelConfig or of a TrainConfig."""
-    return ATTENTIONS[config.attention_type]
-
-
-def sparse_twin():
-    """The package nsa/, the block-major twin of the plain version below; None if it is absent."""
+def sparse_twin() -> ModuleType | None:
+    """The package nsa/, the block-major twin of the plain version, or None if it is absent."""
     found = importlib.util.find_spec("nsa")
     if found is None or found.origin is None:  # no origin: a folder that is no package
         return None
@@ -1106,9 +2049,11 @@ def sparse_twin():
     return nsa
 
 
-def choose_sparse_core(config: ModelConfig):
-    """The function that computes NSA: plain_nsa_attention, its twin in nsa/ if that is importable,
-    or the Triton twin if it is asked for; ValueError if that cannot serve the sizes.
+def choose_sparse_core(config: ModelConfig) -> Callable:
+    """The function that computes NSA: the twin in nsa/ if that can be imported, otherwise
+    `plain_nsa_attention`; with kernels="triton" the Triton twin.
+
+    Raises ValueError if the Triton twin is absent or cannot serve the sizes.
     """
     if config.dtype == torch.float64:
         raise ValueError(
@@ -1131,7 +2076,7 @@ def choose_sparse_core(config: ModelConfig):
     return attention.nsa_attention
 
 
-# ------------------------------------------------------- Native Sparse Attention in plain PyTorch
+# ---- Native Sparse Attention in plain PyTorch
 
 
 CHUNK_LOGITS = 2**24  # logits that exist at once: 64 MiB in fp32, of which a few copies live
@@ -1150,14 +2095,18 @@ def nsa_attention(
     cu_seqlens: Tensor | None = None,
     return_parts: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089), by nsa/ if it is importable.
+    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089); nsa/ computes it if it can be
+    imported.
 
-    q [B, T, H, K]; k and v [B, T, G, K]; k_cmp and v_cmp [B, N, G, K], all of one dtype (fp32,
-    bf16, fp16); gates [B, T, H, 3] after the sigmoid, in the order compressed, selected, window.
-    cu_seqlens: int32 or int64 [documents + 1], best on the host; every document then has its
-    compressed blocks one after another. Returns o [B, T, H, K]; with return_parts=True a dict of o,
-    o_cmp, o_slc, o_win and block_idx, int64 [B, T, G, n], -1 = unused. Raises ValueError for shapes
-    that do not fit.
+    q            [B, T, H, K]
+    k, v         [B, T, G, K] of the selected branch and of the window
+    k_cmp, v_cmp [B, N, G, K], the compressed blocks of one document after another
+    gates        [B, T, H, 3] after the sigmoid, in the order compressed, selected, window
+    cu_seqlens   [documents + 1], int32 or int64, best on the host; None for one document per row
+
+    q, k and v have one dtype: fp32, bf16 or fp16. Returns o [B, T, H, K]; with return_parts=True a
+    dict of o, o_cmp, o_slc, o_win and block_idx, which is int64 [B, T, G, n] with -1 for unused
+    places. Raises ValueError for shapes that do not fit.
     """
     twin = sparse_twin()
     attention = plain_nsa_attention if twin is None else twin.nsa_attention
@@ -1181,8 +2130,8 @@ def plain_nsa_attention(
 ) -> Tensor | dict[str, Tensor]:
     """`nsa_attention` by masks instead of tiles.
 
-    It masks blocks instead of skipping them, so that its time stays quadratic; but chunks of
-    queries are checkpointed, so that memory is linear and nothing of size [T, T] exists.
+    It masks blocks instead of skipping them, so its time stays quadratic. But chunks of queries are
+    checkpointed, so its memory is linear, and nothing of size [T, T] exists.
     """
     check_sparse_inputs(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
 
@@ -1207,7 +2156,12 @@ def plain_nsa_attention(
 
 
 def check_sparse_inputs(
-    q: Tensor, token_kv, block_kv, gates: Tensor, cfg: NSAConfig, cu_seqlens: Tensor | None
+    q: Tensor,
+    token_kv: Sequence[Tensor],
+    block_kv: Sequence[Tensor],
+    gates: Tensor,
+    cfg: NSAConfig,
+    cu_seqlens: Tensor | None,
 ) -> None:
     """ValueError for inputs of nsa_attention whose shapes or dtypes do not fit each other."""
     B, T, H, K = q.shape
@@ -1218,9 +2172,13 @@ def check_sparse_inputs(
         given = f"{H} query heads, {G} KV heads"
         raise _sparse_refusal(given, "a multiple", "change a head count")
 
-    N = cfg.compressed_blocks(T) if cu_seqlens is None else block_kv[0].shape[1]
-    expected = [(x, (B, T, G, K)) for x in token_kv] + [(x, (B, N, G, K)) for x in block_kv]
-    for x, shape in [*expected, (gates, (B, T, H, 3))]:
+    N = block_kv[0].shape[1]
+    if cu_seqlens is None:
+        N = cfg.compressed_blocks(T)
+    expected = [(x, (B, T, G, K)) for x in token_kv]
+    expected += [(x, (B, N, G, K)) for x in block_kv]
+    expected += [(gates, (B, T, H, 3))]
+    for x, shape in expected:
         if tuple(x.shape) != shape:
             given = f"shape {tuple(x.shape)}"
             raise _sparse_refusal(given, f"{shape}", "see the docstring's shapes")
@@ -1253,7 +2211,7 @@ def _sparse_refusal(given: str, allowed: str, remedy: str) -> ValueError:
 def sparse_documents(
     cu_seqlens: Tensor | None, tokens: int, blocks: int, cfg: NSAConfig
 ) -> list[tuple[slice, slice]]:
-    """(tokens, compressed blocks) of each document of a row of `tokens` tokens and `blocks` blocks."""
+    """(tokens, compressed blocks) of each document in a row of so many tokens and blocks."""
     ends = [0, tokens]
     if cu_seqlens is not None:
         ends = cu_seqlens.tolist()  # keep it on the host: on CUDA this waits for the device
@@ -1279,8 +2237,20 @@ def sparse_documents(
     ]
 
 
-def _attend_sparse_document(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg) -> list:
-    """(o, o_cmp, o_slc, o_win, block_idx) of chunks of queries, which are the last T of S tokens."""
+def _attend_sparse_document(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    cfg: NSAConfig,
+) -> list[tuple[Tensor, ...]]:
+    """(o, o_cmp, o_slc, o_win, block_idx) of each chunk of the T queries; these are the last of the
+    S tokens.
+    """
     B, T, H, _ = q.shape
     S = k_slc.shape[1]
     size = min(256, max(16, CHUNK_LOGITS // (B * H * S)))
@@ -1288,9 +2258,9 @@ def _attend_sparse_document(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, 
     parts = []
     for start in range(S - T, S, size):
         stop = min(start + size, S)
-        low = max(0, start - cfg.window + 1)
-        blocks = cfg.compressed_blocks(stop)
         queries = slice(start - (S - T), stop - (S - T))
+        blocks = cfg.compressed_blocks(stop)
+        low = max(0, start - cfg.window + 1)
         part = checkpoint(
             _attend_sparse_chunk,
             q[:, queries],
@@ -1308,21 +2278,35 @@ def _attend_sparse_document(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, 
     return parts
 
 
-def _attend_sparse_chunk(q, kv_slc, kv_cmp, kv_win, gates, start: int, low: int, cfg) -> tuple:
+def _attend_sparse_chunk(
+    q: Tensor,
+    kv_slc: tuple[Tensor, Tensor],
+    kv_cmp: tuple[Tensor, Tensor],
+    kv_win: tuple[Tensor, Tensor],
+    gates: Tensor,
+    start: int,
+    low: int,
+    cfg: NSAConfig,
+) -> tuple[Tensor, ...]:
     """The branches of the queries start, start + 1, ...; kv_win begins with the token `low`."""
-    C, device = q.shape[1], q.device
-    query_C1 = torch.arange(start, start + C, device=device)[:, None]
+    stop = start + q.shape[1]
+    query_C1 = torch.arange(start, stop, device=q.device)[:, None]
 
-    ends = torch.arange(kv_cmp[0].shape[1], device=device) * cfg.cmp_stride + cfg.cmp_block - 1
-    o_cmp, p_BGMCN = _attend_visible(q, *kv_cmp, ends <= query_C1)
+    # The compressed branch: blocks that have ended.
+    block_N = torch.arange(kv_cmp[0].shape[1], device=q.device)
+    last_N = block_N * cfg.cmp_stride + cfg.cmp_block - 1
+    o_cmp, p_BGMCN = _attend_visible(q, *kv_cmp, last_N <= query_C1)
 
+    # The selected branch: the blocks that matter most, chosen without a gradient.
     idx_BGCn = select_blocks(p_BGMCN.detach().sum(2), query_C1, cfg)
-    key = torch.arange(start + C, device=device)
-    visible = _chosen_keys(idx_BGCn, start + C, cfg) & (key <= query_C1)
+    key = torch.arange(stop, device=q.device)
+    visible = _chosen_keys(idx_BGCn, stop, cfg) & (key <= query_C1)
     o_slc, _ = _attend_visible(q, *kv_slc, visible[:, :, None])
 
-    key = torch.arange(low, start + C, device=device)
-    o_win, _ = _attend_visible(q, *kv_win, (key <= query_C1) & (key > query_C1 - cfg.window))
+    # The window.
+    key = torch.arange(low, stop, device=q.device)
+    visible = (key <= query_C1) & (key > query_C1 - cfg.window)
+    o_win, _ = _attend_visible(q, *kv_win, visible)
 
     gate_cmp, gate_slc, gate_win = gates.float().unsqueeze(-2).unbind(-1)
     o = gate_cmp * o_cmp + gate_slc * o_slc + gate_win * o_win
@@ -1336,7 +2320,8 @@ def _attend_visible(
     """fp32 attention over the visible keys and its probabilities [B, G, M, C, S]; a row that sees
     no key is exactly 0.
     """
-    q_BCGMK = q_BCHK.float().unflatten(2, (k_BSGK.shape[2], -1))
+    G = k_BSGK.shape[2]
+    q_BCGMK = q_BCHK.float().unflatten(2, (G, -1))
     logits = torch.einsum("bcgmk,bsgk->bgmcs", q_BCGMK, k_BSGK.float())
     logits = logits * q_BCHK.shape[-1] ** -0.5
 
@@ -1391,8 +2376,8 @@ class SparseCache:
         max_length: int,
         kv_heads: int,
         head_dim: int,
-        device,
-        dtype,
+        device: Device,
+        dtype: torch.dtype,
     ):
         def pair(tokens: int, heads: int, width: int, dtype: torch.dtype) -> LayerCache:
             return LayerCache((batch, tokens, heads, width), device, dtype)
@@ -1409,16 +2394,27 @@ class SparseCache:
 
     @property
     def length(self) -> int:
+        """Positions stored so far."""
         return self.selected.length
 
-    def attend(self, inputs: tuple[Tensor, ...], rope, compressor: Compressor, core) -> Tensor:
-        """o [B, T, H, K] of T tokens that continue what is stored; `core` is for the twin."""
+    def attend(
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: Rope,
+        compressor: Compressor,
+        core: Callable,
+    ) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what is stored. Only the twin needs `core`."""
         q, k, v, raw, v_raw, k_win, v_win, gates = inputs
         k_slc, v_slc = self.selected.append(k, v)
-        k_win, v_win = (k_slc, v_slc) if self.window is None else self.window.append(k_win, v_win)
+        if self.window is None:
+            k_win, v_win = k_slc, v_slc
+        else:
+            k_win, v_win = self.window.append(k_win, v_win)
 
+        cos, sin = (x.expand(len(q), *x.shape[1:]) for x in rope)
+        self.rope.append(cos, sin)
         self.raw.append(raw, v_raw)
-        self.rope.append(*(x.expand(len(q), *x.shape[1:]) for x in rope))
         k_cmp, v_cmp = self._compress(compressor)
 
         parts = _attend_sparse_document(
@@ -1427,685 +2423,28 @@ class SparseCache:
         return torch.cat([part[0] for part in parts], 1)
 
     def _compress(self, compressor: Compressor) -> tuple[Tensor, Tensor]:
-        """Compress the blocks that ended since the last call; returns all compressed keys, values."""
-        blocks, old = self.cfg.compressed_blocks(self.length), self.compressed.length
-        if blocks > old:
-            first = old * self.cfg.cmp_stride
-            last = (blocks - 1) * self.cfg.cmp_stride + self.cfg.cmp_block
-            raw, v_raw, cos, sin = (
-                x[:, first:last] for x in (*self.raw.stored(), *self.rope.stored())
-            )
+        """Compress the blocks that ended since the last call; returns all of k_cmp and v_cmp."""
+        old = self.compressed.length
+        new = self.cfg.compressed_blocks(self.length)
+        if new == old:
+            return self.compressed.stored()
 
-            def turn(k_cmp, centre):
-                return rotate(k_cmp, cos[:, centre], sin[:, centre])
+        first = old * self.cfg.cmp_stride
+        stop = (new - 1) * self.cfg.cmp_stride + self.cfg.cmp_block
+        raw, v_raw = (x[:, first:stop] for x in self.raw.stored())
+        cos, sin = (x[:, first:stop] for x in self.rope.stored())
 
-            layout = Layout.of(None, raw.shape, self.cfg, raw.device)
-            self.compressed.append(*compressor(raw, v_raw, turn, layout))
-        return self.compressed.stored()
+        def turn(k_cmp: Tensor, centre: Tensor) -> Tensor:
+            return rotate(k_cmp, cos[:, centre], sin[:, centre])
 
+        layout = Layout.of(None, raw.shape[:2], self.cfg, raw.device)
+        return self.compressed.append(*compressor(raw, v_raw, turn, layout))
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): the unit of checkpointing, compiling and
-    sharding.
-    """
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = attention_kind(config)(config)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+# ---- the table of attention kinds
 
-    def forward(self, x_BTD, rope, documents=None, cache: LayerCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rope, documents, cache)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
-
-# ------------------------------------------------------------------------------ the vocabulary head
-
-
-class LMHead(nn.Module):
-    """Holds the output weight [V, D] and applies functions to it inside its own forward, where a
-    sharded weight is whole.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-
-    def forward(self, hidden_ND: Tensor, function, *args):
-        """function(hidden_ND, weight_VD, *args): a tensor or a pytree of tensors."""
-        return function(hidden_ND, self.weight, *args)
-
-
-def logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
-    """All logits [N, V]: for short inputs and for the last position of a generation step."""
-    return F.linear(hidden_ND, weight_VD.to(hidden_ND.dtype))
-
-
-def standard_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
-) -> Tensor:
-    """sum over valid positions of -log p(label) / num_valid, through the full logits in fp32 (at
-    least).
-    """
-    logits_NV = logits(hidden_ND, weight_VD).to(wide(hidden_ND.dtype))
-    return (
-        F.cross_entropy(logits_NV, labels_N.long(), ignore_index=IGNORE, reduction="sum")
-        / num_valid
-    )
-
-
-# ----------------------------------------------------------- the loss, over tiles of the vocabulary
-
-# The standard loss moves [N, V] through memory about ten times in fp32: that, not arithmetic, is
-# most of its time. Here the forward walks the vocabulary once with an online log-sum-exp and the
-# backward recomputes each tile: four products instead of three, yet faster, and 8 bytes saved per
-# token instead of 4V. n: the valid tokens, packed; V inside a tile: the tile's columns.
-
-
-def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[int, int]:
-    """(token_tile, vocab_tile): [N, vocab_tile] exists in the inputs' dtype, [token_tile,
-    vocab_tile] in fp32 where the bodies are eager.
-    """
-    cpu = device.type == "cpu"
-    token_tile = (
-        (512 if kernels == "torch" else 2048) if cpu else 8192
-    )  # a compiled body keeps fp32 in registers: no cache to miss
-    vocab_tile = (2**22 if cpu else 2**28) // max(N, 1) // 128 * 128
-    return token_tile, min(max(vocab_tile, 1024), 2048 if cpu else 8192, max(V, 1))
-
-
-def spans(size: int, tile: int) -> list[slice]:
-    """The tiles of `size` tokens or columns; the last one may be shorter."""
-    starts = platform().tiles(range(0, size, tile))
-    return [slice(start, min(start + tile, size)) for start in starts]
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and exponentials."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def choose_kernels(kernels: str, tile_like: Tensor) -> str:
-    """Who computes the elementwise tile bodies: "torch" (eager), "compiled" (torch.compile) or
-    "triton" (fused/).
-
-    "auto": compiled on CUDA and inside a compiled caller, else torch. The Triton twins are used
-    where they are asked for.
-    """
-    if kernels not in ("auto", "torch", "compiled", "triton"):
-        raise ValueError(f"kernels={kernels!r} is unknown: choose auto, torch, compiled or triton")
-    if kernels == "triton":
-        try:
-            from fused import linear_ce  # the one lazy edge
-        except ImportError as error:
-            raise ValueError(
-                f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
-            ) from None
-        linear_ce.require(tile_like)
-    on_cuda = platform().device(tile_like).type == "cuda"
-    automatic = "compiled" if on_cuda or torch.compiler.is_compiling() else "torch"
-    return automatic if kernels == "auto" else kernels
-
-
-def tile_body(function, kernels: str):
-    """An elementwise tile function, or what replaces it on this platform."""
-    return platform().tile_body(function, kernels)
-
-
-@functools.cache
-def fastest_body(function, kernels: str):
-    """An elementwise tile function or its fused twin; compiled dynamically, or every ragged last
-    tile would compile again.
-    """
-    if kernels == "triton":
-        from fused import linear_ce
-
-        return getattr(linear_ce, function.__name__)
-    return torch.compile(function, dynamic=True) if kernels == "compiled" else function
-
-
-def tile_logits(hidden_ND: Tensor, weight_VD: Tensor, buffer: Tensor) -> Tensor:
-    """hidden @ weight^T into the reused flat buffer; a ragged last tile stays contiguous."""
-    return torch.mm(
-        hidden_ND,
-        weight_VD.t(),
-        out=buffer[: len(hidden_ND) * len(weight_VD)].view(len(hidden_ND), len(weight_VD)),
-    )
-
-
-def capped(z_NV: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
-    """softcap * tanh(z / softcap), always as a copy that may be overwritten."""
-    x_NV = z_NV.to(dtype, copy=True)
-    return x_NV if softcap is None else x_NV.div_(softcap).tanh_().mul_(softcap)
-
-
-def exp_(x: Tensor) -> Tensor:
-    """exp in place. On CPU torch.exp is MKL's, four times slower on AMD than exp2; the product's
-    rounding is below that of x = z - lse.
-    """
-    return x.mul_(1.4426950408889634).exp2_()
-
-
-def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
-    """x[n, target_n] = value_n where the target lies inside the tile, without asking the device how
-    often.
-    """
-    V = x_NV.shape[1]
-    if (
-        torch.compiler.is_compiling()
-    ):  # a comparison fuses into the body; an indexed write would split it
-        return torch.where(
-            torch.arange(V, device=x_NV.device, dtype=target_N.dtype) == target_N[:, None],
-            value_N[:, None],
-            x_NV,
-        )
-    row_N, column_N = torch.arange(len(x_NV), device=x_NV.device), target_N.clamp(0, V - 1).long()
-    value_N = torch.where(target_N == column_N, value_N, x_NV[row_N, column_N])
-    return x_NV.index_put_(
-        (row_N, column_N), value_N
-    )  # scatter_ copies the whole tile on CPU: 2x slower
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. Low-precision products are summed in fp32: bf16 sums make gradients 6x
-    noisier.
-    """
-    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
-
-
-def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
-
-
-def pack_valid(labels_N: Tensor, ignore_index: int) -> tuple[slice | Tensor, Tensor]:
-    """(rows, target_n) of the valid tokens: ignored ones then cost nothing. int32, or comparing
-    columns costs more than the exp.
-
-    On CUDA the number of valid tokens would cost a host sync, so all rows stay, and ignored ones
-    get target -1 and zero gradient.
-    """
-    valid_N = labels_N != ignore_index
-    if labels_N.device.type != "cpu" or valid_N.all():
-        return slice(None), torch.where(valid_N, labels_N, -1).int()
-    rows = valid_N.nonzero()[:, 0]
-    return rows, labels_N[rows].int()
-
-
-def unpack(value_n: Tensor, rows: slice | Tensor, N: int) -> Tensor:
-    """Scatter packed rows back to N tokens, zero where ignored."""
-    if isinstance(rows, slice):
-        return value_n
-    return value_n.new_zeros(N, *value_n.shape[1:]).index_copy_(0, rows, value_n)
-
-
-def fold_logsumexp(z_NV, target_N, max_N, sum_N, total_N, softcap):
-    """Fold a tile into (max, sum exp(z - max)) of all logits but the target's, and into the sum of
-    all logits.
-    """
-    x_NV = capped(z_NV, softcap, max_N.dtype)
-    total_N = total_N + x_NV.sum(1)
-    x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
-    new_max_N = torch.maximum(max_N, x_NV.amax(1))
-    sum_N = sum_N * (max_N - new_max_N).exp() + exp_(x_NV.sub_(new_max_N[:, None])).sum(1)
-    return new_max_N, sum_N, total_N
-
-
-def logits_to_gradient(z_NV, target_N, lse_N, slope_N, shift_N, softcap):
-    """Overwrite z by (slope * exp(z - lse) + shift) * d softcap, and by 0 at the target."""
-    x_NV = capped(z_NV, softcap, lse_N.dtype)
-    chain_NV = None if softcap is None else 1 - (x_NV / softcap).square()
-    d_NV = exp_(x_NV.sub_(lse_N[:, None])).mul_(slope_N[:, None]).add_(shift_N[:, None])
-    if chain_NV is not None:
-        d_NV = d_NV.mul_(chain_NV)
-    z_NV.copy_(put_target(d_NV, target_N, torch.zeros_like(lse_N)))
-
-
-@torch.library.custom_op("longhaul::vocab_nll", mutates_args=())
-def vocab_nll(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    ignore_index: int,
-    softcap: float | None,
-    tiles: list[int],
-    kernels: str,
-    validate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(-log p(label), logsumexp of the logits, mean of the logits) per token in fp32, 0 where
-    ignored. Opaque to torch.compile, which would unroll the loops.
-    """
-    N, V = len(hidden_ND), len(weight_VD)
-    if validate or labels_N.device.type == "cpu":
-        check_labels(labels_N, V, ignore_index)
-    rows, target_n = pack_valid(labels_N, ignore_index)
-    h_nD, fold = hidden_ND[rows], tile_body(fold_logsumexp, kernels)
-    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
-    max_n, sum_n, total_n = (
-        z_target_n.clone(),
-        torch.zeros_like(z_target_n),
-        torch.zeros_like(z_target_n),
-    )
-    buffer = h_nD.new_empty(min(tiles[0], len(h_nD)) * min(tiles[1], V))
-    for v in spans(V, tiles[1]):
-        w_VD = weight_VD[v].to(h_nD.dtype)
-        for t in spans(len(h_nD), tiles[0]):
-            z_NV = tile_logits(h_nD[t], w_VD, buffer)
-            max_n[t], sum_n[t], total_n[t] = fold(
-                z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap
-            )
-    # log(1 + sum of the others / exp(z_target)): exact also for p(target) near 1 and under a large
-    # common offset
-    nll_n = torch.logaddexp(max_n - z_target_n + sum_n.log(), torch.zeros_like(sum_n))
-    ignored_n = target_n < 0
-    return tuple(
-        unpack(x_n.masked_fill_(ignored_n, 0), rows, N)
-        for x_n in (nll_n, z_target_n + nll_n, total_n / V)
-    )
-
-
-def target_logits(
-    h_nD: Tensor, weight_VD: Tensor, target_n: Tensor, token_tile: int, softcap: float | None
-) -> Tensor:
-    """The label's logit from an fp32 dot product: a low-precision tile would round the one logit
-    that the loss subtracts.
-    """
-    z_n = h_nD.new_empty(len(h_nD), dtype=wide(h_nD.dtype))
-    for t in spans(len(h_nD), token_tile):
-        w_nD = weight_VD.index_select(0, target_n[t].clamp(min=0)).to(h_nD.dtype)
-        z_n[t] = (h_nD[t].to(z_n.dtype) * w_nD).sum(1)
-    return capped(z_n, softcap, z_n.dtype)
-
-
-@torch.library.custom_op("longhaul::vocab_nll_backward", mutates_args=())
-def vocab_nll_backward(
-    grads: list[Tensor],
-    nll_N: Tensor,
-    lse_N: Tensor,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    ignore_index: int,
-    softcap: float | None,
-    tiles: list[int],
-    kernels: str,
-    need_hidden: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of hidden and weight (empty where not needed): dz = (d_nll + d_lse) p + d_mean / V,
-    minus d_nll at the label.
-    """
-    N, V = len(hidden_ND), len(weight_VD)
-    rows, target_n = pack_valid(labels_N, ignore_index)
-    h_nD, nll_n, lse_n, fill = (
-        hidden_ND[rows],
-        nll_N[rows],
-        lse_N[rows],
-        tile_body(logits_to_gradient, kernels),
-    )
-    d_nll_n, d_lse_n, shift_n = (
-        d_N[rows].masked_fill(target_n < 0, 0) for d_N in (grads[0], grads[1], grads[2] / V)
-    )
-    slope_n = d_nll_n + d_lse_n
-    # p - 1 = expm1(-nll), and nll holds the fp32 target logit: never pair that lse with the tile's
-    # rounded target logit
-    d_target_n = d_nll_n * torch.expm1(-nll_n) + d_lse_n * torch.exp(-nll_n) + shift_n
-    if softcap is not None:
-        d_target_n *= 1 - ((lse_n - nll_n) / softcap).square()
-    tile_lse_n = lse_n.masked_fill(
-        target_n < 0, torch.inf
-    )  # of an ignored row exp gives 0; its 0 * exp(overflow) would be NaN in dW
-    dh_nD = lse_n.new_empty(0)
-    if need_hidden:  # the label's term is by far the largest: it stays in fp32, outside the tiles
-        dh_nD = (
-            weight_VD.index_select(0, target_n.clamp(min=0))
-            .to(h_nD.dtype)
-            .to(lse_n.dtype)
-            .mul_(d_target_n[:, None])
-        )
-    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
-    buffer = h_nD.new_empty(len(h_nD) * min(tiles[1], V))
-    for v in spans(V, tiles[1]):
-        w_VD = weight_VD[v].to(h_nD.dtype)
-        z_nV = buffer[: len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
-        for t in spans(len(h_nD), tiles[0]):
-            torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
-            fill(z_nV[t], target_n[t] - v.start, tile_lse_n[t], slope_n[t], shift_n[t], softcap)
-            if need_hidden:
-                add_product(dh_nD[t], z_nV[t], w_VD)
-        # one product over all tokens: rounded once, however many token tiles, and no fp32 [V, D]
-        if need_weight:
-            set_product(
-                dw_VD[v], put_target(z_nV, target_n - v.start, d_target_n.to(z_nV.dtype)).t(), h_nD
-            )
-    return unpack(dh_nD.to(hidden_ND.dtype), rows, N) if need_hidden else dh_nD, dw_VD
-
-
-@vocab_nll.register_fake
-def _(hidden_ND, *_):
-    return tuple(hidden_ND.new_empty(len(hidden_ND), dtype=wide(hidden_ND.dtype)) for _ in range(3))
-
-
-@vocab_nll_backward.register_fake
-def _(grads, nll_N, lse_N, hidden_ND, weight_VD, *args):
-    need_hidden, need_weight = args[-2:]
-    return (
-        hidden_ND.new_empty(hidden_ND.shape)
-        if need_hidden
-        else lse_N.new_empty(0),  # contiguous, whatever hidden's strides
-        torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0),
-    )
-
-
-def _save(ctx, inputs, output):
-    hidden_ND, weight_VD, labels_N, *ctx.options, _validate = inputs
-    nll_N, lse_N, _mean_N = output
-    ctx.save_for_backward(
-        nll_N, lse_N, hidden_ND, weight_VD, labels_N
-    )  # beyond the inputs: 8 bytes per token
-
-
-def _backward(ctx, *grads):
-    need_hidden, need_weight = ctx.needs_input_grad[:2]
-    dh_ND, dw_VD = vocab_nll_backward(
-        grads, *ctx.saved_tensors, *ctx.options, need_hidden, need_weight
-    )
-    return dh_ND if need_hidden else None, dw_VD if need_weight else None, *[None] * 6
-
-
-vocab_nll.register_autograd(_backward, setup_context=_save)
-
-
-def linear_cross_entropy(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "sum",
-    num_valid: Tensor | float | None = None,
-    token_tile: int | None = None,
-    vocab_tile: int | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    kernels: str = "auto",
-    validate: bool = False,
-) -> Tensor:
-    """Cross-entropy of the logits z = softcap(hidden @ weight^T), which never exist as a whole.
-
-        loss_n = (1 - e) (lse_n - z_n,label) + e (lse_n - mean_v z_nv) + z_loss lse_n^2,   e = label_smoothing
-
-    hidden and weight: any floating dtype, the products run in hidden's (also under autocast); the
-    loss is fp32, gradients have their input's dtype. "sum" is for a caller that divides; "mean"
-    divides by num_valid, which under data parallelism or accumulation is the *global* number of
-    valid tokens; without it, by the valid tokens given here. No valid token: loss 0 and zero
-    gradients. `kernels`: see `choose_kernels`. Raises ValueError for shapes, devices, dtypes and
-    tiles, IndexError for labels outside [0, V): always on CPU, on CUDA only with `validate`, which
-    costs a host sync.
-    """
-    check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
-    if (
-        not (softcap is None or softcap > 0)
-        or not 0 <= label_smoothing <= 1
-        or not math.isfinite(z_loss)
-    ):
-        raise ValueError(
-            f"softcap={softcap}, label_smoothing={label_smoothing}, z_loss={z_loss}: need softcap > 0 or None, smoothing in [0, 1], finite z_loss"
-        )
-    if num_valid is not None and (
-        num_valid.ndim if isinstance(num_valid, Tensor) else not num_valid >= 0
-    ):
-        raise ValueError(
-            f"num_valid={num_valid}: give a number of tokens, 0 or more, or a tensor without dimensions"
-        )
-    kernels = choose_kernels(kernels, hidden_ND)
-    device = platform().device(hidden_ND)
-    auto = default_tiles(len(hidden_ND), len(weight_VD), device, kernels)
-    tiles = [token_tile or auto[0], vocab_tile or auto[1]]
-    nll_N, lse_N, mean_N = vocab_nll(
-        hidden_ND, weight_VD, labels_N, ignore_index, softcap, tiles, kernels, validate
-    )
-    loss_N = nll_N
-    if label_smoothing:
-        loss_N = (1 - label_smoothing) * nll_N + label_smoothing * (lse_N - mean_N)
-    if z_loss:
-        loss_N = loss_N + z_loss * lse_N.square()
-    if reduction != "mean":
-        return loss_N if reduction == "none" else loss_N.sum()
-    if num_valid is None:
-        num_valid = (labels_N != ignore_index).sum()
-    return loss_N.sum() / (
-        num_valid.clamp(min=1).to(loss_N.dtype)
-        if isinstance(num_valid, Tensor)
-        else max(num_valid, 1)
-    )
-
-
-def check_inputs(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str, *tiles: int | None
-) -> None:
-    shapes = tuple(hidden_ND.shape), tuple(weight_VD.shape), tuple(labels_N.shape)
-    if (
-        [len(shape) for shape in shapes] != [2, 2, 1]
-        or shapes[0] != (*shapes[2], shapes[1][1])
-        or not shapes[1][0]
-    ):
-        raise ValueError(
-            f"hidden, weight, labels have shapes {shapes}; needed: (N, D), (V, D), (N,) with V >= 1"
-        )
-    if len({hidden_ND.device, weight_VD.device, labels_N.device}) > 1:
-        raise ValueError(
-            f"hidden is on {hidden_ND.device}, weight on {weight_VD.device}, labels on {labels_N.device}; move them to one"
-        )
-    if not (
-        hidden_ND.is_floating_point() and weight_VD.is_floating_point()
-    ) or labels_N.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"hidden is {hidden_ND.dtype}, weight {weight_VD.dtype}, labels {labels_N.dtype}; needed: floating, floating, int64"
-        )
-    if any(tile is not None and not (isinstance(tile, int) and tile >= 1) for tile in tiles):
-        raise ValueError(
-            f"token_tile, vocab_tile = {tiles}: both must be whole numbers >= 1, or None to choose by shape and device"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: allowed are 'mean', 'sum', 'none'")
-
-
-def check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
-    bad_N = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
-    if bad_N.any():
-        n = int(bad_N.nonzero()[0, 0])
-        raise IndexError(
-            f"label {int(labels_N[n])} at position {n}: allowed are 0 to {V - 1}, and {ignore_index} to ignore the token"
-        )
-
-
-# ------------------------------------------------------------------------------------------ decoder
-
-
-class Decoder(nn.Module):
-    """The model: token ids in; logits, or the mean loss where labels are given, out.
-
-    Built on the meta device it allocates nothing: materialise it with `to_empty(device=...)`,
-    `tie_weights()` and `init_weights(seed)`,
-    which seeds each parameter by its name: values depend on neither the order of construction nor
-    the number of processes.
-    """
-
-    def __init__(self, config: ModelConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        self.embed = nn.Embedding(
-            config.vocab_size,
-            config.hidden_size,
-            _weight=torch.empty(config.vocab_size, config.hidden_size),
-        )
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = LMHead(config)
-        self.rotary = RotaryCache(config)
-        self.validate = (
-            False  # check that labels are in the vocabulary also where that costs a host sync
-        )
-        self.tie_weights()
-        if not self.embed.weight.is_meta:
-            self.init_weights(seed)
-
-    def forward(
-        self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor | None = None,
-        positions: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-        num_valid: Tensor | float | None = None,
-    ) -> Tensor:
-        """Logits [B, T, V] in the compute dtype, or with labels the scalar loss in fp32.
-
-        labels_BT: the target of each position (shifted by the loader), -100 where there is none.
-        positions, doc_ids: [B, T]; a change of id within a row starts a new document: positions
-        restart at 0 there unless
-        they are given, and attention does not cross. cache: decoding; the tokens continue what it
-        holds.
-        num_valid: divisor of the summed loss, by default the number of labels here that are not
-        -100; a training
-        step over several ranks and micro-batches passes the global count, so that the loss is one
-        mean, not a mean of means.
-        """
-        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache).flatten(0, 1)
-        if labels_BT is None:
-            return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
-        if labels_BT.shape != tokens_BT.shape:
-            raise ValueError(
-                f"labels are {tuple(labels_BT.shape)} and tokens {tuple(tokens_BT.shape)}: "
-                "give one target per position (labels[:, t] is the target of position t)"
-            )
-        if self.validate:
-            check_labels(labels_BT.flatten(), self.config.vocab_size, IGNORE)
-        if num_valid is None:
-            num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
-        return self.lm_head(
-            hidden_ND, self.loss_function(*tokens_BT.shape), labels_BT.flatten(), num_valid
-        )
-
-    def hidden(
-        self,
-        tokens_BT: Tensor,
-        positions: Tensor | None = None,
-        doc_ids: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Normalised hidden states [B, T, D]; see `forward` for the arguments."""
-        if tokens_BT.ndim != 2 or tokens_BT.shape[1] == 0:
-            raise ValueError(
-                f"tokens have shape {tuple(tokens_BT.shape)}: give [batch, tokens] with at least one token"
-            )
-        if cache is not None and doc_ids is not None:
-            raise ValueError(
-                "cache and doc_ids together: decode one document per row, or drop the cache"
-            )
-        if doc_ids is not None and doc_ids.shape != tokens_BT.shape:
-            raise ValueError(
-                f"doc_ids are {tuple(doc_ids.shape)} and tokens {tuple(tokens_BT.shape)}: give one id per token"
-            )
-        if positions is not None and positions.shape not in (tokens_BT.shape, tokens_BT[:1].shape):
-            raise ValueError(
-                f"positions are {tuple(positions.shape)} and tokens {tuple(tokens_BT.shape)}: give [B, T] or [1, T]"
-            )
-        cu_seqlens = None if doc_ids is None else document_boundaries(doc_ids)
-        if positions is None and cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, tokens_BT.shape)
-        rope = (
-            self.rotary.at(positions.to(tokens_BT.device, non_blocking=True))
-            if positions is not None
-            else self.rotary(
-                tokens_BT.shape[1], tokens_BT.device, offset=cache.length if cache else 0
-            )
-        )
-        documents = None
-        if cache is None:
-            kind = attention_kind(self.config)
-            documents = kind.documents(self.config, cu_seqlens, tokens_BT.shape, tokens_BT.device)
-
-        x_BTD = self.embed(tokens_BT).to(self.config.dtype)
-        for index, layer in enumerate(self.layers):
-            x_BTD = layer(x_BTD, rope, documents, cache.layers[index] if cache else None)
-        return self.norm(x_BTD)
-
-    def logits_gib(self, batch: int, seq: int) -> float:
-        """Size of the bf16 logits [batch*seq, V] in GiB: 37.09 at 131,072 tokens of the 4B."""
-        return self.config.logits_gib(batch, seq)
-
-    def should_chunk(self, batch: int, seq: int) -> bool:
-        """Whether memory demands the chunked loss: it is asked for, or `auto` and the logits are
-        above the threshold.
-        """
-        return self.config.should_chunk(batch, seq)
-
-    def loss_function(self, batch: int, seq: int):
-        """The function that `lm_head` applies: (hidden_ND, weight_VD, labels_N, num_valid) ->
-        scalar.
-        """
-        return (
-            standard_cross_entropy
-            if self.config.loss_path(batch, seq) == "standard"
-            else self._chunked_loss
-        )
-
-    def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid):
-        return linear_cross_entropy(
-            hidden_ND,
-            weight_VD,
-            labels_N,
-            reduction="mean",
-            num_valid=num_valid,
-            token_tile=self.config.loss_chunk_size or None,
-            kernels=self.config.kernels,
-        )
-
-    def num_params(self) -> int:
-        """Parameters, a tied embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
-    def tie_weights(self):
-        """Make the head's weight the embedding's, where the configuration says so (again after
-        `to_empty`).
-        """
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.embed.weight
-
-    @torch.no_grad()
-    def init_weights(self, seed: int = 0, part: str = ""):
-        """Norms 1, matrices normal(0, init_std), the two projections into the residual stream by a
-        further 1/sqrt(2L).
-
-        `part`: of a name, to fill those alone. Works on sharded parameters (DTensor) too: every
-        rank draws the same whole tensor and keeps its shard.
-        """
-        for name, parameter in [item for item in self.named_parameters() if part in item[0]]:
-            if parameter.is_meta:
-                raise ValueError(
-                    f"parameter {name} is on the meta device: call to_empty(device=...) and tie_weights() first"
-                )
-            full = self._initial_value(name, parameter.shape, parameter.device, seed)
-            if hasattr(parameter, "device_mesh"):
-                from torch.distributed.tensor import distribute_tensor
-
-                full = distribute_tensor(
-                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-            parameter.copy_(full)
-
-    def _initial_value(self, name: str, shape, device, seed: int) -> Tensor:
-        starts_at_zero = name.endswith(
-            ("bias", "_w2")
-        )  # NSA's gates start at 1/2, its compression as the mean
-        if starts_at_zero or len(shape) == 1:
-            return torch.full(shape, 0.0 if starts_at_zero else 1.0, device=device)
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = self.config.init_std / (math.sqrt(2 * self.config.num_layers) if residual else 1.0)
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)
+ATTENTIONS: dict[str, type[Attention]] = {
+    "standard": StandardAttention,
+    "nsa": NativeSparseAttention,
+}

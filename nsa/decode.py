@@ -235,7 +235,7 @@ class NSAState:
         first = torch.arange(count, device=raw.device)
         index = Layout(
             cu_seqlens=None,
-            rows=slice(0, units * stride),
+            tokens=slice(0, units * stride),
             first=first,
             centre=first * stride + first_centre,
         )

@@ -11,7 +11,7 @@ import torch
 import model
 from longhaul import cli, step
 from longhaul.config import TrainConfig
-from longhaul.flops import keys_met, train_flops
+from longhaul.flops import keys_read, train_flops
 from longhaul.generate import generate
 from longhaul.memory.estimate import estimate, saved_per_layer
 from longhaul.memory.reconcile import allocator_peak
@@ -170,7 +170,7 @@ def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes):
 def test_flops_and_parameters_follow_the_class(kind):
     config = build().config
     positions = torch.arange(150)
-    met = keys_met(config, positions)
+    met = keys_read(config, positions)
     assert met.tolist() == [min(t + 1, kind.window) for t in range(150)]
     assert config.num_params() == sum(p.numel() for p in build().parameters())
 

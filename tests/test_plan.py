@@ -10,7 +10,7 @@ import torch
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import keys_met, train_flops
+from longhaul.flops import keys_read, train_flops
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
@@ -140,7 +140,7 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
         matrices = sum(p.numel() for p in Decoder(config).parameters() if p.ndim == 2)
     assert train_flops(config, 10, 0) == 6 * matrices * 10
     assert train_flops(config, 0, 55) == 12 * 4 * 8 * 32 * 55
-    assert keys_met(config, torch.arange(10)).sum() == 55
+    assert keys_read(config, torch.arange(10)).sum() == 55
 
     cfg = TrainConfig(model_size="tiny", context_length=10, gradient_checkpointing="full")
     assert step_flops(cfg, config, 2) == pytest.approx(2 * train_flops(config, 10, 55) * 4 / 3)
@@ -168,7 +168,7 @@ def test_a_sparse_query_reads_the_keys_that_the_branches_show_it():
     compressed = torch.tensor([0, 1, 31, 63, 63, 8191])
     selected = torch.tensor([1, 32, 512, 1024, 961, 1024])
     window = torch.tensor([1, 32, 512, 512, 512, 512])
-    assert keys_met(config, positions).tolist() == (compressed + selected + window).tolist()
+    assert keys_read(config, positions).tolist() == (compressed + selected + window).tolist()
 
 
 def test_known_peaks_are_dense_bf16_figures():

@@ -21,7 +21,7 @@ from benchmarks.record import Run, Table, attempt, free
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import keys_met, train_flops
+from longhaul.flops import keys_read, train_flops
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.run.log import peak_flops
@@ -114,7 +114,7 @@ def planned_seconds(cfg: TrainConfig, place: Place) -> float:
 def flops(cfg: TrainConfig) -> float:
     """Operations of a step over one row that is one document."""
     config = cfg.model()
-    pairs = keys_met(config, torch.arange(cfg.context_length)).double().sum().item()
+    pairs = keys_read(config, torch.arange(cfg.context_length)).double().sum().item()
     return train_flops(config, cfg.context_length, pairs)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 
 from longhaul.config import TrainConfig
-from longhaul.flops import keys_met, train_flops
+from longhaul.flops import keys_read, train_flops
 from model import ModelConfig, attention_kind, default_tiles
 
 FP32 = 4
@@ -470,7 +470,7 @@ def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
     """FLOP of one optimizer step over all ranks, recomputation included."""
     rows = cfg.rows_per_step(ranks)
     tokens = rows * cfg.context_length
-    keys = keys_met(config, torch.arange(cfg.context_length))
+    keys = keys_read(config, torch.arange(cfg.context_length))
     pairs = keys.sum().item() * rows
     useful = train_flops(config, tokens, pairs)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs

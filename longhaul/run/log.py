@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from data.loader import Batch
-from longhaul.flops import keys_met, train_flops
+from longhaul.flops import keys_read, train_flops
 from model import ModelConfig
 
 GIB = 2**30
@@ -55,7 +55,7 @@ def mfu(
     peak = peak_flops(device)
     if peak is None:
         return None
-    pairs = float(keys_met(config, torch.from_numpy(rows.positions)).sum())
+    pairs = float(keys_read(config, torch.from_numpy(rows.positions)).sum())
     flops = train_flops(config, rows.tokens.size, pairs) / ranks_per_row
     return flops / seconds / peak
 

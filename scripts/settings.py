@@ -13,9 +13,9 @@ from longhaul.config import TrainConfig
 DOCUMENT = Path(__file__).parent.parent / "docs" / "SETTINGS.md"
 OPENING = """# Settings of train.py
 
-Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win over
-the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list, which
-is written by `python -m scripts.settings`.
+Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win
+over the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list,
+which is written by `python -m scripts.settings`.
 """
 
 

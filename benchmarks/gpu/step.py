@@ -107,7 +107,8 @@ def settings(model: str, attention: str, tokens: int, place: Place) -> TrainConf
 
 def planned_seconds(cfg: TrainConfig, place: Place) -> float:
     """What four steps with recomputation may take, and building the model."""
-    rate = ASSUMED_SHARE * (peak_flops(place.device) or ASSUMED_FLOPS)
+    peak = peak_flops(place.device) or ASSUMED_FLOPS
+    rate = ASSUMED_SHARE * peak
     return 15 + 4 * 4 / 3 * flops(cfg) / rate
 
 

@@ -147,11 +147,9 @@ def test_the_spelling_of_transformers_4_reads_the_same_as_that_of_5(tmp_path, sh
     new = qwen3.from_hf(tmp_path).config
     rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
-    old = (
-        {("type" if key == "rope_type" else key): value for key, value in rope.items()}
-        if len(rope) > 1
-        else None
-    )
+    old = None
+    if len(rope) > 1:
+        old = {("type" if key == "rope_type" else key): value for key, value in rope.items()}
     edit_config(
         tmp_path,
         rope_parameters=...,

@@ -19,7 +19,8 @@ def dense(h, w, y, reference, temperature=1.0, product=exact):
     """The oracle: full logits, by default in float64."""
     z, r = product(h, w) / temperature, product(*reference) / temperature
     lp, lq = z.log_softmax(1), r.log_softmax(1)
-    p, q, V = lp.exp(), lq.exp(), z.shape[1]
+    p, q = lp.exp(), lq.exp()
+    V = z.shape[1]
     return {
         "logprob": lp.gather(1, y[:, None])[:, 0],
         "lse": z.logsumexp(1),
@@ -46,7 +47,8 @@ def inputs(N=37, V=211, D=24, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_every_value_and_gradient_equals_float64(tiles, temperature):
     h, w, y, reference = inputs()
-    h.requires_grad_(), w.requires_grad_()
+    h.requires_grad_()
+    w.requires_grad_()
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
     got = vocab_stats(
         h,
@@ -73,7 +75,8 @@ def test_every_value_and_gradient_equals_float64(tiles, temperature):
 def test_gradcheck_of_all_together():
     h, w, y, reference = inputs(5, 11, 3, torch.float64)
     y[3] = -100
-    h.requires_grad_(), w.requires_grad_()
+    h.requires_grad_()
+    w.requires_grad_()
     options = dict(reference=reference, temperature=0.7, token_tile=2, vocab_tile=4)
 
     def f(h, w):
@@ -84,7 +87,8 @@ def test_gradcheck_of_all_together():
 
 def test_one_backward_serves_a_sum_of_everything():
     h, w, y, reference = inputs()
-    h.requires_grad_(), w.requires_grad_()
+    h.requires_grad_()
+    w.requires_grad_()
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
 
     def total(stats):

@@ -617,7 +617,7 @@ class TrainConfig:
                 "add --grad_clip 0"
             )
 
-    def without_effect(self) -> list[str]:
+    def ineffective_settings(self) -> list[str]:
         """Names of settings that were changed from their default and that the others make void."""
         ineffective = dict(
             context_parallel_mode=self.context_ranks == 1,

@@ -136,7 +136,7 @@ def host_group(world: World):
     return torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
-# ---- meshes
+# ---- meshes and shards
 
 
 def check_replicas(world: World, replicas: int, context: int = 1) -> None:
@@ -188,6 +188,11 @@ def _mesh(device: torch.device, sizes: dict[str, int]):
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; of an unsharded one, all of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # ---- what all ranks decide or compute together

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longhaul import optimizers
+from longhaul.dist import local_shard
 from model import Decoder
 
 # ---- schedule
@@ -128,7 +129,7 @@ def clip_gradients(model: Decoder, largest: float) -> Tensor:
     infinite element makes it NaN, and then its weight.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    local = [optimizers.local(gradient) for gradient in gradients]
+    local = [local_shard(gradient) for gradient in gradients]
     total = torch.stack([_sum_of_squares(gradient) for gradient in local]).sum()
     norm = _sum_over_shards(total, gradients[0]).sqrt()
 

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from longhaul.dist import local_shard
 from model import platform
 
 SLAB = 2**24  # elements whose moments exist in fp32 at once: 128 MiB
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Muon (Jordan et al. 2024)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The shard of a tensor that this rank holds."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def slabs(x: Tensor) -> list[slice]:
@@ -219,7 +215,7 @@ class AdamW(torch.optim.Optimizer):
 
     def new_state(self, p: Tensor) -> dict[str, Tensor]:
         """A parameter's state before its first step: tensors of this rank's shard."""
-        like = local(p).detach()
+        like = local_shard(p).detach()
         if self.host:
             like = _fp32_copy_in_host_memory(like)
 
@@ -244,7 +240,7 @@ class AdamW(torch.optim.Optimizer):
                 p.register_post_accumulate_grad_hook(functools.partial(self._update_now, group))
 
     def _update_now(self, group: dict, p: Tensor) -> None:
-        square = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
+        square = torch.linalg.vector_norm(local_shard(p.grad), dtype=torch.float64).square()
         self.squares.append(square)
         if square.is_meta or square.isfinite():
             with self._memory():
@@ -272,8 +268,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         state["step"] += 1
 
-        weight = local(p)
-        grad = local(p.grad)
+        weight = local_shard(p)
+        grad = local_shard(p.grad)
         draw = self._draw(p, state["exp_avg"].device)
         target = state["master"] if self.host else weight
         for slab in slabs(target):
@@ -285,7 +281,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _draw(self, p: Tensor, device: torch.device) -> torch.Generator | None:
         """The random bits of this step's rounding; replicas of a shard draw the same ones."""
-        step = 0 if local(p).is_meta else int(self.state[p]["step"])
+        step = 0 if local_shard(p).is_meta else int(self.state[p]["step"])
         return generator(device, self.seed, self.index[p], step, _shard_index(p))
 
     def _update_slab(
@@ -349,7 +345,7 @@ class Muon(AdamW):
         if not self._is_orthogonalised(p):
             return super().new_state(p)
         return {
-            "momentum": torch.zeros_like(local(p), dtype=torch.float32),
+            "momentum": torch.zeros_like(local_shard(p), dtype=torch.float32),
             "step": torch.zeros((), dtype=torch.float32),
         }
 
@@ -370,11 +366,11 @@ class Muon(AdamW):
         state["step"] += 1
 
         # Nesterov: the momentum of the next step, which is g + mu B with the new B.
-        grad = local(p.grad).float()
+        grad = local_shard(p.grad).float()
         momentum = state["momentum"].mul_(self.momentum).add_(grad)
         direction = orthogonal(_full_matrix(grad.add(momentum, alpha=self.momentum), p))
 
-        weight = local(p)
+        weight = local_shard(p)
         rate = 0.2 * max(p.shape) ** 0.5 * group["lr"]
         decayed = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
         wide = decayed.sub_(_shard_of(direction, p), alpha=rate)

@@ -158,7 +158,7 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
     for command in commands:
         words = shlex.split(command)
         cfg = parsed(*words[words.index("train.py") + 1 :])
-        assert cfg.without_effect() == []
+        assert cfg.ineffective_settings() == []
 
 
 def test_examples_belong_to_one_program(capsys):

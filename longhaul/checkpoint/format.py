@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from files import durable
-from longhaul import exits, optimizers
+from longhaul import dist, exits, optimizers
 from model import Decoder, ModelConfig, NSAConfig
 
 FORMAT = "longhaul-checkpoint"
@@ -88,7 +88,7 @@ def shard_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Shard:
     `like`: the parameter whose state `tensor` is; a plain tensor is then this rank's part of it.
     """
     like = tensor if like is None else like
-    local = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    local = dist.local_shard(tensor).detach()
     if not hasattr(like, "device_mesh"):
         return Shard(local, 0, tuple(local.shape))
 

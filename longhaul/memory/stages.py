@@ -13,9 +13,9 @@ from typing import Protocol
 
 import torch
 
+from longhaul.dist import local_shard
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
-from longhaul.optimizers import local
 from longhaul.step import TrainState
 
 FORWARD = ("start", "embedding", "layer forward", "norm forward", "loss forward")
@@ -171,10 +171,10 @@ def owners(state: TrainState, tracker: Tracker) -> Iterator[tuple[int, tuple[str
     names = {}
     for name, parameter in state.model.named_parameters():
         names[parameter] = name
-        yield tracker.register(local(parameter), "parameter"), ("parameter", name)
+        yield tracker.register(local_shard(parameter), "parameter"), ("parameter", name)
     for name, buffer in state.model.named_buffers():
         yield tracker.register(buffer, "buffer"), ("buffer", name)
     for parameter, values in state.optimizer.state.items():
         for key, value in values.items():
             owner = ("optimizer", f"{names[parameter]} {key}")
-            yield tracker.register(local(value), "optimizer"), owner
+            yield tracker.register(local_shard(value), "optimizer"), owner

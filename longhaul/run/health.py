@@ -26,7 +26,6 @@ from data.order import format_ranges, merged, parse_ranges, ranges_of, remaining
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
-from longhaul.optimizers import local
 from longhaul.step import MicroBatch, MustStop, StepResult, TrainState
 
 WINDOW = 64  # losses that a spike is measured against
@@ -286,7 +285,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 def _gradient_digests(state: TrainState) -> dict[str, int]:
     """64 bits of every gradient that this rank holds."""
     named = [(name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None]
-    digests = torch.stack([digest(local(gradient)) for _, gradient in named])
+    digests = torch.stack([digest(dist.local_shard(gradient)) for _, gradient in named])
     return dict(zip([name for name, _ in named], digests.tolist(), strict=True))
 
 
@@ -338,9 +337,9 @@ def named_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
     """This rank's part of every parameter and optimizer state, in the same order on all ranks."""
     found = []
     for name, parameter in state.model.named_parameters():
-        found.append((name, local(parameter)))
+        found.append((name, dist.local_shard(parameter)))
         for key, value in sorted(state.optimizer.state[parameter].items()):
-            found.append((f"{key} of {name}", local(value)))
+            found.append((f"{key} of {name}", dist.local_shard(value)))
     return found
 
 

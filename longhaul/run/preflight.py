@@ -254,7 +254,7 @@ def announce(ready: Ready):
     print(f"settings:\n{cfg.table()}\ncommand: {ready.command(cfg)}")
     for line in resume.changes(ready.checkpoint, cfg):
         print(line)
-    for name in cfg.without_effect():
+    for name in cfg.ineffective_settings():
         print(f"warning: --{name} {getattr(cfg, name)} has no effect with the other settings")
 
     context = ready.loader.effective_context()

@@ -450,8 +450,8 @@ def hf_config(decoder: Decoder) -> dict:
     config = decoder.config
     if not attention_kind(config).is_qwen3:
         raise ValueError(
-            f"attention_type={config.attention_type!r} has no Qwen3 counterpart: export a model of "
-            "standard attention"
+            f"attention_type={config.attention_type!r} has no Qwen3 counterpart: "
+            "export a model of standard attention"
         )
     context = round(config.rope_original_context * config.rope_factor)
     scaling = None

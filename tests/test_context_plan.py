@@ -143,7 +143,10 @@ def test_fp32_with_gathered_keys_is_refused_on_a_gpu(monkeypatch):
 
 
 def test_a_mode_without_ranks_to_share_warns():
-    assert "context_parallel_mode" in TrainConfig(context_parallel_mode="ulysses").ineffective_settings()
+    assert (
+        "context_parallel_mode"
+        in TrainConfig(context_parallel_mode="ulysses").ineffective_settings()
+    )
 
 
 # ---- the number of ranks

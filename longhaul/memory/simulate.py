@@ -22,7 +22,6 @@ from longhaul.memory.stages import label, telling
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
-from longhaul.optimizers import local
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
 CPU = torch.device("cpu")
@@ -100,7 +99,7 @@ def trace_second_step(tracker: Tracker, state: step.TrainState, make_batch: Make
         if stage == "gradient norm":
             found = [p.grad for p in state.model.parameters() if p.grad is not None]
             gradients.clear()
-            gradients.update(tracker.register(local(grad), "backward") for grad in found)
+            gradients.update(tracker.register(dist.local_shard(grad), "backward") for grad in found)
 
     state.listeners.append(find_gradients)
     with telling(tracker, state):

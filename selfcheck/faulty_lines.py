@@ -861,6 +861,98 @@ PLANNER = (
     ),
 )
 
+ONCE_MISSED = (
+    Fault(
+        "once missed: the label's logit is rounded to bf16",
+        "model.py",
+        "* w_nD).sum(1)",
+        "* w_nD).sum(1).to(h_nD.dtype)",
+        (
+            "tests/test_loss.py",
+            "tests/test_verify_chunked_loss.py",
+            "-k",
+            "labels_logit_stays and torch or documented",
+        ),
+    ),
+    Fault(
+        "once missed: the rotation is computed in bf16",
+        "model.py",
+        "x1, x2 = x.to(wide(x.dtype)).chunk(2, dim=-1)",
+        "cos, sin = cos.to(x.dtype), sin.to(x.dtype)\n        x1, x2 = x.chunk(2, dim=-1)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "rotation_in_half",
+        ),
+    ),
+    Fault(
+        "once missed: tiles of the vocabulary are summed in bf16",
+        "model.py",
+        "total.add_(a @ b)",
+        "total.copy_((total + a @ b).to(a.dtype))",
+        (
+            "tests/test_loss.py",
+            "-k",
+            "number_of_tiles",
+        ),
+    ),
+    Fault(
+        "once missed: gathered key gradients are summed in bf16",
+        "longhaul/parallel/context.py",
+        "torch.zeros_like(kv_2BTGK, dtype=torch.float32)",
+        "torch.zeros_like(kv_2BTGK)",
+        (
+            "tests/test_pitfalls.py",
+            "-k",
+            "gathered_keys",
+        ),
+    ),
+    Fault(
+        "once missed: Muon without Nesterov",
+        "longhaul/optimizers.py",
+        "grad.add(momentum, alpha=self.momentum)",
+        "momentum",
+        (
+            "tests/test_states.py",
+            "-k",
+            "nesterov",
+        ),
+    ),
+    Fault(
+        "once missed: yarn's upper dimension is halved",
+        "model.py",
+        "config.head_dim - 1)",
+        "config.head_dim // 2 - 1)",
+        (
+            "tests/test_model.py",
+            "-k",
+            "frequencies_equal",
+        ),
+    ),
+    Fault(
+        "once missed: the median deviation is not scaled",
+        "longhaul/run/health.py",
+        "1.4826 * statistics",
+        "statistics",
+        (
+            "tests/test_numerics.py",
+            "-k",
+            "counts_standard_deviations",
+        ),
+    ),
+    Fault(
+        "once missed: one finite rank is enough for a step",
+        "longhaul/step.py",
+        "finite_ranks == state.world.size",
+        "finite_ranks > 0",
+        (
+            "tests/test_pitfalls.py",
+            "-k",
+            "one_replica",
+        ),
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
     *CHECKPOINT,
     *DATA,
@@ -869,4 +961,5 @@ FAULTS: tuple[Fault, ...] = (
     *STEP,
     *PARALLEL,
     *PLANNER,
+    *ONCE_MISSED,
 )

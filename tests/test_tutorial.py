@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CODE = ("data", "files", "fused", "longhaul", "nsa", "scripts", "README.md")
-DOORS = ("model.py", "train.py", "profile_memory.py", "verify_chunked_loss.py")
+DOORS = ("flags.py", "model.py", "train.py", "profile_memory.py", "verify_chunked_loss.py")
 FITS_AFTER_CHANGES = {"--advise": 2, "--solve": 2}
 
 

@@ -552,6 +552,17 @@ STEP = (
         ),
     ),
     Fault(
+        "step: one rank with a finite norm is enough",
+        "longhaul/step.py",
+        "finite_ranks == state.world.size",
+        "finite_ranks > 0",
+        (
+            "tests/test_parallel.py",
+            "-k",
+            "one_replica",
+        ),
+    ),
+    Fault(
         "step: gradients are not cleared",
         "longhaul/step.py",
         "        state.optimizer.step()\n    state.optimizer.zero_grad(set_to_none=True)",
@@ -643,6 +654,17 @@ STEP = (
         ),
     ),
     Fault(
+        "optimizer: Muon without Nesterov's term",
+        "longhaul/optimizers.py",
+        "grad.add(momentum, alpha=self.momentum)",
+        "momentum",
+        (
+            "tests/test_states.py",
+            "-k",
+            "nesterov",
+        ),
+    ),
+    Fault(
         "optimizer: Muon's step is that of the shorter side",
         "longhaul/optimizers.py",
         "max(p.shape) ** 0.5",
@@ -720,6 +742,17 @@ PARALLEL = (
             "tests/test_context.py",
             "-k",
             "exchanges_equal",
+        ),
+    ),
+    Fault(
+        "parallel: gradients of gathered keys are summed in bf16",
+        "longhaul/parallel/context.py",
+        "torch.zeros_like(kv_2BTGK, dtype=torch.float32)",
+        "torch.zeros_like(kv_2BTGK)",
+        (
+            "tests/test_context.py",
+            "-k",
+            "summed_over_ranks",
         ),
     ),
     Fault(

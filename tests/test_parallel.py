@@ -4,6 +4,7 @@ and weights.
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 
 import pytest
@@ -351,6 +352,39 @@ def step_with_a_nan_on_rank_1(world: dist.World) -> dict:
 def test_a_nan_on_one_rank_changes_no_weight_on_any_rank():
     for result in run_ranks(step_with_a_nan_on_rank_1, 2):
         assert result["norm"] != result["norm"] and result["unchanged"]
+
+
+def step_with_a_nan_on_one_replica(world: dist.World) -> dict:
+    """Replicas have the same gradients, until a bit flips in the memory of one of them."""
+    cfg = TrainConfig(**BASE | {"batch_size": 2, "dp_replicate": 2})
+    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    before = [parameter.to_local().clone() for parameter in state.model.parameters()]
+
+    def spoil(stage: str) -> None:
+        if world.rank == 1 and stage == "gradient norm":
+            gradient = next(state.model.parameters()).grad.to_local()
+            gradient[0, 0] = torch.nan
+
+    state.listeners.append(spoil)
+    share = slice(world.rank * 2, world.rank * 2 + 2)
+    rows = Batch(*(part[share] for part in rows_of_step(0)))
+    result = step.train_step(state, step.micro_batches(rows, 2, state.device))
+    weights = zip(before, state.model.parameters(), strict=True)
+    return dict(
+        norm=float(result.grad_norm),
+        skipped=result.skipped,
+        unchanged=all(torch.equal(old, new.to_local()) for old, new in weights),
+    )
+
+
+def test_a_nan_on_one_replica_skips_the_step_on_all():
+    first, second = run_ranks(step_with_a_nan_on_one_replica, 2)
+    assert math.isfinite(first["norm"])
+    assert math.isnan(second["norm"])
+    for result in (first, second):
+        assert result["skipped"]
+        assert result["unchanged"]
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():

@@ -11,7 +11,7 @@ learning rate after a resume, words under torchrun (test_train, test_supervise);
 
 import torch
 
-from longhaul import dist, optim, step
+from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.parallel import checkpointing, context
 from tests.ranks import run_ranks
@@ -59,46 +59,6 @@ def test_gradients_are_summed_over_ranks_in_fp32():
     """A sum of two bf16 gradients is no bf16 number, unless it was rounded to one."""
     for share in run_ranks(bf16_share, 2):
         assert share < 0.9
-
-
-def skips_with_one_nan(world: dist.World) -> bool:
-    """Whether a step is skipped if only the last rank finds its norm to be NaN."""
-    state = built(world, dp_replicate=world.size)
-    norm_of = optim.global_norm
-
-    def wrong_on_the_last(*args):
-        norm = norm_of(*args)
-        return norm * float("nan") if world.rank == world.size - 1 else norm
-
-    optim.global_norm = wrong_on_the_last  # this process ends after the test
-    return step.train_step(state, batch(1)).skipped
-
-
-def test_a_norm_that_is_nan_on_one_replica_stops_the_step_on_all():
-    assert run_ranks(skips_with_one_nan, 2) == [True, True]
-
-
-def gradient_of_the_first_value(world: dist.World) -> float:
-    """The gradient of the first token's value in bf16, over keys that ranks gather; rank 0 holds
-    it. Queries in three chunks of the row contribute 256 and 1 on rank 0, and -256 on rank 1.
-    """
-    tokens = 16
-    shard = context.Shard("gather_kv", world.rank, world.size, torch.distributed.group.WORLD)
-    parts = context.pieces(torch.tensor([0, tokens]), (1, tokens), shard)
-    zeros = torch.zeros(1, tokens, 1, 8, dtype=torch.bfloat16)
-    q, k, v = (shard.cut(zeros).requires_grad_() for _ in "qkv")
-
-    # queries of 0 attend evenly: token t gives 1 / (t + 1) of its gradient to each value
-    grad = zeros.clone()
-    for position, share in ((3, 256), (7, -256), (15, 1)):
-        grad[:, position] = share * (position + 1)
-    context.gathered_attention(q, k, v, shard, parts).backward(shard.cut(grad))
-    return float(v.grad[0, 0, 0, 0])
-
-
-def test_gradients_of_gathered_keys_and_values_are_summed_in_fp32():
-    """In bf16, 256 + 1 is 256."""
-    assert run_ranks(gradient_of_the_first_value, 2)[0] == 1.0
 
 
 def strided_exchange(world: dist.World) -> bool:

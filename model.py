@@ -1723,15 +1723,15 @@ class Layout(NamedTuple):
                 document
     tokens      [U*s] the tokens of the documents' units of s tokens
     first       [N] the first unit of each compressed block
-    centre      [N] the centre of each compressed block among the tokens, or in `turns`
-    turns       cos and sin at the centres, if the layers' rope does not hold those tokens
+    centre      [N] the centre of each compressed block among the tokens, or in `rope`
+    rope        cos and sin at the centres, if the layers' rope does not hold those tokens
     """
 
     cu_seqlens: Tensor | None
     tokens: slice | Tensor
     first: Tensor
     centre: slice | Tensor
-    turns: Rope | None = None
+    rope: Rope | None = None
 
     @classmethod
     def of(
@@ -1793,11 +1793,11 @@ class Compressor(nn.Module):
             self.pe_lK = nn.Parameter(torch.empty(cfg.cmp_block, head_dim))
 
     def forward(
-        self, k_BTGK: Tensor, v_BTGK: Tensor, turn: Callable, layout: Layout
+        self, k_BTGK: Tensor, v_BTGK: Tensor, rotate_as: Callable, layout: Layout
     ) -> tuple[Tensor, Tensor]:
         """(k_cmp, v_cmp) [B, N, G, K] of keys before RoPE and of values.
 
-        turn(k_cmp, centre) rotates each key as the token `centre` is rotated.
+        rotate_as(k_cmp, centre) rotates each key as the token `centre` is rotated.
         """
         k_weights = ()
         v_weights = ()
@@ -1808,7 +1808,7 @@ class Compressor(nn.Module):
         k_BNGK = self._phi(k_BTGK[:, layout.tokens], layout.first, *k_weights)
         v_BNGK = self._phi(v_BTGK[:, layout.tokens], layout.first, *v_weights)
         k_BNGK = self._normed(k_BNGK)
-        return turn(k_BNGK, layout.centre), v_BNGK
+        return rotate_as(k_BNGK, layout.centre), v_BNGK
 
     def _normed(self, k_BNGK: Tensor) -> Tensor:
         weight = self.norm_weight.float()
@@ -1907,19 +1907,19 @@ class NativeSparseAttention(Attention):
         """All branches over the B*T flattened tokens of rows that hold several documents."""
         rows = len(inputs[0])
         flat = [x.flatten(0, 1)[None] for x in inputs]
-        if documents.turns is None:
+        if documents.rope is None:
             rope = [x.expand(rows, *x.shape[1:]).flatten(0, 1)[None] for x in rope]
         return self._branches(flat, rope, documents).view_as(inputs[0])
 
     def _branches(self, inputs: Sequence[Tensor], rope: Rope, layout: Layout) -> Tensor:
         q, k, v, raw, v_raw, k_win, v_win, gates = inputs
 
-        def turn(k_cmp: Tensor, centre: slice | Tensor) -> Tensor:
-            cos, sin = rope if layout.turns is None else layout.turns
+        def rotate_as(k_cmp: Tensor, centre: slice | Tensor) -> Tensor:
+            cos, sin = rope if layout.rope is None else layout.rope
             return rotate(k_cmp, cos[:, centre], sin[:, centre])
 
         sparse = self.sparse
-        k_cmp, v_cmp = sparse.compressor(raw, v_raw, turn, layout)
+        k_cmp, v_cmp = sparse.compressor(raw, v_raw, rotate_as, layout)
         return sparse.core(
             q, k, v, k_cmp, v_cmp, k_win, v_win, gates, sparse.cfg, layout.cu_seqlens
         )
@@ -1952,8 +1952,8 @@ class NativeSparseAttention(Attention):
         layout = cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
         if layout.cu_seqlens is not None:
             positions_BT = positions_BT.flatten()[None]
-        turns = rotary.at(positions_BT[:, layout.centre])
-        return layout._replace(centre=slice(None), turns=turns)
+        rope = rotary.at(positions_BT[:, layout.centre])
+        return layout._replace(centre=slice(None), rope=rope)
 
     @classmethod
     def cache(
@@ -2336,7 +2336,8 @@ def _chosen_keys(idx_BGCn: Tensor, tokens: int, cfg: NSAConfig) -> Tensor:
     J = -(-tokens // cfg.sel_block)
     chosen = idx_BGCn.new_zeros((*idx_BGCn.shape[:-1], J + 1), dtype=torch.bool)
     chosen.scatter_(-1, torch.where(idx_BGCn < 0, J, idx_BGCn), True)  # unused places go to J
-    return chosen[..., :J].repeat_interleave(cfg.sel_block, -1)[..., :tokens]
+    block = torch.arange(tokens, device=idx_BGCn.device) // cfg.sel_block
+    return chosen[..., block]
 
 
 def select_blocks(p_N: Tensor, position: Tensor, cfg: NSAConfig) -> Tensor:
@@ -2434,11 +2435,11 @@ class SparseCache:
         raw, v_raw = (x[:, first:stop] for x in self.raw.stored())
         cos, sin = (x[:, first:stop] for x in self.rope.stored())
 
-        def turn(k_cmp: Tensor, centre: Tensor) -> Tensor:
+        def rotate_as(k_cmp: Tensor, centre: Tensor) -> Tensor:
             return rotate(k_cmp, cos[:, centre], sin[:, centre])
 
         layout = Layout.of(None, raw.shape[:2], self.cfg, raw.device)
-        return self.compressed.append(*compressor(raw, v_raw, turn, layout))
+        return self.compressed.append(*compressor(raw, v_raw, rotate_as, layout))
 
 
 # ---- the table of attention kinds

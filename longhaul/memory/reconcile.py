@@ -13,7 +13,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
 from longhaul.memory.device import Demand, waterfall
 from longhaul.memory.measure import peak_bytes
-from longhaul.memory.simulate import CPU, row_batch, trace_real_run
+from longhaul.memory.simulate import CPU, row_batch, tensors_of, trace_real_run
 from longhaul.memory.stages import StagePeaks, telling
 from longhaul.memory.trace import Trace
 from model import GIB
@@ -49,8 +49,7 @@ def allocator_peak(cfg: TrainConfig) -> int:
     resident = list(state.model.parameters())
     for values in state.optimizer.state.values():
         resident += values.values()
-    for micro in batch:
-        resident += [value for value in micro.values() if value is not None]
+    resident += tensors_of(batch)
     storages = [tensor.untyped_storage() for tensor in resident]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # a tied weight once
 

@@ -107,8 +107,7 @@ def trace_second_step(tracker: Tracker, state: step.TrainState, make_batch: Make
 
         tracker.begin({})
         batch = make_batch()
-        tensors = [value for micro in batch for value in micro.values() if value is not None]
-        inputs = {tracker.register(tensor, "input") for tensor in tensors}
+        inputs = {tracker.register(tensor, "input") for tensor in tensors_of(batch)}
         step.train_step(state, batch)
 
     state.listeners.remove(find_gradients)
@@ -133,6 +132,14 @@ def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[step.MicroBatch]:
     batch = step.micro_batches(rows, cfg.batch_size, CPU)
     # without document ids, a row of one document takes the same path
     return [micro | {"doc_ids": None} for micro in batch]
+
+
+def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
+    """Every tensor of a step's micro-batches."""
+    for micro in batch:
+        for value in micro.values():
+            if value is not None:
+                yield value
 
 
 def fake_batch(cfg: TrainConfig, ranks: int) -> list[step.MicroBatch]:

@@ -89,6 +89,8 @@ class Tracker(TorchDispatchMode):
         if any(kind.__name__ == "DTensor" for kind in types):
             # DTensor then runs the operator on its local shards, which come back here
             return NotImplemented
+        if func.namespace == "prim":  # asks for a property, allocates nothing
+            return func(*args, **(kwargs or {}))
 
         self._notice_resizing()
         if self.fake and func is READ_VALUE:
@@ -100,8 +102,7 @@ class Tracker(TorchDispatchMode):
             outputs = sum_of_gradients(*args)
         else:
             outputs = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":
-            self._record(func, args, outputs)
+        self._record(func, args, outputs)
         return outputs
 
     def _value(self, value: torch.Tensor) -> bool | int:
@@ -116,7 +117,7 @@ class Tracker(TorchDispatchMode):
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                identity = self.register(tensor, str(func))
+                identity = self.register(tensor, func)
                 if func is EMPTY and tensor.ndim == 1:
                     self.resizable[identity] = weakref.ref(tensor.untyped_storage())
 
@@ -127,7 +128,7 @@ class Tracker(TorchDispatchMode):
 
     # ---- storages
 
-    def register(self, tensor: torch.Tensor, op: str) -> int:
+    def register(self, tensor: torch.Tensor, op: object) -> int:
         """The id of the tensor's storage; a storage that was not known begins here."""
         storage = tensor.untyped_storage()
         address = storage._cdata
@@ -137,7 +138,7 @@ class Tracker(TorchDispatchMode):
             self._begin_storage(address, storage, tensor, op)
         return self.alive[address][1]
 
-    def _begin_storage(self, address: int, storage, tensor: torch.Tensor, op: str) -> None:
+    def _begin_storage(self, address: int, storage, tensor: torch.Tensor, op: object) -> None:
         identity = self.count
         self.count += 1
         reference = weakref.ref(storage, lambda _: self._end_storage(address, identity))
@@ -153,13 +154,13 @@ class Tracker(TorchDispatchMode):
             module=self.module,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            op=op,
+            op=str(op),
         )
         self._event(size, identity)
 
     def _end_storage(self, address: int, identity: int) -> None:
-        self._notice_resizing()
         self.resizable.pop(identity, None)
+        self._notice_resizing()
         if address in self.alive and self.alive[address][1] == identity:
             del self.alive[address]
         self._event(-self.held.pop(identity, 0), identity)
@@ -168,7 +169,7 @@ class Tracker(TorchDispatchMode):
         """FSDP2 frees whole parameters and takes them back by resizing the flat tensor that they
         lie in, which is no operator: look at the sizes before anything else happens.
         """
-        for identity, reference in tuple(self.resizable.items()):
+        for identity, reference in self.resizable.copy().items():
             storage = reference()
             if storage is not None and storage.nbytes() != self.held[identity]:
                 self._resized(identity, storage.nbytes())

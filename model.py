@@ -323,6 +323,10 @@ class Platform:
         """The tiles that a loop visits, of those that do the same work: all of them."""
         return tiles
 
+    def parts(self, parts: list, size: Callable) -> list:
+        """The parts that run, of independent ones with different size(part): all of them."""
+        return parts
+
     def tile_body(self, function: Callable, kernels: str) -> Callable:
         """What runs an elementwise tile function of the loss."""
         return fastest_body(function, kernels)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.platform import platform
+from model import platform
 
 STEP_LOGITS = 2**19  # logits that exist at once in the compressed branch: 2 MiB in fp32
 STEP_QUERIES = 256  # queries of a step of the compressed branch, at most

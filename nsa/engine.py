@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import check_sparse_inputs, sparse_documents
+from model import check_sparse_inputs, platform, sparse_documents
 from nsa.branches import (
     BranchKV,
     Sizes,
@@ -31,18 +31,10 @@ from nsa.branches import (
     steps_backward,
     steps_forward,
 )
-from nsa.platform import platform
 from nsa.selected import BackwardInputs, selected_backward, selected_forward
+from nsa.streams import Stream, each_stream
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16
-
-
-class Stream(NamedTuple):
-    """Where a stream is in tensors of the batch: indices (row of the batch, sequence, heads)."""
-
-    heads: tuple  # of [B,T,H,...]
-    tokens: tuple  # of [B,T,G,...]
-    blocks: tuple  # of [B,N,G,...], compressed ones
 
 
 class Outputs(NamedTuple):
@@ -251,7 +243,7 @@ def nsa_forward(
         )
 
     streams = _streams(q, k_slc, k_cmp, cu_seqlens, cfg)
-    platform().each_stream(forward, streams, q.device)
+    each_stream(forward, streams, q.device)
     return tuple(outputs)
 
 
@@ -422,7 +414,7 @@ def nsa_backward(
         dkv.v_cmp[stream.blocks] = stream_dkv.v_cmp
 
     streams = _streams(q, k_slc, k_cmp, cu_seqlens, cfg)
-    platform().each_stream(backward, streams, q.device)
+    each_stream(backward, streams, q.device)
     return dq, *dkv, dgates
 
 

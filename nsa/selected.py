@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import platform
 from nsa.branches import Sizes, product_fp32
-from nsa.platform import platform
 
 LOG2E = 1.4426950408889634
 TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding

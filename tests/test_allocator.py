@@ -8,7 +8,7 @@ import random
 import pytest
 
 from longhaul.config import TrainConfig
-from longhaul.memory.allocator import GIB, MIB, Allocator, OutOfMemory, replay, step_events
+from longhaul.memory.allocator import MIB, Allocator, OutOfMemory, replay, step_events
 from longhaul.memory.device import (
     Demand,
     Placement,
@@ -19,6 +19,7 @@ from longhaul.memory.device import (
 )
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import Event, Storage, Trace
+from model import GIB
 
 
 def trace_of(

@@ -12,11 +12,12 @@ import pytest
 
 from longhaul.config import TrainConfig
 from longhaul.memory import timeline
-from longhaul.memory.allocator import GIB, MIB, replay
+from longhaul.memory.allocator import MIB, replay
 from longhaul.memory.page import page, write
 from longhaul.memory.picture import COLOURS, STACK, Scale, amount, areas, gib, nice
 from longhaul.memory.simulate import simulate
 from longhaul.memory.trace import CATEGORIES, Event, Storage, Trace
+from model import GIB
 from tests.traces import by_category
 
 VOID = {"meta", "br", "link", "img", "input"}

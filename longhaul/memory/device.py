@@ -8,8 +8,9 @@ import enum
 import re
 from dataclasses import dataclass
 
-from longhaul.memory.allocator import GIB, MIB, OutOfMemory, Replay, replay
+from longhaul.memory.allocator import MIB, OutOfMemory, Replay, replay
 from longhaul.memory.trace import Trace
+from model import GIB
 
 # Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; cuBLAS
 # and cuBLASLt take 32 MiB each on sm90; NCCL: buffers and channels of one communicator over NVLink.

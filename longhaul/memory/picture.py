@@ -8,9 +8,10 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 
 from html import escape
 
-from longhaul.memory.allocator import GIB, MIB, Replay
+from longhaul.memory.allocator import MIB, Replay
 from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, sampled
 from longhaul.memory.trace import CATEGORIES, Storage, Trace
+from model import GIB
 
 COLOURS = {
     "parameter": "#0072b2",

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-import model
-import nsa.platform
 from longhaul.memory.tracker import Tracker
-from model import Platform
+from model import Platform, running_on
 
 
 def few(tiles: Sequence) -> Sequence:
@@ -24,17 +22,10 @@ def few(tiles: Sequence) -> Sequence:
     return [tiles[0], tiles[1], tiles[-1]]
 
 
-@contextlib.contextmanager
-def running_on(platform: Platform) -> Iterator[None]:
-    """Code of model.py and of nsa/ inside the `with` block runs on this platform."""
-    with model.running_on(platform), nsa.platform.running_on(platform):
-        yield
-
-
 # ---- the training step and the forward pass, on fake tensors
 
 
-class FakeCpu(Platform, nsa.platform.Platform):
+class FakeCpu(Platform):
     """A CPU: the machine's own kernels, over a few tiles of each loop (`every_tile`: over all)."""
 
     def __init__(self, tracker: Tracker, every_tile: bool = False):
@@ -103,8 +94,8 @@ def predicting(target: str, tracker: Tracker, every_tile: bool = False) -> Itera
 # ---- the bodies of our own operators, on meta tensors
 
 
-class Bodies(Platform, nsa.platform.Platform):
-    """The inside of one operator on the target device: a few tiles of its largest stream."""
+class Bodies(Platform):
+    """The inside of one operator on the target device: a few tiles of its largest part."""
 
     def __init__(self, target: str):
         self.target = target
@@ -118,14 +109,8 @@ class Bodies(Platform, nsa.platform.Platform):
     def tile_body(self, function: Callable, kernels: str) -> Callable:
         return function if kernels == "torch" else FUSED[function.__name__]
 
-    def each_stream(self, work: Callable, streams: list, device: torch.device) -> None:
-        work(max(streams, key=_tokens))
-
-
-def _tokens(stream: tuple) -> int:
-    """How many tokens a stream of sparse attention has."""
-    _, (_, tokens, _), _ = stream
-    return tokens.stop - tokens.start
+    def parts(self, parts: list, size: Callable) -> list:
+        return [max(parts, key=size)]
 
 
 def _fused_fold(z_NV, target_N, max_N, sum_N, total_N, softcap) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 import model
-from longhaul.memory.platforms import Bodies, running_on
+from longhaul.memory.platforms import Bodies
 from longhaul.memory.tracker import Tracker
 from nsa import engine
 
@@ -49,7 +49,7 @@ class Workspaces:
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
         inputs_on_meta = _sparse_on_meta if name in SPARSE_NAMES else _on_meta
-        platform = running_on(Bodies(self.target))
+        platform = model.running_on(Bodies(self.target))
         with unset_fake_temporarily(), torch.no_grad(), platform, Tracker() as tracker:
             inputs = tree_map(inputs_on_meta, args)
             for tensor in tree_leaves(inputs):

@@ -16,9 +16,7 @@ import torch
 
 from data.loader import Batch
 from longhaul.flops import keys_read, train_flops
-from model import ModelConfig
-
-GIB = 2**30
+from model import GIB, ModelConfig
 
 # Dense bf16 peak in FLOP/s according to the vendors' data sheets. A device that is not in this
 # table has no MFU.

@@ -532,6 +532,20 @@ def test_a_request_that_cannot_fit_ends_with_the_closest_command(tmp_path, capsy
     assert proposed.value.code == 0
 
 
+def test_the_closest_command_has_fewer_head_groups_if_the_smaller_model_has_fewer_heads(
+    capsys, monkeypatch
+):
+    monkeypatch.setattr(planner, "available_gib", lambda device, world: 16.0)
+    with pytest.raises(SystemExit) as stop:
+        train.main([*REQUEST, "--gradient_checkpointing", "--attention_head_groups", "8"])
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--model_size tiny" in last and "--attention_head_groups 2" in last
+    with pytest.raises(SystemExit) as proposed:
+        train.main([*shlex.split(last)[2:], "--plan"])
+    assert proposed.value.code == 0
+
+
 TOO_SMALL_FOR_4B = planner.host_available_bytes() < 500 * 2**30  # one rank needs 520 GiB (computed)
 
 

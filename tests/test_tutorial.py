@@ -83,7 +83,9 @@ def test_the_recipes_for_a_cpu_run_one_after_the_other(clone):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", FOR_GPUS)
 def test_the_recipes_for_gpus_are_planned(command, clone):
-    """profile_memory.py runs as it is; train.py plans, and may refuse what this machine lacks."""
+    """profile_memory.py runs as it is. train.py prints the plan, and then refuses it on a machine
+    that has too little memory, with a command that does fit.
+    """
     if "profile_memory" in command:
         run(command, clone)
         return
@@ -96,5 +98,6 @@ def test_the_recipes_for_gpus_are_planned(command, clone):
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    assert "plan (computed): 4B" in done.stdout
+    assert "plan (computed): 4B" in done.stdout, done.stderr
+    refused = done.returncode == 2 and "closest command that runs here" in done.stderr
+    assert done.returncode == 0 or refused, done.stderr

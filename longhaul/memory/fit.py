@@ -9,12 +9,13 @@ groups, because sums over groups round. Levers that round optimizer states, or t
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from longhaul.config import TrainConfig
 from longhaul.memory.plan import Plan, command, plan
-from model import PRESETS, attention_kind
+from model import PRESETS, ModelConfig, attention_kind
 
 PATIENCE = 900  # seconds: a CPU run whose step takes longer is not proposed
 AS_ASKED = "as asked"
@@ -186,15 +187,21 @@ def _proposals(request: Plan) -> Iterator[Plan]:
 
 
 def _resized(cfg: TrainConfig, size: str, vocabulary: int) -> TrainConfig:
-    """The same training of a smaller preset, whose vocabulary must still hold the data's tokens."""
+    """The same training of a smaller preset, whose vocabulary must still hold the data's tokens.
+
+    A smaller preset has fewer KV heads, so that attention may have to run in fewer groups of them.
+    """
     if size == cfg.model_size:
         return cfg
+
+    groups = math.gcd(cfg.attention_head_groups, ModelConfig.preset(size).num_kv_heads)
     return dataclasses.replace(
         cfg,
         model_size=size,
         model_overrides=(),
         vocab_size=vocabulary if cfg.data else 0,
         init_from="",
+        attention_head_groups=groups,
     )
 
 

@@ -1,7 +1,7 @@
 """Command-line flags as every command of longhaul reads them.
 
-Hyphens and underscores in a flag are the same, flags are never abbreviated, and an unknown flag is
-answered with the nearest known one. longhaul/cli.py makes such flags of a dataclass.
+Hyphens and underscores in a flag are interchangeable, flags are never abbreviated, and the error
+for an unknown flag suggests the nearest known one. longhaul/cli.py makes flags from a dataclass.
 """
 
 import argparse

@@ -8,9 +8,8 @@ Copied into an empty folder, this file trains and generates:
     loss.backward()
 
 The geometry is Qwen3's: pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU,
-rotary positions. The decoder comes first; after it come the two parts that take long rows, the loss
-over tiles of the vocabulary and Native Sparse Attention. ATTENTIONS, at the end, lists the kinds of
-attention.
+rotary positions. The decoder comes first, then the two parts for long rows: the loss over tiles of
+the vocabulary, and Native Sparse Attention. ATTENTIONS, at the end, lists the kinds of attention.
 
 Parallelism, checkpointing and compilation are applied from outside, and nothing here knows of them.
 Some functions have faster twins. Native Sparse Attention runs in nsa/ if that package can be
@@ -2061,7 +2060,7 @@ def choose_sparse_core(config: ModelConfig) -> Callable:
     """
     if config.dtype == torch.float64:
         raise ValueError(
-            "compute_dtype='float64' with attention_type='nsa': the branches run in float32, "
+            "compute_dtype='float64' is not supported with attention_type='nsa': use float32, "
             "bfloat16 or float16"
         )
     if config.kernels != "triton":

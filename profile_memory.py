@@ -57,9 +57,9 @@ class ProfileConfig(TrainConfig):
         group="profiler",
     )
     html: str = flag(
-        "", "file to write with one page: the step's timeline and its tables", group="profiler"
+        "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
     )
-    json: str = flag("", "file to write with every result, machine-readable", group="profiler")
+    json: str = flag("", "JSON file to write, with every result", group="profiler")
     solve: str = flag(
         "none",
         "what to find: the longest context, the cheapest levers, or the fewest ranks that fit",

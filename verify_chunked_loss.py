@@ -8,7 +8,7 @@ The exit code is 0 if every check passes, 1 if one fails and 2 for bad input.
    float64, the bytes that each keeps for the backward, the peak memory of forward and backward,
    and the time.
 3. The negative control: the loop over chunks of cross_entropy that many recipes recommend. Autograd
-   keeps every logit of it, so it must fail the test of what is kept.
+   keeps all of its logits, so it must fail the check of the bytes kept.
 """
 
 import argparse
@@ -61,9 +61,9 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
         help="dtype of the hidden states and the weight",
     )
     for name, default, words in (
-        ("--seq_len", 512, "tokens of the computed comparison"),
-        ("--hidden_size", 256, "width of the computed comparison (the 4B has 2560)"),
-        ("--vocab_size", 151_936, "vocabulary of the computed comparison"),
+        ("--seq_len", 512, "number of tokens in the comparison"),
+        ("--hidden_size", 256, "model width in the comparison (the 4B has 2560)"),
+        ("--vocab_size", 151_936, "vocabulary size in the comparison"),
     ):
         parser.add_argument(name, type=int, default=default, help=words)
     given = parser.parse_args(args)

@@ -1,3 +1,3 @@
 """Speed and memory, measured: each program refuses to time what fails its own check, and prints the
-table that the README shows.
+table that docs/BENCHMARKS.md or docs/FITTING.md shows.
 """

@@ -1,11 +1,12 @@
-"""What each memory lever costs in time: a training step with it beside the same step without, in
-turns.
+"""What each memory lever costs in time: a training step with it and the same step without it,
+timed alternately.
 
     python -m benchmarks.levers [--tokens 8192] [--rounds 5] [--out benchmarks/results/levers]
 
-One row of random tokens; longhaul.step, as in training. On a CPU one thread and process CPU time,
-with a GPU its events. Refuses to time a lever whose first loss or gradient norm is not the plain
-step's; whether updates are right is what selfcheck.equivalence shows.
+The step is that of longhaul.step, as in training, on one row of random tokens. The clock is the
+process CPU time of one thread on a CPU, and CUDA events on a GPU. A lever whose first loss or
+gradient norm differs from the plain step's is not timed; selfcheck.equivalence shows whether the
+updates are right.
 """
 
 import sys

@@ -1,13 +1,13 @@
 """From text files to rows of tokens, with numpy, sentencepiece and the standard library.
 
     prepare.py    the command `python -m data.prepare`
-    pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; the stages told in words
+    pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
     sources.py    files, folders, JSONL, gzip      -> documents
     corpus.py     the embedded corpus, no download -> documents
     tokenizer.py  lossless sentencepiece           text <-> ids
     writer.py     ids -> shards, in a folder that appears whole or not at all
-    manifest.py   the JSON file that describes such a folder; the one door to it
-    dataset.py    the folder opened: memory-mapped documents of each split
+    manifest.py   the JSON file that describes such a folder; the only way to open one
+    dataset.py    an open folder: memory-mapped documents of each split
     packing.py    documents -> rows, by best fit, nothing cropped
     order.py      position -> row, by a keyed permutation without an array
     loader.py     position -> tokens, labels, positions and document ids of a row

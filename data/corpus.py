@@ -203,8 +203,8 @@ def read_verified(file: SourceFile) -> bytes:
     content = file.path.read_bytes() if file.path.is_file() else b"missing"
     if file.sha256 is not None and _base64(hashlib.sha256(content)) != file.sha256:
         raise IntegrityError(
-            f"{file.path} is not the file that {file.package} was installed with (its SHA-256 is "
-            f"not the RECORD's): reinstall {file.package}, or prepare your own text with --input"
+            f"{file.path} is not the file that {file.package} was installed with (its SHA-256 "
+            f"differs from RECORD): reinstall {file.package}, or prepare your own text with --input"
         )
     return content
 

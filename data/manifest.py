@@ -1,6 +1,6 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes all the others.
 
-`Manifest.open(folder)` is the only door into a dataset on disk. What it returns has been checked:
+`Manifest.open(folder)` is the only way to open a dataset on disk. What it returns has been checked:
 the fields have their types and do not contradict each other, every file is a plain file inside the
 folder and has the size that was written, and the tokenizer has its hash. The other files are hashed
 by `Dataset.verify`.
@@ -262,7 +262,7 @@ def _read(path: Path) -> dict:
         raise ValueError(f"{path} is not a dataset manifest: prepare the data with `{PREPARE}`")
     if content.get("version") != VERSION:
         raise ValueError(
-            f"{path} has format version {content.get('version')!r}, this code reads {VERSION}: "
+            f"{path} has format version {content.get('version')!r}, but this code reads {VERSION}: "
             f"update the code, or {PREPARE_AGAIN}"
         )
     if content.get("checksum") != _checksum(content):
@@ -386,7 +386,7 @@ def _check_splits(path: Path, content: dict) -> None:
     found = {name: split["documents"] for name, split in content["splits"].items()}
     if expected["train"] <= 0 or found != expected:
         raise ValueError(
-            f"{path}: the splits {found} are not the documents of the shards ({expected}): "
+            f"{path}: documents per split are {found}, but the shards hold {expected}: "
             f"{PREPARE_AGAIN}"
         )
 
@@ -401,7 +401,7 @@ def _check_vocabulary(path: Path, content: dict) -> None:
         # ids that did not fit when they were written, or a file that was changed later
         kind = ValueError if dtype == "uint32" else IntegrityError
         raise kind(
-            f"{path}: a vocabulary of {vocab_size} is stored as {dtype}, not as "
+            f"{path}: a vocabulary of {vocab_size} needs {dtype} ids, but the manifest says "
             f"{content['dtype']!r}: {PREPARE_AGAIN}"
         )
     if content["eod_id"] >= vocab_size:

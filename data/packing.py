@@ -1,9 +1,9 @@
 """Documents into rows of `context` tokens: best-fit decreasing, and nothing is cropped.
 
 A document that is longer than the context is split at context boundaries, into whole rows and a
-rest. The rests and the shorter documents go, longest first, each into the row with the least room
-that still holds it. Every token lands in exactly one row. The plan is a pure function of the
-lengths. Documents are packed 2^18 at a time, so that it does not get slow.
+remainder. The remainders and the shorter documents go, longest first, each into the row with the
+least room that still holds it. Every token lands in exactly one row. The plan is a pure function of
+the lengths. Packing 2^18 documents at a time keeps this fast.
 """
 
 from bisect import bisect_left, insort

@@ -11,8 +11,8 @@ Training then reads the folder (data/dataset.py), packs pieces of documents into
 data/loader.py).
 
 The documents are read twice. The first reading checks every document before anything is written,
-and takes the sample without which there is no tokenizer to encode with; keeping the text between
-the two would take as much memory as the input has bytes.
+and takes the sample that the tokenizer is trained on; the second encodes them. Keeping the text
+between the two would take as much memory as the input has bytes.
 
 Encoding runs in plain child processes (`python -m data.pipeline TOKENIZER`) rather than in those of
 multiprocessing: they never import the caller's main module (and torch with it), work from any

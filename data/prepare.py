@@ -157,8 +157,8 @@ def _parser() -> _Parser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="text files, .jsonl files, both also as .gz, or folders of them; without it, the "
-        "sources of Python, numpy and torch as installed here (no download)",
+        help="text or .jsonl files, gzipped or not, or folders of them; without this flag, the "
+        "sources of the installed Python, numpy and torch (no download)",
     )
     add(
         "--output",
@@ -192,7 +192,7 @@ def _parser() -> _Parser:
         "--documents",
         choices=GROUPINGS,
         help="file: each file or line is a document (default with --input); directory: "
-        "the files of a directory are joined into one long document (default without)",
+        "the files of a directory form one long document (default without --input)",
     )
     add(
         "--val_fraction",
@@ -232,12 +232,14 @@ def _check(options: argparse.Namespace) -> None:
     for name in sorted(given & {"text_field", "on_error"}):
         if "input" not in given:
             raise ValueError(
-                f"--{name} needs --input PATH: it has no effect on the embedded corpus"
+                f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "
+                f"--{name}"
             )
     for name in sorted(given & {"vocab_size", "character_coverage"}):
         if "tokenizer" in given:
             raise ValueError(
-                f"--tokenizer and --{name} exclude each other: a given tokenizer is not trained"
+                f"--tokenizer is already trained, so it and --{name} exclude each other: drop one "
+                "of them"
             )
     if "input" in given and "max_bytes" in given:
         raise ValueError(

@@ -63,7 +63,7 @@ def train(
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
             f"vocab_size is {vocab_size}, but 256 byte tokens and 2 control tokens are always in "
-            f"the vocabulary: use at least {MIN_VOCAB_SIZE}, better 1024 or more"
+            f"the vocabulary: use at least {MIN_VOCAB_SIZE}, preferably 1024 or more"
         )
     if not 0.9 <= character_coverage <= 1:
         raise ValueError(f"character_coverage is {character_coverage}: allowed are 0.9 to 1.0")

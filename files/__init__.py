@@ -1,5 +1,5 @@
-"""Files on disk: durable writes (durable), JSON from strangers (untrusted), safetensors (tensors).
+"""Files on disk: durable writes (durable), untrusted JSON (untrusted), safetensors (tensors).
 
-The ground floor: it knows nothing of models, data sets or runs. `durable` and `untrusted` need only
-the standard library, so that data can be prepared without loading torch.
+The lowest level: nothing in it depends on models, datasets or runs. `durable` and `untrusted` need
+only the standard library, so that data can be prepared without loading torch.
 """

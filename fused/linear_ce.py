@@ -2,7 +2,7 @@
 
 model.py cuts the logits [tokens, vocabulary] into tiles and lets only one tile exist at a time. In
 the forward, `fold_logsumexp` folds a tile into running sums; in the backward, `logits_to_gradient`
-overwrites a tile by its gradient. The functions here have the names, arguments and results of
+overwrites a tile with its gradient. The functions here have the names, arguments and results of
 model.py's.
 
 Both are bound by memory bandwidth. On a tile of 8192 x 8192 in bf16, the forward must read 128 MiB,

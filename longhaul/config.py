@@ -40,8 +40,9 @@ class TrainConfig:
     # Printed by --help: a sentence for each group of flags, and commands to start from.
     GROUPS: ClassVar[dict[str, str]] = {
         "model": "What is trained.",
-        "data": "What it is trained on, and how much of it in a step.",
-        "optimisation": "How gradients change weights; a resume may change only --max_steps.",
+        "data": "What the model is trained on, and how much data a step takes.",
+        "optimisation": "How gradients change weights; a resume may change only --max_steps "
+        "unless --override_settings is given.",
         "memory and speed": "Precision, memory levers, backends and parallelism.",
         "numerics": "What happens when numbers go wrong.",
         "run": "Checkpoints, validation, logs and what to do before the first step.",
@@ -575,8 +576,8 @@ class TrainConfig:
         if self.context_choice(model).mode == "ulysses":
             raise ValueError(
                 f"--attention_head_groups {self.attention_head_groups} leaves {heads} KV heads at "
-                f"a time, which do not divide over the {self.context_ranks} ranks that share a "
-                "row: give fewer groups"
+                f"a time, which cannot be divided evenly among the {self.context_ranks} ranks that "
+                "share a row: give fewer groups"
             )
 
     def _check_optimizer_levers(self) -> None:

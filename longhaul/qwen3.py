@@ -344,8 +344,8 @@ def _check_size(fields: dict[str, Any], stored: dict[str, Stored], folder: Path)
         size = fields[ours]
         if not 0 < size <= largest.get(ours, LARGEST_SIZE):
             raise ValueError(
-                f"{folder} holds {len(stored)} tensors and config.json says {theirs}={size}: "
-                "they do not belong together, download the folder again"
+                f"{folder} holds {len(stored)} tensors, but config.json says {theirs}={size}, so "
+                "they do not belong together: download the folder again"
             )
 
 
@@ -372,8 +372,8 @@ def _refuse_names(folder: Path, verb: str, names: set[str]) -> None:
         return
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     raise ValueError(
-        f"{folder} {verb} {_printable(min(names))}{more}: "
-        "config.json and weights do not belong together, download the folder again"
+        f"{folder} {verb} {_printable(min(names))}{more}, so config.json and the weights do not "
+        "belong together: download the folder again"
     )
 
 

@@ -1,5 +1,5 @@
-"""THE path: `build` makes the model and its optimizer, `train_step` is one step. Training,
-simulation, profiling and tests all come through here, so none of them can drift from what runs.
+"""`build` makes the model and its optimizer, and `train_step` runs one step. Training, simulation,
+profiling and tests all use these two functions, so none of them can drift from what runs.
 
 Letters: B rows of a micro-batch, T context length, R rows that the loader gives to this rank.
 """

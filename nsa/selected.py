@@ -245,8 +245,8 @@ def _cut_tiles(
 ) -> _Tiles:
     """Sorts the pairs by block and gives each block as many tiles as its pairs need.
 
-    On CUDA the number of tiles is an upper bound, so that nothing waits for the host. So it is on
-    meta tensors, which the memory planner uses and which have no values.
+    On CUDA the number of tiles is an upper bound, so that the host never waits for the device. So
+    it is on meta tensors, which the memory planner uses and which have no values.
     """
     C, P = block_CP.shape
     R = max(1, TILE_ROWS // M)

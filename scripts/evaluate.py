@@ -107,7 +107,7 @@ def check_tokenizer(dataset: Dataset, checkpoint: Checkpoint):
     trained_on = (checkpoint.identity or {}).get("tokenizer")
     if trained_on and dataset.tokenizer_sha256 != trained_on:
         raise CheckpointError(
-            f"{dataset.path} was tokenized with another tokenizer than the data of "
+            f"{dataset.path} was tokenized with a different tokenizer from the data of "
             f"{checkpoint.folder}: prepare the data with --tokenizer "
             f"{checkpoint.folder.parent / 'tokenizer.model'}"
         )

@@ -35,7 +35,7 @@ def build_parser() -> Parser:
         "--max_new_tokens",
         type=int,
         default=128,
-        help="tokens at most; sampling ends earlier at the end of the document",
+        help="maximum number of new tokens; sampling stops earlier if the document ends",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: always the most probable token"

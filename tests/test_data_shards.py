@@ -284,7 +284,7 @@ def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
         ("[]", "not a dataset manifest"),
         ("{}", "not a dataset manifest"),
         ("[" * 100_000, "not JSON"),
-        ('{"magic": "longhaul-dataset", "version": 99}', "format version 99, this code reads 1"),
+        ('{"magic": "longhaul-dataset", "version": 99}', "format version 99, but this code reads 1"),
         ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs"),
     ],
     ids=range(7),
@@ -302,7 +302,7 @@ def test_sixteen_bits_for_a_large_vocabulary_are_refused(dataset):
 
     rewrite_manifest(dataset.path, widen)
     with pytest.raises(
-        ValueError, match="a vocabulary of 151936 is stored as uint32, not as 'uint16'"
+        ValueError, match="a vocabulary of 151936 needs uint32 ids, but the manifest says 'uint16'"
     ):
         Dataset(dataset.path)
 

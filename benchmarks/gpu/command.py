@@ -1,15 +1,13 @@
-"""Measures every speed and memory claim of longhaul on one GPU, beside its peers, in ten minutes:
+"""Measures every speed and memory claim of longhaul on one GPU, next to its peers, in ten minutes:
 `python -m benchmarks.gpu --out FOLDER`.
 
-Parts: exact (the tests that need a GPU), loss, attention, step, memory. The most important lines of
-all parts come first; what the
-time does not allow is skipped and said. Each result stands in FOLDER/results.json and results.md as
-soon as it is there, with hardware,
-driver, versions and clocks. Nothing is timed that fails its check against float64. Without a GPU
-everything runs at toy sizes on one
-CPU thread, and says so. Keep a run with `--out benchmarks/results/NAME`; `python -m
-benchmarks.report` then puts it into the README.
-Exit code 0: done; 1: something of longhaul's is wrong or failed; 2: bad input.
+Parts: exact (the tests that need a GPU), loss, attention, step, memory. The most important
+measurements of all parts come first; those for which no time is left are listed as skipped. Each
+result is written to FOLDER/results.json and results.md as soon as it is known, with hardware,
+driver, versions and clocks. Code that fails its check against float64 is not timed. Without a GPU
+everything runs at toy sizes on one CPU thread, and the report says so. Keep a run with
+`--out benchmarks/results/NAME`; `python -m benchmarks.report` then puts it into docs/BENCHMARKS.md.
+Exit code 0: done; 1: a part of longhaul is wrong or failed; 2: bad input.
 """
 
 import sys

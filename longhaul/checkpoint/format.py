@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, and whether its manifest says what it must.
+"""What a checkpoint is on disk, and how its manifest is checked.
 
     step-00000100/                       appears whole, by a rename, or not at all
         rank-00000-of-00002.safetensors  the shard of each tensor that this rank owns
@@ -288,7 +288,7 @@ def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
         for name in file.ranges.keys() & shapes.keys():
             if tuple(file.shapes[name]) != shapes[name]:
                 raise ValueError(
-                    f"{name} has shape {file.shapes[name]}, and its configuration says "
+                    f"{name} has shape {file.shapes[name]}, but the model configuration says "
                     f"{list(shapes[name])}"
                 )
             start, end = file.ranges[name]
@@ -296,7 +296,7 @@ def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
 
     lacking = [name for name, shape in shapes.items() if held[name] < shape[0]]
     if lacking:
-        raise ValueError(f"it lacks a part of {lacking[0]} and of {len(lacking) - 1} more")
+        raise ValueError(f"it lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}")
 
 
 def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:

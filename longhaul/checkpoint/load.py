@@ -1,6 +1,6 @@
 """Finding a checkpoint, checking every byte of it, and filling a model or a training state from it.
 
-`verified(folder)` is the door: what it returns has a sound manifest and files with the hashes that
+`verified(folder)` is how to open one: what it returns has a sound manifest and files with the hashes that
 were written. A checkpoint that fails this check is renamed `.corrupt`, never deleted.
 """
 
@@ -114,8 +114,8 @@ def latest(folder: Path) -> Checkpoint | None:
             set_aside(candidate, error)
     if any(folder.glob("step-*.corrupt*")):
         raise CheckpointError(
-            f"{folder}: no checkpoint is usable, all of them are damaged (*.corrupt): choose a new "
-            "--output_dir to start over"
+            f"{folder}: no checkpoint is usable, because all of them are damaged (*.corrupt): "
+            "choose a new --output_dir to start over"
         )
     return None
 
@@ -210,7 +210,7 @@ def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
             for name in recorded.ranges.keys() & shards.keys():
                 if shards[name].shape != tuple(recorded.shapes[name]):
                     raise ValueError(
-                        f"{name} has shape {recorded.shapes[name]}, and here it has "
+                        f"{name} has shape {recorded.shapes[name]}, but this run needs "
                         f"{list(shards[name].shape)}"
                     )
                 start, end = recorded.ranges[name]
@@ -219,8 +219,8 @@ def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
     lacking = [name for name, count in missing.items() if count]
     if lacking:
         raise CheckpointError(
-            f"{checkpoint.folder} lacks a part of {lacking[0]} and of {len(lacking) - 1} more: use "
-            "another checkpoint"
+            f"{checkpoint.folder} lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}: "
+            "use another checkpoint"
         )
 
 

@@ -276,8 +276,8 @@ class Saver:
             path = write(shot, self.folder, self.group)
             if not self._reads_back(path):
                 raise StorageError(
-                    f"{path} does not read back as it was written, twice; it is renamed .corrupt: "
-                    "check the disk"
+                    f"{path} was written twice and did not read back correctly either time; it was "
+                    "renamed .corrupt: check the disk"
                 )
         if self.seconds is None:
             self.seconds = time.monotonic() - start

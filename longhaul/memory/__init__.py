@@ -1,1 +1,1 @@
-"""The planner: what a training step needs, what is there, and what would fit."""
+"""The planner: what a training step needs, what the machine has, and what would fit."""

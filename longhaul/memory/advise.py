@@ -1,6 +1,6 @@
-"""What to change so that a task fits a card, the cheapest loss of quality first.
+"""What to change so that a task fits a card, the smallest loss of quality first.
 
-The changes add up in this order: logits in chunks, half precision, smaller micro-batches, the
+Each change adds to those before it: logits in chunks, half precision, smaller micro-batches, the
 ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers at once, the CPU.
 Each is printed with its predicted bytes. The figures are the profiler's own: for training the
 closed form, confirmed by a replay of the simulated step through the allocator; for analysis a

@@ -172,7 +172,7 @@ def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
     a capability that is out of range.
     """
     if bool(gpu) == bool(vram):
-        raise ValueError("--gpu and --vram: give one of them, the name of a card or its GiB")
+        raise ValueError("--gpu NAME or --vram GIB sets the card: give one of them")
     if vram and not 0 < vram < 1e6:
         raise ValueError(f"--vram {vram} is out of range: give GiB above 0")
     if cc and not 35 <= cc <= 200:

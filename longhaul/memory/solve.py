@@ -1,11 +1,11 @@
 """The longest context, the cheapest levers, or the fewest ranks that fit, found with the simulator.
 
 `--solve levers` climbs the ladder of fit.py, then tries the first rung that fits on more ranks
-(FSDP2, and ranks that share rows) and with sparse attention, which changes the model. Among what
-fits, the shortest predicted step times its number of ranks wins: FLOP over what a GPU reaches (a
-roofline, an order of magnitude). A candidate fits if its device holds what the allocator reserves
-with expandable segments, the CUDA context and the libraries' workspaces. Sizes are GiB = 2^30 bytes
-per rank.
+(FSDP2, and ranks that share rows) and with sparse attention, which changes the model. The
+candidate that fits with the least predicted step time times number of ranks wins. The time is the
+step's FLOPs over what a GPU reaches: a roofline, good to an order of magnitude. A candidate fits if
+its device holds what the allocator reserves with expandable segments, the CUDA context and the
+libraries' workspaces. Sizes are GiB = 2^30 bytes per rank.
 """
 
 import dataclasses

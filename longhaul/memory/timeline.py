@@ -46,7 +46,7 @@ def moments(trace: Trace) -> list[Moment]:
             sizes["workspace"] = workspaces.get(event.time, 0)
             found.append(Moment(event.time, tuple(sizes.values())))
     if not found:
-        raise ValueError("the trace has no events: nothing was recorded that a picture could show")
+        raise ValueError("the trace has no events: nothing was recorded, so record a step first")
     return found
 
 

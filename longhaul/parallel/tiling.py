@@ -3,8 +3,8 @@
     tile_mlp     cuts the tokens into tiles; every tile uses the whole weights
     group_heads  cuts the weights into groups of heads; every group sees all tokens
 
-Both take the model and change no result. The forward saves only its input; the backward runs each
-part again and sums the parts' gradients.
+Both take the model and change a result only by rounding: sums over head groups round in bf16. The
+forward saves only its input; the backward runs each part again and sums the parts' gradients.
 
 Letters: B batch, T tokens, D model width, K head dimension, O outputs of a projection.
 """

@@ -1,8 +1,8 @@
 """Heartbeats: each rank increments a counter in the job's TCP store, so the others can name a rank
 that was killed or stopped.
 
-gloo reports a closed connection, and NCCL nothing for minutes; neither says whose process it was.
-Each rank watches only the next one, which takes two small requests in half a second, however many
+gloo reports a closed connection, and NCCL reports nothing for minutes; neither says which rank it
+was. Each rank watches only the next one, with two small requests every half second, however many
 ranks there are.
 """
 

@@ -1,1 +1,1 @@
-"""Triton kernels of Native Sparse Attention, next to the engine that they are the twin of."""
+"""Triton kernels of Native Sparse Attention: the twin of nsa/engine.py for GPUs."""

@@ -11,10 +11,10 @@ one dense tile, and the results of a query's pairs merge by log-sum-exp. Without
 query would gather n blocks of keys for itself. In the backward, the pairs of popular blocks are cut
 into segments, whose sums are added in a fixed order.
 
-All n blocks are pairs, also the forced ones. That moves 3 of 16 more partial results through memory
-(about 2 ms of 10 per forward at 131,072 tokens and 3.35 TB/s, by computation) and saves a special
-case. Documents and rows of the batch share every launch. Everything is deterministic, uses no
-atomics, and never waits for the host.
+All n blocks become pairs, including the forced ones. The partial results of these 3 of 16 blocks
+add memory traffic (computed: about 2 ms of 10 per forward at 131,072 tokens and 3.35 TB/s) but need
+no special case. Documents and rows of the batch share every launch. Everything is deterministic and
+uses no atomics, and the host never waits for the device.
 
 The window does not use PyTorch's flash attention: its backward adds up dq by atomics, so that it
 does not repeat bit for bit, and the operator that takes a window (aten::_flash_attention_forward)
@@ -104,8 +104,9 @@ def require_sizes(M: int, K: int, itemsize: int, cfg) -> None:
     if M > 64 or K > 256 or cfg.sel_block > 128 or kib > 32:
         raise ValueError(
             f"nsa_attention of nsa.triton.attention was given {M} query heads per KV head, "
-            f"head dim {K}, sel_block={cfg.sel_block}, whose keys take {kib:g} KiB; it needs at "
-            "most 64, 256, 128 and 32 KiB: lower them, or use nsa.engine.nsa_attention"
+            f"head dim {K}, sel_block={cfg.sel_block}, and keys per block that take {kib:g} KiB; "
+            "the limits are 64, 256, 128 and 32 KiB, in this order: lower them, or use "
+            "nsa.engine.nsa_attention"
         )
 
 

@@ -11,7 +11,8 @@ The geometry is Qwen3's: pre-norm, grouped-query attention, RMSNorm on queries a
 rotary positions. The decoder comes first, then the two parts for long rows: the loss over tiles of
 the vocabulary, and Native Sparse Attention. ATTENTIONS, at the end, lists the kinds of attention.
 
-Parallelism, checkpointing and compilation are applied from outside, and nothing here knows of them.
+Parallelism, checkpointing and compilation are applied from outside, and no forward communicates. A
+kind of attention only answers their questions, such as which exchanges it allows.
 Some functions have faster twins. Native Sparse Attention runs in nsa/ if that package can be
 imported. kernels="triton" takes the Triton kernels of fused/ and nsa/triton/ and is refused if they
 cannot run.
@@ -876,6 +877,13 @@ class Attention(nn.Module):
         keys = config.num_kv_heads * config.head_dim
         statistics = FP32 * tokens * (2 * config.num_heads + config.num_kv_heads)
         return 3 * element * tokens * (queries + keys) + statistics
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of what the operator returns: o, and the log-sum-exp in fp32. Selective
+        checkpointing keeps them, so that attention runs once.
+        """
+        return tokens * config.num_heads * (element * config.head_dim + FP32)
 
     @classmethod
     def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
@@ -2036,6 +2044,18 @@ class NativeSparseAttention(Attention):
         return super().saved_bytes(config, tokens, element) + added
 
     @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """NSA returns the selected branch's output and the chosen blocks (int16) as well; the
+        Triton twin also the compressed branch's output and log-sum-exp.
+        """
+        q = element * tokens * config.num_heads * config.head_dim
+        chosen = 2 * tokens * config.num_kv_heads * config.nsa.sel_count
+        added = q + chosen
+        if config.kernels == "triton":
+            added += q + FP32 * tokens * config.num_heads
+        return super().output_bytes(config, tokens, element) + added
+
+    @classmethod
     def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
         """Keys and values have a gradient from each branch that reads them."""
         keys = element * tokens * config.num_kv_heads * config.head_dim
@@ -2085,39 +2105,6 @@ def choose_sparse_core(config: ModelConfig) -> Callable:
 CHUNK_LOGITS = 2**24  # logits that exist at once: 64 MiB in fp32, of which a few copies live
 
 
-def nsa_attention(
-    q: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    cfg: NSAConfig,
-    cu_seqlens: Tensor | None = None,
-    return_parts: bool = False,
-) -> Tensor | dict[str, Tensor]:
-    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089); nsa/ computes it if it can be
-    imported.
-
-    q            [B, T, H, K]
-    k, v         [B, T, G, K] of the selected branch and of the window
-    k_cmp, v_cmp [B, N, G, K], the compressed blocks of one document after another
-    gates        [B, T, H, 3] after the sigmoid, in the order compressed, selected, window
-    cu_seqlens   [documents + 1], int32 or int64, best on the host; None for one document per row
-
-    q, k and v have one dtype: fp32, bf16 or fp16. Returns o [B, T, H, K]; with return_parts=True a
-    dict of o, o_cmp, o_slc, o_win and block_idx, which is int64 [B, T, G, n] with -1 for unused
-    places. Raises ValueError for shapes that do not fit.
-    """
-    twin = sparse_twin()
-    attention = plain_nsa_attention if twin is None else twin.nsa_attention
-    return attention(
-        q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cfg, cu_seqlens, return_parts
-    )
-
-
 def plain_nsa_attention(
     q: Tensor,
     k_slc: Tensor,
@@ -2131,10 +2118,21 @@ def plain_nsa_attention(
     cu_seqlens: Tensor | None = None,
     return_parts: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """`nsa_attention` by masks instead of tiles.
+    """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089).
 
-    It masks blocks instead of skipping them, so its time stays quadratic. But chunks of queries are
-    checkpointed, so its memory is linear, and nothing of size [T, T] exists.
+    q            [B, T, H, K]
+    k, v         [B, T, G, K] of the selected branch and of the window
+    k_cmp, v_cmp [B, N, G, K], the compressed blocks of one document after another
+    gates        [B, T, H, 3] after the sigmoid, in the order compressed, selected, window
+    cu_seqlens   [documents + 1], int32 or int64, best on the host; None for one document per row
+
+    q, k and v have one dtype: fp32, bf16 or fp16. Returns o [B, T, H, K]; with return_parts=True a
+    dict of o, o_cmp, o_slc, o_win and block_idx, which is int64 [B, T, G, n] with -1 for unused
+    places. Raises ValueError for shapes that do not fit.
+
+    This version masks blocks instead of skipping them, so its time stays quadratic. But chunks of
+    queries are checkpointed, so its memory is linear, and nothing of size [T, T] exists. The twins
+    `nsa.nsa_attention` and `nsa.triton.attention.nsa_attention` skip the blocks.
     """
     check_sparse_inputs(q, (k_slc, v_slc, k_win, v_win), (k_cmp, v_cmp), gates, cfg, cu_seqlens)
 

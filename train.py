@@ -227,10 +227,6 @@ class Run:
     def _report(self, result: StepResult, loss: float, rows: Batch, seconds: float):
         """The step's record in the log; the run halts here if its numbers are wrong."""
         state = self.state
-        watched = self.health.after(result, self.log.say)
-        if state.step == STEPS:
-            self.log.say(f"step {state.step}: {comparison(self.plan)}")
-
         tokens = self.cfg.rows_per_step(self.world.size) * self.cfg.context_length
         used = mfu(self.ready.config, rows, self.cfg.context_ranks, seconds, self.device)
         record = {
@@ -245,7 +241,13 @@ class Run:
             "mem_gib": peak_memory_gib(self.device),
             "time": time.time(),
         }
-        self.log.step(record | watched)
+        watched = {}
+        try:
+            watched = self.health.after(result, self.log.say)
+        finally:  # the record of a step that halts the run is the one that will be looked for
+            self.log.step(record | watched)
+        if state.step == STEPS:
+            self.log.say(f"step {state.step}: {comparison(self.plan)}")
 
     # ---- validation
 

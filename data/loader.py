@@ -175,7 +175,7 @@ class Loader:
         if context > 1:
             remedy = f"--context_length {context} (with this batch)"
         else:
-            remedy = "a corpus with more text"
+            remedy = f"a shorter context than {self.context_length}"
 
         return (
             f"the {self.split.name} split of {self.dataset.path} has {self.split.num_tokens} "

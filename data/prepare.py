@@ -69,7 +69,7 @@ def _fail(message: object, code: int) -> int:
 
 def prepare(options: argparse.Namespace) -> Dataset:
     """Do what the flags ask for; returns the dataset."""
-    settings = {"workers": options.workers, "vocab_size": options.vocab_size or 8192}
+    settings = {"workers": options.workers, "vocab_size": given_or(options.vocab_size, 8192)}
     if options.val_fraction is not None:
         settings["val_fraction"] = options.val_fraction
 
@@ -80,11 +80,16 @@ def prepare(options: argparse.Namespace) -> Dataset:
 
     require_new(Path(options.output))
     settings["tokenizer"] = options.tokenizer
-    settings["character_coverage"] = options.character_coverage or 1.0
+    settings["character_coverage"] = given_or(options.character_coverage, 1.0)
     if options.input is None:
         files = embedded_files(options.max_bytes)
         return build_embedded(files, options.output, options.documents or "directory", **settings)
     return prepare_files(options, settings)
+
+
+def given_or(value: float | None, default: float) -> float:
+    """The value of a flag, also if it is 0, or the default if the flag was not given."""
+    return default if value is None else value
 
 
 def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:

@@ -41,8 +41,8 @@ class TrainConfig:
     GROUPS: ClassVar[dict[str, str]] = {
         "model": "What is trained.",
         "data": "What the model is trained on, and how much data a step takes.",
-        "optimisation": "How gradients change weights; a resume may change only --max_steps "
-        "unless --override_settings is given.",
+        "optimisation": "How gradients change weights; without --override_settings a resume may "
+        "change only --max_steps.",
         "memory and speed": "Precision, memory levers, backends and parallelism.",
         "numerics": "What happens when numbers go wrong.",
         "run": "Checkpoints, validation, logs and what to do before the first step.",
@@ -620,13 +620,14 @@ class TrainConfig:
 
     def ineffective_settings(self) -> list[str]:
         """Names of settings that were changed from their default and that the others make void."""
+        only_warmup = self.warmup_steps >= self.max_steps
         ineffective = dict(
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
             documents=bool(self.data),
-            decay_fraction=self.schedule != "wsd",
-            min_lr_ratio=self.schedule == "constant",
-            warmup_steps=self.warmup_steps > self.max_steps,
+            schedule=only_warmup,
+            decay_fraction=self.schedule != "wsd" or only_warmup,
+            min_lr_ratio=self.schedule == "constant" or only_warmup,
             nsa=attention_kind(self).settings != "nsa",
             check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",

@@ -75,12 +75,13 @@ def generate(
     if len(prompt) > 1:
         prefill(model, torch.tensor([prompt[:-1]], device=device), cache)
     logits_V = next_logits(prompt[-1])
-    for _ in range(max_new_tokens):
+    for number in range(1, max_new_tokens + 1):
         token = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
         if token == stop_id:
             return
         yield token
-        logits_V = next_logits(token)
+        if number < max_new_tokens:
+            logits_V = next_logits(token)
 
 
 def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):

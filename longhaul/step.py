@@ -56,7 +56,6 @@ class StepResult:
     loss: Tensor  # mean over the global valid tokens, nats
     grad_norm: Tensor  # before clipping
     lr: float
-    num_valid: Tensor  # global count of positions with a target
     local_loss: Tensor | None = None  # this rank's share of `loss`
     # whether the gradient norm was NaN or infinite on any rank, so that none took the step
     skipped: bool = False
@@ -165,25 +164,21 @@ def train_step(
     the backward. `must_stop()` is asked between micro-batches; if it is true, the step is given up,
     nothing has changed, and None is returned.
     """
-    computed = gradients(state, batch, must_stop)
-    if computed is None:
-        return None
-    total, num_valid = computed
-    return update(state, batch, total, num_valid)
+    loss = gradients(state, batch, must_stop)
+    return None if loss is None else update(state, batch, loss)
 
 
 def gradients(
     state: TrainState, batch: list[MicroBatch], must_stop: MustStop | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """(this rank's loss, global number of valid tokens), with every parameter's gradient computed;
-    None if the step was given up.
+) -> Tensor | None:
+    """This rank's share of the loss, with every parameter's gradient computed; None if the step was
+    given up.
     """
     model = state.model
     model.validate = not state.checked
     state.checked = True
 
-    num_valid = count_valid(batch, state)
-    divisor = num_valid.clamp(min=1).float()
+    divisor = count_valid(batch, state).clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
 
@@ -197,7 +192,7 @@ def gradients(
         total += loss.detach()
         sums.add()
     sums.finish()
-    return total, num_valid
+    return total
 
 
 def set_learning_rate(state: TrainState):
@@ -208,9 +203,7 @@ def set_learning_rate(state: TrainState):
         group["lr"] = optim.learning_rate(state.step, state.cfg)
 
 
-def update(
-    state: TrainState, batch: list[MicroBatch], total: Tensor, num_valid: Tensor
-) -> StepResult:
+def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> StepResult:
     """Clip, step the optimizer, count: the second half of a step, after `gradients`."""
     cfg = state.cfg
     if not cfg.optimizer_in_backward:  # whose updates have taken the norm's parts already
@@ -218,7 +211,7 @@ def update(
     norm = optim.global_norm(state.model, state.optimizer, cfg)
 
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
-    loss, finite_ranks = dist.all_sum(torch.stack([total, norm.isfinite().float()]))
+    loss, finite_ranks = dist.all_sum(torch.stack([local_loss, norm.isfinite().float()]))
     all_finite = norm.is_meta or bool(finite_ranks == state.world.size)
     if all_finite:
         state.stage("optimizer")
@@ -232,8 +225,7 @@ def update(
         loss=loss,
         grad_norm=norm,
         lr=state.optimizer.param_groups[0]["lr"],
-        num_valid=num_valid,
-        local_loss=total,
+        local_loss=local_loss,
         skipped=not all_finite,
     )
 

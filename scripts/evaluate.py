@@ -5,6 +5,7 @@ of a model that knows only how frequent each token is.
 """
 
 import argparse
+import dataclasses
 import math
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def evaluate(given: argparse.Namespace):
     if given.batches < 1:
         raise ValueError(f"--batches {given.batches} is out of range: give at least 1")
     checkpoint = verified(newest(Path(given.checkpoint)))
-    cfg = recorded_settings(checkpoint)
+    # one process evaluates, so nobody shares its rows
+    cfg = dataclasses.replace(recorded_settings(checkpoint), context_parallel_size=1)
     dataset = open_data(cfg, given.data)
     check_tokenizer(dataset, checkpoint)
 

@@ -1,5 +1,6 @@
 """Checkpoints: atomic, hashed, pruned; what is damaged is found, whatever it is."""
 
+import dataclasses
 import json
 
 import pytest
@@ -39,6 +40,38 @@ def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
     manifest["checksum"] = checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
     assert load_model(verified(saved)).config == CFG.model()
+
+
+def test_overlapping_ranges_are_not_a_whole_tensor(saved):
+    checkpoint = verified(saved)
+    (file,) = checkpoint.files.values()
+    name = next(name for name, shape in file.shapes.items() if shape[0] > 2)
+    rows = file.shapes[name][0]
+
+    def held(*ranges) -> bool:
+        files = {
+            str(n): dataclasses.replace(file, ranges={name: span}) for n, span in enumerate(ranges)
+        }
+        return dataclasses.replace(checkpoint, files=files).holds(name, 0, rows)
+
+    half = rows // 2
+    assert held([0, rows]) and held([half, rows], [0, half]) and held([0, half + 1], [half, rows])
+    assert not held([0, half], [0, half]) and not held([0, half], [half + 1, rows])
+
+
+def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning(tmp_path, monkeypatch):
+    state = trained(0)
+    for state.step in (1, 2):
+        save.save(state, tmp_path, {})
+
+    def refuses(source, target):
+        raise PermissionError(13, "Permission denied", str(source))
+
+    said = []
+    monkeypatch.setattr(save.durable, "rename", refuses)
+    save.prune(tmp_path, 1, said.append)
+    assert len(list(tmp_path.glob("step-*"))) == 2
+    assert len(said) == 1 and "could not be deleted" in said[0] and "by hand" in said[0]
 
 
 @pytest.mark.parametrize("name", ["step", "tokens", "world_size"])

@@ -284,7 +284,10 @@ def test_a_missing_manifest_names_the_command_that_makes_one(tmp_path):
         ("[]", "not a dataset manifest"),
         ("{}", "not a dataset manifest"),
         ("[" * 100_000, "not JSON"),
-        ('{"magic": "longhaul-dataset", "version": 99}', "format version 99, but this code reads 1"),
+        (
+            '{"magic": "longhaul-dataset", "version": 99}',
+            "format version 99, but this code reads 1",
+        ),
         ('{"magic": "longhaul-dataset", "version": 1}', "checksum differs"),
     ],
     ids=range(7),

@@ -29,6 +29,11 @@ for attention, checkpointing, loss in itertools.product(
         GRID.append((changes | shape, ranks))
 
 GRID += [
+    (dict(attention_type=attention, gradient_checkpointing="selective") | changes, ranks)
+    for attention in ("standard", "nsa")
+    for changes, ranks in [(dict(context_length=16384), 1), (dict(batch_size=2), 2)]
+]
+GRID += [
     (dict(gradient_checkpointing="full", context_length=512), 2),
     (dict(gradient_checkpointing="full", dp_replicate=2), 4),
     (dict(gradient_checkpointing="full", gradient_accumulation_steps=2), 1),

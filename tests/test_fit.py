@@ -1,5 +1,7 @@
 """One ladder and one verdict serve --fit auto, --solve, --advise and the out-of-memory report."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from longhaul.memory import advise, fit, plan, solve
 from longhaul.memory.device import card
 from longhaul.memory.fit import Verdict
 
-CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4)
+CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
 RUNGS = [
     "as asked",
     "chunked loss",
@@ -57,14 +59,52 @@ def test_a_lever_that_is_on_already_gives_no_rung():
     assert [rung.lever for rung in fit.ladder(asked)] == ["as asked", "tiled MLP", "head groups"]
 
 
-def test_solve_and_advise_climb_the_ladder_of_fit():
-    assert [one.name for one in solve.rungs(CFG, 1)] == ["as asked"] + [
-        f"+ {name}" for name in RUNGS[1:]
+def test_the_loss_in_tiles_is_no_rung_where_auto_takes_it_already():
+    asked = TrainConfig(context_length=65536)
+    assert [rung.lever for rung in fit.ladder(asked)][:2] == ["as asked", "checkpointing"]
+
+
+def test_a_lever_that_other_settings_exclude_gives_no_rung():
+    """Updates in the backward pass allow only one micro-batch."""
+    asked = TrainConfig(batch_size=4, optimizer_in_backward=True, grad_clip=0.0, device="cpu")
+    rungs = list(fit.ladder(asked))
+    assert [rung.lever for rung in rungs] == [
+        "as asked",
+        "checkpointing",
+        "tiled MLP",
+        "head groups",
     ]
-    asked = advise.request("train", CFG)
+    assert rungs[-1].request.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    "changes, ranks",
+    [
+        (dict(optimizer_in_backward=True, grad_clip=0.0, batch_size=4), 1),
+        (dict(context_parallel_size=4), 4),  # `tiny` has 2 KV heads, which do not divide over 4
+        (dict(attention_head_groups=8, gradient_checkpointing="full"), 1),
+    ],
+    ids=str,
+)
+def test_proposals_leave_out_what_other_settings_exclude(changes, ranks):
+    cfg = TrainConfig(context_length=65536, **changes)
+    world = World(size=ranks, local_size=ranks)
+    request = plan.plan(cfg, cfg.model(), world, torch.device("cuda"), 6.0)
+    nearest = fit.closest(request)
+    assert nearest.fits and nearest.asked.model_size in ("tiny", "0.6B")
+
+    hopeless = plan.plan(cfg, cfg.model(), world, torch.device("cuda"), 0.001)
+    assert fit.closest(hopeless) is None
+
+
+def test_solve_and_advise_climb_the_ladder_of_fit():
+    cfg = dataclasses.replace(CFG, loss="auto")
+    rungs = [name for name in RUNGS[1:] if name != "chunked loss"]
+    assert [one.name for one in solve.rungs(cfg, 1)] == ["as asked", *(f"+ {x}" for x in rungs)]
+    asked = advise.request("train", cfg)
     found = [rung.lever for rung in advise.ladder(asked, card("H100"))]
     batches = ["micro-batches of 2", "micro-batches of 1"]
-    ladder = [name for name in RUNGS[1:] if name != "micro-batches of one row"]
+    ladder = [name for name in rungs if name != "micro-batches of one row"]
     assert found == ["as asked", *batches, *ladder, "the CPU"]
 
 

@@ -2,6 +2,7 @@
 scripts.evaluate as a user runs them.
 """
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,21 @@ def test_scripts_evaluate_prints_the_loss_beside_the_unigram_entropy(run, capsys
     assert "validation over" in out and "unigram entropy" in out and "bits per byte" in out
     loss = float(out.split("loss")[1].split()[0])
     assert 5 < loss < 7
+
+
+def test_evaluation_is_of_one_process_whatever_shared_the_rows_of_the_run(run, capsys, monkeypatch):
+    def losses() -> str:
+        evaluate_script.main(["--checkpoint", str(run), "--batches", "2", "--device", "cpu"])
+        return capsys.readouterr().out
+
+    plain = losses()
+    recorded = evaluate_script.recorded_settings
+
+    def with_two_ranks_per_row(checkpoint):
+        return dataclasses.replace(recorded(checkpoint), context_parallel_size=2)
+
+    monkeypatch.setattr(evaluate_script, "recorded_settings", with_two_ranks_per_row)
+    assert losses() == plain
 
 
 @pytest.mark.parametrize(

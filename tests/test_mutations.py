@@ -1,5 +1,7 @@
 """selfcheck.mutations: every fault fits the code as it is, and the verdicts are right."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,16 @@ def test_the_old_text_of_a_fault_occurs_once_and_its_tests_exist(fault):
     for argument in fault.tests:
         if argument.startswith("tests/"):
             assert (ROOT / argument.split("::")[0]).is_file()
+
+
+def test_a_fault_leaves_no_name_undefined(tmp_path):
+    """A NameError is caught by any test that reaches it, which says nothing about the test."""
+    for index, fault in enumerate(FAULTS):
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        (tmp_path / f"fault_{index}.py").write_text(text.replace(fault.old, fault.new))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_names_are_unique_and_at_most_three_faults_survive():

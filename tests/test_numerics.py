@@ -101,7 +101,6 @@ def checkpoint(step: int, skip=()) -> Checkpoint:
         step=step,
         tokens=0,
         data=data,
-        world_size=1,
         config={},
         model_config={},
         files={},

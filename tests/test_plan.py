@@ -3,6 +3,7 @@ really takes.
 """
 
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -190,6 +191,42 @@ def test_a_number_of_ranks_that_other_settings_forbid_is_not_proposed(monkeypatc
     )
     plan = planner.plan(cfg, cfg.model(), world, CUDA, available=200.0)
     assert plan.cfg.context_parallel_size == 1
+
+
+def test_ranks_share_rows_if_the_host_cannot_hold_what_they_offload(monkeypatch):
+    monkeypatch.setattr(planner, "host_available_bytes", lambda: 40 * GIB)
+    cfg = TrainConfig(
+        context_length=131072, gradient_checkpointing="full", offload_activations=True
+    )
+    world = World(size=2, local_size=2)
+    plan = planner.plan(cfg, cfg.model(), world, CUDA, available=80.0)
+    assert plan.fits and plan.cfg.context_parallel_size == 2
+
+
+def test_a_background_save_needs_a_second_copy_of_weights_and_states():
+    cfg = TrainConfig(model_size="0.6B", context_length=1024)
+    copied = dataclasses.replace(cfg, async_save=True)
+    copy_gib = 12 * cfg.model().num_params() / GIB
+
+    def plans(device):
+        settings = cfg, copied
+        return [planner.plan(one, one.model(), World(), device, 80.0).estimate for one in settings]
+
+    plain, doubled = plans(CUDA)
+    assert (doubled.host - plain.host) / GIB == pytest.approx(copy_gib, rel=0.01)
+    plain, doubled = plans(torch.device("cpu"))
+    assert (doubled.peak - plain.peak) / GIB == pytest.approx(copy_gib, rel=0.01)
+
+
+def test_cached_files_of_a_cgroup_count_as_available(monkeypatch, tmp_path):
+    contents = {
+        "/proc/meminfo": "MemAvailable: 67108864 kB\n",  # 64 GiB
+        "/sys/fs/cgroup/memory.max": f"{16 * GIB}\n",
+        "/sys/fs/cgroup/memory.current": f"{15 * GIB}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {12 * GIB}\n",
+    }
+    monkeypatch.setattr(planner, "open", lambda path: io.StringIO(contents[path]), raising=False)
+    assert planner.host_available_bytes() == 13 * GIB
 
 
 def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypatch):

@@ -106,7 +106,7 @@ def test_levers_are_found_and_the_verdict_says_whether_anything_changed():
     assert answer.text.splitlines()[-1] == (
         EXPANDABLE_SEGMENTS
         + "python train.py --model_size tiny --context_length 32768 --gradient_checkpointing "
-        "--offload_activations --mlp_tiles --loss chunked"
+        "--offload_activations --mlp_tiles"
     )
 
     tiny = TrainConfig(model_size="tiny", context_length=512)

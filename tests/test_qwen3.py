@@ -464,7 +464,7 @@ BAD = [
     (bad_config(tie_word_embeddings=True), "lm_head.weight differs from the embedding"),
     (bad_config(vocab_size=98), r"\(97, 48\) and config.json says \(98, 48\)"),
     (drop_tensor, "lacks model.layers.1.mlp.up_proj.weight and 1 more"),
-    (add_tensor, "also holds model.layers.0.self_attn.q_proj.bias:"),
+    (add_tensor, "also holds model.layers.0.self_attn.q_proj.bias,"),
     (misshape, r"model.norm.weight has shape \(47,\)"),
     (integers, "stored as I8: convert it"),
     (pickled, "pytorch_model.bin is a pickle.*not opened: convert to safetensors"),

@@ -154,7 +154,6 @@ class Checkpoint:
     step: int
     tokens: int
     data: dict  # the loader's state
-    world_size: int
     config: dict  # TrainConfig's fields
     model_config: dict  # ModelConfig's fields
     files: dict[str, StoredFile]
@@ -163,6 +162,15 @@ class Checkpoint:
     threads: int | None = None
     torch: str | None = None
     skipped: tuple[int, ...] = ()  # steps that changed no weight
+
+    def holds(self, name: str, start: int, end: int) -> bool:
+        """Whether the files have all rows from `start` to `end` of a tensor."""
+        ranges = [file.ranges[name] for file in self.files.values() if name in file.ranges]
+        reached = start
+        for first, last in sorted(ranges):
+            if first <= reached:
+                reached = max(reached, last)
+        return reached >= end
 
     def tensors(self) -> set[str]:
         """The names of all tensors that the files hold shards of."""
@@ -222,7 +230,6 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
         step=manifest["step"],
         tokens=manifest["tokens"],
         data=manifest["data"],
-        world_size=manifest["world_size"],
         config=manifest["config"],
         model_config=manifest["model_config"],
         files={name: _stored_file(name, entry) for name, entry in manifest["files"].items()},
@@ -283,7 +290,6 @@ def _check_range(file: str, span: object, shape: object):
 
 def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
     """ValueError unless the files hold these tensors whole; asked before memory is allocated."""
-    held = dict.fromkeys(shapes, 0)
     for file in checkpoint.files.values():
         for name in file.ranges.keys() & shapes.keys():
             if tuple(file.shapes[name]) != shapes[name]:
@@ -291,10 +297,8 @@ def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
                     f"{name} has shape {file.shapes[name]}, but the model configuration says "
                     f"{list(shapes[name])}"
                 )
-            start, end = file.ranges[name]
-            held[name] += end - start
 
-    lacking = [name for name, shape in shapes.items() if held[name] < shape[0]]
+    lacking = [name for name, shape in shapes.items() if not checkpoint.holds(name, 0, shape[0])]
     if lacking:
         raise ValueError(f"it lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}")
 

@@ -1,7 +1,7 @@
 """Finding a checkpoint, checking every byte of it, and filling a model or a training state from it.
 
-`verified(folder)` is how to open one: what it returns has a sound manifest and files with the hashes that
-were written. A checkpoint that fails this check is renamed `.corrupt`, never deleted.
+`verified(folder)` is how to open one: what it returns has a sound manifest and files with the
+hashes that were written. A checkpoint that fails this check is renamed `.corrupt`, never deleted.
 """
 
 from pathlib import Path
@@ -204,7 +204,15 @@ def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
     """Copy what is held here from whichever files have it; CheckpointError unless all of it is
     found.
     """
-    missing = {name: len(shard.local) for name, shard in shards.items()}
+    lacking = [
+        name for name, shard in shards.items() if not checkpoint.holds(name, shard.start, shard.end)
+    ]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.folder} lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}: "
+            "use another checkpoint"
+        )
+
     for file, recorded in checkpoint.files.items():
         with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
             for name in recorded.ranges.keys() & shards.keys():
@@ -214,22 +222,13 @@ def _read_into(shards: dict[str, Shard], checkpoint: Checkpoint):
                         f"{list(shards[name].shape)}"
                     )
                 start, end = recorded.ranges[name]
-                missing[name] -= _copy(shards[name], source.get_slice(name), start, end)
-
-    lacking = [name for name, count in missing.items() if count]
-    if lacking:
-        raise CheckpointError(
-            f"{checkpoint.folder} lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}: "
-            "use another checkpoint"
-        )
+                _copy(shards[name], source.get_slice(name), start, end)
 
 
-def _copy(target: Shard, source, start: int, end: int) -> int:
-    """Copy where `target` and the stored range [start, end) overlap; the length of that overlap."""
+def _copy(target: Shard, source, start: int, end: int):
+    """Copy where `target` and the stored range [start, end) overlap."""
     first = max(target.start, start)
     last = min(target.end, end)
-    if last <= first:
-        return 0
-    part = target.local[first - target.start : last - target.start]
-    part.copy_(source[first - start : last - start])
-    return last - first
+    if first < last:
+        part = target.local[first - target.start : last - target.start]
+        part.copy_(source[first - start : last - start])

@@ -196,14 +196,23 @@ def _commit(shot: Snapshot, temporary: Path, final: Path, folder: Path):
     durable.fsync(folder)
 
 
-def prune(folder: Path, keep: int):
+def prune(folder: Path, keep: int, say: Callable[[str], None] = print):
     """Once the newest checkpoint re-verifies, delete all but the newest `keep`, and what killed
     saves left behind.
+
+    What cannot be deleted stays, with a warning: the next save tries again.
     """
     steps = sorted(folder.glob("step-????????"))
     if steps:
         verified(steps[-1])
-    for old in steps[:-keep]:
+    try:
+        _delete_old(folder, steps[:-keep])
+    except (OSError, StorageError) as error:
+        say(f"warning: an old checkpoint could not be deleted ({error}): delete it by hand")
+
+
+def _delete_old(folder: Path, steps: list[Path]):
+    for old in steps:
         # renamed first, because a half-deleted folder must not look like a checkpoint
         doomed = old.with_name(f".tmp-{old.name}")
         durable.rename(old, doomed)
@@ -293,7 +302,7 @@ class Saver:
         damaged = False
         if self.world.rank == 0:
             try:
-                prune(self.folder, self.keep)
+                prune(self.folder, self.keep, self.say)
             except CheckpointError as error:
                 damaged = True
                 set_aside(path, error)

@@ -124,6 +124,14 @@ class Rank:
         self.fresh = self.element if self.sharded else self.weight
         self.waiting = 0 if self.cfg.optimizer_in_backward else self.weight
 
+    @property
+    def copy_to_save(self) -> int:
+        """What a background save holds of this rank's weights and optimizer states."""
+        if not self.cfg.async_save:
+            return 0
+        states = 12.0 if self.cfg.offload_optimizer else STATE_BYTES[self.cfg.optimizer]
+        return int((self.weight + states) * self.P) // self.shards
+
     @cached_property
     def earlier_gradients(self) -> int:
         """Gradients of earlier micro-batches, to which those of later ones are added."""
@@ -180,7 +188,8 @@ class Rank:
         on_host = self.cfg.offload_activations and self.cfg.device != "cpu"
         saved = 0 if on_host else self.x
         if self.cfg.gradient_checkpointing == "selective":
-            saved += self.q + FP32 * self.N * self.config.num_heads
+            kind = attention_kind(self.config)
+            saved += kind.output_bytes(self.config, self.N, self.element)
         return saved
 
     @property
@@ -209,6 +218,7 @@ def static(rank: Rank) -> Terms:
         "optimizer states": both - weights,
         "tokens, labels and positions": micro_batches * 3 * INT64 * rank.N,
         "gathered weights outside the layers": rank.gathered_root,
+        "copy for --async_save": rank.copy_to_save if rank.cfg.device == "cpu" else 0,
     }
 
 
@@ -449,7 +459,8 @@ def gradient_norm(rank: Rank) -> Terms:
 
 
 def host(rank: Rank) -> int:
-    """Bytes that levers keep in host memory: layer inputs, fp32 weights and two moments.
+    """Bytes that levers keep in host memory: layer inputs, fp32 weights and two moments, and the
+    copy that a background save writes.
 
     CUDA rounds blocks of pinned memory up to powers of two.
     """
@@ -460,7 +471,7 @@ def host(rank: Rank) -> int:
         total += rank.L * (1 << (rank.x - 1).bit_length())
     if rank.cfg.offload_optimizer:
         total += 12 * (rank.P // rank.shards)
-    return total
+    return total + rank.copy_to_save
 
 
 # ---- time

@@ -9,6 +9,8 @@ groups, because sums over groups round. Levers that round optimizer states, or t
 
 import dataclasses
 import enum
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -53,14 +55,22 @@ class Rung(NamedTuple):
 def climb(request: Any, levers: Iterable[Lever]) -> Iterator[Rung]:
     """The request as asked, then with one more lever at a time.
 
-    A lever that changes nothing is left out.
+    A lever that changes nothing, or that other settings exclude, is left out.
     """
     yield Rung(AS_ASKED, request)
     for lever in levers:
-        changed = lever.pull(request)
+        changed = _pulled(lever, request)
         if changed != request:
             request = changed
             yield Rung(lever.name, request)
+
+
+def _pulled(lever: Lever, request: Any) -> Any:
+    """The request with the lever, or without it if its settings exclude it."""
+    try:
+        return lever.pull(request)
+    except ValueError:
+        return request
 
 
 def ladder(cfg: TrainConfig) -> Iterator[Rung]:
@@ -69,6 +79,10 @@ def ladder(cfg: TrainConfig) -> Iterator[Rung]:
 
 
 def chunked_loss(cfg: TrainConfig) -> TrainConfig:
+    """With --loss auto the loss is already in tiles, unless the logits are small."""
+    shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
+    if cfg.model().loss_path(*shape) == "chunked":
+        return cfg
     return dataclasses.replace(cfg, loss="chunked")
 
 
@@ -77,7 +91,9 @@ def checkpointing(cfg: TrainConfig) -> TrainConfig:
 
 
 def one_row(cfg: TrainConfig) -> TrainConfig:
-    """Micro-batches of one row; a step keeps its rows."""
+    """Micro-batches of one row; a step keeps its rows. Updates in the backward pass forbid it."""
+    if cfg.optimizer_in_backward:
+        return cfg
     if cfg.global_batch_size:
         return dataclasses.replace(cfg, batch_size=1)
 
@@ -173,46 +189,69 @@ def closest(request: Plan) -> Plan | None:
 
 
 def _proposals(request: Plan) -> Iterator[Plan]:
-    cfg = request.asked
-    yield replanned(request, checkpointing(cfg))
+    """The plans of those smaller requests whose settings do not exclude each other."""
+    for change in _smaller_requests(request):
+        try:
+            yield replanned(request, change(request.asked))
+        except ValueError:
+            continue
+
+
+def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainConfig]]:
+    """What to do with the settings, from the least change to the largest."""
+    asked = request.asked
+    yield checkpointing
 
     presets = list(PRESETS)
-    smaller = presets[: presets.index(cfg.model_size)]
-    for halvings in range(cfg.context_length.bit_length()):
-        context_length = cfg.context_length >> halvings
-        shorter = dataclasses.replace(one_row(cfg), context_length=context_length)
-        for size in [cfg.model_size, *reversed(smaller)]:
-            for variant in _variants(_resized(shorter, size, request.config.vocab_size)):
-                yield replanned(request, variant)
+    smaller = presets[: presets.index(asked.model_size)]
+    sizes = [asked.model_size, *reversed(smaller)]
+    lengths = [asked.context_length >> n for n in range(asked.context_length.bit_length())]
+    vocabulary = request.config.vocab_size if asked.data else 0
+    for length, size in itertools.product(lengths, sizes):
+        for attention, recompute in _variants(asked):
+            changes = dict(
+                context_length=length,
+                attention_type=attention,
+                gradient_checkpointing=recompute,
+            )
+            if size != asked.model_size:
+                changes |= _preset(asked, size, vocabulary)
+            yield functools.partial(_with_rows_of_one, changes=changes)
 
 
-def _resized(cfg: TrainConfig, size: str, vocabulary: int) -> TrainConfig:
-    """The same training of a smaller preset, whose vocabulary must still hold the data's tokens.
+def _with_rows_of_one(cfg: TrainConfig, changes: dict) -> TrainConfig:
+    """The request with these changes and micro-batches of one row.
+
+    Updates in the backward pass allow only one micro-batch, so that a step then has fewer rows.
+    """
+    if cfg.optimizer_in_backward:
+        return dataclasses.replace(cfg, **changes, batch_size=1)
+    return dataclasses.replace(one_row(cfg), **changes)
+
+
+def _preset(cfg: TrainConfig, size: str, vocabulary: int) -> dict:
+    """The settings that make the model a smaller preset, with the vocabulary of the data.
 
     A smaller preset has fewer KV heads, so that attention may have to run in fewer groups of them.
     """
-    if size == cfg.model_size:
-        return cfg
-
     groups = math.gcd(cfg.attention_head_groups, ModelConfig.preset(size).num_kv_heads)
-    return dataclasses.replace(
-        cfg,
+    return dict(
         model_size=size,
         model_overrides=(),
-        vocab_size=vocabulary if cfg.data else 0,
+        vocab_size=vocabulary,
         init_from="",
         attention_head_groups=groups,
     )
 
 
-def _variants(cfg: TrainConfig) -> Iterator[TrainConfig]:
-    """As asked, then with checkpointing, then both with sparse attention."""
+def _variants(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
+    """(attention, checkpointing): as asked, then with checkpointing, then both with sparse
+    attention.
+    """
     cheaper = attention_kind(cfg).cheaper or cfg.attention_type
     for attention in dict.fromkeys((cfg.attention_type, cheaper)):
         for recompute in dict.fromkeys((cfg.gradient_checkpointing, "full")):
-            yield dataclasses.replace(
-                cfg, attention_type=attention, gradient_checkpointing=recompute
-            )
+            yield attention, recompute
 
 
 def proposal(nearest: Plan, request: Plan) -> str:

@@ -138,6 +138,7 @@ def host_available_bytes() -> int:
     """Memory of this machine that can be allocated, within the limit of its cgroup.
 
     On Linux MemAvailable, which counts caches that can be reclaimed; elsewhere physical memory.
+    A cgroup counts files that were read as used memory, and gives back the inactive ones.
     """
     try:
         with open("/proc/meminfo") as file:
@@ -151,9 +152,12 @@ def host_available_bytes() -> int:
             limit = int(file.read())
         with open("/sys/fs/cgroup/memory.current") as file:
             used = int(file.read())
-    except (OSError, ValueError):  # the file says "max" if the cgroup has no limit
+        with open("/sys/fs/cgroup/memory.stat") as file:
+            counts = dict(line.split() for line in file)
+    except (OSError, ValueError):  # memory.max says "max" if the cgroup has no limit
         return free
-    return min(free, limit - used)
+    reclaimable = int(counts["inactive_file"])
+    return min(free, limit - used + reclaimable)
 
 
 # ---- the plan
@@ -250,8 +254,8 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
         limit = CPU_RANK_GIB
         reason = "that a rank should take of a CPU's memory"
 
-    modest = [plan for plan in plans if plan.needed_gib <= limit]
-    fitting = [plan for plan in plans if plan.fits]
+    fitting = [plan for plan in plans if plan.fits]  # on the device and on the host
+    modest = [plan for plan in fitting if plan.needed_gib <= limit]
     best = (modest or fitting or plans)[0]
     if best is unshared:
         return unshared

@@ -266,8 +266,7 @@ def audited_step(
         if second is None:
             return None
         _require_equal_gradients(state, expected)
-    total, num_valid = second
-    return step.update(state, batch, total, num_valid)
+    return step.update(state, batch, second)
 
 
 @contextmanager

@@ -116,7 +116,12 @@ def wrong_dtype(trials: int, folder: Path) -> str:
     whole.tofile(shard)
     manifest = (data / "manifest.json").read_bytes()
     reseal(data, lambda content: content.update(dtype="uint32"))
-    refused(data, folder / "manifest", 3, "a vocabulary of 64 needs uint16 ids, but the manifest says 'uint32'")
+    refused(
+        data,
+        folder / "manifest",
+        3,
+        "a vocabulary of 64 needs uint16 ids, but the manifest says 'uint32'",
+    )
     (data / "manifest.json").write_bytes(manifest)
     trains(data, folder / "manifest")
     return (
@@ -236,7 +241,8 @@ def narrow(trials: int, folder: Path) -> str:
         data,
         folder / "run",
         2,
-        "a vocabulary of 70001 needs uint32 ids, but the manifest says 'uint16': prepare the data again",
+        "a vocabulary of 70001 needs uint32 ids, but the manifest says 'uint16': prepare the data "
+        "again",
         flags=("--vocab_size", "70001", *ONE_STEP),
     )
     trains(folder / "wide", folder / "run", "--vocab_size", "70001")

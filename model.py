@@ -372,22 +372,25 @@ def running_on(other: Platform) -> Iterator[None]:
 def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
     """Inverse frequencies [K/2] in fp32, and the factor on cos and sin.
 
-    none    theta^(-2i/K)
+    none    1 / theta^(2i/K)
     linear  the same divided by rope_factor (position interpolation, Chen et al. 2023)
     yarn    a ramp between the two over the dimensions that turn between 1 and 32 times within the
             original context; cos and sin times 0.1 ln(rope_factor) + 1 (Peng et al. 2023)
+
+    The operations and their order are those of transformers, so that pretrained weights meet the
+    same bits: one unit in the last place is 0.007 radians at position 131,072.
     """
     index_k = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-    plain_k = config.rope_theta ** -(index_k / config.head_dim)
+    wavelength_k = config.rope_theta ** (index_k / config.head_dim)  # over 2 pi, in tokens
+    plain_k = 1.0 / wavelength_k
     if config.rope_scaling == "none":
         return plain_k, 1.0
-
-    interpolated_k = plain_k / config.rope_factor
     if config.rope_scaling == "linear":
-        return interpolated_k, 1.0
+        return plain_k / config.rope_factor, 1.0
 
-    ramp_k = _yarn_ramp(config, device)
-    mixed_k = plain_k * (1 - ramp_k) + interpolated_k * ramp_k
+    interpolated_k = 1.0 / (config.rope_factor * wavelength_k)
+    kept_k = 1 - _yarn_ramp(config, device)
+    mixed_k = interpolated_k * (1 - kept_k) + plain_k * kept_k
     return mixed_k, 0.1 * math.log(config.rope_factor) + 1.0
 
 

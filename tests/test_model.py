@@ -438,15 +438,17 @@ def test_training_goes_on_after_sampling_in_inference_mode():
 @pytest.mark.parametrize(
     "head_dim,theta,factor,original",
     [
-        (128, 1e6, 4.0, 32768),
+        *[(128, theta, 4.0, 32768) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
+        *[(32, theta, 32.0, 4096) for theta in (1e4, 5e5, 1e6, 5e6, 1e7)],
         (64, 1e4, 8.0, 4096),
+        (80, 3e5, 3.0, 1000),
         (6, 1e4, 2.0, 64),
         (32, 5e5, 40.0, 512),
         (64, 1e3, 4.0, 32768),  # the ramp of yarn ends beyond half of the dimensions
         (64, 16.0, 4.0, 2000),  # and here at the last dimension
     ],
 )
-def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta, factor, original):
+def test_frequencies_have_the_bits_of_transformers(scaling, head_dim, theta, factor, original):
     transformers = pytest.importorskip(
         "transformers", reason="transformers is the reference for rotary scalings"
     )
@@ -471,8 +473,12 @@ def test_frequencies_equal_those_of_transformers(scaling, head_dim, theta, facto
         rope_factor=1.0 if scaling == "none" else factor,
     )
     ours_k, scale = model.rope_frequencies(config, torch.device("cpu"))
-    torch.testing.assert_close(ours_k, theirs.inv_freq, rtol=1e-6, atol=0)
+    assert torch.equal(ours_k, theirs.inv_freq)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
+
+
+def test_every_preset_has_a_head_dimension_whose_frequencies_were_compared():
+    assert {ModelConfig.preset(name).head_dim for name in model.PRESETS} == {32, 128}
 
 
 def test_a_larger_theta_stretches_the_slowest_wavelength_and_leaves_the_fastest():

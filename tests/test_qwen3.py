@@ -213,6 +213,27 @@ def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
     assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
 
 
+@pytest.mark.parametrize("rope", ["none", "linear", "yarn"])
+@pytest.mark.parametrize("span", [1_000, 32_768, 131_072])
+def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(
+    tmp_path, rope, span
+):
+    """A frequency that differs in its last bit turns far positions by up to 0.007 radians."""
+    scaling = dict(rope_scaling=rope, rope_factor=4.0, rope_original_context=32_768)
+    decoder = Decoder(
+        small(init_std=0.2, head_dim=128, rope_theta=1e6, **({} if rope == "none" else scaling))
+    )
+    qwen3.to_hf(decoder, tmp_path)
+    reference = transformers.Qwen3ForCausalLM.from_pretrained(tmp_path).eval()
+
+    positions_BT = torch.linspace(0, span - 1, 48).long()[None]
+    tokens_BT = torch.randint(0, 97, (1, 48))
+    with torch.no_grad():
+        theirs = reference(tokens_BT, position_ids=positions_BT).logits
+        ours = decoder(tokens_BT, positions=positions_BT)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_the_dtype_is_kept_both_ways_and_sets_the_compute_dtype(tmp_path, dtype):
     saved(tmp_path / "hf", dtype=dtype)

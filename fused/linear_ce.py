@@ -104,6 +104,12 @@ def tanh_of_ratio(x_B, softcap):
 
 
 @triton.jit
+def below(x_B, top):
+    """x - top, or 0 where x is larger; NaN stays NaN."""
+    return tl.where(x_B > top, 0.0, x_B - top)
+
+
+@triton.jit
 def fold_kernel(
     z_ptr,
     target_ptr,
@@ -148,7 +154,7 @@ def fold_kernel(
 def gradient_kernel(
     z_ptr,
     target_ptr,
-    lse_ptr,
+    max_ptr,
     slope_ptr,
     shift_ptr,
     V,
@@ -159,12 +165,12 @@ def gradient_kernel(
     """Overwrites the logits of one token by their gradient."""
     n = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + n)
-    lse = tl.load(lse_ptr + n)
+    top = tl.load(max_ptr + n)
     slope = tl.load(slope_ptr + n)
     shift = tl.load(shift_ptr + n)
 
-    # An ignored token has slope = shift = 0. None of its logits is read: 0 * exp(overflow) would be
-    # a NaN, and one NaN would spoil the gradient of the whole weight.
+    # An ignored token has slope = shift = 0. None of its logits is read: one that is NaN would
+    # spoil the gradient of the whole weight.
     width = tl.where((slope != 0) | (shift != 0), V, 0)
 
     for start in range(0, V, BLOCK):
@@ -173,9 +179,10 @@ def gradient_kernel(
         x_B = x_B.to(tl.float32)  # the gradient is rounded once, when it is stored
         if softcap is not None:
             t_B = tanh_of_ratio(x_B, softcap)
-            d_B = (slope * tl.exp(softcap * t_B - lse) + shift) * (1.0 - t_B * t_B)
+            below_B = below(softcap * t_B, top)
+            d_B = (slope * tl.exp(below_B) + shift) * (1.0 - t_B * t_B)
         else:
-            d_B = slope * tl.exp(x_B - lse) + shift
+            d_B = slope * tl.exp(below(x_B, top)) + shift
         d_B = tl.where((v_B < width) & (v_B != target), d_B, 0.0)
         tl.store(z_ptr + n * stride + v_B, d_B.to(z_ptr.dtype.element_ty), mask=v_B < V)
 
@@ -227,22 +234,23 @@ def fold_logsumexp(
 def logits_to_gradient(
     z_NV: Tensor,
     target_N: Tensor,
-    lse_N: Tensor,
+    max_N: Tensor,
     slope_N: Tensor,
     shift_N: Tensor,
     softcap: float | None,
 ) -> None:
-    """Overwrites z by (slope * exp(z - lse) + shift) * d softcap / dz, and by 0 at the target.
+    """Overwrites z by (slope * exp(z - max) + shift) * d softcap / dz, and by 0 at the target.
 
-    z_NV and target_N as in fold_logsumexp; lse_N (log-sum-exp of all logits), slope_N and shift_N
-    are fp32. A token with slope = shift = 0 is ignored: it gets zeros even if its logits are NaN.
+    z_NV and target_N as in fold_logsumexp; max_N (the largest of all logits), slope_N and shift_N
+    are fp32. No logit counts as larger than its `max`. A token with slope = shift = 0 is ignored:
+    it gets zeros even if its logits are NaN.
     """
     launch(
         gradient_kernel,
         z_NV,
         softcap,
         target_ptr=target_N,
-        lse_ptr=lse_N,
+        max_ptr=max_N,
         slope_ptr=slope_N,
         shift_ptr=shift_N,
     )

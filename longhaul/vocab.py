@@ -11,7 +11,9 @@ With z = hidden @ weight^T / temperature, p = softmax(z), and r, q the same of a
     kl_from_ref    = KL(q || p) = sum q (log q - log p)
 
 One backward serves them all: dz = p (A + B log p + C log q) + Q q + U, plus G at the target, where
-each letter is one number per token.
+each letter is one number per token. An lse is kept as its two terms, the maximum and the logarithm
+of the sum relative to it: their sum would round away the logarithm where logits are large. With
+x = z - max and y = r - max_r, dz = exp(x) (A + B x + C y) + Q exp(y) + U with other letters.
 """
 
 import math
@@ -90,10 +92,10 @@ def vocab_stats(
     auto = default_tiles(len(hidden_ND), len(weight_VD), hidden_ND.device, kernels)
     # Twice the temporaries per element of the loss, for which these tiles were chosen.
     tiles = [token_tile or auto[0], vocab_tile or max(1, auto[1] // 2)]
-    stats_7N, argmax_N = stats_op(
+    stats_6N, _normalizers_4N, argmax_N = stats_op(
         hidden_ND, weight_VD, target_N, reference, 1 / temperature, tiles, kernels
     )
-    logprob, lse, entropy, self_certainty, kl_ref, kl_from_ref, _ = stats_7N.unbind(0)
+    logprob, lse, entropy, self_certainty, kl_ref, kl_from_ref = stats_6N.unbind(0)
     return VocabStats(
         logprob if has_target else None,
         lse,
@@ -184,31 +186,36 @@ def stats_gradient(
     r_NV: Tensor | None,
     target_N: Tensor,
     z_target_2N: Tensor,
-    lse_2N: Tensor,
+    max_2N: Tensor,
     letters_5N: Tensor,
     scale: float,
 ) -> None:
-    """Overwrite z by p (A + B log p + C log q) + Q q + U, and by 0 at the target."""
+    """Overwrite z by exp(x) (A + B x + C y) + Q exp(y) + U, and by 0 at the target."""
     A_N, B_N, C_N, Q_N, U_N = letters_5N[:, :, None]
-    log_p_NV = exact_tile(z_NV, target_N, z_target_2N[0], scale).sub_(lse_2N[0, :, None])
-    factor_NV = (log_p_NV * B_N).add_(A_N)
-    d_NV = exp_(log_p_NV)
+    x_NV = _below(max_2N[0], exact_tile(z_NV, target_N, z_target_2N[0], scale))
+    factor_NV = (x_NV * B_N).add_(A_N)
+    d_NV = exp_(x_NV)
 
     if r_NV is None:
         d_NV = d_NV.mul_(factor_NV).add_(U_N)
     else:
-        log_q_NV = exact_tile(r_NV, target_N, z_target_2N[1], scale).sub_(lse_2N[1, :, None])
-        factor_NV = factor_NV.addcmul_(log_q_NV, C_N)
-        d_NV = d_NV.mul_(factor_NV).add_(U_N).addcmul_(exp_(log_q_NV), Q_N)
+        y_NV = _below(max_2N[1], exact_tile(r_NV, target_N, z_target_2N[1], scale))
+        factor_NV = factor_NV.addcmul_(y_NV, C_N)
+        d_NV = d_NV.mul_(factor_NV).add_(U_N).addcmul_(exp_(y_NV), Q_N)
 
-    zero_N = torch.zeros_like(lse_2N[0])
+    zero_N = torch.zeros_like(max_2N[0])
     z_NV.copy_(put_target(d_NV, target_N, zero_N))
+
+
+def _below(max_N: Tensor, x_NV: Tensor) -> Tensor:
+    """x - max in place, at most 0."""
+    return x_NV.sub_(max_N[:, None]).clamp_(max=0)
 
 
 # ---- the operator, opaque to torch.compile
 
 
-@torch.library.custom_op("longhaul::vocab_stats", mutates_args=())
+@torch.library.custom_op("longhaul::tiled_stats", mutates_args=())
 def stats_op(
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -217,8 +224,10 @@ def stats_op(
     scale: float,
     tiles: list[int],
     kernels: str,
-) -> tuple[Tensor, Tensor]:
-    """(stats_7N, argmax_N): the first six fields of VocabStats and the reference's lse; argmax."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(stats_6N, normalizers_4N, argmax_N): the first six fields of VocabStats; what the backward
+    needs of the sums, see `finish`; and argmax.
+    """
     N = len(hidden_ND)
     V = len(weight_VD)
     if target_N.device.type == "cpu":
@@ -244,12 +253,17 @@ def stats_op(
         top_N[t] = torch.maximum(top_N[t], value_N)
         state_SN[:, t] = new_SN
 
-    stats = finish(state_SN, z_target_2N[0], target_N, V)
-    return torch.stack(stats).to(z_target_2N.dtype), argmax_N
+    stats, normalizers = finish(state_SN, z_target_2N[0], target_N, V)
+    dtype = z_target_2N.dtype
+    return torch.stack(stats).to(dtype), torch.stack(normalizers).to(dtype), argmax_N
 
 
-def finish(state_SN: Tensor, z_target_N: Tensor, target_N: Tensor, V: int) -> list[Tensor]:
-    """The seven statistics of the sums over all tiles; zeros for those of a missing reference."""
+def finish(
+    state_SN: Tensor, z_target_N: Tensor, target_N: Tensor, V: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The six statistics of the sums over all tiles; the two maxima and the two logarithms of sums
+    relative to them. Those of a missing reference are zeros.
+    """
     max_N, sum_N, dot_N, total_N = state_SN[:4]
     log_N = sum_N.log()
     stats = [
@@ -260,16 +274,13 @@ def finish(state_SN: Tensor, z_target_N: Tensor, target_N: Tensor, V: int) -> li
     ]
     if len(state_SN) == 4:
         zero_N = torch.zeros_like(log_N)
-        return [*stats, zero_N, zero_N, zero_N]
+        return [*stats, zero_N, zero_N], [max_N, zero_N, log_N, zero_N]
 
     max_r_N, sum_r_N, gap_N, gap_r_N = state_SN[4:]
-    difference_N = log_N - sum_r_N.log()
-    return [
-        *stats,
-        gap_N / sum_N - difference_N,
-        difference_N - gap_r_N / sum_r_N,
-        max_r_N + sum_r_N.log(),
-    ]
+    log_r_N = sum_r_N.log()
+    difference_N = log_N - log_r_N
+    stats += [gap_N / sum_N - difference_N, difference_N - gap_r_N / sum_r_N]
+    return stats, [max_N, max_r_N, log_N, log_r_N]
 
 
 def both_targets(
@@ -318,10 +329,11 @@ def _reference_tile(reference: list[Tensor], v: slice, t: slice, buffer: Tensor)
     return tile_logits(hidden_NE[t], weight_VE[v].to(hidden_NE.dtype), buffer)
 
 
-@torch.library.custom_op("longhaul::vocab_stats_backward", mutates_args=())
+@torch.library.custom_op("longhaul::tiled_stats_backward", mutates_args=())
 def stats_backward_op(
-    grad_7N: Tensor,
-    stats_7N: Tensor,
+    grad_6N: Tensor,
+    stats_6N: Tensor,
+    normalizers_4N: Tensor,
     hidden_ND: Tensor,
     weight_VD: Tensor,
     target_N: Tensor,
@@ -335,11 +347,13 @@ def stats_backward_op(
     """Gradients of hidden and weight; an empty tensor for one that is not needed."""
     V = len(weight_VD)
     z_target_2N = both_targets(hidden_ND, weight_VD, target_N, reference, tiles[0], scale)
-    letters_5N, d_target_N = letters(grad_7N, stats_7N, z_target_2N[1], target_N, V, scale)
-    lse_2N = stats_7N[[1, 6]]
+    max_2N, log_2N = normalizers_4N[:2], normalizers_4N[2:]
+    log_q_N = z_target_2N[1] - max_2N[1] - log_2N[1]
+    letters_5N, d_target_N = letters(grad_6N, stats_6N, log_q_N, target_N, V, scale)
+    letters_5N = relative_to_maxima(letters_5N, *log_2N)
 
     # The tiles below are 0 at the target, whose share of dh is the first term of its sum.
-    dh_ND = stats_7N.new_empty(0)
+    dh_ND = stats_6N.new_empty(0)
     if need_hidden:
         dh_ND = _target_share(hidden_ND, weight_VD, target_N, d_target_N)
     dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
@@ -352,7 +366,7 @@ def stats_backward_op(
             r_NV,
             target_in_tile_N,
             z_target_2N[:, t],
-            lse_2N[:, t],
+            max_2N[:, t],
             letters_5N[:, t],
             scale,
         )
@@ -378,14 +392,14 @@ def _target_share(
 
 
 def letters(
-    grad_7N: Tensor, stats_7N: Tensor, r_target_N: Tensor, target_N: Tensor, V: int, scale: float
+    grad_6N: Tensor, stats_6N: Tensor, log_q_N: Tensor, target_N: Tensor, V: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(A, B, C, Q, U) as [5, N], and all of dz at the target [N].
+    """(A, B, C, Q, U) as [5, N], and all of dz at the target [N], where q is exp(log_q).
 
     There p - 1 is computed as expm1(log p), which is exact for p near 1.
     """
-    logprob_N, _, entropy_N, _, kl_N, _, lse_r_N = stats_7N
-    g_logprob, g_lse, g_entropy, g_certainty, g_kl, g_from, _ = grad_7N * scale
+    logprob_N, _, entropy_N, _, kl_N, _ = stats_6N
+    g_logprob, g_lse, g_entropy, g_certainty, g_kl, g_from = grad_6N * scale
     g_logprob = g_logprob.masked_fill(target_N < 0, 0)
 
     rest_N = g_lse + g_certainty + g_from - g_entropy * entropy_N - g_kl * kl_N
@@ -395,7 +409,6 @@ def letters(
     Q = -g_from
     U = -g_certainty / V
 
-    log_q_N = r_target_N - lse_r_N
     d_target_N = (
         logprob_N.exp() * (rest_N + B * logprob_N + C * log_q_N)
         + Q * log_q_N.exp()
@@ -405,33 +418,46 @@ def letters(
     return torch.stack([A, B, C, Q, U]), d_target_N.masked_fill(target_N < 0, 0)
 
 
+def relative_to_maxima(letters_5N: Tensor, log_N: Tensor, log_r_N: Tensor) -> Tensor:
+    """The letters of exp(x) (A + B x + C y) + Q exp(y) + U.
+
+    They follow from log p = x - log_sum, p = exp(x) exp(-log_sum), and the same for q.
+    """
+    A, B, C, Q, U = letters_5N
+    A = A - B * log_N - C * log_r_N
+    inverse_N = torch.exp(-log_N)
+    return torch.stack([A * inverse_N, B * inverse_N, C * inverse_N, Q * torch.exp(-log_r_N), U])
+
+
 @stats_op.register_fake
 def _(hidden_ND, weight_VD, target_N, *_):
-    stats_7N = hidden_ND.new_empty(7, len(hidden_ND), dtype=wide(hidden_ND.dtype))
-    return stats_7N, torch.empty_like(target_N, dtype=torch.long)
+    N = len(hidden_ND)
+    stats_6N = hidden_ND.new_empty(6, N, dtype=wide(hidden_ND.dtype))
+    return stats_6N, stats_6N.new_empty(4, N), torch.empty_like(target_N, dtype=torch.long)
 
 
 @stats_backward_op.register_fake
-def _(grad_7N, stats_7N, hidden_ND, weight_VD, *args):
+def _(grad_6N, stats_6N, normalizers_4N, hidden_ND, weight_VD, *args):
     need_hidden, need_weight = args[-2:]
-    dh_ND = hidden_ND.new_empty(hidden_ND.shape) if need_hidden else stats_7N.new_empty(0)
+    dh_ND = hidden_ND.new_empty(hidden_ND.shape) if need_hidden else stats_6N.new_empty(0)
     dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
     return dh_ND, dw_VD
 
 
 def _save(ctx, inputs, output):
     hidden_ND, weight_VD, target_N, reference, *ctx.options = inputs
-    stats_7N, argmax_N = output
-    ctx.save_for_backward(stats_7N, hidden_ND, weight_VD, target_N, *reference)
-    ctx.mark_non_differentiable(argmax_N)
+    stats_6N, normalizers_4N, argmax_N = output
+    ctx.save_for_backward(stats_6N, normalizers_4N, hidden_ND, weight_VD, target_N, *reference)
+    ctx.mark_non_differentiable(normalizers_4N, argmax_N)
 
 
-def _backward(ctx, grad_7N, _argmax):
-    stats_7N, hidden_ND, weight_VD, target_N, *reference = ctx.saved_tensors
+def _backward(ctx, grad_6N, _normalizers, _argmax):
+    stats_6N, normalizers_4N, hidden_ND, weight_VD, target_N, *reference = ctx.saved_tensors
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     dh_ND, dw_VD = stats_backward_op(
-        grad_7N,
-        stats_7N,
+        grad_6N,
+        stats_6N,
+        normalizers_4N,
         hidden_ND,
         weight_VD,
         target_N,

@@ -118,7 +118,7 @@ def _fused_fold(z_NV, target_N, max_N, sum_N, total_N, softcap) -> tuple[Tensor,
     return torch.empty_like(max_N), torch.empty_like(max_N), torch.empty_like(max_N)
 
 
-def _fused_gradient(z_NV, target_N, lse_N, slope_N, shift_N, softcap) -> None:
+def _fused_gradient(z_NV, target_N, max_N, slope_N, shift_N, softcap) -> None:
     """The compiled gradient body writes into its tile."""
 
 

@@ -21,6 +21,7 @@ from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.deep import profile
 from longhaul.memory.device import Demand, card
 from longhaul.memory.plan import host_available_bytes
+from longhaul.run import start
 from model import GIB, ModelConfig
 
 DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
@@ -130,7 +131,7 @@ class ProfileConfig(TrainConfig):
 def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
-        cfg = cli.parse(ProfileConfig, args, __doc__.splitlines()[0])
+        cfg = cli.parse(ProfileConfig, args, __doc__.splitlines()[0], start.completed)
         if cfg.advise:
             return give_advice(cfg)
         if cfg.solve != "none":

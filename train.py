@@ -10,13 +10,12 @@ import functools
 import os
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from data.loader import Batch, Loader
 from data.tokenizer import Tokenizer
-from longhaul import cli, dist, exits, qwen3, step
+from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
@@ -24,6 +23,7 @@ from longhaul.generate import generate
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
+from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health, audited_step
 from longhaul.run.log import Logger, mfu, peak_memory_gib
@@ -40,7 +40,7 @@ def main(args: list[str] | None = None):
     """
     world = dist.World.from_environment()
     with Guard("train.py", world) as guard:
-        cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0])
+        cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0], start.completed)
         device = dist.choose_device(cfg.device, world)
         if cfg.audit_every:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
@@ -111,8 +111,8 @@ def build(ready: Ready) -> TrainState:
     if ready.checkpoint is not None:
         load.load_state(state, ready.checkpoint)
         dist.print0(f"resumed {ready.checkpoint.folder} at step {state.step}", world=ready.world)
-    elif cfg.init_from:
-        qwen3.load_into(state.model, Path(cfg.init_from))
+    elif ready.weights is not None:
+        start.load_into(state.model, ready.weights)
     return state
 
 

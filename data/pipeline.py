@@ -30,13 +30,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from data.dataset import Dataset
 from data.order import mix
+from data.progress import shown
 from data.sources import Document
 from data.tokenizer import Tokenizer, train
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
@@ -56,13 +56,15 @@ def build_dataset(
     workers: int = 2,
     val_fraction: float = 0.01,
     sources: Callable[[], Iterable[dict]] = list,
+    report: Callable[[str], object] = print,
 ) -> Dataset:
     """Encode what `documents()` yields into a new dataset folder.
 
     `documents` is called twice and must yield the same both times; `sources`, which says for the
     manifest where they are from, is called in between. With `tokenizer` that model is used,
-    otherwise one of `vocab_size` is trained. Raises ValueError before anything is written if the
-    output is taken or a document is bad.
+    otherwise one of `vocab_size` is trained. An only document is cut in two, so that its end can be
+    the validation split, which `report` is told. Raises ValueError before anything is written if
+    the output is taken or a document is bad.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}: give 1 or more")
@@ -70,18 +72,21 @@ def build_dataset(
     require_new(Path(output))
 
     with tempfile.TemporaryDirectory() as folder:
-        sample, num_chars = scan(documents())
+        found = scan(documents())
         if tokenizer is None:
             path = Path(folder, "tokenizer.model")
-            model = train(sample, vocab_size, path, character_coverage)
+            model = train(found.sample, vocab_size, path, character_coverage)
         else:
             path = Path(tokenizer)
             model = Tokenizer(path)
 
-        if num_chars <= BATCH_BYTES:
+        if found.num_chars <= BATCH_BYTES:
             workers = 1
+        texts = shown(documents(), "encoding", found.num_chars)
+        if found.num_documents == 1 and val_fraction:
+            texts = _end_apart(texts, val_fraction, report)
         return write_dataset(
-            encode(_with_progress(documents(), num_chars), path, workers),
+            encode(texts, path, workers),
             output,
             vocab_size=model.vocab_size,
             eod_id=model.eod_id,
@@ -94,22 +99,29 @@ def build_dataset(
 # ---- scanning
 
 
-def scan(documents: Iterable[Document]) -> tuple[list[str], int]:
-    """Read everything once: (a sample of the text in chunks, the number of characters).
+class Scan(NamedTuple):
+    """What the first reading finds."""
 
-    Raises ValueError if there is no text at all.
-    """
+    sample: list[str]  # of the text, in chunks
+    num_chars: int
+    num_documents: int  # that have text
+
+
+def scan(documents: Iterable[Document]) -> Scan:
+    """Read everything once. Raises ValueError if there is no text at all."""
     sample = _Sample()
     num_chars = 0
-    for document in tqdm(documents, desc="reading", unit=" documents", disable=None, leave=False):
+    num_documents = 0
+    for document in shown(documents, "reading"):
         num_chars += len(document.text)
+        num_documents += bool(document.text)
         sample.add(document.text)
 
     if not num_chars:
         raise ValueError(
             "there is no text in the input (every document is empty): give --input with text in it"
         )
-    return sample.chunks(), num_chars
+    return Scan(sample.chunks(), num_chars, num_documents)
 
 
 class _Sample:
@@ -140,6 +152,35 @@ class _Sample:
         """The chunks in the order of the text."""
         in_order = sorted(self._heap, key=lambda entry: entry[1])
         return [chunk for _, _, chunk in in_order]
+
+
+# ---- an only document
+
+
+def _end_apart(
+    documents: Iterable[Document], fraction: float, report: Callable[[str], object]
+) -> Iterator[Document]:
+    """The only document that has text as two: all but its end, and its end."""
+    for document in documents:
+        if not document.text:
+            continue
+        cut = _cut(document.text, fraction)
+        head = document.text[:cut]
+        tail = document.text[cut:]
+        report(
+            f"{document.name} is the only document, so its last {len(tail):,} characters are the "
+            "validation split"
+        )
+        yield Document(document.name, head)
+        yield Document(document.name, tail)
+
+
+def _cut(text: str, fraction: float) -> int:
+    """Where the last `fraction` of the text begins: at the start of a line, if one is near."""
+    cut = max(1, round(len(text) * (1 - fraction)))
+    margin = (len(text) - cut) // 2
+    line = text.rfind("\n", cut - margin, cut) + 1
+    return line or cut
 
 
 # ---- encoding
@@ -206,15 +247,6 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[bytes]]:
             size = 0
     if batch:
         yield batch
-
-
-def _with_progress(documents: Iterable[Document], num_chars: int) -> Iterator[Document]:
-    """The documents, with a progress bar on a terminal (`disable=None`)."""
-    settings = dict(desc="encoding", unit="B", unit_scale=True, disable=None, leave=False)
-    with tqdm(total=num_chars, **settings) as bar:
-        for document in documents:
-            yield document
-            bar.update(len(document.text))
 
 
 # ---- encoding processes

@@ -101,13 +101,17 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
         skipped[message] = None
 
     report = skip if options.on_error == "skip" else refuse
-    files = TextFiles(options.input, options.text_field or "text", report)
+    files = TextFiles(options.input, options.text_field, report)
     join = by_directory if options.documents == "directory" else iter
-    dataset = build_dataset(
-        lambda: join(files.documents()), options.output, sources=files.describe, **settings
-    )
-    for message in skipped:
-        print(f"left out: {message}", file=sys.stderr)
+    try:
+        dataset = build_dataset(
+            lambda: join(files.documents()), options.output, sources=files.describe, **settings
+        )
+    finally:
+        for message in skipped:
+            print(f"left out: {message}", file=sys.stderr)
+    for note in files.notes():
+        print(note, file=sys.stderr)
     return dataset
 
 

@@ -36,7 +36,20 @@ def refuse(message: str) -> None:
 # ---- which files
 
 
+class Input(NamedTuple):
+    """What the user named, the files in it, and the linked folders in it, which are left out."""
+
+    path: Path
+    files: list[Path]
+    linked: list[Path]
+
+
 def list_files(path: Path | str) -> list[Path]:
+    """The files of `look_into`."""
+    return look_into(path).files
+
+
+def look_into(path: Path | str) -> Input:
     """A file, or the files of a folder and its subfolders, sorted.
 
     Hidden entries, __pycache__ and linked folders are left out. Raises ValueError if the path does
@@ -44,20 +57,80 @@ def list_files(path: Path | str) -> list[Path]:
     """
     path = Path(path)
     if path.is_file():
-        return [path]
+        return Input(path, [path], [])
     if not path.is_dir():
         raise ValueError(f"input {path} is not a file or folder: check the path given with --input")
 
     files = []
+    linked = []
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = sorted(
             name for name in subfolders if not name.startswith(".") and name != "__pycache__"
         )
+        linked += [Path(folder, name) for name in subfolders if Path(folder, name).is_symlink()]
         visible = sorted(name for name in names if not name.startswith("."))
         files += [Path(folder, name) for name in visible if Path(folder, name).is_file()]
-    if not files:
-        raise ValueError(f"no files in {path}: give --input files or folders that hold text")
-    return files
+    if files:
+        return Input(path, files, linked)
+
+    links = f", only {_some(linked)}, and links to folders are not followed" if linked else ""
+    raise ValueError(f"no files in {path}{links}: give --input files or folders that hold text")
+
+
+def _some(paths: Sequence[Path]) -> str:
+    """The first path, and how many more there are."""
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{paths[0]}{more}"
+
+
+# ---- formats that are not read
+
+
+# Python that writes the records of a file as JSONL.
+WRITE_LINES = "open({jsonl!r}, 'w').writelines(json.dumps(r) + '\\n' for r in {records})"
+RECORDS = {
+    ".json": "import json; " + WRITE_LINES.replace("{records}", "json.load(open({path!r}))"),
+    ".csv": "import csv, json; csv.field_size_limit(10**9); "
+    + WRITE_LINES.replace("{records}", "csv.DictReader(open({path!r}, newline=''))"),
+    ".tsv": "import csv, json; csv.field_size_limit(10**9); "
+    + WRITE_LINES.replace(
+        "{records}", "csv.DictReader(open({path!r}, newline=''), dialect='excel-tab')"
+    ),
+    ".parquet": "import pandas; "
+    "pandas.read_parquet({path!r}).to_json({jsonl!r}, orient='records', lines=True)",
+}
+UNPACK = {".zst": "zstd -d", ".xz": "xz -dk", ".bz2": "bunzip2 -k", ".zip": "unzip"}
+
+
+def require_readable(path: Path) -> None:
+    """Raise ValueError with the command that helps if the name says that the file is not text, or
+    has fields that would not be read.
+    """
+    if path.suffix in UNPACK:
+        raise ValueError(
+            f"{path} is compressed, and only gzip is read: unpack it with "
+            f"`{UNPACK[path.suffix]} {path}`"
+        )
+    kind = _kind(path)
+    if kind not in RECORDS:
+        return
+    if path.suffix == ".gz":
+        raise ValueError(f"{path}: {kind[1:]} is not read: unpack it with `gunzip -k {path}` first")
+
+    jsonl = path.with_suffix(".jsonl")
+    code = RECORDS[kind].format(path=str(path), jsonl=str(jsonl))
+    otherwise = ""
+    if kind == ".json":
+        otherwise = f"rename it to {jsonl} if each line is a record, else "
+    raise ValueError(
+        f"{path}: {kind[1:]} is not read, only text and JSONL are: {otherwise}run "
+        f'`python -c "{code}"`'
+    )
+
+
+def _kind(path: Path) -> str:
+    """The suffix of a name, that of gzip aside."""
+    return PurePath(path.name.removesuffix(".gz")).suffix
 
 
 # ---- documents
@@ -71,13 +144,41 @@ class TextFiles:
     """
 
     def __init__(
-        self, inputs: Sequence[Path | str], text_field: str = "text", report: Report = refuse
+        self, inputs: Sequence[Path | str], text_field: str | None = None, report: Report = refuse
     ):
-        """Raises ValueError if one of the inputs does not exist or holds no file."""
-        self._inputs = [(path, list_files(path)) for path in inputs]
-        self._text_field = text_field
+        """`text_field`: the field of a JSONL line that holds the text, "text" if it is None.
+
+        Raises ValueError if one of the inputs does not exist, holds no file, or is of a format that
+        is not read.
+        """
+        self._inputs = [look_into(path) for path in inputs]
+        self._text_field = text_field or "text"
         self._report = report
         self._hashed: dict[Path, _Hashed] = {}
+
+        for path, files, _ in self._inputs:
+            for file in files:
+                # in a folder of sources, .json and .csv are text like any other
+                if file == path or text_field or file.suffix == ".parquet":
+                    require_readable(file)
+
+    def notes(self) -> list[str]:
+        """What was left out, or may not be what the user thinks, in lines."""
+        lines = []
+        files = [file for one in self._inputs for file in one.files]
+        linked = [link for one in self._inputs for link in one.linked]
+        tables = [file for file in files if _kind(file) in RECORDS]
+        if linked:
+            lines.append(
+                f"left out: {_some(linked)}, because links to folders are not followed: give the "
+                "folder itself with --input"
+            )
+        if tables:
+            lines.append(
+                f"read as plain text, with all markup: {_some(tables)}: give such a file by its "
+                "own name to see how to read a field of its records"
+            )
+        return lines
 
     def documents(self) -> Iterator[Document]:
         """The documents of all inputs, in order.
@@ -85,9 +186,9 @@ class TextFiles:
         Raises ValueError, or calls `report` and goes on, for text that is not UTF-8, a lone
         surrogate, a line that is not JSON with the text field, and damaged gzip.
         """
-        for _, files in self._inputs:
-            for path in files:
-                if PurePath(path.name.removesuffix(".gz")).suffix in JSONL_SUFFIXES:
+        for one in self._inputs:
+            for path in one.files:
+                if _kind(path) in JSONL_SUFFIXES:
                     yield from self._jsonl_documents(path)
                 else:
                     yield from self._text_documents(path)
@@ -97,17 +198,17 @@ class TextFiles:
 
         The files must have been read to the end by `documents`.
         """
-        return [self._describe_input(path, files) for path, files in self._inputs]
+        return [self._describe_input(one) for one in self._inputs]
 
-    def _describe_input(self, path: Path | str, files: list[Path]) -> dict:
+    def _describe_input(self, one: Input) -> dict:
         digest = hashlib.sha256()
-        for file in files:
-            line = f"{file.relative_to(path)} {self._hashed[file].sha256}\n"
+        for file in one.files:
+            line = f"{file.relative_to(one.path)} {self._hashed[file].sha256}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
         return {
-            "name": str(path),
-            "files": len(files),
-            "bytes": sum(self._hashed[file].size for file in files),
+            "name": str(one.path),
+            "files": len(one.files),
+            "bytes": sum(self._hashed[file].size for file in one.files),
             "sha256": digest.hexdigest(),
         }
 

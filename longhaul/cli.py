@@ -6,7 +6,7 @@ A flag wins over the file of --config, and the file wins over the default of the
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,8 +46,16 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
-def parse(cls: type[Config], args: list[str] | None = None, description: str = "") -> Config:
-    """An instance of the dataclass `cls`; ValueError for bad input."""
+def parse(
+    cls: type[Config],
+    args: list[str] | None = None,
+    description: str = "",
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Config:
+    """An instance of the dataclass `cls`; ValueError for bad input.
+
+    `complete` may add settings to those that flags and file give, before the defaults count.
+    """
     parser = build_parser(cls, description)
     given = vars(parser.parse_args(args))
     settings = {}
@@ -56,7 +64,7 @@ def parse(cls: type[Config], args: list[str] | None = None, description: str = "
 
     for name, value in given.items():
         settings[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**settings)
+    return cls(**complete(settings))
 
 
 # ---- flags

@@ -6,7 +6,7 @@ Its fields are the flags of train.py and the keys of the TOML file that --config
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from data.order import parse_ranges
 from longhaul.cli import flag
@@ -120,8 +120,9 @@ class TrainConfig:
     )
     init_from: str = flag(
         "",
-        "folder of a Hugging Face Qwen3 model whose weights training starts from; "
-        "empty: random weights",
+        "folder whose weights training starts from: a Hugging Face Qwen3 model, or a run or step-* "
+        "folder of longhaul; its shape, vocabulary and positions are the model's, and so is the "
+        "context of a longhaul run, unless flags say otherwise; empty: random weights",
         aliases=("init_from_hf",),
         group="model",
     )
@@ -631,7 +632,7 @@ class TrainConfig:
             nsa=attention_kind(self).settings != "nsa",
             check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",
-            rope_original_context=self.rope_scaling != "yarn",
+            rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
         )
         defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
         defaults["nsa"] = ()
@@ -645,7 +646,7 @@ class TrainConfig:
         """The model's configuration."""
         fields = dict(
             attention_type=self.attention_type,
-            nsa=NSAConfig(**_parsed(self.nsa, NSAConfig, "nsa")),
+            nsa=NSAConfig(**read_pairs(self.nsa, NSAConfig, "nsa")),
             loss=self.loss,
             logits_threshold_gib=self.logits_threshold_gib,
             loss_chunk_size=self.loss_chunk_size,
@@ -660,7 +661,7 @@ class TrainConfig:
         if self.rope_theta:
             fields["rope_theta"] = self.rope_theta
 
-        fields |= _parsed(self.model_overrides, ModelConfig, "model_overrides")
+        fields |= read_pairs(self.model_overrides, ModelConfig, "model_overrides")
         return ModelConfig.preset(self.model_size, **fields)
 
     def _compute_dtype(self) -> str:
@@ -755,8 +756,11 @@ class TrainConfig:
 # ---- name=value pairs
 
 
-def _parsed(pairs: tuple[str, ...], cls: type, given_by: str) -> dict:
-    """Values of name=value pairs, typed as the fields of the dataclass `cls`."""
+def read_pairs(pairs: tuple[str, ...], cls: type, given_by: str) -> dict[str, Any]:
+    """Values of name=value pairs, typed as the fields of the dataclass `cls`.
+
+    ValueError for another name, another type, or a field that has a flag.
+    """
     types = {spec.name: spec.type for spec in dataclasses.fields(cls)}
     flags = {spec.name: spec.name for spec in dataclasses.fields(TrainConfig)}
     flags["compute_dtype"] = "dtype"

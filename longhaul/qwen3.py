@@ -418,13 +418,22 @@ def _widest(dtypes: Iterable[torch.dtype]) -> str:
 # ---- writing
 
 
-def to_hf(decoder: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
+def to_hf(
+    decoder: Decoder,
+    folder: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    context: int = 0,
+    eod_id: int | None = None,
+) -> None:
     """Write `decoder` (whole, unsharded) as a Hugging Face folder, which appears by a rename.
 
+    `context`: as in `hf_config`. `eod_id`: the end-of-document id, at which generation stops.
     ValueError if the folder holds anything.
     """
     folder = Path(folder).resolve()
-    config = hf_config(decoder)
+    config = hf_config(decoder, context)
+    if eod_id is not None:
+        config["eos_token_id"] = eod_id
     if folder.exists() and not _is_empty(folder):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
@@ -434,6 +443,8 @@ def to_hf(decoder: Decoder, folder: str | Path, shard_bytes: int = SHARD_BYTES) 
     tensors = {hf_name(name): parameter.detach() for name, parameter in decoder.named_parameters()}
     _write_weights(tensors, temporary, shard_bytes)
     _write_json(config, temporary / "config.json")
+    if eod_id is not None:
+        _write_json(dict(eos_token_id=eod_id), temporary / "generation_config.json")
     os.replace(temporary, folder)
 
 
@@ -445,15 +456,20 @@ def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def hf_config(decoder: Decoder) -> dict:
-    """config.json in the spelling of transformers 4, which 5 reads too."""
+def hf_config(decoder: Decoder, context: int = 0) -> dict:
+    """config.json in the spelling of transformers 4, which 5 reads too.
+
+    `context`: tokens that the model can read, 0 for what its rotary settings say. With yarn it is
+    what they say in any case, because transformers 4.51 takes the factor from it.
+    """
     config = decoder.config
     if not attention_kind(config).is_qwen3:
         raise ValueError(
             f"attention_type={config.attention_type!r} has no Qwen3 counterpart: "
             "export a model of standard attention"
         )
-    context = round(config.rope_original_context * config.rope_factor)
+    if not context or config.rope_scaling == "yarn":
+        context = round(config.rope_original_context * config.rope_factor)
     scaling = None
     if config.rope_scaling != "none":
         scaling = dict(rope_type=config.rope_scaling, factor=config.rope_factor)

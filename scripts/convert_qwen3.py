@@ -11,12 +11,17 @@ from pathlib import Path
 
 import torch
 
+from data.dataset import open_dataset
+from data.manifest import MANIFEST
+from data.tokenizer import Tokenizer
 from flags import Parser
 from longhaul import qwen3
+from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.checkpoint.save import save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.run import start
 from longhaul.step import TrainState
 from model import Decoder
 
@@ -71,7 +76,7 @@ def convert(source: str | None, checkpoint: str | None, output: Path, dtype: str
 def import_hf(source: Path, output: Path, dtype: str) -> Path:
     """Write step-00000000, a checkpoint without optimizer state, to generate, evaluate, export."""
     model = with_dtype(qwen3.from_hf(source), dtype)
-    cfg = TrainConfig(init_from=str(source))
+    cfg = TrainConfig(**start.completed({"init_from": str(source)}))
     state = TrainState(cfg, model, None, torch.device("cpu"), World())
     return save(state, output, extra={"imported_from": str(source)})
 
@@ -80,9 +85,30 @@ def export_hf(source: Path, output: Path, dtype: str) -> Path:
     """Write a Hugging Face folder of a checkpoint, or of a run's newest, whose hashes are verified
     first.
     """
-    model = load_model(verified(newest(source)))
-    qwen3.to_hf(with_dtype(model, dtype), output)
+    checkpoint = verified(newest(source))
+    qwen3.to_hf(
+        with_dtype(load_model(checkpoint), dtype),
+        output,
+        context=start.trained_context(checkpoint),
+        eod_id=end_of_document(checkpoint),
+    )
     return output
+
+
+def end_of_document(checkpoint: Checkpoint) -> int | None:
+    """The id that ends a document, from the run's tokenizer or from its data if they are still
+    there; None if neither is.
+    """
+    tokenizer = checkpoint.folder.parent / "tokenizer.model"
+    if tokenizer.is_file():
+        return Tokenizer(tokenizer).eod_id
+
+    data = Path(str(checkpoint.config.get("data")))
+    if not checkpoint.identity or not (data / MANIFEST).is_file():
+        return None
+    dataset = open_dataset(data)
+    same_data = dataset.fingerprint == checkpoint.identity.get("dataset")
+    return dataset.eod_id if same_data else None
 
 
 def with_dtype(model: Decoder, dtype: str) -> Decoder:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import pipeline
+from data import pipeline, progress
 from data.dataset import Dataset, open_dataset
 from data.pipeline import Worker, build_dataset, encode, scan
 from data.prepare import main, parse
@@ -97,9 +97,16 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     ]
 
 
-def test_a_link_to_a_folder_is_not_followed(folder):
+def test_a_link_to_a_folder_is_not_followed_and_is_named(folder, tmp_path):
     (folder / "loop").symlink_to(folder)
     assert len(list_files(folder)) == 20
+    [note] = TextFiles([folder]).notes()
+    assert f"left out: {folder / 'loop'}, because links to folders are not followed" in note
+
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "link").symlink_to(folder)
+    with pytest.raises(ValueError, match="no files in .*, only .*link, and links to folders are"):
+        list_files(tmp_path / "only")
 
 
 def test_every_byte_of_a_text_file_is_in_its_document(folder):
@@ -120,6 +127,55 @@ def test_jsonl_gives_a_document_per_line_also_from_gzip(tmp_path):
 def test_gzip_text_is_read(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("h\u00e9llo".encode()))
     assert [d.text for d in TextFiles([tmp_path]).documents()] == ["h\u00e9llo"]
+
+
+RECORDS = [{"id": 1, "body": "one, two"}, {"id": 2, "body": "x\ny"}]
+TABLES = {
+    "a.json": json.dumps(RECORDS),
+    "a.csv": 'id,body\n1,"one, two"\n2,"x\ny"\n',
+    "a.tsv": 'id\tbody\n1\tone, two\n2\t"x\ny"\n',
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_records_that_are_not_jsonl_are_refused_with_a_command_that_makes_jsonl(tmp_path, name):
+    (tmp_path / name).write_text(TABLES[name])
+    with pytest.raises(ValueError, match=f"{name}: {name[2:]} is not read") as refusal:
+        TextFiles([tmp_path / name])
+    with pytest.raises(ValueError, match="is not read"):
+        TextFiles([tmp_path], text_field="body")
+    message = str(refusal.value)
+    assert "\n" not in message
+    command = message.split("`")[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True)
+    (tmp_path / name).unlink()
+    documents = TextFiles([tmp_path], text_field="body").documents()
+    assert [d.text for d in documents] == ["one, two", "x\ny"]
+
+
+def test_in_a_folder_they_are_text_like_any_other_which_is_said(tmp_path):
+    for name, text in TABLES.items():
+        (tmp_path / name).write_text(text)
+    files = TextFiles([tmp_path])
+    assert [d.text for d in files.documents()] == [TABLES[name] for name in sorted(TABLES)]
+    assert f"read as plain text, with all markup: {tmp_path}/a.csv and 2 more" in files.notes()[0]
+
+
+@pytest.mark.parametrize("report", [refuse, print])
+def test_parquet_is_refused_also_in_a_folder_and_if_bad_documents_are_left_out(tmp_path, report):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "p.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="p.parquet: parquet is not read, .*pandas.read_parquet"):
+        TextFiles([tmp_path], report=report)
+
+
+def test_other_compression_than_gzip_is_named_with_the_program_that_unpacks_it(tmp_path):
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    with pytest.raises(ValueError, match="only gzip is read: unpack it with `zstd -d .*zst`"):
+        TextFiles([tmp_path / "a.jsonl.zst"])
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n"))
+    with pytest.raises(ValueError, match="csv is not read: unpack it with `gunzip -k"):
+        TextFiles([tmp_path / "a.csv.gz"])
 
 
 BAD_FILES = {
@@ -239,10 +295,11 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
     monkeypatch.setattr(pipeline, "SAMPLE_CHARS", 50_000)
     monkeypatch.setattr(pipeline, "SAMPLE_CHUNK", 1000)
     documents = [Document(str(n), chr(97 + n) * 40_000) for n in range(20)]
-    sample, num_chars = scan(documents)
+    sample, num_chars, num_documents = scan([*documents, Document("empty", "")])
     assert num_chars == 800_000 and sum(map(len, sample)) == 50_000
+    assert num_documents == 20
     assert len({chunk[0] for chunk in sample}) > 12
-    assert sample == scan(documents)[0]
+    assert sample == scan(documents).sample
 
 
 def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path, monkeypatch):
@@ -286,6 +343,45 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     )
     assert dataset.manifest.sources[0]["files"] == 20 and "bytes/token" in result.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"input", "d"}
+
+
+def test_the_end_of_an_only_document_is_the_validation_split(tmp_path, capsys):
+    text = "".join(text_of(n) for n in range(40))
+    (tmp_path / "input.txt").write_text(text)
+    arguments = ["--input", str(tmp_path / "input.txt"), "--vocab_size", "350", "--output"]
+    assert main([*arguments, str(tmp_path / "d"), "--val_fraction", "0.1"]) == 0
+    head, tail = texts_of(open_dataset(tmp_path / "d", verify=True))
+    assert head + tail == text
+    assert 0.05 * len(text) < len(tail) < 0.15 * len(text)
+    assert head.endswith("\n")
+    printed = capsys.readouterr().out
+    assert f"input.txt is the only document, so its last {len(tail):,} characters are" in printed
+
+    assert main([*arguments, str(tmp_path / "whole"), "--val_fraction", "0"]) == 0
+    assert texts_of(open_dataset(tmp_path / "whole")) == [text]
+    assert "only document" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["x", "one line without an end", "\n" * 50])
+def test_an_only_document_is_cut_without_losing_a_character(text):
+    documents = [Document("empty", ""), Document("a", text)]
+    head, *tail = pipeline._end_apart(documents, 0.01, lambda message: None)
+    assert head.text + "".join(part.text for part in tail) == text
+    assert head.text
+
+
+def test_progress_is_a_line_now_and_then_if_there_is_no_terminal(capsys):
+    times = iter([0, 10, 20, 30, 40])
+    documents = [Document(str(n), "x" * 1_000_000) for n in range(4)]
+    shown = progress.shown(documents, "encoding", 8_000_000, clock=lambda: next(times))
+    assert list(shown) == documents
+    assert capsys.readouterr().err.splitlines() == [
+        "encoding: 2.0 million characters, 0.10 million per second, 25% done, about 60 s left",
+        "encoding: 4.0 million characters, 0.10 million per second, 50% done, about 40 s left",
+    ]
+    assert progress.line("reading", 3_000_000, None, 2.0) == (
+        "reading: 3.0 million characters, 1.50 million per second"
+    )
 
 
 def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):

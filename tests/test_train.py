@@ -476,6 +476,18 @@ def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(
     resume = f"--resume {finished / 'step-00000008'}"
     line = refusal(command(str(tmp_path / "other"), tmp_path / "new", resume), capsys)
     assert "tokenizer: " in line and "holds another run" in line
+    assert f"dataset: recorded that of {data}, now that of {tmp_path / 'other'}" in line
+
+
+def test_a_vocabulary_far_above_the_datas_is_named_with_the_one_that_fits(data, tmp_path, capsys):
+    index = SMALL.index("--vocab_size")  # without it, that of `tiny`
+    large = SMALL[:index] + SMALL[index + 2 :]
+    flags = ["--data", data, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_every", "0"]
+    train.main([*large, *flags])
+    assert (
+        "the data has 1,024 different ids and the model 8,192, so 88% of the vocabulary and 78% of "
+        "all parameters are never trained: add --vocab_size 1024"
+    ) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -585,6 +597,13 @@ def test_a_smaller_model_is_proposed_with_room_for_the_datas_vocabulary(capsys, 
     with pytest.raises(SystemExit):
         train.main([*REQUEST, "--data", "somewhere", "--vocab_size", "50000"])
     assert "--vocab_size 50000" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_vocabulary_size_the_datas_own_is_proposed(data, capsys, monkeypatch):
+    monkeypatch.setattr(planner, "available_gib", lambda device, world: 16.0)
+    with pytest.raises(SystemExit):
+        train.main([*REQUEST, "--data", data])
+    assert "--vocab_size 1024" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys):

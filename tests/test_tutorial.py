@@ -75,7 +75,7 @@ FOR_A_CPU = [command for command in README_COMMANDS if command not in FOR_GPUS]
 
 @pytest.mark.slow
 def test_the_recipes_for_a_cpu_run_one_after_the_other(clone):
-    assert len(FOR_A_CPU) == 4
+    assert len(FOR_A_CPU) == 5
     for command in FOR_A_CPU:
         run(command, clone)
 

@@ -28,7 +28,7 @@ from longhaul.checkpoint.format import (
     named_shards,
 )
 from longhaul.step import TrainState
-from model import Decoder
+from model import Decoder, attention_kind
 
 # ---- checking
 
@@ -175,6 +175,32 @@ def load_model(
     model.tie_weights()
     _read_into(named_shards(model), checkpoint)
     return model
+
+
+def check_weights(checkpoint: Checkpoint, model: Decoder):
+    """ValueError unless the files hold the model's parameters whole, in their shapes."""
+    shapes = {name: shard.shape for name, shard in _stored_shards(checkpoint, model).items()}
+    check_model(checkpoint, shapes)
+
+
+def load_weights(model: Decoder, checkpoint: Checkpoint):
+    """Overwrite the parameters of a built model, sharded or whole, whatever number of ranks wrote
+    the checkpoint. What its attention does not have keeps its values.
+    """
+    _read_into(_stored_shards(checkpoint, model), checkpoint)
+
+
+def _stored_shards(checkpoint: Checkpoint, model: Decoder) -> dict[str, Shard]:
+    """The model's parameters without those that only its kind of attention has, if the checkpoint
+    is of another kind.
+    """
+    added = set(attention_kind(model.config).starts_fresh)
+    stored = checkpoint.tensors()
+    return {
+        name: shard
+        for name, shard in named_shards(model).items()
+        if name in stored or added.isdisjoint(name.split("."))
+    }
 
 
 def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):

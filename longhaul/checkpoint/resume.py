@@ -64,10 +64,13 @@ def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> d
     }
 
 
-def check_same_run(recorded: dict, current: dict, where: str):
-    """ValueError naming every field in which the two identities differ."""
+def check_same_run(recorded: dict, current: dict, where: str, folders: tuple[str, str]):
+    """ValueError naming every field in which the two identities differ.
+
+    `folders`: --data as recorded and now, which say more than the hashes of their contents.
+    """
     different = [
-        f"{name}: recorded {recorded.get(name)}, now {value}"
+        _difference(name, recorded.get(name), value, folders)
         for name, value in current.items()
         if recorded.get(name) != value
     ]
@@ -76,6 +79,15 @@ def check_same_run(recorded: dict, current: dict, where: str):
             f"{where} holds another run ({'; '.join(different)}): name another folder, or give "
             "that run's settings"
         )
+
+
+def _difference(name: str, recorded: object, current: object, folders: tuple[str, str]) -> str:
+    if name not in ("dataset", "tokenizer"):
+        return f"{name}: recorded {recorded}, now {current}"
+    before, now = (folder or "the embedded corpus" for folder in folders)
+    if before == now:
+        return f"{name}: that of {now} has changed"
+    return f"{name}: recorded that of {before}, now that of {now}"
 
 
 def read_record(folder: Path) -> dict | None:

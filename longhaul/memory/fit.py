@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from data.dataset import open_dataset
 from longhaul.config import TrainConfig
 from longhaul.memory.plan import Plan, command, plan
 from model import PRESETS, ModelConfig, attention_kind
@@ -204,9 +205,11 @@ def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainCo
 
     presets = list(PRESETS)
     smaller = presets[: presets.index(asked.model_size)]
-    sizes = [asked.model_size, *reversed(smaller)]
+    sizes = [asked.model_size]
+    if not asked.init_from:  # whose weights are of one size
+        sizes += reversed(smaller)
     lengths = [asked.context_length >> n for n in range(asked.context_length.bit_length())]
-    vocabulary = request.config.vocab_size if asked.data else 0
+    vocabulary = _vocabulary(asked)
     for length, size in itertools.product(lengths, sizes):
         for attention, recompute in _variants(asked):
             changes = dict(
@@ -229,6 +232,13 @@ def _with_rows_of_one(cfg: TrainConfig, changes: dict) -> TrainConfig:
     return dataclasses.replace(one_row(cfg), **changes)
 
 
+def _vocabulary(cfg: TrainConfig) -> int:
+    """--vocab_size of a smaller preset: its own, or as asked, or as large as the data needs."""
+    if not cfg.data:
+        return 0
+    return cfg.vocab_size or open_dataset(cfg.data).vocab_size
+
+
 def _preset(cfg: TrainConfig, size: str, vocabulary: int) -> dict:
     """The settings that make the model a smaller preset, with the vocabulary of the data.
 
@@ -239,7 +249,6 @@ def _preset(cfg: TrainConfig, size: str, vocabulary: int) -> dict:
         model_size=size,
         model_overrides=(),
         vocab_size=vocabulary,
-        init_from="",
         attention_head_groups=groups,
     )
 

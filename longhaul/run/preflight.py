@@ -18,11 +18,12 @@ from data import corpus, order
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.loader import Loader
 from files import durable, untrusted
-from longhaul import dist, qwen3
+from longhaul import dist
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import TrainConfig
+from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig
 
@@ -44,6 +45,7 @@ class Ready:
     dataset: Dataset
     loader: Loader
     checkpoint: Checkpoint | None  # that the run continues; None for a new run
+    weights: start.Start | None  # that a new run takes; None for random ones
     identity: dict
     command: Command
 
@@ -66,6 +68,7 @@ def preflight(
     # one rank verifies hashes and may rename what is damaged; all ranks then read the manifest
     found = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
     checkpoint = resume.continued(Path(found), cfg) if found else None
+    weights = None if checkpoint else starting_weights(cfg, config, dataset, world)
     cfg = with_recorded_batch(cfg, checkpoint, world)
     cfg = resume.with_skips(checkpoint, cfg)
 
@@ -83,6 +86,7 @@ def preflight(
         dataset=dataset,
         loader=loader,
         checkpoint=checkpoint,
+        weights=weights,
         identity=identity,
         command=command,
     )
@@ -115,33 +119,53 @@ def open_data(cfg: TrainConfig, world: dist.World) -> Dataset:
 
 
 def model_config(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> ModelConfig:
-    """The model that is trained; ValueError if the data's ids do not fit it, or the weights of
-    --init_from.
+    """The model that is trained; ValueError if the data's ids do not fit it.
+
+    Most of a vocabulary that the data does not use is worth a warning: its rows cost memory and
+    time and are never trained, or the data is of another tokenizer than the weights.
     """
     config = cfg.model()
     check_vocab(dataset, config.vocab_size)
-    if not cfg.init_from:
-        return config
-
-    source = Path(cfg.init_from)
-    theirs = qwen3.read_config(source)
-    # positions mean what the weights were trained with, unless flags extend them
-    kept = ["norm_eps"]
-    if not cfg.rope_theta:
-        kept.append("rope_theta")
-    if cfg.rope_scaling == "none":
-        kept += ["rope_scaling", "rope_factor", "rope_original_context"]
-    config = dataclasses.replace(config, **{name: theirs[name] for name in kept})
-
-    qwen3.check_geometry(config, source)
     if dataset.vocab_size < SAME_TOKENIZER * config.vocab_size:
-        dist.print0(
-            f"warning: the data's tokenizer has {dataset.vocab_size:,} tokens and the model of "
-            f"--init_from has {config.vocab_size:,}: weights mean nothing for the ids of another "
-            "tokenizer",
-            world=world,
-        )
+        dist.print0(f"warning: {_unused_vocabulary(cfg, config, dataset)}", world=world)
     return config
+
+
+def _unused_vocabulary(cfg: TrainConfig, config: ModelConfig, dataset: Dataset) -> str:
+    """What it means that the model's vocabulary is far above the data's."""
+    if cfg.init_from:
+        return (
+            f"the data's tokenizer has {dataset.vocab_size:,} tokens and the model of --init_from "
+            f"has {config.vocab_size:,}: weights mean nothing for the ids of another tokenizer"
+        )
+    unused = config.vocab_size - dataset.vocab_size
+    fitting = dataclasses.replace(config, vocab_size=dataset.vocab_size)
+    wasted = config.num_params() - fitting.num_params()
+    return (
+        f"the data has {dataset.vocab_size:,} different ids and the model {config.vocab_size:,}, "
+        f"so {unused / config.vocab_size:.0%} of the vocabulary and "
+        f"{wasted / config.num_params():.0%} of all parameters are never trained: "
+        f"add --vocab_size {dataset.vocab_size}"
+    )
+
+
+def starting_weights(
+    cfg: TrainConfig, config: ModelConfig, dataset: Dataset, world: dist.World
+) -> start.Start | None:
+    """The folder of --init_from, found intact and fitting; None for random weights.
+
+    One rank chooses it, because the run that it belongs to may write another checkpoint meanwhile.
+    """
+    if not cfg.init_from:
+        return None
+
+    def intact() -> str:
+        found = start.read(cfg.init_from)
+        start.check_tokenizer(found, dataset)
+        start.check(found, config)
+        return str(found.folder)
+
+    return start.read(dist.on_rank0(intact, world))
 
 
 def verify_data(dataset: Dataset, record: dict | None) -> dict:
@@ -172,7 +196,8 @@ def find_checkpoint(
     """
     folder = Path(cfg.output_dir)
     if record is not None:
-        resume.check_same_run(record["identity"], identity, f"--output_dir {folder}")
+        folders = (record.get("config", {}).get("data", ""), cfg.data)
+        resume.check_same_run(record["identity"], identity, f"--output_dir {folder}", folders)
         lock(folder, guard)
 
     if cfg.resume == "auto":
@@ -199,7 +224,8 @@ def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> s
         )
     checkpoint = load.verified(named)
     resume.check_complete(checkpoint)
-    resume.check_same_run(checkpoint.identity, identity, f"--resume {named}")
+    folders = (checkpoint.config.get("data", ""), cfg.data)
+    resume.check_same_run(checkpoint.identity, identity, f"--resume {named}", folders)
 
     folder = Path(cfg.output_dir)
     steps = folder.glob("step-????????")
@@ -254,6 +280,8 @@ def announce(ready: Ready):
     print(f"settings:\n{cfg.table()}\ncommand: {ready.command(cfg)}")
     for line in resume.changes(ready.checkpoint, cfg):
         print(line)
+    if ready.weights is not None:
+        print("\n".join(start.announcement(ready.weights, cfg)))
     for name in cfg.ineffective_settings():
         print(f"warning: --{name} {getattr(cfg, name)} has no effect with the other settings")
 

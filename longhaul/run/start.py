@@ -1,0 +1,305 @@
+"""What --init_from names: a Hugging Face folder of a Qwen3, or a checkpoint of longhaul, which is a
+step-* folder or a run's folder with its newest one.
+
+Only the weights are taken: the run begins at step 0, with a new optimizer and its own identity. The
+model is the folder's, so `completed` gives the command line its geometry, its vocabulary and its
+rotary positions. Flags may change the positions, the context and the kind of attention; a flag that
+contradicts the geometry is refused.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data.dataset import Dataset
+from files.untrusted import refuse_pickle
+from longhaul import qwen3
+from longhaul.checkpoint import format, load, resume
+from longhaul.checkpoint.format import Checkpoint
+from longhaul.config import TrainConfig, read_pairs
+from model import PRESETS, Decoder, ModelConfig, NSAConfig, attention_kind
+
+# What decides the shapes of the weights, or what they compute.
+GEOMETRY = (*qwen3.GEOMETRY, "tie_embeddings", "norm_eps")
+
+# The settings of a run that `completed` may set.
+COMPLETED = {
+    "model_size",
+    "model_overrides",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_factor",
+    "rope_original_context",
+    "attention_type",
+    "nsa",
+    "context_length",
+}
+
+# max_position_embeddings of Qwen3 is the 32,768 tokens that it was trained at and room for an
+# answer; its own instructions for yarn take the former.
+QWEN3_CONTEXTS = {40_960: 32_768}
+
+
+@dataclass(frozen=True)
+class Start:
+    """The folder of --init_from, as its config.json or its manifest describes it.
+
+    `config.rope_original_context` is the context that the weights were trained at before any
+    scaling of their positions.
+    """
+
+    folder: Path  # a Hugging Face folder or a step-* folder
+    config: ModelConfig
+    context: int  # tokens of a row, for a run that does not say
+    checkpoint: Checkpoint | None  # None for a Hugging Face folder
+
+
+# ---- reading
+
+
+def read(named: str) -> Start:
+    """What the folder says of its model; no weight is read.
+
+    ValueError if it holds neither a Qwen3 of Hugging Face nor a checkpoint.
+    """
+    folder = Path(named)
+    refuse_pickle(folder)
+    if (folder / "config.json").is_file():
+        return _of_hugging_face(folder)
+    if (folder / format.MANIFEST).is_file() or any(folder.glob("step-????????")):
+        return _of_checkpoint(folder)
+    raise ValueError(
+        f"--init_from {folder} holds neither config.json nor a checkpoint: name a folder with a "
+        "Hugging Face Qwen3 model, or a run or step-* folder of longhaul"
+    )
+
+
+def _of_hugging_face(folder: Path) -> Start:
+    config = ModelConfig(**qwen3.read_config(folder))
+    reach = round(config.rope_original_context * config.rope_factor)
+    return Start(folder, config, min(reach, TrainConfig.context_length), None)
+
+
+def _of_checkpoint(folder: Path) -> Start:
+    checkpoint = load.described(load.newest(folder))
+    with format.checkpoint_errors(checkpoint.folder):
+        config = format.model_config(checkpoint)
+
+    if config.rope_scaling == "none":
+        context = trained_context(checkpoint)
+        config = dataclasses.replace(config, rope_original_context=context)
+    return Start(checkpoint.folder, config, _row(checkpoint), checkpoint)
+
+
+def trained_context(checkpoint: Checkpoint) -> int:
+    """Tokens that the positions of the weights reach: the length of the run's rows, or the context
+    of the model that it started from, whichever is longer.
+    """
+    if not checkpoint.config.get("init_from"):
+        return _row(checkpoint)
+    config = format.model_config(checkpoint)
+    return max(_row(checkpoint), round(config.rope_original_context * config.rope_factor))
+
+
+def _row(checkpoint: Checkpoint) -> int:
+    """The run's --context_length; CheckpointError if the manifest has none."""
+    length = checkpoint.config.get("context_length")
+    if type(length) is not int or length < 1:
+        raise format.CheckpointError(
+            f"{checkpoint.folder}: the manifest's context_length is {str(length)[:80]}: "
+            "use another checkpoint"
+        )
+    return length
+
+
+# ---- the settings that follow
+
+
+def completed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that flags and file give, with those of the model of `init_from`.
+
+    ValueError for a setting that contradicts that model.
+    """
+    named = settings.get("init_from")
+    if not named:
+        return settings
+    if not Path(named).exists():
+        return _as_recorded(settings)
+
+    start = read(named)
+    _check_settings(settings, start)
+    found = _model_settings(settings, start.config)
+    found |= _rope_settings(settings, start.config)
+    found |= _attention_settings(settings, start.config)
+    return {"context_length": start.context} | settings | found
+
+
+def _as_recorded(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the run in output_dir, which continues although its init_from is gone."""
+    record = resume.read_record(Path(settings.get("output_dir", TrainConfig.output_dir)))
+    recorded = (record or {}).get("config", {})
+    if recorded.get("init_from") != settings["init_from"]:
+        raise ValueError(
+            f"--init_from {settings['init_from']} is no folder: name a folder with a Hugging Face "
+            "Qwen3 model, or a run or step-* folder of longhaul"
+        )
+    found = {}
+    for name in COMPLETED & recorded.keys():
+        value = recorded[name]
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return found | settings
+
+
+def _check_settings(settings: dict[str, Any], start: Start):
+    """ValueError naming both values if a setting gives the model another geometry."""
+    for name, (value, flag) in _given_geometry(settings).items():
+        theirs = getattr(start.config, name)
+        if value != theirs:
+            raise ValueError(
+                f"--init_from {settings['init_from']} has {name}={theirs}, and {flag} means "
+                f"{value}: drop the flag, because the folder decides"
+            )
+
+    kind = settings.get("attention_type", start.config.attention_type)
+    if kind != start.config.attention_type and not attention_kind(start.config).is_qwen3:
+        raise ValueError(
+            f"--init_from {settings['init_from']} has attention_type={start.config.attention_type},"
+            f" whose weights --attention_type {kind} does not have: drop the flag"
+        )
+
+
+def _given_geometry(settings: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """{field of ModelConfig: (value, flag)} of the geometry that the settings ask for."""
+    given = {}
+    size = settings.get("model_size")
+    if size:
+        preset = ModelConfig.preset(size)
+        for name in GEOMETRY:
+            given[name] = (getattr(preset, name), f"--model_size {size}")
+        del given["vocab_size"]  # a preset's vocabulary is only a default
+
+    for name, value in _overrides(settings).items():
+        if name in GEOMETRY:
+            given[name] = (value, f"--model_overrides {name}={value}")
+    if settings.get("vocab_size"):
+        size = settings["vocab_size"]
+        given["vocab_size"] = (size, f"--vocab_size {size}")
+    return given
+
+
+def _overrides(settings: dict[str, Any]) -> dict[str, Any]:
+    return read_pairs(settings.get("model_overrides", ()), ModelConfig, "model_overrides")
+
+
+def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The preset that is nearest to the model, and what differs from it."""
+    shape = {name: getattr(config, name) for name in (*GEOMETRY, "init_std")}
+    vocabulary = shape.pop("vocab_size")
+    if "init_std" in _overrides(settings):
+        shape["init_std"] = _overrides(settings)["init_std"]
+
+    sizes = [settings["model_size"]] if settings.get("model_size") else list(PRESETS)
+    overrides = {size: _differences(shape, size) for size in sizes}
+    size = min(sizes, key=lambda size: len(overrides[size]))
+    return dict(
+        model_size=size,
+        model_overrides=tuple(f"{name}={value}" for name, value in overrides[size].items()),
+        vocab_size=0 if vocabulary == ModelConfig.preset(size).vocab_size else vocabulary,
+    )
+
+
+def _differences(shape: dict[str, Any], size: str) -> dict[str, Any]:
+    preset = ModelConfig.preset(size)
+    return {name: value for name, value in shape.items() if getattr(preset, name) != value}
+
+
+def _rope_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The folder's rotary positions, changed by what is given."""
+    scaling = settings.get("rope_scaling", config.rope_scaling)
+    original = config.rope_original_context
+    if scaling == "yarn" and config.rope_scaling == "none":
+        original = QWEN3_CONTEXTS.get(original, original)
+
+    found = dict(rope_scaling=scaling, rope_original_context=original)
+    if scaling == config.rope_scaling:
+        found["rope_factor"] = config.rope_factor
+    given = {name: value for name, value in settings.items() if name in found}
+
+    theta = settings.get("rope_theta") or config.rope_theta
+    found["rope_theta"] = 0.0 if theta == ModelConfig.rope_theta else theta
+    return found | given
+
+
+def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The folder's attention with its own settings, or the kind that is given."""
+    kind = settings.get("attention_type", config.attention_type)
+    if kind != config.attention_type or attention_kind(config).settings != "nsa":
+        return dict(attention_type=kind)
+
+    given = read_pairs(settings.get("nsa", ()), NSAConfig, "nsa")
+    sizes = dataclasses.asdict(config.nsa) | given
+    defaults = dataclasses.asdict(NSAConfig())
+    pairs = [f"{name}={value}" for name, value in sizes.items() if value != defaults[name]]
+    return dict(attention_type=kind, nsa=tuple(pairs))
+
+
+# ---- the weights
+
+
+def check(start: Start, config: ModelConfig):
+    """ValueError or CheckpointError unless the weights are intact and fit `config`; reads every
+    byte of a checkpoint, and the config.json of a Hugging Face folder.
+    """
+    if start.checkpoint is None:
+        qwen3.check_geometry(config, start.folder)
+        return
+    load.verified(start.folder)
+    with format.checkpoint_errors(start.folder), torch.device("meta"):
+        load.check_weights(start.checkpoint, Decoder(config))
+
+
+def check_tokenizer(start: Start, dataset: Dataset):
+    """ValueError if the data's ids are not those that the checkpoint was trained on. A Hugging Face
+    folder, and a checkpoint that was converted from one, do not say which these are.
+    """
+    identity = start.checkpoint.identity if start.checkpoint else None
+    trained_on = (identity or {}).get("tokenizer")
+    if trained_on and trained_on != dataset.tokenizer_sha256:
+        raise ValueError(
+            f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "
+            f"prepare it with --tokenizer {start.folder.parent / 'tokenizer.model'}, or give the "
+            "--data of that run"
+        )
+
+
+def load_into(model: Decoder, start: Start):
+    """Overwrite the parameters of a built model, sharded or whole, keeping their dtype."""
+    if start.checkpoint is None:
+        qwen3.load_into(model, start.folder)
+    else:
+        load.load_weights(model, start.checkpoint)
+
+
+def announcement(start: Start, cfg: TrainConfig) -> list[str]:
+    """What a user wants to know about the weights and the positions, in lines."""
+    lines = [f"weights: {start.folder}"]
+    config = cfg.model()
+    for name in ("rope_theta", "rope_scaling", "rope_factor"):
+        theirs = getattr(start.config, name)
+        ours = getattr(config, name)
+        if ours != theirs:
+            lines.append(f"  {name}: {theirs} there, {ours} in this run")
+
+    reach = round(config.rope_original_context * config.rope_factor)
+    if cfg.context_length > reach and config.rope_theta == start.config.rope_theta:
+        factor = cfg.context_length / config.rope_original_context
+        lines.append(
+            f"warning: positions reach {reach:,} tokens, and --context_length is "
+            f"{cfg.context_length:,}: training has to teach the rest; --rope_scaling yarn "
+            f"--rope_factor {factor:g}, or a --rope_theta above {config.rope_theta:g}, helps"
+        )
+    return lines

@@ -1,0 +1,329 @@
+"""--init_from: what a run takes from a Hugging Face folder, a step-* folder or another run."""
+
+import dataclasses
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from longhaul import cli, qwen3
+from longhaul.checkpoint.load import described, newest
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory import fit, plan
+from longhaul.run import start
+from model import Decoder, ModelConfig
+from scripts import convert_qwen3, evaluate
+
+ROOT = Path(__file__).parent.parent
+SHAPE = "hidden_size=32 num_layers=2 num_heads=4 num_kv_heads=2 head_dim=8 ffn_size=48"
+COMMON = "--warmup_steps 0 --schedule constant --dtype fp32 --device cpu --eval_rows 2"
+HF = ModelConfig(
+    vocab_size=700,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=80,
+    tie_embeddings=False,
+    norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_original_context=512,
+    init_std=0.05,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return prepared(tmp_path_factory.mktemp("data") / "set", "longhaul/parallel", 600)
+
+
+def prepared(folder: Path, sources: str, vocabulary: int) -> str:
+    """A dataset of this repository's own sources."""
+    command = [sys.executable, "-m", "data.prepare", "--input", sources, "--output", str(folder)]
+    command += ["--vocab_size", str(vocabulary), "--val_fraction", "0.2"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(data, tmp_path_factory) -> Path:
+    """A run of 3 steps with a checkpoint of step 2."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    model = f"--model_size tiny --model_overrides {SHAPE} --vocab_size 600"
+    trained(f"{model} --context_length 64 --max_steps 3 --save_every 2", data, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    qwen3.to_hf(Decoder(HF), folder)
+    return folder
+
+
+def trained(flags: str, data: str, out: Path):
+    train.main(shlex.split(f"{COMMON} {flags} --data {data} --output_dir {out}"))
+
+
+def settings(flags: str) -> TrainConfig:
+    return cli.parse(TrainConfig, shlex.split(flags), complete=start.completed)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a run's newest checkpoint."""
+    stored = load_file(next(newest(folder).glob("rank-*")))
+    return {name: tensor for name, tensor in stored.items() if name.startswith("model.")}
+
+
+def assert_same_weights(one: dict, other: dict):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- what the folder decides
+
+
+def test_a_hugging_face_folder_decides_the_whole_model(hf):
+    model = settings(f"--init_from {hf} --dtype fp32").model()
+    assert model == HF
+
+
+def test_a_step_folder_and_its_run_decide_the_model_and_the_context(finished):
+    for folder in (finished, finished / "step-00000002"):
+        cfg = settings(f"--init_from {folder} --dtype fp32")
+        recorded = described(finished / "step-00000003").model_config
+        expected = recorded | dict(rope_original_context=64)
+        assert dataclasses.asdict(cfg.model()) == expected
+        assert cfg.context_length == 64
+
+
+def test_a_model_that_is_a_preset_is_called_by_its_name(tmp_path):
+    qwen3.to_hf(Decoder(ModelConfig.preset("tiny")), tmp_path)
+    cfg = settings(f"--init_from {tmp_path}")
+    assert cfg == TrainConfig(model_size="tiny", init_from=str(tmp_path))
+
+
+def test_the_printed_command_gives_the_same_run_again(hf, finished):
+    for folder in (hf, finished):
+        cfg = settings(f"--init_from {folder} --context_length 128 --rope_theta 2e6")
+        words = plan.command(cfg, World())
+        assert settings(words.removeprefix("python train.py")) == cfg
+
+
+def test_without_init_from_nothing_is_added():
+    assert start.completed({"lr": 1.0}) == {"lr": 1.0}
+    assert settings("--lr 1") == TrainConfig(lr=1.0)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--model_size 4B", "has hidden_size=48, and --model_size 4B means 2560"),
+        ("--vocab_size 8192", "has vocab_size=700, and --vocab_size 8192 means 8192"),
+        (
+            "--model_overrides num_layers=5",
+            "has num_layers=2, and --model_overrides num_layers=5 means 5",
+        ),
+    ],
+)
+def test_a_flag_that_contradicts_the_folder_is_refused_with_both_values(hf, flags, words):
+    with pytest.raises(ValueError, match=f"--init_from .*{words}: drop the flag") as caught:
+        settings(f"--init_from {hf} {flags}")
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_that_agree_with_the_folder_are_accepted(hf, finished):
+    assert settings(f"--init_from {hf} --vocab_size 700").vocab_size == 700
+    cfg = settings(f"--init_from {finished} --model_size tiny --model_overrides {SHAPE}")
+    assert cfg == dataclasses.replace(settings(f"--init_from {finished}"), model_size="tiny")
+
+
+# ---- positions
+
+
+def rope(flags: str) -> tuple:
+    model = settings(flags).model()
+    return model.rope_theta, model.rope_scaling, model.rope_factor, model.rope_original_context
+
+
+def test_flags_change_how_positions_are_rotated(hf, finished):
+    assert rope(f"--init_from {hf}") == (5e5, "none", 1.0, 512)
+    assert rope(f"--init_from {hf} --rope_theta 9e6") == (9e6, "none", 1.0, 512)
+    yarn = "--rope_scaling yarn --rope_factor 4"
+    assert rope(f"--init_from {hf} {yarn}") == (5e5, "yarn", 4.0, 512)
+    assert rope(f"--init_from {finished} {yarn}") == (1e6, "yarn", 4.0, 64)
+    assert rope(f"--init_from {hf} {yarn} --rope_original_context 99") == (5e5, "yarn", 4.0, 99)
+
+
+def test_scaled_positions_of_the_folder_are_kept_changed_or_dropped(tmp_path):
+    scaled = dict(rope_scaling="yarn", rope_factor=2.0)
+    qwen3.to_hf(Decoder(dataclasses.replace(HF, **scaled)), tmp_path)
+    assert rope(f"--init_from {tmp_path}") == (5e5, "yarn", 2.0, 512)
+    assert rope(f"--init_from {tmp_path} --rope_factor 8") == (5e5, "yarn", 8.0, 512)
+    assert rope(f"--init_from {tmp_path} --rope_scaling none") == (5e5, "none", 1.0, 512)
+
+
+def test_yarn_of_a_qwen3_takes_the_context_that_it_was_trained_at(tmp_path):
+    """Its config.json says 40,960, which has room for an answer."""
+    qwen3.to_hf(Decoder(dataclasses.replace(HF, rope_original_context=40_960)), tmp_path)
+    yarn = "--rope_scaling yarn --rope_factor 4"
+    assert settings(f"--init_from {tmp_path} {yarn}").rope_original_context == 32_768
+    assert settings(f"--init_from {tmp_path}").rope_original_context == 40_960
+
+
+# ---- the run
+
+
+def test_a_continuation_starts_at_step_0_with_the_loss_of_the_checkpoint(
+    finished, data, tmp_path, capsys
+):
+    """With a learning rate of 0, the step changes no weight."""
+    trained(f"--init_from {finished} --max_steps 1 --lr 0 --eval_every 1", data, tmp_path / "new")
+    printed = capsys.readouterr().out
+    assert f"weights: {finished / 'step-00000003'}" in printed
+    assert "warning: positions" not in printed
+    assert_same_weights(weights(tmp_path / "new"), weights(finished))
+
+    evaluate.main(shlex.split(f"--checkpoint {finished} --batches 2 --device cpu"))
+    loss = capsys.readouterr().out.split("loss ")[1].split()[0]
+    assert f"step 1: validation loss {loss} nats" in printed
+    assert described(tmp_path / "new" / "step-00000001").identity["init_from"] == str(finished)
+
+
+def test_a_longer_context_is_one_flag_and_says_what_the_positions_mean(
+    finished, data, tmp_path, capsys
+):
+    longer = f"--init_from {finished} --context_length 256 --max_steps 1 --eval_every 0"
+    trained(longer, data, tmp_path / "plain")
+    assert "positions reach 64 tokens, and --context_length is 256" in capsys.readouterr().out
+
+    trained(f"{longer} --rope_scaling yarn --rope_factor 4", data, tmp_path / "yarn")
+    printed = capsys.readouterr().out
+    assert "rope_scaling: none there, yarn in this run" in printed
+    assert "warning: positions" not in printed
+    assert start.trained_context(described(tmp_path / "yarn" / "step-00000001")) == 256
+
+
+def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
+    finished, data, tmp_path
+):
+    sparse = "--attention_type nsa --nsa cmp_block=8 cmp_stride=4 sel_block=8 sel_count=4 window=16"
+    once = "--max_steps 1 --lr 0 --eval_every 0"
+    trained(f"--init_from {finished} {sparse} {once}", data, tmp_path / "sparse")
+    found = weights(tmp_path / "sparse")
+    shared = {name: found[name] for name in weights(finished)}
+    assert_same_weights(shared, weights(finished))
+    assert len(found) > len(shared)
+
+    again = settings(f"--init_from {tmp_path / 'sparse'} --nsa window=8")
+    assert again.attention_type == "nsa"
+    assert again.model().nsa.window == 8
+    assert again.model().nsa.cmp_block == 8
+    with pytest.raises(ValueError, match="attention_type=nsa, whose weights .* drop the flag"):
+        settings(f"--init_from {tmp_path / 'sparse'} --attention_type standard")
+
+
+def test_a_run_continues_although_the_folder_that_it_started_from_is_gone(
+    finished, data, tmp_path, capsys
+):
+    source = shutil.copytree(finished, tmp_path / "source")
+    flags = f"--init_from {source} --eval_every 0"
+    trained(f"{flags} --max_steps 1", data, tmp_path / "run")
+    shutil.rmtree(source)
+    trained(f"{flags} --max_steps 2", data, tmp_path / "run")
+    assert "at step 1" in capsys.readouterr().out
+    assert newest(tmp_path / "run").name == "step-00000002"
+
+
+# ---- refusals
+
+
+def refused(capsys, flags: str, data: str, out: Path) -> tuple[int, str]:
+    """The exit code and the last line of a run that is refused and has written nothing."""
+    with pytest.raises(SystemExit) as stop:
+        trained(flags, data, out)
+    assert not out.exists()
+    return stop.value.code, capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_damaged_checkpoint_is_named_and_not_renamed(finished, data, tmp_path, capsys):
+    source = shutil.copytree(finished, tmp_path / "source")
+    shard = next((source / "step-00000003").glob("rank-*"))
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 1
+    shard.write_bytes(content)
+    code, line = refused(capsys, f"--init_from {source}", data, tmp_path / "new")
+    assert code == 4
+    assert "step-00000003" in line and "is damaged in 64 MiB block(s) [0]" in line
+    assert (source / "step-00000003").is_dir()
+
+
+def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(finished, tmp_path, capsys):
+    other = prepared(tmp_path / "other", "longhaul/run", 500)
+    code, line = refused(capsys, f"--init_from {finished}", other, tmp_path / "new")
+    assert code == 2
+    assert f"prepare it with --tokenizer {finished / 'tokenizer.model'}" in line
+
+
+@pytest.mark.parametrize("content", [{}, {"notes.txt": "x"}])
+def test_a_folder_without_weights_is_refused(tmp_path, content):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="neither config.json nor a checkpoint: name a folder"):
+        settings(f"--init_from {tmp_path}")
+
+
+def test_no_proposal_drops_init_from_or_its_size(hf):
+    cfg = settings(f"--init_from {hf} --context_length 65536 --batch_size 8 --device cpu")
+    request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 2.0)
+    proposed = list(fit._proposals(request))
+    assert len(proposed) > 10
+    for one in proposed:
+        assert one.asked.init_from == str(hf)
+        assert one.config.num_params() == HF.num_params() or one.cfg.attention_type == "nsa"
+    assert f"--init_from {hf}" in fit.proposal(fit.closest(request), request)
+
+
+# ---- export
+
+
+def test_the_exported_folder_knows_its_context_and_the_end_of_a_document(finished, data, tmp_path):
+    """The run's tokenizer says where a document ends, or its data if the ids are from elsewhere."""
+    convert_qwen3.main(shlex.split(f"--checkpoint {finished} --output {tmp_path / 'hf'}"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    generation = json.loads((tmp_path / "hf" / "generation_config.json").read_text())
+    assert config["max_position_embeddings"] == 64
+    assert config["eos_token_id"] == generation["eos_token_id"] == 0
+
+    source = shutil.copytree(finished, tmp_path / "source")
+    (source / "tokenizer.model").unlink()
+    assert convert_qwen3.end_of_document(described(newest(source))) == 0
+
+
+def test_an_import_and_an_export_keep_context_and_initializer_range(hf, tmp_path):
+    convert_qwen3.main(shlex.split(f"--input {hf} --output {tmp_path / 'run'}"))
+    convert_qwen3.main(shlex.split(f"--checkpoint {tmp_path / 'run'} --output {tmp_path / 'hf'}"))
+    before = json.loads((hf / "config.json").read_text())
+    after = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert after == before
+    assert not (tmp_path / "hf" / "generation_config.json").exists()
+
+
+def test_a_longer_run_from_a_folder_exports_its_own_context_and_a_shorter_one_the_folders(
+    hf, data, tmp_path
+):
+    for length in (64, 1024):
+        out = tmp_path / f"run{length}"
+        flags = f"--init_from {hf} --max_steps 1 --eval_every 0 --context_length {length}"
+        trained(flags, data, out)
+        assert start.trained_context(described(newest(out))) == max(length, 512)
+        assert start.read(str(out)).config.init_std == 0.05

@@ -83,7 +83,8 @@ def evaluate(given: argparse.Namespace):
         f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: the loss from token "
         "frequencies only"
     )
-    print(f"  bits per byte    {split.bits_per_byte(loss):.4f}")
+    if split.source_bytes:
+        print(f"  bits per byte    {split.bits_per_byte(loss):.4f}")
 
 
 def recorded_settings(checkpoint: Checkpoint) -> TrainConfig:

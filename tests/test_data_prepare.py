@@ -379,6 +379,7 @@ def test_progress_is_a_line_now_and_then_if_there_is_no_terminal(capsys):
         "encoding: 2.0 million characters, 0.10 million per second, 25% done, about 60 s left",
         "encoding: 4.0 million characters, 0.10 million per second, 50% done, about 40 s left",
     ]
+    assert list(progress._with_bar(documents, "encoding", 4_000_000)) == documents
     assert progress.line("reading", 3_000_000, None, 2.0) == (
         "reading: 3.0 million characters, 1.50 million per second"
     )
@@ -440,6 +441,23 @@ def test_skipped_documents_are_named_on_screen(folder, tmp_path, capsys):
         capsys.readouterr().err.count("bad.txt:2: byte 0xff is not UTF-8") == 2
     )  # refused once, left out once
     assert len(texts_of(Dataset(tmp_path / "d"))) == 20
+
+
+def test_what_was_left_out_is_named_also_if_nothing_is_left(tmp_path, capsys):
+    (tmp_path / "input").mkdir()
+    (tmp_path / "input" / "bad.txt").write_bytes(b"ab\xff")
+    arguments = ["--input", str(tmp_path / "input"), "--output", str(tmp_path / "d")]
+    assert main([*arguments, "--on_error", "skip"]) == 2
+    left_out, error = capsys.readouterr().err.splitlines()
+    assert left_out.startswith("left out: ") and "bad.txt:2: byte 0xff is not UTF-8" in left_out
+    assert "there is no text in the input" in error
+
+
+def test_linked_folders_are_named_on_screen(folder, tmp_path, capsys):
+    (folder / "loop").symlink_to(folder)
+    arguments = ["--input", str(folder), "--output", str(tmp_path / "d"), "--vocab_size", "350"]
+    assert main(arguments) == 0
+    assert f"left out: {folder / 'loop'}" in capsys.readouterr().err
 
 
 BAD_REQUESTS = {

@@ -13,14 +13,16 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from longhaul import cli, qwen3
+from longhaul import cli, dist, qwen3
 from longhaul.checkpoint.load import described, newest
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import fit, plan
+from longhaul.parallel import apply
 from longhaul.run import start
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, evaluate
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 SHAPE = "hidden_size=32 num_layers=2 num_heads=4 num_kv_heads=2 head_dim=8 ffn_size=48"
@@ -244,6 +246,27 @@ def test_a_run_continues_although_the_folder_that_it_started_from_is_gone(
     assert newest(tmp_path / "run").name == "step-00000002"
 
 
+def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
+    """The whole weights of a model that FSDP2 shards over `world` and that load_into fills."""
+    found = start.read(folder)
+    with torch.device("meta"):
+        decoder = Decoder(found.config)
+    apply.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
+    decoder.to_empty(device="cpu")
+    decoder.tie_weights()
+    start.load_into(decoder, found)
+    return {
+        f"model.{name}": parameter.full_tensor().detach()
+        for name, parameter in decoder.named_parameters()
+    }
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_rank_fills_a_model_that_two_share(finished):
+    for gathered in run_ranks(load_sharded, 2, str(finished)):
+        assert_same_weights(gathered, weights(finished))
+
+
 # ---- refusals
 
 
@@ -280,6 +303,14 @@ def test_a_folder_without_weights_is_refused(tmp_path, content):
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="neither config.json nor a checkpoint: name a folder"):
         settings(f"--init_from {tmp_path}")
+
+
+def test_a_run_asked_for_another_context_is_told_of_init_from(finished, data, capsys):
+    with pytest.raises(SystemExit):
+        trained("--model_size tiny --context_length 128", data, finished)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "context_length: recorded 64, now 128" in line
+    assert "to train its weights at another context, give --init_from" in line
 
 
 def test_no_proposal_drops_init_from_or_its_size(hf):

@@ -74,16 +74,22 @@ def check_same_run(recorded: dict, current: dict, where: str, folders: tuple[str
         for name, value in current.items()
         if recorded.get(name) != value
     ]
-    if different:
-        raise ValueError(
-            f"{where} holds another run ({'; '.join(different)}): name another folder, or give "
-            "that run's settings"
+    if not different:
+        return
+    longer = ""
+    if recorded.get("context_length") != current["context_length"]:
+        longer = (
+            "; to train its weights at another context, give --init_from and a new --output_dir"
         )
+    raise ValueError(
+        f"{where} holds another run ({'; '.join(different)}): name another folder, or give that "
+        f"run's settings{longer}"
+    )
 
 
 def _difference(name: str, recorded: object, current: object, folders: tuple[str, str]) -> str:
     if name not in ("dataset", "tokenizer"):
-        return f"{name}: recorded {recorded}, now {current}"
+        return f"{name}: recorded {recorded or repr(recorded)}, now {current or repr(current)}"
     before, now = (folder or "the embedded corpus" for folder in folders)
     if before == now:
         return f"{name}: that of {now} has changed"

@@ -82,8 +82,9 @@ class Plan:
 
     def table(self) -> str:
         """The plan for the screen; every figure is computed."""
+        model = self.cfg.init_from or self.cfg.model_size
         rows = [
-            f"plan (computed): {self.cfg.model_size} ({self.config.num_params():,} parameters), "
+            f"plan (computed): {model} ({self.config.num_params():,} parameters), "
             f"context {self.cfg.context_length:,}, {self.cfg.attention_type} attention, "
             f"{self.cfg.dtype}, {self.world.size} rank(s) on {self.device.type}"
         ]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import NSAConfig
 from nsa import engine
@@ -323,6 +324,31 @@ def test_opcheck_passes_for_forward_and_backward(documents, monkeypatch):
 
 
 @pytest.mark.slow
+class ZerosMade(TorchDispatchMode):
+    """The shapes of tensors of zeros that operators create."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.zeros_like):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize(
+    "nsa_attention", [attention.nsa_attention, engine.nsa_attention], ids=["triton", "engine"]
+)
+def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
+    tensors = make(19)
+    o = nsa_attention(*tensors, SMALL)
+    with ZerosMade() as made:
+        o.sum().backward()
+    assert tuple(o.shape) not in made.shapes
+
+
 def test_fullgraph_compile_gives_the_eager_result():
     compiled = torch.compile(
         lambda *x: attention.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"

@@ -1205,7 +1205,7 @@ def linear_cross_entropy(
     labels_N: Tensor,
     *,
     ignore_index: int = -100,
-    reduction: str = "sum",
+    reduction: str = "mean",
     num_valid: Tensor | float | None = None,
     token_tile: int | None = None,
     vocab_tile: int | None = None,
@@ -1221,10 +1221,11 @@ def linear_cross_entropy(
         with e = label_smoothing
 
     hidden and weight have any floating dtype; the products run in hidden's, also under autocast.
-    The loss is fp32, and gradients have the dtype of their input. "sum" is for a caller that
-    divides. "mean" divides by num_valid, which under data parallelism or accumulation is the
-    *global* number of valid tokens, and without it by the valid tokens given here. Without a valid
-    token the loss is 0 and gradients are zero. `kernels`: see `choose_kernels`.
+    The loss is fp32, and gradients have the dtype of their input. As in torch's cross_entropy,
+    `reduction` is "mean" by default, over the valid tokens given here. With `num_valid` it divides
+    by that number: under data parallelism or accumulation, the *global* number of valid tokens.
+    "sum" is for a caller that divides. Without a valid token the loss is 0 and gradients are zero.
+    `kernels`: see `choose_kernels`.
 
     Raises ValueError for shapes, devices, dtypes and tiles, and IndexError for labels outside
     [0, V): always on a CPU, on CUDA only with `validate`, which costs a host synchronisation.

@@ -295,6 +295,7 @@ def test_the_loss_computed_with_the_kernels_equals_float64_forward_and_backward(
         loss = reference.linear_cross_entropy(
             *inputs,
             labels_N,
+            reduction="sum",
             kernels=kernels,
             token_tile=4,
             vocab_tile=77,

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import model
 from longhaul.memory.measure import peak_bytes, saved_bytes
+from model import linear_cross_entropy
 from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
 from verify_chunked_loss import relative as rel
 
-linear_cross_entropy = functools.partial(model.linear_cross_entropy, reduction="mean")
 CPU = torch.device("cpu")
 TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]
 
@@ -348,6 +348,12 @@ def test_kernels_that_cannot_run_are_refused(kernels):
     h, w, y = inputs(dtype=torch.float64)  # which the twins do not serve anywhere
     with pytest.raises(ValueError, match="choose"):
         linear_cross_entropy(h, w, y, kernels=kernels)
+
+
+def test_called_as_torchs_cross_entropy_it_gives_torchs_mean():
+    h, w, y = inputs()
+    y[::5] = -100
+    torch.testing.assert_close(linear_cross_entropy(h, w, y), F.cross_entropy(h @ w.T, y).float())
 
 
 def test_num_valid_divides_by_the_global_count():

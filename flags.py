@@ -1,13 +1,17 @@
 """Command-line flags as every command of longhaul reads them.
 
-Hyphens and underscores in a flag are interchangeable, flags are never abbreviated, and the error
-for an unknown flag suggests the nearest known one. longhaul/cli.py makes flags from a dataclass.
+Hyphens and underscores in a flag are interchangeable, flags are never abbreviated, no flag is given
+twice, and the error for an unknown flag suggests the nearest known one. longhaul/cli.py makes flags
+from a dataclass.
 """
 
 import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+
+# A command with at most so many flags lists them all if it is given an unknown one.
+FEW = 20
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +20,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings):
         settings.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
+        self.register("type", int, integer)
+        self.register("type", float, number)
 
     def add_argument(self, *names: str, **settings) -> argparse.Action:
         """As in argparse; a flag is known by its name with underscores."""
@@ -25,17 +31,36 @@ class Parser(argparse.ArgumentParser):
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As in argparse; `error` is called for a flag that is not known."""
+        """As in argparse; `error` is called for a flag that is not known or is given twice."""
         given = sys.argv[1:] if args is None else args
         words = [underscored(word) for word in given]
         options, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
+        self._refuse_repetition(words)
         return options
 
     def error(self, message: str) -> None:
         """End the program with this message."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _refuse_repetition(self, words: Sequence[str]) -> None:
+        """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
+
+        Every word that starts with -- is a flag here: argparse takes none as a value.
+        """
+        spellings: dict[str, str] = {}
+        for word in words:
+            flag = word.split("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None:
+                continue
+            before = spellings.get(action.dest)
+            if before == flag:
+                self.error(f"{flag} is given twice: keep one")
+            if before:
+                self.error(f"{before} and {flag} are the same setting: keep one")
+            spellings[action.dest] = flag
 
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
@@ -46,8 +71,12 @@ class Parser(argparse.ArgumentParser):
 
         flag = word.split("=")[0]
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        nearest = difflib.get_close_matches(flag, known, n=1, cutoff=0.0)[0]
-        return f"unknown flag {flag}: did you mean {nearest}? (--help lists all)"
+        nearest = difflib.get_close_matches(flag, known, n=1)
+        if nearest:
+            return f"unknown flag {flag}: did you mean {nearest[0]}? (--help lists all)"
+        if len(known) <= FEW:
+            return f"unknown flag {flag}: choose from {', '.join(known)}"
+        return f"unknown flag {flag}: --help lists all flags"
 
 
 class RaisingParser(Parser):
@@ -64,3 +93,27 @@ def underscored(word: str) -> str:
         return word
     name, equals, value = word.removeprefix("--").partition("=")
     return "--" + name.replace("-", "_") + equals + value
+
+
+# ---- values
+
+
+def integer(text: str) -> int:
+    """The integer that `text` is, within 64 bits, as argparse wants it."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer: give one") from None
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(
+            f"a number of {len(text)} digits: give one between -2^63 and 2^63"
+        )
+    return value
+
+
+def number(text: str) -> float:
+    """The number that `text` is, as argparse wants it."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: give one") from None

@@ -5,6 +5,8 @@ runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: d
 fits; 2: bad input, or the request fits after changes; 3: nothing fits.
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
 import dataclasses
 import json
 import sys
@@ -192,7 +194,7 @@ def write(path: str, result: dict):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
     except OSError as error:
-        raise ValueError(f"--json {path} cannot be written: {error}") from None
+        raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
 
 
 def solve(cfg: ProfileConfig) -> int:

@@ -5,6 +5,8 @@ has; preflight, which checks the data, the checkpoint and the folder; build; tra
 wrong is reported in one line before anything is allocated or overwritten.
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
 import dataclasses
 import functools
 import os
@@ -26,7 +28,7 @@ from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, repor
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health, audited_step
-from longhaul.run.log import Logger, mfu, peak_memory_gib
+from longhaul.run.log import Logger, mfu, peak_memory_gib, perplexity
 from longhaul.run.preflight import Ready, preflight
 from longhaul.step import MicroBatch, StepResult, TrainState
 from model import attention_kind, choose_kernels
@@ -278,12 +280,7 @@ class Run:
             measured = step.evaluate(state, batches, self.guard.must_stop)
             if measured is None:  # the run was asked to stop
                 return
-            loss, count = measured
-            figures = {"validation/loss": loss, "validation/perplexity": perplexity(loss)}
-            self.log.scalars(state.step, figures)
-            self.log.say(
-                f"step {state.step}: validation loss {loss:.4f} nats over {count:,} tokens"
-            )
+            self.log.validation(state.step, *measured)
         if self.ready.dataset.tokenizer_path:
             self.log.text(state.step, "sample", self._sample())
 
@@ -298,11 +295,6 @@ class Run:
         if end in ids:
             ids = ids[: ids.index(end)]
         return tokenizer.decode(ids)
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss), infinite if that is more than a float can hold."""
-    return float(torch.tensor(loss, dtype=torch.float64).exp())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ The exit code is 0 if every check passes, 1 if one fails and 2 for bad input.
    keeps all of its logits, so it must fail the check of the bytes kept.
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
 import argparse
 import sys
 import time
@@ -19,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.cli import Parser
+from flags import Parser
+from longhaul.dist import World, named_device
 from longhaul.memory.measure import peak_bytes, saved_bytes
+from longhaul.memory.plan import available_gib
 from model import GIB, IGNORE, Decoder, ModelConfig, linear_cross_entropy
 
 # tokens: (GiB of logits, whether the loss must be chunked)
@@ -52,8 +56,9 @@ def main(args: list[str] | None = None) -> int:
 def parsed(args: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(description=__doc__.splitlines()[0], prog="verify_chunked_loss.py")
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=here, help="where to compute")
+    parser.add_argument(
+        "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
+    )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -69,14 +74,27 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(args)
 
     if min(given.seq_len, given.hidden_size, given.vocab_size) < 1:
-        parser.error("--seq_len, --hidden_size and --vocab_size must be at least 1")
-    is_cuda = given.device.split(":")[0] == "cuda" and torch.cuda.is_available()
-    if given.device != "cpu" and not is_cuda:
-        parser.error(
-            f"--device {given.device} is not available: use --device cpu, or cuda on a machine on "
-            "which torch sees a GPU"
-        )
+        parser.error("a size below 1: give --seq_len, --hidden_size and --vocab_size of at least 1")
+    try:
+        given.device = named_device(given.device)
+        check_size(given)
+    except ValueError as error:
+        parser.error(str(error))
     return given
+
+
+def check_size(given: argparse.Namespace):
+    """ValueError if this machine cannot hold the standard loss in float64."""
+    logits = given.seq_len * given.vocab_size
+    weight = given.hidden_size * given.vocab_size
+    needed = 8 * (3 * logits + 2 * weight) / GIB  # logits, their softmax and gradient
+    available = available_gib(given.device, World())
+    if needed > available:
+        raise ValueError(
+            f"the comparison needs {needed:,.1f} GiB for the standard loss in float64, and "
+            f"{available:.1f} are available: give a smaller --seq_len, --hidden_size or "
+            "--vocab_size"
+        )
 
 
 def verdict(holds: bool, text: str) -> bool:
@@ -115,7 +133,7 @@ def check_computation(given: argparse.Namespace) -> list[bool]:
     N = given.seq_len
     V = given.vocab_size
     dtype = getattr(torch, given.dtype)
-    inputs = problem(N, given.hidden_size, V, dtype, torch.device(given.device))
+    inputs = problem(N, given.hidden_size, V, dtype, given.device)
     print(
         f"Computed: {N} tokens, width {given.hidden_size}, vocabulary {V:,}, {given.dtype} on "
         f"{given.device}: logits {N * V * dtype.itemsize / GIB:.3f} GiB"

@@ -13,6 +13,8 @@ Exit codes: 0 done, 2 bad input (one line with the remedy, before anything is wr
 data, 6 storage.
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
 import argparse
 import sys
 import time

@@ -26,11 +26,12 @@ def flag(
     many: bool = False,
     group: str = "",
     at_least: float | None = None,
+    at_most: float | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
-    at_least: the smallest number allowed, for the dataclass to check.
+    at_least, at_most: the smallest and the largest number allowed, for the dataclass to check.
     """
     metadata = dict(
         help=help,
@@ -40,6 +41,7 @@ def flag(
         many=many,
         group=group,
         at_least=at_least,
+        at_most=at_most,
     )
     if many:
         return field(default_factory=lambda: tuple(default), metadata=metadata)
@@ -167,13 +169,28 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     fields_by_name = {name: spec for spec in fields(cls) for name in _names_of(spec)}
 
     values = {}
+    keys = {}
     for key, value in _flat(table):
         spec = fields_by_name.get(key.replace("-", "_"))
         if spec is None:
-            nearest = difflib.get_close_matches(key, fields_by_name, n=1, cutoff=0.0)[0]
-            parser.error(f"--config {path}: unknown key {key!r}: did you mean {nearest!r}?")
+            parser.error(
+                f"--config {path}: unknown key {key!r}: {_suggestion(key, fields_by_name)}"
+            )
+        if spec.name in keys:
+            parser.error(
+                f"--config {path}: {keys[spec.name]} and {key} are the same setting: keep one"
+            )
+        keys[spec.name] = key
         values[spec.name] = _checked(spec, value, f"--config {path}: {key}", parser)
     return values
+
+
+def _suggestion(key: str, known: dict[str, Field]) -> str:
+    """What to write instead of an unknown key."""
+    nearest = difflib.get_close_matches(key, known, n=1)
+    if nearest:
+        return f"did you mean {nearest[0]!r}?"
+    return "docs/SETTINGS.md lists all"
 
 
 def _table(path: str, parser: Parser) -> dict:
@@ -181,7 +198,9 @@ def _table(path: str, parser: Parser) -> dict:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     # A TOMLDecodeError is a ValueError, and so is a number of too many digits.
     except (OSError, ValueError, RecursionError) as error:
-        return parser.error(f"--config {path}: {error}")
+        return parser.error(
+            f"--config {path}: {error}: give a TOML file, as docs/SETTINGS.md shows one"
+        )
 
 
 def _flat(table: dict) -> Iterator[tuple[str, Any]]:
@@ -196,6 +215,9 @@ def _checked(spec: Field, value: Any, given: str, parser: Parser) -> Any:
     """The value as the field's type; an error if it is of another."""
     if spec.metadata["many"]:
         return _checked_list(value, given, parser)
+    if spec.metadata["bare"] is not None and isinstance(value, bool):
+        # as the flag without a value, and as no flag
+        return spec.metadata["bare"] if value else spec.default
 
     if type(value) is int and not -(2**63) <= value < 2**63:
         parser.error(f"{given} has {len(str(value))} digits: give a number below 2^63")

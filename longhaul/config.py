@@ -5,6 +5,7 @@ Its fields are the flags of train.py and the keys of the TOML file that --config
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -65,7 +66,7 @@ class TrainConfig:
         4096,
         "tokens per row, which is one training sequence",
         aliases=("seq_len", "max_seq_len", "sequence_length"),
-        at_least=1,
+        at_least=2,
         group="model",
     )
     attention_type: str = flag(
@@ -87,6 +88,7 @@ class TrainConfig:
         0,
         "number of tokens in the vocabulary; 0: the preset's",
         at_least=0,
+        at_most=10**8,
         group="model",
     )
     rope_theta: float = flag(
@@ -163,7 +165,13 @@ class TrainConfig:
         at_least=0,
         group="data",
     )
-    seed: int = flag(0, "seed of the initial weights and of the data order", group="data")
+    seed: int = flag(
+        0,
+        "seed of the initial weights and of the data order",
+        at_least=-(2**63),
+        at_most=2**63 - 1,
+        group="data",
+    )
 
     # ---- optimisation
 
@@ -172,6 +180,7 @@ class TrainConfig:
         "optimizer steps in the whole run",
         aliases=("steps", "train_steps"),
         at_least=1,
+        at_most=10**12,
         group="optimisation",
     )
     lr: float = flag(
@@ -179,6 +188,7 @@ class TrainConfig:
         "peak learning rate",
         aliases=("learning_rate",),
         at_least=0,
+        at_most=1000,
         group="optimisation",
     )
     schedule: str = flag(
@@ -199,11 +209,15 @@ class TrainConfig:
     decay_fraction: float = flag(
         0.2,
         "wsd: fraction of the run, at its end, during which the learning rate decays",
+        at_least=0,
+        at_most=1,
         group="optimisation",
     )
     min_lr_ratio: float = flag(
         0.1,
         "final learning rate as a fraction of the peak",
+        at_least=0,
+        at_most=1,
         group="optimisation",
     )
     weight_decay: float = flag(
@@ -211,6 +225,7 @@ class TrainConfig:
         "decoupled weight decay of matrices; norms and biases do not decay",
         aliases=("wd",),
         at_least=0,
+        at_most=1000,
         group="optimisation",
     )
     beta1: float = flag(
@@ -519,16 +534,16 @@ class TrainConfig:
         """ValueError for a number outside its range."""
         for spec in dataclasses.fields(self):
             least = spec.metadata["at_least"]
+            most = spec.metadata["at_most"]
             value = getattr(self, spec.name)
             if least is not None and not least <= value < math.inf:
                 raise ValueError(
                     f"--{spec.name} {value} is out of range: give a number of at least {least}"
                 )
-
-        for name in ("min_lr_ratio", "decay_fraction"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ValueError(f"--{name} {value} is out of range: give a number between 0 and 1")
+            if most is not None and value > most:
+                raise ValueError(
+                    f"--{spec.name} {value} is out of range: give a number of at most {most}"
+                )
 
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
@@ -537,9 +552,9 @@ class TrainConfig:
                     f"--{name} {value} is out of range: give a number of at least 0 and below 1"
                 )
 
-        if self.adam_eps <= 0:
+        if not 0 < self.adam_eps <= 1:
             raise ValueError(
-                f"--adam_eps {self.adam_eps} is not positive: give a small number above 0"
+                f"--adam_eps {self.adam_eps} is out of range: give a number above 0 and at most 1"
             )
 
     def _check_activation_levers(self, model: ModelConfig) -> None:
@@ -619,6 +634,31 @@ class TrainConfig:
                 "add --grad_clip 0"
             )
 
+    def warnings(self) -> list[str]:
+        """What a run with these settings should be told: settings without effect, a warmup that is
+        longer than the run, sparse attention over rows that are too short for it.
+        """
+        found = []
+        for name in self.ineffective_settings():
+            found.append(f"--{name} {getattr(self, name)} has no effect with the other settings")
+
+        if self.warmup_steps >= self.max_steps:
+            reached = self.max_steps / self.warmup_steps
+            found.append(
+                f"the run ends inside the warmup, at {reached:.0%} of the peak learning rate "
+                f"(--max_steps {self.max_steps}, --warmup_steps {self.warmup_steps}): give fewer "
+                "--warmup_steps"
+            )
+
+        sparse = self.model().nsa
+        if attention_kind(self).settings == "nsa" and self.context_length <= sparse.window:
+            found.append(
+                f"each window of {sparse.window} tokens holds a whole row of "
+                f"{self.context_length}, so sparse attention only adds work: use "
+                "--attention_type standard, or a longer --context_length"
+            )
+        return found
+
     def ineffective_settings(self) -> list[str]:
         """Names of settings that were changed from their default and that the others make void."""
         only_warmup = self.warmup_steps >= self.max_steps
@@ -634,11 +674,17 @@ class TrainConfig:
             logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
         )
-        defaults = {spec.name: spec.default for spec in dataclasses.fields(self)}
-        defaults["nsa"] = ()
+        changed = self.changed_settings()
+        return [name for name in ineffective if name in changed and ineffective[name]]
 
-        changed = [name for name in ineffective if getattr(self, name) != defaults[name]]
-        return [name for name in changed if ineffective[name]]
+    def changed_settings(self) -> list[str]:
+        """Names of the settings that differ from their defaults."""
+        changed = []
+        for spec in dataclasses.fields(self):
+            default = () if spec.default is dataclasses.MISSING else spec.default
+            if getattr(self, spec.name) != default:
+                changed.append(spec.name)
+        return changed
 
     # ---- what follows from the settings
 
@@ -744,10 +790,12 @@ class TrainConfig:
         """Rows of an optimizer step over all ranks."""
         return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
-    def table(self) -> str:
-        """Every setting, one line per group."""
+    def table(self, names: Collection[str] | None = None) -> str:
+        """These settings, or every one, one line per group."""
         groups: dict[str, list[str]] = {}
         for spec in dataclasses.fields(self):
+            if names is not None and spec.name not in names:
+                continue
             settings = groups.setdefault(spec.metadata["group"], [])
             settings.append(f"{spec.name}={getattr(self, spec.name)!r}")
         return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())

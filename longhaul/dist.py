@@ -5,9 +5,9 @@ torch.distributed is loaded only if there is more than one process.
 """
 
 import ctypes
-import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from longhaul.exits import BAD_INPUT, Halt, StorageError, code_of
+from longhaul.exits import BAD_INPUT, Halt, StorageError, code_of, last_words
 
 # Ranks may wait in a collective while rank 0 hashes or prepares a large data set.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
@@ -67,6 +67,26 @@ def choose_device(name: str, world: World) -> torch.device:
             f"use --nproc_per_node={gpus}"
         )
     return torch.device("cuda", world.local_rank)
+
+
+def named_device(name: str) -> torch.device:
+    """The device of a program of one process: auto, cpu, cuda or cuda:N.
+
+    ValueError for another name, and if the GPU is not there.
+    """
+    if name in ("auto", "cpu", "cuda"):
+        return choose_device(name, World())
+    if not re.fullmatch(r"cuda:\d{1,3}", name):
+        raise ValueError(f"--device {name} is unknown: use auto, cpu, cuda or cuda:N")
+
+    device = torch.device(name)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.index >= gpus:
+        raise ValueError(
+            f"--device {name}, but torch sees {gpus} GPU(s) here: use --device auto, or a smaller "
+            "number"
+        )
+    return device
 
 
 def cores() -> int:
@@ -272,18 +292,3 @@ def refuse(message: str, code: int = BAD_INPUT) -> NoReturn:
         time.sleep(5)
     last_words(message)
     sys.exit(code)
-
-
-def last_words(message: str) -> None:
-    """Print `message` on standard error, and give it to torchrun for the end of its report.
-
-    That report of a failed rank comes after everything that the rank has printed.
-    """
-    print(message, file=sys.stderr, flush=True)
-
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        content = {"message": {"message": message, "extraInfo": extra}}
-        with open(report, "w", encoding="utf-8") as file:
-            json.dump(content, file)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from model import Decoder, KVCache, attention_kind
+from model import Decoder, KVCache, ModelConfig, attention_kind
 
 # Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
@@ -32,13 +32,28 @@ def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
     return p_V / p_V.sum()
 
 
+# Temperatures that can be sampled with. Below, logits overflow; above, all tokens are alike.
+COLDEST = 1e-6
+HOTTEST = 1e3
+
+
 def check_sampling(temperature: float, top_k: int, top_p: float):
     """ValueError for settings that cannot be sampled with; temperature 0 is greedy."""
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    if temperature != 0 and not COLDEST <= temperature <= HOTTEST:
         raise ValueError(
-            f"temperature={temperature}, top_k={top_k}, top_p={top_p}: need temperature >= 0 (0 is "
-            "greedy), top_k >= 0 (0: all), 0 < top_p <= 1 (1: all)"
+            f"temperature {temperature:g} is out of range: give 0 for the most probable token, or "
+            f"{COLDEST:g} to {HOTTEST:g}"
         )
+    if top_k < 0:
+        raise ValueError(f"top_k {top_k} is out of range: give at least 1, or 0 for all tokens")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p {top_p} is out of range: give a number above 0 and at most 1")
+
+
+def cache_bytes(config: ModelConfig, tokens: int) -> int:
+    """Bytes that decoding so many tokens keeps, at least: keys and values of every layer."""
+    elements = 2 * config.num_layers * tokens * config.num_kv_heads * config.head_dim
+    return elements * config.dtype.itemsize
 
 
 @torch.no_grad()
@@ -62,8 +77,8 @@ def generate(
     check_sampling(temperature, top_k, top_p)
     if not prompt or max_new_tokens < 1:
         raise ValueError(
-            f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}: both must be "
-            "at least 1"
+            f"a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens}: give at least "
+            "1 of each"
         )
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)

@@ -9,16 +9,16 @@ import dataclasses
 import math
 from pathlib import Path
 
-import torch
-
 from data.corpus import prepare_embedded
-from data.dataset import Dataset, open_dataset
+from data.dataset import Dataset, Split, open_dataset
 from data.loader import Loader
 from flags import Parser
 from longhaul import dist, step
-from longhaul.checkpoint.format import Checkpoint, CheckpointError
-from longhaul.checkpoint.load import load_model, newest, verified
+from longhaul.checkpoint.format import Checkpoint
+from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.config import TrainConfig
+from longhaul.dist import named_device
+from longhaul.run.log import perplexity
 
 
 def build_parser() -> Parser:
@@ -39,9 +39,7 @@ def build_parser() -> Parser:
         "--batches", type=int, default=32, help="rows of the validation split, at most"
     )
     parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="device to compute on",
+        "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
     )
     return parser
 
@@ -60,17 +58,18 @@ def evaluate(given: argparse.Namespace):
     """Compute the loss over rows of the validation split and print it."""
     if given.batches < 1:
         raise ValueError(f"--batches {given.batches} is out of range: give at least 1")
+    device = named_device(given.device)
     checkpoint = verified(newest(Path(given.checkpoint)))
     # one process evaluates, so nobody shares its rows
     cfg = dataclasses.replace(recorded_settings(checkpoint), context_parallel_size=1)
     dataset = open_data(cfg, given.data)
-    check_tokenizer(dataset, checkpoint)
+    check_tokenizer(checkpoint, dataset.tokenizer_sha256, f"--data {dataset.path}")
+    check_context(given.context_length, dataset)
 
     context = given.context_length or cfg.context_length
     loader = Loader(dataset, context, 1, seed=cfg.seed, split="val")
     rows = min(given.batches, loader.rows_per_epoch)
 
-    device = torch.device(given.device)
     model = load_model(checkpoint, device)
     state = step.TrainState(cfg, model, None, device, dist.World())
     batches = (step.micro_batches(loader.batch(index), 1, device) for index in range(rows))
@@ -78,13 +77,12 @@ def evaluate(given: argparse.Namespace):
 
     split = loader.split
     print(f"{checkpoint.folder}: validation over {count:,} tokens at context {context:,}")
-    print(f"  loss             {loss:.4f} nats per token (perplexity {math.exp(loss):.1f})")
+    print(f"  loss             {loss:.4f} nats per token (perplexity {perplexity(loss):.1f})")
     print(
         f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: the loss from token "
         "frequencies only"
     )
-    if split.source_bytes:
-        print(f"  bits per byte    {split.bits_per_byte(loss):.4f}")
+    print(f"  bits per byte    {bits_per_byte(split, loss)}")
 
 
 def recorded_settings(checkpoint: Checkpoint) -> TrainConfig:
@@ -103,17 +101,22 @@ def open_data(cfg: TrainConfig, path: str | None) -> Dataset:
     return prepare_embedded(documents=cfg.documents, report=lambda *line: None)
 
 
-def check_tokenizer(dataset: Dataset, checkpoint: Checkpoint):
-    """CheckpointError if the data's ids are not those that the model was trained on. A converted
-    checkpoint does not know its tokenizer.
-    """
-    trained_on = (checkpoint.identity or {}).get("tokenizer")
-    if trained_on and dataset.tokenizer_sha256 != trained_on:
-        raise CheckpointError(
-            f"{dataset.path} was tokenized with a different tokenizer from the data of "
-            f"{checkpoint.folder}: prepare the data with --tokenizer "
-            f"{checkpoint.folder.parent / 'tokenizer.model'}"
+def check_context(given: int, dataset: Dataset):
+    """ValueError for a --context_length that cannot be evaluated; 0 is that of training."""
+    tokens = dataset.split("val").num_tokens
+    if given and not 2 <= given <= tokens:
+        raise ValueError(
+            f"--context_length {given} is out of range: give 2 to {tokens}, the tokens of the "
+            "validation split, or 0 for the context of training"
         )
+
+
+def bits_per_byte(split: Split, loss: float) -> str:
+    """The loss in bits per byte, if the data says how many bytes its tokens are."""
+    bits = split.bits_per_byte(loss)
+    if math.isnan(bits):
+        return "unknown: the data does not say how many bytes of text its tokens are"
+    return f"{bits:.4f}"
 
 
 if __name__ == "__main__":

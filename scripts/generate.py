@@ -1,20 +1,25 @@
 """Continue a prompt: `python -m scripts.generate --checkpoint runs/quickstart --prompt "def f("`.
 
-The text appears on standard output as it is sampled; the rate goes to standard error.
+The text appears on standard output as it is sampled; the rate goes to standard error. With `--ids`
+instead of `--prompt`, token ids go in and come out, so that a model is sampled without a tokenizer.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from data.tokenizer import Tokenizer
 from flags import Parser
-from longhaul.checkpoint.load import load_model, newest, verified
-from longhaul.generate import check_sampling, generate
+from longhaul.checkpoint.format import Checkpoint, model_config
+from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+from longhaul.dist import World, named_device
+from longhaul.generate import cache_bytes, check_sampling, generate
+from longhaul.memory.plan import available_gib
+from model import GIB, ModelConfig
 
 
 def build_parser() -> Parser:
@@ -30,7 +35,11 @@ def build_parser() -> Parser:
         default=None,
         help="sentencepiece model; by default the run's own tokenizer.model",
     )
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text to continue")
+    prompt.add_argument(
+        "--ids", type=int, nargs="+", metavar="ID", help="token ids to continue; ids are printed"
+    )
     parser.add_argument(
         "--max_new_tokens",
         type=int,
@@ -51,9 +60,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text")
     parser.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="device to compute on",
+        "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision"
@@ -72,37 +79,97 @@ def main(args: list[str] | None = None):
 
 
 def run(given: argparse.Namespace):
-    """Load tokenizer and model, and print what they generate."""
+    """Load the model, and print what it generates."""
     check_sampling(given.temperature, given.top_k, given.top_p)
-    folder = newest(Path(given.checkpoint))
-    tokenizer = Tokenizer(given.tokenizer or folder.parent / "tokenizer.model")
-    model = load_model(verified(folder), given.device, given.dtype)
+    device = named_device(given.device)
+    checkpoint = verified(newest(Path(given.checkpoint)))
 
-    ids = generate(
-        model,
-        tokenizer.encode(given.prompt) or [tokenizer.eod_id],
+    if given.ids is not None:
+        check_ids(given, model_config(checkpoint).vocab_size)
+        ids = sampled(given, checkpoint, device, given.ids)
+        stream(" ".join(map(str, given.ids)), ids, lambda token: f" {token}", lambda: "")
+        return
+
+    tokenizer = tokenizer_of(checkpoint, given.tokenizer)
+    prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
+    stop = {"stop_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
+    ids = sampled(given, checkpoint, device, prompt, **stop)
+    text = tokenizer.stream()
+    stream(given.prompt, ids, text.push, text.finish)
+
+
+def check_ids(given: argparse.Namespace, vocab_size: int):
+    """ValueError for ids that the model does not have, and for a tokenizer next to ids."""
+    if given.tokenizer:
+        raise ValueError("--tokenizer is not used with --ids: drop one of them")
+    for token in given.ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"--ids {token} is no id of this model: give ids from 0 to {vocab_size - 1}"
+            )
+
+
+def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
+    """The tokenizer that the model was trained with, from `path` or from the run's folder;
+    ValueError if it is another one, or if there is none.
+    """
+    own = checkpoint.folder.parent / "tokenizer.model"
+    if path is None and not own.is_file():
+        raise ValueError(
+            f"{own.parent} has no tokenizer.model: give --tokenizer FILE, or --ids instead of "
+            "--prompt"
+        )
+    tokenizer = Tokenizer(path or own)
+    check_tokenizer(checkpoint, tokenizer.sha256, str(tokenizer.path))
+    return tokenizer
+
+
+def sampled(
+    given: argparse.Namespace,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    prompt: list[int],
+    stop_id: int | None = None,
+    vocab_size: int | None = None,
+) -> Iterator[int]:
+    """Load the model, and yield the ids that continue the prompt; ValueError if their keys and
+    values do not fit.
+    """
+    check_length(model_config(checkpoint), len(prompt) + given.max_new_tokens, device)
+    return generate(
+        load_model(checkpoint, device, given.dtype),
+        prompt,
         given.max_new_tokens,
         temperature=given.temperature,
         top_k=given.top_k,
         top_p=given.top_p,
         seed=given.seed,
-        stop_id=tokenizer.eod_id,
-        vocab_size=tokenizer.vocab_size,
+        stop_id=stop_id,
+        vocab_size=vocab_size,
     )
-    stream(given.prompt, ids, tokenizer)
 
 
-def stream(prompt: str, ids: Iterable[int], tokenizer: Tokenizer):
-    """Write text as soon as its bytes form whole characters."""
+def check_length(config: ModelConfig, tokens: int, device: torch.device):
+    """ValueError if the keys and values of so many tokens do not fit in memory."""
+    needed = cache_bytes(config, tokens) / GIB
+    available = available_gib(device, World())
+    if needed > available:
+        raise ValueError(
+            f"the keys and values of {tokens:,} tokens need {needed:,.1f} GiB, and {available:.1f} "
+            "are available: give fewer --max_new_tokens"
+        )
+
+
+def stream(prompt: str, ids: Iterable[int], spell: Callable[[int], str], finish: Callable[[], str]):
+    """Write the prompt, and each id as it is sampled; `finish` gives what is left at the end."""
     start = time.perf_counter()
     count = 0
-    decoder = tokenizer.stream()
     sys.stdout.write(prompt)
     for token in ids:
-        sys.stdout.write(decoder.push(token))
+        sys.stdout.write(spell(token))
         sys.stdout.flush()
         count += 1
-    print(decoder.finish())
+    print(finish())
     seconds = time.perf_counter() - start
     print(f"[{count} tokens, {count / seconds:.1f} tokens/s]", file=sys.stderr)
 

@@ -18,6 +18,11 @@ done
 out=${out:-runs/quickstart${long:+-long}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+next_commands() {
+    echo "What next, from this folder ($PWD):"
+    echo "  first       source .venv/bin/activate     (once in every new shell)"
+}
+
 echo "== data: the embedded corpus (standard library, torch and numpy sources)"
 python -m data.prepare
 
@@ -25,7 +30,9 @@ if [ "$long" ]; then
     echo "== train: the tiny preset with sparse attention at ${CONTEXT:=131072} tokens"
     python train.py --model_size tiny --attention_type nsa --context_length "$CONTEXT" --documents directory --max_steps 3 --lr 2e-3 \
         --warmup_steps 1 --schedule constant --eval_every 3 --eval_rows 1 --output_dir "$out"
-    echo "done in $(( $(date +%s) - started )) s; losses: $out/metrics.jsonl; curves: tensorboard --logdir $out/tensorboard"
+    echo "done in $(( $(date +%s) - started )) s; the losses are in $out/metrics.jsonl."
+    next_commands
+    echo "  curves      tensorboard --logdir $out/tensorboard     (then open http://localhost:6006; Ctrl-C ends it)"
     exit
 fi
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
@@ -40,10 +47,10 @@ echo "== generate"
 python -m scripts.generate --checkpoint "$out" --prompt "def main(" --max_new_tokens 60
 
 echo
-echo "done in $(( $(date +%s) - started )) s. What is where, and what next:"
-echo "  curves      tensorboard --logdir $out/tensorboard     (numbers: $out/metrics.jsonl)"
-echo "  checkpoint  $(ls -d "$out"/step-???????? | tail -n 1)"
+echo "done in $(( $(date +%s) - started )) s. The checkpoint is $(ls -d "$out"/step-???????? | tail -n 1), the numbers are in $out/metrics.jsonl."
+next_commands
 echo "  generate    python -m scripts.generate --checkpoint $out --prompt 'import torch'"
-echo "  your text   python -m data.prepare --input FILES_OR_FOLDERS --output mydata"
-echo "              torchrun --nproc_per_node=2 train.py --data mydata --model_size tiny --output_dir runs/mine"
-echo "  a big one   torchrun --nproc_per_node=2 train.py --context_length 131072 --gradient_checkpointing --plan"
+echo "  curves      tensorboard --logdir $out/tensorboard     (then open http://localhost:6006; Ctrl-C ends it)"
+echo "  your text   python -m data.prepare --input README.md docs longhaul --output mydata     (or your own files and folders)"
+echo "              torchrun --nproc_per_node=2 train.py --data mydata --model_size tiny --context_length 256 --max_steps 100 --warmup_steps 10 --output_dir runs/mine"
+echo "  a big one   python profile_memory.py --model_size 4B --context_length 131072 --gradient_checkpointing     (predicts its memory; no GPU is needed)"

@@ -15,7 +15,17 @@ OPENING = """# Settings of train.py
 
 Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win
 over the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list,
-which is written by `python -m scripts.settings`.
+which is written by `python -m scripts.settings`. No setting may be given twice, also not by two of
+its names. A file may group its keys in tables:
+
+```toml
+[model]
+model_size = "tiny"
+context_length = 1024
+
+[memory]
+gradient_checkpointing = true    # as the flag without a value
+```
 """
 
 

@@ -12,8 +12,9 @@ setup() {
     stamp=.venv/.installed-$(basename "$requirements")
     wanted=$(cat requirements*.txt | cksum)
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "installing $requirements into .venv"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
+        echo "installing $requirements into .venv: 1 to 5 minutes, mostly for torch"
+        .venv/bin/python -m pip install --disable-pip-version-check -r "$requirements" \
+            | { grep -E '^(Collecting|Installing)' || true; }
         echo "$wanted" > "$stamp"
     fi
 

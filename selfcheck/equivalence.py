@@ -283,6 +283,9 @@ def main(args: list[str] | None = None) -> int:
         help="where one process computes; several ranks run on CPU",
     )
     given = parser.parse_args(args)
+    if given.steps < 1:
+        parser.error(f"--steps {given.steps} compares nothing: give at least 1")
+
     good = True
     for what in given.what:
         units = "end above   bound" if what == "curves" else "loss, nats   norm, rel."

@@ -4,7 +4,6 @@ A,B,15-19] [--trials N] [--full]`.
 A line per row as it ends; exit code 0 if all hold, 1 if one does not, 2 for rows that do not exist.
 """
 
-import argparse
 import multiprocessing
 import shutil
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from flags import Parser
 from selfcheck.faults import corruption, data, numerics, process, resume, security, storage
 from selfcheck.faults.rows import Failed, Row
 
@@ -91,14 +91,14 @@ def _inside(row: Row, trials: int, folder: Path, outcome: Path):
 
 def main(args: list[str] | None = None):
     """The command line."""
-    parser = argparse.ArgumentParser(prog="fault_matrix", description=__doc__.splitlines()[0])
+    parser = Parser(prog="fault_matrix", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--rows",
         default=",".join(GROUPS),
-        help="groups, numbers and ranges: A,B,15-19 (default: all)",
+        help="groups, numbers and ranges: A,B,15-19",
     )
     parser.add_argument(
-        "--trials", type=int, help="trials of every row (default: the row's own number)"
+        "--trials", type=int, help="trials of every row; without it, the row's own number"
     )
     parser.add_argument(
         "--full",
@@ -106,6 +106,8 @@ def main(args: list[str] | None = None):
         help="as many trials as the issue asks for, not as few as CI has time for",
     )
     given = parser.parse_args(args)
+    if given.trials is not None and given.trials < 1:
+        parser.error(f"--trials {given.trials} tests nothing: give at least 1")
     try:
         rows = select(given.rows)
     except ValueError as error:

@@ -8,7 +8,6 @@ crash in a C or Rust parser is counted rather than suffered. Imports selfcheck.f
 ours.
 """
 
-import argparse
 import json
 import mmap
 import multiprocessing
@@ -23,6 +22,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from flags import Parser
 from selfcheck.faults.readers import TARGETS, Target
 
 INPUTS = 10_000
@@ -174,20 +174,21 @@ def line(one: Result) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m selfcheck.fuzz", description=__doc__.splitlines()[0]
-    )
+    parser = Parser(prog="python -m selfcheck.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--inputs",
         type=int,
         default=INPUTS,
         metavar="N",
-        help=f"inputs of each reader (default {INPUTS:,})",
+        help="inputs of each reader",
     )
     parser.add_argument(
         "--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers"
     )
     given = parser.parse_args(arguments)
+    if given.inputs < 1:
+        parser.error(f"--inputs {given.inputs} tests nothing: give at least 1")
+
     results = []
     print(HEAD, flush=True)
     for target in TARGETS:

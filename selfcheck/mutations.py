@@ -9,7 +9,6 @@ The exit code is 0 if the tests noticed every fault except those that are known 
 not, and 2 for bad input. All faults take about ten minutes on one core.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flags import Parser
 from selfcheck.faulty_lines import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ class Outcome:
 
 def main(args: list[str] | None = None) -> int:
     """The command line; the exit code."""
-    parser = argparse.ArgumentParser(prog="mutations", description=__doc__.splitlines()[0])
+    parser = Parser(prog="mutations", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", default="", metavar="NAMES", help="parts of names, separated by commas"
     )

@@ -17,7 +17,7 @@ from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
-    {"model", "fused", "nsa", "files", "flags"},
+    {"model", "fused", "nsa", "files", "flags", "installed", "longhaul.epilogue"},
     {"data", "longhaul.exits"},
     {"longhaul.dist", "longhaul.cli"},
     {
@@ -51,6 +51,8 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "fused": {"torch", "triton"},
     "files": {"torch", "safetensors"},
     "flags": set(),
+    "installed": set(),
+    "longhaul.epilogue": set(),
     "data": {"numpy", "sentencepiece", "tqdm"},
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),

@@ -7,14 +7,17 @@ import shlex
 import pytest
 import torch
 
+from flags import RaisingParser
 from longhaul import cli, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.memory import plan as planner
+from longhaul.optim import learning_rate
 from profile_memory import ProfileConfig
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(TrainConfig)}
 BOUNDED = [name for name, spec in FIELDS.items() if spec.metadata["at_least"] is not None]
+LIMITED = [name for name, spec in FIELDS.items() if spec.metadata["at_most"] is not None]
 
 
 def parsed(*words: str) -> TrainConfig:
@@ -44,6 +47,21 @@ def test_the_least_allowed_number_is_accepted():
     for name in BOUNDED:
         changed = dataclasses.replace(defaults, **{name: FIELDS[name].metadata["at_least"]})
         assert getattr(changed, name) == FIELDS[name].metadata["at_least"]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_number_above_its_range_is_refused_with_the_most_that_is_allowed(name):
+    most = FIELDS[name].metadata["at_most"]
+    words = f"--{name} {most + 1} is out of range: give a number of at most {most}$"
+    with pytest.raises(ValueError, match=words):
+        TrainConfig(**{name: most + 1})
+    assert getattr(TrainConfig(**{name: most}), name) == most
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, 1.5])
+def test_an_epsilon_that_adamw_cannot_use_is_refused_in_our_words(value):
+    with pytest.raises(ValueError, match=f"--adam_eps {value} is out of range: give a number"):
+        TrainConfig(adam_eps=value)
 
 
 @pytest.mark.parametrize("name", ["min_lr_ratio", "decay_fraction", "beta1", "beta2"])
@@ -231,3 +249,96 @@ def test_a_wrong_override_of_the_model_is_quoted_with_what_to_give(pair, words):
 def test_an_override_given_twice_is_refused():
     with pytest.raises(ValueError, match="num_layers is given twice, keep one"):
         TrainConfig(model_overrides=("num_layers=2", "num_layers=3"))
+
+
+# ---- given twice
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--lr 1 --lr 1", "--lr is given twice: keep one"),
+        ("--lr 1 --learning-rate=2", "--lr and --learning_rate are the same setting: keep one"),
+        ("--compile --no_compile", "--compile and --no_compile are the same setting: keep one"),
+        ("--nsa window=64 --nsa_overrides window=32", "--nsa and --nsa_overrides are the same"),
+    ],
+)
+def test_a_setting_that_is_given_twice_is_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*words.split())
+
+
+def test_a_setting_under_two_names_in_a_file_is_refused_and_a_flag_wins_over_a_file(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("[a]\nlr = 1e-3\n[b]\nlearning-rate = 1e-4\n")
+    with pytest.raises(ValueError, match="lr and learning-rate are the same setting: keep one"):
+        parsed("--config", str(path))
+    path.write_text("lr = 1e-3\n")
+    assert parsed("--config", str(path), "--learning_rate", "0.5").lr == 0.5
+
+
+@pytest.mark.parametrize("text, mode, tiles", [("true", "full", 0), ("false", "none", 1)])
+def test_true_in_a_file_is_the_flag_without_a_value(tmp_path, text, mode, tiles):
+    path = tmp_path / "c.toml"
+    path.write_text(f"gradient_checkpointing = {text}\nmlp_tiles = {text}\n")
+    cfg = parsed("--config", str(path))
+    assert cfg.gradient_checkpointing == mode
+    assert cfg.mlp_tiles == tiles
+
+
+# ---- what a run is told
+
+
+def test_a_run_that_ends_inside_its_warmup_is_told_the_rate_that_it_reaches():
+    cfg = TrainConfig(model_size="tiny", max_steps=3, warmup_steps=50, lr=1e-3)
+    (words,) = [words for words in cfg.warnings() if "warmup" in words]
+    assert "ends inside the warmup, at 6% of the peak learning rate" in words
+    assert learning_rate(2, cfg) == pytest.approx(0.06e-3)
+    assert "has no effect" not in words
+    assert TrainConfig(model_size="tiny", max_steps=51, warmup_steps=50).warnings() == []
+
+
+def test_sparse_attention_over_rows_that_fit_in_its_window_is_warned_about():
+    settings = dict(model_size="tiny", attention_type="nsa")
+    window = TrainConfig(**settings).model().nsa.window
+    (words,) = TrainConfig(**settings, context_length=window).warnings()
+    assert "only adds work: use --attention_type standard" in words
+    assert TrainConfig(**settings, context_length=window + 1).warnings() == []
+    assert TrainConfig(model_size="tiny", context_length=window).warnings() == []
+
+
+def test_the_short_table_has_the_settings_that_differ_from_the_defaults():
+    cfg = TrainConfig(model_size="tiny", lr=0.5, nsa=("window=64",), attention_type="nsa")
+    names = ["model_size", "attention_type", "nsa", "lr"]
+    assert cfg.changed_settings() == names
+    lines = cfg.table(names).splitlines()
+    assert lines == [
+        "  model: model_size='tiny', attention_type='nsa', nsa=('window=64',)",
+        "  optimisation: lr=0.5",
+    ]
+    assert TrainConfig().changed_settings() == []
+    assert len(cfg.table().splitlines()) == len(TrainConfig.GROUPS)
+
+
+# ---- unknown flags
+
+
+def few(*words: str) -> str:
+    parser = RaisingParser()
+    parser.add_argument("--seq_len", type=int)
+    parser.add_argument("--dtype")
+    with pytest.raises(ValueError) as caught:
+        parser.parse_args(list(words))
+    return str(caught.value)
+
+
+def test_an_unknown_flag_is_answered_with_one_that_is_like_it_or_with_all():
+    assert few("--seqlen", "3").startswith("unknown flag --seqlen: did you mean --seq_len?")
+    assert few("--foo") == "unknown flag --foo: choose from --help, --seq_len, --dtype"
+    with pytest.raises(ValueError, match="unknown flag --zzz: --help lists all flags"):
+        parsed("--zzz")
+
+
+def test_a_number_is_refused_in_words():
+    assert few("--seq_len", "x") == "argument --seq_len: 'x' is no integer: give one"
+    assert few("--seq_len", "9" * 30).endswith("30 digits: give one between -2^63 and 2^63")

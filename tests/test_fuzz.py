@@ -107,3 +107,11 @@ def test_the_table_has_a_line_for_each_reader(capsys):
         "toml",
         "corpus",
     ]
+
+
+@pytest.mark.parametrize("inputs", ["0", "-1", "many"])
+def test_a_number_of_inputs_that_tests_nothing_is_refused(inputs, capsys):
+    with pytest.raises(SystemExit) as stop:
+        fuzz.main(["--inputs", inputs])
+    assert stop.value.code == 2
+    assert "--inputs" in capsys.readouterr().err

@@ -3,20 +3,30 @@ scripts.evaluate as a user runs them.
 """
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train
-from longhaul.generate import PREFILL_CHUNK, filtered, generate
-from model import Decoder, ModelConfig
+from data import prepare
+from data.writer import write_dataset
+from longhaul import dist
+from longhaul.checkpoint.load import load_model, verified
+from longhaul.generate import PREFILL_CHUNK, cache_bytes, filtered, generate
+from model import Decoder, KVCache, ModelConfig
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
 
 ROOT = Path(__file__).parent.parent
+SMALL = (
+    "--model_size tiny --model_overrides num_layers=1 --max_steps 2 --device cpu --dtype fp32 "
+    "--eval_every 0"
+)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +94,7 @@ def test_the_stop_token_ends_the_text_and_ids_stay_below_the_tokenizers_vocabula
 )
 def test_settings_that_cannot_be_sampled_from_are_refused(decoder, settings):
     prompt, count = settings.pop("prompt", [1]), settings.pop("count", 3)
-    with pytest.raises(ValueError, match="at least 1|need temperature"):
+    with pytest.raises(ValueError, match="at least 1|out of range: give"):
         list(generate(decoder, prompt, count, **settings))
 
 
@@ -94,12 +104,8 @@ def run(tmp_path_factory):
     prepare = "-m data.prepare --input longhaul --vocab_size 600 --val_fraction 0.2"
     command = [sys.executable, *prepare.split(), "--output", str(folder / "set")]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    settings = (
-        "--model_size tiny --model_overrides num_layers=1 --vocab_size 600 --context_length 64 "
-        "--max_steps 2 --device cpu --dtype fp32 --eval_every 0"
-    )
-    folders = f"--data {folder / 'set'} --output_dir {folder / 'run'}"
-    train.main([*settings.split(), *folders.split()])
+    settings = f"--vocab_size 600 --context_length 64 --data {folder / 'set'}"
+    train.main([*SMALL.split(), *settings.split(), "--output_dir", str(folder / "run")])
     return folder / "run"
 
 
@@ -153,3 +159,95 @@ def test_scripts_answer_bad_input_in_one_line_with_exit_code_2(run, capsys, scri
     with pytest.raises(SystemExit) as stop:
         script.main([str(run) if flag == "RUN" else flag for flag in flags] + ["--device", "cpu"])
     assert stop.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+# ---- tokenizers, ids and devices
+
+
+def refusal(script, capsys, *words) -> str:
+    """The one line on standard error with which the script ends."""
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(word) for word in words])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A dataset with another tokenizer of the same size."""
+    folder = tmp_path_factory.mktemp("other") / "set"
+    words = f"--input data --vocab_size 600 --val_fraction 0.2 --workers 1 --output {folder}"
+    assert prepare.main(words.split()) == 0
+    return folder
+
+
+def test_another_tokenizer_than_the_checkpoints_is_refused(run, other, capsys):
+    flags = ["--checkpoint", run, "--device", "cpu"]
+    tokenizer = other / "tokenizer.model"
+    said = refusal(generate_script, capsys, *flags, "--prompt", "x", "--tokenizer", tokenizer)
+    assert f"{tokenizer} has a different tokenizer" in said
+    assert said.endswith(f"--tokenizer {run / 'tokenizer.model'}")
+    assert "has a different tokenizer" in refusal(evaluate_script, capsys, *flags, "--data", other)
+
+
+def test_a_copy_of_the_checkpoints_tokenizer_is_taken(run, tmp_path, capsys):
+    copy = shutil.copy(run / "tokenizer.model", tmp_path / "copy.model")
+    flags = f"--checkpoint {run} --device cpu --max_new_tokens 3 --temperature 0 --prompt def"
+    generate_script.main([*flags.split(), "--tokenizer", str(copy)])
+    with_copy = capsys.readouterr().out
+    generate_script.main(flags.split())
+    assert capsys.readouterr().out == with_copy
+
+
+def test_ids_go_in_and_come_out_without_a_tokenizer(run, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(run / "step-00000002", bare / "step-00000002")
+    flags = f"--checkpoint {bare} --device cpu --max_new_tokens 6 --temperature 0"
+    generate_script.main([*flags.split(), "--ids", "5", "300", "7"])
+    ids = [int(word) for word in capsys.readouterr().out.split()]
+    model = load_model(verified(bare / "step-00000002"), "cpu", "float32")
+    assert ids == [5, 300, 7, *generate(model, [5, 300, 7], 6, temperature=0)]
+
+    said = refusal(generate_script, capsys, *flags.split(), "--prompt", "x")
+    assert "has no tokenizer.model: give --tokenizer FILE, or --ids instead of --prompt" in said
+
+
+def test_a_text_that_no_memory_holds_is_refused_before_anything_is_allocated(run, capsys):
+    flags = f"--checkpoint {run} --device cpu --prompt x --max_new_tokens 100000000000"
+    said = refusal(generate_script, capsys, *flags.split())
+    assert "need 47,683.7 GiB" in said and said.endswith("give fewer --max_new_tokens")
+
+
+def test_cache_bytes_are_those_of_the_cache():
+    config = ModelConfig.preset("tiny")
+    kept = KVCache(config, 1, 100, "meta").layers
+    tensors = [tensor for layer in kept for tensor in (layer.k_BSGK, layer.v_BSGK)]
+    assert cache_bytes(config, 100) == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:1000", "", "CPU"])
+def test_a_misspelt_device_is_refused_with_those_that_there_are(name):
+    with pytest.raises(ValueError, match="use auto, cpu, cuda or cuda:N"):
+        dist.named_device(name)
+
+
+def test_a_gpu_that_is_not_there_is_refused_in_every_program(run, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    for name in ("cuda", "cuda:0"):
+        flags = ["--checkpoint", run, "--device", name]
+        assert "torch sees" in refusal(generate_script, capsys, *flags, "--prompt", "x")
+        assert "torch sees" in refusal(evaluate_script, capsys, *flags)
+    assert dist.named_device("auto").type == "cpu"
+
+
+def test_bits_per_byte_of_data_without_bytes_are_called_unknown(run, tmp_path, capsys):
+    ids = np.random.default_rng(0).integers(1, 600, (8, 90))
+    write_dataset(ids, tmp_path / "ids", vocab_size=600, eod_id=0, val_fraction=0.5)
+    settings = f"--data {tmp_path / 'ids'} --output_dir {tmp_path / 'run'} --context_length 64"
+    train.main(["--vocab_size", "600", *settings.split(), *SMALL.split()])
+    capsys.readouterr()
+    evaluate_script.main(["--checkpoint", str(tmp_path / "run"), "--device", "cpu"])
+    out = capsys.readouterr().out
+    assert "bits per byte    unknown: the data does not say" in out and "nan" not in out

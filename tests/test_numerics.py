@@ -186,6 +186,7 @@ def test_a_flat_curve_is_compared_with_one_percent_of_itself():
 def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
     log = tmp_path / "metrics.jsonl"
     lines = [json.dumps(dict(step=n, loss=None if n == 5 else float(n))) for n in range(1, 200)]
+    lines.insert(120, json.dumps(dict(step=120, validation_loss=3.0)))
     log.write_text("\n".join(lines) + '\n{"step": 200, "lo')
     assert (
         health.Spikes(health.recent_losses(log, 150)).window

@@ -4,6 +4,7 @@ one line.
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -22,6 +23,7 @@ from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
+from selfcheck.faults import runs
 
 ROOT = Path(__file__).parent.parent
 SMALL = shlex.split(
@@ -48,7 +50,8 @@ def prepare(sources: str, folder: Path, flags: str):
 
 def command(data: str, out, *more: str) -> list[str]:
     """The arguments of a small run; `more`: flags and values, also several in one text."""
-    return [*SMALL, "--data", data, "--output_dir", str(out), *" ".join(more).split()]
+    words = [*SMALL, "--data", data, "--output_dir", str(out), *" ".join(more).split()]
+    return runs.last_given(words)
 
 
 def refusal(args: list[str], capsys, code: int = 2) -> str:
@@ -66,9 +69,7 @@ def final_weights(out) -> dict:
 
 
 def losses(out) -> list[float]:
-    return [
-        json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()
-    ]
+    return [record["loss"] for record in runs.steps(Path(out) / "metrics.jsonl")]
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +80,21 @@ def finished(data, tmp_path_factory):
 
 
 def test_every_step_is_one_object_of_metrics_jsonl(finished):
-    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    records = runs.steps(finished / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))
     wanted = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mem_gib", "time"}
     assert all(wanted <= record.keys() for record in records)
     assert records[-1]["tokens"] == 8 * 64 and all(5 < record["loss"] < 8 for record in records)
+
+
+def test_every_validation_is_one_object_of_metrics_jsonl(finished):
+    lines = map(json.loads, (finished / "metrics.jsonl").read_text().splitlines())
+    records = [record for record in lines if "loss" not in record]
+    assert [record["step"] for record in records] == [4, 8]
+    for record in records:
+        assert 5 < record["validation_loss"] < 8
+        assert record["validation_perplexity"] == pytest.approx(math.exp(record["validation_loss"]))
+        assert record["validation_tokens"] <= 64
 
 
 def test_the_run_folder_holds_settings_tokenizer_tensorboard_and_the_newest_checkpoints(finished):
@@ -152,7 +163,7 @@ def wait_for_step(out, step: int, process: subprocess.Popen):
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:
         path = Path(out) / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= step:
+        if path.exists() and len(runs.steps(path)) >= step:
             return
         time.sleep(0.01)
     raise AssertionError(process.communicate()[0])
@@ -242,7 +253,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
         (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
         (
             ["--context-length", "0"],
-            "--context_length 0 is out of range: give a number of at least 1",
+            "--context_length 0 is out of range: give a number of at least 2",
         ),
         (["--context_length", "many"], "argument --context_length"),
         (
@@ -269,7 +280,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
         (["--dp_replicate", "2"], "--dp_replicate 2 does not divide 1 rank(s): choose from [1]"),
         (["--model_overrides", "compute_dtype=float16"], "use the flag --dtype"),
         (["--beta1", "1"], "--beta1 1.0 is out of range"),
-        (["--adam_eps", "-1"], "--adam_eps -1.0 is not positive"),
+        (["--adam_eps", "-1"], "--adam_eps -1.0 is out of range: give a number above 0"),
         (
             ["--attention_type", "nsa", "--nsa", "window=0"],
             "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window",
@@ -462,7 +473,8 @@ def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     captured = capsys.readouterr()
-    assert [record["grad_norm"] for record in records] == [None, None]
+    steps = [record for record in records if "loss" in record]
+    assert [record["grad_norm"] for record in steps] == [None, None]
     assert (
         "step 1: the gradient is NaN or infinite, so no rank changed a weight"
         in captured.out + captured.err

@@ -145,6 +145,19 @@ def newest(folder: Path) -> Path:
     return steps[-1]
 
 
+def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, given: str):
+    """CheckpointError if a tokenizer with this hash is not the one that the model was trained with;
+    `given` names it. A converted checkpoint does not know its tokenizer.
+    """
+    trained_with = (checkpoint.identity or {}).get("tokenizer")
+    if trained_with and sha256 != trained_with:
+        raise CheckpointError(
+            f"{given} has a different tokenizer from the data that {checkpoint.folder} was trained "
+            "on: prepare or generate text with --tokenizer "
+            f"{checkpoint.folder.parent / 'tokenizer.model'}"
+        )
+
+
 # ---- filling
 
 

@@ -290,4 +290,4 @@ def write(path: str, text: str):
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise ValueError(f"--html {path} cannot be written: {error}") from None
+        raise ValueError(f"--html {path} cannot be written ({error}): name another file") from None

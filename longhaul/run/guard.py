@@ -230,7 +230,8 @@ class Guard:
 
         if code == exits.PREEMPTED and self.signals.training:
             # all ranks are here, so rank 0 speaks for all and none has to wait for its words
-            dist.print0(f"{self.program}: {words}", world=self.world, file=sys.stderr)
+            if self.world.rank == 0:
+                exits.last_words(f"{self.program}: {words}")
             dist.barrier()
             dist.stop()
             sys.exit(code)

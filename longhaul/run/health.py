@@ -83,7 +83,7 @@ def recent_losses(log: Path, step: int) -> list[float]:
     return [
         record["loss"]
         for record in records
-        if record["loss"] is not None and record["step"] <= step
+        if record.get("loss") is not None and record["step"] <= step  # a validation has none
     ]
 
 

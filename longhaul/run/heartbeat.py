@@ -107,7 +107,7 @@ class Heartbeat:
         faulthandler.dump_traceback(all_threads=True)
         words = self._words(silent)
         self.leave(exits.WORLD, words)
-        dist.last_words(words)
+        exits.last_words(words)
         os._exit(exits.WORLD)
 
     # ---- the store

@@ -1,5 +1,8 @@
-"""What a run reports: metrics.jsonl (one object per step), TensorBoard, one progress bar, tokens/s,
-MFU and memory.
+"""What a run reports: metrics.jsonl, TensorBoard, progress, tokens/s, MFU and memory.
+
+metrics.jsonl has an object per line, of two kinds: one of every step, which has the key "loss", and
+one of every validation, which has "validation_loss" instead. Progress is a bar on a terminal, and
+plain lines in a file or pipe.
 
 Only rank 0 reports. If the disk refuses the log, rank 0 says so once, and training goes on.
 """
@@ -9,6 +12,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +75,88 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite if that is more than a float can hold."""
+    return float(torch.tensor(loss, dtype=torch.float64).exp())
+
+
+def duration(seconds: float) -> str:
+    """A time as a person says it: 40 s, 12 min, 3.5 h, 2.1 days."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 36 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
+
+
+# ---- progress on screen
+
+
+class Bar:
+    """Progress on a terminal: a bar that moves below the lines that are said."""
+
+    def __init__(self, first_step: int, last_step: int):
+        from tqdm import tqdm  # here, because only rank 0 needs it
+
+        self.bar = tqdm(
+            total=last_step,
+            initial=first_step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.2,
+            maxinterval=3600,
+        )
+
+    def step(self, record: dict):
+        """Move on to the step of this record."""
+        self.bar.set_postfix_str(
+            f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
+            f"{record['mem_gib']:.2f} GiB",
+            refresh=False,
+        )
+        self.bar.update(record["step"] - self.bar.n)
+
+    def say(self, line: str):
+        """Print a line above the bar."""
+        self.bar.write(line)
+
+    def close(self):
+        """Leave the bar as it is."""
+        self.bar.close()
+
+
+class Lines:
+    """Progress in a file or pipe: a line for each step that is shown."""
+
+    def __init__(self, first_step: int, last_step: int):
+        self.first_step = first_step
+        self.last_step = last_step
+        self.start = time.perf_counter()
+
+    def step(self, record: dict):
+        """Print the step of this record, and the time that remains."""
+        step = record["step"]
+        self.say(
+            f"step {step} of {self.last_step}: loss {record['loss']:.4f}, lr {record['lr']:.3g}, "
+            f"{record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB, "
+            f"{self._time_left(step)} left"
+        )
+
+    def _time_left(self, step: int) -> str:
+        """As the steps so far took on average, with the validations and saves between them."""
+        seconds = (time.perf_counter() - self.start) / (step - self.first_step)
+        return duration(seconds * (self.last_step - step))
+
+    def say(self, line: str):
+        """Print a line."""
+        print(line, flush=True)
+
+    def close(self):
+        """Nothing is open."""
+
+
 # ---- the log of a run
 
 
@@ -91,40 +177,41 @@ class Logger:
         self.warned = False
         if not active:
             return
-        from tqdm import tqdm  # here, because only rank 0 needs it
-
-        # a file or pipe gets a line now and then, a terminal a bar that moves
-        seconds = 0.2 if sys.stderr.isatty() else 15
-        self.bar = tqdm(
-            total=last_step,
-            initial=first_step,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=seconds,
-            maxinterval=3600,
-        )
+        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        progress = Bar if on_terminal else Lines
+        self.progress = progress(first_step, last_step)
         self.file = self._attempt(_open_lines, folder, first_step)
         self.board = self._attempt(_open_board, folder, first_step)
         self.text(first_step, "config", config_text)
 
     def step(self, record: dict):
-        """Write one step's record: a line of metrics.jsonl, the scalars, the bar."""
+        """Write one step's record: a line of metrics.jsonl, the scalars, progress on screen."""
         if not self.active:
             return
-        if self.file is not None:
-            line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
-            self._attempt(os.write, self.file, line.encode())
+        self._append(record)
         if record["step"] % self.every:
             return
 
         figures = {f"train/{key}": record[key] for key in record if key not in ("step", "time")}
         self.scalars(record["step"], figures)
-        self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
-            f"{record['mem_gib']:.2f} GiB",
-            refresh=False,
-        )
-        self.bar.update(record["step"] - self.bar.n)
+        self.progress.step(record)
+
+    def validation(self, step: int, loss: float, tokens: int):
+        """Report a validation: the mean loss in nats over so many tokens."""
+        if not self.active:
+            return
+        figures = {"loss": loss, "perplexity": perplexity(loss)}
+        named = {f"validation_{name}": value for name, value in figures.items()}
+        record = {"step": step} | named | {"validation_tokens": tokens, "time": time.time()}
+        self._append(record)
+        self.scalars(step, {f"validation/{name}": value for name, value in figures.items()})
+        self.say(f"step {step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
+
+    def _append(self, record: dict):
+        """Write a line of metrics.jsonl."""
+        if self.file is not None:
+            line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
+            self._attempt(os.write, self.file, line.encode())
 
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""
@@ -140,15 +227,15 @@ class Logger:
             self._attempt(self.board.add_text, name, f"```\n{text}\n```", step)
 
     def say(self, line: str):
-        """A line above the progress bar."""
+        """Print a line."""
         if self.active:
-            self.bar.write(line)
+            self.progress.say(line)
 
     def close(self):
-        """Close the bar and the files."""
+        """Close the progress and the files."""
         if not self.active:
             return
-        self.bar.close()
+        self.progress.close()
         if self.board is not None:
             self._attempt(self.board.close)
         if self.file is not None:

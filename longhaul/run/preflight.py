@@ -277,17 +277,17 @@ def require_space(ready: Ready):
 def announce(ready: Ready):
     """Print the settings, what has changed since the checkpoint, the loss that runs, the data."""
     cfg = ready.cfg
-    print(f"settings:\n{cfg.table()}\ncommand: {ready.command(cfg)}")
+    print("settings that differ from the defaults (run.json in the output folder has all):")
+    print(cfg.table(cfg.changed_settings()) or "  none")
+    print(f"command: {ready.command(cfg)}")
     for line in resume.changes(ready.checkpoint, cfg):
         print(line)
     if ready.weights is not None:
         print("\n".join(start.announcement(ready.weights, cfg)))
-    for name in cfg.ineffective_settings():
-        print(f"warning: --{name} {getattr(cfg, name)} has no effect with the other settings")
-
     context = ready.loader.effective_context()
-    if context.warning:
-        print(f"warning: {context.warning}")
+    for words in [*cfg.warnings(), vocabulary_warning(ready), context.warning]:
+        if words:
+            print(f"warning: {words}")
 
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
     print(
@@ -301,6 +301,20 @@ def announce(ready: Ready):
         f"{cfg.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
         f"unigram entropy {split.unigram_entropy:.3f} nats",
         flush=True,
+    )
+
+
+def vocabulary_warning(ready: Ready) -> str:
+    """Said if the model has many more ids than the data; empty otherwise. The vocabulary of
+    --init_from is that of its weights.
+    """
+    ours = ready.config.vocab_size
+    theirs = ready.dataset.vocab_size
+    if ready.cfg.init_from or theirs >= SAME_TOKENIZER * ours:
+        return ""
+    return (
+        f"the data's tokenizer has {theirs:,} tokens and the model's vocabulary {ours:,}, of which "
+        f"{1 - theirs / ours:.0%} is never used: give --vocab_size {theirs}"
     )
 
 

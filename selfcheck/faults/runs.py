@@ -26,6 +26,7 @@ import longhaul.run.log  # noqa: F401
 import longhaul.step  # noqa: F401
 import train
 from data.writer import write_dataset
+from flags import underscored
 from selfcheck.faults.rows import require
 from tests.ranks import free_port
 
@@ -69,6 +70,18 @@ def dataset(folder: Path, rows: int = 40) -> Path:
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     """Flags of a small run of the data in `folder`."""
     return [*SMALL, "--data", str(folder), "--output_dir", str(out), *more]
+
+
+def last_given(args: list[str]) -> list[str]:
+    """`args` with the last value of each flag that is given twice, which train.py refuses."""
+    values: dict[str, list[str]] = {}
+    flag = ""
+    for word in args:
+        if word.startswith("--"):
+            flag = underscored(word).split("=")[0]
+            values[flag] = []
+        values[flag].append(word)
+    return [word for words in values.values() for word in words]
 
 
 class Child:
@@ -148,7 +161,7 @@ def _train(args: list[str], before: Callable, world: dict):
     os.environ.update({name: str(value) for name, value in world.items()})
     longhaul.dist.cores = lambda: 1
     before()
-    train.main(args)
+    train.main(last_given(args))
 
 
 def finish(args: list[str], log: Path, code: int = 0, before: Callable = lambda: None) -> Child:
@@ -172,9 +185,15 @@ def wait_for(
 
 
 def steps_logged(out: Path) -> int:
-    """Lines of metrics.jsonl so far."""
+    """Steps in metrics.jsonl so far."""
     path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
+    return len(steps(path)) if path.exists() else 0
+
+
+def steps(path: Path) -> list[dict]:
+    """The records of steps in metrics.jsonl, without validations and without a torn line."""
+    whole = [line for line in path.read_text().splitlines() if line.endswith("}")]
+    return [record for record in map(json.loads, whole) if "loss" in record]
 
 
 def same_end(out: Path, whole: Path) -> bool:
@@ -184,7 +203,7 @@ def same_end(out: Path, whole: Path) -> bool:
 
 def losses(out: Path) -> list[float]:
     """Every step's loss."""
-    return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in steps(out / "metrics.jsonl")]
 
 
 def final_bits(out: Path) -> list[bytes]:

@@ -108,7 +108,7 @@ def pickles(trials: int, folder: Path) -> str:
 def _train(args: list[str]):
     import train
 
-    train.main(args)
+    train.main(runs.last_given(args))
 
 
 def _under_good_names(folder: Path, mark: Path):

@@ -1,0 +1,428 @@
+"""Every door answers every bad input alike: one line with a remedy, an exit code that is not 0, no
+traceback, within 15 seconds, without allocating 1 GiB, and without touching anything.
+
+Doors run in this process. Rows are written as a user types them; {names} stand for files that the
+fixtures make.
+"""
+
+import contextlib
+import re
+import resource
+import shlex
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import profile_memory
+import train
+import verify_chunked_loss
+from data import prepare
+from flags import underscored
+from scripts import convert_qwen3, evaluate, generate
+from selfcheck import equivalence, fault_matrix, fuzz, mutations
+
+SECONDS = 15
+GIB = 2**30
+
+TRAIN = (
+    "--data {data} --model_size tiny --model_overrides num_layers=1 --vocab_size 600 "
+    "--context_length 64 --max_steps 2 --warmup_steps 1 --eval_every 0 --device cpu --dtype fp32 "
+    "--output_dir {new}"
+)
+PROFILE = "--model_size tiny --context_length 512"
+GENERATE = "--checkpoint {run} --prompt x --device cpu"
+EVALUATE = "--checkpoint {run} --device cpu"
+
+# What each door is given if a row says nothing else.
+DOORS = {
+    "train": (train.main, TRAIN),
+    "profile": (profile_memory.main, PROFILE),
+    "verify": (verify_chunked_loss.main, "--device cpu"),
+    "generate": (generate.main, GENERATE),
+    "ids": (generate.main, "--checkpoint {run} --device cpu"),
+    "evaluate": (evaluate.main, EVALUATE),
+    "convert": (convert_qwen3.main, ""),
+    "prepare": (prepare.main, "--input {text} --output {new} --workers 1"),
+    "embedded": (prepare.main, ""),
+    "fuzz": (fuzz.main, ""),
+    "faults": (fault_matrix.main, ""),
+    "mutations": (mutations.main, ""),
+    "equivalence": (equivalence.main, ""),
+}
+
+ROWS = """
+train --lr abc
+train --lr nan
+train --lr inf
+train --lr -1
+train --lr 1e10
+train --lr
+train --lr=
+train --lr 1e-3 --lr 1e-4
+train --lr 1e-3 --learning_rate 1e-4
+train --lr=1e-3 --learning-rate=1e-3
+train -lr 1
+train --learning_rat 1
+train --foo
+train --foo=1
+train stray
+train 7
+train --weight_decay 1e30
+train --weight_decay -0.1
+train --weight_decay nan
+train --adam_eps nan
+train --adam_eps 0
+train --adam_eps -1
+train --adam_eps inf
+train --adam_eps 2
+train --beta1 1
+train --beta1 nan
+train --beta2 -0.5
+train --beta2 1.5
+train --grad_clip nan
+train --grad_clip -1
+train --grad_clip inf
+train --schedule linear
+train --decay_fraction 2
+train --decay_fraction nan
+train --min_lr_ratio nan
+train --min_lr_ratio -1
+train --warmup_steps -1
+train --warmup_steps 1.5
+train --max_steps 0
+train --max_steps -5
+train --max_steps 99999999999999999999
+train --max_steps 9000000000000000000
+train --max_steps 1e3
+train --max_steps ten
+train --seed 100000000000000000000000
+train --seed x
+train --seed 1.5
+train --context_length 0
+train --context_length -4
+train --context_length 1
+train --context_length 64.5
+train --context_length 1000000
+train --batch_size 0
+train --batch_size 1000000
+train --gradient_accumulation_steps 0
+train --gradient_accumulation_steps 1000000
+train --global_batch_size 3 --batch_size 2
+train --global_batch_size -1
+train --vocab_size -1
+train --vocab_size 100
+train --vocab_size 99999999999999
+train --model_size 5B
+train --model_size
+train --model_overrides heads=3
+train --model_overrides num_layers
+train --model_overrides num_layers=0
+train --model_overrides num_layers=-2
+train --model_overrides num_layers=x
+train --model_overrides num_layers=1 num_layers=2
+train --model_overrides num_kv_heads=3
+train --model_overrides head_dim=-8
+train --model_overrides hidden_size=nan
+train --model_overrides rope_theta=1
+train --model_overrides norm_eps=nan
+train --attention_type dense
+train --attention_type nsa --nsa window=0
+train --attention_type nsa --nsa window=many
+train --nsa windows=9
+train --rope_theta nan
+train --rope_theta -1
+train --rope_scaling ntk
+train --rope_scaling linear --rope_factor nan
+train --rope_scaling linear --rope_factor 0
+train --rope_scaling yarn --rope_factor 4 --rope_original_context 0
+train --init_from /nonexistent
+train --init_from {folder}
+train --data /nonexistent
+train --data {text}
+train --data {folder}
+train --documents lines
+train --device gpu
+train --device cuda
+train --device cuda:0
+train --dtype fp8
+train --dtype fp16
+train --gradient_checkpointing some
+train --offload_activations
+train --mlp_tiles -1
+train --attention_head_groups 3
+train --attention_head_groups 0
+train --compile --mlp_tiles 2
+train --compile --no_compile
+train --master_weights none
+train --offload_optimizer --optimizer muon
+train --optimizer sgd
+train --optimizer_in_backward
+train --optimizer_in_backward --grad_clip 0 --gradient_accumulation_steps 2
+train --loss fast
+train --logits_threshold_gib nan
+train --loss_chunk_size -1
+train --dp_replicate 2
+train --dp_replicate 0
+train --context_parallel_size 3
+train --context_parallel_mode ring
+train --max_skipped_steps -1
+train --loss_spike nan
+train --skip_rows 5
+train --skip_rows 9:3
+train --skip_rows a:b
+train --check_replicas_every -1
+train --save_every 0
+train --keep_last 1
+train --resume /nonexistent
+train --resume {text}
+train --resume {folder}
+train --audit_every -1
+train --timeout 0
+train --eval_every -1
+train --eval_rows 0
+train --log_every 0
+train --fit yes
+train --config /nonexistent.toml
+train --config {folder}
+train --config {twice}
+train --config {unknown}
+train --config {wrong_type}
+train --config {huge}
+train --config {torn}
+train --config {latin}
+train --output_dir {text}
+train --output_dir {folder}
+train --output_dir /proc/longhaul
+train --output_dir {run} --seed 5
+train --output_dir {run} --resume none
+profile --context_length 0
+profile --nproc 0
+profile --nproc 3 --context_parallel_size 2
+profile --gpus 0
+profile --gpu_memory_gib nan
+profile --gpu_memory_gib -1
+profile --solve everything
+profile --solve levers --gpu "RTX 9999"
+profile --advise --gpu "RTX 9999"
+profile --advise --nproc 2
+profile --task paint
+profile --compile
+profile --dtype fp16
+profile --json /nonexistent/x.json
+profile --html /nonexistent/x.html
+profile --measure --nproc 2 --device cpu
+profile --snapshot x
+profile --batch-size 0
+profile --contxt_length 5
+profile --optimizer sgd
+verify --foo
+verify --seq_len 0
+verify --seq_len 1000000000000
+verify --seq_len x
+verify --hidden_size -1
+verify --vocab_size 0
+verify --vocab_size 99999999999999999999
+verify --device gpu
+verify --device cuda:99
+verify --dtype int8
+verify 5
+generate --tokenizer {other_tokenizer}
+generate --tokenizer {text}
+generate --tokenizer /nonexistent
+generate --temperature nan
+generate --temperature -1
+generate --temperature 1e300
+generate --temperature 1e-300
+generate --temperature warm
+generate --top_k -1
+generate --top_p 0
+generate --top_p 2
+generate --top_p nan
+generate --max_new_tokens 0
+generate --max_new_tokens -1
+generate --max_new_tokens 100000000000
+generate --seed 100000000000000000000000
+generate --device gpu
+generate --device cuda
+generate --device cuda:7
+generate --dtype int4
+generate --checkpoint /nonexistent
+generate --checkpoint {text}
+generate --checkpoint {folder}
+generate --promt y
+generate --ids 1
+ids --ids 600
+ids --ids -1
+ids --ids x
+ids --ids
+ids --ids 1 2 --tokenizer {other_tokenizer}
+ids
+evaluate --batches 0
+evaluate --batches -1
+evaluate --batches x
+evaluate --context_length -1
+evaluate --context_length 1
+evaluate --context_length 1000000000
+evaluate --device gpu
+evaluate --device cuda
+evaluate --checkpoint /nonexistent
+evaluate --checkpoint {folder}
+evaluate --data /nonexistent
+evaluate --data {text}
+evaluate --data {other}
+convert --output {new}
+convert --input /nonexistent --output {new}
+convert --input {folder} --output {new}
+convert --checkpoint /nonexistent --output {new}
+convert --checkpoint {run} --output {folder}
+convert --checkpoint {run} --input {folder} --output {new}
+convert --checkpoint {run} --output {new} --dtype int8
+prepare --vocab_size 0
+prepare --vocab_size 10
+prepare --vocab_size -5
+prepare --vocab_size 99999999
+prepare --val_fraction 2
+prepare --val_fraction nan
+prepare --val_fraction -0.1
+prepare --workers 0
+prepare --workers x
+prepare --character_coverage 7
+prepare --character_coverage nan
+prepare --input /nonexistent
+prepare --input {empty}
+prepare --input {latin}
+prepare --input {broken_jsonl}
+prepare --input {good_jsonl} --text_field body
+prepare --input {torn_gz}
+prepare --output {folder}
+prepare --output {text}
+prepare --tokenizer {text}
+prepare --tokenizer /nonexistent
+prepare --documents lines
+prepare --on_error ignore
+prepare --max_bytes 5
+prepare --inptu x
+embedded --input {text}
+embedded --tokenizer {other_tokenizer}
+embedded --text_field body
+embedded --vocab_size 0
+embedded --max_bytes -1
+fuzz --inputs -1
+fuzz --inputs 0
+fuzz --inputs many
+fuzz --only nothing
+faults --rows Z
+faults --rows 1-x
+faults --trials 0
+faults --trials -3
+mutations --only no-such-fault
+mutations --lst
+equivalence --what nothing
+equivalence --steps 0
+""".strip().splitlines()
+
+# A word that tells what to do, or what would have been right.
+REMEDY = re.compile(
+    r"\b(give|use|choose|drop|name|keep|see|run|prepare|mean|add|repair|allowed|needed|expected|"
+    r"required|fewer|wait|more|remedy|lists|follows|must)\b"
+)
+NEEDS_NO_GPU = re.compile(r"--device cuda( |$)")
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> dict[str, Path]:
+    """The files that rows name."""
+    folder = tmp_path_factory.mktemp("bad")
+    made = {name: folder / name for name in ("data", "other", "run", "folder", "text")}
+    texts = "--input longhaul data --val_fraction 0.2 --workers 1 --vocab_size"
+    assert prepare.main([*texts.split(), "600", "--output", str(made["data"])]) == 0
+    assert prepare.main([*texts.split(), "500", "--output", str(made["other"])]) == 0
+    made["other_tokenizer"] = made["other"] / "tokenizer.model"
+
+    made["new"] = made["run"]
+    train.main(shlex.split(TRAIN.format(**made)))
+    made["new"] = folder / "new"
+
+    made["folder"].mkdir()
+    (made["folder"] / "notes.txt").write_text("notes")
+    contents = dict(
+        text="some text\n" * 50,
+        empty="",
+        latin="caf\xe9".encode("latin-1"),
+        broken_jsonl='{"text": "a"}\n{"text": \n',
+        good_jsonl='{"text": "a"}\n',
+        torn_gz=b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03K",
+        twice="lr = 1e-3\nlearning_rate = 1e-4\n",
+        unknown="contxt_length = 3\n",
+        wrong_type="lr = true\n",
+        huge="seed = 99999999999999999999\n",
+        torn="lr = ",
+    )
+    endings = dict(broken_jsonl=".jsonl", good_jsonl=".jsonl", torn_gz=".txt.gz")
+    for name, content in contents.items():
+        path = folder / f"{name}{endings.get(name, '')}"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        made[name] = path
+    return made
+
+
+@contextlib.contextmanager
+def limits():
+    """15 seconds and 1 GiB of address space more than now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    allowed = pages * resource.getpagesize() + GIB
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+
+
+def answer(door: str, words: list[str], names: dict[str, Path]) -> int | str | None:
+    """The exit code of a door that is given these words; later flags replace its usual ones."""
+    function, usual = DOORS[door]
+    given = {underscored(word).split("=")[0] for word in words}
+    kept = []
+    is_replaced = False
+    for word in shlex.split(usual.format(**names)):
+        if word.startswith("--"):
+            is_replaced = word in given
+        if not is_replaced:
+            kept.append(word)
+    with limits():
+        try:
+            return function([*kept, *words])
+        except SystemExit as stop:
+            return stop.code
+
+
+def files_of(names: dict[str, Path]) -> set[Path]:
+    return set(names["text"].parent.rglob("*"))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_bad_input_is_answered_in_one_line(row, names, capsys):
+    if NEEDS_NO_GPU.search(row) and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, so --device cuda is no bad input")
+    door, _, rest = row.partition(" ")
+    before = files_of(names)
+    code = answer(door, shlex.split(rest.format(**names)), names)
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert isinstance(code, int)
+    assert code != 0
+    is_command = bool(lines) and lines[-1].startswith("python train.py --")
+    assert len(lines) == 1 or (len(lines) == 2 and is_command), lines
+    assert REMEDY.search(lines[-1]) or is_command, lines
+    assert files_of(names) == before
+
+
+def test_the_table_has_as_many_rows_as_the_specification_asks_for():
+    assert len(set(ROWS)) == len(ROWS) >= 156

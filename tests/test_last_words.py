@@ -1,0 +1,123 @@
+"""The last line on screen: under torchrun it is the remedy, and without torch as well."""
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from longhaul import exits
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+DOORS = (
+    "train.py",
+    "profile_memory.py",
+    "verify_chunked_loss.py",
+    "-m scripts.generate --checkpoint x --prompt y",
+    "-m scripts.evaluate --checkpoint x",
+    "-m scripts.convert_qwen3 --input x --output y",
+    "-m data.prepare",
+    "-m selfcheck.fuzz",
+    "-m benchmarks.vocab_loss",
+)
+
+
+# ---- torchrun
+
+
+@pytest.mark.slow
+def test_the_remedy_of_a_typo_is_the_very_last_line_under_torchrun():
+    done = subprocess.run(
+        [*TORCHRUN, "train.py", "--learning_rat", "1"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = done.stderr.rstrip("\n").splitlines()
+    words = "train.py: error: unknown flag --learning_rat: did you mean --learning_rate?"
+    assert done.returncode != 0
+    assert lines[-1].startswith(words)
+    assert len(lines) > 20, "torchrun has no report any more: is the epilogue still needed?"
+
+
+def epilogue(process: int) -> subprocess.Popen:
+    program = [sys.executable, "-I", "-S", "longhaul/epilogue.py", str(process), "the end"]
+    return subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_epilogue_waits_for_the_process_and_no_longer():
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    waiting = epilogue(sleeper.pid)
+    time.sleep(0.3)
+    assert waiting.poll() is None
+    sleeper.communicate(b"\n")
+    assert waiting.communicate(timeout=5)[1] == "the end\n"
+    assert epilogue(sleeper.pid).communicate(timeout=5)[1] == "the end\n"
+
+
+def test_where_torchrun_will_start_the_ranks_again_nothing_waits(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert exits._will_restart()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert not exits._will_restart()
+
+
+# ---- a Python without torch
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_missing_torch_is_answered_with_the_two_ways_to_run(door, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-S", *door.split()], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert "has no torch, numpy" in line
+    ways = ("source .venv/bin/activate", ".venv/bin/python")
+    installs = ("bash scripts/quickstart.sh", "pip install -r requirements.txt")
+    assert all(way in line for way in ways) or all(way in line for way in installs)
+
+
+# ---- an installed longhaul
+
+
+def test_everything_that_is_imported_is_packaged():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packaged = settings["tool"]["setuptools"]
+    assert set(packaged["py-modules"]) == {"flags", "installed", "model"}
+    assert packaged["dynamic"]["dependencies"]["file"] == "requirements.txt"
+    assert settings["project"]["requires-python"] == ">=3.11"
+
+    found = {pattern.rstrip("*") for pattern in packaged["packages"]["find"]["include"]}
+    import longhaul
+
+    assert found | set(packaged["py-modules"]) == {*longhaul.NEIGHBOURS, "longhaul"}
+    for name in found:
+        for path in (ROOT / name).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), f"{path.parent} would not be packaged"
+
+
+def own_code(folder: Path, words: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_own_code_next_to_a_folder_called_data_imports_longhaul(tmp_path):
+    (tmp_path / "data").mkdir()
+    done = own_code(tmp_path, "import longhaul, data; print(data.__file__)")
+    assert done.stdout.strip() == str(ROOT / "data" / "__init__.py"), done.stderr
+
+
+def test_a_module_of_ones_own_that_hides_ours_is_named(tmp_path):
+    (tmp_path / "model.py").write_text("")
+    last = own_code(tmp_path, "import longhaul").stderr.splitlines()[-1]
+    assert f"import finds {tmp_path / 'model.py'}: rename yours, or copy model.py" in last

@@ -463,7 +463,7 @@ def test_linked_folders_are_named_on_screen(folder, tmp_path, capsys):
 BAD_REQUESTS = {
     "--inptu x": "unknown flag --inptu: did you mean --input?",
     "--input IN --ouput=x --output OUT": "unknown flag --ouput: did you mean --output?",
-    "--zzz": "unknown flag --zzz: did you mean --",
+    "--zzz": "unknown flag --zzz: choose from --help, --input",
     "--input IN": "--input needs --output DIR",
     "--input NOWHERE --output OUT": "is not a file or folder",
     "--input EMPTY --output OUT": "no files in",
@@ -471,7 +471,7 @@ BAD_REQUESTS = {
     "--input BAD --output OUT": "bad.txt:2: byte 0xff is not UTF-8",
     "--input IN --output OUT --vocab_size 100": "use at least 259",
     "--input IN --output OUT --vocab_size 50000": "use --vocab_size",
-    "--input IN --output OUT --vocab_size many": "invalid int value: 'many'",
+    "--input IN --output OUT --vocab_size many": "'many' is no integer: give one",
     "--input IN --output OUT --tokenizer BAD": "is not a sentencepiece model",
     "--input IN --output OUT --tokenizer NOWHERE": "is not a file",
     "--input IN --output OUT --tokenizer BAD --vocab_size 300": "exclude each other",

@@ -495,7 +495,7 @@ def test_a_vocabulary_far_above_the_datas_is_named_with_the_one_that_fits(data, 
     index = SMALL.index("--vocab_size")  # without it, that of `tiny`
     large = SMALL[:index] + SMALL[index + 2 :]
     flags = ["--data", data, "--output_dir", str(tmp_path), "--max_steps", "1", "--eval_every", "0"]
-    train.main([*large, *flags])
+    train.main(runs.last_given([*large, *flags]))
     assert (
         "the data has 1,024 different ids and the model 8,192, so 88% of the vocabulary and 78% of "
         "all parameters are never trained: add --vocab_size 1024"

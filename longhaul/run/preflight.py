@@ -284,10 +284,13 @@ def announce(ready: Ready):
         print(line)
     if ready.weights is not None:
         print("\n".join(start.announcement(ready.weights, cfg)))
+
     context = ready.loader.effective_context()
-    for words in [*cfg.warnings(), vocabulary_warning(ready), context.warning]:
-        if words:
-            print(f"warning: {words}")
+    warnings = cfg.warnings()
+    if context.warning:
+        warnings.append(context.warning)
+    for words in warnings:
+        print(f"warning: {words}")
 
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
     print(
@@ -301,20 +304,6 @@ def announce(ready: Ready):
         f"{cfg.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
         f"unigram entropy {split.unigram_entropy:.3f} nats",
         flush=True,
-    )
-
-
-def vocabulary_warning(ready: Ready) -> str:
-    """Said if the model has many more ids than the data; empty otherwise. The vocabulary of
-    --init_from is that of its weights.
-    """
-    ours = ready.config.vocab_size
-    theirs = ready.dataset.vocab_size
-    if ready.cfg.init_from or theirs >= SAME_TOKENIZER * ours:
-        return ""
-    return (
-        f"the data's tokenizer has {theirs:,} tokens and the model's vocabulary {ours:,}, of which "
-        f"{1 - theirs / ours:.0%} is never used: give --vocab_size {theirs}"
     )
 
 

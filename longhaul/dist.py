@@ -126,18 +126,29 @@ def start(world: World, device: torch.device) -> None:
     A rank that was killed or stopped is found by its heartbeat (longhaul/run/heartbeat.py), a rank
     that hangs in its own work after COLLECTIVE_TIMEOUT.
     """
+    # torchrun sets one thread per rank, however many cores there are. With a GPU, the update of an
+    # offloaded optimizer needs them.
+    torch.set_num_threads(max(1, cores() // world.local_size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # the gradient of a weight is a sum over all tokens of a row, which bf16 would round
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     else:
-        # torchrun sets one thread per rank, however many cores there are.
-        torch.set_num_threads(max(1, cores() // world.local_size))
         keep_freed_memory()
 
     if world.size > 1:
-        import torch.distributed as dist
+        _join(device)
 
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+
+def _join(device: torch.device) -> None:
+    """Join the group of all ranks; NCCL connects at once, not within the first step."""
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        dist.init_process_group("nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
 def stop() -> None:

@@ -37,6 +37,37 @@ BASE = dict(
 )
 
 
+@pytest.fixture
+def reduced_precision():
+    """torch's default sums of 16-bit products, before and after the test."""
+    matmul = torch.backends.cuda.matmul
+    names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    for name in names:
+        setattr(matmul, name, True)
+    yield lambda: [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, True)
+
+
+def test_a_rank_with_a_gpu_has_its_share_of_the_cores_and_a_group_bound_to_its_gpu(
+    monkeypatch, reduced_precision
+):
+    joined = []
+    threads = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(dist, "cores", lambda: 12)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda name, **rest: joined.append((name, rest))
+    )
+
+    gpu = torch.device("cuda", 1)
+    dist.start(dist.World(rank=1, size=2, local_rank=1, local_size=2), gpu)
+    assert threads == [6]
+    assert joined == [("nccl", {"timeout": dist.COLLECTIVE_TIMEOUT, "device_id": gpu})]
+    assert reduced_precision() == [False, False]
+
+
 def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
     """ROWS rows of T tokens, with packed documents, and very unequal numbers of valid labels; the
     first row of odd steps has none.

@@ -200,6 +200,51 @@ DATA = (
     ),
 )
 
+START = (
+    Fault(
+        "start: hashes of the checkpoint are not compared",
+        "longhaul/run/start.py",
+        "load.verified(start.folder)",
+        "load.described(start.folder)",
+        ("tests/test_start.py", "-k", "damaged"),
+    ),
+    Fault(
+        "start: data of another tokenizer is taken",
+        "longhaul/run/start.py",
+        "if trained_on and trained_on != dataset.tokenizer_sha256:",
+        "if trained_on and not dataset.tokenizer_sha256:",
+        ("tests/test_start.py", "-k", "another_tokenizer"),
+    ),
+    Fault(
+        "start: the context of the model that a run started from is forgotten",
+        "longhaul/run/start.py",
+        "return max(_row(checkpoint), round(",
+        "return min(_row(checkpoint), round(",
+        ("tests/test_start.py", "-k", "exports_its_own_context"),
+    ),
+    Fault(
+        "start: sparse branches of a sparse checkpoint start fresh",
+        "longhaul/checkpoint/load.py",
+        'if name in stored or added.isdisjoint(name.split("."))',
+        'if added.isdisjoint(name.split("."))',
+        ("tests/test_start.py", "-k", "sparse_attention"),
+    ),
+    Fault(
+        "start: a proposal is of another size than the weights",
+        "longhaul/memory/fit.py",
+        "if not asked.init_from:",
+        "if asked.model_size:",
+        ("tests/test_start.py", "-k", "proposal"),
+    ),
+    Fault(
+        "data: a character is lost where an only document is cut",
+        "data/pipeline.py",
+        "tail = document.text[cut:]",
+        "tail = document.text[cut + 1 :]",
+        ("tests/test_data_prepare.py", "-k", "only_document"),
+    ),
+)
+
 MODEL = (
     Fault(
         "model: keys are not rotated",
@@ -978,6 +1023,7 @@ ONCE_MISSED = (
 FAULTS: tuple[Fault, ...] = (
     *CHECKPOINT,
     *DATA,
+    *START,
     *MODEL,
     *NSA,
     *STEP,

@@ -226,6 +226,9 @@ def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
     assert_same_weights(shared, weights(finished))
     assert len(found) > len(shared)
 
+    trained(f"--init_from {tmp_path / 'sparse'} {once} --seed 1", data, tmp_path / "again")
+    assert_same_weights(weights(tmp_path / "again"), found)
+
     again = settings(f"--init_from {tmp_path / 'sparse'} --nsa window=8")
     assert again.attention_type == "nsa"
     assert again.model().nsa.window == 8
@@ -313,15 +316,21 @@ def test_a_run_asked_for_another_context_is_told_of_init_from(finished, data, ca
     assert "to train its weights at another context, give --init_from" in line
 
 
-def test_no_proposal_drops_init_from_or_its_size(hf):
-    cfg = settings(f"--init_from {hf} --context_length 65536 --batch_size 8 --device cpu")
-    request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 2.0)
+def test_no_proposal_drops_init_from_or_its_size(tmp_path):
+    """A plan needs config.json and no weights."""
+    with torch.device("meta"):
+        large = Decoder(ModelConfig.preset("1.7B"))
+    (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
+    cfg = settings(f"--init_from {tmp_path} --context_length 65536 --batch_size 8")
+    assert cfg.model_size == "1.7B"
+
+    request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 48.0)
     proposed = list(fit._proposals(request))
     assert len(proposed) > 10
     for one in proposed:
-        assert one.asked.init_from == str(hf)
-        assert one.config.num_params() == HF.num_params() or one.cfg.attention_type == "nsa"
-    assert f"--init_from {hf}" in fit.proposal(fit.closest(request), request)
+        assert one.asked.init_from == str(tmp_path)
+        assert one.asked.model_size == "1.7B"
+    assert f"--init_from {tmp_path}" in fit.proposal(fit.closest(request), request)
 
 
 # ---- export

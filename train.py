@@ -7,6 +7,7 @@ wrong is reported in one line before anything is allocated or overwritten.
 
 import installed  # noqa: F401  (first: a missing package is answered in one line)
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -30,6 +31,7 @@ from longhaul.run.guard import Guard
 from longhaul.run.health import Health, audited_step
 from longhaul.run.log import Logger, mfu, peak_memory_gib, perplexity
 from longhaul.run.preflight import Ready, preflight
+from longhaul.run.rescue import Rescue, slow_micro_batch
 from longhaul.step import MicroBatch, StepResult, TrainState
 from model import attention_kind, choose_kernels
 
@@ -130,6 +132,7 @@ class Run:
         self.device = ready.device
         self.watch = Watch(ready.device)
         self.state = build(ready)
+        guard.save_seconds = 60 * ready.cfg.save_minutes
         guard.begin(ready.folder, self.state.step)
 
         # ranks that share their rows read the same ones
@@ -143,6 +146,7 @@ class Run:
             self._loop()
             self.saver.wait()
         finally:
+            self.rescue.close()
             self.saver.end()
             self.log.close()
 
@@ -167,6 +171,8 @@ class Run:
             saved=self.state.step,
             say=self.log.say,
         )
+        self.rescue = Rescue(self.guard, self.saver, self.state.model, self.log.close)
+        self.state.listeners.append(self._before_change)
         changes = resume.changes(ready.checkpoint, self.cfg)
         self.log.text(self.state.step, "changes", "\n".join(changes))
 
@@ -177,29 +183,48 @@ class Run:
         validation = self._validation_batches()
         while state.step < cfg.max_steps:
             if self.guard.must_stop():
+                self.rescue.close()
                 self._save()
                 self.saver.wait()
                 raise self.guard.preempted()
+            if self.guard.save_due and self.saver.saved != state.step:
+                self._save()
+                continue
             if not self._step():
                 continue
 
             self.guard.step = state.step
             last = state.step == cfg.max_steps
             if cfg.eval_every and (last or state.step % cfg.eval_every == 0):
-                self._validate(validation)
+                with self._unchanged():
+                    self._validate(validation)
             if last or state.step % cfg.save_every == 0:
                 self._save()
 
     def _save(self):
         """Save this step, unless it is saved already."""
-        if self.saver.saved == self.state.step:
-            return
-        extra = {
+        if self.saver.saved != self.state.step:
+            self.saver.save(self.state, self._manifest())
+        self.guard.saved_at = time.monotonic()
+
+    def _manifest(self) -> dict:
+        """What a checkpoint says of the run, next to its state."""
+        return {
             "identity": self.ready.identity,
             "rows_per_step": self.cfg.rows_per_step(self.world.size),
             "skipped": list(self.health.skipped),
         }
-        self.saver.save(self.state, extra)
+
+    def _unchanged(self) -> contextlib.AbstractContextManager:
+        """Inside, weights and optimizer states stay as they are, so a rescue may save them."""
+        if self.cfg.optimizer_in_backward:
+            return contextlib.nullcontext()
+        return self.rescue.over(self.state, self._manifest())
+
+    def _before_change(self, stage: str):
+        """The end of what `_unchanged` promises: the optimizer is going to change the state."""
+        if stage == "optimizer":
+            self.rescue.forbid()
 
     # ---- one step
 
@@ -215,7 +240,7 @@ class Run:
 
         audited = cfg.audit_every and (state.step + 1) % cfg.audit_every == 0
         one_step = audited_step if audited else step.train_step
-        with self.watch.over(state):
+        with self.watch.over(state), self._unchanged():
             result = one_step(state, batch, self.guard.must_stop)
         if result is None:
             return False
@@ -224,7 +249,16 @@ class Run:
         seconds = time.perf_counter() - start
         state.data = self.ready.loader.state(state.step)
         self._report(result, loss, rows, seconds)
+        self._time(seconds / len(batch))
         return True
+
+    def _time(self, seconds: float):
+        """Note how long a micro-batch takes; warn once if a launcher would not wait for its end."""
+        first = self.guard.micro_batch_seconds is None
+        self.guard.micro_batch_seconds = seconds
+        warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, os.environ)
+        if first and warning:
+            self.log.say(warning)
 
     def _report(self, result: StepResult, loss: float, rows: Batch, seconds: float):
         """The step's record in the log; the run halts here if its numbers are wrong."""

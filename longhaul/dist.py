@@ -238,12 +238,17 @@ def all_sum(value: Tensor) -> Tensor:
 
 def any_rank(flag: bool, group=None) -> bool:
     """Whether `flag` is set on any rank. All ranks of the group must ask at the same time."""
+    return sum_over_ranks(int(flag), group) > 0
+
+
+def sum_over_ranks(number: int, group=None) -> int:
+    """The sum of a small number over all ranks of the group, which must ask at the same time."""
     if not torch.distributed.is_initialized():
-        return flag
+        return number
     device = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
-    votes = torch.tensor(int(flag), device=device, dtype=torch.int32)
+    votes = torch.tensor(number, device=device, dtype=torch.int32)
     torch.distributed.all_reduce(votes, group=group)
-    return bool(votes)
+    return int(votes)
 
 
 def barrier(group=None) -> None:

@@ -134,6 +134,18 @@ def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
+def test_save_minutes_saves_by_the_clock_and_changes_no_bit(data, tmp_path):
+    for out, minutes in (("often", "1e-6"), ("last", "0")):
+        flags = f"--max_steps 3 --save_every 100 --keep_last 9 --save_minutes {minutes}"
+        train.main(command(data, tmp_path / out, flags))
+    saved = {out: len(list((tmp_path / out).glob("step-*"))) for out in ("often", "last")}
+    assert saved == {"often": 3, "last": 1}
+    assert losses(tmp_path / "often") == losses(tmp_path / "last")
+    often = final_weights(tmp_path / "often")
+    last = final_weights(tmp_path / "last")
+    assert all(torch.equal(value, last[name]) for name, value in often.items())
+
+
 def test_a_run_that_is_extended_continues_where_it_ended(data, tmp_path, finished):
     out = tmp_path / "run"
     train.main(command(data, out, "--max_steps 4 --schedule constant"))

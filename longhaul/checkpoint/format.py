@@ -108,7 +108,15 @@ def named_shards(
     model: Decoder, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Shard]:
     """`model.<parameter>` and `optim.<parameter>.<state>`; a tied weight appears once."""
-    parameters = list(model.named_parameters())
+    return shards_of(list(model.named_parameters()), optimizer)
+
+
+def shards_of(
+    parameters: list[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Shard]:
+    """The same of parameters and their names, listed when they were sharded: in the middle of a
+    forward or backward the model holds whole ones.
+    """
     shards = {f"model.{name}": shard_of(parameter) for name, parameter in parameters}
     if optimizer is None:
         return shards

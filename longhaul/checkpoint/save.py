@@ -28,7 +28,7 @@ from longhaul.checkpoint.format import (
     Shard,
     checksum,
     fresh_state,
-    named_shards,
+    shards_of,
 )
 from longhaul.checkpoint.load import set_aside, verified
 from longhaul.config import TrainConfig
@@ -60,7 +60,22 @@ def snapshot(state: TrainState, extra: dict, copied: bool = False) -> Snapshot:
     memory, so that training may go on while they are written.
     """
     apply.reshard(state.model)
-    assert state.mesh is None or all(hasattr(p, "device_mesh") for p in state.model.parameters()), (
+    shot = snapshot_of(state, list(state.model.named_parameters()), extra)
+    if not copied:
+        return shot
+
+    copies = {}
+    for name, shard in shot.shards.items():
+        host = shard.local.to("cpu", copy=True)
+        copies[name] = dataclasses.replace(shard, local=host)
+    return dataclasses.replace(shot, shards=copies)
+
+
+def snapshot_of(
+    state: TrainState, parameters: list[tuple[str, torch.Tensor]], extra: dict
+) -> Snapshot:
+    """A Snapshot of `state` with these parameters, which are sharded if there is a mesh."""
+    assert state.mesh is None or all(hasattr(p, "device_mesh") for _, p in parameters), (
         "a parameter is not sharded"
     )
     replicated = state.mesh is not None and state.mesh.ndim > 1
@@ -68,12 +83,8 @@ def snapshot(state: TrainState, extra: dict, copied: bool = False) -> Snapshot:
 
     shards = {}
     if writes:
-        held = named_shards(state.model, state.optimizer)
+        held = shards_of(parameters, state.optimizer)
         shards = {name: shard for name, shard in held.items() if len(shard.local)}
-    if copied:
-        for name, shard in shards.items():
-            host = shard.local.to("cpu", copy=True)
-            shards[name] = dataclasses.replace(shard, local=host)
 
     manifest = {
         "format": FORMAT,
@@ -261,6 +272,13 @@ class Saver:
             self._write(shot, start)
         else:
             self.under_way = self.pool.submit(self._write, shot, start)
+
+    def save_now(self, shot: Snapshot):
+        """Write a Snapshot before returning, unless its step is saved already."""
+        self.wait()
+        if self.saved != shot.step:
+            self.saved = shot.step
+            self._write(shot, time.monotonic())
 
     def wait(self):
         """Return once nothing is being written; raises what went wrong."""

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -18,6 +19,9 @@ from longhaul.run.heartbeat import Heartbeat
 # Seconds within which a second signal counts as the first one: torchrun passes on what the whole
 # process group has already received.
 SAME_SIGNAL = 1.0
+
+# What rank 0 adds to the votes on stopping when a save is due: more than there are ranks.
+SAVE_DUE = 2**20
 
 
 class Signals:
@@ -30,7 +34,8 @@ class Signals:
 
     def __init__(self):
         self.received: str | None = None  # the first signal's name
-        self.time = 0.0  # when it came
+        self.when_asked: Callable[[], None] = lambda: None  # called when it came
+        self.time = 0.0
         self.training = False
 
     def __enter__(self) -> "Signals":
@@ -64,6 +69,7 @@ class Signals:
             if self.received is None:
                 self.received = signal.Signals(number).name
                 self.time = time.monotonic()
+                self.when_asked()
             elif time.monotonic() - self.time > SAME_SIGNAL:
                 os.write(
                     2,
@@ -149,6 +155,11 @@ class Guard:
         self.lock: Lock | None = None
         self.step: int | None = None  # the last step that was done
         self.heartbeat: Heartbeat | None = None
+        self.micro_batch_seconds: float | None = None  # as measured in the last step
+        self.began = time.monotonic()  # the micro-batch that is under way
+        self.save_seconds = 0.0  # --save_minutes; 0: never
+        self.saved_at = time.monotonic()
+        self.save_due = False  # as of the last `must_stop`, the same on all ranks
 
     def __enter__(self) -> "Guard":
         self.signals.__enter__()
@@ -175,6 +186,7 @@ class Guard:
         """
         self.folder = folder
         self.step = step
+        self.saved_at = time.monotonic()
         if self.world.rank == 0:
             (folder / "exit.json").unlink(missing_ok=True)
         self.signals.training = True
@@ -188,17 +200,45 @@ class Guard:
             return "STOP file"
         return received
 
+    def when_asked(self, function: Callable[[], None]):
+        """Call `function` as soon as this rank or another one has received a signal."""
+        self.signals.when_asked = function
+        if self.heartbeat is not None:
+            self.signals.when_asked = self.heartbeat.ask_all
+            self.heartbeat.when_asked = function
+        if self.signals.received:
+            self.signals.when_asked()
+
     def must_stop(self) -> bool:
-        """Whether any rank was asked to stop. All ranks must call this together, and all get the
-        same answer.
+        """Whether any rank was asked to stop. All ranks must call this together, before each
+        micro-batch, and all get the same answer; `save_due` comes with it.
         """
-        return dist.any_rank(self.asked_to_stop() is not None)
+        votes = int(self.asked_to_stop() is not None)
+        if self.world.rank == 0 and self._save_is_due():
+            votes += SAVE_DUE
+        votes = dist.sum_over_ranks(votes)
+        self.save_due = votes >= SAVE_DUE
+        self.began = time.monotonic()
+        return votes % SAVE_DUE > 0
+
+    def _save_is_due(self) -> bool:
+        waited = time.monotonic() - self.saved_at
+        return 0 < self.save_seconds <= waited
+
+    def seconds_left(self) -> float | None:
+        """Until the micro-batch under way ends, if it takes as long as those of the last step."""
+        if self.micro_batch_seconds is None:
+            return None
+        return max(0.0, self.micro_batch_seconds - (time.monotonic() - self.began))
 
     def preempted(self) -> exits.Halt:
         """The halt of a run that was asked to stop and has saved; deletes the STOP file."""
         reason = self.asked_to_stop() or "another rank's signal"
         if self.world.rank == 0:
             (self.folder / "STOP").unlink(missing_ok=True)
+        if not self.step:
+            words = f"stopped by {reason} in the first step, so there is nothing to save"
+            return exits.Halt(f"{words}: run the same command again", exits.PREEMPTED)
         return exits.Halt(
             f"stopped by {reason} and saved at step {self.step}: run the same command again to "
             "continue",
@@ -206,6 +246,14 @@ class Guard:
         )
 
     # ---- the end
+
+    def leave(self, code: int, words: str):
+        """Say how the run ends, on screen and in exit.json, before all ranks leave at once."""
+        if self.world.rank == 0:
+            self._record(code, words)
+            exits.last_words(f"{self.program}: {words}")
+        if self.lock is not None:
+            self.lock.release()
 
     def __exit__(
         self,

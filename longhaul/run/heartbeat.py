@@ -38,18 +38,25 @@ class Heartbeat:
             is_master=False,
             wait_for_workers=False,
         )
+        self.when_asked: Callable[[], None] = lambda: None  # called if any rank was asked to stop
         now = time.monotonic()
         self.answered = now  # when the store last answered
         self.heard = now  # when the next rank's counter last changed
 
         # two threads, because a store whose process was stopped never answers the first one
         self.closed = threading.Event()
+        self.asked = threading.Event()
         self.threads = [
             threading.Thread(target=self._beat, name="heartbeat", daemon=True),
             threading.Thread(target=self._watch, name="heartbeat watch", daemon=True),
         ]
         for thread in self.threads:
             thread.start()
+
+    def ask_all(self):
+        """This rank was asked to stop: all ranks learn it with their next beat."""
+        self.asked.set()
+        self.when_asked()
 
     def close(self):
         """Stop beating; from now on nobody should wait for this rank."""
@@ -85,12 +92,15 @@ class Heartbeat:
             try:
                 self.store.add(_key(self.world.rank), 1)
                 count = self.store.add(_key(self.next_rank), 0)
+                asked = self.store.add(f"longhaul/stop/{launch()}", int(self.asked.is_set()))
             except RuntimeError:
                 # the store ended with the process that keeps it; the next collective will fail and
                 # ask `lost`
                 self.closed.set()
                 return
             self.answered = time.monotonic()
+            if asked:
+                self.when_asked()
             if count != last_count:
                 last_count = count
                 self.heard = self.answered
@@ -127,6 +137,11 @@ class Heartbeat:
             f"{self.world.rank} waited for it, --timeout {self.timeout:g}): look at that rank's "
             "machine, then run the same command again"
         )
+
+
+def launch() -> str:
+    """Which start of the ranks this is: torchrun restarts them with the same store."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _key(rank: int) -> str:

@@ -191,9 +191,7 @@ def held(module, name: str, marker: Path, seconds: float, call: int = 1):
         calls.append(1)
         if len(calls) == call:
             marker.touch()
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:  # sleeps that a signal interrupts go on
-                time.sleep(0.01)
+            pause(seconds)
         return original(*args, **kwargs)
 
     setattr(module, name, waiting)
@@ -386,6 +384,81 @@ def interrupted_twice(trials: int, folder: Path) -> str:
     )
 
 
+ALLOWED = 3  # seconds that a launcher waits, as a rank is told
+SLOW = 6.0  # seconds of a micro-batch
+
+
+def slow_forwards(first: int):
+    """In a child: each forward from the call number `first` on takes SLOW seconds."""
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(ALLOWED)
+    original = step.Decoder.forward
+    calls = []
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        if len(calls) >= first:
+            pause(SLOW)
+        return original(*args, **kwargs)
+
+    step.Decoder.forward = forward
+
+
+def pause(seconds: float):
+    """A sleep that goes on after a signal."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def impatient_launcher(trials: int, folder: Path) -> str:
+    """Row 49: at random moments of micro-batches that take twice as long as the launcher waits."""
+    source = runs.dataset(folder / "data")
+    draw = random.Random(0)
+    longest = 0.0
+    for trial in range(trials):
+        for size in (1, 2, 4):
+            name = f"{size}-ranks-{trial}"
+            args = runs.arguments(source, folder / name, *STEPS)
+            ranks = runs.start_ranks(args, folder / f"{name}.log", size, partial(slow_forwards, 3))
+            runs.wait_for(lambda out=folder / name: runs.steps_logged(out) > 1)
+            time.sleep(draw.uniform(0, 0.8 * SLOW))
+            longest = max(longest, stopped_in_time(folder / name, ranks))
+    again_with_ranks(folder, source, 2)
+    return (
+        f"{3 * trials} stops with 1, 2 and 4 ranks: 75 after at most {longest:.1f} of {ALLOWED} s, "
+        "with the last whole step saved; the same bits afterwards"
+    )
+
+
+def stopped_in_time(out: Path, ranks: list[runs.Child]) -> float:
+    """Interrupt one rank; seconds until all have ended with every whole step saved."""
+    start = time.monotonic()
+    ranks[-1].signal(signal.SIGINT)
+    codes = [rank.wait(30) for rank in ranks]
+    seconds = time.monotonic() - start
+    require(codes == [75] * len(ranks), f"exit codes {codes}: {ranks[0].words()[-600:]}")
+    require(seconds < ALLOWED, f"ended after {seconds:.1f} s")
+    said = ranks[0].words()
+    require("asked to stop: " in said and "to leave at once" in said, "not acknowledged")
+    require("same command" in ranks[0].last_line(), f"the last line is {ranks[0].last_line()}")
+    saved_once(out, ranks[0], out.name)
+    require(runs.exit_record(out)["last_step"] == runs.steps_logged(out), "a whole step was lost")
+    require(not (out / ".lock").exists(), "the lock was left behind")
+    return seconds
+
+
+def again_with_ranks(folder: Path, source: Path, size: int):
+    """The first run that was stopped goes on to the bits of one that nothing happened to."""
+    for name in ("whole", f"{size}-ranks-0"):
+        args = runs.arguments(source, folder / name, *STEPS)
+        codes = [rank.wait() for rank in runs.start_ranks(args, folder / f"{name}.again", size)]
+        require(codes == [0] * size, f"{name}: exit codes {codes}")
+    require(
+        runs.same_end(folder / f"{size}-ranks-0", folder / "whole"),
+        "other bits than the uninterrupted run",
+    )
+
+
 # ----------------------------------------------------------------------------------------- the rest
 
 
@@ -496,6 +569,15 @@ ROWS: list[Row] = [
         "SIGTERM or SIGINT twice",
         "the first saves, the second leaves within 2 s",
         interrupted_twice,
+    ),
+    Row(
+        49,
+        "SIGINT in a micro-batch longer than the launcher waits",
+        "the last whole step saved in time, 75",
+        impatient_launcher,
+        1,
+        20,
+        slow=True,
     ),
     Row(9, "shutdown timeout shorter than a save", "warned at the first save", slow_save),
     Row(10, "a STOP file", "one save, 75", stop_file),

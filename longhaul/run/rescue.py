@@ -1,0 +1,241 @@
+"""A stop that cannot wait for the micro-batch: the last whole step is saved while it still runs.
+
+Weights and optimizer states change only in the optimizer's step. In the middle of a forward or
+backward they are those of the last whole step, so if the launcher would kill the run before the
+micro-batch ends, a thread saves them, and the process ends without finishing the micro-batch.
+
+The threads of all ranks agree through the job's TCP store, because the main threads are busy with
+the collectives of training.
+"""
+
+import copy
+import itertools
+import math
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+
+from longhaul import dist, exits
+from longhaul.checkpoint.save import Saver, snapshot_of
+from longhaul.run.guard import Guard
+from longhaul.run.heartbeat import launch
+from longhaul.step import TrainState
+
+BUSY = "busy"  # this rank's state cannot be read now
+LEAVING = "leaving"  # all ranks save between two micro-batches, as they would without a rescue
+
+# ---- how long a launcher waits
+
+DEFAULT_SECONDS = 30.0  # of torchrun, Kubernetes and Slurm
+TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+def allowed_seconds(
+    environment: Mapping[str, str], torch_version: str = torch.__version__
+) -> float:
+    """Seconds from a signal until the launcher kills this process.
+
+    Before torch 2.12, torchrun always waits 30 seconds. A `--shutdown_timeout` given to torchrun
+    does not reach its ranks.
+    """
+    numbers = [int(part) for part in torch_version.split(".")[:2]]
+    if "TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]:
+        return DEFAULT_SECONDS
+    return float(environment.get(TIMEOUT, DEFAULT_SECONDS))
+
+
+def patience(allowed: float, save_seconds: float) -> float:
+    """Seconds that the micro-batch is waited for: a third of those allowed, less if a save is slow
+    (twice its measured time is kept for it).
+    """
+    return max(0.0, min(allowed / 3, allowed - 2 * save_seconds))
+
+
+def enough_seconds(micro_batch_seconds: float, save_seconds: float) -> int:
+    """The timeout, in tens of seconds, within which a micro-batch ends and is saved."""
+    seconds = max(3 * micro_batch_seconds, micro_batch_seconds + 2 * save_seconds)
+    return 10 * math.ceil(seconds / 10)
+
+
+def slow_micro_batch(
+    seconds: float, save_seconds: float, environment: Mapping[str, str]
+) -> str | None:
+    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`."""
+    allowed = allowed_seconds(environment)
+    if "TORCHELASTIC_RUN_ID" not in environment or seconds <= patience(allowed, save_seconds):
+        return None
+    return (
+        f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
+        "after asking it to stop, so a stop gives up the step under way and saves the one before: "
+        f"put {TIMEOUT}={enough_seconds(seconds, save_seconds)} in front of the command, which "
+        "torch obeys from 2.12 on"
+    )
+
+
+# ---- the rescue
+
+
+class Rescue:
+    """The thread that saves the last whole step of a run that is asked to stop.
+
+    It reads the state only inside `over(state)`, where the main thread changes none of it; at the
+    end of this block the main thread waits for a rescue that has begun, which ends the process.
+    """
+
+    def __init__(
+        self, guard: Guard, saver: Saver, model: torch.nn.Module, close_log: Callable[[], None]
+    ):
+        self.guard = guard
+        self.saver = saver
+        self.close_log = close_log
+        self.world = guard.world
+        self.allowed = allowed_seconds(os.environ)
+        self.store = self._connected()
+
+        # sharded, as no forward has gathered them yet
+        self.parameters = list(model.named_parameters())
+        self.state: TrainState | None = None  # of the last whole step, where it may be read
+        self.manifest: dict = {}
+        self.reading = threading.Lock()  # whoever holds it may change the state, or save it
+        self.reading.acquire()
+        self.asked = threading.Event()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="rescue", daemon=True)
+        self.thread.start()
+        guard.when_asked(self.asked.set)
+
+    def _connected(self):
+        """A connection to the job's store of its own, since a wait in one blocks its other uses."""
+        if self.world.size == 1:
+            return None
+        return torch.distributed.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(hours=1),
+        )
+
+    # ---- the main thread
+
+    @contextmanager
+    def over(self, state: TrainState, manifest: dict) -> Iterator[None]:
+        """Inside, `state` as it is now may be saved at any moment, until `forbid`; `manifest` joins
+        the checkpoint's.
+        """
+        self.state = copy.copy(state)  # its counters; the tensors are the same
+        self.manifest = manifest
+        self.reading.release()
+        try:
+            yield
+        finally:
+            self.forbid()
+
+    def forbid(self):
+        """The main thread is going to change the state; does not return if a rescue has begun."""
+        if self.state is not None:
+            self.reading.acquire()
+            self.state = None
+
+    def close(self):
+        """All ranks are between two micro-batches and need no rescue, or the run has ended."""
+        self.forbid()
+        self.closed.set()
+        self.asked.set()
+
+    # ---- the thread
+
+    def _run(self):
+        self.asked.wait()
+        if self.closed.is_set():
+            return
+        if self.world.rank == 0:
+            print(f"\n{self._acknowledgement()}", file=sys.stderr, flush=True)
+        self.closed.wait(self._patience())
+        self._save_or_leave()
+
+    def _acknowledgement(self) -> str:
+        """What happens next, for the person who asked."""
+        left = self.guard.seconds_left()
+        state = self.state
+        if state is not None and left is not None and self._patience() == 0:
+            return (
+                f"asked to stop: this micro-batch takes about {left:.0f} s more, and a launcher "
+                f"may wait only {self.allowed:g} s, so step {state.step} is saved now; again to "
+                "leave at once"
+            )
+        about = "" if left is None else f" (about {max(left, 1):.0f} s)"
+        return (
+            f"asked to stop: finishing this micro-batch{about}, then saving; again to leave at once"
+        )
+
+    def _patience(self) -> float:
+        """Seconds to wait for the end of the micro-batch; none if it is known to take longer."""
+        longest = patience(self.allowed, self.saver.seconds or 0.0)
+        left = self.guard.seconds_left()
+        return 0.0 if left is not None and left > longest else longest
+
+    def _save_or_leave(self):
+        """Try to save until it works, which ends the process, or until all ranks leave."""
+        for attempt in itertools.count():
+            readable = not self.closed.is_set() and self.reading.acquire(timeout=1)
+            answers = self._exchange(attempt, self._answer(readable))
+            if readable and len(answers) == 1:
+                self._save()
+            if readable:
+                self.reading.release()
+            if LEAVING in answers:
+                return
+
+    def _answer(self, readable: bool) -> str:
+        """What the other ranks must know: the step that could be saved here, or why none could."""
+        if readable:
+            return str(self.state.step)
+        return LEAVING if self.closed.is_set() else BUSY
+
+    def _exchange(self, attempt: int, answer: str) -> set[str]:
+        """The different answers of all ranks; LEAVING among them if the store and the job ended."""
+        if self.store is None:
+            return {answer}
+        name = f"longhaul/rescue/{launch()}/{attempt}"
+        ranks = range(self.world.size)
+        try:
+            self.store.set(f"{name}/{self.world.rank}", answer)
+            return {self.store.get(f"{name}/{rank}").decode() for rank in ranks}
+        except RuntimeError:
+            return {answer, LEAVING}
+
+    def _save(self) -> NoReturn:
+        """Save the state on all ranks, and end the process."""
+        code = 1
+        try:
+            code = self._save_and_say()
+        finally:
+            if code == 1:
+                traceback.print_exc()
+            os._exit(code)
+
+    def _save_and_say(self) -> int:
+        """The exit code of a run that was saved, or of the disk that refused."""
+        # not behind the kernels that the main thread has launched
+        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        try:
+            with torch.cuda.stream(stream):
+                self.saver.save_now(snapshot_of(self.state, self.parameters, self.manifest))
+        except exits.StorageError as error:
+            self.guard.leave(error.exit_code, str(error))
+            return error.exit_code
+
+        self.close_log()
+        self.guard.step = self.state.step
+        halt = self.guard.preempted()
+        self.guard.leave(halt.exit_code, str(halt))
+        dist.barrier(self.saver.group)
+        return halt.exit_code

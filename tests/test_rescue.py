@@ -1,0 +1,178 @@
+"""A run that is asked to stop in a micro-batch for which its launcher would not wait, and saves by
+the clock. Row 49 of the fault matrix stops whole runs of 1, 2 and 4 ranks.
+"""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longhaul import dist
+from longhaul.run.guard import Guard
+from longhaul.run.rescue import (
+    LEAVING,
+    Rescue,
+    allowed_seconds,
+    enough_seconds,
+    patience,
+    slow_micro_batch,
+)
+from tests.ranks import run_ranks
+
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
+STATE = SimpleNamespace(step=7)
+
+
+@pytest.fixture
+def guard(tmp_path):
+    with Guard("train.py", dist.World()) as guard:
+        guard.begin(tmp_path, 7)
+        yield guard
+
+
+@pytest.fixture
+def rescue(guard, monkeypatch):
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    rescue = Rescue(guard, SimpleNamespace(seconds=None), torch.nn.Linear(1, 1), lambda: None)
+    yield rescue
+    rescue.close()
+
+
+# ---- how long a launcher waits
+
+
+@pytest.mark.parametrize(
+    "environment, version, seconds",
+    [
+        ({}, "2.13.0", 30),
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}, "2.13.0+cpu", 240),
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"} | UNDER_TORCHRUN, "2.12.0", 240),
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"} | UNDER_TORCHRUN, "2.11.0", 30),
+        ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "240"}, "2.11.0", 240),
+    ],
+)
+def test_a_launcher_waits_as_long_as_its_torch_lets_it(environment, version, seconds):
+    assert allowed_seconds(environment, version) == seconds
+
+
+def test_a_third_of_the_time_is_for_the_micro_batch_and_less_if_a_save_is_slow():
+    assert patience(30, 0) == patience(30, 10) == 10
+    assert patience(30, 12) == 6
+    assert patience(30, 20) == 0
+
+
+@pytest.mark.parametrize("micro_batch, save", [(60, 0), (61, 5), (5, 100), (0.1, 0)])
+def test_the_timeout_that_is_named_lets_the_micro_batch_end(micro_batch, save):
+    seconds = enough_seconds(micro_batch, save)
+    assert patience(seconds, save) >= micro_batch
+    assert patience(seconds - 10, save) < micro_batch
+
+
+def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
+    assert slow_micro_batch(60, 0, {}) is None
+    assert slow_micro_batch(9, 0, UNDER_TORCHRUN) is None
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front of the command" in slow_micro_batch(
+        60, 0, UNDER_TORCHRUN
+    )
+
+
+# ---- the rescue
+
+
+def test_the_state_can_be_read_only_while_it_is_unchanged(rescue):
+    assert not rescue.reading.acquire(blocking=False)
+    with rescue.over(STATE, {}):
+        assert rescue.reading.acquire(blocking=False)
+        rescue.reading.release()
+        rescue.forbid()
+        assert not rescue.reading.acquire(blocking=False) and rescue.state is None
+    assert not rescue.reading.acquire(blocking=False)
+
+
+def test_whoever_changes_the_state_waits_for_a_rescue_that_has_begun(rescue):
+    def changing():
+        with rescue.over(STATE, {}):
+            inside.set()
+            may_end.wait(5)
+        ended.set()
+
+    inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    threading.Thread(target=changing, daemon=True).start()
+    assert inside.wait(5) and rescue.reading.acquire(timeout=5)
+    may_end.set()
+    assert not ended.wait(0.1)
+    rescue.reading.release()
+    assert ended.wait(5)
+
+
+def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
+    finishing = "asked to stop: finishing this micro-batch"
+    again = ", then saving; again to leave at once"
+    with rescue.over(STATE, {}):
+        assert rescue._acknowledgement() == finishing + again
+        guard.began = time.monotonic()
+        guard.micro_batch_seconds = 8
+        assert rescue._acknowledgement() == f"{finishing} (about 8 s){again}"
+        guard.micro_batch_seconds = 60
+        assert rescue._acknowledgement() == (
+            "asked to stop: this micro-batch takes about 60 s more, and a launcher may wait only "
+            "30 s, so step 7 is saved now; again to leave at once"
+        )
+    assert rescue._acknowledgement() == f"{finishing} (about 60 s){again}"
+
+
+def test_a_rescue_is_left_to_the_main_thread_that_stops_between_two_micro_batches(rescue, capsys):
+    rescue.asked.set()
+    rescue.close()
+    rescue.thread.join(5)
+    assert not rescue.thread.is_alive()
+
+
+class Store(dict):
+    """A TCP store in which the other rank has answered."""
+
+    def set(self, key: str, value: str):
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        if key not in self:
+            raise RuntimeError("the store ended")
+        return self[key]
+
+
+def test_ranks_save_only_the_step_that_all_of_them_hold(rescue):
+    rescue.world = dist.World(rank=1, size=2)
+    rescue.store = Store({"longhaul/rescue/0/0/0": b"7", "longhaul/rescue/0/1/0": b"8"})
+    assert rescue._exchange(0, "7") == {"7"}
+    assert rescue._exchange(1, "7") == {"7", "8"}
+    assert LEAVING in rescue._exchange(2, "7")
+
+
+# ---- saves by the clock
+
+
+def test_a_save_is_due_after_the_minutes_since_the_last_one(guard):
+    assert not guard.must_stop() and not guard.save_due
+    guard.save_seconds = 60
+    assert not guard.must_stop() and not guard.save_due
+    guard.saved_at -= 61
+    assert not guard.must_stop() and guard.save_due
+
+
+def votes(world: dist.World) -> list[bool]:
+    """What a rank is told if a save is due on rank 1, on rank 0, and if rank 1 must stop too."""
+    guard = Guard("train.py", world)
+    told = []
+    guard.asked_to_stop = lambda: None
+    for late in (1, 0):
+        guard.save_seconds = 1e-9 if world.rank == late else 1e9
+        told += [guard.must_stop(), guard.save_due]
+    guard.asked_to_stop = lambda: "SIGTERM" if world.rank else None
+    return [*told, guard.must_stop(), guard.save_due]
+
+
+def test_all_ranks_save_by_the_clock_of_rank_0_and_stop_for_any_rank():
+    expected = [False, False, False, True, True, True]
+    assert run_ranks(votes, 2) == [expected, expected]

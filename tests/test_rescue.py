@@ -98,7 +98,9 @@ def test_whoever_changes_the_state_waits_for_a_rescue_that_has_begun(rescue):
             may_end.wait(5)
         ended.set()
 
-    inside, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+    inside = threading.Event()
+    may_end = threading.Event()
+    ended = threading.Event()
     threading.Thread(target=changing, daemon=True).start()
     assert inside.wait(5) and rescue.reading.acquire(timeout=5)
     may_end.set()

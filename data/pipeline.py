@@ -38,7 +38,7 @@ from data.dataset import Dataset
 from data.order import mix
 from data.progress import shown
 from data.sources import Document
-from data.tokenizer import Tokenizer, train
+from data.tokenizer import CHUNK_CHARS, Tokenizer, chunks, train
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
@@ -82,11 +82,11 @@ def build_dataset(
 
         if found.num_chars <= BATCH_BYTES:
             workers = 1
-        texts = shown(documents(), "encoding", found.num_chars)
+        texts = documents()
         if found.num_documents == 1 and val_fraction:
             texts = _end_apart(texts, val_fraction, report)
         return write_dataset(
-            encode(texts, path, workers),
+            encode(texts, path, workers, found.num_chars),
             output,
             vocab_size=model.vocab_size,
             eod_id=model.eod_id,
@@ -186,24 +186,76 @@ def _cut(text: str, fraction: float) -> int:
 # ---- encoding
 
 
+class Part(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    is_last: bool  # of its document
+
+
+class EncodedPart(NamedTuple):
+    """The ids of a part, and what is known of it."""
+
+    ids: np.ndarray
+    num_bytes: int
+    is_last: bool
+
+
 def encode(
-    documents: Iterable[Document], tokenizer: Path, workers: int
+    documents: Iterable[Document], tokenizer: Path, workers: int, num_chars: int | None = None
 ) -> Iterator[TokenizedDocument]:
-    """The ids of each document, in order; the number of workers does not change the result."""
+    """The ids of each document, in order; the number of workers does not change the result.
+
+    `num_chars`: of all documents, from which the remaining time is computed.
+    """
+    parts = shown(_parts(documents), "encoding", num_chars)
     if workers == 1:
-        return _encode_here(documents, tokenizer)
-    return _encode_in_processes(documents, tokenizer, workers)
+        return _joined(_encode_here(parts, tokenizer))
+    return _joined(_encode_in_processes(parts, tokenizer, workers))
 
 
-def _encode_here(documents: Iterable[Document], tokenizer: Path) -> Iterator[TokenizedDocument]:
-    model = Tokenizer(tokenizer)
+def _parts(documents: Iterable[Document]) -> Iterator[Part]:
+    """The documents, long ones in parts of BATCH_BYTES characters or a little more.
+
+    They are cut where the tokenizer cuts, so that the ids of the parts are those of the whole: all
+    processes can work on one long document, and nobody holds it as a list of numbers.
+    """
     for document in documents:
-        yield TokenizedDocument(model.encode_array(document.text), len(document.text.encode()))
+        part: list[str] = []
+        size = 0
+        for chunk in chunks(document.text, CHUNK_CHARS):
+            part.append(chunk)
+            size += len(chunk)
+            if size >= BATCH_BYTES:
+                yield Part("".join(part), is_last=False)
+                part = []
+                size = 0
+        yield Part("".join(part), is_last=True)
+
+
+def _joined(parts: Iterable[EncodedPart]) -> Iterator[TokenizedDocument]:
+    """The documents that the parts are of."""
+    ids: list[np.ndarray] = []
+    num_bytes = 0
+    for part in parts:
+        ids.append(part.ids)
+        num_bytes += part.num_bytes
+        if part.is_last:
+            yield TokenizedDocument(np.concatenate(ids), num_bytes)
+            ids = []
+            num_bytes = 0
+
+
+def _encode_here(parts: Iterable[Part], tokenizer: Path) -> Iterator[EncodedPart]:
+    model = Tokenizer(tokenizer)
+    for part in parts:
+        num_bytes = len(part.text.encode())
+        yield EncodedPart(model.encode_array(part.text), num_bytes, part.is_last)
 
 
 def _encode_in_processes(
-    documents: Iterable[Document], tokenizer: Path, workers: int
-) -> Iterator[TokenizedDocument]:
+    parts: Iterable[Part], tokenizer: Path, workers: int
+) -> Iterator[EncodedPart]:
     """A thread per process feeds it batches; the results are taken in the order of the batches."""
     processes = [Worker(tokenizer) for _ in range(workers)]
     idle: SimpleQueue[Worker] = SimpleQueue()
@@ -212,8 +264,8 @@ def _encode_in_processes(
 
     try:
         with ThreadPoolExecutor(workers) as pool:
-            waiting: deque[Future[list[TokenizedDocument]]] = deque()
-            for batch in _batches(documents):
+            waiting: deque[Future[list[EncodedPart]]] = deque()
+            for batch in _batches(parts):
                 waiting.append(pool.submit(_encode_batch, batch, idle))
                 if len(waiting) > 2 * workers:
                     yield from waiting.popleft().result()
@@ -224,23 +276,26 @@ def _encode_in_processes(
             process.close()
 
 
-def _encode_batch(texts: list[bytes], idle: "SimpleQueue[Worker]") -> list[TokenizedDocument]:
+def _encode_batch(batch: list[Part], idle: "SimpleQueue[Worker]") -> list[EncodedPart]:
+    texts = [part.text.encode() for part in batch]
     process = idle.get()
     try:
         encoded = process.encode(texts)
     finally:
         idle.put(process)
-    return [TokenizedDocument(ids, len(text)) for ids, text in zip(encoded, texts, strict=True)]
+    return [
+        EncodedPart(ids, len(text), part.is_last)
+        for ids, text, part in zip(encoded, texts, batch, strict=True)
+    ]
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[bytes]]:
-    """The texts in UTF-8, in lists of at least BATCH_BYTES."""
-    batch: list[bytes] = []
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Lists of at least BATCH_BYTES characters."""
+    batch: list[Part] = []
     size = 0
-    for document in documents:
-        text = document.text.encode()
-        batch.append(text)
-        size += len(text)
+    for part in parts:
+        batch.append(part)
+        size += len(part.text)
         if size >= BATCH_BYTES:
             yield batch
             batch = []

@@ -5,42 +5,50 @@ every EVERY seconds, so that a log file stays readable. What takes less time pri
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from tqdm import tqdm
-
-from data.sources import Document
 
 EVERY = 15.0  # seconds between two lines
 
 
+class HasText(Protocol):
+    """A document, or a part of one."""
+
+    text: str
+
+
+Text = TypeVar("Text", bound=HasText)
+
+
 def shown(
-    documents: Iterable[Document],
+    texts: Iterable[Text],
     what: str,
     total: int | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Document]:
-    """The documents, counted in characters on standard error; `total` is how many there are."""
+) -> Iterator[Text]:
+    """The texts, counted in characters on standard error; `total` is how many there are."""
     if sys.stderr.isatty():
-        return _with_bar(documents, what, total)
-    return _with_lines(documents, what, total, clock)
+        return _with_bar(texts, what, total)
+    return _with_lines(texts, what, total, clock)
 
 
-def _with_bar(documents: Iterable[Document], what: str, total: int | None) -> Iterator[Document]:
+def _with_bar(texts: Iterable[Text], what: str, total: int | None) -> Iterator[Text]:
     with tqdm(total=total, desc=what, unit=" characters", unit_scale=True, leave=False) as bar:
-        for document in documents:
-            yield document
-            bar.update(len(document.text))
+        for one in texts:
+            yield one
+            bar.update(len(one.text))
 
 
 def _with_lines(
-    documents: Iterable[Document], what: str, total: int | None, clock: Callable[[], float]
-) -> Iterator[Document]:
+    texts: Iterable[Text], what: str, total: int | None, clock: Callable[[], float]
+) -> Iterator[Text]:
     begin = clock()
     printed = begin
     done = 0
-    for document in documents:
-        yield document
-        done += len(document.text)
+    for one in texts:
+        yield one
+        done += len(one.text)
         now = clock()
         if now - printed >= EVERY:
             print(line(what, done, total, now - begin), file=sys.stderr, flush=True)

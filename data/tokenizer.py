@@ -85,10 +85,10 @@ def train(
 
 def _training_chunks(documents: Iterable[str]) -> Iterator[str]:
     for text in documents:
-        yield from _chunks(text, TRAIN_CHUNK_CHARS)
+        yield from chunks(text, TRAIN_CHUNK_CHARS)
 
 
-def _chunks(text: str, size: int) -> Iterator[str]:
+def chunks(text: str, size: int) -> Iterator[str]:
     """Cut `text` into parts of at most `size` characters, after a newline if there is one."""
     start = 0
     while start < len(text):
@@ -159,7 +159,7 @@ class Tokenizer:
         """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
         require_encodable(text)
         ids: list[int] = []
-        for chunk in _chunks(text, CHUNK_CHARS):
+        for chunk in chunks(text, CHUNK_CHARS):
             first, *others = chunk.split(SPACE_MARK)
             ids += self._processor.encode(first)
             for part in others:

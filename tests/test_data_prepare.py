@@ -314,6 +314,23 @@ def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path,
         ]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
+    folder, tmp_path, monkeypatch, workers
+):
+    dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", 20_000)
+    texts = ["".join(text_of(n) for n in range(60)), "no newline \u00e9 " * 9000, "", "short"]
+    assert len(list(pipeline._parts([Document("long", texts[0])]))) > 4
+    documents = [Document(str(n), text) for n, text in enumerate(texts)]
+    whole = Tokenizer(dataset.tokenizer_path)
+    for encoded, text in zip(
+        encode(documents, dataset.tokenizer_path, workers), texts, strict=True
+    ):
+        assert encoded.tokens.tolist() == whole.encode(text)
+        assert encoded.source_bytes == len(text.encode())
+
+
 def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     worker = Worker(dataset.tokenizer_path)

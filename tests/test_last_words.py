@@ -1,6 +1,8 @@
 """The last line on screen: under torchrun it is the remedy, and without torch as well."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from longhaul import exits
+from selfcheck.faults import runs
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
@@ -44,6 +47,30 @@ def test_the_remedy_of_a_typo_is_the_very_last_line_under_torchrun():
     assert done.returncode != 0
     assert lines[-1].startswith(words)
     assert len(lines) > 20, "torchrun has no report any more: is the epilogue still needed?"
+
+
+@pytest.mark.slow
+def test_after_ctrl_c_the_very_last_line_under_torchrun_says_what_was_saved(tmp_path):
+    source, out = runs.dataset(tmp_path / "data"), tmp_path / "run"
+    flags = runs.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
+    process = subprocess.Popen(
+        [*TORCHRUN, "train.py", *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    os.killpg(process.pid, signal.SIGINT)
+    lines = process.communicate(timeout=60)[1].rstrip("\n").splitlines()
+    assert process.returncode != 0
+    assert re.fullmatch(
+        r"train.py: stopped by .* and saved at step \d+: run the same command again to continue",
+        lines[-1],
+    ), lines
+    assert any("Traceback" in line for line in lines), "torchrun has no report any more"
 
 
 def epilogue(process: int) -> subprocess.Popen:

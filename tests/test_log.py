@@ -1,0 +1,117 @@
+"""The log of a run: what is in metrics.jsonl, and what people see on a terminal and in a file."""
+
+import io
+import json
+import math
+
+import pytest
+
+from longhaul.run import log
+from longhaul.run.health import recent_losses
+
+
+def record(step: int, loss: float = 3.0) -> dict:
+    return dict(step=step, loss=loss, lr=1e-3, tokens_per_s=1234.5, mem_gib=0.5)
+
+
+@pytest.fixture
+def logger(tmp_path):
+    """A function that opens the log of a run in a temporary folder."""
+    opened = []
+
+    def open_log(first_step: int = 0, last_step: int = 10, every: int = 1) -> log.Logger:
+        opened.append(log.Logger(tmp_path, first_step, last_step, active=True, every=every))
+        return opened[-1]
+
+    yield open_log
+    for one in opened:
+        one.progress.close()
+
+
+def records(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_file_gets_a_plain_line_for_each_step_that_is_shown(logger, capsys):
+    shown = logger(every=2)
+    for step in range(1, 11):
+        shown.step(record(step))
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert len(lines) == 5
+    assert captured.err == "" and "\r" not in captured.out
+    start = "step 10 of 10: loss 3.0000, lr 0.001, 1,234 tokens/s, 0.50 GiB, 0 s left"
+    assert lines[-1] == start
+
+
+def test_the_time_that_remains_is_that_of_the_steps_so_far(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    lines = log.Lines(first_step=20, last_step=60)
+    now[0] += 240  # 10 steps of 24 s: 30 remain
+    lines.step(record(30))
+    assert capsys.readouterr().out.endswith(", 12 min left\n")
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0, "0 s"),
+        (59.6, "60 s"),
+        (90, "2 min"),
+        (5399, "90 min"),
+        (7200, "2.0 h"),
+        (1e6, "11.6 days"),
+    ],
+)
+def test_a_time_is_said_as_people_say_it(seconds, words):
+    assert log.duration(seconds) == words
+
+
+def test_a_terminal_gets_a_bar(logger, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    shown = logger()
+    assert isinstance(shown.progress, log.Bar)
+    shown.step(record(1))
+    shown.say("a line")
+    assert "1/10" in screen.getvalue() and "\r" in screen.getvalue()
+    assert "a line\n" in screen.getvalue()
+
+
+def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys):
+    shown = logger()
+    shown.step(record(1, 5.0))
+    shown.validation(1, 2.0, 77)
+    shown.step(record(2, 4.0))
+    found = records(tmp_path)[1]
+    assert found.pop("time") > 1e9
+    assert found == {
+        "step": 1,
+        "validation_loss": 2.0,
+        "validation_perplexity": pytest.approx(math.exp(2)),
+        "validation_tokens": 77,
+    }
+    assert "step 1: validation loss 2.0000 nats over 77 tokens" in capsys.readouterr().out
+    assert recent_losses(tmp_path / "metrics.jsonl", 2) == [5.0, 4.0]
+
+
+def test_a_resumed_run_drops_steps_and_validations_after_its_checkpoint(logger, tmp_path):
+    shown = logger()
+    for step in (1, 2, 3):
+        shown.step(record(step))
+        shown.validation(step, 2.0, 7)
+    shown.close()
+    logger(first_step=2).close()
+    assert [one["step"] for one in records(tmp_path)] == [1, 1, 2, 2]
+
+
+def test_a_validation_that_is_not_finite_is_null(logger, tmp_path):
+    logger().validation(1, math.nan, 7)
+    (found,) = records(tmp_path)
+    assert found["validation_loss"] is None and found["validation_perplexity"] is None

@@ -102,7 +102,8 @@ def test_imports_point_to_lower_levels_only(path):
     room = room_of(module_of(path))
     if room is None:
         assert module_of(path) in ("longhaul",), (
-            f"{path} has no place in the house: give it a level"
+            f"{path} has no place in the house: give it a level in LEVELS of this test, or keep a "
+            "script of your own in runs/ or outside"
         )
         return
     for name in imports(path):

@@ -1020,7 +1020,53 @@ ONCE_MISSED = (
     ),
 )
 
+DOORS = (
+    Fault(
+        "doors: any tokenizer is taken",
+        "longhaul/checkpoint/load.py",
+        "if trained_with and sha256 != trained_with:",
+        "if trained_with and not sha256:",
+        ("tests/test_generate.py", "-k", "another_tokenizer"),
+    ),
+    Fault(
+        "doors: the last of two values counts",
+        "flags.py",
+        "        self._refuse_repetition(words)\n",
+        "",
+        ("tests/test_config.py", "-k", "given_twice"),
+    ),
+    Fault(
+        "doors: an epsilon that is not a number is taken",
+        "longhaul/config.py",
+        "if not 0 < self.adam_eps <= 1:",
+        "if self.adam_eps <= 0:",
+        ("tests/test_config.py", "-k", "epsilon"),
+    ),
+    Fault(
+        "doors: a warmup as long as the run is not warned about",
+        "longhaul/config.py",
+        "        if self.warmup_steps >= self.max_steps:",
+        "        if self.warmup_steps > 100 * self.max_steps:",
+        ("tests/test_config.py", "-k", "warmup"),
+    ),
+    Fault(
+        "doors: the epilogue does not wait for torchrun",
+        "longhaul/epilogue.py",
+        "    wait_for_end(int(sys.argv[1]))\n",
+        "",
+        ("tests/test_last_words.py", "-k", "waits"),
+    ),
+    Fault(
+        "doors: a validation counts as a step's loss",
+        "longhaul/run/log.py",
+        'named = {f"validation_{name}": value',
+        "named = {name: value",
+        ("tests/test_log.py", "-k", "without_a_steps_loss"),
+    ),
+)
+
 FAULTS: tuple[Fault, ...] = (
+    *DOORS,
     *CHECKPOINT,
     *DATA,
     *START,

@@ -174,6 +174,8 @@ train --skip_rows 9:3
 train --skip_rows a:b
 train --check_replicas_every -1
 train --save_every 0
+train --save_minutes nan
+train --save_minutes -1
 train --keep_last 1
 train --resume /nonexistent
 train --resume {text}

@@ -256,8 +256,16 @@ class Run:
         """Note how long a micro-batch takes; warn once if a launcher would not wait for its end."""
         first = self.guard.micro_batch_seconds is None
         self.guard.micro_batch_seconds = seconds
-        warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, os.environ)
-        if first and warning:
+        if first:
+            self._warn_of_stops(seconds)
+
+    def _warn_of_stops(self, seconds: float):
+        """Warn if a launcher would not wait for the end of a micro-batch."""
+        lost = "the step under way"
+        if self.cfg.optimizer_in_backward:
+            lost = "all steps since the last save"
+        warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, lost, os.environ)
+        if warning:
             self.log.say(warning)
 
     def _report(self, result: StepResult, loss: float, rows: Batch, seconds: float):

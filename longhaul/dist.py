@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -289,6 +289,26 @@ def on_rank0(function: Callable[[], Any], world: World) -> Any:
     if refusal is not None:
         raise Refusal(*refusal)
     return result
+
+
+# ---- how long a launcher waits
+
+TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+DEFAULT_PATIENCE = 30.0  # seconds, of torchrun, Kubernetes and Slurm
+
+
+def launcher_patience(
+    environment: Mapping[str, str], torch_version: str = torch.__version__
+) -> float:
+    """Seconds from a signal until the launcher kills this process.
+
+    Before torch 2.12, torchrun always waits 30 seconds. Its flag --shutdown_timeout does not reach
+    its ranks, the variable does.
+    """
+    numbers = [int(part) for part in torch_version.split(".")[:2]]
+    if "TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]:
+        return DEFAULT_PATIENCE
+    return float(environment.get(TIMEOUT, DEFAULT_PATIENCE))
 
 
 # ---- output, and the end of the program

@@ -104,6 +104,34 @@ CHECKPOINT = (
         "for attempt in range(1):",
         ("tests/test_supervise.py", "-k", "tried_again"),
     ),
+    Fault(
+        "rescue: the optimizer does not wait for it",
+        "longhaul/run/rescue.py",
+        "        if self.state is not None:\n            self.reading.acquire()\n",
+        "        if self.state is not None:\n",
+        ("tests/test_rescue.py",),
+    ),
+    Fault(
+        "rescue: ranks save different steps",
+        "longhaul/run/rescue.py",
+        "if readable and len(answers) == 1:",
+        "if readable:",
+        ("tests/test_rescue.py",),
+    ),
+    Fault(
+        "rescue: the micro-batch gets the whole time",
+        "longhaul/run/rescue.py",
+        "min(allowed / 3, allowed - 2 * save_seconds)",
+        "min(allowed, allowed - 2 * save_seconds)",
+        ("tests/test_rescue.py",),
+    ),
+    Fault(
+        "save_minutes: every rank asks its own clock",
+        "longhaul/run/guard.py",
+        "if self.world.rank == 0 and self._save_is_due():",
+        "if self._save_is_due():",
+        ("tests/test_rescue.py",),
+    ),
 )
 
 DATA = (

@@ -14,7 +14,6 @@ from longhaul.run.guard import Guard
 from longhaul.run.rescue import (
     LEAVING,
     Rescue,
-    allowed_seconds,
     enough_seconds,
     patience,
     slow_micro_batch,
@@ -54,7 +53,7 @@ def rescue(guard, monkeypatch):
     ],
 )
 def test_a_launcher_waits_as_long_as_its_torch_lets_it(environment, version, seconds):
-    assert allowed_seconds(environment, version) == seconds
+    assert dist.launcher_patience(environment, version) == seconds
 
 
 def test_a_third_of_the_time_is_for_the_micro_batch_and_less_if_a_save_is_slow():
@@ -71,11 +70,10 @@ def test_the_timeout_that_is_named_lets_the_micro_batch_end(micro_batch, save):
 
 
 def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
-    assert slow_micro_batch(60, 0, {}) is None
-    assert slow_micro_batch(9, 0, UNDER_TORCHRUN) is None
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front of the command" in slow_micro_batch(
-        60, 0, UNDER_TORCHRUN
-    )
+    assert slow_micro_batch(60, 0, "a step", {}) is None
+    assert slow_micro_batch(9, 0, "a step", UNDER_TORCHRUN) is None
+    said = slow_micro_batch(60, 0, "a step", UNDER_TORCHRUN)
+    assert "so a stop loses a step: put TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front" in said
 
 
 # ---- the rescue
@@ -150,6 +148,16 @@ def test_ranks_save_only_the_step_that_all_of_them_hold(rescue):
     assert rescue._exchange(0, "7") == {"7"}
     assert rescue._exchange(1, "7") == {"7", "8"}
     assert LEAVING in rescue._exchange(2, "7")
+
+
+def test_a_rank_tries_again_until_all_hold_one_step(rescue, monkeypatch):
+    saves = []
+    answers = iter([{"6", "7"}, {"7", "busy"}, {"7"}, {"7", LEAVING}])
+    monkeypatch.setattr(rescue, "_exchange", lambda attempt, answer: next(answers))
+    monkeypatch.setattr(rescue, "_save", lambda: saves.append(rescue.state.step))
+    with rescue.over(STATE, {}):
+        rescue._save_or_leave()
+    assert saves == [7] and not list(answers)
 
 
 # ---- saves by the clock

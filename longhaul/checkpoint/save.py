@@ -329,12 +329,12 @@ class Saver:
 
 def slow_shutdown(seconds: float, environment: Mapping[str, str]) -> str | None:
     """A warning if the launcher would kill a run before it has saved, which takes `seconds`."""
-    allowed = float(environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30))
+    allowed = dist.launcher_patience(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or seconds < allowed:
         return None
     enough = int(4 * seconds) + 1
     return (
         f"warning: a save takes {seconds:.1f} s, and torchrun kills a run {allowed:g} s after "
-        f"asking it to stop: use TORCH_ELASTIC_SHUTDOWN_TIMEOUT={enough} torchrun "
+        f"asking it to stop: use {dist.TIMEOUT}={enough} torchrun "
         f"--shutdown_timeout={enough} ..."
     )

@@ -33,23 +33,6 @@ LEAVING = "leaving"  # all ranks save between two micro-batches, as they would w
 
 # ---- how long a launcher waits
 
-DEFAULT_SECONDS = 30.0  # of torchrun, Kubernetes and Slurm
-TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-
-
-def allowed_seconds(
-    environment: Mapping[str, str], torch_version: str = torch.__version__
-) -> float:
-    """Seconds from a signal until the launcher kills this process.
-
-    Before torch 2.12, torchrun always waits 30 seconds. A `--shutdown_timeout` given to torchrun
-    does not reach its ranks.
-    """
-    numbers = [int(part) for part in torch_version.split(".")[:2]]
-    if "TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]:
-        return DEFAULT_SECONDS
-    return float(environment.get(TIMEOUT, DEFAULT_SECONDS))
-
 
 def patience(allowed: float, save_seconds: float) -> float:
     """Seconds that the micro-batch is waited for: a third of those allowed, less if a save is slow
@@ -65,17 +48,19 @@ def enough_seconds(micro_batch_seconds: float, save_seconds: float) -> int:
 
 
 def slow_micro_batch(
-    seconds: float, save_seconds: float, environment: Mapping[str, str]
+    seconds: float, save_seconds: float, lost: str, environment: Mapping[str, str]
 ) -> str | None:
-    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`."""
-    allowed = allowed_seconds(environment)
+    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`;
+    `lost` says what a stop then costs.
+    """
+    allowed = dist.launcher_patience(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or seconds <= patience(allowed, save_seconds):
         return None
+    enough = enough_seconds(seconds, save_seconds)
     return (
         f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
-        "after asking it to stop, so a stop gives up the step under way and saves the one before: "
-        f"put {TIMEOUT}={enough_seconds(seconds, save_seconds)} in front of the command, which "
-        "torch obeys from 2.12 on"
+        f"after asking it to stop, so a stop loses {lost}: put {dist.TIMEOUT}={enough} in front of "
+        "the command, which torchrun obeys from torch 2.12 on"
     )
 
 
@@ -96,7 +81,7 @@ class Rescue:
         self.saver = saver
         self.close_log = close_log
         self.world = guard.world
-        self.allowed = allowed_seconds(os.environ)
+        self.allowed = dist.launcher_patience(os.environ)
         self.store = self._connected()
 
         # sharded, as no forward has gathered them yet
@@ -234,6 +219,7 @@ class Rescue:
             return error.exit_code
 
         self.close_log()
+        sys.stdout.flush()
         self.guard.step = self.state.step
         halt = self.guard.preempted()
         self.guard.leave(halt.exit_code, str(halt))

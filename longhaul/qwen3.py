@@ -119,7 +119,6 @@ def load_into(decoder: Decoder, folder: str | Path) -> None:
     """
     folder = Path(folder)
     fields = check_geometry(decoder.config, folder)
-    stored = _stored(folder)
 
     # A difference here is either how the context is extended or a mistake.
     for name in ("rope_theta", "rope_scaling", "rope_factor"):
@@ -129,6 +128,12 @@ def load_into(decoder: Decoder, folder: str | Path) -> None:
                 f"{folder} was trained with {name}={fields[name]}; this model uses {ours}",
                 stacklevel=2,
             )
+    overwrite(decoder, folder)
+
+
+def overwrite(decoder: Decoder, folder: Path) -> None:
+    """`load_into` for a decoder whose settings were compared with the folder's before."""
+    stored = _stored(folder)
     _check(decoder, stored, folder)
     _fill(decoder, stored, folder)
 

@@ -111,14 +111,15 @@ def test_a_step_folder_and_its_run_decide_the_model_and_the_context(finished):
 def test_a_model_that_is_a_preset_is_called_by_its_name(tmp_path):
     qwen3.to_hf(Decoder(ModelConfig.preset("tiny")), tmp_path)
     cfg = settings(f"--init_from {tmp_path}")
-    assert cfg == TrainConfig(model_size="tiny", init_from=str(tmp_path))
+    assert cfg == TrainConfig(model_size="tiny", init_from=str(tmp_path), rope_theta=1e6)
 
 
 def test_the_printed_command_gives_the_same_run_again(hf, finished):
-    for folder in (hf, finished):
-        cfg = settings(f"--init_from {folder} --context_length 128 --rope_theta 2e6")
-        words = plan.command(cfg, World())
-        assert settings(words.removeprefix("python train.py")) == cfg
+    """Also if a flag that the folder contradicts has the value of its default."""
+    for flags in ("", "--context_length 4096", "--rope_theta 1e6", "--rope_original_context 32768"):
+        for folder in (hf, finished):
+            cfg = settings(f"--init_from {folder} {flags}")
+            assert settings(plan.command(cfg, World()).removeprefix("python train.py")) == cfg
 
 
 def test_without_init_from_nothing_is_added():
@@ -172,6 +173,8 @@ def test_scaled_positions_of_the_folder_are_kept_changed_or_dropped(tmp_path):
     assert rope(f"--init_from {tmp_path}") == (5e5, "yarn", 2.0, 512)
     assert rope(f"--init_from {tmp_path} --rope_factor 8") == (5e5, "yarn", 8.0, 512)
     assert rope(f"--init_from {tmp_path} --rope_scaling none") == (5e5, "none", 1.0, 512)
+    without = settings(f"--init_from {tmp_path} --rope_scaling none")
+    assert "--rope_scaling none" in plan.command(without, World())
 
 
 def test_yarn_of_a_qwen3_takes_the_context_that_it_was_trained_at(tmp_path):

@@ -20,6 +20,7 @@ from longhaul.memory.estimate import (
     estimate,
 )
 from longhaul.parallel import context
+from longhaul.run import start
 from model import GIB, ModelConfig
 
 # Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than
@@ -269,12 +270,16 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 
 
 def command(cfg: TrainConfig, world: World) -> str:
-    """The shell command of a configuration: the settings that differ from the defaults."""
+    """The shell command of a configuration: the settings that differ from the defaults, and those
+    that --init_from would otherwise decide.
+    """
     words = [_launcher(world)]
+    named = start.ALWAYS_NAMED if cfg.init_from else ()
     for spec in dataclasses.fields(cfg):
         value = getattr(cfg, spec.name)
         default = () if spec.default is dataclasses.MISSING else spec.default
-        if value != default and spec.name not in ("plan", "config", "fit"):
+        differs = value != default and spec.name not in ("plan", "config", "fit")
+        if differs or spec.name in named:
             words.append(_flag(spec, value))
     return " ".join(words)
 

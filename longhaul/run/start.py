@@ -39,6 +39,9 @@ COMPLETED = {
     "context_length",
 }
 
+# Those among them whose default is not what the folder says, so that a command always names them.
+ALWAYS_NAMED = {"context_length", "rope_theta", "rope_scaling", "rope_original_context"}
+
 # max_position_embeddings of Qwen3 is the 32,768 tokens that it was trained at and room for an
 # answer; its own instructions for yarn take the former.
 QWEN3_CONTEXTS = {40_960: 32_768}
@@ -230,8 +233,7 @@ def _rope_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, A
     given = {name: value for name, value in settings.items() if name in found}
 
     theta = settings.get("rope_theta") or config.rope_theta
-    found["rope_theta"] = 0.0 if theta == ModelConfig.rope_theta else theta
-    return found | given
+    return found | given | dict(rope_theta=theta)
 
 
 def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -241,9 +243,10 @@ def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[s
         return dict(attention_type=kind)
 
     given = read_pairs(settings.get("nsa", ()), NSAConfig, "nsa")
-    sizes = dataclasses.asdict(config.nsa) | given
+    sizes = dataclasses.asdict(config.nsa)
     defaults = dataclasses.asdict(NSAConfig())
-    pairs = [f"{name}={value}" for name, value in sizes.items() if value != defaults[name]]
+    theirs = {name: value for name, value in sizes.items() if value != defaults[name]}
+    pairs = [f"{name}={value}" for name, value in (theirs | given).items()]
     return dict(attention_type=kind, nsa=tuple(pairs))
 
 
@@ -279,7 +282,7 @@ def check_tokenizer(start: Start, dataset: Dataset):
 def load_into(model: Decoder, start: Start):
     """Overwrite the parameters of a built model, sharded or whole, keeping their dtype."""
     if start.checkpoint is None:
-        qwen3.load_into(model, start.folder)
+        qwen3.overwrite(model, start.folder)
     else:
         load.load_weights(model, start.checkpoint)
 

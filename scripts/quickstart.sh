@@ -51,6 +51,6 @@ echo "done in $(( $(date +%s) - started )) s. The checkpoint is $(ls -d "$out"/s
 next_commands
 echo "  generate    python -m scripts.generate --checkpoint $out --prompt 'import torch'"
 echo "  curves      tensorboard --logdir $out/tensorboard     (then open http://localhost:6006; Ctrl-C ends it)"
-echo "  your text   python -m data.prepare --input README.md docs longhaul --output mydata     (or your own files and folders)"
+echo "  your text   python -m data.prepare --input README.md longhaul --output mydata     (or your own files and folders)"
 echo "              torchrun --nproc_per_node=2 train.py --data mydata --model_size tiny --context_length 256 --max_steps 100 --warmup_steps 10 --output_dir runs/mine"
 echo "  a big one   python profile_memory.py --model_size 4B --context_length 131072 --gradient_checkpointing     (predicts its memory; no GPU is needed)"

@@ -2,12 +2,19 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from data import prepare
+from longhaul import cli
+from longhaul.config import TrainConfig
+from profile_memory import ProfileConfig
+from scripts import generate
 
 ROOT = Path(__file__).parent.parent
 CODE = ("data", "files", "fused", "longhaul", "nsa", "scripts", "README.md")
@@ -102,3 +109,42 @@ def test_the_recipes_for_gpus_are_planned(command, clone):
     assert "plan (computed): 4B" in done.stdout, done.stderr
     refused = done.returncode == 2 and "closest command that runs here" in done.stderr
     assert done.returncode == 0 or refused, done.stderr
+
+
+# ---- what the quickstart prints at its end
+
+
+def printed_commands() -> list[str]:
+    """The commands of its last lines, with a folder in place of $out."""
+    text = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
+    found = re.findall(r'^ *echo "  .{12}((?:python|torchrun|source|tensorboard) .*)"$', text, re.M)
+    return [command.split("     (")[0].replace("$out", "runs/quickstart") for command in found]
+
+
+def test_the_quickstart_ends_with_commands_whose_flags_exist():
+    first, *commands = printed_commands()
+    assert first == "source .venv/bin/activate"
+    programs = {
+        "train.py": lambda words: cli.parse(TrainConfig, words),
+        "profile_memory.py": lambda words: cli.parse(ProfileConfig, words),
+        "data.prepare": prepare.parse,
+        "scripts.generate": generate.build_parser().parse_args,
+        "tensorboard": lambda words: words.remove("--logdir"),
+    }
+    used = set()
+    for command in commands:
+        words = shlex.split(command)
+        name = next(word for word in words if word in programs)
+        programs[name](words[words.index(name) + 1 :])
+        used.add(name)
+    assert used == programs.keys()
+
+
+def test_the_files_that_the_quickstart_proposes_to_prepare_are_text():
+    command = next(line for line in printed_commands() if "data.prepare" in line)
+    paths = prepare.parse(shlex.split(command)[3:]).input
+    files = [file for path in paths for file in [ROOT / path, *(ROOT / path).rglob("*")]]
+    names = [file for file in files if file.is_file() and file.suffix not in (".pyc",)]
+    assert names
+    for file in names:
+        file.read_text(encoding="utf-8")

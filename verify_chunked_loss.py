@@ -124,7 +124,7 @@ def rule_text(decoder: Decoder, seq_len: int) -> str:
         return "Chunked loss used (memory efficient)"
     text = "Standard loss used by the threshold"
     if decoder.config.loss_path(1, seq_len) == "chunked":
-        text += "; --loss auto takes the chunked one all the same, as fast at this vocabulary"
+        text += "; --loss auto uses the chunked one here too, which is as fast at this vocabulary"
     return text
 
 

@@ -1,13 +1,9 @@
 """What the allocator itself records while a function runs."""
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-# The profiler otherwise prints a line whenever it starts and stops.
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:

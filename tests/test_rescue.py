@@ -117,8 +117,8 @@ def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
         assert rescue._acknowledgement() == f"{finishing} (about 8 s){again}"
         guard.micro_batch_seconds = 60
         assert rescue._acknowledgement() == (
-            "asked to stop: this micro-batch takes about 60 s more, and a launcher may wait only "
-            "30 s, so step 7 is saved now; again to leave at once"
+            "asked to stop: step 7 is saved now, since this micro-batch takes about 60 s more and "
+            "a launcher may kill the run in 30 s; again to leave at once"
         )
     assert rescue._acknowledgement() == f"{finishing} (about 60 s){again}"
 

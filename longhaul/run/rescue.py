@@ -59,8 +59,8 @@ def slow_micro_batch(
     enough = enough_seconds(seconds, save_seconds)
     return (
         f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
-        f"after asking it to stop, so a stop loses {lost}: put {dist.TIMEOUT}={enough} in front of "
-        "the command, which torchrun obeys from torch 2.12 on"
+        f"after asking it to stop, with the save in between, so a stop loses {lost}: put "
+        f"{dist.TIMEOUT}={enough} in front of the command, which torchrun obeys from torch 2.12 on"
     )
 
 
@@ -152,9 +152,9 @@ class Rescue:
         state = self.state
         if state is not None and left is not None and self._patience() == 0:
             return (
-                f"asked to stop: this micro-batch takes about {left:.0f} s more, and a launcher "
-                f"may wait only {self.allowed:g} s, so step {state.step} is saved now; again to "
-                "leave at once"
+                f"asked to stop: step {state.step} is saved now, since this micro-batch takes "
+                f"about {left:.0f} s more and a launcher may kill the run in {self.allowed:g} s; "
+                "again to leave at once"
             )
         about = "" if left is None else f" (about {max(left, 1):.0f} s)"
         return (

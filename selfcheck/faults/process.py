@@ -386,6 +386,7 @@ def interrupted_twice(trials: int, folder: Path) -> str:
 
 ALLOWED = 3  # seconds that a launcher waits, as a rank is told
 SLOW = 6.0  # seconds of a micro-batch
+IMPATIENT = {1: [], 2: ["--async_save"], 4: ["--dp_replicate", "2"]}  # numbers of ranks, and flags
 
 
 def slow_forwards(first: int):
@@ -416,9 +417,9 @@ def impatient_launcher(trials: int, folder: Path) -> str:
     draw = random.Random(0)
     longest = 0.0
     for trial in range(trials):
-        for size in (1, 2, 4):
+        for size, more in IMPATIENT.items():
             name = f"{size}-ranks-{trial}"
-            args = runs.arguments(source, folder / name, *STEPS)
+            args = runs.arguments(source, folder / name, *STEPS, *more)
             ranks = runs.start_ranks(args, folder / f"{name}.log", size, partial(slow_forwards, 3))
             runs.wait_for(lambda out=folder / name: runs.steps_logged(out) > 1)
             time.sleep(draw.uniform(0, 0.8 * SLOW))

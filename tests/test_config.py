@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import shlex
 
 import pytest
@@ -14,6 +15,7 @@ from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.optim import learning_rate
 from profile_memory import ProfileConfig
+from scripts import settings
 
 FIELDS = {spec.name: spec for spec in dataclasses.fields(TrainConfig)}
 BOUNDED = [name for name, spec in FIELDS.items() if spec.metadata["at_least"] is not None]
@@ -284,6 +286,15 @@ def test_true_in_a_file_is_the_flag_without_a_value(tmp_path, text, mode, tiles)
     cfg = parsed("--config", str(path))
     assert cfg.gradient_checkpointing == mode
     assert cfg.mlp_tiles == tiles
+
+
+def test_the_file_that_the_settings_show_is_read(tmp_path):
+    (example,) = re.findall(r"```toml\n(.*?)```", settings.document(), re.S)
+    (tmp_path / "c.toml").write_text(example)
+    cfg = parsed("--config", str(tmp_path / "c.toml"))
+    changed = {name: getattr(cfg, name) for name in cfg.changed_settings()}
+    assert changed.pop("config")
+    assert changed == dict(model_size="tiny", context_length=1024, gradient_checkpointing="full")
 
 
 # ---- what a run is told

@@ -468,6 +468,9 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
         "warning: --decay_fraction 0.5 has no effect" in out
         and "warning: --documents file has no effect" in out
     )
+    assert "warning: the run ends inside the warmup, at 50% of the peak learning rate" in out
+    assert "settings that differ from the defaults" in out
+    assert "max_steps=1, warmup_steps=2, decay_fraction=0.5\n" in out
 
 
 def test_a_vocabulary_larger_than_the_tokenizers_trains_and_samples(data, tmp_path):

@@ -132,9 +132,11 @@ def sampled(
     stop_id: int | None = None,
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Load the model, and yield the ids that continue the prompt; ValueError if their keys and
-    values do not fit.
+    """Load the model, and yield the ids that continue the prompt; ValueError if there are none, or
+    if their keys and values do not fit.
     """
+    if given.max_new_tokens < 1:
+        raise ValueError(f"--max_new_tokens {given.max_new_tokens} is no text: give at least 1")
     check_length(model_config(checkpoint), len(prompt) + given.max_new_tokens, device)
     return generate(
         load_model(checkpoint, device, given.dtype),

@@ -417,7 +417,9 @@ def test_a_bad_input_is_answered_in_one_line(row, names, capsys):
     before = files_of(names)
     code = answer(door, shlex.split(rest.format(**names)), names)
 
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.strip()]
+    assert door not in ("generate", "ids") or captured.out == ""
     assert isinstance(code, int)
     assert code != 0
     is_command = bool(lines) and lines[-1].startswith("python train.py --")

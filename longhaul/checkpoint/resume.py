@@ -14,6 +14,7 @@ import torch
 from data import order
 from data.dataset import Dataset
 from data.loader import Loader
+from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
@@ -225,5 +226,18 @@ def changes(checkpoint: Checkpoint | None, cfg: TrainConfig) -> list[str]:
                 f"{name}={value}: the last bits may differ from now on"
             )
     for name, (old, new) in changed_settings(checkpoint, cfg).items():
-        lines.append(f"changed since the checkpoint: {name} {old} -> {new}")
+        effect = ""
+        if name == "max_steps" and isinstance(old, int):
+            effect = _learning_rates(checkpoint, cfg, old)
+        lines.append(f"changed since the checkpoint: {name} {old} -> {new}{effect}")
     return lines
+
+
+def _learning_rates(checkpoint: Checkpoint, cfg: TrainConfig, max_steps: int) -> str:
+    """How the learning rate jumps because the run was planned with other `max_steps`; empty if it
+    does not.
+    """
+    planned = dataclasses.replace(cfg, max_steps=max_steps)
+    before = f"{optim.learning_rate(checkpoint.step - 1, planned):.3g}"
+    after = f"{optim.learning_rate(checkpoint.step, cfg):.3g}"
+    return "" if before == after else f" (learning rate {before} -> {after})"

@@ -1,5 +1,7 @@
 """The last line on screen: under torchrun it is the remedy, and without torch as well."""
 
+import installed
+
 import os
 import re
 import signal
@@ -112,6 +114,24 @@ def test_a_missing_torch_is_answered_with_the_two_ways_to_run(door, tmp_path):
     assert all(way in line for way in ways) or all(way in line for way in installs)
 
 
+def test_a_venv_that_lacks_a_package_is_not_proposed_to_itself(monkeypatch, tmp_path):
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    monkeypatch.setattr(installed, "ROOT", str(tmp_path))
+    assert "source .venv/bin/activate" in installed.remedy()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert "bash scripts/quickstart.sh installs everything" in installed.remedy()
+
+
+def test_an_old_python_is_named_with_the_one_that_is_needed(monkeypatch):
+    assert installed.problem() is None
+    monkeypatch.setattr(installed, "LOWEST_PYTHON", (99, 0))
+    assert f"is Python {sys.version_info[0]}." in installed.problem()
+    monkeypatch.undo()
+    monkeypatch.setattr(installed, "NEEDED", ("torch", "a_package_that_is_not_there"))
+    assert installed.problem() == f"{sys.executable} has no a_package_that_is_not_there"
+
+
 # ---- an installed longhaul
 
 
@@ -119,7 +139,8 @@ def test_everything_that_is_imported_is_packaged():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packaged = settings["tool"]["setuptools"]
     assert set(packaged["py-modules"]) == {"flags", "installed", "model"}
-    assert packaged["dynamic"]["dependencies"]["file"] == "requirements.txt"
+    needed = settings["project"]["dependencies"]
+    assert (ROOT / "requirements.txt").read_text().split() == [*needed, "pytest>=8"]
     assert settings["project"]["requires-python"] == ">=3.11"
 
     found = {pattern.rstrip("*") for pattern in packaged["packages"]["find"]["include"]}

@@ -20,12 +20,13 @@ from longhaul.config import TrainConfig
 from longhaul.memory import advise, page, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
-from longhaul.memory.deep import profile
+from longhaul.memory.deep import Profile, profile
 from longhaul.memory.device import Demand, card
-from longhaul.memory.plan import host_available_bytes
+from longhaul.memory.plan import command, host_available_bytes
 from longhaul.run import start
 from model import GIB, ModelConfig
 
+MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
 DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
 
 
@@ -44,7 +45,7 @@ class ProfileConfig(TrainConfig):
         group="memory and speed",
     )
     nproc: int = flag(
-        1, "ranks that share the model (FSDP2)", ("nproc_per_node",), group="profiler"
+        1, "ranks that share the model (FSDP2)", ("nproc_per_node",), at_least=1, group="profiler"
     )
     full: bool = flag(
         False, "simulate every layer instead of extending five layers to all", group="profiler"
@@ -88,15 +89,15 @@ class ProfileConfig(TrainConfig):
         "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
         group="profiler",
     )
-    gpus: int = flag(1, "number of GPUs, with --solve", group="profiler")
+    gpus: int = flag(
+        0,
+        f"most GPUs, with --solve; 0: as many as --nproc, or {MOST_GPUS} for world_size",
+        at_least=0,
+        group="profiler",
+    )
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("nproc", "gpus"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"--{name} {getattr(self, name)} is out of range: give a number of at least 1"
-                )
         if not 0 <= self.gpu_memory_gib < 1e6:
             raise ValueError(
                 f"--gpu_memory_gib {self.gpu_memory_gib} is out of range: give GiB above 0"
@@ -163,15 +164,32 @@ def predict(cfg: ProfileConfig) -> int:
         print(reconcile.table(found, result["measured"], demand))
 
     if cfg.html:
-        title = (
-            f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, "
-            f"one of {cfg.nproc} rank(s)"
-        )
-        note = "predicted: no GPU was used"
-        page.write(cfg.html, page.page(found.trace, title, note, cfg.nproc, found.stages))
+        write_page(cfg, found, demand)
     if cfg.json:
         write(cfg.json, result)
     return 0
+
+
+def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
+    """The step as an HTML page."""
+    device = "a CPU" if demand is None else "a GPU (CUDA)"
+    title = (
+        f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, "
+        f"one of {cfg.nproc} rank(s) on {device}"
+    )
+    facts = {}
+    replays = None
+    if demand:
+        facts["cards"] = demand.cards_text()
+        replays = demand.classic, demand.expandable
+    facts["time"] = report.run_time(cfg, cfg.nproc, demand)
+    facts["command"] = command(cfg.training(), dist.World(size=cfg.nproc, local_size=cfg.nproc))
+
+    note = f"predicted for {device}: nothing was run"
+    page.write(
+        cfg.html,
+        page.page(found.trace, title, note, cfg.nproc, found.stages, replays, facts),
+    )
 
 
 def check_measure(cfg: ProfileConfig, target: str):
@@ -204,9 +222,15 @@ def solve(cfg: ProfileConfig) -> int:
         gib = DEFAULT_GIB
     room = card(cfg.gpu, gib, cfg.cc).gib
 
-    answer = solver.solve(cfg.training(), cfg.solve, room, cfg.gpus)
-    print(answer.text)
-    return answer.verdict.exit_code
+    gpus = cfg.gpus or cfg.nproc
+    if cfg.solve == "world_size" and not cfg.gpus:
+        gpus = max(cfg.nproc, MOST_GPUS)
+    return solver.solve(cfg.training(), cfg.solve, room, gpus, say).verdict.exit_code
+
+
+def say(line: str):
+    """Print a line at once: a search takes seconds for each."""
+    print(line, flush=True)
 
 
 def give_advice(cfg: ProfileConfig) -> int:

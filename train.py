@@ -83,7 +83,8 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
     plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
     plan = dataclasses.replace(plan, world=world, device=device)
     plan.cfg.accumulation(world.size)  # raises if the ranks do not divide the batch
-    dist.print0(plan.table(), world=world)
+    if world.rank == 0:  # a table measures how fast this machine is
+        print(plan.table(), flush=True)
     if cfg.plan:
         sys.exit(0)
     return plan

@@ -119,13 +119,15 @@ def check_rule() -> list[bool]:
 
 
 def rule_text(decoder: Decoder, seq_len: int) -> str:
-    """Which loss the threshold chooses, and which one runs."""
+    """What the threshold asks for, and which loss runs."""
     if decoder.should_chunk(1, seq_len):
         return "Chunked loss used (memory efficient)"
-    text = "Standard loss used by the threshold"
-    if decoder.config.loss_path(1, seq_len) == "chunked":
-        text += "; --loss auto uses the chunked one here too, which is as fast at this vocabulary"
-    return text
+    if decoder.config.loss_path(1, seq_len) == "standard":
+        return "Standard loss used"
+    return (
+        "Standard loss used if only the threshold decides; --loss auto takes the chunked one, "
+        "which is as fast at this vocabulary"
+    )
 
 
 def check_computation(given: argparse.Namespace) -> list[bool]:

@@ -1,8 +1,47 @@
-"""Floating-point operations of a training step, as the plan and the MFU count them."""
+"""Floating-point operations of a training step, and the time that they take.
 
+The counts are exact. The time on a CPU follows from what this machine reaches: a few passes of the
+product's own code over small shapes, about half a second in total, measured once per process. The
+time on a GPU is a roofline, good to an order of magnitude.
+
+Letters: T tokens of a document, H query heads, K head dimension.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from model import ModelConfig, attention_kind
+from longhaul.config import TrainConfig
+from model import Decoder, ModelConfig, RotaryCache, attention_kind
+
+# What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
+GPU_FLOPS = 400e12
+
+# Keys are counted one by one up to this position of a document; further on, a sample in the middle
+# of each stretch counts for it.
+COUNTED = 131_072
+SAMPLE = 1024
+
+# What is measured on a CPU: tokens, and the widest model
+ROWS = 16
+ROW_TOKENS = 32  # so few that attention hardly counts
+WIDEST = 512
+LONGEST = 2048  # tokens of a document from which the speed of attention is taken
+
+
+class Operations(NamedTuple):
+    """Floating-point operations, by what computes them."""
+
+    products: float  # of activations with matrices of parameters
+    attention: float  # of queries with keys and of weights with values
+
+
+# ---- counts
 
 
 def keys_read(config: ModelConfig, positions: Tensor) -> Tensor:
@@ -13,12 +52,39 @@ def keys_read(config: ModelConfig, positions: Tensor) -> Tensor:
     return attention_kind(config).keys_read(config, positions)
 
 
-def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
+def pairs(config: ModelConfig, tokens: int) -> float:
+    """(query, key) pairs of a document: the sum of `keys_read` over its tokens.
+
+    Nothing of length `tokens` is allocated. The sum is exact for an attention whose keys, from
+    position 131,072 on, grow linearly apart from a pattern that repeats every 2^n <= 1,024 tokens.
+    """
+    total = _counted(config, 0, min(tokens, COUNTED))
+    start = COUNTED
+    whole = tokens // SAMPLE * SAMPLE
+    while start < whole:
+        end = min(2 * start, whole)
+        total += (end - start) * _mean_in_the_middle(config, start, end)
+        start = end
+    return total + _counted(config, max(whole, COUNTED), tokens)
+
+
+def _counted(config: ModelConfig, start: int, end: int) -> float:
+    positions = torch.arange(start, max(start, end))
+    return float(keys_read(config, positions).sum())
+
+
+def _mean_in_the_middle(config: ModelConfig, start: int, end: int) -> float:
+    """Mean keys of the positions from `start` to `end`, multiples of SAMPLE."""
+    first = (start + end - SAMPLE) // 2
+    return _counted(config, first, first + SAMPLE) / SAMPLE
+
+
+def train_operations(config: ModelConfig, tokens: int, pairs: float) -> Operations:
     """Operations of one forward and backward pass, without recomputation.
 
     6 per matrix parameter and token, and 12*H*K per layer and (query, key) pair: two products of 2K
-    operations in each of three passes. `pairs` is the sum of `keys_read`, which is L(L+1)/2 for a
-    document of L tokens in standard attention. Source: Narayanan et al. 2021, with the causal half
+    operations in each of three passes. `pairs` is the sum of `keys_read`, which is T(T+1)/2 for a
+    document of T tokens in standard attention. Source: Narayanan et al. 2021, with the causal half
     counted exactly.
     """
     mlp = 3 * config.hidden_size * config.ffn_size
@@ -28,4 +94,152 @@ def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
 
     products = 6.0 * matrices * tokens
     attention = 12.0 * config.num_layers * config.num_heads * config.head_dim * pairs
-    return products + attention
+    return Operations(products, attention)
+
+
+def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
+    """The sum of `train_operations`, as MFU counts it."""
+    return sum(train_operations(config, tokens, pairs))
+
+
+def step_operations(cfg: TrainConfig, config: ModelConfig, ranks: int) -> Operations:
+    """Operations of one optimizer step over all ranks, recomputation included."""
+    rows = cfg.rows_per_step(ranks)
+    tokens = rows * cfg.context_length
+    products, attention = train_operations(config, tokens, rows * pairs(config, cfg.context_length))
+
+    forwards = 0  # of attention, beyond the first
+    if cfg.gradient_checkpointing == "full":
+        forwards += 1
+    if cfg.attention_head_groups > 1:
+        forwards += 1
+    if cfg.gradient_checkpointing != "none":
+        products += products / 3
+    return Operations(products, attention + forwards * attention / 3)
+
+
+def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
+    """The sum of `step_operations`."""
+    return sum(step_operations(cfg, config, ranks))
+
+
+# ---- time
+
+
+def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
+    """Time of an optimizer step, all ranks working in parallel.
+
+    device "cpu": on CPUs like this one, if every rank has as many threads as this process, within a
+    factor of two. Otherwise on GPUs like an H100, an order of magnitude.
+    """
+    products, attention = step_operations(cfg, config, ranks)
+    if device == "cpu":
+        seconds = products / products_speed(config)
+        seconds += attention / attention_speed(config, cfg.context_length)
+    else:
+        speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
+        seconds = (products + attention) / speed
+    return seconds / ranks
+
+
+def time_words(seconds: float, steps: int, device: str) -> str:
+    """What a step and a run take: about 170 s a step, 47 h for 1,000 steps."""
+    count = "1 step" if steps == 1 else f"{steps:,} steps"
+    words = f"about {duration(seconds)} a step, {duration(seconds * steps)} for {count}"
+    return words if device == "cpu" else f"{words} (roofline: an order of magnitude)"
+
+
+def duration(seconds: float) -> str:
+    """A time in the unit in which a person reads it: 0.35 s, 170 s, 12 min, 47 h, 12 days."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 180:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 72 * 3600:
+        return f"{seconds / 3600:.0f} h"
+    days = seconds / 86400
+    return f"{days:,.0f} days" if days < 36525 else "over 100 years"
+
+
+# ---- what this machine's CPU reaches
+
+
+def products_speed(config: ModelConfig) -> float:
+    """FLOP/s of this process in everything but attention, for a model like `config`."""
+    width = WIDEST if config.hidden_size >= WIDEST else 256
+    return _products_speed(config.compute_dtype, width)
+
+
+@functools.cache
+def _products_speed(dtype: str, width: int) -> float:
+    """Measured with a decoder of one layer and rows of so few tokens that attention hardly counts.
+
+    Its share of products, norms, activations and loss is that of the presets.
+    """
+    config = ModelConfig(
+        vocab_size=8 * width,
+        hidden_size=width,
+        num_layers=1,
+        num_heads=width // 32,
+        num_kv_heads=width // 128,
+        head_dim=32,
+        ffn_size=3 * width,
+        compute_dtype=dtype,
+    )
+    decoder = Decoder(config)
+    decoder.init_weights(seed=0)
+    tokens_BT = torch.zeros(ROWS, ROW_TOKENS, dtype=torch.long, device="cpu")
+
+    operations = train_operations(config, tokens_BT.numel(), 0.0)
+    return operations.products / _seconds(lambda: decoder(tokens_BT, tokens_BT).backward())
+
+
+def attention_speed(config: ModelConfig, tokens: int) -> float:
+    """FLOP/s of this process in attention to documents of `tokens` tokens.
+
+    Measured for one KV head and its queries, over the model's own kind of attention in as many
+    tokens, but no more than LONGEST.
+    """
+    one_group = dataclasses.replace(
+        config,
+        vocab_size=1,
+        hidden_size=64,
+        ffn_size=1,
+        num_layers=1,
+        num_heads=config.num_heads // config.num_kv_heads,
+        num_kv_heads=1,
+        kernels="auto",
+    )
+    power_of_two = 1 << (tokens - 1).bit_length()
+    return _attention_speed(one_group, min(power_of_two, LONGEST))
+
+
+@functools.cache
+def _attention_speed(config: ModelConfig, tokens: int) -> float:
+    kind = attention_kind(config)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    layer = kind(config)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
+
+    shape = (1, tokens)
+    x_BTD = torch.randn(*shape, config.hidden_size, generator=generator, device="cpu")
+    x_BTD = x_BTD.to(config.dtype)
+    rope = RotaryCache(config)(tokens, x_BTD.device)
+    documents = kind.documents(config, None, shape, x_BTD.device)
+
+    operations = train_operations(config, 0, pairs(config, tokens))
+    return operations.attention / _seconds(lambda: layer(x_BTD, rope, documents).sum().backward())
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """The fastest of three calls, after one that is not timed."""
+    step()
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - start)
+    return min(taken)

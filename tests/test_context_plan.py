@@ -194,7 +194,10 @@ def test_the_fewest_ranks_that_hold_a_row_share_it():
 
 
 def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
-    monkeypatch.setattr(planner, "cores", lambda: 2)
+    def seconds(cfg, *machine):
+        return 109.0 if cfg.attention_type == "nsa" else 1000.0
+
+    monkeypatch.setattr(planner, "step_seconds", seconds)
     nearest = fit.closest(planned(TrainConfig(context_length=131_072), 10.0))
     words = planner.command(nearest.asked, TWO).split()
     assert words[:3] == ["torchrun", "--nproc_per_node=2", "train.py"]
@@ -205,6 +208,10 @@ def test_the_refusal_of_the_4b_names_the_command_that_shares_rows(monkeypatch):
         "nsa",
         "--context_length",
         "131072",
+        "--max_steps",
+        "8",
+        "--warmup_steps",
+        "0",
     }
     assert nearest.cfg.context_parallel_size == 2
     assert cli.parse(TrainConfig, words[3:]) == nearest.asked

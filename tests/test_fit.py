@@ -7,6 +7,7 @@ import torch
 
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.flops import duration
 from longhaul.memory import advise, fit, plan, solve
 from longhaul.memory.device import card
 from longhaul.memory.fit import Verdict
@@ -106,6 +107,33 @@ def test_solve_and_advise_climb_the_ladder_of_fit():
     batches = ["micro-batches of 2", "micro-batches of 1"]
     ladder = [name for name in rungs if name != "micro-batches of one row"]
     assert found == ["as asked", *batches, *ladder, "the CPU"]
+
+
+def on_cpu(monkeypatch, seconds: float) -> plan.Plan:
+    """The 4B on a CPU with 16 GiB on which every step takes so long."""
+    monkeypatch.setattr(plan, "step_seconds", lambda *request: seconds)
+    cfg = TrainConfig(context_length=4096)
+    return plan.plan(cfg, cfg.model(), World(), torch.device("cpu"), 16.0)
+
+
+@pytest.mark.parametrize(
+    "seconds, steps, warmup", [(0.5, 1000, 100), (2.0, 400, 40), (130.0, 6, 0), (900.0, 1, 0)]
+)
+def test_a_proposal_for_a_cpu_ends_within_15_minutes(seconds, steps, warmup, monkeypatch):
+    request = on_cpu(monkeypatch, seconds)
+    nearest = fit.closest(request)
+    assert (nearest.asked.max_steps, nearest.asked.warmup_steps) == (steps, warmup)
+    assert nearest.cfg.max_steps == steps
+
+    words, shell = fit.proposal(nearest, request).split("\n")
+    assert f"a step, {duration(seconds * steps)} for {steps:,} step" in words
+    shortened = steps < 1000
+    assert ("all 1,000 steps" in words) == shortened == (f"--max_steps {steps}" in shell)
+    assert not shortened or f"--warmup_steps {warmup}" in shell
+
+
+def test_a_step_of_more_than_15_minutes_is_not_proposed(monkeypatch):
+    assert fit.closest(on_cpu(monkeypatch, 901.0)) is None
 
 
 @pytest.mark.parametrize("rows, sizes", [(1, []), (4, [2, 1]), (6, [3, 1]), (7, [1]), (9, [3, 1])])

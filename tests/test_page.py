@@ -123,10 +123,20 @@ def test_the_tables_hold_the_figures_of_the_trace(text, trace):
     assert row[1:-1] == [gib(sizes.get(name, 0)) for name in names]
     assert set(sizes) <= set(names)
 
-    assert sum(float(row[-1]) for row in tensors[1:]) <= peak / GIB + 0.001 * len(tensors)
-    embedding = [row[3:5] for row in tensors if row[0] == "embed.weight"]
+    assert tensors[0][:4] == ["GiB", "count", "GiB each", "tensor of"]
+    assert sum(float(row[0]) for row in tensors[1:]) <= peak / GIB + 0.001 * len(tensors)
+    embedding = [row[5:7] for row in tensors if row[3] == "embed.weight"]
     assert ["8192 x 256", "float32"] in embedding
     assert ["context_length", "2048"] in settings
+
+
+def test_facts_stand_above_the_picture_and_are_escaped(trace):
+    facts = {"cards": "8 GB too small; 24 GB fits", "command": "python train.py --data 'a <b>'"}
+    text = page(trace, "tiny", facts=facts)
+    Page(text)
+    above = text[: text.index("<svg")]
+    assert "cards: <code>8 GB too small; 24 GB fits</code>" in above
+    assert "command: <code>python train.py --data &#x27;a &lt;b&gt;&#x27;</code>" in above
 
 
 def test_the_tooltips_name_the_largest_tensors_of_their_moment(text, trace):
@@ -232,21 +242,20 @@ def test_an_empty_trace_and_an_unwritable_file_are_one_clear_line(tmp_path):
     assert (tmp_path / "page.html").read_text() == "x"
 
 
-def test_a_browser_draws_the_page(text, tmp_path):
+@pytest.fixture(scope="module")
+def browser() -> list[str]:
+    """The command of a headless browser."""
     installed = [path for path in map(shutil.which, BROWSERS) if path]
     if not installed:
         pytest.skip(f"no headless browser is installed (looked for {', '.join(BROWSERS)})")
+    return [installed[0], "--headless", "--disable-gpu", "--no-sandbox", "--window-size=1280,1600"]
+
+
+def test_a_browser_draws_the_page(text, tmp_path, browser):
     write(str(tmp_path / "page.html"), text)
-    command = [
-        installed[0],
-        "--headless",
-        "--disable-gpu",
-        "--no-sandbox",
-        "--window-size=1280,1600",
-        f"--user-data-dir={tmp_path}/profile",
-    ]
+    profile = f"--user-data-dir={tmp_path}/profile"
     subprocess.run(
-        [*command, f"--screenshot={tmp_path}/page.png", f"file://{tmp_path}/page.html"],
+        [*browser, profile, f"--screenshot={tmp_path}/page.png", f"file://{tmp_path}/page.html"],
         check=True,
         capture_output=True,
         timeout=120,
@@ -254,3 +263,20 @@ def test_a_browser_draws_the_page(text, tmp_path):
     image = (tmp_path / "page.png").read_bytes()
     assert struct.unpack(">II", image[16:24]) == (1280, 1600)
     assert len(image) > 30_000
+
+
+def test_no_table_scrolls_sideways_in_a_window_of_1280_pixels(text, tmp_path, browser):
+    measure = (
+        "<script>document.title = Array.from(document.querySelectorAll('.wide')).map(function (box)"
+        " { return box.scrollWidth > box.clientWidth; }).join()</script></body>"
+    )
+    write(str(tmp_path / "page.html"), text.replace("</body>", measure))
+    profile = f"--user-data-dir={tmp_path}/profile"
+    done = subprocess.run(
+        [*browser, profile, "--dump-dom", f"file://{tmp_path}/page.html"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "<title>false,false,false,false</title>" in done.stdout

@@ -4,6 +4,7 @@ really takes.
 
 import dataclasses
 import io
+import time
 
 import pytest
 import torch
@@ -11,10 +12,20 @@ import torch
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import keys_read, train_flops
+from longhaul.flops import (
+    COUNTED,
+    duration,
+    keys_read,
+    pairs,
+    products_speed,
+    step_flops,
+    step_seconds,
+    time_words,
+    train_flops,
+)
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.estimate import estimate, saved_per_layer, step_flops
+from longhaul.memory.estimate import estimate, saved_per_layer
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.run.log import PEAK_FLOPS
 from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
@@ -172,9 +183,73 @@ def test_a_sparse_query_reads_the_keys_that_the_branches_show_it():
     assert keys_read(config, positions).tolist() == (compressed + selected + window).tolist()
 
 
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+def test_pairs_are_summed_without_a_tensor_of_the_documents_length(attention):
+    config = TrainConfig(model_size="tiny", attention_type=attention).model()
+    for tokens in (1, 777, COUNTED, COUNTED + 1, 3 * COUNTED + 5001):
+        assert pairs(config, tokens) == keys_read(config, torch.arange(tokens)).sum()
+
+    endless = 10**14
+    expected = endless**2 / 2 if attention == "standard" else endless**2 / 32
+    assert pairs(config, endless) == pytest.approx(expected, rel=1e-3)
+
+
 def test_known_peaks_are_dense_bf16_figures():
     assert PEAK_FLOPS["H100"] == 989e12
     assert all(5e13 < flops < 3e15 for flops in PEAK_FLOPS.values())
+
+
+# ---- time
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0.0042, "0.0042 s"),
+        (170, "170 s"),
+        (700, "12 min"),
+        (170_000, "47 h"),
+        (1e6, "12 days"),
+        (1e20, "over 100 years"),
+    ],
+)
+def test_times_have_the_unit_in_which_a_person_reads_them(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_a_plan_says_what_a_step_and_the_run_take():
+    assert time_words(170, 1000, "cpu") == "about 170 s a step, 47 h for 1,000 steps"
+    assert time_words(600, 1, "cpu") == "about 10 min a step, 10 min for 1 step"
+    assert time_words(2, 10, "cuda").endswith("20 s for 10 steps (roofline: an order of magnitude)")
+
+    on_gpu = dataclasses.replace(BIG, gradient_checkpointing="full")
+    plan = planner.plan(on_gpu, on_gpu.model(), World(), CUDA, available=100.0)
+    assert "a step" in plan.table().splitlines()[-1] and "1,000 steps" in plan.time()
+    assert plan.seconds == step_flops(on_gpu, on_gpu.model(), 1) / 400e12
+
+
+def test_a_step_on_this_cpu_takes_about_as_long_as_planned():
+    """Within a factor of two on an idle machine; of three here, where other tests may run."""
+    cfg = TrainConfig(model_size="tiny", context_length=2048, device="cpu")
+    planned = step_seconds(cfg, cfg.model(), 1, "cpu")
+    state = step.build(cfg, cfg.model(), "cpu")
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    batch = [dict(tokens_BT=tokens, labels_BT=tokens)]
+    step.train_step(state, batch)
+
+    start = time.perf_counter()
+    step.train_step(state, batch)
+    measured = time.perf_counter() - start
+    assert 1 / 3 < measured / planned < 3
+
+
+def test_the_speed_of_this_machine_is_measured_once_and_draws_no_random_number():
+    cfg = TrainConfig(model_size="tiny", context_length=512, attention_type="nsa", device="cpu")
+    state = torch.random.get_rng_state()
+    first = step_seconds(cfg, cfg.model(), 1, "cpu")
+    assert step_seconds(cfg, cfg.model(), 1, "cpu") == first > 0
+    assert products_speed(cfg.model()) > 1e8
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 # ---- ranks

@@ -29,6 +29,8 @@ def test_the_table_names_its_units_and_the_json_holds_everything(tmp_path, capsy
     assert profile_memory.main([*SMALL, "--json", str(tmp_path / "out.json")]) == 0
     text = capsys.readouterr().out
     assert "live GiB" in text
+    assert text.startswith("predicted for a GPU (CUDA), one of 1 rank(s): tiny")
+    assert "a step" in text and "for 1,000 steps (roofline" in text
     assert "<- peak" in text
     assert "24 GB, 40 GB, 48 GB, 80 GB, 96 GB, 141 GB, 192 GB fits" in text
     assert "= device" in text
@@ -66,6 +68,8 @@ def test_measure_runs_the_step_on_this_machine_and_agrees(capsys):
         (["--advise"], "give one of them"),
         (["--advise", "--vram", "8", "--nproc", "2"], "--solve world_size"),
         ([*SMALL, "--json", "/nowhere/x.json"], "cannot be written"),
+        (["--context_length", "99999999999999"], "give a shorter context"),
+        (["--gpus", "-1"], "--gpus -1 is out of range"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args, words, capsys):
@@ -86,8 +90,11 @@ def test_the_html_page_shows_every_layer(tmp_path, capsys):
     path = tmp_path / "page.html"
     args = [*SMALL, "--model_overrides", "num_layers=9", "--html", str(path)]
     assert profile_memory.main(args) == 0
-    assert "layers.8" in path.read_text()
-    assert "predicted" in path.read_text()
+    text = path.read_text()
+    assert "layers.8" in text
+    assert "predicted for a GPU (CUDA)" in text
+    assert "cards: <code>8 GB, 12 GB, 16 GB, 24 GB" in text
+    assert "command: <code>python train.py --model_size tiny" in text
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,7 +118,8 @@ def test_levers_are_found_and_the_verdict_says_whether_anything_changed():
 
     tiny = TrainConfig(model_size="tiny", context_length=512)
     assert solve.solve(tiny, "levers", 24.0, 1).verdict is Verdict.FITS
-    assert solve.solve(tiny, "world_size", 0.6, 2).verdict is Verdict.NOTHING
+    assert solve.solve(tiny, "world_size", 0.6, 2).verdict is Verdict.AFTER_CHANGES
+    assert solve.solve(tiny, "world_size", 0.57, 2).verdict is Verdict.NOTHING
 
     batches = dataclasses.replace(tiny, batch_size=4)
     names = [candidate.name for candidate in solve.rungs(batches, 1)]
@@ -131,12 +139,44 @@ def test_every_rung_keeps_the_ranks_that_share_a_row_or_the_request_is_refused(c
     assert "--context_parallel_size 2 does not divide the 1 rank(s)" in capsys.readouterr().err
 
 
+def test_ranks_that_fit_only_with_a_lever_are_named_with_its_flag():
+    cfg = TrainConfig(model_size="tiny", context_length=65536)
+    plain = solve.Candidate(cfg, 1, "").least_bytes / GIB
+    answer = solve.solve(cfg, "world_size", 0.6 * plain, 1)
+    *_, words, _, shell = answer.text.splitlines()
+    assert words == (
+        "as asked, 1 GPU(s) are too few; with --gradient_checkpointing, 1 rank(s) are enough"
+    )
+    assert shell.endswith("--context_length 65536 --gradient_checkpointing")
+    assert answer.verdict is Verdict.AFTER_CHANGES
+
+
+def test_the_number_of_gpus_follows_from_the_ranks(monkeypatch, capsys):
+    args = [*SMALL, "--solve", "world_size", "--gpu", "H100"]
+    monkeypatch.setattr(solve, "whole_trace", functools.lru_cache(solve.whole_trace))
+    assert profile_memory.main([*args, "--nproc", "16"]) == 0
+    assert "world_size: 16 GPU(s)" in capsys.readouterr().out
+    assert profile_memory.main(args) == 0
+    assert "world_size: 8 GPU(s)" in capsys.readouterr().out
+    assert profile_memory.main([*args, "--gpus", "2"]) == 0
+    assert "world_size: 2 GPU(s)" in capsys.readouterr().out
+
+
+def test_lines_are_said_as_they_are_found():
+    said = []
+    cfg = TrainConfig(model_size="tiny", context_length=512)
+    answer = solve.solve(cfg, "world_size", 24.0, 2, said.append)
+    assert answer.text.splitlines() == said
+    assert "not simulated" in said[-3]
+
+
 @pytest.mark.slow
 def test_three_gpus_do_not_share_rows_that_three_does_not_divide(monkeypatch):
-    def as_asked(cfg, ranks, room):
-        return cfg.context_length, solve.demand(cfg, ranks)
+    def longer_than_others(cfg, ranks, room):
+        short = dataclasses.replace(cfg, context_length=1024)
+        return 10**9, solve.demand(short, ranks)
 
-    monkeypatch.setattr(solve, "longest", as_asked)
+    monkeypatch.setattr(solve, "longest", longer_than_others)
     answer = solve.solve(TrainConfig(model_size="tiny", context_length=98304), "context", 24.0, 3)
     assert "3 ranks " in answer.text
     assert "3 ranks that share rows" not in answer.text

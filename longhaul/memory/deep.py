@@ -69,6 +69,16 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
     return Profile(_largest_by_stage(peaks), trace, layers)
 
 
+def whole_trace(cfg: TrainConfig, ranks: int = 1) -> Trace:
+    """The trace of a profile on CUDA, in half its time: from one simulation instead of two. Its
+    host_peaks are those of the layers that were simulated.
+    """
+    layers = cfg.model().num_layers
+    if layers <= LAYERS:
+        return simulate(cfg, ranks)
+    return unroll(simulate(cfg, ranks, layers=LAYERS), layers)
+
+
 def layer_of(module: str) -> int | None:
     """The layer that a module belongs to; None outside of the layers."""
     found = re.match(r"layers\.(\d+)", module)

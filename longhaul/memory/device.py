@@ -7,6 +7,7 @@ import difflib
 import enum
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from longhaul.memory.allocator import MIB, OutOfMemory, Replay, replay
 from longhaul.memory.trace import Trace
@@ -20,6 +21,9 @@ NCCL = GIB
 
 # Nominal memory of a card: GiB that torch sees
 SIZES = {
+    "8 GB": 7.8,
+    "12 GB": 11.8,
+    "16 GB": 15.7,
     "24 GB": 23.5,
     "40 GB": 39.4,
     "48 GB": 47.4,
@@ -123,6 +127,19 @@ class Demand:
         """What the device must hold at least, with the kind of segments that reserves less."""
         reserved = min(self.classic.peak_reserved, self.expandable.peak_reserved)
         return reserved + sum(beyond_the_allocator(self.ranks).values())
+
+    @cached_property
+    def cards(self) -> dict[str, Placement]:
+        """Whether each size of card holds the step."""
+        return {card: self.placement(int(gib * GIB)) for card, gib in SIZES.items()}
+
+    def cards_text(self) -> str:
+        """The sizes of cards, by whether they hold the step."""
+        groups: dict[str, list[str]] = {}
+        for card, placement in self.cards.items():
+            groups.setdefault(placement, []).append(card)
+        words = [f"{', '.join(cards)} {placement}" for placement, cards in groups.items()]
+        return "; ".join(words)
 
     def placement(self, device_bytes: int) -> Placement:
         """Whether a device of that size holds the step."""

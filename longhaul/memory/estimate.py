@@ -1,4 +1,4 @@
-"""The closed form of a training step's memory and time: an answer in a tenth of a millisecond.
+"""The closed form of a training step's memory: an answer in a tenth of a millisecond.
 
 Each stage that can be the peak is a function that returns named terms, and the peak is the largest
 sum of terms. Two shallow simulations agree with it within 0.005% over the grid of the tests, but
@@ -16,15 +16,12 @@ from functools import cached_property
 import torch
 
 from longhaul.config import TrainConfig
-from longhaul.flops import keys_read, train_flops
 from model import ModelConfig, attention_kind, default_tiles
 
 FP32 = 4
 INT64 = 8
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on a CPU
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
-# What small matrices reach on a server core; orders of magnitude only
-CPU_FLOPS_PER_CORE = {"bfloat16": 60e9, "float32": 30e9}
 STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.03, "muon": 4.0}
 
 Terms = dict[str, int]  # what takes memory -> bytes
@@ -472,31 +469,3 @@ def host(rank: Rank) -> int:
     if rank.cfg.offload_optimizer:
         total += 12 * (rank.P // rank.shards)
     return total + rank.copy_to_save
-
-
-# ---- time
-
-
-def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
-    """FLOP of one optimizer step over all ranks, recomputation included."""
-    rows = cfg.rows_per_step(ranks)
-    tokens = rows * cfg.context_length
-    keys = keys_read(config, torch.arange(cfg.context_length))
-    pairs = keys.sum().item() * rows
-    useful = train_flops(config, tokens, pairs)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * pairs
-
-    total = useful
-    if cfg.gradient_checkpointing == "full":
-        total += useful / 3
-    elif cfg.gradient_checkpointing == "selective":
-        total += useful / 3 - attention
-    if cfg.attention_head_groups > 1:
-        total += attention
-    return total
-
-
-def cpu_step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, cores: int) -> float:
-    """Order of magnitude of a step's time on `cores` CPU cores."""
-    speed = cores * CPU_FLOPS_PER_CORE[config.compute_dtype]
-    return step_flops(cfg, config, ranks) / speed

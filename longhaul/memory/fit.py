@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from data.dataset import open_dataset
 from longhaul.config import TrainConfig
+from longhaul.flops import duration
 from longhaul.memory.plan import Plan, command, plan
 from model import PRESETS, ModelConfig, attention_kind
 
-PATIENCE = 900  # seconds: a CPU run whose step takes longer is not proposed
+PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
 AS_ASKED = "as asked"
 
 
@@ -180,13 +181,30 @@ def closest(request: Plan) -> Plan | None:
     First the same model with checkpointing, then with micro-batches of one row, then smaller models
     at the same context, then shorter contexts. Each is tried with the attention that was asked for
     before sparse attention, and without checkpointing, if that is what was asked for, before with
-    it. On a CPU a proposal must also finish a step within 15 minutes.
+    it. On a CPU the proposed run ends within 15 minutes: if need be it has fewer steps, and no
+    single step takes longer.
     """
     for candidate in _proposals(request):
-        patient = candidate.device.type != "cpu" or candidate.seconds <= PATIENCE
-        if candidate.fits and patient:
+        if not candidate.fits:
+            continue
+        if candidate.device.type != "cpu":
             return candidate
+        if candidate.seconds <= PATIENCE:
+            return _in_minutes(candidate)
     return None
+
+
+def _in_minutes(plan: Plan) -> Plan:
+    """The plan with as many steps as PATIENCE allows, in round numbers, and a warmup of a tenth."""
+    most = int(PATIENCE / plan.seconds)
+    if most >= plan.asked.max_steps:
+        return plan
+
+    unit = 10 ** (len(str(most)) - 1)
+    steps = most // unit * unit
+    fewer = dict(max_steps=steps, warmup_steps=min(plan.asked.warmup_steps, steps // 10))
+    asked = dataclasses.replace(plan.asked, **fewer)
+    return dataclasses.replace(plan, asked=asked, cfg=dataclasses.replace(plan.cfg, **fewer))
 
 
 def _proposals(request: Plan) -> Iterator[Plan]:
@@ -264,13 +282,27 @@ def _variants(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def proposal(nearest: Plan, request: Plan) -> str:
-    """The closest command, and what it changes."""
+    """The closest command, what it changes, and how long it takes."""
     changes = []
     for spec in dataclasses.fields(nearest.asked):
         before = getattr(request.asked, spec.name)
         after = getattr(nearest.asked, spec.name)
         if after != before:
-            changes.append(f"{spec.name} {before or 'default'} -> {after or 'default'}")
+            changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
+    changes.append(_times(nearest, request))
     shell = command(nearest.asked, request.world)
     return f"closest command that runs here ({', '.join(changes)}):\n{shell}"
+
+
+def _shown(spec: dataclasses.Field, value: Any) -> Any:
+    """A setting's value; "default" for a zero or an empty text that stands for the default."""
+    return "default" if not value and value == spec.default else value
+
+
+def _times(nearest: Plan, request: Plan) -> str:
+    """How long the proposal takes, and what it would take with all steps that were asked for."""
+    asked = request.asked.max_steps
+    if nearest.asked.max_steps == asked:
+        return nearest.time()
+    return f"{nearest.time()}; all {asked:,} steps: {duration(nearest.seconds * asked)}"

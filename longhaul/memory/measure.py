@@ -1,5 +1,6 @@
 """What the allocator itself records while a function runs."""
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,8 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak_bytes(function, device)
+    # otherwise Kineto prints two lines with the time of day for each record
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = function()
     del result  # not freed before the profiler has stopped

@@ -5,7 +5,7 @@ tables are there; the script only shows the text of a tooltip below the picture,
 the arrow keys. Sizes are bytes; GiB = 2^30 bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from html import escape
 
 from longhaul.memory.allocator import Replay
@@ -69,10 +69,11 @@ svg:focus-visible { outline: 3px solid #56b4e9; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td {
   padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  text-align: left; white-space: nowrap;
+  text-align: left; overflow-wrap: anywhere;
 }
 thead th { border-bottom: 2px solid var(--line); }
-.n { text-align: right; }
+.n { text-align: right; white-space: nowrap; }
+code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 .sum th, .sum td { font-weight: 650; }
 .peak th, .peak td { color: var(--mark); font-weight: 650; }
 """
@@ -115,10 +116,13 @@ SCRIPT = """
 
 
 def table(
-    caption: str, head: list[str], rows: Iterable[tuple[str, list[str]]], words: int = 1
+    caption: str,
+    head: list[str],
+    rows: Iterable[tuple[str, list[str]]],
+    words: Container[int] = (0,),
 ) -> str:
-    """rows: (class of the row, cells); the first `words` columns hold words, the others numbers."""
-    names = "".join(_cell("th", "col", name, index < words) for index, name in enumerate(head))
+    """rows: (class of the row, cells); the columns in `words` hold words, the others numbers."""
+    names = "".join(_cell("th", "col", name, index in words) for index, name in enumerate(head))
     body = "".join(_row(kind, cells, words) for kind, cells in rows)
     return (
         f'<div class="wide"><table><caption>{caption}</caption>'
@@ -126,11 +130,11 @@ def table(
     )
 
 
-def _row(kind: str, cells: list[str], words: int) -> str:
+def _row(kind: str, cells: list[str], words: Container[int]) -> str:
     """A row whose first cell is its heading."""
-    found = [_cell("th", "row", cells[0], words > 0)]
+    found = [_cell("th", "row", cells[0], 0 in words)]
     for index, value in enumerate(cells[1:], 1):
-        found.append(_cell("td", "", value, index < words))
+        found.append(_cell("td", "", value, index in words))
     return f'<tr class="{kind}">{"".join(found)}</tr>'
 
 
@@ -164,34 +168,26 @@ def stage_table(stages: dict[str, dict[str, int]]) -> str:
 
 def tensor_table(groups: list[dict]) -> str:
     """The largest tensors at the peak."""
-    head = [
-        "tensor of",
-        "category",
-        "allocated in",
-        "shape",
-        "dtype",
-        "operator",
-        "count",
-        "GiB each",
-        "GiB",
-    ]
+    sizes = ["GiB", "count", "GiB each"]
+    words = ["tensor of", "category", "shape", "dtype", "allocated in", "operator"]
     rows = []
     for group in groups:
         cells = [
-            escape(group["module"] or "(top)"),
-            swatch(group["category"]),
-            group["stage"],
-            shape(group),
-            group["dtype"],
-            escape(group["op"]),
+            gib(group["bytes"] * group["count"]),
             str(group["count"]),
             gib(group["bytes"]),
-            gib(group["bytes"] * group["count"]),
+            escape(group["module"] or "(top)"),
+            swatch(group["category"]),
+            shape(group),
+            group["dtype"],
+            group["stage"],
+            escape(group["op"]),
         ]
         rows.append(("", cells))
 
     caption = "Storages alive at the peak, the largest groups first; layers.* counts all layers"
-    return table(caption, head, rows, words=6)
+    head = sizes + words
+    return table(caption, head, rows, words=range(len(sizes), len(head)))
 
 
 def waterfall_table(replays: tuple[Replay, Replay], ranks: int) -> str:
@@ -212,7 +208,7 @@ def waterfall_table(replays: tuple[Replay, Replay], ranks: int) -> str:
 def settings_table(settings: dict) -> str:
     """The settings that were simulated."""
     rows = [("", [escape(name), escape(str(value))]) for name, value in settings.items()]
-    return table("What was simulated", ["setting", "value"], rows, words=2)
+    return table("What was simulated", ["setting", "value"], rows, words=(0, 1))
 
 
 # ---- the page
@@ -225,8 +221,11 @@ def page(
     ranks: int = 1,
     stages: dict[str, dict[str, int]] | None = None,
     replays: tuple[Replay, Replay] | None = None,
+    facts: dict[str, str] | None = None,
 ) -> str:
     """The page as text; ValueError for a trace without events.
+
+    facts: what else stands at the top, such as the cards that hold the step and the command.
 
     stages: stage -> category -> bytes, if they are known better than from the trace (from a shallow
     trace, extrapolated). replays: classic and expandable, if they were computed before.
@@ -254,6 +253,7 @@ def page(
 <title>{escape(title)}</title><style>{STYLE}</style></head><body><main>
 <h1>{escape(title)}</h1><p class="faint">{escape(note)}</p>
 {_summary(peak, trace.stage_at(peak.time), replays)}
+{_facts(facts or {})}
 {body}
 </main><script>{SCRIPT}</script></body></html>
 """
@@ -265,6 +265,14 @@ def _summary(peak: Moment, stage: str, replays: tuple[Replay, Replay]) -> str:
         f"<p>Live peak <strong>{amount(peak.total)}</strong> in {stage}; reserved {classic} with "
         f"classic and {expandable} with expandable segments. GiB = 2<sup>30</sup> bytes.</p>"
     )
+
+
+def _facts(facts: dict[str, str]) -> str:
+    """A line each: its name and its text, which may be a command."""
+    lines = []
+    for name, text in facts.items():
+        lines.append(f"<p>{escape(name)}: <code>{escape(text)}</code></p>")
+    return "\n".join(lines)
 
 
 def _key(found: list[Moment]) -> str:

@@ -7,8 +7,9 @@ hold it. GiB = 2^30 bytes.
 import dataclasses
 
 from longhaul.config import TrainConfig
+from longhaul.flops import step_seconds, time_words
 from longhaul.memory.deep import Profile
-from longhaul.memory.device import SIZES, TOTALS, Demand, Placement, waterfall
+from longhaul.memory.device import TOTALS, Demand, waterfall
 from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.timeline import alike, of_step, used_categories
 from model import GIB
@@ -19,11 +20,6 @@ def top_tensors(profile: Profile, count: int = 12) -> list[dict]:
     _, time = of_step(profile.trace).peak()
     groups = alike(profile.trace.at(time), count)
     return [group | {"shape": list(group["shape"])} for group in groups]
-
-
-def placements(demand: Demand) -> dict[str, Placement]:
-    """Whether each size of card holds the step."""
-    return {card: demand.placement(int(gib * GIB)) for card, gib in SIZES.items()}
 
 
 def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
@@ -39,29 +35,40 @@ def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
 
 def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """The profile for the screen; `demand` is None for a CPU, which has no caching allocator."""
-    rows = [_title(cfg, ranks)]
+    rows = [_title(cfg, ranks, demand)]
     rows += _stage_rows(profile)
     rows.append("")
     rows += _tensor_rows(profile)
     rows.append("")
     if demand:
         rows += _device_rows(demand)
-        rows.append(_card_row(demand))
+        rows.append(f"cards: {demand.cards_text()}")
     else:
         peak = profile.peak / GIB
         rows.append(f"live peak {peak:.3f} GiB, process {peak + PROCESS_GIB:.2f} GiB")
+    rows.append(f"time: {run_time(cfg, ranks, demand)}")
     return "\n".join(rows)
 
 
-def _title(cfg: TrainConfig, ranks: int) -> str:
+def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
+    """What was predicted, and for which device."""
     config = cfg.model()
     loss = config.loss_path(cfg.batch_size, cfg.context_length)
+    device = "a CPU" if demand is None else "a GPU (CUDA)"
     return (
-        f"predicted, one of {ranks} rank(s): {cfg.model_size} ({config.num_params():,} parameters, "
-        f"{config.num_layers} layers), {cfg.batch_size} x {cfg.context_length:,} tokens, "
+        f"predicted for {device}, one of {ranks} rank(s): {cfg.model_size} "
+        f"({config.num_params():,} parameters, {config.num_layers} layers), "
+        f"{cfg.batch_size} x {cfg.context_length:,} tokens, "
         f"{cfg.attention_type} attention, {cfg.dtype}, "
         f"checkpointing {cfg.gradient_checkpointing}, loss {loss}; live GiB"
     )
+
+
+def run_time(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
+    """How long a step and the run take, in words."""
+    device = "cpu" if demand is None else "cuda"
+    seconds = step_seconds(cfg, cfg.model(), ranks, device)
+    return time_words(seconds, cfg.max_steps, device)
 
 
 def _stage_rows(profile: Profile) -> list[str]:
@@ -103,15 +110,6 @@ def _device_rows(demand: Demand) -> list[str]:
     return rows
 
 
-def _card_row(demand: Demand) -> str:
-    """The sizes of cards, by whether they hold the step."""
-    groups: dict[str, list[str]] = {}
-    for card, placement in placements(demand).items():
-        groups.setdefault(placement, []).append(card)
-    words = [f"{', '.join(cards)} {placement}" for placement, cards in groups.items()]
-    return f"cards: {'; '.join(words)}"
-
-
 # ---- for --json
 
 
@@ -136,5 +134,5 @@ def machine_readable(profile: Profile, cfg: TrainConfig, ranks: int, demand: Dem
         "peak_reserved_bytes": demand.classic.peak_reserved,
         "peak_reserved_expandable_bytes": demand.expandable.peak_reserved,
         "waterfall": waterfalls(demand),
-        "cards": placements(demand),
+        "cards": demand.cards,
     }

@@ -25,6 +25,7 @@ from longhaul.memory.workspace import Workspaces
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
 CPU = torch.device("cpu")
+MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
 
 
 @contextlib.contextmanager
@@ -54,8 +55,14 @@ def simulate(
     """The trace of the second step of one rank.
 
     layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
-    identical, instead of the first two and the last one.
+    identical, instead of the first two and the last one. ValueError if a micro-batch has more
+    tokens than 32-bit positions count.
     """
+    if cfg.batch_size * cfg.context_length > MOST_TOKENS:
+        raise ValueError(
+            f"--context_length {cfg.context_length} with --batch_size {cfg.batch_size}: a "
+            f"micro-batch has at most {MOST_TOKENS:,} tokens: give a shorter context"
+        )
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)
@@ -122,14 +129,19 @@ def row_batch(cfg: TrainConfig, ranks: int = 1) -> list[step.MicroBatch]:
     """One step's micro-batches as the trainer makes them, on the CPU: every row is one document,
     all labels are valid.
     """
-    shape = (cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length)
-    rows = Batch(
+    return _batch(cfg.accumulation(ranks) * cfg.batch_size, cfg.context_length, cfg.batch_size)
+
+
+def _batch(rows: int, tokens: int, size: int) -> list[step.MicroBatch]:
+    """`rows` rows of `tokens` tokens, in micro-batches of `size` rows."""
+    shape = (rows, tokens)
+    whole = Batch(
         tokens=np.zeros(shape, dtype=np.int64),
         labels=np.zeros(shape, dtype=np.int64),
         positions=np.zeros(shape, dtype=np.int64),
         doc_ids=np.zeros(shape, dtype=np.int32),
     )
-    batch = step.micro_batches(rows, cfg.batch_size, CPU)
+    batch = step.micro_batches(whole, size, CPU)
     # without document ids, a row of one document takes the same path
     return [micro | {"doc_ids": None} for micro in batch]
 
@@ -143,12 +155,16 @@ def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
 
 
 def fake_batch(cfg: TrainConfig, ranks: int) -> list[step.MicroBatch]:
-    """`row_batch` on fake tensors."""
+    """`row_batch` on fake tensors, made from rows of one token, so that nothing long exists."""
+    short = _batch(cfg.accumulation(ranks) * cfg.batch_size, 1, cfg.batch_size)
     return [
-        {name: _without_values(value) for name, value in micro.items()}
-        for micro in row_batch(cfg, ranks)
+        {name: _stretched(value, cfg.context_length) for name, value in micro.items()}
+        for micro in short
     ]
 
 
-def _without_values(value: torch.Tensor | None) -> torch.Tensor | None:
-    return None if value is None else torch.empty_like(value, device="cpu")
+def _stretched(value: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """A tensor like `value`, without values, whose rows have `tokens` tokens."""
+    if value is None:
+        return None
+    return torch.empty((len(value), tokens), dtype=value.dtype, device="cpu")

@@ -1,146 +1,176 @@
-"""The longest context, the cheapest levers, or the fewest ranks that fit, found with the simulator.
+"""The longest context, the cheapest levers, or the fewest ranks that fit.
 
-`--solve levers` climbs the ladder of fit.py, then tries the first rung that fits on more ranks
-(FSDP2, and ranks that share rows) and with sparse attention, which changes the model. The
-candidate that fits with the least predicted step time times number of ranks wins. The time is the
-step's FLOPs over what a GPU reaches: a roofline, good to an order of magnitude. A candidate fits if
-its device holds what the allocator reserves with expandable segments, the CUDA context and the
-libraries' workspaces. Sizes are GiB = 2^30 bytes per rank.
+The closed form says in a tenth of a millisecond what a step needs at least; the simulator says in
+seconds what the allocator reserves for it. So candidates that the closed form excludes are not
+simulated, nor are those that could not be the answer; the answer always is.
+
+`--solve levers` climbs the ladder of fit.py up to the first rung that fits, then looks at more
+ranks (FSDP2, and ranks that share rows) and at sparse attention, which changes the model. The
+candidate that fits with the least predicted step time times number of ranks wins. The time is a
+roofline, good to an order of magnitude. A candidate fits if its device holds what the allocator
+reserves with expandable segments, the CUDA context and the libraries' workspaces. Sizes are
+GiB = 2^30 bytes per rank.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-
-from tqdm import tqdm
+from functools import cached_property
 
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.flops import step_seconds, time_words
 from longhaul.memory import fit
-from longhaul.memory.deep import profile
-from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement
-from longhaul.memory.estimate import estimate, step_flops
+from longhaul.memory.deep import whole_trace
+from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
+from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
 from longhaul.memory.plan import command
+from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
 from model import GIB, attention_kind
 
-# What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
-GPU_FLOPS = 400e12
 SMALLEST = 1024  # tokens: no shorter context is an answer
 HEAD = (
-    f"{'levers':<58}{'context':>10}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"
+    f"{'levers':<58}{'context':>12}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"
 )
-LINES = 4  # aims of `longest` along a line, before it halves
+AIMS = 4  # of `longest` at what the closed form predicts, before it halves the distance
+RESERVED = 1.02  # times live memory: what the allocator reserves, for the first aim
+# The closed form exceeds the simulation by no more than this: with sparse attention in a few
+# settings, otherwise by a thousandth.
+SURE = {"standard": 0.995}
+SURE_OF_OTHERS = 0.96
+
+Say = Callable[[str], object]  # shows a line as soon as it is known
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request on a number of ranks, not simulated yet."""
+    """A request on a number of ranks, and what the closed form says about it."""
 
     cfg: TrainConfig
     ranks: int
     name: str
 
-
-@dataclass(frozen=True)
-class Simulated:
-    """A candidate and what its step asks of each device."""
-
-    cfg: TrainConfig
-    ranks: int
-    name: str
-    demand: Demand
-    placement: Placement
+    @cached_property
+    def closed(self) -> Estimate:
+        return estimate(self.cfg, self.cfg.model(), self.ranks)
 
     @property
-    def live_gib(self) -> float:
-        """Live memory at the peak."""
-        return self.demand.classic.peak_live / GIB
-
-    @property
-    def device_gib(self) -> float:
-        """What the device must hold at least."""
-        return self.demand.least_bytes / GIB
-
-    @property
-    def host_gib(self) -> float:
-        """Host memory that levers use."""
-        estimated = estimate(self.cfg, self.cfg.model(), self.ranks).host
-        return max(self.demand.trace.host_peak, estimated) / GIB
+    def context(self) -> int:
+        return self.cfg.context_length
 
     @property
     def seconds(self) -> float:
         """Predicted time of a step, all ranks working in parallel."""
-        speed = GPU_FLOPS if self.cfg.dtype == "bf16" else GPU_FLOPS * 0.5
-        flops = step_flops(self.cfg, self.cfg.model(), self.ranks)
-        return flops / self.ranks / speed
+        return step_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
 
     @property
-    def fits(self) -> bool:
-        return self.placement is not Placement.TOO_SMALL
+    def least_bytes(self) -> int:
+        """What the device must hold without doubt: the allocator reserves more than is live."""
+        sure = SURE.get(self.cfg.attention_type, SURE_OF_OTHERS)
+        return int(self.closed.peak * sure) + beyond(self.ranks)
 
-    def row(self) -> str:
-        """A line of the table."""
+    def at(self, context: int) -> "Candidate":
+        """The same with another context."""
+        cfg = dataclasses.replace(self.cfg, context_length=context)
+        return Candidate(cfg, self.ranks, self.name)
+
+    def cost(self, asked: TrainConfig) -> tuple[bool, float, int]:
+        """By what `levers` chooses: the attention as asked, then the time of all ranks."""
+        other_attention = attention_kind(self.cfg) is not attention_kind(asked)
+        return other_attention, self.seconds * self.ranks, self.ranks
+
+    def row(self, needs: Demand | None, words: str) -> str:
+        """A line of the table; without a simulation, sizes are those of the closed form."""
+        live = self.closed.peak
+        device = f">{self.least_bytes / GIB:.2f}"
+        if needs is not None:
+            live = needs.classic.peak_live
+            device = f"{needs.least_bytes / GIB:.2f}"
         return (
-            f"{self.name:<58}{self.cfg.context_length:>10,}{self.live_gib:>10.2f}"
-            f"{self.device_gib:>12.2f}{self.host_gib:>10.2f}{self.seconds:>10.3g}  {self.placement}"
+            f"{self.name:<58}{self.context:>12,}{live / GIB:>10.2f}{device:>12}"
+            f"{self.closed.host / GIB:>10.2f}{self.seconds:>10.3g}  {words}"
         )
-
-    def command(self) -> str:
-        """The command that trains it."""
-        world = World(size=self.ranks, local_size=self.ranks)
-        line = command(self.cfg, world)
-        if self.placement is Placement.EXPANDABLE:
-            return EXPANDABLE_SEGMENTS + line
-        return line
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is printed, and the verdict."""
+    """What was printed, and the verdict."""
 
     text: str
     verdict: Verdict
 
 
+def beyond(ranks: int) -> int:
+    """Bytes on the device that the allocator does not reserve."""
+    return sum(beyond_the_allocator(ranks).values())
+
+
 def demand(cfg: TrainConfig, ranks: int) -> Demand:
-    """What one rank's step asks of its device."""
-    return Demand.of(profile(cfg, ranks).trace, ranks)
+    """What one rank's step asks of its device, simulated."""
+    return Demand.of(whole_trace(cfg, ranks), ranks)
 
 
-def solve(cfg: TrainConfig, what: str, gpu_gib: float, gpus: int) -> Answer:
-    """The simulated candidates and the command of the best one; `what` is a choice of --solve."""
+class Search:
+    """Looks at candidates and says what it finds; `room` is what a device holds, in bytes."""
+
+    def __init__(self, room: int, say: Say):
+        self.room = room
+        self.lines: list[str] = []
+        self._say = say
+        self.placement = Placement.TOO_SMALL  # of the candidate that was simulated last
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+        self._say(line)
+
+    def holds(self, one: Candidate) -> bool:
+        """Whether the device holds the candidate; simulated unless it is far too large."""
+        needs = None
+        self.placement = Placement.TOO_SMALL
+        if one.least_bytes <= self.room:
+            needs = demand(one.cfg, one.ranks)
+            self.placement = needs.placement(self.room)
+        self.say(one.row(needs, self.placement))
+        return self.placement is not Placement.TOO_SMALL
+
+    def leave(self, others: Iterable[Candidate]) -> None:
+        """Show candidates that need not be simulated."""
+        for one in others:
+            too_large = one.least_bytes > self.room
+            self.say(one.row(None, Placement.TOO_SMALL if too_large else "not simulated"))
+
+
+def solve(
+    cfg: TrainConfig, what: str, gpu_gib: float, gpus: int, say: Say = lambda line: None
+) -> Answer:
+    """The candidates and the command of the best one; `what` is a choice of --solve."""
     finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
-    simulated = finders[what](cfg, gpu_gib, gpus)
-    title = (
+    least = worlds(cfg, gpus)[0]
+    search = Search(int(gpu_gib * GIB), say)
+    search.say(
         f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; "
-        "device: reserved memory, CUDA context, workspaces"
+        "device: reserved memory, CUDA context, workspaces (>: at least, by the closed form)"
     )
-    rows = [title, HEAD, *(one.row() for one in simulated)]
+    search.say(HEAD)
 
-    fitting = [one for one in simulated if one.fits]
-    if not fitting:
-        return Answer("\n".join([*rows, "nothing fits"]), Verdict.NOTHING)
+    best = finders[what](search, cfg, gpus)
+    if best is None:
+        search.say("nothing fits")
+        return Answer("\n".join(search.lines), Verdict.NOTHING)
 
-    best = _best(what, fitting, cfg)
-    as_asked = best.cfg == cfg and best.ranks == worlds(cfg, gpus)[0]
-    unchanged = as_asked and best.placement is Placement.FITS
+    unchanged = (best.cfg, best.ranks) == (cfg, least) and search.placement is Placement.FITS
     verdict = Verdict.FITS if unchanged else Verdict.AFTER_CHANGES
-    return Answer("\n".join([*rows, best.command()]), verdict)
+    search.say(f"time: {time_words(best.seconds, cfg.max_steps, 'cuda')}")
+    search.say(_command(best, search.placement))
+    return Answer("\n".join(search.lines), verdict)
 
 
-def _best(what: str, fitting: list[Simulated], asked: TrainConfig) -> Simulated:
-    if what == "context":
-        return max(fitting, key=lambda one: (one.cfg.context_length, -one.seconds))
-    if what == "world_size":
-        return min(fitting, key=lambda one: one.ranks)
-
-    def cost(one: Simulated) -> tuple[bool, float, int]:
-        other_attention = attention_kind(one.cfg) is not attention_kind(asked)
-        return other_attention, one.seconds * one.ranks, one.ranks
-
-    return min(fitting, key=cost)
+def _command(best: Candidate, placement: Placement) -> str:
+    """The command that trains it."""
+    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks))
+    return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 
 
 # ---- candidates
@@ -208,99 +238,167 @@ def powers(gpus: int) -> list[int]:
     return sorted(numbers)
 
 
-# ---- what is simulated
+# ---- the cheapest levers
 
 
-def _by_levers(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
+def _by_levers(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
+    """The first rung that fits, or what is cheaper than it on more ranks."""
     climbed = rungs(cfg, worlds(cfg, gpus)[0])
-    simulated = [_simulated(one, room) for one in _progress(climbed)]
+    first = _first_that_fits(search, climbed)
+    start = first or climbed[-1]
+    higher = climbed[climbed.index(start) + 1 :]
+    others = sorted(higher + wider(start, gpus), key=lambda one: one.cost(cfg))
+    if first is None:
+        return _first_that_fits(search, others)
 
-    start = climbed[-1]
-    for candidate, result in zip(climbed, simulated, strict=True):
-        if result.fits:
-            start = candidate
-            break
-    more = wider(start, gpus)
-    return simulated + [_simulated(one, room) for one in _progress(more)]
-
-
-def _by_ranks(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
-    candidates = [Candidate(cfg, ranks, f"{ranks} rank(s)") for ranks in worlds(cfg, gpus)]
-    return [_simulated(one, room) for one in _progress(candidates)]
-
-
-def _by_context(cfg: TrainConfig, room: float, gpus: int) -> list[Simulated]:
-    """Every candidate at its longest context."""
-    shortest = dataclasses.replace(cfg, context_length=SMALLEST)
-    climbed = rungs(shortest, worlds(cfg, gpus)[0])
-
-    found = []
-    candidates = climbed + wider(climbed[-1], gpus)
-    for one in _progress(candidates):
-        context, needs = longest(one.cfg, one.ranks, room)
-        stretched = dataclasses.replace(one.cfg, context_length=context)
-        placement = needs.placement(int(room * GIB))
-        found.append(Simulated(stretched, one.ranks, one.name, needs, placement))
-    return found
+    placement = search.placement
+    cheaper = [one for one in others if one.cost(cfg) < first.cost(cfg)]
+    better = _first_that_fits(search, cheaper)
+    search.leave(others[len(cheaper) :])
+    if better is None:
+        search.placement = placement
+    return better or first
 
 
-def _simulated(one: Candidate, room: float) -> Simulated:
-    needs = demand(one.cfg, one.ranks)
-    placement = needs.placement(int(room * GIB))
-    return Simulated(one.cfg, one.ranks, one.name, needs, placement)
+def _first_that_fits(search: Search, candidates: list[Candidate]) -> Candidate | None:
+    return next((one for one in candidates if search.holds(one)), None)
 
 
-def _progress(candidates: list[Candidate]) -> tqdm:
-    """The candidates, with a bar on a terminal: simulating one takes seconds."""
-    return tqdm(candidates, unit="rung", leave=False, disable=None)
+# ---- the fewest ranks
+
+
+def _by_ranks(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
+    """The request on the fewest ranks that hold it; if none do, with the fewest levers."""
+    numbers = worlds(cfg, gpus)
+    for rung in fit.ladder(cfg):
+        levers = "" if rung.lever == fit.AS_ASKED else f", up to {rung.lever}"
+        candidates = []
+        for ranks in numbers:
+            candidates.append(Candidate(rung.request, ranks, f"{ranks} rank(s){levers}"))
+
+        best = _first_that_fits(search, candidates)
+        if best is not None:
+            search.leave(candidates[candidates.index(best) + 1 :])
+            if best.cfg != cfg:
+                search.say(f"as asked, {gpus} GPU(s) are too few; {_with_levers(best, cfg)}")
+            return best
+    return None
+
+
+def _with_levers(best: Candidate, asked: TrainConfig) -> str:
+    """The flags that a candidate adds to the request, and its ranks."""
+    before = command(asked, World()).split()
+    added = [word for word in command(best.cfg, World()).split() if word not in before]
+    return f"with {' '.join(added)}, {best.ranks} rank(s) are enough"
 
 
 # ---- the longest context
 
 
+def _by_context(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
+    """The candidate with the longest context; of equal ones the fastest.
+
+    The closed form bounds every candidate's context. The longest is found by simulation; others are
+    simulated only if their bound is longer than what was found.
+    """
+    shortest = dataclasses.replace(cfg, context_length=SMALLEST)
+    climbed = rungs(shortest, worlds(cfg, gpus)[0])
+    bounds = []
+    for one in climbed + wider(climbed[-1], gpus):
+        most = bound(one, lambda found: found.least_bytes, search.room)
+        search.say(one.at(most).row(None, "at most"))
+        bounds.append(one.at(most))
+
+    best = None
+    for one in sorted(bounds, key=lambda one: _promise(one, cfg), reverse=True):
+        if best is None or _beats(one, best, search.room):
+            best = _longest_of(search, one) or best
+    return best
+
+
+def _promise(one: Candidate, asked: TrainConfig) -> tuple[bool, int, float]:
+    """In which order to simulate: the attention as asked first, then the longest bound."""
+    same_attention = attention_kind(one.cfg) is attention_kind(asked)
+    return same_attention, one.context, -one.seconds
+
+
+def _beats(one: Candidate, best: Candidate, room: int) -> bool:
+    """Whether a candidate has a longer context than the best so far, or the same in less time.
+
+    Another attention that needs more than the best by the closed form is not simulated.
+    """
+    same = one.at(best.context)
+    aim = same if same.seconds < best.seconds else one.at(best.context + SMALLEST)
+    if aim.context > one.context:
+        return False
+    other_attention = attention_kind(one.cfg) is not attention_kind(best.cfg)
+    if other_attention and same.closed.peak >= best.closed.peak:
+        return False
+    return demand(aim.cfg, aim.ranks).least_bytes <= room
+
+
+def _longest_of(search: Search, one: Candidate) -> Candidate | None:
+    """The candidate with the longest context that fits; None if not even the shortest does."""
+    context, needs = longest(one.cfg, one.ranks, search.room / GIB)
+    found = one.at(context)
+    placement = needs.placement(search.room)
+    search.say(found.row(needs, placement))
+    if placement is Placement.TOO_SMALL:
+        return None
+    search.placement = placement
+    return found
+
+
+def bound(one: Candidate, size: Callable[[Candidate], float], room: float) -> int:
+    """The longest context, a multiple of 1,024 tokens, whose size(candidate) is within `room`.
+
+    1,024 if even that is too long. `size` must grow with the context.
+    """
+    fits = 1
+    exceeds = MOST_TOKENS // one.cfg.batch_size // SMALLEST + 1
+    while exceeds > fits + 1:
+        middle = (fits + exceeds) // 2
+        if size(one.at(middle * SMALLEST)) <= room:
+            fits = middle
+        else:
+            exceeds = middle
+    return fits * SMALLEST
+
+
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     """(tokens, demand) of the longest context whose device GiB are within `room`.
 
-    A multiple of 1,024 tokens; 1,024 if even that is too long. Memory is close to affine in the
-    context, except for the steps of the allocator: the search aims along a line between a context
-    that fits and one that does not, four times, then halves the distance. Every aim is simulated.
+    A multiple of 1,024 tokens; 1,024 if even that is too long. Each aim is where the closed form
+    reaches `room` if the allocator reserves as much more as at the aim before; after four aims the
+    distance is halved, because the allocator reserves in steps. Every aim is simulated.
     """
+    one = Candidate(cfg, ranks, "")
+    room_bytes = room * GIB
     known: dict[int, Demand] = {}
-
-    def size(context: int) -> float:
-        if context not in known:
-            changed = dataclasses.replace(cfg, context_length=context)
-            known[context] = demand(changed, ranks)
-        return known[context].least_bytes / GIB
-
-    fits = SMALLEST
-    exceeds = 32 * SMALLEST
-    if size(fits) > room:
-        return fits, known[fits]
-
-    while size(exceeds) <= room:
-        fits = exceeds
-        exceeds = max(2 * exceeds, _on_the_line(size, SMALLEST, exceeds, room))
-
-    aims = 0
+    fits = 0
+    exceeds = MOST_TOKENS // cfg.batch_size // SMALLEST * SMALLEST + SMALLEST
+    reserved = RESERVED
     while exceeds > fits + SMALLEST:
-        if aims < LINES:
-            aim = _on_the_line(size, fits, exceeds, room)
-        else:
-            aim = (fits + exceeds) // 2 // SMALLEST * SMALLEST
+        aim = (fits + exceeds) // 2 // SMALLEST * SMALLEST
+        if len(known) < AIMS:
+            aim = bound(one, _with_reserved(reserved), room_bytes)
         aim = min(max(aim, fits + SMALLEST), exceeds - SMALLEST)
-        aims += 1
-        if size(aim) <= room:
+
+        aimed = one.at(aim)
+        known[aim] = demand(aimed.cfg, ranks)
+        least = known[aim].least_bytes
+        reserved = (least - beyond(ranks)) / aimed.closed.peak
+        if least <= room_bytes:
             fits = aim
         else:
             exceeds = aim
-    return fits, known[fits]
+    return max(fits, SMALLEST), known[max(fits, SMALLEST)]
 
 
-def _on_the_line(size: Callable[[int], float], one: int, other: int, room: float) -> int:
-    """The context at which a line through two sizes reaches `room`; `other` if it is flat."""
-    slope = (size(other) - size(one)) / (other - one)
-    if slope <= 0:
-        return other
-    reached = one + (room - size(one)) / slope
-    return int(reached // SMALLEST * SMALLEST)
+def _with_reserved(times_live: float) -> Callable[[Candidate], float]:
+    """Bytes of a device if the allocator reserves so much of what the closed form says is live."""
+
+    def size(one: Candidate) -> float:
+        return times_live * one.closed.peak + beyond(one.ranks)
+
+    return size

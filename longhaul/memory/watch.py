@@ -99,7 +99,8 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
     if nearest is None:
         rows.append("nothing of longhaul fits here")
     else:
-        rows.append(f"smallest change that fits ({nearest.needed_gib:.2f} GiB planned):")
+        words = f"{nearest.needed_gib:.2f} GiB planned, {nearest.time()}"
+        rows.append(f"smallest change that fits ({words}):")
         rows.append(planner.command(nearest.asked, plan.world))
     return "\n".join(rows)
 

@@ -140,23 +140,23 @@ class TiledMLP(_InParts):
 
     def outputs(self, x_BTD: Tensor, weights: Sequence[Tensor]) -> Tensor:
         y_BTD = torch.empty_like(x_BTD)
-        xs = self._split(x_BTD)
-        ys = self._split(y_BTD)
+        x_ND = x_BTD.flatten(0, 1)
+        y_ND = y_BTD.flatten(0, 1)
 
-        for tile in platform().tiles(range(len(xs))):
-            ys[tile].copy_(self._mlp(xs[tile], *weights))
+        for tile in self._tiles(len(x_ND)):
+            y_ND[tile].copy_(self._mlp(x_ND[tile], *weights))
         return y_BTD
 
     def gradients(self, dy_BTD: Tensor, x_BTD: Tensor, weights: Sequence[Tensor]) -> tuple:
         dx_BTD = torch.empty_like(x_BTD)
         sums = [_wide_zeros(w) for w in weights]
-        xs = self._split(x_BTD)
-        dys = self._split(dy_BTD)
-        dxs = self._split(dx_BTD)
+        x_ND = x_BTD.flatten(0, 1)
+        dy_ND = dy_BTD.flatten(0, 1)
+        dx_ND = dx_BTD.flatten(0, 1)
 
-        for tile in platform().tiles(range(len(xs))):
-            inputs = [xs[tile], *weights]
-            self._add(recomputed_gradients(self._mlp, inputs, dys[tile]), dxs[tile], sums)
+        for tile in self._tiles(len(x_ND)):
+            inputs = [x_ND[tile], *weights]
+            self._add(recomputed_gradients(self._mlp, inputs, dy_ND[tile]), dx_ND[tile], sums)
         return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
     def _mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
@@ -168,9 +168,16 @@ class TiledMLP(_InParts):
         wide = [grad.to(total.dtype) for grad, total in zip(gradients[1:], sums, strict=True)]
         torch._foreach_add_(sums, wide)
 
-    def _split(self, x_BTD: Tensor) -> tuple[Tensor, ...]:
-        x_ND = x_BTD.flatten(0, 1)
-        return x_ND.tensor_split(min(self.tiles, len(x_ND)))
+    def _tiles(self, tokens: int) -> list[slice]:
+        """The tiles to run, which differ by at most one token."""
+        count = min(self.tiles, tokens)
+        size, longer = divmod(tokens, count)
+        found = []
+        for tile in platform().tiles(range(count)):
+            start = tile * size + min(tile, longer)
+            end = (tile + 1) * size + min(tile + 1, longer)
+            found.append(slice(start, end))
+        return found
 
 
 # ---- attention by head groups: weights in parts, tokens whole

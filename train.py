@@ -53,7 +53,8 @@ def main(args: list[str] | None = None):
         guard.watch_peers(cfg.timeout)
 
         plan = plan_or_refuse(cfg, world, device)
-        command = functools.partial(planner.command, world=world)
+        timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
+        command = functools.partial(planner.command, world=world, timeout=timeout)
         ready = preflight(plan.cfg, world, device, command, guard)
         if ready.finished:
             return
@@ -98,7 +99,7 @@ def fitting(plan: planner.Plan) -> planner.Plan:
         return plan
     fitted = fit.fitted(plan).plan if plan.cfg.fit == "auto" else None
     if fitted is not None:
-        command = planner.command(fitted.asked, plan.world)
+        command = planner.command(fitted.asked, plan.world, fitted.shutdown_timeout)
         print(f"--fit auto: {plan.shortage()}; training\n{command}", flush=True)
         return fitted
 

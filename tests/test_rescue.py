@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from longhaul import dist
+from longhaul.config import TrainConfig
+from longhaul.memory import plan as planner
 from longhaul.run.guard import Guard
 from longhaul.run.rescue import (
     LEAVING,
@@ -74,6 +76,27 @@ def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
     assert slow_micro_batch(9, 0, "a step", UNDER_TORCHRUN) is None
     said = slow_micro_batch(60, 0, "a step", UNDER_TORCHRUN)
     assert "so a stop loses a step: put TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front" in said
+
+
+@pytest.mark.parametrize(
+    "ranks, seconds, told, timeout",
+    [
+        (1, 60, "", 0),  # no torchrun
+        (2, 10, "", 0),
+        (2, 60, "", 90),  # two micro-batches of 30 s
+        (2, 60, "240", 240),
+        (2, 600, "240", 900),
+    ],
+)
+def test_a_printed_command_has_the_timeout_that_its_micro_batches_need(
+    monkeypatch, ranks, seconds, told, timeout
+):
+    monkeypatch.setenv(dist.TIMEOUT, told or "0")
+    cfg = TrainConfig(gradient_accumulation_steps=2)
+    world = dist.World(size=ranks, local_size=ranks)
+    assert planner.shutdown_timeout(cfg, ranks, seconds) == timeout
+    said = planner.command(cfg, world, timeout)
+    assert said.startswith(f"{dist.TIMEOUT}={timeout} torchrun --nproc_per_node=2") == bool(timeout)
 
 
 # ---- the rescue

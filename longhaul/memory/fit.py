@@ -291,7 +291,7 @@ def proposal(nearest: Plan, request: Plan) -> str:
             changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
     changes.append(_times(nearest, request))
-    shell = command(nearest.asked, request.world)
+    shell = command(nearest.asked, request.world, nearest.shutdown_timeout)
     return f"closest command that runs here ({', '.join(changes)}):\n{shell}"
 
 

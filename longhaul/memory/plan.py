@@ -13,11 +13,12 @@ from functools import cached_property
 import torch
 
 from longhaul.config import TrainConfig
-from longhaul.dist import World, check_replicas
+from longhaul.dist import DEFAULT_PATIENCE, TIMEOUT, World, check_replicas
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, estimate
 from longhaul.parallel import context
 from longhaul.run import start
+from longhaul.run.rescue import enough_seconds, patience
 from model import GIB, ModelConfig
 
 # Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than
@@ -65,6 +66,11 @@ class Plan:
     def seconds(self) -> float:
         """Time of a step: on a CPU within a factor of two, on a GPU an order of magnitude."""
         return step_seconds(self.cfg, self.config, self.world.size, self.device.type)
+
+    @property
+    def shutdown_timeout(self) -> int:
+        """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
+        return shutdown_timeout(self.cfg, self.world.size, self.seconds)
 
     def time(self) -> str:
         """The time of a step and of the whole run, in words."""
@@ -269,11 +275,13 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 # ---- its command
 
 
-def command(cfg: TrainConfig, world: World) -> str:
+def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     """The shell command of a configuration: the settings that differ from the defaults, and those
-    that --init_from would otherwise decide.
+    that --init_from would otherwise decide. `timeout`: the seconds that torchrun must wait.
     """
     words = [_launcher(world)]
+    if timeout:
+        words.insert(0, f"{TIMEOUT}={timeout}")
     named = start.ALWAYS_NAMED if cfg.init_from else ()
     for spec in dataclasses.fields(cfg):
         value = getattr(cfg, spec.name)
@@ -282,6 +290,19 @@ def command(cfg: TrainConfig, world: World) -> str:
         if differs or spec.name in named:
             words.append(_flag(spec, value))
     return " ".join(words)
+
+
+def shutdown_timeout(cfg: TrainConfig, ranks: int, step_seconds: float) -> int:
+    """Seconds that torchrun must wait for a run that is asked to stop, so that its micro-batch ends
+    and is saved: as many as it was told, and more if steps are slow; 0 if it does so anyway.
+    """
+    if ranks == 1:
+        return 0
+    told = int(os.environ.get(TIMEOUT, 0))
+    micro_batch = step_seconds / cfg.accumulation(ranks)
+    if micro_batch <= patience(DEFAULT_PATIENCE, 0.0):
+        return told
+    return max(told, enough_seconds(micro_batch, 0.0))
 
 
 def _launcher(world: World) -> str:

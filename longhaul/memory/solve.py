@@ -25,7 +25,7 @@ from longhaul.memory.deep import whole_trace
 from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
-from longhaul.memory.plan import command
+from longhaul.memory.plan import command, shutdown_timeout
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
 from model import GIB, attention_kind
@@ -169,7 +169,8 @@ def solve(
 
 def _command(best: Candidate, placement: Placement) -> str:
     """The command that trains it."""
-    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks))
+    timeout = shutdown_timeout(best.cfg, best.ranks, best.seconds)
+    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks), timeout)
     return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 
 

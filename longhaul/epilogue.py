@@ -1,29 +1,68 @@
-"""Says a message after a process has ended: `python longhaul/epilogue.py PID MESSAGE`.
+"""Says a message below the report of torchrun: `python longhaul/epilogue.py PID MESSAGE`.
 
 torchrun ends with a report of some forty lines, which comes after everything that its ranks print
 and which they cannot silence. A rank that fails starts this program, so that its words, with the
 remedy, are the last ones on screen. It imports only the standard library: it must be ready before
 torchrun is done.
+
+On Linux the message comes as soon as the report is written, while torchrun still takes half a
+second to end: a shell would print its prompt first otherwise.
 """
 
 import os
 import select
 import sys
 import time
+from collections import deque
+
+EVERY = 0.01  # seconds between two looks
+QUIET = 10  # looks without writing, after which a report is over
+REPORT = 1000  # bytes written within so many looks are a report
+NOISE = 100  # bytes that are none: torchrun talks to its store
 
 
-def wait_for_end(process: int) -> None:
-    """Return as soon as the process has ended."""
-    if hasattr(os, "pidfd_open"):
-        try:
-            select.select([os.pidfd_open(process)], [], [])
-        except ProcessLookupError:
-            return
+def say_after_report(process: int, message: str) -> None:
+    """Print the message when the process has written a report, and again if more came after it."""
+    try:
+        end = os.pidfd_open(process)
+    except ProcessLookupError:
+        say(message)
         return
 
-    # Other systems than Linux: ask now and then.
+    is_reporting = False
+    said_at = None  # what had been written when the message was said
+    counts: deque[int] = deque([written(process)], maxlen=QUIET)
+    while not select.select([end], [], [], EVERY)[0]:
+        counts.append(max(written(process), counts[-1]))
+        grown = counts[-1] - counts[0]
+        if grown >= REPORT:
+            is_reporting = True
+        elif is_reporting and grown <= NOISE:
+            say(message)
+            said_at = counts[-1]
+            is_reporting = False
+
+    if said_at is None or counts[-1] > said_at + NOISE:
+        say(message)
+
+
+def written(process: int) -> int:
+    """Bytes that the process has written so far; 0 if it has just ended."""
+    try:
+        with open(f"/proc/{process}/io", encoding="ascii") as file:
+            counts = dict(line.split(": ") for line in file)
+    except OSError:
+        return 0
+    return int(counts["wchar"])
+
+
+def say_after_end(process: int, message: str) -> None:
+    """Print the message when the process has ended, which other systems than Linux only tell if
+    asked.
+    """
     while is_running(process):
-        time.sleep(0.02)
+        time.sleep(EVERY)
+    say(message)
 
 
 def is_running(process: int) -> bool:
@@ -35,6 +74,11 @@ def is_running(process: int) -> bool:
     return True
 
 
+def say(message: str) -> None:
+    """Print the message."""
+    print(message, file=sys.stderr, flush=True)
+
+
 if __name__ == "__main__":
-    wait_for_end(int(sys.argv[1]))
-    print(sys.argv[2], file=sys.stderr, flush=True)
+    wait = say_after_report if hasattr(os, "pidfd_open") else say_after_end
+    wait(int(sys.argv[1]), sys.argv[2])

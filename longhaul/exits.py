@@ -85,7 +85,7 @@ def _will_restart() -> bool:
 
 
 def _say_after_torchrun(message: str) -> None:
-    """Have the message printed once torchrun, the parent of this rank, has ended.
+    """Have the message printed below the report of torchrun, the parent of this rank.
 
     In a session of its own, the process outlives the group of this rank, which torchrun kills.
     """

@@ -90,6 +90,31 @@ def test_the_epilogue_waits_for_the_process_and_no_longer():
     assert epilogue(sleeper.pid).communicate(timeout=5)[1] == "the end\n"
 
 
+REPORT = """
+import sys, time
+input()
+for part in range(2):
+    print("x" * 5000, file=sys.stderr, flush=True)
+    time.sleep(float(sys.argv[1 + part]))
+"""
+
+
+@pytest.mark.parametrize("pause, times", [(0.0, 1), (0.6, 2)])
+def test_the_epilogue_follows_a_report_before_the_process_ends(pause, times):
+    words = [sys.executable, "-c", REPORT, str(pause), "1.5"]
+    reporter = subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    waiting = epilogue(reporter.pid)
+    time.sleep(0.3)
+    reporter.stdin.write(b"\n")
+    reporter.stdin.close()
+
+    said = [waiting.stderr.readline() for _ in range(times)]
+    assert reporter.poll() is None, "it was said only when the process had ended"
+    assert said == ["the end\n"] * times
+    assert waiting.communicate(timeout=10)[1] == ""
+    reporter.wait()
+
+
 def test_where_torchrun_will_start_the_ranks_again_nothing_waits(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")

@@ -69,8 +69,10 @@ svg:focus-visible { outline: 3px solid #56b4e9; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td {
   padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  text-align: left; overflow-wrap: anywhere;
+  text-align: left;
 }
+td:nth-child(4), td:last-child { overflow-wrap: anywhere; }
+.kind { white-space: nowrap; }
 thead th { border-bottom: 2px solid var(--line); }
 .n { text-align: right; white-space: nowrap; }
 code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
@@ -147,7 +149,8 @@ def _cell(tag: str, scope: str, value: str, words: bool) -> str:
 
 def swatch(category: str) -> str:
     """A category's name with its colour."""
-    return f'<span class="dot" style="background:{COLOURS[category]}"></span>{category}'
+    dot = f'<span class="dot" style="background:{COLOURS[category]}"></span>'
+    return f'<span class="kind">{dot}{category}</span>'
 
 
 def stage_table(stages: dict[str, dict[str, int]]) -> str:

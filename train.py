@@ -105,8 +105,12 @@ def fitting(plan: planner.Plan) -> planner.Plan:
 
     print(plan.table(), flush=True)
     nearest = fit.closest(plan)
-    words = "nothing of longhaul fits here" if nearest is None else fit.proposal(nearest, plan)
-    raise ValueError(f"{plan.shortage()}; {words}")
+    if nearest is None:
+        raise ValueError(
+            f"{plan.shortage()}; nothing of longhaul fits here, or not so that it ends within "
+            "minutes: give a smaller --batch_size, --context_length or --vocab_size"
+        )
+    raise ValueError(f"{plan.shortage()}; {fit.proposal(nearest, plan)}")
 
 
 def build(ready: Ready) -> TrainState:

@@ -105,6 +105,9 @@ train --context_length -4
 train --context_length 1
 train --context_length 64.5
 train --context_length 1000000
+train --context_length 99999999999999
+train --context_length 10000000000000000000000
+train --context_length 99999999999 --attention_type nsa
 train --batch_size 0
 train --batch_size 1000000
 train --gradient_accumulation_steps 0
@@ -200,9 +203,11 @@ train --output_dir /proc/longhaul
 train --output_dir {run} --seed 5
 train --output_dir {run} --resume none
 profile --context_length 0
+profile --context_length 99999999999
+profile --context_length 99999999999999 --attention_type nsa
 profile --nproc 0
 profile --nproc 3 --context_parallel_size 2
-profile --gpus 0
+profile --gpus -1
 profile --gpu_memory_gib nan
 profile --gpu_memory_gib -1
 profile --solve everything

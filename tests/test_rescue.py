@@ -130,6 +130,24 @@ def test_whoever_changes_the_state_waits_for_a_rescue_that_has_begun(rescue):
     assert ended.wait(5)
 
 
+def test_a_main_thread_that_other_ranks_need_is_let_through(rescue, monkeypatch):
+    def exchange(attempt, answer):
+        time.sleep(0.05)
+        return {answer, "of another rank"}
+
+    def pass_through():
+        with rescue.over(STATE, {}):
+            rescue.asked.set()
+            time.sleep(0.1)
+        ended.set()
+
+    monkeypatch.setattr(rescue, "_exchange", exchange)
+    rescue.allowed = 0
+    ended = threading.Event()
+    threading.Thread(target=pass_through, daemon=True).start()
+    assert ended.wait(2)
+
+
 def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
     finishing = "asked to stop: finishing this micro-batch"
     again = ", then saving; again to leave at once"

@@ -30,6 +30,7 @@ from longhaul.step import TrainState
 
 BUSY = "busy"  # this rank's state cannot be read now
 LEAVING = "leaving"  # all ranks save between two micro-batches, as they would without a rescue
+TURN = 0.05  # seconds between two tries
 
 # ---- how long a launcher waits
 
@@ -178,6 +179,8 @@ class Rescue:
                 self.reading.release()
             if LEAVING in answers:
                 return
+            # other ranks may need this one's main thread, which must get the lock first
+            self.closed.wait(TURN)
 
     def _answer(self, readable: bool) -> str:
         """What the other ranks must know: the step that could be saved here, or why none could."""
@@ -209,8 +212,10 @@ class Rescue:
 
     def _save_and_say(self) -> int:
         """The exit code of a run that was saved, or of the disk that refused."""
-        # not behind the kernels that the main thread has launched
-        stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        stream = None
+        if self.state.device.type == "cuda":
+            # not behind the kernels that the main thread has launched
+            stream = torch.cuda.Stream(self.state.device)
         try:
             with torch.cuda.stream(stream):
                 self.saver.save_now(snapshot_of(self.state, self.parameters, self.manifest))

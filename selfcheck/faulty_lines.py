@@ -930,6 +930,27 @@ PLANNER = (
         ("tests/test_fit.py",),
     ),
     Fault(
+        "planner: far keys are counted at the start of a stretch",
+        "longhaul/flops.py",
+        "first = (start + end - SAMPLE) // 2",
+        "first = start",
+        ("tests/test_plan.py", "-k", "pairs_are_summed"),
+    ),
+    Fault(
+        "planner: a proposal for a CPU has as many steps as were asked for",
+        "longhaul/memory/fit.py",
+        "steps = most // unit * unit",
+        "steps = plan.asked.max_steps",
+        ("tests/test_fit.py", "-k", "within_15_minutes"),
+    ),
+    Fault(
+        "planner: an answer of --solve need not fit",
+        "longhaul/memory/solve.py",
+        "        if least <= room_bytes:\n            fits = aim",
+        "        if least <= 1.01 * room_bytes:\n            fits = aim",
+        ("tests/test_profile_memory.py", "-k", "the_longest_context_fits"),
+    ),
+    Fault(
         "planner: the workspace is not in the peak",
         "longhaul/memory/trace.py",
         "workspaces[time] = max(workspaces.get(time, 0), size)",

@@ -389,19 +389,17 @@ SLOW = 6.0  # seconds of a micro-batch
 IMPATIENT = {1: [], 2: ["--async_save"], 4: ["--dp_replicate", "2"]}  # numbers of ranks, and flags
 
 
-def slow_forwards(first: int):
-    """In a child: each forward from the call number `first` on takes SLOW seconds."""
+def slow_steps(first: int):
+    """In a child: each step from the number `first` on computes for SLOW seconds."""
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(ALLOWED)
-    original = step.Decoder.forward
-    calls = []
+    original = step.gradients
 
-    def forward(*args, **kwargs):
-        calls.append(1)
-        if len(calls) >= first:
+    def gradients(state, *args):
+        if state.step + 1 >= first:
             pause(SLOW)
-        return original(*args, **kwargs)
+        return original(state, *args)
 
-    step.Decoder.forward = forward
+    step.gradients = gradients
 
 
 def pause(seconds: float):
@@ -420,7 +418,7 @@ def impatient_launcher(trials: int, folder: Path) -> str:
         for size, more in IMPATIENT.items():
             name = f"{size}-ranks-{trial}"
             args = runs.arguments(source, folder / name, *STEPS, *more)
-            ranks = runs.start_ranks(args, folder / f"{name}.log", size, partial(slow_forwards, 3))
+            ranks = runs.start_ranks(args, folder / f"{name}.log", size, partial(slow_steps, 3))
             runs.wait_for(lambda out=folder / name: runs.steps_logged(out) > 1)
             time.sleep(draw.uniform(0, 0.8 * SLOW))
             longest = max(longest, stopped_in_time(folder / name, ranks))

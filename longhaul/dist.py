@@ -126,9 +126,10 @@ def start(world: World, device: torch.device) -> None:
     A rank that was killed or stopped is found by its heartbeat (longhaul/run/heartbeat.py), a rank
     that hangs in its own work after COLLECTIVE_TIMEOUT.
     """
-    # torchrun sets one thread per rank, however many cores there are. With a GPU, the update of an
-    # offloaded optimizer needs them.
-    torch.set_num_threads(max(1, cores() // world.local_size))
+    # torchrun sets OMP_NUM_THREADS=1 for several ranks, however many cores there are; that of a
+    # single rank is the user's. With a GPU, the update of an offloaded optimizer needs threads.
+    if world.local_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores() // world.local_size))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # the gradient of a weight is a sum over all tokens of a row, which bf16 would round

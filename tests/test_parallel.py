@@ -37,6 +37,20 @@ BASE = dict(
 )
 
 
+@pytest.mark.parametrize("variable, threads", [(None, [12]), ("3", [])])
+def test_a_single_rank_takes_all_cores_unless_the_user_says_otherwise(
+    monkeypatch, variable, threads
+):
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(dist, "cores", lambda: 12)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    dist.start(dist.World(), torch.device("cpu"))
+    assert taken == threads
+
+
 @pytest.fixture
 def reduced_precision():
     """torch's default sums of 16-bit products, before and after the test."""

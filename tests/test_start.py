@@ -19,7 +19,7 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import fit, plan
 from longhaul.parallel import apply
-from longhaul.run import start
+from longhaul.run import preflight, start
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, evaluate
 from tests.ranks import run_ranks
@@ -370,3 +370,14 @@ def test_a_longer_run_from_a_folder_exports_its_own_context_and_a_shorter_one_th
         trained(flags, data, out)
         assert start.trained_context(described(newest(out))) == max(length, 512)
         assert start.read(str(out)).config.init_std == 0.05
+
+
+def test_without_data_the_remedy_is_the_data_of_the_weights():
+    class Embedded:
+        vocab_size = 8192
+        path = Path("embedded")
+
+    cfg = TrainConfig(model_size="tiny", vocab_size=700, init_from="runs/mine")
+    words = "--init_from runs/mine has a vocabulary of 700.*: give --data"
+    with pytest.raises(ValueError, match=words):
+        preflight.model_config(cfg, Embedded(), World())

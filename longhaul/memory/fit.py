@@ -23,6 +23,8 @@ from model import PRESETS, ModelConfig, attention_kind
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
 AS_ASKED = "as asked"
+FEW_STEPS = 20  # a proposal with fewer teaches a model nothing
+IN_MINUTES = "--model_size tiny --context_length 1024 --max_steps 200 --warmup_steps 20"
 
 
 class Verdict(enum.Enum):
@@ -292,7 +294,10 @@ def proposal(nearest: Plan, request: Plan) -> str:
 
     changes.append(_times(nearest, request))
     shell = command(nearest.asked, request.world, nearest.shutdown_timeout)
-    return f"closest command that runs here ({', '.join(changes)}):\n{shell}"
+    hint = ""
+    if nearest.asked.max_steps < min(FEW_STEPS, request.asked.max_steps):
+        hint = f"to see a model learn within minutes, add {IN_MINUTES} to train.py instead; "
+    return f"{hint}closest command that runs here ({', '.join(changes)}):\n{shell}"
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:

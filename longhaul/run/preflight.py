@@ -125,6 +125,12 @@ def model_config(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> Model
     time and are never trained, or the data is of another tokenizer than the weights.
     """
     config = cfg.model()
+    if cfg.init_from and not cfg.data and dataset.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"--init_from {cfg.init_from} has a vocabulary of {config.vocab_size}, and the "
+            f"embedded corpus, which is used without --data, has {dataset.vocab_size}: give --data "
+            "with the dataset that those weights were trained on"
+        )
     check_vocab(dataset, config.vocab_size)
     if dataset.vocab_size < SAME_TOKENIZER * config.vocab_size:
         dist.print0(f"warning: {_unused_vocabulary(cfg, config, dataset)}", world=world)

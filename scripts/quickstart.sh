@@ -16,7 +16,6 @@ for word in "$@"; do
     esac
 done
 out=${out:-runs/quickstart${long:+-long}}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 next_commands() {
     echo "What next, from this folder ($PWD):"
@@ -35,6 +34,7 @@ if [ "$long" ]; then
     echo "  curves      tensorboard --logdir $out/tensorboard     (then open http://localhost:6006; Ctrl-C ends it)"
     exit
 fi
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
 echo "== train: the tiny preset on $ranks process(es)"
 torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \

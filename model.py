@@ -1434,6 +1434,11 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(1.4426950408889634).exp2_()
 
 
+def below_(x_NV: Tensor, max_N: Tensor) -> Tensor:
+    """x - max in place, at most 0."""
+    return x_NV.sub_(max_N[:, None]).clamp_(max=0)
+
+
 def put_target(x_NV: Tensor, target_N: Tensor, value_N: Tensor) -> Tensor:
     """x[n, target_n] = value_n for targets inside the tile, without asking the device how many."""
     V = x_NV.shape[1]
@@ -1526,8 +1531,7 @@ def logits_to_gradient(
     x_NV = capped(z_NV, softcap, max_N.dtype)
     chain_NV = None if softcap is None else 1 - (x_NV / softcap).square()
 
-    below_NV = x_NV.sub_(max_N[:, None]).clamp_(max=0)
-    d_NV = exp_(below_NV).mul_(slope_N[:, None]).add_(shift_N[:, None])
+    d_NV = exp_(below_(x_NV, max_N)).mul_(slope_N[:, None]).add_(shift_N[:, None])
     if chain_NV is not None:
         d_NV = d_NV.mul_(chain_NV)
     z_NV.copy_(put_target(d_NV, target_N, torch.zeros_like(max_N)))

@@ -62,12 +62,15 @@ def line(what: str, done: int, total: int | None, seconds: float) -> str:
     if total is None:
         return words
     left = (total - done) / rate
-    return f"{words}, {done / total:.0%} done, about {_duration(left)} left"
+    return f"{words}, {done / total:.0%} done, about {duration(left)} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time as a person says it: 40 s, 12 min, 3.5 h, 2.1 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
+    if seconds < 36 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"

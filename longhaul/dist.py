@@ -252,6 +252,19 @@ def sum_over_ranks(number: int, group=None) -> int:
     return int(votes)
 
 
+def connect_to_store(**options: Any):
+    """A connection of its own to the store of the job, which the launcher or rank 0 keeps: a wait
+    in one connection blocks its other uses.
+    """
+    return torch.distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        **options,
+    )
+
+
 def barrier(group=None) -> None:
     """Wait for all ranks."""
     if torch.distributed.is_initialized():

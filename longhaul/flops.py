@@ -118,11 +118,6 @@ def step_operations(cfg: TrainConfig, config: ModelConfig, ranks: int) -> Operat
     return Operations(products, attention + forwards * attention / 3)
 
 
-def step_flops(cfg: TrainConfig, config: ModelConfig, ranks: int) -> float:
-    """The sum of `step_operations`."""
-    return sum(step_operations(cfg, config, ranks))
-
-
 # ---- time
 
 

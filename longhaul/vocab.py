@@ -25,6 +25,7 @@ from torch import Tensor
 
 from model import (
     add_product,
+    below_,
     capped,
     check_inputs,
     check_labels,
@@ -192,24 +193,19 @@ def stats_gradient(
 ) -> None:
     """Overwrite z by exp(x) (A + B x + C y) + Q exp(y) + U, and by 0 at the target."""
     A_N, B_N, C_N, Q_N, U_N = letters_5N[:, :, None]
-    x_NV = _below(max_2N[0], exact_tile(z_NV, target_N, z_target_2N[0], scale))
+    x_NV = below_(exact_tile(z_NV, target_N, z_target_2N[0], scale), max_2N[0])
     factor_NV = (x_NV * B_N).add_(A_N)
     d_NV = exp_(x_NV)
 
     if r_NV is None:
         d_NV = d_NV.mul_(factor_NV).add_(U_N)
     else:
-        y_NV = _below(max_2N[1], exact_tile(r_NV, target_N, z_target_2N[1], scale))
+        y_NV = below_(exact_tile(r_NV, target_N, z_target_2N[1], scale), max_2N[1])
         factor_NV = factor_NV.addcmul_(y_NV, C_N)
         d_NV = d_NV.mul_(factor_NV).add_(U_N).addcmul_(exp_(y_NV), Q_N)
 
     zero_N = torch.zeros_like(max_2N[0])
     z_NV.copy_(put_target(d_NV, target_N, zero_N))
-
-
-def _below(max_N: Tensor, x_NV: Tensor) -> Tensor:
-    """x - max in place, at most 0."""
-    return x_NV.sub_(max_N[:, None]).clamp_(max=0)
 
 
 # ---- the operator, opaque to torch.compile

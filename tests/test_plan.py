@@ -18,7 +18,7 @@ from longhaul.flops import (
     keys_read,
     pairs,
     products_speed,
-    step_flops,
+    step_operations,
     step_seconds,
     time_words,
     train_flops,
@@ -155,7 +155,9 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
     assert keys_read(config, torch.arange(10)).sum() == 55
 
     cfg = TrainConfig(model_size="tiny", context_length=10, gradient_checkpointing="full")
-    assert step_flops(cfg, config, 2) == pytest.approx(2 * train_flops(config, 10, 55) * 4 / 3)
+    assert sum(step_operations(cfg, config, 2)) == pytest.approx(
+        2 * train_flops(config, 10, 55) * 4 / 3
+    )
 
 
 @SPARSE
@@ -225,7 +227,7 @@ def test_a_plan_says_what_a_step_and_the_run_take():
     on_gpu = dataclasses.replace(BIG, gradient_checkpointing="full")
     plan = planner.plan(on_gpu, on_gpu.model(), World(), CUDA, available=100.0)
     assert "a step" in plan.table().splitlines()[-1] and "1,000 steps" in plan.time()
-    assert plan.seconds == step_flops(on_gpu, on_gpu.model(), 1) / 400e12
+    assert plan.seconds == sum(step_operations(on_gpu, on_gpu.model(), 1)) / 400e12
 
 
 def test_a_step_on_this_cpu_takes_about_as_long_as_planned():

@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
-
 from longhaul import dist, exits
 
 EVERY = 0.5  # seconds between beats
@@ -32,12 +30,7 @@ class Heartbeat:
         self.timeout = timeout
         self.leave = leave
         self.next_rank = (world.rank + 1) % world.size
-        self.store = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-        )
+        self.store = dist.connect_to_store()
         self.when_asked: Callable[[], None] = lambda: None  # called if any rank was asked to stop
         now = time.monotonic()
         self.answered = now  # when the store last answered

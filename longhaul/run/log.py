@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from data.loader import Batch
+from data.progress import duration
 from longhaul.flops import keys_read, train_flops
 from model import GIB, ModelConfig
 
@@ -78,17 +79,6 @@ def peak_memory_gib(device: torch.device) -> float:
 def perplexity(loss: float) -> float:
     """exp(loss), infinite if that is more than a float can hold."""
     return float(torch.tensor(loss, dtype=torch.float64).exp())
-
-
-def duration(seconds: float) -> str:
-    """A time as a person says it: 40 s, 12 min, 3.5 h, 2.1 days."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 36 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"
 
 
 # ---- progress on screen

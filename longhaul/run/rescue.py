@@ -83,7 +83,9 @@ class Rescue:
         self.close_log = close_log
         self.world = guard.world
         self.allowed = dist.launcher_patience(os.environ)
-        self.store = self._connected()
+        self.store = None
+        if self.world.size > 1:
+            self.store = dist.connect_to_store(timeout=timedelta(hours=1))
 
         # sharded, as no forward has gathered them yet
         self.parameters = list(model.named_parameters())
@@ -96,18 +98,6 @@ class Rescue:
         self.thread = threading.Thread(target=self._run, name="rescue", daemon=True)
         self.thread.start()
         guard.when_asked(self.asked.set)
-
-    def _connected(self):
-        """A connection to the job's store of its own, since a wait in one blocks its other uses."""
-        if self.world.size == 1:
-            return None
-        return torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(hours=1),
-        )
 
     # ---- the main thread
 

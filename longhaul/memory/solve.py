@@ -36,6 +36,7 @@ HEAD = (
 )
 AIMS = 4  # of `longest` at what the closed form predicts, before it halves the distance
 RESERVED = 1.02  # times live memory: what the allocator reserves, for the first aim
+NEARLY_ALL = 0.995  # of the device: no longer context is looked for
 # The closed form exceeds the simulation by no more than this: with sparse attention in a few
 # settings, otherwise by a thousandth.
 SURE = {"standard": 0.995}
@@ -367,33 +368,51 @@ def bound(one: Candidate, size: Callable[[Candidate], float], room: float) -> in
 
 
 def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
-    """(tokens, demand) of the longest context whose device GiB are within `room`.
+    """(tokens, demand) of the longest context whose device GiB are within `room`, up to half a
+    percent of `room`.
 
-    A multiple of 1,024 tokens; 1,024 if even that is too long. Each aim is where the closed form
-    reaches `room` if the allocator reserves as much more as at the aim before; after four aims the
-    distance is halved, because the allocator reserves in steps. Every aim is simulated.
+    A multiple of 1,024 tokens; 1,024 if even that is too long. Every aim is simulated. After four
+    aims the distance is halved, because the allocator reserves in steps.
     """
     one = Candidate(cfg, ranks, "")
     room_bytes = room * GIB
     known: dict[int, Demand] = {}
     fits = 0
     exceeds = MOST_TOKENS // cfg.batch_size // SMALLEST * SMALLEST + SMALLEST
-    reserved = RESERVED
     while exceeds > fits + SMALLEST:
-        aim = (fits + exceeds) // 2 // SMALLEST * SMALLEST
+        aim = (fits + exceeds) // 2
         if len(known) < AIMS:
-            aim = bound(one, _with_reserved(reserved), room_bytes)
-        aim = min(max(aim, fits + SMALLEST), exceeds - SMALLEST)
+            aim = _aim(one, known, room_bytes)
+        aim = min(max(aim // SMALLEST * SMALLEST, fits + SMALLEST), exceeds - SMALLEST)
 
-        aimed = one.at(aim)
-        known[aim] = demand(aimed.cfg, ranks)
+        known[aim] = demand(one.at(aim).cfg, ranks)
         least = known[aim].least_bytes
-        reserved = (least - beyond(ranks)) / aimed.closed.peak
-        if least <= room_bytes:
-            fits = aim
-        else:
+        if least > room_bytes:
             exceeds = aim
+            continue
+        fits = aim
+        if least >= NEARLY_ALL * room_bytes:
+            break
     return max(fits, SMALLEST), known[max(fits, SMALLEST)]
+
+
+def _aim(one: Candidate, known: dict[int, Demand], room: float) -> int:
+    """The context that should fill `room`: between what fits and what does not, on a straight line;
+    before both are known, where the closed form says if the allocator reserves as much more as in
+    the last simulation.
+    """
+    sizes = {context: needs.least_bytes for context, needs in known.items()}
+    fits = max((context for context, size in sizes.items() if size <= room), default=None)
+    exceeds = min((context for context, size in sizes.items() if size > room), default=None)
+    if fits is not None and exceeds is not None:
+        share = (room - sizes[fits]) / (sizes[exceeds] - sizes[fits])
+        return int(fits + share * (exceeds - fits))
+
+    reserved = RESERVED
+    if known:
+        last = list(known)[-1]
+        reserved = (sizes[last] - beyond(one.ranks)) / one.at(last).closed.peak
+    return bound(one, _with_reserved(reserved), room)
 
 
 def _with_reserved(times_live: float) -> Callable[[Candidate], float]:

@@ -276,14 +276,18 @@ class Guard:
                 self.heartbeat.close()
             self.signals.__exit__()
 
-        if code == exits.PREEMPTED and self.signals.training:
+        halted = code == exits.PREEMPTED and self.signals.training
+        if halted:
             # all ranks are here, so rank 0 speaks for all and none has to wait for its words
             if self.world.rank == 0:
                 exits.last_words(f"{self.program}: {words}")
             dist.barrier()
-            dist.stop()
-            sys.exit(code)
         dist.stop()
+
+        if self.world.size > 1 and (halted or error is None):
+            dist.end(code)
+        if halted:
+            sys.exit(code)
         if error is not None and words:
             dist.refuse(f"{self.program}: error: {words}", code=code)
 

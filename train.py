@@ -97,6 +97,9 @@ def fitting(plan: planner.Plan) -> planner.Plan:
     """
     if plan.fits:
         return plan
+    # if a flag of the run in this folder was forgotten, that is what should be said
+    resume.check_folder(plan.cfg)
+
     fitted = fit.fitted(plan).plan if plan.cfg.fit == "auto" else None
     if fitted is not None:
         command = planner.command(fitted.asked, plan.world, fitted.shutdown_timeout)

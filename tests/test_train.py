@@ -80,6 +80,15 @@ def finished(data, tmp_path_factory):
     return out
 
 
+def test_a_forgotten_model_size_is_named_before_a_proposal_for_the_model_that_does_not_fit(
+    finished, data, capsys
+):
+    forgotten = ["--data", data, "--output_dir", str(finished), "--model_size", "8B"]
+    said = refusal([*forgotten, "--context_length", "131072", "--device", "cpu"], capsys)
+    assert "holds another run" in said
+    assert "num_layers: recorded 2" in said
+
+
 def test_every_step_is_one_object_of_metrics_jsonl(finished):
     records = runs.steps(finished / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(1, 9))

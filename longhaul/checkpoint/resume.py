@@ -51,6 +51,14 @@ LEFTOVERS = (".lock", ".tmp-run.json")
 
 def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> dict:
     """What makes a run this run: a folder or checkpoint that differs in it belongs to another."""
+    return identity_of_settings(cfg, model_config) | {
+        "dataset": dataset.fingerprint,
+        "tokenizer": dataset.tokenizer_sha256,
+    }
+
+
+def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
+    """The part of an identity that is known before the data is opened."""
     fields = dataclasses.asdict(model_config)
     of_an_attention = {kind.settings for kind in ATTENTIONS.values()}
     left_out = NUMERICAL_FIELDS | of_an_attention
@@ -60,9 +68,16 @@ def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> d
         "context_length": cfg.context_length,
         "seed": cfg.seed,
         "init_from": cfg.init_from,
-        "dataset": dataset.fingerprint,
-        "tokenizer": dataset.tokenizer_sha256,
     }
+
+
+def check_folder(cfg: TrainConfig):
+    """ValueError if --output_dir holds something else than a run of these settings."""
+    record = read_record(Path(cfg.output_dir))
+    if record is not None:
+        where = f"--output_dir {cfg.output_dir}"
+        current = identity_of_settings(cfg, cfg.model())
+        check_same_run(record["identity"], current, where, (cfg.data, cfg.data))
 
 
 def check_same_run(recorded: dict, current: dict, where: str, folders: tuple[str, str]):

@@ -804,8 +804,14 @@ class Attention(nn.Module):
     # ---- what the rest of longhaul asks about a kind
 
     @classmethod
-    def check(cls, config: ModelConfig) -> None:
-        """ValueError if the kernels that are asked for cannot run with these sizes."""
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        """ValueError if the kernels that are asked for cannot run with these sizes, or not on the
+        device.
+        """
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        """What a user should know about this kind on the device, in one line."""
 
     @classmethod
     def documents(
@@ -1960,8 +1966,21 @@ class NativeSparseAttention(Attention):
         return cache.attend(inputs, rope, self.sparse.compressor, self.sparse.core)
 
     @classmethod
-    def check(cls, config: ModelConfig) -> None:
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
         choose_sparse_core(config)
+        if config.kernels == "triton":
+            triton_sparse_core(config, device)
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        if config.kernels != "auto" or torch.device(device).type != "cuda":
+            return None
+        why = why_no_triton(config, device)
+        if why is None:
+            return None
+        return (
+            f"sparse attention runs in PyTorch operators, slowly, because the kernels cannot: {why}"
+        )
 
     @classmethod
     def documents(
@@ -2052,7 +2071,7 @@ class NativeSparseAttention(Attention):
         gates = 3 * config.num_heads * element
         chosen = 2 * G * nsa.sel_count
         added = q + tokens * (gates + chosen)
-        if config.kernels == "triton":  # the twin keeps o_cmp and its log-sum-exp
+        if takes_triton(config):  # the twin keeps o_cmp and its log-sum-exp
             added += q + FP32 * config.num_heads * tokens
 
         statistics = FP32 * (G + config.head_dim)
@@ -2072,7 +2091,7 @@ class NativeSparseAttention(Attention):
         q = element * tokens * config.num_heads * config.head_dim
         chosen = 2 * tokens * config.num_kv_heads * config.nsa.sel_count
         added = q + chosen
-        if config.kernels == "triton":
+        if takes_triton(config):
             added += q + FP32 * tokens * config.num_heads
         return super().output_bytes(config, tokens, element) + added
 
@@ -2093,31 +2112,71 @@ def sparse_twin() -> ModuleType | None:
     return nsa
 
 
+def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
+    """The Triton twin of NSA.
+
+    Raises ValueError if it is absent, or cannot serve the sizes, or cannot run on the device; None
+    stands for a GPU that is not at hand.
+    """
+    remedy = "choose kernels='auto' or 'torch'"
+    try:
+        from nsa.triton import attention
+    except ImportError as error:
+        raise ValueError(
+            f"kernels='triton': {error}: put the folder nsa/ next to model.py and pip install "
+            f"triton, or {remedy}"
+        ) from None
+
+    group = config.num_heads // config.num_kv_heads
+    attention.require_sizes(group, config.head_dim, config.dtype, config.nsa, device)
+    return attention.nsa_attention
+
+
 def choose_sparse_core(config: ModelConfig) -> Callable:
     """The function that computes NSA: the twin in nsa/ if that can be imported, otherwise
-    `plain_nsa_attention`; with kernels="triton" the Triton twin.
+    `plain_nsa_attention`; with kernels="triton" the Triton twin; with kernels="auto" that one for
+    tensors on CUDA, if it can run there.
 
-    Raises ValueError if the Triton twin is absent or cannot serve the sizes.
+    Raises ValueError if the Triton twin is asked for, and absent or unable to serve the sizes.
     """
     if config.dtype == torch.float64:
         raise ValueError(
             "compute_dtype='float64' is not supported with attention_type='nsa': use float32, "
             "bfloat16 or float16"
         )
-    if config.kernels != "triton":
-        twin = sparse_twin()
-        return plain_nsa_attention if twin is None else twin.nsa_attention
+    if config.kernels == "triton":
+        return triton_sparse_core(config)
 
+    twin = sparse_twin()
+    core = plain_nsa_attention if twin is None else twin.nsa_attention
+    if not takes_triton(config):
+        return core
+    on_cuda = triton_sparse_core(config)
+
+    def attention(q: Tensor, *others: Tensor, **options) -> Tensor | dict[str, Tensor]:
+        chosen = on_cuda if platform().device(q).type == "cuda" else core
+        return chosen(q, *others, **options)
+
+    return attention
+
+
+def takes_triton(config: ModelConfig) -> bool:
+    """Whether NSA on CUDA runs as the Triton twin, there or, without a GPU, on one that can."""
+    device = "cuda" if torch.cuda.is_available() else None
+    return config.kernels == "triton" or (
+        config.kernels == "auto" and why_no_triton(config, device) is None
+    )
+
+
+def why_no_triton(config: ModelConfig, device: Device | None) -> str | None:
+    """Why the Triton twin of NSA cannot run on the device, or None if it can; see
+    `triton_sparse_core`.
+    """
     try:
-        from nsa.triton import attention
-    except ImportError as error:
-        raise ValueError(
-            f"kernels='triton': {error}: put the folder nsa/ next to model.py and pip install "
-            "triton, or choose kernels='auto' or 'torch'"
-        ) from None
-    group = config.num_heads // config.num_kv_heads
-    attention.require_sizes(group, config.head_dim, config.dtype.itemsize, config.nsa)
-    return attention.nsa_attention
+        triton_sparse_core(config, device)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 # ---- Native Sparse Attention in plain PyTorch

@@ -79,7 +79,7 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
     # these two raise if the kernels that were asked for cannot run here, or not with these sizes
     if cfg.kernels == "triton":
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))
-    attention_kind(config).check(config)
+    attention_kind(config).check(config, device)
 
     plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
     plan = dataclasses.replace(plan, world=world, device=device)

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 def small_tiles(monkeypatch):
     """A few dozen tokens make several steps, masked and not, and several segments."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "tile_sizes", lambda K, itemsize: SMALL_TILES)
+        monkeypatch.setattr(attention, "tile_sizes", lambda *sizes: SMALL_TILES)
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +415,7 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
     for name in dir(attention):
         if name.endswith("_kernel"):
             monkeypatch.setattr(attention, name, IdleKernel())
-    monkeypatch.setattr(attention, "require", lambda q: None)
+    monkeypatch.setattr(attention, "require", lambda *_: None)
 
     cfg, T = NSAConfig(), 131_072
     N = cfg.compressed_blocks(T)
@@ -440,7 +440,7 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
 def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
     tensors = make(6, G=1)
     with pytest.raises(ValueError, match="float64.*nsa.engine.nsa_attention"):
-        attention.require(tensors[0].double())
+        attention.require(torch.float64, tensors[0].device)
     monkeypatch.setattr(attention, "INTERPRETED", True)
     with pytest.raises(ValueError, match="bfloat16.*bf16 products are wrong"):
         attention.nsa_attention(*(x.bfloat16() for x in tensors), SMALL)
@@ -562,7 +562,7 @@ COMPILE = r"""
         if name.endswith("_kernel"):
             kernels.append(CompiledKernel(getattr(attention, name)))
             setattr(attention, name, kernels[-1])
-    attention.require = lambda q: None
+    attention.require = lambda *_: None
 
     T = 64
     q = torch.zeros(1, T, 8, 128, dtype=torch.bfloat16, requires_grad=True)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -181,11 +182,75 @@ def test_the_engine_is_taken_if_it_can_be_imported_and_the_plain_version_otherwi
     def core(**changes):
         return build(**changes).layers[0].attention.sparse.core
 
-    assert core() is core(kernels="torch") is nsa.nsa_attention
+    assert core(kernels="torch") is nsa.nsa_attention
     assert type(KVCache(build().config, 1, 8).layers[0]) is nsa.NSAState
     monkeypatch.setattr(model, "sparse_twin", lambda: None)
-    assert core() is core(kernels="torch") is model.plain_nsa_attention
+    assert core(kernels="torch") is model.plain_nsa_attention
     assert type(KVCache(build().config, 1, 8).layers[0]) is model.SparseCache
+
+
+class OnCuda(model.Platform):
+    """A platform that computes every tensor on CUDA."""
+
+    def device(self, x):
+        return torch.device("cuda")
+
+
+def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch):
+    triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
+    monkeypatch.setattr(nsa, "nsa_attention", lambda *_: "engine")
+    monkeypatch.setattr(triton, "nsa_attention", lambda *_: "triton")
+    core = model.choose_sparse_core(build().config)
+    assert core(torch.empty(0)) == "engine"
+    with model.running_on(OnCuda()):
+        assert core(torch.empty(0)) == "triton"
+
+
+def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nsa.triton", None)
+    config = build().config
+    assert model.choose_sparse_core(config) is nsa.nsa_attention
+    kind = model.attention_kind(config)
+    assert kind.warning(config, "cpu") is None
+    assert re.search("slowly.*pip install triton", kind.warning(config, "cuda"))
+    with pytest.raises(ValueError, match="pip install triton, or choose kernels='auto' or 'torch'"):
+        kind.check(dataclasses.replace(config, kernels="triton"))
+
+
+class Card:
+    """What torch tells about a card with 99 KiB of shared memory, or with less."""
+
+    def __init__(self, shared):
+        self.shared_memory_per_block_optin = shared
+
+
+@pytest.mark.parametrize(
+    "capability, shared, words",
+    [
+        ((7, 5), 65_536, "capability >= 8.0.*--kernels torch"),
+        ((8, 0), 65_536, "need 101,376 bytes of shared memory, and cuda has 65,536: .*torch"),
+        ((8, 6), 101_376, None),
+        ((9, 0), 232_448, None),
+    ],
+)
+def test_a_card_that_cannot_run_the_kernels_is_told_before_the_first_step(
+    monkeypatch, capability, shared, words
+):
+    triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
+    monkeypatch.setattr(triton, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(shared))
+    config = build().config
+    warning = model.attention_kind(config).warning(config, "cuda")
+    if words is None:
+        assert warning is None
+    else:
+        assert re.search(words, warning)
+        assert "\n" not in warning
+        asked = dataclasses.replace(config, kernels="triton")
+        with pytest.raises(ValueError, match=words):
+            model.attention_kind(config).check(asked, "cuda")
 
 
 def test_a_later_token_changes_no_earlier_logit(either):
@@ -310,7 +375,7 @@ def test_the_triton_twin_in_the_decoder_equals_the_engine_and_says_where_it_runs
     ), twin.stderr
     refused = run_kernels("triton", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="").stderr
     assert (
-        "ValueError: nsa_attention of nsa.triton.attention was given torch.float32 on cpu; it needs"
+        "ValueError: the Triton kernels of sparse attention were given torch.float32 on cpu;"
         in refused
         and "TRITON_INTERPRET=1" in refused
     )

@@ -25,7 +25,7 @@ from longhaul.checkpoint.save import size_of
 from longhaul.config import TrainConfig
 from longhaul.run import start
 from longhaul.run.guard import Guard
-from model import ModelConfig
+from model import ModelConfig, attention_kind
 
 Command = Callable[[TrainConfig], str]  # the shell command of a configuration
 
@@ -295,6 +295,9 @@ def announce(ready: Ready):
     warnings = cfg.warnings()
     if context.warning:
         warnings.append(context.warning)
+    slow = attention_kind(ready.config).warning(ready.config, ready.device)
+    if slow:
+        warnings.append(slow)
     for words in warnings:
         print(f"warning: {words}")
 

@@ -60,53 +60,79 @@ from nsa.triton.forward import (
     pair_forward_kernel,
     ranged_forward_kernel,
 )
-from nsa.triton.layout import Pairs, lay_out, sort_pairs
+from nsa.triton.layout import Pairs, launch, lay_out, sort_pairs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARTIAL_RESULT_NUMBERS = 2**27  # numbers in the results of a chunk of pairs: 256 MiB in bf16
+H100_SHARED_MEMORY = 227 * 1024
+LEAST_SHARED_MEMORY = 99 * 1024
+ENGINE = "use --kernels torch (nsa.engine.nsa_attention)"
 UNLIMITED = 2**30  # the window of the compressed branch; positions are int32
 
 
 # ---- where the kernels run
 
 
-def supported(q: Tensor) -> bool:
-    """Whether the kernels run on tensors with the device and dtype of `q`."""
-    if q.dtype not in DTYPES:
+def supported(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels run on tensors of this dtype on this device."""
+    if dtype not in DTYPES:
         return False
     if INTERPRETED:
         return True
-    if not q.is_cuda or not torch.cuda.is_available():
+    if device.type != "cuda" or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def require(q: Tensor) -> None:
-    """ValueError if the kernels do not run on tensors with the device and dtype of `q`."""
-    given = f"nsa_attention of nsa.triton.attention was given {q.dtype} on {q.device}"
-    if not supported(q):
+def require(dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError if the kernels do not run on tensors of this dtype on this device."""
+    given = f"the Triton kernels of sparse attention were given {dtype} on {device}"
+    if not supported(dtype, device):
         raise ValueError(
-            f"{given}; it needs float32, bfloat16 or float16 on a CUDA device of compute "
+            f"{given}; they need float32, bfloat16 or float16 on a CUDA device of compute "
             "capability >= 8.0 (or TRITON_INTERPRET=1, set before triton is imported, for tests): "
-            "move the tensors there, or use nsa.engine.nsa_attention"
+            f"move the tensors there, or {ENGINE}"
         )
-    if INTERPRETED and q.dtype == torch.bfloat16:
+    if INTERPRETED and dtype == torch.bfloat16:
         raise ValueError(
-            f"{given} under TRITON_INTERPRET=1, whose bf16 products are wrong; it needs float32 or "
-            "float16: cast, or use nsa.engine.nsa_attention"
+            f"{given} under TRITON_INTERPRET=1, whose bf16 products are wrong; they need float32 "
+            f"or float16: cast, or {ENGINE}"
         )
 
 
-def require_sizes(M: int, K: int, itemsize: int, cfg) -> None:
-    """ValueError for sizes whose tiles would not fit the chip."""
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads can have: on a CUDA device its own answer,
+    elsewhere those of an H100.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H100_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def require_sizes(
+    M: int, K: int, dtype: torch.dtype, cfg, device: torch.device | str | None = None
+) -> None:
+    """ValueError for sizes whose tiles would not fit the chip, and for a device that cannot run the
+    kernels; None stands for an H100.
+    """
     keys_of_a_block = triton.next_power_of_2(cfg.sel_block)
-    kib = keys_of_a_block * triton.next_power_of_2(K) * itemsize / 1024
+    kib = keys_of_a_block * triton.next_power_of_2(K) * dtype.itemsize / 1024
     if M > 64 or K > 256 or cfg.sel_block > 128 or kib > 32:
         raise ValueError(
-            f"nsa_attention of nsa.triton.attention was given {M} query heads per KV head, "
+            f"the Triton kernels of sparse attention were given {M} query heads per KV head, "
             f"head dim {K}, sel_block={cfg.sel_block}, and keys per block that take {kib:g} KiB; "
-            "the limits are 64, 256, 128 and 32 KiB, in this order: lower them, or use "
-            "nsa.engine.nsa_attention"
+            f"the limits are 64, 256, 128 and 32 KiB, in this order: lower them, or {ENGINE}"
+        )
+    if device is None:
+        return
+
+    device = torch.device(device)
+    require(dtype, device)
+    available = shared_memory(device)
+    if available < LEAST_SHARED_MEMORY:
+        raise ValueError(
+            f"the Triton kernels of sparse attention need {LEAST_SHARED_MEMORY:,} bytes of shared "
+            f"memory, and {device} has {available:,}: {ENGINE}"
         )
 
 
@@ -120,14 +146,15 @@ class TileSizes(NamedTuple):
     segment_rows: int = 1024  # rows of a segment in the backward of the selected branch
 
 
-def tile_sizes(K: int, itemsize: int) -> TileSizes:
-    """Tiles that fit the 227 KiB of shared memory of an H100.
-
-    bf16 with K = 128 takes 192 KiB (113 KiB on an A100), fp32 216 KiB.
+def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
+    """Tiles that fit `shared` bytes of shared memory: 227 KiB on an H100, 163 KiB on an A100, 99
+    KiB on smaller cards of the same generations.
     """
     bytes_of_a_row = triton.next_power_of_2(K) * itemsize
     if bytes_of_a_row > 256:  # fp32 from K = 128 on, 16-bit numbers from K = 256 on
         return TileSizes(rows=64, key_rows=16, keys=32, stages=1)
+    if shared < 160 * 1024:
+        return TileSizes(rows=64, key_rows=64, keys=32, stages=1)
     return TileSizes(rows=128, key_rows=64, keys=64, stages=2)
 
 
@@ -179,9 +206,10 @@ class Call:
         self.scale2 = self.K**-0.5 * LOG2E
 
         itemsize = q_BTHK.element_size()
-        require(q_BTHK)
-        require_sizes(self.M, self.K, itemsize, self.cfg)
-        self.tile = tile_sizes(self.K, itemsize)
+        if not q_BTHK.is_meta:  # the planner, whose tensors have no values, launches nothing
+            require(q_BTHK.dtype, q_BTHK.device)
+        require_sizes(self.M, self.K, q_BTHK.dtype, self.cfg)
+        self.tile = tile_sizes(self.K, itemsize, shared_memory(q_BTHK.device))
         self.rows = max(self.tile.rows, self.MP)
         self.key_rows = max(self.tile.key_rows, self.MP)
 
@@ -275,7 +303,9 @@ def ranged_forward(
     key_range: dict[str, int],
 ) -> None:
     """Fills o, which has `heads_o` heads, and lse: attention to a range of keys."""
-    ranged_forward_kernel[(len(call.tiles), group.kv_heads)](
+    launch(
+        ranged_forward_kernel,
+        (len(call.tiles), group.kv_heads),
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
@@ -308,7 +338,9 @@ def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor)
     stages = call.tile.stages if offsets <= 5 else 1
     best = triton.next_power_of_2(max(2, cfg.sel_count - cfg.forced))
 
-    choose_kernel[(len(call.tiles), call.G)](
+    launch(
+        choose_kernel,
+        (len(call.tiles), call.G),
         q_ptr=q,
         k_ptr=k_cmp,
         lse_ptr=lse,
@@ -353,7 +385,9 @@ def gather(
     """
     count = queries.stop - queries.start
     rows = max(32, call.MP)
-    gather_kernel[(triton.cdiv(count, rows // call.MP),)](
+    launch(
+        gather_kernel,
+        (triton.cdiv(count, rows // call.MP),),
         x_ptr=x,
         part_lse_ptr=part_lse,
         place_ptr=pairs.place_P,
@@ -390,7 +424,9 @@ def selected_forward(
 
     part_o = q.new_empty(len(pairs.order_P), call.M, call.K)
     part_lse = lse.new_empty(len(pairs.order_P), call.M)
-    pair_forward_kernel[(len(block_of_piece),)](
+    launch(
+        pair_forward_kernel,
+        (len(block_of_piece),),
         q_ptr=q,
         k_ptr=k,
         v_ptr=v,
@@ -437,7 +473,9 @@ def for_each_head(call: Call, group: HeadGroup, kernel, **pointers: Tensor) -> N
     """Launches a kernel that treats every (token, query head) of the group by itself."""
     rows = call.Z * group.query_heads
     rows_per_program = 16
-    kernel[(triton.cdiv(rows, rows_per_program),)](
+    launch(
+        kernel,
+        (triton.cdiv(rows, rows_per_program),),
         **pointers,
         rows=rows,
         H=call.H,
@@ -588,7 +626,9 @@ def ranged_backward(
     key_range: dict[str, int],
 ) -> None:
     """Adds to dq, fills dk and dv; `counts` keys per document."""
-    ranged_dq_kernel[(len(call.tiles), group.kv_heads)](
+    launch(
+        ranged_dq_kernel,
+        (len(call.tiles), group.kv_heads),
         **branch.pointers,
         k_ptr=k,
         v_ptr=v,
@@ -610,7 +650,9 @@ def ranged_backward(
     tiles_of_keys = call.documents.tiles(counts, call.tile.keys)
     if len(tiles_of_keys) == 0:
         return
-    ranged_dkv_kernel[(len(tiles_of_keys), group.kv_heads)](
+    launch(
+        ranged_dkv_kernel,
+        (len(tiles_of_keys), group.kv_heads),
         **branch.pointers,
         k_ptr=k,
         v_ptr=v,
@@ -657,7 +699,9 @@ def selected_backward(
         (2, pieces, call.cfg.sel_block, call.K),
         dtype=torch.float32,
     )
-    pair_backward_kernel[(pieces,)](
+    launch(
+        pair_backward_kernel,
+        (pieces,),
         **branch.pointers,
         k_ptr=k,
         v_ptr=v,
@@ -685,7 +729,9 @@ def selected_backward(
         num_warps=8,
         num_stages=call.tile.stages,
     )
-    segment_sum_kernel[(call.J * group.kv_heads,)](
+    launch(
+        segment_sum_kernel,
+        (call.J * group.kv_heads,),
         part_dk_ptr=part_dk,
         part_dv_ptr=part_dv,
         dk_ptr=dk,

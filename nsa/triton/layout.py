@@ -41,6 +41,13 @@ def count_to(end: int, device: torch.device) -> Tensor:
     return torch.arange(end, device=device, dtype=torch.int32)
 
 
+def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
+    """Runs a Triton kernel over the grid; nothing for tensors without values, the planner's."""
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    if not any(x.is_meta for x in tensors):
+        kernel[grid](**arguments)
+
+
 # ---- documents
 
 

@@ -26,6 +26,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import math
 import numbers
@@ -38,6 +39,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # the label of a position without a target
@@ -336,8 +338,54 @@ class Platform:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
-        """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA."""
-        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+        """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
+
+        On CUDA, PyTorch itself would take a kernel that holds [T, T] for fp32 and grouped heads.
+        ValueError if no other kernel takes these heads. Only fp64, which is for comparisons, has
+        no other.
+        """
+        on_cuda = self.device(q_BHTK).type == "cuda"
+        if not on_cuda or q_BHTK.dtype == torch.float64 or self.takes_flash(q_BHTK):
+            return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+        return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+    def takes_flash(self, q: Tensor) -> bool:
+        """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16
+        bits, of at most 192 elements, in a multiple of 8. (On some cards its backward is limited
+        to 192.)
+        """
+        device = self.device(q)
+        if device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        K = q.shape[-1]
+        return K % 8 == 0 and K <= 192 and self.capability(device) >= (8, 0)
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        """Whether PyTorch's first choice for these heads [..., K] is cuDNN, which builds a plan for
+        each new length: those that FlashAttention takes too, on Hopper and Blackwell.
+        """
+        if not self.takes_flash(q) or q.shape[-1] > 128:
+            return False
+        major, _ = self.capability(self.device(q))
+        return major in (9, 10)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        """The compute capability of a CUDA device."""
+        card = torch.cuda.get_device_properties(device)  # a constant to torch.compile
+        return card.major, card.minor
+
+    def lengths_vary(self, x: Tensor) -> contextlib.AbstractContextManager:
+        """Entered around attention whose lengths differ from call to call.
+
+        On Hopper PyTorch prefers cuDNN, which builds a plan for each new length: about 0.4 s
+        (github.com/sgl-project/sglang/issues/4650). The other kernels take all lengths.
+        """
+        if self.device(x).type != "cuda":
+            return contextlib.nullcontext()
+        any_length = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        if x.dtype == torch.float64:
+            any_length.append(SDPBackend.MATH)
+        return sdpa_kernel(any_length)
 
     def host_memory(self) -> contextlib.AbstractContextManager:
         """Entered around code whose new tensors are in host memory, not on the device."""
@@ -346,6 +394,33 @@ class Platform:
     def from_host(self, x: Tensor, device: torch.device) -> Tensor:
         """A tensor of host memory, copied to the device; on a CPU the tensor itself."""
         return x.to(device, non_blocking=True)
+
+
+def efficient_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    enable_gqa: bool = False,
+    **options,
+) -> Tensor:
+    """PyTorch's memory-efficient CUDA kernel, which takes fp32 but no grouped heads: keys and
+    values are repeated for each query head.
+
+    ValueError if the heads are not a multiple of 16 bytes.
+    """
+    K = q_BHTK.shape[-1]
+    multiple = 16 // q_BHTK.element_size()
+    if K % multiple:
+        raise ValueError(
+            f"head_dim={K} in {q_BHTK.dtype} on CUDA: its attention kernels take a multiple of "
+            f"{multiple}, and no other one is linear in the length: choose such a head_dim"
+        )
+    if enable_gqa:
+        group = q_BHTK.shape[1] // k_BGSK.shape[1]
+        k_BGSK = k_BGSK.repeat_interleave(group, dim=1)
+        v_BGSK = v_BGSK.repeat_interleave(group, dim=1)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
 
 
 _platforms = [Platform()]
@@ -488,13 +563,30 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 # ---- documents
 
 
-def document_boundaries(doc_ids_BT: Tensor) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class OnHost:
+    """A tensor that stays in host memory.
+
+    FSDP2 moves every CPU tensor among the model's inputs to the GPU; into a plain object it does
+    not look.
+    """
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+
+def document_boundaries(doc_ids_BT: Tensor | OnHost) -> Tensor:
     """cu_seqlens [documents + 1], int64 on the host: the boundaries of the runs of equal ids in the
     B*T flattened tokens. Each row starts a document.
 
-    Attention loops over documents and needs their lengths on the host. Keep `doc_ids` there: a CUDA
-    tensor costs one synchronisation.
+    Attention needs the lengths of documents on the host. Keep `doc_ids` there: a CUDA tensor costs
+    one synchronisation.
     """
+    if isinstance(doc_ids_BT, OnHost):
+        doc_ids_BT = doc_ids_BT.tensor
     ids_BT = doc_ids_BT.cpu()
     starts_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     starts_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
@@ -506,6 +598,31 @@ def document_positions(cu_seqlens: Tensor, shape: tuple[int, int]) -> Tensor:
     """Positions [B, T] that restart at 0 with each document."""
     starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
     return (torch.arange(int(cu_seqlens[-1])) - starts).view(shape)
+
+
+# Not a tuple and not frozen: torch.compile would look inside and compile anew for other lengths.
+@dataclass(eq=False)
+class Documents:
+    """The documents of rows that hold several, made once for all layers and never changed.
+
+    lengths  tokens of each document
+    bounds   cu_seqlens [documents + 1] over the B*T flattened tokens, int32 on the GPU; None on a
+             CPU
+    """
+
+    lengths: list[int]
+    bounds: Tensor | None = None
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, rows: int, device: Device) -> "Documents | None":
+        """None if every row is one document."""
+        if cu_seqlens is None or len(cu_seqlens) == rows + 1:
+            return None
+        lengths = cu_seqlens.diff().tolist()
+        if torch.device(device).type != "cuda":
+            return cls(lengths)
+        bounds = cu_seqlens.int().pin_memory()
+        return cls(lengths, platform().from_host(bounds, device))
 
 
 # ---- layers
@@ -630,12 +747,16 @@ def standard_attention(
 ) -> Tensor:
     """Full causal attention of the last T of S positions; S > T if a cache holds earlier ones.
 
-    In that case it runs over chunks of queries, so that a mask has at most [query_chunk, S]
-    elements.
+    Without FlashAttention it then runs over chunks of queries, so that a mask has at most
+    [query_chunk, S] elements.
     """
     T, S = q_BTHK.shape[1], k_BSGK.shape[1]
-    if T == S or T == 1:
-        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=T == S)
+    if T == S:
+        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=True)
+    if platform().takes_flash(q_BTHK):
+        return flash_attention(q_BTHK, k_BSGK, v_BSGK)
+    if T == 1:
+        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=False)
 
     key_S = torch.arange(S, device=q_BTHK.device)
     outputs = []
@@ -646,6 +767,38 @@ def standard_attention(
         visible = key_S <= query_C1
         outputs.append(sdpa(q_chunk, k_BSGK, v_BSGK, causal=False, mask_TS=visible))
     return torch.cat(outputs, dim=1)
+
+
+def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Full causal attention of the last T of S positions, by the operator that PyTorch's
+    `causal_lower_right` calls; it takes grouped heads and all lengths.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+    o_BHTK, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
+    return o_BHTK.transpose(1, 2)
+
+
+def packed_flash_attention(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, documents: Documents
+) -> Tensor:
+    """Full causal attention inside each of the documents, in one call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {}
+    # From torch 2.12 on, grouped heads must be announced; 2.11 takes them as they are.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return varlen_attn(
+        q_NHK,
+        k_NGK,
+        v_NGK,
+        cu_seq_q=documents.bounds,
+        cu_seq_k=documents.bounds,
+        max_q=max(documents.lengths),
+        max_k=max(documents.lengths),
+        window_size=(-1, 0),  # causal
+        **options,
+    )
 
 
 class LayerCache:
@@ -748,7 +901,7 @@ class Attention(nn.Module):
         self,
         x_BTD: Tensor,
         rope: Rope,
-        documents: "Tensor | Layout | None" = None,
+        documents: "Documents | Layout | None" = None,
         cache: "LayerCache | SparseCache | None" = None,
     ) -> Tensor:
         """`documents` and `cache` are what the kind's methods of these names returned."""
@@ -777,19 +930,18 @@ class Attention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK, _ = projected
         return q_BTHK, k_BTGK, v_BTGK
 
-    def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Tensor | None) -> Tensor:
+    def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents | None) -> Tensor:
         """o [B, T, H, K] of whole rows. Context parallelism wraps this method from outside."""
-        rows = len(inputs[0])
-        if documents is None or len(documents) == rows + 1:  # every row is one document
+        if documents is None:  # every row is one document
             return self.attend_document(*inputs)
         return self.packed(inputs, rope, documents)
 
-    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Tensor) -> Tensor:
+    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents) -> Tensor:
         """The same for rows that hold several documents; a compiled model leaves it uncompiled."""
         # `split` and not slices: the backward of each slice fills the whole row with zeros.
-        lengths = documents.diff().tolist()
-        flat = [x.flatten(0, 1)[None].split(lengths, dim=1) for x in inputs]
-        outputs = [self.attend_document(*parts) for parts in zip(*flat, strict=True)]
+        flat = [x.flatten(0, 1)[None].split(documents.lengths, dim=1) for x in inputs]
+        with platform().lengths_vary(inputs[0]):
+            outputs = [self.attend_document(*parts) for parts in zip(*flat, strict=True)]
         return torch.cat(outputs, dim=1).view_as(inputs[0])
 
     def attend_document(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
@@ -799,7 +951,9 @@ class Attention(nn.Module):
     def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: LayerCache) -> Tensor:
         """o [B, T, H, K] of T tokens that continue what the cache holds."""
         q_BTHK, k_BTGK, v_BTGK = inputs
-        return self.attend_document(q_BTHK, *cache.append(k_BTGK, v_BTGK))
+        keys_and_values = cache.append(k_BTGK, v_BTGK)
+        with platform().lengths_vary(q_BTHK):
+            return self.attend_document(q_BTHK, *keys_and_values)
 
     # ---- what the rest of longhaul asks about a kind
 
@@ -820,12 +974,12 @@ class Attention(nn.Module):
         cu_seqlens: Tensor | None,
         shape: tuple[int, int],
         device: Device,
-    ) -> "Tensor | Layout | None":
+    ) -> "Documents | Layout | None":
         """What the layers get as `documents`; made once for all of them.
 
         cu_seqlens [documents + 1] over the B*T tokens; None if every row is one document.
         """
-        return cu_seqlens
+        return Documents.of(cu_seqlens, shape[0], device)
 
     @classmethod
     def whole_rows(
@@ -834,7 +988,7 @@ class Attention(nn.Module):
         cu_seqlens: Tensor,
         positions_BT: Tensor,
         rotary: RotaryCache,
-    ) -> "Tensor | Layout | None":
+    ) -> "Documents | Layout | None":
         """The same for whole rows whose tokens several ranks share: the `rope` of the layers then
         holds only this rank's tokens.
         """
@@ -915,6 +1069,12 @@ class StandardAttention(Attention):
     def attend_document(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
         return standard_attention(q_BTHK, k_BSGK, v_BSGK)
 
+    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents) -> Tensor:
+        if documents.bounds is None or not platform().takes_flash(inputs[0]):
+            return super().packed(inputs, rope, documents)
+        flat = [x.flatten(0, 1) for x in inputs]
+        return packed_flash_attention(*flat, documents).view_as(inputs[0])
+
     @classmethod
     def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
         return positions + 1
@@ -941,7 +1101,7 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         rope: Rope,
-        documents: "Tensor | Layout | None" = None,
+        documents: "Documents | Layout | None" = None,
         cache: "LayerCache | SparseCache | None" = None,
     ) -> Tensor:
         """`documents` and `cache` are what the attention kind returned under these names."""
@@ -1015,7 +1175,7 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         labels_BT: Tensor | None = None,
         positions: Tensor | None = None,
-        doc_ids: Tensor | None = None,
+        doc_ids: Tensor | OnHost | None = None,
         cache: KVCache | None = None,
         num_valid: Tensor | float | None = None,
     ) -> Tensor:
@@ -1024,7 +1184,7 @@ class Decoder(nn.Module):
         labels_BT   the target of each position (shifted by the loader), -100 for no target
         positions   [B, T] or [1, T]; by default they count from 0 in each document
         doc_ids     [B, T]; a change of id within a row starts a new document, and attention does
-                    not cross it
+                    not cross it. Best kept on the host, under FSDP2 as OnHost(doc_ids)
         cache       decoding: the tokens continue what the cache holds
         num_valid   divisor of the summed loss, by default the number of labels that are not -100.
                     A training step over several ranks and micro-batches passes the global count, so
@@ -1050,7 +1210,7 @@ class Decoder(nn.Module):
         self,
         tokens_BT: Tensor,
         positions: Tensor | None = None,
-        doc_ids: Tensor | None = None,
+        doc_ids: Tensor | OnHost | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Normalised hidden states [B, T, D]; the arguments are those of `forward`."""
@@ -1174,7 +1334,10 @@ def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def _check_tokens(
-    tokens_BT: Tensor, positions: Tensor | None, doc_ids: Tensor | None, cache: KVCache | None
+    tokens_BT: Tensor,
+    positions: Tensor | None,
+    doc_ids: Tensor | OnHost | None,
+    cache: KVCache | None,
 ) -> None:
     """ValueError for shapes that do not fit each other."""
     shape = tuple(tokens_BT.shape)

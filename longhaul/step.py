@@ -15,9 +15,9 @@ from data.loader import Batch
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.parallel import apply
-from model import IGNORE, Decoder, ModelConfig
+from model import IGNORE, Decoder, ModelConfig, OnHost
 
-MicroBatch = dict[str, Tensor]  # keyword arguments of Decoder.forward
+MicroBatch = dict[str, Tensor | OnHost]  # keyword arguments of Decoder.forward
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
 ONE_PROCESS = dist.World()
 
@@ -131,7 +131,7 @@ def _micro_batch(rows: Batch, part: slice, device: torch.device) -> MicroBatch:
         "tokens_BT": _on_device(rows.tokens[part], device),
         "labels_BT": _on_device(rows.labels[part], device),
         "positions": _on_device(rows.positions[part], device),
-        "doc_ids": torch.from_numpy(rows.doc_ids[part]),
+        "doc_ids": OnHost(torch.from_numpy(rows.doc_ids[part])),
     }
 
 

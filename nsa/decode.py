@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Layout, rotate
+from model import Layout, platform, rotate
 
 # The compressed keys are read in multiples of this number, because the first product of a CPU with
 # a new shape costs 0.3 ms.
@@ -283,9 +283,10 @@ def nsa_decode(
 
     o_cmp, p_XMN = _attend_compressed(q_BGMK, state)
     k_slc, v_slc = _selected(p_XMN, state)
-    o_slc = F.scaled_dot_product_attention(q_BGMK, k_slc, v_slc)
     k_win, v_win = _window(state)
-    o_win = F.scaled_dot_product_attention(q_BGMK, k_win, v_win)
+    with platform().lengths_vary(q_BGMK):
+        o_slc = F.scaled_dot_product_attention(q_BGMK, k_slc, v_slc)
+        o_win = F.scaled_dot_product_attention(q_BGMK, k_win, v_win)
 
     gates_BGM31 = gates_B1H3.reshape(B, G, -1, 3, 1)
     branches = torch.stack((o_cmp, o_slc, o_win), 3)

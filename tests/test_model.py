@@ -12,7 +12,7 @@ import torch
 
 import model
 from longhaul.flops import train_flops
-from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, RotaryCache
+from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, OnHost, RotaryCache
 from tests import oracle
 
 SMALL = dict(
@@ -292,6 +292,41 @@ def test_a_changed_document_leaves_the_logits_of_the_others_bit_identical(dtype)
 def test_documents_of_one_row_each_change_nothing():
     decoder, tokens = build(), some_tokens(2, 19)
     assert torch.equal(decoder(tokens), decoder(tokens, doc_ids=torch.tensor([[3] * 19, [3] * 19])))
+
+
+def test_document_ids_on_the_host_stay_there_when_fsdp_moves_the_inputs():
+    """Back from the GPU they would cost a synchronisation per micro-batch."""
+    from torch.distributed.utils import _to_kwargs  # what FSDP2 calls before the root's forward
+
+    decoder, tokens = build(), some_tokens(3, 17)
+    doc_ids, _ = packed()
+    assert torch.equal(decoder(tokens, doc_ids=OnHost(doc_ids)), decoder(tokens, doc_ids=doc_ids))
+
+    device = torch.device("meta")
+    given = dict(plain=doc_ids, on_host=OnHost(doc_ids))
+    _, (moved,) = _to_kwargs((), given, device, False)
+    assert moved["plain"].device == device
+    assert moved["on_host"].tensor is doc_ids
+
+
+@pytest.mark.slow
+def test_other_documents_do_not_compile_a_layer_anew():
+    from torch._dynamo.testing import CompileCounter
+
+    decoder, tokens = build(), some_tokens(1, 17)
+    counter = CompileCounter()
+    for layer in decoder.layers:
+        layer.attention.packed = torch.compiler.disable(layer.attention.packed)
+        layer.forward = torch.compile(layer.forward, backend=counter)
+
+    compiled = []
+    for starts in ([5], [8], [3, 9], [1, 2, 4, 8]):
+        doc_ids = torch.zeros(1, 17, dtype=torch.int32)
+        for start in starts:
+            doc_ids[:, start:] += 1
+        decoder(tokens, doc_ids=doc_ids)
+        compiled.append(counter.frame_count)
+    assert compiled == compiled[:1] * 4
 
 
 def test_document_ids_may_come_back_in_any_order_and_integer_type():

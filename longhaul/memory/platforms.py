@@ -42,6 +42,12 @@ class FakeCuda(FakeCpu):
     def device(self, x: Tensor) -> torch.device:
         return torch.device("cuda")
 
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return 9, 0
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        return False  # plans are made for FlashAttention, as in `attention`
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return FusedRMSNorm.apply(x, weight)
 

@@ -22,6 +22,7 @@ from longhaul.memory.stages import label, telling
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
+from model import OnHost
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
 CPU = torch.device("cpu")
@@ -150,7 +151,9 @@ def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
     """Every tensor of a step's micro-batches."""
     for micro in batch:
         for value in micro.values():
-            if value is not None:
+            if isinstance(value, OnHost):
+                yield value.tensor
+            elif value is not None:
                 yield value
 
 

@@ -25,6 +25,7 @@ ATTENTION_OPS = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
     "longhaul::nsa_forward",
     "longhaul::nsa_triton_forward",
 }

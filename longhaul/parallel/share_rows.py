@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from longhaul.parallel import context
-from model import IGNORE, Decoder, attention_kind, document_boundaries, document_positions
+from model import (
+    IGNORE,
+    Decoder,
+    OnHost,
+    attention_kind,
+    document_boundaries,
+    document_positions,
+)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, as model.Documents
 class WholeRows:
     """What attention must know of the rows of a micro-batch; made once, for all layers."""
 
@@ -67,7 +74,7 @@ class RowSharing:
         tokens_BT: Tensor,
         labels_BT: Tensor | None = None,
         positions: Tensor | None = None,
-        doc_ids: Tensor | None = None,
+        doc_ids: Tensor | OnHost | None = None,
         cache: Any = None,
         num_valid: Tensor | float | None = None,
     ) -> Tensor:
@@ -118,7 +125,7 @@ class RowSharing:
         return context.to_tokens(o_BThK, self.shard)
 
 
-def _boundaries(doc_ids: Tensor | None, shape: tuple[int, int]) -> Tensor:
+def _boundaries(doc_ids: Tensor | OnHost | None, shape: tuple[int, int]) -> Tensor:
     """Boundaries of the documents over B*T tokens; without ids every row is one document."""
     if doc_ids is not None:
         return document_boundaries(doc_ids)

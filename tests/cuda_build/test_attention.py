@@ -1,0 +1,140 @@
+"""Which kernels attention takes on a CUDA device: none that holds [T, T], and none that builds a
+plan for each length where lengths vary.
+"""
+
+import pytest
+import torch
+
+from model import (
+    Documents,
+    ModelConfig,
+    OnHost,
+    StandardAttention,
+    document_boundaries,
+    platform,
+    sdpa,
+    standard_attention,
+)
+from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads
+
+VARLEN = "torch_attn::_varlen_attn"
+FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+
+
+def packed_documents(*lengths: int) -> Documents:
+    bounds = torch.empty(len(lengths) + 1, dtype=torch.int32, device="cuda")
+    return Documents(list(lengths), bounds)
+
+
+def attention() -> StandardAttention:
+    config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, compute_dtype="bfloat16")
+    return StandardAttention(config)
+
+
+def attend_packed(dtype, *lengths: int) -> None:
+    tokens = sum(lengths)
+    q, k, v = (heads(tokens, count, dtype=dtype) for count in (8, 2, 2))
+    o = attention().packed((q, k, v), (), packed_documents(*lengths))
+    assert o.shape == q.shape
+    assert o.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_packed_rows_are_one_call_however_many_documents(capability, dtype):
+    with card(capability) as run:
+        attend_packed(dtype, 40, 3, 21)
+    assert run.kernels == [VARLEN]
+
+    with card(capability) as few:
+        attend_packed(dtype, 40, 24)
+    assert few.operators.names == run.operators.names
+
+
+def test_fp32_packed_rows_take_the_memory_efficient_kernel():
+    with card(HOPPER) as run:
+        attend_packed(torch.float32, 40, 3, 21)
+    assert run.kernels == ["efficient"] * 3
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, kernel",
+    [
+        (HOPPER, torch.bfloat16, "cudnn"),
+        (AMPERE, torch.bfloat16, "flash"),
+        (TURING, torch.float16, "efficient"),
+        (HOPPER, torch.float32, "efficient"),
+        (AMPERE, torch.float32, "efficient"),
+        (AMPERE, torch.float64, "math"),
+    ],
+)
+def test_whole_rows_never_take_the_kernel_that_holds_every_score(capability, dtype, kernel):
+    with card(capability) as run:
+        q, k = (heads(64, count, dtype=dtype) for count in (8, 2))
+        assert standard_attention(q, k, k).shape == q.shape
+    assert run.kernels == [kernel]
+
+
+@pytest.mark.parametrize("dtype, multiple", [(torch.float32, 4), (torch.bfloat16, 8)])
+def test_heads_that_no_linear_kernel_takes_are_refused_in_words(dtype, multiple):
+    with card(HOPPER):
+        q, k = (heads(64, count, size=multiple + 2, dtype=dtype) for count in (8, 2))
+        with pytest.raises(ValueError, match=f"take a multiple of {multiple}.*: choose such a"):
+            sdpa(q, k, k, causal=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 300])
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_cached_tokens_take_flash_attention_whatever_the_length(capability, tokens):
+    with card(capability) as run:
+        q = heads(tokens, 8)
+        k = heads(700, 2)
+        with platform().lengths_vary(q):
+            assert standard_attention(q, k, k).shape == q.shape
+    assert run.kernels == [FLASH]
+
+
+def test_a_prompt_builds_no_plan():
+    """It fills an empty cache: as many keys as queries, and a length of its own."""
+    with card(HOPPER) as run:
+        q, k = (heads(77, count) for count in (8, 2))
+        with platform().lengths_vary(q):
+            standard_attention(q, k, k)
+    assert run.kernels == ["flash"]
+
+
+def test_documents_reach_the_gpu_once_and_stay_on_the_host_for_loops():
+    ids = torch.tensor([[0] * 40 + [1] * 24])
+    ends = document_boundaries(OnHost(ids))
+    assert ends.tolist() == [0, 40, 64]
+    documents = Documents.of(ends, 1, "cpu")
+    assert documents.lengths == [40, 24]
+    assert documents.bounds is None
+    assert Documents.of(torch.tensor([0, 64]), 1, "cuda") is None
+
+
+def test_gathered_keys_take_cudnn_only_where_shapes_are_fixed():
+    from longhaul.parallel.context import Shard, choose_kernel, pieces
+
+    whole = pieces(torch.tensor([0, 64]), (1, 64), Shard("gather_kv", 0, 2))
+    packed = pieces(torch.tensor([0, 9, 64]), (1, 64), Shard("gather_kv", 0, 2))
+    for capability, of_whole_rows in ((HOPPER, "cudnn"), (AMPERE, "flash")):
+        with card(capability):
+            q = heads(32, 8)
+            assert choose_kernel(q, whole) == of_whole_rows
+            assert choose_kernel(q, packed) == "flash"
+
+
+@pytest.mark.parametrize("kernel, operator", [("flash", FLASH), ("cudnn", CUDNN)])
+def test_the_operators_of_gathered_keys_are_called_as_their_signatures_say(kernel, operator):
+    from longhaul.parallel import context
+
+    with card(HOPPER) as run, torch.no_grad():
+        q, k = heads(24, 8), heads(40, 2)
+        o, lse = context._forward(kernel, q, k, k, causal=False)
+        grads = context._backward(kernel, o, q, o, lse, k, k, causal=False)
+    assert run.kernels == [operator, operator + "_backward"]
+    assert o.shape == q.shape
+    assert lse.shape == (1, 8, 24)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]

@@ -7,6 +7,7 @@ from a dataclass.
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -47,7 +48,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse_repetition(self, words: Sequence[str]) -> None:
         """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
 
-        Every word that starts with -- is a flag here: argparse takes none as a value.
+        A word that starts with -- is a flag here, unless it has a space: argparse takes such a word
+        as a value.
         """
         spellings: dict[str, str] = {}
         for word in words:
@@ -56,6 +58,8 @@ class Parser(argparse.ArgumentParser):
             if action is None:
                 continue
             before = spellings.get(action.dest)
+            if before == flag and action.nargs in ("+", "*"):
+                self.error(f"{flag} is given twice: give all its values after one {flag}")
             if before == flag:
                 self.error(f"{flag} is given twice: keep one")
             if before:
@@ -88,11 +92,13 @@ class RaisingParser(Parser):
 
 
 def underscored(word: str) -> str:
-    """`--a-b=c-d` as `--a_b=c-d`; a word that is not a flag stays as it is."""
-    if not word.startswith("--"):
+    """`--a-b=c-d` as `--a_b=c-d`; a word that is not a flag stays as it is, such as a text that
+    begins with dashes.
+    """
+    name, equals, value = word.partition("=")
+    if not re.fullmatch(r"--[A-Za-z][\w-]*", name):
         return word
-    name, equals, value = word.removeprefix("--").partition("=")
-    return "--" + name.replace("-", "_") + equals + value
+    return "--" + name.removeprefix("--").replace("-", "_") + equals + value
 
 
 # ---- values

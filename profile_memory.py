@@ -17,15 +17,17 @@ import torch
 from longhaul import cli, dist
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
+from longhaul.flops import step_seconds
 from longhaul.memory import advise, page, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.device import Demand, card
-from longhaul.memory.plan import command, host_available_bytes
+from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
 from longhaul.run import start
 from model import GIB, ModelConfig
 
+MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
 DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
 
@@ -45,7 +47,12 @@ class ProfileConfig(TrainConfig):
         group="memory and speed",
     )
     nproc: int = flag(
-        1, "ranks that share the model (FSDP2)", ("nproc_per_node",), at_least=1, group="profiler"
+        1,
+        "ranks that share the model (FSDP2)",
+        ("nproc_per_node",),
+        at_least=1,
+        at_most=MOST_RANKS,
+        group="profiler",
     )
     full: bool = flag(
         False, "simulate every layer instead of extending five layers to all", group="profiler"
@@ -87,12 +94,15 @@ class ProfileConfig(TrainConfig):
     cc: int = flag(
         0,
         "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
+        at_least=0,
+        at_most=999,
         group="profiler",
     )
     gpus: int = flag(
         0,
         f"most GPUs, with --solve; 0: as many as --nproc, or {MOST_GPUS} for world_size",
         at_least=0,
+        at_most=MOST_RANKS,
         group="profiler",
     )
 
@@ -183,7 +193,11 @@ def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
         facts["cards"] = demand.cards_text()
         replays = demand.classic, demand.expandable
     facts["time"] = report.run_time(cfg, cfg.nproc, demand)
-    facts["command"] = command(cfg.training(), dist.World(size=cfg.nproc, local_size=cfg.nproc))
+    training = cfg.training()
+    seconds = step_seconds(training, training.model(), cfg.nproc, "cuda" if demand else "cpu")
+    timeout = shutdown_timeout(training, cfg.nproc, seconds)
+    world = dist.World(size=cfg.nproc, local_size=cfg.nproc)
+    facts["command"] = command(training, world, timeout)
 
     note = f"predicted for {device}: nothing was run"
     page.write(

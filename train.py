@@ -50,7 +50,7 @@ def main(args: list[str] | None = None):
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         dist.start(world, device)
-        guard.watch_peers(cfg.timeout)
+        guard.watch(cfg.timeout)
 
         plan = plan_or_refuse(cfg, world, device)
         timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
@@ -141,6 +141,7 @@ class Run:
         self.device = ready.device
         self.watch = Watch(ready.device)
         self.state = build(ready)
+        self.warned_of_stops = False
         guard.save_seconds = 60 * ready.cfg.save_minutes
         guard.begin(ready.folder, self.state.step)
 
@@ -180,7 +181,7 @@ class Run:
             saved=self.state.step,
             say=self.log.say,
         )
-        self.rescue = Rescue(self.guard, self.saver, self.state.model, self.log.close)
+        self.rescue = Rescue(self.guard, self.saver, self.state.model, self.log.flush)
         self.state.listeners.append(self._before_change)
         changes = resume.changes(ready.checkpoint, self.cfg)
         self.log.text(self.state.step, "changes", "\n".join(changes))
@@ -262,20 +263,21 @@ class Run:
         return True
 
     def _time(self, seconds: float):
-        """Note how long a micro-batch takes; warn once if a launcher would not wait for its end."""
-        first = self.guard.micro_batch_seconds is None
+        """Note how long a micro-batch takes; warn once if a launcher would not wait for its end
+        and, from the first save on, for another save.
+        """
         self.guard.micro_batch_seconds = seconds
-        if first:
+        if not self.warned_of_stops:
             self._warn_of_stops(seconds)
 
     def _warn_of_stops(self, seconds: float):
-        """Warn if a launcher would not wait for the end of a micro-batch."""
         lost = "the step under way"
         if self.cfg.optimizer_in_backward:
             lost = "all steps since the last save"
         warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, lost, os.environ)
         if warning:
             self.log.say(warning)
+            self.warned_of_stops = True
 
     def _report(self, result: StepResult, loss: float, rows: Batch, seconds: float):
         """The step's record in the log; the run halts here if its numbers are wrong."""

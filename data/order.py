@@ -17,6 +17,8 @@ ROUNDS = 6
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, the step of splitmix64
 
+LARGEST_POSITION = 2**53  # as in a checkpoint: larger numbers are not exact in every reader of JSON
+
 Ranges = Sequence[tuple[int, int]]  # each is [begin, end); ascending and disjoint
 
 
@@ -76,10 +78,10 @@ def parse_ranges(words: Iterable[str]) -> Ranges:
 
 def _parse_range(word: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,18}):(\d{1,18})", word)
-    if found is None or int(found[1]) >= int(found[2]):
+    if found is None or not int(found[1]) < int(found[2]) < LARGEST_POSITION:
         raise ValueError(
-            f"the rows {word!r}: give ranges a:b with a < b, such as 4096:4160, "
-            "which skips 4096 to 4159"
+            f"the rows {word!r}: give ranges a:b with a < b < {LARGEST_POSITION:,}, such as "
+            "4096:4160, which skips 4096 to 4159"
         )
     return int(found[1]), int(found[2])
 

@@ -59,18 +59,21 @@ def line(what: str, done: int, total: int | None, seconds: float) -> str:
     """What is done, the rate and, if the total is known, the remaining time, in words."""
     rate = done / seconds
     words = f"{what}: {done / 1e6:,.1f} million characters, {rate / 1e6:.2f} million per second"
-    if total is None:
+    if not total or not done:
         return words
     left = (total - done) / rate
     return f"{words}, {done / total:.0%} done, about {duration(left)} left"
 
 
 def duration(seconds: float) -> str:
-    """A time as a person says it: 40 s, 12 min, 3.5 h, 2.1 days."""
-    if seconds < 90:
+    """A time in the unit in which a person reads it: 0.35 s, 170 s, 12 min, 47 h, 12 days."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 180:
         return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
+    if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} min"
-    if seconds < 36 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.1f} days"
+    if seconds < 72 * 3600:
+        return f"{seconds / 3600:.0f} h"
+    days = seconds / 86400
+    return f"{days:,.0f} days" if days < 36525 else "over 100 years"

@@ -5,6 +5,7 @@ torch.distributed is loaded only if there is more than one process.
 """
 
 import ctypes
+import math
 import os
 import platform
 import re
@@ -317,12 +318,36 @@ def launcher_patience(
     """Seconds from a signal until the launcher kills this process.
 
     Before torch 2.12, torchrun always waits 30 seconds. Its flag --shutdown_timeout does not reach
-    its ranks, the variable does.
+    its ranks, the variable does. ValueError if that is no number.
     """
+    told = told_patience(environment)
     numbers = [int(part) for part in torch_version.split(".")[:2]]
-    if "TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]:
+    if told is None or ("TORCHELASTIC_RUN_ID" in environment and numbers < [2, 12]):
         return DEFAULT_PATIENCE
-    return float(environment.get(TIMEOUT, DEFAULT_PATIENCE))
+    return told
+
+
+def told_patience(environment: Mapping[str, str]) -> float | None:
+    """The seconds that a user has told the launcher; None if there are none."""
+    text = environment.get(TIMEOUT, "")
+    if not text:
+        return None
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
+        raise ValueError(f"{TIMEOUT} is {text!r}: give a number of seconds, such as {TIMEOUT}=240")
+    return float(text)
+
+
+def patience(allowed: float, save_seconds: float) -> float:
+    """Seconds that the micro-batch is waited for: a third of those allowed, less if a save is slow
+    (twice its measured time is kept for it).
+    """
+    return max(0.0, min(allowed / 3, allowed - 2 * save_seconds))
+
+
+def enough_seconds(micro_batch_seconds: float, save_seconds: float) -> int:
+    """The timeout, in tens of seconds, within which a micro-batch ends and is saved."""
+    seconds = max(3 * micro_batch_seconds, micro_batch_seconds + 2 * save_seconds)
+    return 10 * math.ceil(seconds / 10)
 
 
 # ---- output, and the end of the program

@@ -25,8 +25,8 @@ def say_after_report(process: int, message: str) -> None:
     """Print the message when the process has written a report, and again if more came after it."""
     try:
         end = os.pidfd_open(process)
-    except ProcessLookupError:
-        say(message)
+    except OSError:  # it has ended, or this kernel does not offer the call
+        say_after_end(process, message)
         return
 
     is_reporting = False

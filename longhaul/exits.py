@@ -4,12 +4,15 @@ An exception with an attribute `exit_code` ends a program with one line and that
 without one is bad input. Its words say what happened and, after the last ": ", what to do about it.
 """
 
+import contextlib
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, TextIO
 
 from files.durable import StorageError as StorageError
 
@@ -63,11 +66,12 @@ def last_words(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:
-        _write_error_file(report, message)
+    # what only repeats the message may fail, as on a full disk: the exit code must not change
+    with contextlib.suppress(OSError):
+        _write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), message)
     if not _will_restart():
-        _say_after_torchrun(message)
+        with contextlib.suppress(OSError):
+            _say_after_torchrun(message)
 
 
 def _write_error_file(path: str, message: str) -> None:
@@ -96,3 +100,55 @@ def _say_after_torchrun(message: str) -> None:
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+# ---- screens that go away
+
+
+class Screens:
+    """Standard output and error of a run that goes on when nobody reads them any more.
+
+    In `train.py | tee log`, Ctrl-C ends both programs: a print must not end the run before it has
+    saved.
+    """
+
+    def guard(self):
+        """From now on, what cannot be written is dropped."""
+        self.before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _Screen(sys.stdout), _Screen(sys.stderr)
+
+    def restore(self):
+        """The streams as they were."""
+        sys.stdout, sys.stderr = self.before
+
+
+class _Screen:
+    """A stream of text that drops what its file refuses; everything else is the stream's own."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write the text, if that is possible."""
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self._refused(error)
+            return len(text)
+
+    def flush(self):
+        """Flush the stream, if that is possible."""
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self._refused(error)
+
+    def _refused(self, error: OSError):
+        # nobody will read this pipe or terminal again; a full disk may have room later
+        if error.errno in (errno.EPIPE, errno.EIO):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)

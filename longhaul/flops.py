@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from data.progress import duration
 from longhaul.config import TrainConfig
 from model import Decoder, ModelConfig, RotaryCache, attention_kind
 
@@ -142,20 +143,6 @@ def time_words(seconds: float, steps: int, device: str) -> str:
     count = "1 step" if steps == 1 else f"{steps:,} steps"
     words = f"about {duration(seconds)} a step, {duration(seconds * steps)} for {count}"
     return words if device == "cpu" else f"{words} (roofline: an order of magnitude)"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit in which a person reads it: 0.35 s, 170 s, 12 min, 47 h, 12 days."""
-    if seconds < 10:
-        return f"{seconds:.2g} s"
-    if seconds < 180:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 72 * 3600:
-        return f"{seconds / 3600:.0f} h"
-    days = seconds / 86400
-    return f"{days:,.0f} days" if days < 36525 else "over 100 years"
 
 
 # ---- what this machine's CPU reaches

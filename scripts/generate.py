@@ -5,6 +5,7 @@ instead of `--prompt`, token ids go in and come out, so that a model is sampled 
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +45,7 @@ def build_parser() -> Parser:
         "--max_new_tokens",
         type=int,
         default=128,
-        help="maximum number of new tokens; sampling stops earlier if the document ends",
+        help="most new tokens; with --prompt, fewer if the document ends earlier",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: always the most probable token"
@@ -177,4 +178,6 @@ def stream(prompt: str, ids: Iterable[int], spell: Callable[[int], str], finish:
 
 
 if __name__ == "__main__":
+    # end quietly if the reader of a pipe has had enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

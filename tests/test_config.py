@@ -8,7 +8,7 @@ import shlex
 import pytest
 import torch
 
-from flags import RaisingParser
+from flags import Parser, RaisingParser
 from longhaul import cli, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
@@ -268,6 +268,20 @@ def test_an_override_given_twice_is_refused():
 def test_a_setting_that_is_given_twice_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
         parsed(*words.split())
+
+
+@pytest.mark.parametrize("text", ["-- a well-known a-b", "--- a/file-name.py", "--x-y is=a"])
+def test_a_text_that_begins_with_dashes_is_not_changed(text):
+    parser = Parser()
+    parser.add_argument("--prompt")
+    assert parser.parse_args(["--prompt", text]).prompt == text
+
+
+def test_a_flag_of_many_values_that_is_given_twice_is_answered_with_the_way_to_give_them():
+    parser = RaisingParser()
+    parser.add_argument("--input", nargs="+")
+    with pytest.raises(ValueError, match="given twice: give all its values after one --input"):
+        parser.parse_args(["--input", "a", "--input", "b"])
 
 
 def test_a_setting_under_two_names_in_a_file_is_refused_and_a_flag_wins_over_a_file(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.order import mix, permute
+from data.order import mix, parse_ranges, permute
 
 SIZES = sorted({1, 2, 3, *(2**k + d for k in range(2, 14) for d in (-1, 0, 1))})
 
@@ -60,6 +60,13 @@ def test_a_large_or_negative_seed_works():
 def test_a_position_outside_the_epoch_is_refused(position):
     with pytest.raises(ValueError, match="allowed are 0 to 9"):
         permute(0, 0, 10, position)
+
+
+def test_rows_beyond_what_a_checkpoint_records_are_refused():
+    assert parse_ranges(["5:9"]) == ((5, 9),)
+    for word in ("5:5", "9:5", f"0:{2**53}", "0:99999999999999999"):
+        with pytest.raises(ValueError, match="give ranges a:b with a < b < "):
+            parse_ranges([word])
 
 
 def test_mixing_is_one_to_one():

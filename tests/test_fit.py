@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from data.progress import duration
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import duration
 from longhaul.memory import advise, fit, plan, solve
 from longhaul.memory.device import card
 from longhaul.memory.fit import Verdict
@@ -130,6 +130,19 @@ def test_a_proposal_for_a_cpu_ends_within_15_minutes(seconds, steps, warmup, mon
     shortened = steps < 1000
     assert ("all 1,000 steps" in words) == shortened == (f"--max_steps {steps}" in shell)
     assert not shortened or f"--warmup_steps {warmup}" in shell
+
+
+def test_a_proposal_that_teaches_nothing_comes_with_a_command_that_does(monkeypatch):
+    request = on_cpu(monkeypatch, 130.0)
+    nearest = fit.closest(request)
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 1.5)
+    hint, small, _, shell = fit.proposal(nearest, request).split("\n")
+    assert hint.startswith("to see a small model learn (about 1.5 s a step")
+    assert "--model_size tiny" in small and "--max_steps 200" in small
+    assert "--max_steps 6" in shell
+
+    given = dataclasses.replace(request, asked=dataclasses.replace(request.asked, init_from="x"))
+    assert fit._instructive(given) == ""
 
 
 def test_a_step_of_more_than_15_minutes_is_not_proposed(monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul import cli
+from longhaul import cli, dist
 from longhaul.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -184,5 +184,6 @@ def test_the_kubernetes_recipe_names_one_service_and_flags_that_exist():
     assert int(given["nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     gpus = pods["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert int(given["nproc_per_node"]) == gpus
-    assert int(given["shutdown_timeout"]) < pods["terminationGracePeriodSeconds"]
+    environment = {one["name"]: one["value"] for one in pods["containers"][0]["env"]}
+    assert int(environment[dist.TIMEOUT]) < pods["terminationGracePeriodSeconds"]
     assert cli.parse(TrainConfig, words[words.index("train.py") + 1 :]).context_length == 1048576

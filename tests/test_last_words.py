@@ -123,6 +123,56 @@ def test_where_torchrun_will_start_the_ranks_again_nothing_waits(monkeypatch):
     assert not exits._will_restart()
 
 
+def test_a_disk_that_refuses_the_report_changes_neither_words_nor_code(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
+    monkeypatch.setattr(exits, "_will_restart", lambda: True)
+    exits.last_words("the disk is full: free space")
+    assert capsys.readouterr().err == "the disk is full: free space\n"
+
+
+# ---- an output that nobody reads
+
+
+def test_a_screen_whose_reader_has_gone_drops_what_is_written(monkeypatch):
+    read_end, write_end = os.pipe()
+    with open(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        screens = exits.Screens()
+        screens.guard()
+        print("read", flush=True)
+        assert os.read(read_end, 100) == b"read\n"
+        os.close(read_end)
+        for _ in range(3):
+            print("not read", flush=True)
+        screens.restore()
+        assert sys.stdout is pipe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN])
+def test_a_run_whose_output_nobody_reads_any_more_is_saved_all_the_same(launcher, tmp_path):
+    source, out = runs.dataset(tmp_path / "data"), tmp_path / "run"
+    flags = runs.arguments(source, out, "--max_steps", "1000000", "--schedule", "constant")
+    process = subprocess.Popen(
+        [*launcher, "train.py", *flags],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    runs.wait_for(lambda: runs.steps_logged(out) > 3)
+    process.stdout.close()
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    ended = runs.exit_record(out)
+    assert ended["code"] == exits.PREEMPTED
+    assert ended["last_step"] == runs.steps_logged(out)
+    assert (out / f"step-{ended['last_step']:08d}").exists()
+    assert not (out / ".lock").exists()
+
+
 # ---- a Python without torch
 
 

@@ -53,21 +53,6 @@ def test_the_time_that_remains_is_that_of_the_steps_so_far(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(", 12 min left\n")
 
 
-@pytest.mark.parametrize(
-    "seconds, words",
-    [
-        (0, "0 s"),
-        (59.6, "60 s"),
-        (90, "2 min"),
-        (5399, "90 min"),
-        (7200, "2.0 h"),
-        (1e6, "11.6 days"),
-    ],
-)
-def test_a_time_is_said_as_people_say_it(seconds, words):
-    assert log.duration(seconds) == words
-
-
 def test_a_terminal_gets_a_bar(logger, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -162,6 +162,25 @@ def test_the_number_of_gpus_follows_from_the_ranks(monkeypatch, capsys):
     assert "world_size: 2 GPU(s)" in capsys.readouterr().out
 
 
+def test_a_changed_setting_is_named_with_its_value_also_if_the_value_stands_elsewhere():
+    asked = TrainConfig(model_size="tiny", batch_size=4)
+    changed = dataclasses.replace(asked, batch_size=1, gradient_accumulation_steps=4)
+    words = solve._with_levers(solve.Candidate(changed, 8, ""), asked)
+    assert words == "with --batch_size 1 --gradient_accumulation_steps 4, 8 rank(s) are enough"
+
+
+def test_what_the_closed_form_excludes_is_not_simulated(monkeypatch):
+    monkeypatch.setattr(solve, "demand", None)
+    answer = solve.solve(TrainConfig(model_size="8B"), "context", 4.0, 1)
+    assert answer.verdict is Verdict.NOTHING
+
+
+def test_rows_too_many_for_the_shortest_context_are_refused():
+    many = TrainConfig(model_size="tiny", batch_size=3_000_000)
+    with pytest.raises(ValueError, match="give a smaller --batch_size"):
+        solve.longest(many, 1, 1.5)
+
+
 def test_lines_are_said_as_they_are_found():
     said = []
     cfg = TrainConfig(model_size="tiny", context_length=512)

@@ -14,10 +14,9 @@ from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.run.guard import Guard
 from longhaul.run.rescue import (
+    BUSY,
     LEAVING,
     Rescue,
-    enough_seconds,
-    patience,
     slow_micro_batch,
 )
 from tests.ranks import run_ranks
@@ -59,16 +58,16 @@ def test_a_launcher_waits_as_long_as_its_torch_lets_it(environment, version, sec
 
 
 def test_a_third_of_the_time_is_for_the_micro_batch_and_less_if_a_save_is_slow():
-    assert patience(30, 0) == patience(30, 10) == 10
-    assert patience(30, 12) == 6
-    assert patience(30, 20) == 0
+    assert dist.patience(30, 0) == dist.patience(30, 10) == 10
+    assert dist.patience(30, 12) == 6
+    assert dist.patience(30, 20) == 0
 
 
 @pytest.mark.parametrize("micro_batch, save", [(60, 0), (61, 5), (5, 100), (0.1, 0)])
 def test_the_timeout_that_is_named_lets_the_micro_batch_end(micro_batch, save):
-    seconds = enough_seconds(micro_batch, save)
-    assert patience(seconds, save) >= micro_batch
-    assert patience(seconds - 10, save) < micro_batch
+    seconds = dist.enough_seconds(micro_batch, save)
+    assert dist.patience(seconds, save) >= micro_batch
+    assert dist.patience(seconds - 10, save) < micro_batch
 
 
 def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
@@ -164,31 +163,43 @@ def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
     assert rescue._acknowledgement() == f"{finishing} (about 60 s){again}"
 
 
-def test_a_rescue_is_left_to_the_main_thread_that_stops_between_two_micro_batches(rescue, capsys):
+def test_a_rescue_is_left_to_the_main_thread_that_stops_between_two_micro_batches(rescue):
     rescue.asked.set()
     rescue.close()
     rescue.thread.join(5)
     assert not rescue.thread.is_alive()
 
 
-class Store(dict):
-    """A TCP store in which the other rank has answered."""
-
-    def set(self, key: str, value: str):
-        self[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        if key not in self:
-            raise RuntimeError("the store ended")
-        return self[key]
-
-
-def test_ranks_save_only_the_step_that_all_of_them_hold(rescue):
+@pytest.fixture
+def second_of_two(rescue, monkeypatch):
+    """The rescue of rank 1, with the store of a job of two ranks."""
+    monkeypatch.setattr("longhaul.run.rescue.ANSWERED", 0.1)
     rescue.world = dist.World(rank=1, size=2)
-    rescue.store = Store({"longhaul/rescue/0/0/0": b"7", "longhaul/rescue/0/1/0": b"8"})
-    assert rescue._exchange(0, "7") == {"7"}
-    assert rescue._exchange(1, "7") == {"7", "8"}
-    assert LEAVING in rescue._exchange(2, "7")
+    rescue.store = torch.distributed.HashStore()
+    return rescue
+
+
+def test_ranks_save_only_the_step_that_all_of_them_hold(second_of_two):
+    second_of_two.store.set("longhaul/rescue/0/0/0", "7")
+    second_of_two.store.set("longhaul/rescue/0/1/0", "8")
+    assert second_of_two._exchange(0, "7") == {"7"}
+    assert second_of_two._exchange(1, "7") == {"7", "8"}
+
+
+def test_no_rank_waits_long_for_one_that_is_gone_and_all_give_the_attempt_up(second_of_two):
+    assert second_of_two._exchange(0, "7") == {"7", BUSY}
+    first = second_of_two
+    first.world = dist.World(rank=0, size=2)  # answers too late, but finds both answers
+    assert first._exchange(0, "7") == {"7", BUSY}
+    assert first.store.get("longhaul/rescue/0/0/verdict") == b"given up"
+
+
+def test_a_store_that_ended_means_that_the_job_leaves(second_of_two, monkeypatch):
+    def ended(*_):
+        raise RuntimeError("connection reset")
+
+    monkeypatch.setattr(second_of_two, "_answers", ended)
+    assert LEAVING in second_of_two._exchange(0, "7")
 
 
 def test_a_rank_tries_again_until_all_hold_one_step(rescue, monkeypatch):

@@ -6,7 +6,10 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +85,31 @@ def test_signals_are_put_back_as_they_were():
     with Signals():
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+ROOT = Path(__file__).parent.parent
+SECOND_SIGNAL = """
+import os, signal, sys, time
+from pathlib import Path
+from longhaul import dist
+from longhaul.run import guard
+guard.SAME_SIGNAL = 0.05
+with guard.Guard("train.py", dist.World()) as running:
+    running.begin(Path(sys.argv[1]), 7)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_with_a_record_and_the_remedy(tmp_path):
+    command = [sys.executable, "-c", SECOND_SIGNAL, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr.splitlines()[-1].endswith("is intact: run the same command again")
+    ended = json.loads((tmp_path / "exit.json").read_text())
+    assert (ended["code"], ended["last_step"]) == (128 + signal.SIGTERM, 7)
 
 
 def test_a_signal_asks_a_training_run_to_stop_and_ends_one_that_has_not_begun(tmp_path):
@@ -241,7 +269,16 @@ def test_a_checkpoint_that_does_not_read_back_is_set_aside_and_written_again(
 def test_a_launcher_that_would_kill_a_save_is_warned_of():
     assert slow_shutdown(31, {}) is None
     assert slow_shutdown(29, {"TORCHELASTIC_RUN_ID": "x"}) is None
-    assert "--shutdown_timeout=125" in slow_shutdown(31, {"TORCHELASTIC_RUN_ID": "x"})
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in slow_shutdown(
+        31, {"TORCHELASTIC_RUN_ID": "x"}
+    )
+
+
+@pytest.mark.parametrize("text", ["5m", "abc", "-1", "nan", "1e3"])
+def test_a_time_for_the_launcher_that_is_no_number_is_refused_with_the_variable(text):
+    with pytest.raises(ValueError, match=f"{dist.TIMEOUT} is '{text}': give a number of seconds"):
+        dist.told_patience({dist.TIMEOUT: text})
+    assert dist.told_patience({dist.TIMEOUT: ""}) is None
 
 
 # ---- steps

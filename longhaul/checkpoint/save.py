@@ -332,9 +332,9 @@ def slow_shutdown(seconds: float, environment: Mapping[str, str]) -> str | None:
     allowed = dist.launcher_patience(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or seconds < allowed:
         return None
-    enough = int(4 * seconds) + 1
     return (
         f"warning: a save takes {seconds:.1f} s, and torchrun kills a run {allowed:g} s after "
-        f"asking it to stop: use {dist.TIMEOUT}={enough} torchrun "
-        f"--shutdown_timeout={enough} ..."
+        "asking it to stop, so a stop loses all steps since the last save: put "
+        f"{dist.TIMEOUT}={dist.enough_seconds(0.0, seconds)} in front of the command, which "
+        "torchrun obeys from torch 2.12 on"
     )

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from data.dataset import open_dataset
+from data.progress import duration
 from longhaul.config import TrainConfig
-from longhaul.flops import duration
 from longhaul.memory.plan import Plan, command, plan
 from model import PRESETS, ModelConfig, attention_kind
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
 AS_ASKED = "as asked"
 FEW_STEPS = 20  # a proposal with fewer teaches a model nothing
-IN_MINUTES = "--model_size tiny --context_length 1024 --max_steps 200 --warmup_steps 20"
+# a run from which a model learns something
+IN_MINUTES = dict(context_length=1024, max_steps=200, warmup_steps=20)
 
 
 class Verdict(enum.Enum):
@@ -294,10 +295,28 @@ def proposal(nearest: Plan, request: Plan) -> str:
 
     changes.append(_times(nearest, request))
     shell = command(nearest.asked, request.world, nearest.shutdown_timeout)
-    hint = ""
+    found = f"closest command that runs here ({', '.join(changes)}):\n{shell}"
     if nearest.asked.max_steps < min(FEW_STEPS, request.asked.max_steps):
-        hint = f"to see a model learn within minutes, add {IN_MINUTES} to train.py instead; "
-    return f"{hint}closest command that runs here ({', '.join(changes)}):\n{shell}"
+        return _instructive(request) + found
+    return found
+
+
+def _instructive(request: Plan) -> str:
+    """Words and a command for who wants to see a model learn; none if weights were given, or if no
+    such run ends in time here.
+    """
+    asked = request.asked
+    if asked.init_from:
+        return ""
+    changes = IN_MINUTES | _preset(asked, next(iter(PRESETS)), _vocabulary(asked))
+    try:
+        small = replanned(request, one_row(dataclasses.replace(asked, **changes)))
+    except ValueError:  # other settings exclude these
+        return ""
+    if not small.fits or small.seconds * small.asked.max_steps > PATIENCE:
+        return ""
+    shell = command(small.asked, request.world, small.shutdown_timeout)
+    return f"to see a small model learn ({small.time()}), run\n{shell}\n"
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:

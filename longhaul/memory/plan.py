@@ -5,6 +5,7 @@ from a measurement of half a second on this machine (flops.py).
 """
 
 import dataclasses
+import math
 import os
 import shlex
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from functools import cached_property
 
 import torch
 
+from longhaul import dist
 from longhaul.config import TrainConfig
-from longhaul.dist import DEFAULT_PATIENCE, TIMEOUT, World, check_replicas
+from longhaul.dist import World, check_replicas
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, estimate
 from longhaul.parallel import context
 from longhaul.run import start
-from longhaul.run.rescue import enough_seconds, patience
 from model import GIB, ModelConfig
 
 # Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than
@@ -249,7 +250,10 @@ def _with_ranks_per_row(
         sharing = f"{size} ranks share each row by {mode} ({why})"
 
     on_device = dataclasses.replace(run, device=device.type)
-    needs = estimate(on_device, config, world.size)
+    kernels = config
+    if device.type == "cpu":  # where "auto" never is the Triton twin, which keeps more
+        kernels = dataclasses.replace(config, kernels="torch")
+    needs = estimate(on_device, kernels, world.size)
     return Plan(cfg, run, config, world, device, needs, available, sharing)
 
 
@@ -281,28 +285,29 @@ def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     """
     words = [_launcher(world)]
     if timeout:
-        words.insert(0, f"{TIMEOUT}={timeout}")
+        words.insert(0, f"{dist.TIMEOUT}={timeout}")
     named = start.ALWAYS_NAMED if cfg.init_from else ()
     for spec in dataclasses.fields(cfg):
         value = getattr(cfg, spec.name)
         default = () if spec.default is dataclasses.MISSING else spec.default
         differs = value != default and spec.name not in ("plan", "config", "fit")
         if differs or spec.name in named:
-            words.append(_flag(spec, value))
+            words.append(flag_of(spec, value))
     return " ".join(words)
 
 
 def shutdown_timeout(cfg: TrainConfig, ranks: int, step_seconds: float) -> int:
-    """Seconds that torchrun must wait for a run that is asked to stop, so that its micro-batch ends
-    and is saved: as many as it was told, and more if steps are slow; 0 if it does so anyway.
+    """Seconds that torchrun must wait for a run that is asked to stop, so that its micro-batch
+    ends: as many as it was told, and more if steps are slow; 0 if it does so anyway. How long a
+    save takes is known only in the run, which then warns.
     """
     if ranks == 1:
         return 0
-    told = int(os.environ.get(TIMEOUT, 0))
+    told = math.ceil(dist.told_patience(os.environ) or 0)
     micro_batch = step_seconds / cfg.accumulation(ranks)
-    if micro_batch <= patience(DEFAULT_PATIENCE, 0.0):
+    if micro_batch <= dist.patience(dist.DEFAULT_PATIENCE, 0.0):
         return told
-    return max(told, enough_seconds(micro_batch, 0.0))
+    return max(told, dist.enough_seconds(micro_batch, 0.0))
 
 
 def _launcher(world: World) -> str:
@@ -316,7 +321,7 @@ def _launcher(world: World) -> str:
     return f"torchrun {machines}--nproc_per_node={world.local_size} train.py"
 
 
-def _flag(spec: dataclasses.Field, value) -> str:
+def flag_of(spec: dataclasses.Field, value: object) -> str:
     """The flag that sets a field to `value`."""
     if spec.type is bool:
         return f"--{spec.name}" if value else f"--no_{spec.name}"

@@ -25,7 +25,7 @@ from longhaul.memory.deep import whole_trace
 from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
-from longhaul.memory.plan import command, shutdown_timeout
+from longhaul.memory.plan import command, flag_of, shutdown_timeout
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
 from model import GIB, attention_kind
@@ -288,10 +288,13 @@ def _by_ranks(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
 
 
 def _with_levers(best: Candidate, asked: TrainConfig) -> str:
-    """The flags that a candidate adds to the request, and its ranks."""
-    before = command(asked, World()).split()
-    added = [word for word in command(best.cfg, World()).split() if word not in before]
-    return f"with {' '.join(added)}, {best.ranks} rank(s) are enough"
+    """The settings that a candidate changes, and its ranks."""
+    changed = []
+    for spec in dataclasses.fields(asked):
+        value = getattr(best.cfg, spec.name)
+        if value != getattr(asked, spec.name):
+            changed.append(flag_of(spec, value))
+    return f"with {' '.join(changed)}, {best.ranks} rank(s) are enough"
 
 
 # ---- the longest context
@@ -312,7 +315,8 @@ def _by_context(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None
         bounds.append(one.at(most))
 
     best = None
-    for one in sorted(bounds, key=lambda one: _promise(one, cfg), reverse=True):
+    possible = [one for one in bounds if one.least_bytes <= search.room]
+    for one in sorted(possible, key=lambda one: _promise(one, cfg), reverse=True):
         if best is None or _beats(one, best, search.room):
             best = _longest_of(search, one) or best
     return best
@@ -372,8 +376,14 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     percent of `room`.
 
     A multiple of 1,024 tokens; 1,024 if even that is too long. Every aim is simulated. After four
-    aims the distance is halved, because the allocator reserves in steps.
+    aims the distance is halved, because the allocator reserves in steps. ValueError if a batch of
+    rows of 1,024 tokens has more tokens than can be simulated.
     """
+    if cfg.batch_size * SMALLEST > MOST_TOKENS:
+        raise ValueError(
+            f"--batch_size {cfg.batch_size}: rows of {SMALLEST:,} tokens, the shortest that are "
+            f"looked for, would make more than {MOST_TOKENS:,} tokens: give a smaller --batch_size"
+        )
     one = Candidate(cfg, ranks, "")
     room_bytes = room * GIB
     known: dict[int, Demand] = {}

@@ -35,6 +35,7 @@ class Signals:
     def __init__(self):
         self.received: str | None = None  # the first signal's name
         self.when_asked: Callable[[], None] = lambda: None  # called when it came
+        self.when_asked_again: Callable[[int, str], None] = lambda code, words: None
         self.time = 0.0
         self.training = False
 
@@ -71,10 +72,10 @@ class Signals:
                 self.time = time.monotonic()
                 self.when_asked()
             elif time.monotonic() - self.time > SAME_SIGNAL:
-                os.write(
-                    2,
-                    b"\na second signal came, so the run ended without saving; its last checkpoint "
-                    b"is intact: run the same command again\n",
+                self.when_asked_again(
+                    128 + number,
+                    "a second signal came, so the run ended without saving; its last checkpoint is "
+                    "intact: run the same command again",
                 )
                 os._exit(128 + number)
         os.close(self.read_end)
@@ -151,6 +152,9 @@ class Guard:
         self.program = program
         self.world = world
         self.signals = Signals()
+        self.signals.when_asked_again = self.leave
+        self.screens = exits.Screens()
+        self.allowed = dist.DEFAULT_PATIENCE  # seconds that a launcher waits for the end of a run
         self.folder: Path | None = None
         self.lock: Lock | None = None
         self.step: int | None = None  # the last step that was done
@@ -162,11 +166,16 @@ class Guard:
         self.save_due = False  # as of the last `must_stop`, the same on all ranks
 
     def __enter__(self) -> "Guard":
+        self.screens.guard()
         self.signals.__enter__()
         return self
 
-    def watch_peers(self, timeout: float):
-        """From now on a rank that is killed or stopped is named, and the others end with code 7."""
+    def watch(self, timeout: float):
+        """From now on a rank that is killed or stopped is named, and the others end with code 7.
+
+        ValueError if the environment gives the launcher a time that is no number.
+        """
+        self.allowed = dist.launcher_patience(os.environ)
         if self.world.size > 1:
             self.heartbeat = Heartbeat(self.world, timeout, self._record)
 
@@ -264,8 +273,13 @@ class Guard:
         if isinstance(error, RuntimeError) and self.heartbeat is not None:
             # perhaps a collective failed, because a rank is gone
             error = self.heartbeat.lost() or error
-        code, words = self._ending(error)
+        try:
+            self._end(kind, error)
+        finally:
+            self.screens.restore()
 
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None):
+        code, words = self._ending(error)
         try:
             if kind is not SystemExit and (self.world.rank == 0 or code == exits.WORLD):
                 self._record(code, words)

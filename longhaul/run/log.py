@@ -221,6 +221,11 @@ class Logger:
         if self.active:
             self.progress.say(line)
 
+    def flush(self):
+        """Have everything on the disk that was reported so far."""
+        if self.active and self.board is not None:
+            self._attempt(self.board.flush)
+
     def close(self):
         """Close the progress and the files."""
         if not self.active:

@@ -10,10 +10,10 @@ the collectives of training.
 
 import copy
 import itertools
-import math
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,22 +30,10 @@ from longhaul.step import TrainState
 
 BUSY = "busy"  # this rank's state cannot be read now
 LEAVING = "leaving"  # all ranks save between two micro-batches, as they would without a rescue
-TURN = 0.05  # seconds between two tries
+TURN = 0.05  # seconds between two tries, and between two looks at the answers
+ANSWERED = 2.0  # seconds within which the ranks answer, if they are all alive
 
-# ---- how long a launcher waits
-
-
-def patience(allowed: float, save_seconds: float) -> float:
-    """Seconds that the micro-batch is waited for: a third of those allowed, less if a save is slow
-    (twice its measured time is kept for it).
-    """
-    return max(0.0, min(allowed / 3, allowed - 2 * save_seconds))
-
-
-def enough_seconds(micro_batch_seconds: float, save_seconds: float) -> int:
-    """The timeout, in tens of seconds, within which a micro-batch ends and is saved."""
-    seconds = max(3 * micro_batch_seconds, micro_batch_seconds + 2 * save_seconds)
-    return 10 * math.ceil(seconds / 10)
+# ---- the warning
 
 
 def slow_micro_batch(
@@ -55,9 +43,9 @@ def slow_micro_batch(
     `lost` says what a stop then costs.
     """
     allowed = dist.launcher_patience(environment)
-    if "TORCHELASTIC_RUN_ID" not in environment or seconds <= patience(allowed, save_seconds):
+    if "TORCHELASTIC_RUN_ID" not in environment or seconds <= dist.patience(allowed, save_seconds):
         return None
-    enough = enough_seconds(seconds, save_seconds)
+    enough = dist.enough_seconds(seconds, save_seconds)
     return (
         f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
         f"after asking it to stop, with the save in between, so a stop loses {lost}: put "
@@ -76,16 +64,16 @@ class Rescue:
     """
 
     def __init__(
-        self, guard: Guard, saver: Saver, model: torch.nn.Module, close_log: Callable[[], None]
+        self, guard: Guard, saver: Saver, model: torch.nn.Module, flush_log: Callable[[], None]
     ):
         self.guard = guard
         self.saver = saver
-        self.close_log = close_log
+        self.flush_log = flush_log
         self.world = guard.world
-        self.allowed = dist.launcher_patience(os.environ)
+        self.allowed = guard.allowed
         self.store = None
         if self.world.size > 1:
-            self.store = dist.connect_to_store(timeout=timedelta(hours=1))
+            self.store = dist.connect_to_store(timeout=timedelta(seconds=10 * ANSWERED))
 
         # sharded, as no forward has gathered them yet
         self.parameters = list(model.named_parameters())
@@ -122,9 +110,9 @@ class Rescue:
 
     def close(self):
         """All ranks are between two micro-batches and need no rescue, or the run has ended."""
-        self.forbid()
         self.closed.set()
         self.asked.set()
+        self.forbid()
 
     # ---- the thread
 
@@ -147,14 +135,14 @@ class Rescue:
                 f"about {left:.0f} s more and a launcher may kill the run in {self.allowed:g} s; "
                 "again to leave at once"
             )
-        about = "" if left is None else f" (about {max(left, 1):.0f} s)"
+        about = f" (about {left:.0f} s)" if left and left >= 1 else ""
         return (
             f"asked to stop: finishing this micro-batch{about}, then saving; again to leave at once"
         )
 
     def _patience(self) -> float:
         """Seconds to wait for the end of the micro-batch; none if it is known to take longer."""
-        longest = patience(self.allowed, self.saver.seconds or 0.0)
+        longest = dist.patience(self.allowed, self.saver.seconds or 0.0)
         left = self.guard.seconds_left()
         return 0.0 if left is not None and left > longest else longest
 
@@ -179,26 +167,53 @@ class Rescue:
         return LEAVING if self.closed.is_set() else BUSY
 
     def _exchange(self, attempt: int, answer: str) -> set[str]:
-        """The different answers of all ranks; LEAVING among them if the store and the job ended."""
+        """The different answers of all ranks; BUSY among them if a rank did not answer in time,
+        LEAVING if the store and the job ended.
+        """
         if self.store is None:
             return {answer}
-        name = f"longhaul/rescue/{launch()}/{attempt}"
-        ranks = range(self.world.size)
         try:
-            self.store.set(f"{name}/{self.world.rank}", answer)
-            return {self.store.get(f"{name}/{rank}").decode() for rank in ranks}
+            return self._answers(f"longhaul/rescue/{launch()}/{attempt}", answer)
         except RuntimeError:
             return {answer, LEAVING}
 
+    def _answers(self, name: str, answer: str) -> set[str]:
+        """A rank may be gone, so nobody waits for long; but all ranks must agree on whether all
+        have answered, so the first one to know it writes it down for all.
+        """
+        keys = [f"{name}/{rank}" for rank in range(self.world.size)]
+        self.store.set(keys[self.world.rank], answer)
+
+        waited_until = time.monotonic() + ANSWERED
+        complete = self.store.check(keys)
+        while not complete and time.monotonic() < waited_until and not self.closed.wait(TURN):
+            complete = self.store.check(keys)
+
+        verdict = "complete" if complete else "given up"
+        if self.store.compare_set(f"{name}/verdict", "", verdict) != b"complete":
+            return {answer, BUSY}
+        return {self.store.get(key).decode() for key in keys}
+
     def _save(self) -> NoReturn:
         """Save the state on all ranks, and end the process."""
-        code = 1
         try:
             code = self._save_and_say()
-        finally:
-            if code == 1:
-                traceback.print_exc()
-            os._exit(code)
+        except RuntimeError as error:  # perhaps a collective failed, because a rank is gone
+            code = self._lost_or_bug(error)
+        except BaseException as error:
+            code = self._bug(error)
+        os._exit(code)
+
+    def _lost_or_bug(self, error: RuntimeError) -> int:
+        lost = self.guard.heartbeat and self.guard.heartbeat.lost()
+        if not lost:
+            return self._bug(error)
+        self.guard.leave(lost.exit_code, str(lost))
+        return lost.exit_code
+
+    def _bug(self, error: BaseException) -> int:
+        traceback.print_exception(error)
+        return 1
 
     def _save_and_say(self) -> int:
         """The exit code of a run that was saved, or of the disk that refused."""
@@ -213,7 +228,7 @@ class Rescue:
             self.guard.leave(error.exit_code, str(error))
             return error.exit_code
 
-        self.close_log()
+        self.flush_log()
         sys.stdout.flush()
         self.guard.step = self.state.step
         halt = self.guard.preempted()

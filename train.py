@@ -17,6 +17,7 @@ import time
 import torch
 
 from data.loader import Batch, Loader
+from data.mixture import Corpus
 from data.tokenizer import Tokenizer
 from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume
@@ -29,7 +30,7 @@ from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, repor
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health, audited_step
-from longhaul.run.log import Logger, mfu, peak_memory_gib, perplexity
+from longhaul.run.log import Logger, Validation, mfu, peak_memory_gib, perplexity
 from longhaul.run.preflight import Ready, preflight
 from longhaul.run.rescue import Rescue, slow_micro_batch
 from longhaul.step import MicroBatch, StepResult, TrainState
@@ -296,6 +297,8 @@ class Run:
             "mem_gib": peak_memory_gib(self.device),
             "time": time.time(),
         }
+        for name, seen in self.ready.loader.tokens_seen(state.step).items():
+            record[f"tokens/{name}"] = seen
         watched = {}
         try:
             watched = self.health.after(result, self.log.say)
@@ -306,34 +309,43 @@ class Run:
 
     # ---- validation
 
-    def _validation_batches(self) -> list[list[MicroBatch]]:
-        """This rank's share of the first `eval_rows` rows of the validation split, in micro-batches
-        of one row.
+    def _validation_batches(self) -> dict[Corpus, list[list[MicroBatch]]]:
+        """This rank's share of the first `eval_rows` rows of each corpus's validation split, in
+        micro-batches of one row.
         """
-        cfg = self.cfg
-        dataset = self.ready.dataset
-        rows = 0
-        if cfg.eval_every and "val" in dataset.splits:
-            loader = Loader(dataset, cfg.context_length, 1, seed=cfg.seed, split="val")
-            rows = min(cfg.eval_rows, loader.rows_per_epoch) // self.data_ranks
-        if not rows:
+        found = {}
+        for corpus in self.ready.corpora:
+            batch = self._validation_rows(corpus)
+            if batch is not None:
+                found[corpus] = [step.micro_batches(batch, 1, self.device)]
+                continue
             self.log.say(
-                "no validation: it is off, or the validation split has fewer rows than there are "
-                "ranks that read different rows"
+                f"no validation of {corpus.name}: it is off, or the validation split has fewer "
+                "rows than there are ranks that read different rows"
             )
-            return []
-        first = self.data_rank * rows
-        batch = loader.rows(range(first, first + rows))
-        return [step.micro_batches(batch, 1, self.device)]
+        return found
 
-    def _validate(self, batches: list[list[MicroBatch]]):
-        """Log the validation loss and a text sample."""
+    def _validation_rows(self, corpus: Corpus) -> Batch | None:
+        """This rank's rows of a corpus; None if there are not enough for all ranks."""
+        cfg = self.cfg
+        if not cfg.eval_every or "val" not in corpus.dataset.splits:
+            return None
+        loader = Loader(corpus.dataset, cfg.context_length, 1, seed=cfg.seed, split="val")
+        rows = min(cfg.eval_rows, loader.rows_per_epoch) // self.data_ranks
+        first = self.data_rank * rows
+        return loader.rows(range(first, first + rows)) if rows else None
+
+    def _validate(self, batches: dict[Corpus, list[list[MicroBatch]]]):
+        """Log the validation loss of each corpus and a text sample."""
         state = self.state
-        if batches:
-            measured = step.evaluate(state, batches, self.guard.must_stop)
+        found = []
+        for corpus, of_corpus in batches.items():
+            measured = step.evaluate(state, of_corpus, self.guard.must_stop)
             if measured is None:  # the run was asked to stop
                 return
-            self.log.validation(state.step, *measured)
+            found.append(Validation(corpus.name, float(corpus.share), *measured))
+        if found:
+            self.log.validation(state.step, found)
         if self.ready.dataset.tokenizer_path:
             self.log.text(state.step, "sample", self._sample())
 

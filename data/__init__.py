@@ -11,6 +11,7 @@
     packing.py    documents -> rows, by best fit, nothing cropped
     order.py      position -> row, by a keyed permutation without an array
     loader.py     position -> tokens, labels, positions and document ids of a row
+    mixture.py    position -> corpus, for several corpora in fixed shares
 
 Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
 epoch, position}.

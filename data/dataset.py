@@ -9,6 +9,7 @@
 Opening checks sizes; `verify` hashes the files. data/writer.py writes such folders.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -204,6 +205,19 @@ class Split:
         self.num_tokens = summary.tokens
         self.source_bytes = summary.source_bytes
         self.unigram_entropy = summary.unigram_entropy
+
+    def with_lengths(self, lengths: range) -> "Split":
+        """Only the documents that have so many tokens; the bytes of their text are unknown, and the
+        unigram entropy is that of the whole split.
+        """
+        chosen = (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
+        part = copy.copy(self)
+        part._documents = self._documents[chosen]
+        part.lengths = self.lengths[chosen]
+        part.num_documents = len(part.lengths)
+        part.num_tokens = int(part.lengths.sum())
+        part.source_bytes = 0
+        return part
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """Ids [start, start + length) of a document, fewer at its end; a read-only view."""

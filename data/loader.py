@@ -4,8 +4,12 @@ T is the context length. The global batch of step s is the positions [s * rows, 
 Position p is in epoch p // rows_per_epoch, and `permute` names its row of the packing plan. A rank
 takes a contiguous slice of the positions, so the order does not depend on the number of ranks.
 Positions may be skipped (`skip`): steps then count those that remain.
+
+An `Order` says which positions a step has; a `Loader` reads the rows of one corpus at them, and
+data/mixture.py those of several.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,58 +38,44 @@ class Batch(NamedTuple):
     doc_ids: np.ndarray
 
 
-class Loader:
-    """The rows of one split at one context length, in the order of `seed`, without the positions
-    in `skip`.
+class Order(ABC):
+    """The positions of each step, and what is read at them.
 
-    Raises ValueError if the split has fewer rows than one global batch, naming what would work.
+    Attributes: context_length (T), global_batch_rows, seed, skip (the positions that are left out),
+    fingerprint (SHA-256 of the data). Raises ValueError for a batch without rows.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
         context_length: int,
         global_batch_rows: int,
-        seed: int = 0,
-        split: str = "train",
-        skip: Ranges = (),
+        seed: int,
+        skip: Ranges,
+        fingerprint: str,
     ):
         if global_batch_rows < 1:
             raise ValueError(
                 f"the global batch is {global_batch_rows} rows: give a positive number"
             )
-        self.dataset = dataset
-        self.split = dataset.split(split)
         self.context_length = context_length
         self.global_batch_rows = global_batch_rows
         self.seed = seed
         self.skip = skip
-
-        self.plan: Plan = pack(self.split.lengths, context_length)
-        if self.rows_per_epoch < global_batch_rows:
-            raise ValueError(self._explain_too_few_rows())
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows in one pass over the split."""
-        return self.plan.num_rows
+        self.fingerprint = fingerprint
 
     # ---- order
 
-    def state(self, step: int, skip: Ranges | None = None) -> dict:
-        """Where step `step` begins, for a checkpoint: {seed, epoch, position in the epoch}, and
-        "skip" if positions are skipped.
-
-        skip: as if these positions were skipped, instead of this loader's.
-        """
+    def first_position(self, step: int, skip: Ranges | None = None) -> int:
+        """The position at which a step begins; `skip`: instead of this order's."""
         skip = self.skip if skip is None else skip
-        first = remaining_position(step * self.global_batch_rows, skip)
-        epoch, position = divmod(first, self.rows_per_epoch)
+        return remaining_position(step * self.global_batch_rows, skip)
 
-        state = {"seed": self.seed, "epoch": epoch, "position": position}
-        if skip:
-            state["skip"] = [list(span) for span in skip]
-        return state
+    @abstractmethod
+    def state(self, step: int, skip: Ranges | None = None) -> dict:
+        """Where step `step` begins, for a checkpoint, with "skip" if positions are skipped.
+
+        skip: as if these positions were skipped, instead of this order's.
+        """
 
     def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
         """The global positions of one rank in one step.
@@ -107,10 +97,13 @@ class Loader:
             return indices
         return [remaining_position(index, self.skip) for index in indices]
 
-    def row_index(self, position: int) -> int:
-        """The row of the plan at a global position."""
-        epoch, position_in_epoch = divmod(position, self.rows_per_epoch)
-        return permute(self.seed, epoch, self.rows_per_epoch, position_in_epoch)
+    @abstractmethod
+    def row_index(self, position: int) -> int | tuple[str, int]:
+        """The row of the plan at a global position; for a mixture, with the name of its corpus."""
+
+    def tokens_seen(self, step: int) -> dict[str, int]:
+        """Tokens of each corpus before a step, padding included; empty if there is only one."""
+        return {}
 
     # ---- tokens
 
@@ -128,18 +121,80 @@ class Loader:
             doc_ids=np.empty(shape, np.int32),
         )
         for r, position in enumerate(positions):
-            row = Batch(*(part[r] for part in batch))
-            self._fill(row, self.row_index(position))
-
-        if batch.tokens.size and batch.tokens.max() >= self.dataset.vocab_size:
-            self.dataset.require_ids_in_vocab()
+            self.fill(Batch(*(part[r] for part in batch)), position)
         return batch
 
-    def _fill(self, row: Batch, index: int) -> None:
-        """Write row `index` of the plan into the arrays [T] of `row`."""
+    @abstractmethod
+    def fill(self, row: Batch, position: int) -> None:
+        """Write the row at a global position into the arrays [T] of `row`."""
+
+    # ---- what a user should know
+
+    @abstractmethod
+    def summary(self, steps: int) -> list[str]:
+        """What the data is, and how much of it so many steps read, in lines."""
+
+    @abstractmethod
+    def warnings(self) -> list[str]:
+        """What a user should be warned of, in lines."""
+
+
+class Loader(Order):
+    """The rows of one split at one context length, in the order of `seed`, without the positions
+    in `skip`; with `lengths`, only the documents of so many tokens.
+
+    Raises ValueError if the split has fewer rows than one global batch, naming what would work.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        context_length: int,
+        global_batch_rows: int,
+        seed: int = 0,
+        split: str = "train",
+        skip: Ranges = (),
+        lengths: range | None = None,
+    ):
+        super().__init__(context_length, global_batch_rows, seed, skip, dataset.fingerprint)
+        self.dataset = dataset
+        self.split = dataset.split(split)
+        if lengths is not None:
+            self.split = self.split.with_lengths(lengths)
+
+        self.plan: Plan = pack(self.split.lengths, context_length)
+        if self.rows_per_epoch < global_batch_rows:
+            raise ValueError(self._explain_too_few_rows())
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows in one pass over the split."""
+        return self.plan.num_rows
+
+    # ---- order
+
+    def state(self, step: int, skip: Ranges | None = None) -> dict:
+        """{seed, epoch, position in the epoch}, and "skip"."""
+        skip = self.skip if skip is None else skip
+        epoch, position = divmod(self.first_position(step, skip), self.rows_per_epoch)
+
+        state = {"seed": self.seed, "epoch": epoch, "position": position}
+        if skip:
+            state["skip"] = [list(span) for span in skip]
+        return state
+
+    def row_index(self, position: int) -> int:
+        """The row of the plan at a global position."""
+        epoch, position_in_epoch = divmod(position, self.rows_per_epoch)
+        return permute(self.seed, epoch, self.rows_per_epoch, position_in_epoch)
+
+    # ---- tokens
+
+    def fill(self, row: Batch, position: int) -> None:
+        """Write the row at a global position into the arrays [T] of `row`."""
         starts = []
         end = 0
-        for document, start, length in self.plan.row(index):
+        for document, start, length in self.plan.row(self.row_index(position)):
             begin = end
             end = begin + length
             starts.append(begin)
@@ -159,11 +214,28 @@ class Loader:
         row.positions[:] = np.arange(self.context_length) - np.repeat(starts, lengths)
         row.doc_ids[:] = np.repeat(np.arange(len(starts)), lengths)
 
+        if row.tokens.max() >= self.dataset.vocab_size:
+            self.dataset.require_ids_in_vocab()
+
     # ---- what a user should know
 
     def effective_context(self) -> EffectiveContext:
         """How much context the tokens of this split really have at this context length."""
         return effective_context(self.split.lengths, self.context_length)
+
+    def summary(self, steps: int) -> list[str]:
+        """One line, as for any number of steps."""
+        context = self.effective_context()
+        return [
+            f"data: {self.split.num_tokens:,} tokens, {self.rows_per_epoch:,} rows of "
+            f"{self.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
+            f"unigram entropy {self.split.unigram_entropy:.3f} nats"
+        ]
+
+    def warnings(self) -> list[str]:
+        """Whether the data cannot teach this context."""
+        warning = self.effective_context().warning
+        return [warning] if warning else []
 
     def _explain_too_few_rows(self) -> str:
         rows = self.rows_per_epoch

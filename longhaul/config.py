@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul.cli import flag
 from longhaul.dist import divisors
@@ -133,9 +134,18 @@ class TrainConfig:
 
     data: str = flag(
         "",
-        "folder written by `python -m data.prepare`; empty: the embedded corpus, which is the "
-        "source text of the installed Python, torch and numpy",
+        "folder written by `python -m data.prepare`; or several with their shares of the tokens, "
+        "such as web:0.7,books:0.3, or a TOML file with these; empty: the embedded corpus, which "
+        "is the source text of the installed Python, torch and numpy",
         aliases=("data_dir", "dataset"),
+        group="data",
+    )
+    long_fraction: float = flag(
+        0.0,
+        "share of the tokens that comes from documents of at least --context_length tokens, at "
+        "most 4 decimals; 0: as documents come",
+        at_least=0,
+        at_most=1,
         group="data",
     )
     documents: str = flag(
@@ -559,6 +569,11 @@ class TrainConfig:
                     f"--{name} {value} is out of range: give a number of at least 0 and below 1"
                 )
 
+        if round(self.long_fraction, DECIMALS) != self.long_fraction:
+            raise ValueError(
+                f"--long_fraction {self.long_fraction} has too many digits: give at most "
+                f"{DECIMALS} behind the point"
+            )
         if not 0 < self.adam_eps <= 1:
             raise ValueError(
                 f"--adam_eps {self.adam_eps} is out of range: give a number above 0 and at most 1"

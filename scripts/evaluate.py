@@ -7,11 +7,13 @@ of a model that knows only how frequent each token is.
 import argparse
 import dataclasses
 import math
+from fractions import Fraction
 from pathlib import Path
 
 from data.corpus import prepare_embedded
-from data.dataset import Dataset, Split, open_dataset
+from data.dataset import Dataset, Split
 from data.loader import Loader
+from data.mixture import EMBEDDED, Corpus, open_corpora
 from flags import Parser
 from longhaul import dist, step
 from longhaul.checkpoint.format import Checkpoint
@@ -30,7 +32,9 @@ def build_parser() -> Parser:
         help="a step-* folder, or a run's folder, whose newest checkpoint is taken",
     )
     parser.add_argument(
-        "--data", default=None, help="folder made by data.prepare; by default the run's own data"
+        "--data",
+        default=None,
+        help="folder made by data.prepare, or several with their shares; by default the run's own",
     )
     parser.add_argument(
         "--context_length", type=int, default=0, help="tokens of a row; 0: as in training"
@@ -62,21 +66,28 @@ def evaluate(given: argparse.Namespace):
     checkpoint = verified(newest(Path(given.checkpoint)))
     # one process evaluates, so nobody shares its rows
     cfg = dataclasses.replace(recorded_settings(checkpoint), context_parallel_size=1)
-    dataset = open_data(cfg, given.data)
-    check_tokenizer(checkpoint, dataset.tokenizer_sha256, f"--data {dataset.path}")
-    check_context(given.context_length, dataset)
+    corpora = open_data(cfg, given.data)
+    for corpus in corpora:
+        dataset = corpus.dataset
+        check_tokenizer(checkpoint, dataset.tokenizer_sha256, f"--data {dataset.path}")
+        check_context(given.context_length, dataset)
 
     context = given.context_length or cfg.context_length
-    loader = Loader(dataset, context, 1, seed=cfg.seed, split="val")
-    rows = min(given.batches, loader.rows_per_epoch)
-
     model = load_model(checkpoint, device)
     state = step.TrainState(cfg, model, None, device, dist.World())
-    batches = (step.micro_batches(loader.batch(index), 1, device) for index in range(rows))
-    loss, count = step.evaluate(state, batches)
+    for corpus in corpora:
+        loader = Loader(corpus.dataset, context, 1, seed=cfg.seed, split="val")
+        rows = min(given.batches, loader.rows_per_epoch)
+        batches = (step.micro_batches(loader.batch(index), 1, device) for index in range(rows))
+        loss, count = step.evaluate(state, batches)
 
-    split = loader.split
-    print(f"{checkpoint.folder}: validation over {count:,} tokens at context {context:,}")
+        name = f" of {corpus.name}" if len(corpora) > 1 else ""
+        print(f"{checkpoint.folder}: validation{name} over {count:,} tokens at context {context:,}")
+        show(loader.split, loss)
+
+
+def show(split: Split, loss: float):
+    """Print the loss of a split, with what to compare it with."""
     print(f"  loss             {loss:.4f} nats per token (perplexity {perplexity(loss):.1f})")
     print(
         f"  unigram entropy  {split.unigram_entropy:.4f} nats per token: the loss from token "
@@ -94,11 +105,12 @@ def recorded_settings(checkpoint: Checkpoint) -> TrainConfig:
     return TrainConfig(**values)
 
 
-def open_data(cfg: TrainConfig, path: str | None) -> Dataset:
-    """The dataset of --data, else of the run, else the embedded corpus."""
+def open_data(cfg: TrainConfig, path: str | None) -> tuple[Corpus, ...]:
+    """The corpora of --data, else of the run, else the embedded corpus."""
     if path or cfg.data:
-        return open_dataset(path or cfg.data)
-    return prepare_embedded(documents=cfg.documents, report=lambda *line: None)
+        return open_corpora(path or cfg.data)
+    embedded = prepare_embedded(documents=cfg.documents, report=lambda *line: None)
+    return (Corpus(EMBEDDED, embedded, Fraction(1)),)
 
 
 def check_context(given: int, dataset: Dataset):

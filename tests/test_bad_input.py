@@ -145,6 +145,20 @@ train --init_from {folder}
 train --data /nonexistent
 train --data {text}
 train --data {folder}
+train --data {data}:0.5
+train --data {data}:0.5,{data}:0.5
+train --data {data}:0.5,/nonexistent:0.5
+train --data {data}:0.5,{other}:0.5
+train --data {data}:0.5,{other}:0.6
+train --data {data}:half,{other}:0.5
+train --data {data}:0.33333,{other}:0.66667
+train --data {data},{other}
+train --data /nonexistent.toml
+train --data {no_shares}
+train --long_fraction 1.5
+train --long_fraction nan
+train --long_fraction 0.33333
+train --long_fraction 0.5 --context_length 65536
 train --documents lines
 train --device gpu
 train --device cuda
@@ -363,11 +377,12 @@ def names(tmp_path_factory) -> dict[str, Path]:
         torn_gz=b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03K",
         twice="lr = 1e-3\nlearning_rate = 1e-4\n",
         unknown="contxt_length = 3\n",
+        no_shares="[corpora]\n",
         wrong_type="lr = true\n",
         huge="seed = 99999999999999999999\n",
         torn="lr = ",
     )
-    endings = dict(broken_jsonl=".jsonl", good_jsonl=".jsonl", torn_gz=".txt.gz")
+    endings = dict(broken_jsonl=".jsonl", good_jsonl=".jsonl", torn_gz=".txt.gz", no_shares=".toml")
     for name, content in contents.items():
         path = folder / f"{name}{endings.get(name, '')}"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

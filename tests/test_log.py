@@ -72,7 +72,7 @@ def test_a_terminal_gets_a_bar(logger, monkeypatch):
 def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys):
     shown = logger()
     shown.step(record(1, 5.0))
-    shown.validation(1, 2.0, 77)
+    shown.validation(1, [log.Validation("a", 1.0, 2.0, 77)])
     shown.step(record(2, 4.0))
     found = records(tmp_path)[1]
     assert found.pop("time") > 1e9
@@ -90,13 +90,13 @@ def test_a_resumed_run_drops_steps_and_validations_after_its_checkpoint(logger, 
     shown = logger()
     for step in (1, 2, 3):
         shown.step(record(step))
-        shown.validation(step, 2.0, 7)
+        shown.validation(step, [log.Validation("a", 1.0, 2.0, 7)])
     shown.close()
     logger(first_step=2).close()
     assert [one["step"] for one in records(tmp_path)] == [1, 1, 2, 2]
 
 
 def test_a_validation_that_is_not_finite_is_null(logger, tmp_path):
-    logger().validation(1, math.nan, 7)
+    logger().validation(1, [log.Validation("a", 1.0, math.nan, 7)])
     (found,) = records(tmp_path)
     assert found["validation_loss"] is None and found["validation_perplexity"] is None

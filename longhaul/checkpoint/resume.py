@@ -13,7 +13,7 @@ import torch
 
 from data import order
 from data.dataset import Dataset
-from data.loader import Loader
+from data.loader import Order
 from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
@@ -176,14 +176,33 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
         )
 
 
-def check_position(checkpoint: Checkpoint, loader: Loader):
-    """CheckpointError unless the data position is where the checkpoint's step begins."""
-    expected = loader.state(checkpoint.step, recorded_skips(checkpoint))
+def check_position(checkpoint: Checkpoint, rows: Order, cfg: TrainConfig):
+    """CheckpointError unless the data position is where the checkpoint's step begins; ValueError if
+    corpora have other shares than it was trained with and --override_settings is not given.
+    """
+    expected = rows.state(checkpoint.step, recorded_skips(checkpoint))
+    before = checkpoint.data.get("shares")
+    now = expected.get("shares")
+    if before != now:
+        if not cfg.override_settings and checkpoint.step < cfg.max_steps:
+            raise ValueError(
+                f"the checkpoint was trained with other shares of the data (recorded "
+                f"{shares_in_words(before)}, now {shares_in_words(now)}): give those, or add "
+                "--override_settings to change them"
+            )
+        return
     if checkpoint.data != expected:
         raise CheckpointError(
             f"the checkpoint of step {checkpoint.step} has the data position {checkpoint.data}, "
             f"not {expected}: use another checkpoint"
         )
+
+
+def shares_in_words(shares: object) -> str:
+    """The shares of a data position, as a checkpoint keeps them."""
+    if not isinstance(shares, dict):
+        return "one corpus"
+    return ", ".join(f"{name} {share}" for name, share in shares.items())[:200]
 
 
 def recorded_skips(checkpoint: Checkpoint) -> order.Ranges:

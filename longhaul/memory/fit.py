@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from data.dataset import open_dataset
+from data.mixture import open_corpora
 from data.progress import duration
 from longhaul.config import TrainConfig
 from longhaul.memory.plan import Plan, command, plan
@@ -257,7 +257,7 @@ def _vocabulary(cfg: TrainConfig) -> int:
     """--vocab_size of a smaller preset: its own, or as asked, or as large as the data needs."""
     if not cfg.data:
         return 0
-    return cfg.vocab_size or open_dataset(cfg.data).vocab_size
+    return cfg.vocab_size or open_corpora(cfg.data)[0].dataset.vocab_size
 
 
 def _preset(cfg: TrainConfig, size: str, vocabulary: int) -> dict:

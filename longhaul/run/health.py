@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from data.loader import Loader
-from data.order import format_ranges, merged, parse_ranges, ranges_of, remaining_position
+from data.loader import Order
+from data.order import format_ranges, merged, parse_ranges, ranges_of
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
@@ -96,7 +96,7 @@ class Health:
     def __init__(
         self,
         state: TrainState,
-        loader: Loader,
+        loader: Order,
         folder: Path,
         command: Callable[[TrainConfig], str],
         skipped: Iterable[int] = (),
@@ -144,8 +144,7 @@ class Health:
         resume = "auto"
         start = 0
         for path in sorted(self.folder.glob("step-????????")):
-            index = int(path.name[5:]) * self.loader.global_batch_rows
-            first = remaining_position(index, self.loader.skip)
+            first = self.loader.first_position(int(path.name[5:]))
             if first < ranges[-1][1]:
                 start = first
                 resume = str(path)
@@ -231,7 +230,7 @@ class Health:
             "rows": positions,
             "plan_rows": [self.loader.row_index(position) for position in positions],
             "ranks": ranks,
-            "dataset": self.loader.dataset.fingerprint,
+            "dataset": self.loader.fingerprint,
         }
         metadata = {name: json.dumps(value) for name, value in about.items()}
         try:

@@ -13,8 +13,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -150,6 +151,15 @@ class Lines:
 # ---- the log of a run
 
 
+class Validation(NamedTuple):
+    """The mean loss of a corpus in nats over so many tokens, and the corpus's share of the data."""
+
+    name: str
+    share: float
+    loss: float
+    tokens: int
+
+
 class Logger:
     """Rank 0's log of a run; on other ranks (`active` is false) every call does nothing."""
 
@@ -186,16 +196,26 @@ class Logger:
         self.scalars(record["step"], figures)
         self.progress.step(record)
 
-    def validation(self, step: int, loss: float, tokens: int):
-        """Report a validation: the mean loss in nats over so many tokens."""
+    def validation(self, step: int, found: Sequence[Validation]):
+        """Report a validation: the loss of each corpus, and their mean with the corpora's shares as
+        weights.
+        """
         if not self.active:
             return
+        total = sum(one.share for one in found)
+        loss = sum(one.share * one.loss for one in found) / total
+        tokens = sum(one.tokens for one in found)
         figures = {"loss": loss, "perplexity": perplexity(loss)}
+        if len(found) > 1:
+            figures |= {f"loss/{one.name}": one.loss for one in found}
+
         named = {f"validation_{name}": value for name, value in figures.items()}
         record = {"step": step} | named | {"validation_tokens": tokens, "time": time.time()}
         self._append(record)
         self.scalars(step, {f"validation/{name}": value for name, value in figures.items()})
         self.say(f"step {step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
+        if len(found) > 1:
+            self.say("  " + ", ".join(f"{one.name} {one.loss:.4f}" for one in found))
 
     def _append(self, record: dict):
         """Write a line of metrics.jsonl."""

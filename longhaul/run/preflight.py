@@ -7,16 +7,19 @@ on, is done by rank 0 for all (`dist.on_rank0`).
 """
 
 import dataclasses
+import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 
-from data import corpus, order
+from data import corpus, mixture, order
 from data.dataset import Dataset, check_vocab, open_dataset
-from data.loader import Loader
+from data.loader import Order
+from data.mixture import Corpus
 from files import durable, untrusted
 from longhaul import dist
 from longhaul.checkpoint import load, resume
@@ -42,12 +45,17 @@ class Ready:
     world: dist.World
     device: torch.device
     folder: Path
-    dataset: Dataset
-    loader: Loader
+    corpora: tuple[Corpus, ...]
+    loader: Order
     checkpoint: Checkpoint | None  # that the run continues; None for a new run
     weights: start.Start | None  # that a new run takes; None for random ones
     identity: dict
     command: Command
+
+    @property
+    def dataset(self) -> Dataset:
+        """The first corpus, with whose tokenizer all were made."""
+        return self.corpora[0].dataset
 
     @property
     def finished(self) -> bool:
@@ -60,9 +68,10 @@ def preflight(
 ) -> Ready:
     """Check everything, take the run's folder, and return what training needs."""
     folder = Path(cfg.output_dir)
-    dataset = open_data(cfg, world)
+    corpora = open_data(cfg, world)
+    dataset = corpora[0].dataset
     config = model_config(cfg, dataset, world)
-    identity = resume.identity(cfg, config, dataset)
+    identity = resume.identity(cfg, config, dataset) | {"dataset": mixture.fingerprint(corpora)}
     record = resume.read_record(folder)
 
     # one rank verifies hashes and may rename what is damaged; all ranks then read the manifest
@@ -72,10 +81,10 @@ def preflight(
     cfg = with_recorded_batch(cfg, checkpoint, world)
     cfg = resume.with_skips(checkpoint, cfg)
 
-    loader = training_rows(cfg, dataset, world)
+    loader = training_rows(cfg, corpora, world)
     if checkpoint is not None:
-        resume.check_position(checkpoint, loader)
-    stamps = dist.on_rank0(lambda: verify_data(dataset, record), world)
+        resume.check_position(checkpoint, loader, cfg)
+    stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
 
     ready = Ready(
         cfg=cfg,
@@ -83,7 +92,7 @@ def preflight(
         world=world,
         device=device,
         folder=folder,
-        dataset=dataset,
+        corpora=corpora,
         loader=loader,
         checkpoint=checkpoint,
         weights=weights,
@@ -107,15 +116,16 @@ def preflight(
 # ---- data and model
 
 
-def open_data(cfg: TrainConfig, world: dist.World) -> Dataset:
-    """The dataset of --data, or the embedded corpus, which rank 0 prepares for all."""
+def open_data(cfg: TrainConfig, world: dist.World) -> tuple[Corpus, ...]:
+    """The corpora of --data, or the embedded corpus, which rank 0 prepares for all."""
     if cfg.data:
-        return open_dataset(cfg.data)
+        return mixture.open_corpora(cfg.data)
 
     def prepare() -> str:
         return str(corpus.prepare_embedded(documents=cfg.documents).path)
 
-    return open_dataset(dist.on_rank0(prepare, world))
+    embedded = open_dataset(dist.on_rank0(prepare, world))
+    return (Corpus(mixture.EMBEDDED, embedded, Fraction(1)),)
 
 
 def model_config(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> ModelConfig:
@@ -174,21 +184,41 @@ def starting_weights(
     return start.read(dist.on_rank0(intact, world))
 
 
-def verify_data(dataset: Dataset, record: dict | None) -> dict:
+def verify_data(corpora: Sequence[Corpus], record: dict | None) -> dict:
     """Hash the data's files, except those that have not changed since this run last did."""
-    known = record.get("data_stamps") if record else None
-    return durable.retried(lambda: dataset.verify(known), dataset.path)
+    known = (record or {}).get("data_stamps") or {}
+    stamps = {}
+    for one in corpora:
+        # the files of several datasets have the same names
+        prefix = f"{one.name}/" if len(corpora) > 1 else ""
+        own = {
+            name.removeprefix(prefix): stamp
+            for name, stamp in known.items()
+            if name.startswith(prefix)
+        }
+        found = durable.retried(functools.partial(one.dataset.verify, own), one.dataset.path)
+        stamps |= {prefix + name: stamp for name, stamp in found.items()}
+    return stamps
 
 
-def training_rows(cfg: TrainConfig, dataset: Dataset, world: dist.World) -> Loader:
+def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:
     """The rows of the training split, in their order."""
-    return Loader(
-        dataset,
+    return mixture.order(
+        corpora,
         cfg.context_length,
         cfg.rows_per_step(world.size),
         seed=cfg.seed,
         skip=order.parse_ranges(cfg.skip_rows),
+        split=long_documents(cfg),
     )
+
+
+def long_documents(cfg: TrainConfig) -> mixture.Split | None:
+    """What --long_fraction asks for: documents that fill a row have that share of the rows."""
+    if not cfg.long_fraction:
+        return None
+    share = 1 - Fraction(str(cfg.long_fraction))
+    return mixture.Split(cfg.context_length - 1, share)
 
 
 # ---- the checkpoint to continue
@@ -291,10 +321,7 @@ def announce(ready: Ready):
     if ready.weights is not None:
         print("\n".join(start.announcement(ready.weights, cfg)))
 
-    context = ready.loader.effective_context()
-    warnings = cfg.warnings()
-    if context.warning:
-        warnings.append(context.warning)
+    warnings = cfg.warnings() + ready.loader.warnings()
     slow = attention_kind(ready.config).warning(ready.config, ready.device)
     if slow:
         warnings.append(slow)
@@ -307,13 +334,7 @@ def announce(ready: Ready):
         f"{ready.config.logits_gib(*shape):.2f} GiB per rank and micro-batch; threshold "
         f"{ready.config.logits_threshold_gib:g} GiB)"
     )
-    split = ready.loader.split
-    print(
-        f"data: {split.num_tokens:,} tokens, {ready.loader.rows_per_epoch:,} rows of "
-        f"{cfg.context_length:,}, half of the tokens in pieces of {context.p50:,} or more; "
-        f"unigram entropy {split.unigram_entropy:.3f} nats",
-        flush=True,
-    )
+    print("\n".join(ready.loader.summary(cfg.max_steps)), flush=True)
 
 
 def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):

@@ -1,0 +1,402 @@
+"""Several corpora in fixed shares, as a pure function of the position.
+
+`--data web:0.5,books:0.3,code:0.2` gives each corpus its share of the rows, and so of the tokens:
+every row has T of them. Shares are exact decimals, so the turns of the corpora repeat after a
+period of a few thousand rows at most. `Turns` computes one period by the rule of Tijdeman (1980,
+"The chairman assignment problem"): of the corpora that are behind their share by 1 / (2n - 2) rows
+or more, that one is next which would otherwise be a whole row late first. Simply taking the corpus
+with the largest deficit drifts by more than a row if there are many corpora; this rule keeps each
+of n corpora within 1 - 1 / (2n - 2) rows of its share at every position.
+
+Position p then belongs to one corpus, whose row is the one after those that it had before p. There
+is no state beyond the position, and the number of ranks plays no part.
+
+`long_share` and `short_share` split every corpus by the length of its documents, and each part is
+packed and ordered by itself, like a corpus.
+"""
+
+import functools
+import hashlib
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.dataset import Dataset, open_dataset
+from data.loader import Batch, Loader, Order
+from data.order import Ranges
+
+DECIMALS = 4  # of a share
+EMBEDDED = "embedded corpus"
+ENDLESS = 2**62  # tokens of a document: more than any has
+LONGEST_PERIOD = 10**6
+SHARE = re.compile(rf"\d{{0,3}}(\.\d{{0,{DECIMALS}}})?")
+
+
+# ---- what --data says
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A dataset and its share of the rows; `name` is the last part of its path."""
+
+    name: str
+    dataset: Dataset
+    share: Fraction
+
+
+def is_mixture(data: str) -> bool:
+    """Whether --data names several corpora, with their shares or in a TOML file."""
+    if not data or Path(data).is_dir():
+        return False
+    return data.endswith(".toml") or ":" in data or "," in data
+
+
+def parse(data: str) -> dict[str, Fraction]:
+    """{folder: share} of a mixture such as "web:0.5,books:0.5", or of a TOML file whose keys are
+    folders.
+
+    Raises ValueError for a share that is no decimal, a folder that is named twice, and shares that
+    do not sum to 1.
+    """
+    pairs = _of_toml(Path(data)) if data.endswith(".toml") else _of_words(data)
+    shares: dict[str, Fraction] = {}
+    for folder, share in pairs:
+        if folder in shares:
+            raise ValueError(f"--data {data} names {folder} twice: keep one")
+        shares[folder] = _share(data, folder, share)
+
+    total = sum(shares.values())
+    if total != 1:
+        nearest = ",".join(f"{name}:{share}" for name, share in _scaled(shares).items())
+        raise ValueError(
+            f"--data {data}: the shares sum to {float(total):g}: give shares that sum to 1, "
+            f"such as {nearest}"
+        )
+    return shares
+
+
+def _of_words(data: str) -> list[tuple[str, str]]:
+    pairs = []
+    for word in data.split(","):
+        folder, colon, share = word.rpartition(":")
+        if not colon or not folder:
+            raise ValueError(
+                f"--data {data}: {word!r} has no share: give FOLDER:SHARE,FOLDER:SHARE, such as "
+                "web:0.5,books:0.5"
+            )
+        pairs.append((folder, share))
+    return pairs
+
+
+def _of_toml(path: Path) -> list[tuple[str, str]]:
+    """The pairs of a file with lines such as `"data/web" = 0.5`, all at its top or in a table."""
+    wanted = 'give a TOML file with a line such as "data/web" = 0.5 for each corpus'
+    try:
+        # as text, because a float has already rounded what was written
+        table = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=str)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--data {path}: {error}: {wanted}") from None
+
+    entries = list(table.items())
+    if len(entries) == 1 and isinstance(entries[0][1], dict):
+        entries = list(entries[0][1].items())
+    if not entries:
+        raise ValueError(f"--data {path} names no corpus: {wanted}")
+    return [(folder, str(share)) for folder, share in entries]
+
+
+def _share(data: str, folder: str, text: str) -> Fraction:
+    if not SHARE.fullmatch(text) or not any(digit in text for digit in "123456789"):
+        raise ValueError(
+            f"--data {data}: the share of {folder} is {text[:40]!r}: give a decimal between 0 and "
+            f"1 with at most {DECIMALS} digits behind the point"
+        )
+    return Fraction(f"0{text}" if text.startswith(".") else text.rstrip("."))
+
+
+def _scaled(shares: dict[str, Fraction]) -> dict[str, float]:
+    """Shares in the same ratios that sum to 1, rounded; the largest takes what rounding leaves."""
+    unit = 10**DECIMALS
+    total = sum(shares.values())
+    counts = {name: max(1, round(share / total * unit)) for name, share in shares.items()}
+    largest = max(counts, key=counts.get)
+    counts[largest] += unit - sum(counts.values())
+    return {name: count / unit for name, count in counts.items()}
+
+
+def open_corpora(data: str) -> tuple[Corpus, ...]:
+    """The corpora of --data, or the only one, opened.
+
+    Raises ValueError if one is missing, or has another tokenizer than the first.
+    """
+    if not is_mixture(data):
+        return (Corpus(Path(data).name, open_dataset(data), Fraction(1)),)
+
+    shares = parse(data)
+    names = [Path(folder).name for folder in shares]
+    corpora = []
+    for folder, name in zip(shares, names, strict=True):
+        unique = name if names.count(name) == 1 else folder
+        corpora.append(Corpus(unique, open_dataset(folder), shares[folder]))
+
+    first = corpora[0].dataset
+    for corpus in corpora[1:]:
+        check_same_ids(first, corpus.dataset)
+    return tuple(corpora)
+
+
+def check_same_ids(first: Dataset, other: Dataset) -> None:
+    """Raise ValueError unless an id means the same in both datasets."""
+    if _meaning_of_ids(first) == _meaning_of_ids(other):
+        return
+    remedy = f"prepare both with one tokenizer: add --tokenizer {first.tokenizer_path}"
+    if first.tokenizer_path is None:
+        remedy = "write both with the same ids"
+    raise ValueError(f"{first.path} and {other.path} have different tokenizers: {remedy}")
+
+
+def _meaning_of_ids(dataset: Dataset) -> tuple:
+    return dataset.tokenizer_sha256, dataset.vocab_size, dataset.eod_id
+
+
+def fingerprint(corpora: Sequence[Corpus]) -> str:
+    """SHA-256 of all corpora in their order; of an only one, its own."""
+    hashes = [corpus.dataset.fingerprint for corpus in corpora]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+# ---- whose turn it is
+
+
+class Turns:
+    """Position -> (corpus, how many turns that corpus had before), for shares that sum to 1.
+
+    Raises ValueError if the turns would repeat only after more than LONGEST_PERIOD positions.
+    """
+
+    def __init__(self, shares: Sequence[Fraction]):
+        self.period = math.lcm(*[share.denominator for share in shares])
+        if self.period > LONGEST_PERIOD:
+            raise ValueError(
+                f"the shares {', '.join(str(float(share)) for share in shares)} repeat only after "
+                f"{self.period:,} rows: give shares with fewer digits behind the point"
+            )
+        self.per_period = [int(share * self.period) for share in shares]
+        self.corpus = _one_period(tuple(self.per_period))
+
+        # how many turns the corpus of each place had before it, and where its turns are
+        self.before = np.zeros(self.period, dtype=np.int64)
+        self.places = []
+        for corpus, rows in enumerate(self.per_period):
+            places = np.flatnonzero(self.corpus == corpus)
+            self.before[places] = np.arange(rows)
+            self.places.append(places)
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Whose turn it is, and how many it had before."""
+        periods, place = divmod(position, self.period)
+        corpus = int(self.corpus[place])
+        return corpus, periods * self.per_period[corpus] + int(self.before[place])
+
+    def counts(self, position: int) -> list[int]:
+        """The turns of each corpus before a position."""
+        periods, place = divmod(position, self.period)
+        return [
+            periods * rows + int(places.searchsorted(place))
+            for rows, places in zip(self.per_period, self.places, strict=True)
+        ]
+
+
+@functools.cache
+def _one_period(rows: tuple[int, ...]) -> np.ndarray:
+    """The corpus of each place of a period in which corpus i has rows[i] places, int64 [period].
+
+    All is in units of 1 / (slack * period) rows, so that the arithmetic is exact.
+    """
+    period = sum(rows)
+    slack = max(1, 2 * len(rows) - 2)
+    late = (slack - 1) * period  # how far behind its share a corpus may be
+
+    deficits = [0] * len(rows)
+    turns = np.empty(period, dtype=np.int64)
+    for place in range(period):
+        chosen = -1
+        room = 0  # of the corpus that is chosen, until it is late
+        for corpus, share in enumerate(rows):
+            deficits[corpus] += slack * share
+            if deficits[corpus] < period:  # not yet behind by 1 / slack
+                continue
+            # it is late after (late - deficit) / share positions; compared without a division
+            own_room = late - deficits[corpus]
+            if chosen < 0 or own_room * rows[chosen] < room * share:
+                chosen = corpus
+                room = own_room
+        deficits[chosen] -= slack * period
+        turns[place] = chosen
+    return turns
+
+
+# ---- the parts of a corpus
+
+
+class Part(NamedTuple):
+    """A corpus, or those of its documents that have so many tokens, and its share of the rows."""
+
+    name: str
+    corpus: Corpus
+    share: Fraction
+    lengths: range | None = None
+
+
+class Split(NamedTuple):
+    """Documents of at most `tokens` tokens have a share of their own."""
+
+    tokens: int
+    short_share: Fraction
+
+
+def parts(corpora: Sequence[Corpus], split: Split | None = None) -> list[Part]:
+    """The corpora, each in two parts if there is a `split`."""
+    if split is None:
+        return [Part(corpus.name, corpus, corpus.share) for corpus in corpora]
+
+    found = []
+    for corpus in corpora:
+        for name, lengths, share in (
+            ("short", range(1, split.tokens + 1), split.short_share),
+            ("long", range(split.tokens + 1, ENDLESS), 1 - split.short_share),
+        ):
+            found.append(Part(f"{corpus.name} {name}", corpus, corpus.share * share, lengths))
+    return [part for part in found if part.share]
+
+
+# ---- the rows
+
+
+class Mixture(Order):
+    """The rows of several parts in their shares, at one context length.
+
+    Raises ValueError if a part has no documents, or the shares no short period.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        context_length: int,
+        global_batch_rows: int,
+        seed: int = 0,
+        skip: Ranges = (),
+    ):
+        self.corpora = list(dict.fromkeys(part.corpus for part in parts))
+        super().__init__(context_length, global_batch_rows, seed, skip, fingerprint(self.corpora))
+        self.parts = parts
+        self.turns = Turns([part.share for part in parts])
+        self.loaders = [_loader(part, context_length, seed) for part in parts]
+
+    @property
+    def shares(self) -> dict[str, str]:
+        """The share of each part, as a fraction in words."""
+        return {part.name: str(part.share) for part in self.parts}
+
+    def state(self, step: int, skip: Ranges | None = None) -> dict:
+        """{seed, position, shares}, and "skip"."""
+        skip = self.skip if skip is None else skip
+        position = self.first_position(step, skip)
+        state = {"seed": self.seed, "position": position, "shares": self.shares}
+        if skip:
+            state["skip"] = [list(span) for span in skip]
+        return state
+
+    def row_index(self, position: int) -> tuple[str, int]:
+        """The part that a position belongs to, and the row of its plan."""
+        number, turn = self.turns.at(position)
+        return self.parts[number].name, self.loaders[number].row_index(turn)
+
+    def fill(self, row: Batch, position: int) -> None:
+        """Write the row at a global position into the arrays [T] of `row`."""
+        number, turn = self.turns.at(position)
+        self.loaders[number].fill(row, turn)
+
+    def tokens_seen(self, step: int) -> dict[str, int]:
+        """Tokens of each part before a step, padding included."""
+        counts = self.rows_seen(step)
+        return {
+            part.name: n * self.context_length for part, n in zip(self.parts, counts, strict=True)
+        }
+
+    def rows_seen(self, step: int) -> list[int]:
+        """Rows of each part before a step."""
+        position = self.first_position(step)
+        counts = self.turns.counts(position)
+        for begin, end in self.skip:
+            left_out = zip(
+                self.turns.counts(min(end, position)),
+                self.turns.counts(min(begin, position)),
+                strict=True,
+            )
+            counts = [count - (b - a) for count, (b, a) in zip(counts, left_out, strict=True)]
+        return counts
+
+    def summary(self, steps: int) -> list[str]:
+        """A line for each part, with its epochs after so many steps."""
+        seen = self.rows_seen(steps)
+        lines = []
+        for part, loader, rows in zip(self.parts, self.loaders, seen, strict=True):
+            epochs = rows / loader.rows_per_epoch
+            lines.append(
+                f"data: {float(part.share):7.2%} {part.name}: {loader.split.num_tokens:,} tokens, "
+                f"{loader.rows_per_epoch:,} rows of {self.context_length:,}, "
+                f"{epochs:.2f} epochs in {steps:,} steps; half of the tokens in pieces of "
+                f"{loader.effective_context().p50:,} or more"
+            )
+        return lines
+
+    def warnings(self) -> list[str]:
+        """Nothing: in a mixture, short documents are there on purpose, and the summary says how
+        long they are.
+        """
+        return []
+
+
+def order(
+    corpora: Sequence[Corpus],
+    context_length: int,
+    global_batch_rows: int,
+    seed: int = 0,
+    skip: Ranges = (),
+    split: Split | None = None,
+) -> Order:
+    """A Loader for one corpus that is not split, otherwise a Mixture."""
+    if len(corpora) == 1 and split is None:
+        dataset = corpora[0].dataset
+        return Loader(dataset, context_length, global_batch_rows, seed=seed, skip=skip)
+    return Mixture(parts(corpora, split), context_length, global_batch_rows, seed, skip)
+
+
+def _loader(part: Part, context_length: int, seed: int) -> Loader:
+    """The rows of one part; ValueError naming it if it has no documents."""
+    if part.lengths is not None:
+        lengths = part.corpus.dataset.split("train").lengths
+        if not ((lengths >= part.lengths.start) & (lengths < part.lengths.stop)).any():
+            raise ValueError(_no_documents(part, lengths))
+    return Loader(part.corpus.dataset, context_length, 1, seed=seed, lengths=part.lengths)
+
+
+def _no_documents(part: Part, lengths: np.ndarray) -> str:
+    tokens = f"of {part.lengths.start:,} tokens or more"
+    if part.lengths.start == 1:
+        tokens = f"of fewer than {part.lengths.stop:,} tokens"
+    return (
+        f"{part.corpus.dataset.path} has no document {tokens} (they have {lengths.min():,} to "
+        f"{lengths.max():,}): give each corpus its share by --data FOLDER:SHARE,FOLDER:SHARE, "
+        "without --long_fraction and --short_fraction"
+    )

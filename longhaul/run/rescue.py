@@ -196,24 +196,26 @@ class Rescue:
 
     def _save(self) -> NoReturn:
         """Save the state on all ranks, and end the process."""
+        code = 1
         try:
-            code = self._save_and_say()
-        except RuntimeError as error:  # perhaps a collective failed, because a rank is gone
-            code = self._lost_or_bug(error)
-        except BaseException as error:
-            code = self._bug(error)
-        os._exit(code)
+            code = self._save_or_lost()
+        finally:
+            if code == 1:  # a bug, whose traceback nobody else would print
+                traceback.print_exc()
+            os._exit(code)
 
-    def _lost_or_bug(self, error: RuntimeError) -> int:
-        lost = self.guard.heartbeat and self.guard.heartbeat.lost()
-        if not lost:
-            return self._bug(error)
-        self.guard.leave(lost.exit_code, str(lost))
-        return lost.exit_code
-
-    def _bug(self, error: BaseException) -> int:
-        traceback.print_exception(error)
-        return 1
+    def _save_or_lost(self) -> int:
+        """The exit code of a run that was saved, or of one whose collectives failed because a rank
+        is gone.
+        """
+        try:
+            return self._save_and_say()
+        except RuntimeError:
+            lost = self.guard.heartbeat and self.guard.heartbeat.lost()
+            if not lost:
+                raise
+            self.guard.leave(lost.exit_code, str(lost))
+            return lost.exit_code
 
     def _save_and_say(self) -> int:
         """The exit code of a run that was saved, or of the disk that refused."""

@@ -1,7 +1,8 @@
-"""Says in one line that longhaul is not installed for the Python that runs a command.
+"""What every command does before it imports torch.
 
-Every command imports this module first, before torch, so that a shell in which .venv is not active
-gets a remedy instead of a traceback.
+A shell in which .venv is not active gets a remedy in one line instead of a traceback. CUDA's
+caching allocator, which reads its settings once, gets segments that grow: cut into segments of
+fixed size, the 4B's 87 GiB at 131,072 tokens reserve 107 GiB instead of 90 (computed).
 """
 
 import importlib.util
@@ -10,6 +11,8 @@ import sys
 
 LOWEST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm")
+# torch 2.11 to 2.13 read both names, the older one first
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -46,4 +49,14 @@ def require():
         sys.exit(2)
 
 
+def let_segments_grow():
+    """Ask for expandable segments, unless the user has set the allocator in either way."""
+    if not sys.platform.startswith("linux"):
+        return
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        for name in ALLOCATOR_SETTINGS:
+            os.environ[name] = "expandable_segments:True"
+
+
 require()
+let_segments_grow()

@@ -3,6 +3,8 @@
 Small tensors are faster with one thread, and results then do not depend on the number of cores.
 """
 
+import installed  # noqa: F401  (first: torch reads what it sets only once)
+
 import os
 
 import pytest

@@ -10,6 +10,7 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import advise, fit, plan, solve
 from longhaul.memory.device import card
+from longhaul.memory.estimate import estimate
 from longhaul.memory.fit import Verdict
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
@@ -23,6 +24,16 @@ RUNGS = [
     "offloaded optimizer",
     "head groups",
 ]
+
+
+@pytest.fixture(autouse=True)
+def reserved_by_the_closed_form(monkeypatch):
+    """No simulation: tests/test_reserve.py has what the allocator reserves."""
+
+    def live(cfg, ranks, capacity):
+        return estimate(cfg, cfg.model(), ranks).peak
+
+    monkeypatch.setattr(plan.reserve, "reserved", live)
 
 
 def planned(available: float) -> plan.Plan:

@@ -37,6 +37,16 @@ CPU = torch.device("cpu")
 SPARSE = pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
 
 
+@pytest.fixture(autouse=True)
+def reserved_by_the_closed_form(monkeypatch):
+    """No simulation: tests/test_reserve.py has what the allocator reserves."""
+
+    def live(cfg, ranks, capacity):
+        return estimate(cfg, cfg.model(), ranks).peak
+
+    monkeypatch.setattr(planner.reserve, "reserved", live)
+
+
 def peak(**changes) -> float:
     cfg = dataclasses.replace(BIG, **changes)
     return estimate(cfg, cfg.model()).peak / GIB

@@ -19,6 +19,7 @@ from longhaul.memory import history, reconcile
 from longhaul.memory.deep import profile
 from longhaul.memory.device import CUBLAS_WORKSPACES, CUDA_CONTEXT, Demand, waterfall
 from longhaul.memory.measure import peak_bytes
+from longhaul.memory.reserve import expandable_segments
 from longhaul.memory.simulate import row_batch
 from longhaul.memory.workspace import DECLARED, Workspaces
 from model import GIB
@@ -192,7 +193,8 @@ def one_configuration(run: Run, place: Place, cfg: TrainConfig, words: str):
 
 def on_device(demand: Demand, measured: dict) -> dict:
     """What only a GPU has: segments, and what the driver counts."""
-    reserved, device = demand.classic.peak_reserved, dict(waterfall(demand.classic))["device"]
+    found = demand.expandable if expandable_segments() else demand.classic
+    reserved, device = found.peak_reserved, dict(waterfall(found))["device"]
     return {
         "reserved predicted, GiB": reserved / GIB,
         "reserved, GiB": measured["reserved_peak_bytes"] / GIB,
@@ -313,9 +315,11 @@ def allocator(run: Run, place: Place, cfg: TrainConfig, words: str):
             f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were "
             "allocated before its history began"
         )
-    found = history.curves(history.record(cfg, place.device))
+    found = history.curves(history.record(cfg, place.device), expandable_segments())
     real, model = max(found.real), max(found.model)
-    predicted = Demand.of(profile(cfg, 1, "cuda").trace).classic.peak_reserved
+    demand = Demand.of(profile(cfg, 1, "cuda").trace)
+    replayed = demand.expandable if expandable_segments() else demand.classic
+    predicted = replayed.peak_reserved
     run.row(
         ALLOCATOR,
         **{

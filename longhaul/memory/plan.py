@@ -1,7 +1,8 @@
 """What a run needs, compared with what this machine has, before anything is allocated.
 
-Memory comes from the closed form in estimate.py, so that a plan is instant. The time on a CPU comes
-from a measurement of half a second on this machine (flops.py).
+Memory comes from the closed form in estimate.py, so that a plan is instant. On a GPU, a plan whose
+live bytes fit is also simulated, because what the allocator reserves for them decides (reserve.py).
+The time on a CPU comes from a measurement of half a second on this machine (flops.py).
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
 from longhaul.flops import step_seconds, time_words
+from longhaul.memory import reserve
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, estimate
 from longhaul.parallel import context
 from longhaul.run import start
@@ -41,10 +43,28 @@ class Plan:
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
 
     @property
+    def hidden_gib(self) -> float:
+        """The memory of one rank's process or CUDA context, which no tensor shows."""
+        return PROCESS_GIB if self.device.type == "cpu" else CUDA_CONTEXT_GIB
+
+    @property
+    def least_gib(self) -> float:
+        """What one rank needs without doubt: its live bytes at the peak, and what is hidden."""
+        return self.estimate.peak / GIB + self.hidden_gib
+
+    @property
     def needed_gib(self) -> float:
-        """One rank's peak, and the memory of its process or CUDA context, which no tensor shows."""
-        hidden = PROCESS_GIB if self.device.type == "cpu" else CUDA_CONTEXT_GIB
-        return self.estimate.peak / GIB + hidden
+        """What one rank needs: on a GPU what the allocator reserves for its live bytes."""
+        if self.device.type == "cpu":
+            return self.least_gib
+        return self.reserved_gib + self.hidden_gib
+
+    @cached_property
+    def reserved_gib(self) -> float:
+        """What the GPU's allocator reserves; simulated, in one to three seconds."""
+        capacity = int((self.available_gib - self.hidden_gib) * GIB)
+        cfg = dataclasses.replace(self.cfg, device=self.device.type)
+        return reserve.reserved(cfg, self.world.size, max(0, capacity)) / GIB
 
     @property
     def host_gib(self) -> float:
@@ -59,9 +79,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether one rank's device, and the host if levers use it, hold the run."""
-        if self.needed_gib > self.available_gib:
+        if self.least_gib > self.available_gib:
             return False
-        return not self.estimate.host or self.host_gib <= self.host_available_gib
+        if self.estimate.host and self.host_gib > self.host_available_gib:
+            return False
+        return self.needed_gib <= self.available_gib  # last, because it may be simulated
 
     @cached_property
     def seconds(self) -> float:
@@ -79,10 +101,15 @@ class Plan:
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""
+        if self.least_gib > self.available_gib:
+            return (
+                f"each rank needs {self.least_gib:.1f} GiB "
+                f"and {self.available_gib:.1f} GiB are available"
+            )
         if self.needed_gib > self.available_gib:
             return (
-                f"each rank needs {self.needed_gib:.1f} GiB "
-                f"and {self.available_gib:.1f} GiB are available"
+                f"each rank needs {self.needed_gib:.1f} GiB, because the allocator reserves "
+                f"{self.reserved_gib:.1f} GiB, and {self.available_gib:.1f} GiB are available"
             )
         return (
             f"levers need {self.host_gib:.1f} GiB of host memory per rank "
@@ -103,6 +130,10 @@ class Plan:
             rows.append(_row(stage, size / GIB))
             if self.asked.plan and stage == self.estimate.peak_stage:
                 rows += self._terms(stage)
+        if self.device.type != "cpu":
+            rows.append(_row("live at the peak", self.estimate.peak / GIB))
+            kind = "expandable" if reserve.expandable_segments() else "classic"
+            rows.append(_row("reserved for it", self.reserved_gib, f", in {kind} segments"))
         rows.append(_row("needed", self.needed_gib, f" (peak: {self.estimate.peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.estimate.host:
@@ -260,19 +291,23 @@ def _with_ranks_per_row(
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
     """The first plan below what one rank should take, else the first that fits, else the first."""
     unshared = plans[0]
+    if len(plans) == 1:
+        return unshared
     limit = unshared.available_gib
     reason = "that are available"
     if unshared.device.type == "cpu" and limit > CPU_RANK_GIB:
         limit = CPU_RANK_GIB
         reason = "that a rank should take of a CPU's memory"
 
-    fitting = [plan for plan in plans if plan.fits]  # on the device and on the host
-    modest = [plan for plan in fitting if plan.needed_gib <= limit]
-    best = (modest or fitting or plans)[0]
+    fitting = (plan for plan in plans if plan.fits)  # on the device and on the host
+    best = next(fitting, unshared)
+    if best.least_gib > limit:  # on a CPU only
+        best = next((plan for plan in fitting if plan.least_gib <= limit), best)
     if best is unshared:
         return unshared
 
-    why = f"without sharing, a rank needs {unshared.needed_gib:.2f} of the {limit:.2f} GiB {reason}"
+    needed = unshared.needed_gib if unshared.least_gib <= limit else unshared.least_gib
+    why = f"without sharing, a rank needs {needed:.2f} of the {limit:.2f} GiB {reason}"
     return dataclasses.replace(best, sharing=f"{best.sharing}; {why}")
 
 

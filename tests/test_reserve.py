@@ -1,0 +1,110 @@
+"""What a GPU's allocator reserves decides whether a step fits, not what is live."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory import plan as planner
+from longhaul.memory import reserve
+from longhaul.memory.allocator import replay
+from longhaul.memory.deep import whole_trace
+from model import GIB
+
+NAMES = reserve.ALLOCATOR_SETTINGS
+CFG = TrainConfig(model_size="tiny", model_overrides=("num_layers=2",), context_length=16384)
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return whole_trace(dataclasses.replace(CFG, device="cuda"))
+
+
+@pytest.fixture(autouse=True)
+def one_simulation(monkeypatch, trace):
+    reserve._reserved.cache_clear()
+    monkeypatch.setattr(reserve, "whole_trace", lambda cfg, ranks: trace)
+
+
+def planned(available: float) -> planner.Plan:
+    return planner.plan(CFG, CFG.model(), World(), torch.device("cuda"), available)
+
+
+def settings_after_import(**environment) -> list[str]:
+    """What a command has set when it has imported `installed`."""
+    clean = {name: value for name, value in os.environ.items() if name not in NAMES}
+    code = f"import installed, os; print([os.environ.get(name) for name in {NAMES!r}])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=clean | environment, capture_output=True, text=True, check=True
+    )
+    return eval(done.stdout)
+
+
+def test_a_command_asks_for_segments_that_grow_in_both_spellings():
+    assert settings_after_import() == ["expandable_segments:True"] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_user_has_set_counts_more(name):
+    found = dict(zip(NAMES, settings_after_import(**{name: "max_split_size_mb:512"})))
+    assert found == dict.fromkeys(NAMES) | {name: "max_split_size_mb:512"}
+    assert not reserve.expandable_segments({name: "max_split_size_mb:512"})
+    assert reserve.expandable_segments({name: "expandable_segments:True"})
+
+
+def test_every_command_that_trains_imports_it_before_torch():
+    for file in ("train.py", "selfcheck/__init__.py", "benchmarks/__init__.py"):
+        lines = [
+            line
+            for line in Path(file).read_text().splitlines()
+            if line.startswith(("import ", "from "))
+        ]
+        assert lines[0].startswith("import installed"), file
+
+
+def test_a_step_whose_live_bytes_fit_may_reserve_too_much(monkeypatch, trace):
+    monkeypatch.setenv(NAMES[0], "expandable_segments:True")
+    reserves = replay(trace, expandable=True).peak_reserved / GIB
+    hidden = planned(80.0).hidden_gib
+    assert planned(reserves + hidden + 0.001).fits
+
+    short = planned(reserves + hidden - 0.001)
+    assert short.least_gib < short.available_gib
+    assert not short.fits
+    assert "because the allocator reserves" in short.shortage()
+    row = next(line for line in short.table().splitlines() if "reserved for it" in line)
+    assert row.split()[3] == f"{reserves:.2f}" and "expandable" in row
+
+
+def test_classic_segments_give_back_what_is_free_before_they_fail(monkeypatch, trace):
+    for name in NAMES:
+        monkeypatch.setenv(name, "expandable_segments:False")
+    unbounded = replay(trace).peak_reserved
+    live = replay(trace).peak_live
+    assert reserve.reserved(CFG, 1, 80 * GIB) == unbounded
+    assert reserve.reserved(CFG, 1, live // 2) > live // 2
+    within = reserve.reserved(CFG, 1, unbounded - 1)
+    assert within != unbounded
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_process_group_simulates_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """The simulation of several ranks needs a default group, which this process has already."""
+    monkeypatch.setenv(NAMES[0], "expandable_segments:True")
+    cfg = dataclasses.replace(CFG, context_length=256, device="cuda")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        inside = reserve.reserved(cfg, 2, 0)
+    finally:
+        torch.distributed.destroy_process_group()
+    monkeypatch.undo()
+    assert inside == replay(whole_trace(cfg, 2), expandable=True).peak_reserved

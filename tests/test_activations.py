@@ -2,6 +2,7 @@
 heads, alone and together.
 """
 
+import contextlib
 import copy
 import itertools
 
@@ -13,7 +14,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.measure import saved_bytes
 from longhaul.parallel import checkpointing, tiling
-from model import MLP, KVCache, ModelConfig
+from model import MLP, KVCache, ModelConfig, Platform, running_on
 
 T, V = 96, 101
 SPARSE = ("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16")
@@ -198,6 +199,90 @@ def test_offload_moves_every_layer_input_and_gives_it_back(monkeypatch):
     assert [ref() for ref in host.waiting if ref() is not None] == [], (
         "no input outlives its backward"
     )
+
+
+class Elsewhere(Platform):
+    """Tensors of the CPU count as those of a device that has memory of its own."""
+
+    def device(self, x):
+        return torch.device("cuda")
+
+
+class Order:
+    """Stands in for the copying stream and notes in which order work is queued."""
+
+    def __init__(self):
+        self.queued = []
+        self.copies = 0
+        self.copying = False
+
+    @contextlib.contextmanager
+    def after_computation(self):
+        self.queued.append("computation done")
+        self.copying = True
+        yield
+        self.copying = False
+
+    def mark(self):
+        self.copies += 1
+        self.queued.append(f"copy {self.copies}")
+        return self.copies
+
+    def hold_computation(self, mark):
+        self.queued.append(f"wait for {mark}")
+
+
+def three_squares(order, x):
+    """Three offloaded layers; what is queued in the forward and in the backward."""
+    copies = checkpointing.HostCopies(lambda device: order)
+
+    def layer(x):
+        order.queued.append("layer")
+        return x.square()
+
+    with running_on(Elsewhere()):
+        for _ in range(3):
+            x = checkpointing._offloaded(copies, layer, x)
+            x.register_hook(lambda grad: order.queued.append("backward"))
+        forward = order.queued.copy()
+        order.queued.clear()
+        x.sum().backward()
+    return forward, order.queued
+
+
+def test_an_input_leaves_while_its_layer_runs_and_nothing_takes_its_memory_before():
+    forward, _ = three_squares(Order(), torch.ones(1, 2, 2, requires_grad=True))
+    for number, queued in enumerate(zip(*[iter(forward)] * 4), 1):
+        assert sorted(queued[:3]) == ["computation done", f"copy {number}", "layer"]
+        assert queued[3] == f"wait for {number}"
+
+
+def test_an_input_comes_back_one_layer_early_and_not_before_the_layer_above_is_done():
+    x = torch.full((1, 2, 2), 1.5, requires_grad=True)
+    _, backward = three_squares(Order(), x)
+    assert backward == [
+        *("backward", "computation done", "copy 4", "wait for 4", "computation done", "copy 5"),
+        *("backward", "wait for 5", "computation done", "copy 6"),
+        *("backward", "wait for 6"),
+    ]
+    assert torch.equal(x.grad, 8 * x.detach() ** 7)
+
+
+def test_device_memory_of_what_comes_back_belongs_to_the_computation():
+    order = Order()
+
+    class Allocations(TorchDispatchMode):
+        inside = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if order.copying:
+                self.inside.append(func.name())
+            return func(*args, **kwargs or {})
+
+    with Allocations() as seen:
+        three_squares(order, torch.ones(1, 2, 2, requires_grad=True))
+    on_the_host = ["aten::empty.memory_format", "aten::copy_"]
+    assert seen.inside == on_the_host * 3 + ["aten::copy_"] * 3
 
 
 @torch.no_grad()

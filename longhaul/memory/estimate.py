@@ -182,12 +182,16 @@ class Rank:
 
     def _checkpoint(self) -> int:
         """The input of a checkpointed layer, and the output of attention if it is kept."""
-        on_host = self.cfg.offload_activations and self.cfg.device != "cpu"
-        saved = 0 if on_host else self.x
+        saved = 0 if self.offloads_inputs else self.x
         if self.cfg.gradient_checkpointing == "selective":
             kind = attention_kind(self.config)
             saved += kind.output_bytes(self.config, self.N, self.element)
         return saved
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether layer inputs wait in host memory."""
+        return self.cfg.offload_activations and self.cfg.device != "cpu"
 
     @property
     def layer_copy(self) -> int:
@@ -259,11 +263,13 @@ def _around(rank: Rank, index: int) -> Terms:
     if rank.earlier_gradients:
         gradients = 0  # they are added to the earlier ones
     gathers = rank.sharded and index > 0
+    fetches = rank.offloads_inputs and index > 0
     reduces = rank.sharded and later > 0
     return {
         "activations kept by earlier layers": index * rank.kept_by_layer,
         "gradients of later layers": later * gradients,
         "gathered weights of the next layer": rank.element * rank.layer if gathers else 0,
+        "input of the next layer, back from the host": rank.x if fetches else 0,
         "gradients of the last layer, being reduced": FP32 * rank.layer if reduces else 0,
     }
 

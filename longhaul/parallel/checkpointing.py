@@ -6,7 +6,7 @@ checkpoint_layers takes the model and changes no result: what is not kept is com
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -72,34 +72,94 @@ def _offloaded(copies: "HostCopies", forward: Callable[..., Tensor], *args) -> T
     never see what the layer computes again, nor what selective checkpointing keeps.
     """
     with torch.autograd.graph.saved_tensors_hooks(copies.pack, copies.unpack):
-        return forward(*args)
+        y = forward(*args)
+    copies.let_go()
+    return y
+
+
+class InOrder:
+    """Copies of a CPU: each is complete when it returns."""
+
+    def after_computation(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def mark(self) -> None:
+        return None
+
+    def hold_computation(self, mark: None) -> None:
+        pass
+
+
+class OnSecondStream:
+    """Copies of a GPU: a stream of their own runs them while the computing one computes."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def after_computation(self) -> Iterator[None]:
+        """What is queued inside starts when all computation that is queued now is done."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment at which all copies that are queued now are done."""
+        return self.stream.record_event()
+
+    def hold_computation(self, mark: torch.cuda.Event) -> None:
+        """What is computed from now on waits for the mark."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+Copying = InOrder | OnSecondStream
+
+
+def copying_on(device: torch.device) -> Copying:
+    """How copies between the device and the host run."""
+    return OnSecondStream(device) if device.type == "cuda" else InOrder()
 
 
 class HostCopies:
     """Layer inputs [B, T, D] in host memory, from the forward to the backward.
 
-    On CUDA the memory is pinned, and a second stream copies while the first one computes: out while
-    the layer runs, back one layer before the backward needs it. On a CPU the copies are plain.
+    On CUDA the memory is pinned. An input goes out while its layer runs, and comes back while the
+    layer after it runs backward. The host queues work many layers ahead of the device, so memory is
+    bounded by events on the device: a layer's input is freed behind its copy, and the next one's
+    copy begins only when the layer before is done. All device memory belongs to the computing
+    stream. (`record_stream` would keep every input until its event was seen to be complete.)
     """
 
-    def __init__(self):
+    def __init__(self, copying_on: Callable[[torch.device], Copying] = copying_on):
+        self.copying_on = copying_on
+        self.copying: Copying | None = None
         self.waiting: list[weakref.ref] = []  # handles, in the order of the forward
-        self.stream: torch.cuda.Stream | None = None
+        self.leaving: tuple | None = None  # the input that is being copied, and when it is complete
 
     def pack(self, x: Tensor) -> "Tensor | _Handle":
         """Called for every tensor that is saved; the result is saved instead of it."""
         if x.ndim != 3:  # not a layer's input but checkpoint's own marker
             return x
+        if self.copying is None:
+            self.copying = self.copying_on(x.device)
 
-        handle = _Handle(x.device)
-        with self._copying(x.device, after_computation=True):
+        handle = _Handle(x)
+        with self.copying.after_computation():
             handle.host = to_host(x)
-            if self.stream is not None:
-                x.record_stream(self.stream)
+        self.leaving = (x, self.copying.mark())
 
         alive = [ref for ref in self.waiting if ref() is not None]
         self.waiting = [*alive, weakref.ref(handle)]
         return handle
+
+    def let_go(self) -> None:
+        """The layer has run: whatever takes the memory of its input waits for the copy."""
+        if self.leaving is None:
+            return
+        _, complete = self.leaving
+        self.leaving = None
+        self.copying.hold_computation(complete)
 
     def unpack(self, saved: "Tensor | _Handle") -> Tensor:
         """Called when the backward needs what `pack` returned."""
@@ -108,12 +168,9 @@ class HostCopies:
 
         self.waiting = [ref for ref in self.waiting if ref() not in (None, saved)]
         self._fetch(saved)
-        if self.stream is not None:
-            computing = torch.cuda.current_stream(saved.device)
-            computing.wait_event(saved.ready)
-            saved.x.record_stream(computing)
-            if self.waiting:
-                self._fetch(self.waiting[-1]())  # the backward needs it next
+        self.copying.hold_computation(saved.ready)
+        if self.waiting:
+            self._fetch(self.waiting[-1]())  # the backward needs it next
 
         x = saved.x
         saved.x = None
@@ -123,29 +180,21 @@ class HostCopies:
         """Begin to copy a layer's input back, unless that has begun already."""
         if handle.x is not None:
             return
-        with self._copying(handle.device, after_computation=False):
-            handle.x = platform().from_host(handle.host, handle.device)
-            if self.stream is not None:
-                handle.ready = self.stream.record_event()
-
-    def _copying(
-        self, device: torch.device, after_computation: bool
-    ) -> contextlib.AbstractContextManager:
-        """The copying stream on CUDA; `after_computation`: it first waits for the computing one."""
-        if device.type != "cuda":
-            return contextlib.nullcontext()
-        if self.stream is None:
-            self.stream = torch.cuda.Stream(device)
-        if after_computation:
-            self.stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self.stream)
+        if handle.host_is_device:
+            handle.x = handle.host
+            return
+        handle.x = torch.empty_like(handle.host, device=handle.device)
+        with self.copying.after_computation():
+            handle.x.copy_(handle.host, non_blocking=True)
+        handle.ready = self.copying.mark()
 
 
 class _Handle:
     """A layer's input: its copy on the host, and while it is needed its copy on the device."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, x: Tensor):
+        self.device = x.device
+        self.host_is_device = platform().device(x).type == "cpu"
         self.host: Tensor | None = None
         self.x: Tensor | None = None
         self.ready: torch.cuda.Event | None = None  # when x is complete

@@ -142,16 +142,16 @@ LADDER = [
     (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
     (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0),
     (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.7),
-    (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.07, 67.5),
+    (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.69, 67.5),
     (
         dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0) | IN_BACKWARD,
-        20.46,
+        21.08,
         67.5,
     ),
     (
         dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0, attention_head_groups=8)
         | IN_BACKWARD,
-        12.75,
+        13.37,
         67.5,
     ),
 ]

@@ -11,6 +11,7 @@ A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 import contextlib
 import functools
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -56,6 +57,16 @@ def rounded(x: Tensor, dtype: torch.dtype, draw: torch.Generator | None) -> Tens
     return bits.view(torch.float32).to(dtype)
 
 
+def store(target: Tensor, new: Tensor, skip: Tensor | None = None) -> None:
+    """Write `new` into the target, unless `skip`, which the device decides: the host never reads it
+    and so does not wait for it. None stands for no.
+    """
+    if skip is None:
+        target.copy_(new)
+    else:
+        torch.where(skip, target, new, out=target)
+
+
 # ---- how moments are stored
 
 
@@ -80,10 +91,11 @@ class Plain:
         slab: slice,
         x: Tensor,
         draw: torch.Generator | None,
+        skip: Tensor | None = None,
     ) -> None:
-        """Store what `read` gave and AdamW has updated in place."""
+        """Store what `read` gave and AdamW has updated in place, unless `skip`."""
         if self.dtype != torch.float32:
-            state[name][slab] = rounded(x, self.dtype, draw)
+            store(state[name][slab], rounded(x, self.dtype, draw), skip)
 
 
 class EightBit:
@@ -114,8 +126,11 @@ class EightBit:
         slab: slice,
         x: Tensor,
         draw: torch.Generator | None,
+        skip: Tensor | None = None,
     ) -> None:
-        """Store x: a new scale for each block, and for each element the nearest value's code."""
+        """Store x, unless `skip`: a new scale for each block, and for each element the code of the
+        nearest value.
+        """
         padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK))
         blocks = padded.unflatten(-1, (-1, BLOCK))
         scale = blocks.abs().amax(-1)
@@ -124,8 +139,8 @@ class EightBit:
         if name == "exp_avg_sq":
             index = torch.where(x > 0, index.clamp_(min=1), index)
 
-        state[name][slab] = index.to(torch.uint8)
-        state[f"{name}_scale"][slab] = scale
+        store(state[name][slab], index.to(torch.uint8), skip)
+        store(state[f"{name}_scale"][slab], scale, skip)
 
 
 def _relative(x: Tensor, scale: Tensor) -> Tensor:
@@ -209,6 +224,9 @@ class AdamW(torch.optim.Optimizer):
         self.seed = seed
         self.host = host
         self.squares: list[Tensor] = []
+        # parameters that the last backward has updated, and whether the device skipped them
+        self.undecided: list[tuple[Tensor, Tensor]] = []
+        self.staging = Staging()
 
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.index = {p: i for i, p in enumerate(parameters)}
@@ -232,7 +250,8 @@ class AdamW(torch.optim.Optimizer):
     def update_in_backward(self) -> None:
         """From now on, update every parameter as soon as its gradient is complete, and free that.
 
-        Gradients of one layer exist at a time. A shard whose gradient is not finite stays as it is.
+        Gradients of one layer exist at a time. A shard whose gradient is not finite stays as it is:
+        a GPU decides that itself, so that the host can queue the rest of the backward meanwhile.
         `squares` collects the sums of squares for the gradient norm.
         """
         for group in self.param_groups:
@@ -242,14 +261,28 @@ class AdamW(torch.optim.Optimizer):
     def _update_now(self, group: dict, p: Tensor) -> None:
         square = torch.linalg.vector_norm(local_shard(p.grad), dtype=torch.float64).square()
         self.squares.append(square)
-        if square.is_meta or square.isfinite():
+        if square.device.type == "cuda" and not self.host:
+            skip = ~square.isfinite()
+            self.update(p, group, skip)
+            self.undecided.append((p, skip))
+        elif square.is_meta or square.isfinite():
             with self._memory():
                 self.update(p, group)
         p.grad = None
 
+    def uncount_skipped(self) -> None:
+        """After a backward whose norm was not finite: the parameters that the device skipped have
+        made no step. Waits for the device.
+        """
+        for p, skip in self.undecided:
+            if skip:
+                self.state[p]["step"] -= 1
+        self.undecided.clear()
+
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """Update every parameter that has a gradient."""
+        self.undecided.clear()
         with self._memory():
             for group in self.param_groups:
                 for p in group["params"]:
@@ -261,8 +294,10 @@ class AdamW(torch.optim.Optimizer):
         return platform().host_memory() if self.host else contextlib.nullcontext()
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict) -> None:
-        """One step of one parameter, from its gradient."""
+    def update(self, p: Tensor, group: dict, skip: Tensor | None = None) -> None:
+        """One step of one parameter, from its gradient; `skip` is a number of the device, where all
+        of the parameter stays as it is if it is true.
+        """
         if not self.state[p]:
             self.state[p] = self.new_state(p)
         state = self.state[p]
@@ -271,18 +306,25 @@ class AdamW(torch.optim.Optimizer):
         weight = local_shard(p)
         grad = local_shard(p.grad)
         draw = self._draw(p, state["exp_avg"].device)
-        target = state["master"] if self.host else weight
-        for slab in slabs(target):
-            self._update_slab(p, target, grad[slab].to(target.device), slab, group, draw)
+        if not self.host:
+            for slab in slabs(weight):
+                self._update_slab(p, weight, grad[slab], slab, group, draw, skip)
+            return
 
-        # To the nearest: the master copy keeps what rounding drops.
-        if self.host:
-            weight.copy_(target.to(weight.dtype), non_blocking=True)
+        master = state["master"]
+        gradients = self.staging if grad.device.type == "cuda" else InPlace()
+        for slab, on_host in gradients.slabs_on_host(grad):
+            self._update_slab(p, master, on_host, slab, group, draw)
+            # to the nearest: the master copy keeps what rounding drops
+            gradients.give_back(weight[slab], master[slab])
+
+    def _steps(self, p: Tensor) -> int:
+        """The number of p's steps, this one included."""
+        return 0 if local_shard(p).is_meta else int(self.state[p]["step"])
 
     def _draw(self, p: Tensor, device: torch.device) -> torch.Generator | None:
         """The random bits of this step's rounding; replicas of a shard draw the same ones."""
-        step = 0 if local_shard(p).is_meta else int(self.state[p]["step"])
-        return generator(device, self.seed, self.index[p], step, _shard_index(p))
+        return generator(device, self.seed, self.index[p], self._steps(p), _shard_index(p))
 
     def _update_slab(
         self,
@@ -292,6 +334,7 @@ class AdamW(torch.optim.Optimizer):
         slab: slice,
         group: dict,
         draw: torch.Generator | None,
+        skip: Tensor | None = None,
     ) -> None:
         state = self.state[p]
         moments = self._moments(p)
@@ -299,14 +342,17 @@ class AdamW(torch.optim.Optimizer):
         m = moments.read(state, "exp_avg", slab)
         v = moments.read(state, "exp_avg_sq", slab)
 
-        steps_before = state["step"] - 1  # adamw adds one
+        # Made on the device: a copy of the host's number would wait for all that is queued there.
+        # adamw adds one to it.
+        before = self._steps(p) - 1
+        steps_before = torch.full((), before, dtype=torch.float32, device=weight.device)
         adamw(
             [weight],
             [grad.float()],
             [m],
             [v],
             [],
-            [steps_before.to(weight.device)],
+            [steps_before],
             fused=weight.device.type in ("cpu", "cuda"),
             amsgrad=False,
             beta1=group["betas"][0],
@@ -315,18 +361,87 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=None if skip is None else skip.float(),
         )
 
         # The order is that of the draws, which a resumed run repeats.
-        moments.write(state, "exp_avg", slab, m, draw)
-        moments.write(state, "exp_avg_sq", slab, v, draw)
+        moments.write(state, "exp_avg", slab, m, draw, skip)
+        moments.write(state, "exp_avg_sq", slab, v, draw, skip)
         if target.dtype != torch.float32:
-            target[slab] = rounded(weight, target.dtype, draw)
+            store(target[slab], rounded(weight, target.dtype, draw), skip)
 
 
 def _fp32_copy_in_host_memory(x: Tensor) -> Tensor:
     device = "meta" if x.is_meta else "cpu"
     return torch.empty_like(x, device=device, dtype=torch.float32).copy_(x)
+
+
+# ---- between the device and the host
+
+
+class InPlace:
+    """Gradients that the host can read as they are."""
+
+    def slabs_on_host(self, grad: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for slab in slabs(grad):
+            yield slab, grad[slab]
+
+    def give_back(self, weight: Tensor, master: Tensor) -> None:
+        weight.copy_(master)
+
+
+class Staging:
+    """Two pinned slabs of host memory, through which gradients come from a GPU and weights go back.
+
+    A copy to or from pageable memory stops the host until the device has done all that is queued.
+    Here the host waits only for the slab that it needs, while the next one is under way. A slab of
+    weights goes back through the memory of its gradients, in the order of the stream.
+    """
+
+    def __init__(self):
+        self.pinned: list[Tensor] = []
+        self.current = 0
+
+    def slabs_on_host(self, grad: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(slab, its gradients in host memory), valid until the next one is asked for."""
+        parts = slabs(grad)
+        coming = self._begin(grad, parts[0], 0)
+        for index, slab in enumerate(parts):
+            here, complete = coming
+            if index + 1 < len(parts):
+                coming = self._begin(grad, parts[index + 1], (index + 1) % 2)
+            complete.synchronize()
+            self.current = index % 2
+            yield slab, here
+
+    def give_back(self, weight: Tensor, master: Tensor) -> None:
+        """Copy the master copy's slab to the device, rounded to the nearest."""
+        rounded_here = self._slot(self.current, weight)
+        rounded_here.copy_(master)
+        weight.copy_(rounded_here, non_blocking=True)
+
+    def _begin(self, grad: Tensor, slab: slice, index: int) -> tuple[Tensor, torch.cuda.Event]:
+        """A slab's place on the host, and when it will be complete."""
+        here = self._slot(index, grad[slab])
+        here.copy_(grad[slab], non_blocking=True)
+        return here, self.mark(grad.device)
+
+    def mark(self, device: torch.device) -> torch.cuda.Event:
+        """The end of what is queued on the device now."""
+        return torch.cuda.current_stream(device).record_event()
+
+    def _slot(self, index: int, like: Tensor) -> Tensor:
+        """Pinned memory for a tensor like `like`."""
+        size = max(like.nbytes, SLAB * 4)
+        if len(self.pinned) <= index:
+            self.pinned.append(self.memory(size))
+        if self.pinned[index].numel() < size:  # one row is larger than a slab
+            self.pinned[index] = self.memory(size)
+        return self.pinned[index][: like.nbytes].view(like.dtype).view(like.shape)
+
+    def memory(self, size: int) -> Tensor:
+        """`size` bytes of pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Muon(AdamW):
@@ -354,11 +469,12 @@ class Muon(AdamW):
         return any(p is other for group in groups for other in group["params"])
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict) -> None:
+    def update(self, p: Tensor, group: dict, skip: Tensor | None = None) -> None:
         """One step of one parameter, from its gradient."""
         if not group.get("muon"):
-            super().update(p, group)
+            super().update(p, group, skip)
             return
+        assert skip is None  # never in the backward, which has no whole matrices
 
         if not self.state[p]:
             self.state[p] = self.new_state(p)

@@ -216,6 +216,8 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     if all_finite:
         state.stage("optimizer")
         state.optimizer.step()
+    elif cfg.optimizer_in_backward:
+        state.optimizer.uncount_skipped()
     state.optimizer.zero_grad(set_to_none=True)
 
     state.step += 1

@@ -3,6 +3,7 @@ updates in the backward, Muon.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,79 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     weight.register_hook(lambda grad: grad * math.nan)
     assert not step.train_step(state, batch(0)).grad_norm.isfinite()
     assert torch.equal(weight, before)
+
+
+# ---- on a GPU
+
+
+SMALL = [
+    {},
+    dict(optimizer="adamw_bf16"),
+    dict(optimizer="adamw_8bit"),
+    dict(optimizer="adamw_8bit", master_weights="none", dtype="bf16"),
+]
+
+
+def updated(skips, **changes):
+    """The state after an update of every parameter for each of `skips`, as a GPU's backward does
+    it.
+    """
+    state = build(optimizer_in_backward=True, grad_clip=0, **changes)
+    optimizer = state.optimizer
+    make = torch.Generator().manual_seed(1)
+    for skip in skips:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn(p.shape, generator=make).to(p.dtype)
+                if skip:
+                    p.grad.fill_(math.nan)
+                optimizer.update(p, group, None if skip is None else torch.tensor(skip))
+                optimizer.undecided.append((p, torch.tensor(bool(skip))))
+        optimizer.uncount_skipped()
+    assert {float(each["step"]) for each in optimizer.state.values()} == {1.0}
+    return named_shards(state.model, optimizer)
+
+
+@pytest.mark.parametrize("changes", SMALL, ids=str)
+def test_what_the_device_skips_keeps_every_bit(changes):
+    once, skipped = updated([None], **changes), updated([False, True], **changes)
+    assert once.keys() == skipped.keys()
+    for name, want in once.items():
+        assert torch.equal(want.local, skipped[name].local), name
+
+
+class Marks(optimizers.Staging):
+    """Memory that is not pinned, and marks that note when they are waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def memory(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+    def mark(self, device):
+        number = sum(entry.startswith("begin") for entry in self.log)
+        self.log.append(f"begin {number}")
+        return SimpleNamespace(synchronize=lambda: self.log.append(f"wait {number}"))
+
+
+def test_a_slab_comes_to_the_host_while_another_one_is_used(monkeypatch):
+    monkeypatch.setattr(optimizers, "SLAB", 8)
+    staging = Marks()
+    grad = torch.arange(20, dtype=torch.bfloat16).view(5, 4)
+    weight = torch.zeros(5, 4, dtype=torch.bfloat16)
+    master = torch.arange(20.0).view(5, 4) + 0.001
+    for slab, here in staging.slabs_on_host(grad):
+        staging.log.append("use")
+        assert torch.equal(here, grad[slab])
+        staging.give_back(weight[slab], master[slab])
+    assert staging.log == ["begin 0", "begin 1", "wait 0", "use", "begin 2", "wait 1", "use"] + [
+        "wait 2",
+        "use",
+    ]
+    assert torch.equal(weight, master.bfloat16())
+    assert len(staging.pinned) == 2
 
 
 # ---- rounded

@@ -108,17 +108,32 @@ def errors(function, exact, tensors):
     """Relative errors of a function and its gradients against one that computes in float64 on the
     CPU.
     """
+    return errors_against(truth(exact, tensors), function, tensors)
+
+
+def truth(exact, tensors):
+    """What `exact` gives in float64 on the CPU, and its gradients for the upstream gradient of
+    `errors_against`.
+    """
     wide = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    want, got = exact(*wide), function(*tensors)
-    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(got.dtype)
-    grads = zip(
-        torch.autograd.grad(got, tensors, weight.to(got.device)),
-        torch.autograd.grad(want, wide, weight.double()),
-        strict=True,
-    )
-    return dict(forward=relative(got.detach(), want.detach())) | {
-        f"gradient of input {i}": relative(x, y) for i, (x, y) in enumerate(grads)
+    o = exact(*wide)
+    return o.detach(), torch.autograd.grad(o, wide, upstream(o, tensors[0].dtype).double())
+
+
+def errors_against(truth, function, tensors):
+    """Relative errors of a function and its gradients against `truth(...)` of the same tensors."""
+    want, want_grads = truth
+    got = function(*tensors)
+    grads = torch.autograd.grad(got, tensors, upstream(got, got.dtype).to(got.device))
+    pairs = enumerate(zip(grads, want_grads, strict=True))
+    return dict(forward=relative(got.detach(), want)) | {
+        f"gradient of input {i}": relative(x, y) for i, (x, y) in pairs
     }
+
+
+def upstream(o, dtype):
+    """The same random gradient for every attention with results of that shape, on the CPU."""
+    return torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 @torch.no_grad()

@@ -33,6 +33,22 @@ def seconds(call, device: torch.device = CPU) -> float:
     return begin.elapsed_time(end) / 1e3  # milliseconds -> seconds
 
 
+def host_milliseconds(call, device: torch.device) -> float | None:
+    """Until `call()` returns, while the device still works; None on a CPU, which is the device.
+
+    Near the device's own time, the host is what is waited for, unless the call itself waits.
+    """
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return 1e3 * taken
+
+
 def scratch(device: torch.device) -> torch.Tensor | None:
     """A buffer whose writing empties the caches; nothing on a CPU, whose inputs are larger than a
     core's.

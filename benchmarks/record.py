@@ -8,18 +8,26 @@ Where a figure could not be had its place holds the reason.
 import gc
 import importlib.util
 import json
+import logging
 import math
 import os
 import platform
 import shutil
 import subprocess
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from longhaul.memory.watch import out_of_memory
+
+# Every error that a table shows in a few words goes here whole. A run that keeps errors gives it a
+# file (`keep_errors`); otherwise nobody listens.
+ERRORS = logging.getLogger("benchmarks.errors")
+ERRORS.setLevel(logging.INFO)
+ERRORS.propagate = False
 
 KINDS = {
     "text": "{}",
@@ -32,7 +40,10 @@ KINDS = {
     "percent": "{:+.2f}%",
     "share": "{:.1%}",
     "rate": "{:,.0f}",
+    "tera": "{:,.1f}",
+    "giga": "{:,.0f}",
 }
+SCALES = {"tera": 1e12, "giga": 1e9}  # these figures are stored per second, without a prefix
 # what a kernel, a compiler or a peer's call raises when it cannot serve; anything else ends the run
 FAILURES = (
     RuntimeError,
@@ -67,7 +78,7 @@ def shown(kind: str, value) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    return KINDS[kind].format(value)
+    return KINDS[kind].format(value / SCALES[kind] if kind in SCALES else value)
 
 
 def markdown(columns: dict[str, str], rows: list[dict]) -> str:
@@ -93,9 +104,17 @@ class Run:
     """One run's results. `label` says what they are worth; `echo` prints each line as it comes."""
 
     def __init__(
-        self, folder: str | Path, label: str, command: str, where: dict, toy: bool, echo=print
+        self,
+        folder: str | Path,
+        label: str,
+        command: str,
+        where: dict,
+        toy: bool,
+        echo=print,
+        earlier: dict | None = None,
     ):
         self.folder, self.echo = Path(folder), echo
+        self.earlier = earlier or {}  # tables of the jobs before this one
         self.data = dict(
             label=label,
             toy=toy,
@@ -156,15 +175,46 @@ class Run:
         self.write()
 
     def write(self):
-        """Both files, each appearing whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            ("results.json", json.dumps(self.data, indent=1, allow_nan=False) + "\n"),
-            ("results.md", page(self.data)),
-        ):
-            temporary = self.folder / f"{name}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, self.folder / name)
+        """Both files."""
+        write(self.folder, self.data)
+
+
+def merged(run: dict, pieces: list[dict]) -> dict:
+    """A run's results with those of its jobs behind them, in their order."""
+    whole = run | {"tables": {name: dict(table) for name, table in run["tables"].items()}}
+    for key in ("notes", "skipped", "failures", "jobs"):
+        whole[key] = list(run[key])
+
+    for piece in pieces:
+        for name, table in piece["tables"].items():
+            before = whole["tables"].get(name, {"rows": []})
+            whole["tables"][name] = table | {"rows": before["rows"] + table["rows"]}
+        whole["failures"] += piece["failures"]
+        whole["skipped"] += piece["skipped"]
+        whole["notes"] += [line for line in piece["notes"] if line not in whole["notes"]]
+    return whole
+
+
+def write(folder: Path, data: dict) -> None:
+    """results.json and results.md in `folder`, each appearing whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / "results.json", json.dumps(data, indent=1, allow_nan=False) + "\n")
+    replace_text(folder / "results.md", page(data))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that appears whole."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def keep_errors(path: Path) -> None:
+    """Append every error that is caught from here on to the file, with its traceback."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    ERRORS.addHandler(handler)
 
 
 def page(data: dict) -> str:
@@ -178,6 +228,9 @@ def page(data: dict) -> str:
         f"## {table['title']}\n\n{markdown(filled(table), table['rows'])}"
         for table in data["tables"].values()
     ]
+    if data["jobs"]:
+        columns = {"job": "text", "estimate": "count", "seconds": "rate", "ended": "text"}
+        parts.append(f"## Jobs, in seconds\n\n{markdown(columns, data['jobs'])}")
     for title, key in (("Failed", "failures"), ("Skipped", "skipped"), ("Notes", "notes")):
         if data[key]:
             parts.append(f"## {title}\n\n" + "".join(f"- {line}\n" for line in data[key]))
@@ -196,6 +249,7 @@ def attempt(function, *args):
     except FAILURES as error:
         if isinstance(error, torch.AcceleratorError):
             raise
+        ERRORS.info("%s", traceback.format_exc())
         words = " ".join(str(error).split())
         reason = (
             "out of memory" if out_of_memory(error) else f"{type(error).__name__}: {words[:160]}"

@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import statistics
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,9 @@ TABLE = Table(
         "vocabulary": "count",
         "time, ms": "ms",
         "time / longhaul": "ratio",
+        "TFLOP/s": "tera",
+        "GB/s": "giga",
+        "host, ms": "ms",
         "extra memory, MB": "mb",
         "of the logits": "share",
         "loss error": "error",
@@ -229,9 +233,13 @@ def case(
     errors = checked(table, (batch[0][:CHECK_TOKENS], batch[1], batch[2][:CHECK_TOKENS]))
     why = {name: reason for name, (_, reason) in errors.items() if reason}
     memory = {}
+    host = {}
     for name in [name for name in table if name not in why]:
         memory[name], reason = attempt(peak_mb, table[name], batch)
         why |= {name: reason} if reason else {}
+        if not reason and device.type == "cuda":
+            call = functools.partial(gradients, table[name], *batch)
+            host[name] = clock.host_milliseconds(call, device)
     del batch
     seeds = iter(range(1, 1 + rounds))
     calls = {
@@ -245,6 +253,10 @@ def case(
             {
                 "time, ms": clock.milliseconds(times[name]),
                 "time / longhaul": clock.ratio(times, name, OURS),
+                # three products, and every input and gradient once: what no loss can avoid
+                "TFLOP/s": 6 * N * D * V / statistics.median(times[name]),
+                "GB/s": 2 * 2 * D * (N + V) / statistics.median(times[name]),
+                "host, ms": host.get(name),
                 "extra memory, MB": memory[name],
                 "of the logits": memory[name] * 1e6 / (2 * N * V),
             }

@@ -4,16 +4,34 @@ functions imitated.
 
 import importlib.machinery
 import json
+import os
+import subprocess
 import sys
+import tarfile
+import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import attention as checks
 from benchmarks import clock, record, report, vocab_loss
-from benchmarks.gpu import attention, command, exact, loss, memory, step
-from benchmarks.gpu.jobs import Job, Place
+from benchmarks.gpu import (
+    attention,
+    children,
+    command,
+    exact,
+    kernels,
+    loss,
+    machine,
+    memory,
+    profiles,
+    smoke,
+    step,
+)
+from benchmarks.gpu.jobs import AGAIN, Job, Place, named, processes
+from benchmarks.gpu.schedule import Schedule, replay
 from longhaul.memory import history, reconcile
 from longhaul.memory.allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from tests import nsa_oracle as oracle
@@ -21,6 +39,7 @@ from tests import nsa_oracle as oracle
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOY, FULL = Place(CPU, True), Place(CUDA, False)
 MIB = 2**20
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -51,7 +70,7 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: `python -m benchmarks.gpu --toy` is the rehearsal")
-    code = command.main(["--out", str(folder)])
+    code = command.main(["--out", str(folder), "--deadline", "30"], began=time.monotonic())
     return (
         code,
         json.loads((folder / "results.json").read_text()),
@@ -64,7 +83,19 @@ def test_without_a_gpu_every_part_runs_at_toy_sizes_and_says_so(toy):
     code, data, page = toy
     assert code == 0 and not data["failures"] and not data["skipped"]
     assert data["toy"] and data["label"].startswith("Toy sizes on CPU") and "claims nothing" in page
-    assert {"loss", "attention", "step", "memory", "stages", "workspaces"} == set(data["tables"])
+    assert set(data["tables"]) == {
+        "smoke",
+        "checks",
+        "attention",
+        "step",
+        "loss",
+        "profile",
+        "memory",
+        "stages",
+        "workspaces",
+    }
+    assert {job["ended"] for job in data["jobs"]} == {"well", "see its children"}
+    assert all(job["seconds"] > 0 for job in data["jobs"])
     assert {"device", "torch", "triton", "python", "commit", "date"} <= set(data["where"])
     assert len(data["tables"]["memory"]["rows"]) == 6
     assert all(abs(row["difference"]) < 0.2 for row in data["tables"]["memory"]["rows"])
@@ -101,18 +132,46 @@ def test_steps_stand_beside_transformers_which_starts_from_the_same_weights(toy)
     assert ("transformers", "nsa") not in rows
 
 
+@pytest.mark.slow
+def test_the_smoke_test_runs_kernels_alone_and_a_step_of_each_kind(toy):
+    results = {row["what"]: row["result"] for row in toy[1]["tables"]["smoke"]["rows"]}
+    alone = [name for name in results if name.endswith("_kernel")]
+    assert len(alone) == smoke.TOY_KERNELS and all(
+        results[name].startswith("ran, ") for name in alone
+    )
+    assert sum("losses" in result for result in results.values()) == 2
+
+
+@pytest.mark.slow
+def test_a_profile_has_the_kernels_of_a_step_and_of_attention(toy):
+    rows = toy[1]["tables"]["profile"]["rows"]
+    totals = {row["call"]: row["time, ms"] for row in rows if row["kernel"] == "all"}
+    assert len(totals) == 3
+    for call, total in totals.items():
+        parts = [row for row in rows if row["call"] == call and row["kernel"] != "all"]
+        shares = sum(row["of the call"] for row in parts)
+        assert 0.5 < shares <= 1.001 and len(parts) <= profiles.ROWS
+        assert sum(row["time, ms"] for row in parts) == pytest.approx(shares * total)
+
+
+@pytest.mark.slow
 def test_no_time_skips_every_line_and_names_it(tmp_path):
-    assert command.main(["--out", str(tmp_path), "--only", "loss,step", "--minutes", "0.001"]) == 0
+    args = ["--out", str(tmp_path), "--only", "loss,step", "--deadline", "0.14"]
+    assert command.main(args, began=time.monotonic()) == 0
     data = json.loads((tmp_path / "results.json").read_text())
     assert len(data["skipped"]) == len(loss.jobs(TOY) + step.jobs(TOY)) and not data["tables"]
+    assert "may take 60 s" in data["skipped"][0]
 
 
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--only", "lss"], "choose from exact, loss"),
-        (["--minutes", "0"], "above 0"),
+        (["--only", "lss"], "choose from machine, smoke"),
+        (["--deadline", "0"], "above 0"),
         (["--outt", "x"], "--out"),
+        (["--job", "nothing"], "choose one of machine; smoke"),
+        (["--rehearse", "/nowhere/results.json"], "give the results.json of a run"),
+        (["--precompile", "x", "--capability", "75"], "choose one of 80, 86"),
     ],
 )
 def test_bad_input_names_the_remedy(args, words, capsys):
@@ -120,66 +179,328 @@ def test_bad_input_names_the_remedy(args, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_the_most_important_lines_of_all_parts_come_first_and_what_remains_is_skipped(
-    monkeypatch, tmp_path
-):
-    done = []
-
-    def part(*lines):
-        return types.SimpleNamespace(
-            jobs=lambda place: [
-                Job(name, rank, seconds, lambda run, name=name: done.append(name))
-                for name, rank, seconds in lines
-            ]
-        )
-
-    monkeypatch.setattr(
-        command,
-        "PARTS",
-        dict(loss=part(("b", 2, 1), ("long", 3, 1e6)), step=part(("a", 1, 1), ("c", 4, 1))),
-    )
-    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
-    assert done == ["a", "b", "c"] and [line.split(":")[0] for line in found.data["skipped"]] == [
-        "long"
-    ]
+def test_a_gpu_that_torch_cannot_use_is_refused_before_anything_begins(monkeypatch):
+    monkeypatch.setattr(machine, "hidden_gpu", lambda: "GPU 0: NVIDIA X")
+    assert "install a CUDA build" in machine.refusal(CPU, toy_asked=False)
+    assert not machine.refusal(CPU, toy_asked=True)
+    assert not machine.refusal(CUDA, toy_asked=False)
 
 
-def test_a_lost_device_ends_the_run_with_what_was_found(monkeypatch, tmp_path):
-    def lose(run):
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(
-        command,
-        "PARTS",
-        dict(
-            loss=types.SimpleNamespace(
-                jobs=lambda place: [Job("first", 1, 1, lose), Job("second", 2, 1, lose)]
-            )
-        ),
-    )
-    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
-    assert (
-        "illegal memory access" in found.data["failures"][0]
-        and "--only" in found.data["skipped"][0]
+def test_what_is_missing_is_named_with_one_command(monkeypatch):
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "version", lambda name: "not installed")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    lines = machine.absent(FULL)
+    assert "pip install -r requirements.txt" in lines[0] and "torch, numpy" in lines[0]
+    assert any("no C compiler" in line for line in lines)
+    assert lines[-1] == (
+        "peers that are not installed: pip install liger-kernel cut-cross-entropy "
+        "flash-linear-attention flash-attn transformers"
     )
 
 
-def test_out_of_memory_is_a_finding_and_any_other_failure_fails(monkeypatch, tmp_path):
+# ---- a process per job
+
+
+def order(tmp_path, name, code, limit=30.0):
+    log = tmp_path / name / "log.txt"
+    return children.Order(name, [sys.executable, "-c", code], log, limit, {"WORD": name})
+
+
+def run_orders(orders, at_once=1, seconds=60.0, tick=lambda: None):
+    ends = children.run_all(orders, at_once, time.monotonic() + seconds, tick)
+    return {end.name: end for end in ends}
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def all_gone(pids):
+    """Whether the processes end within 5 s: the system needs a moment after a kill."""
+    deadline = time.monotonic() + 5
+    while any(is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_each_process_ends_in_its_own_way_and_the_others_go_on(tmp_path):
+    hang = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(99)"
+    codes = {
+        "well": "import os; print(os.environ['WORD'])",
+        "fault": "import os; os.kill(os.getpid(), 11)",
+        "by hand": "import os; os.kill(os.getpid(), 9)",
+        "lost": f"raise SystemExit({children.DEVICE_LOST})",
+        "bug": "raise ValueError('no')",
+        "endless": hang,
+    }
+    limits = {"endless": 0.6}
+    orders = [order(tmp_path, name, code, limits.get(name, 30)) for name, code in codes.items()]
+    ends = run_orders(orders, at_once=2)
+    words = {name: (end.words, end.crashed) for name, end in ends.items()}
+    assert words["well"] == ("", False)
+    assert words["fault"] == ("ended by SIGSEGV", True)
+    assert words["by hand"][0].startswith("ended by SIGKILL") and not words["by hand"][1]
+    assert words["lost"] == ("lost its device", True)
+    assert words["bug"] == ("ended with exit code 1", False)
+    assert words["endless"] == ("killed after 1 s", False)
+    assert (tmp_path / "well/log.txt").read_text() == "well\n"
+    assert "ValueError: no" in (tmp_path / "bug/log.txt").read_text()
+
+
+def test_a_killed_process_takes_along_what_it_started(tmp_path):
+    pids = tmp_path / "pids"
+    code = (
+        "import os, subprocess, sys, time; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); "
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); time.sleep(99)"
+    )
+    run_orders([order(tmp_path, "family", code, limit=0.8)])
+    assert all_gone(pids.read_text().split())
+
+
+def test_nothing_runs_after_the_deadline_and_an_interrupt_leaves_no_process(tmp_path):
+    sleep = "import time; time.sleep(99)"
+    orders = [order(tmp_path, name, sleep) for name in ("a", "b")]
+    ends = run_orders(orders, seconds=0.5)
+    assert ends["a"].words.startswith("killed after") and ends["b"].words == "no time was left"
+
+    mine = tmp_path / "mine"
+    code = f"import os, time; open({str(mine)!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+
+    def tick():
+        if mine.exists() and mine.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_orders([order(tmp_path, "c", code)], tick=tick)
+    assert all_gone([mine.read_text()])
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory):
+    """A whole run over jobs that crash, hang, and are killed."""
+    folder = tmp_path_factory.mktemp("crashes")
+    pids = folder / "pids"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu_jobs", "--out", str(folder / "out")],
+        cwd=ROOT,
+        env={**os.environ, "PIDS": str(pids), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    data = json.loads((folder / "out/results.json").read_text())
+    return types.SimpleNamespace(
+        code=done.returncode, data=data, out=folder / "out", pids=pids, said=done.stdout
+    )
+
+
+@pytest.mark.slow
+def test_a_crash_a_hang_and_a_kill_cost_one_job_each(crashes):
+    ended = {job["job"]: job["ended"] for job in crashes.data["jobs"]}
+    assert ended["first"] == ended["last"] == "well" and crashes.code == 1
+    assert ended["illegal"] == "lost its device"
+    assert ended["fault"] == "ended by SIGSEGV"
+    assert ended["endless"] == "killed after 12 s"
+    assert ended["by hand"].startswith("ended by SIGKILL")
+    assert ended["bug"] == "ended with exit code 1"
+    assert all_gone(crashes.pids.read_text().split())
+
+
+@pytest.mark.slow
+def test_what_was_found_before_a_crash_is_kept_and_not_twice(crashes):
+    names = [row["name"] for row in crashes.data["tables"]["found"]["rows"]]
+    assert names == ["first", "before the illegal access", "before it was killed", "last"]
+
+
+@pytest.mark.slow
+def test_a_crashed_job_runs_again_with_every_launch_waited_for_and_its_line_is_named(crashes):
+    ended = {job["job"]: job["ended"] for job in crashes.data["jobs"]}
+    again = [name for name in ended if name.endswith(AGAIN)]
+    assert again == [f"illegal{AGAIN}", f"fault{AGAIN}"]
+    order = list(ended)
+    assert order.index(again[0]) > order.index("bug") and order[-1] == "last"
+
+    failures = " ".join(crashes.data["failures"])
+    assert "illegal memory access was encountered (at tests/gpu_jobs.py:" in failures
+    errors = (crashes.out / "errors.txt").read_text()
+    assert "Traceback (most recent call last)" in errors and "a bug of the job's own" in errors
+    assert "in segmentation_fault" in errors and "in endless" in errors  # where it was
+
+
+@pytest.mark.slow
+def test_one_archive_has_what_every_job_wrote_and_few_files_are_left(crashes):
+    with tarfile.open(crashes.out / command.ARCHIVE) as archive:
+        names = archive.getnames()
+    for end in ("results.json", "errors.txt", "illegal/log.txt", "last/results.json"):
+        assert any(name.endswith(end) for name in names), end
+    files = {path.name for path in crashes.out.iterdir()}
+    assert files == {"results.json", "results.md", "errors.txt", command.ARCHIVE}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_keeps_what_it_found(tmp_path):
+    pids = tmp_path / "pids"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu_jobs", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env={**os.environ, "PIDS": str(pids), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (pids.exists() and pids.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) != 0
+    data = json.loads((tmp_path / "out/results.json").read_text())
+    assert data["tables"]["found"]["rows"][0] == {"name": "first"}
+    assert (tmp_path / "out" / command.ARCHIVE).exists()
+    assert all_gone(pids.read_text().split())
+
+
+def here(tmp_path, work):
+    """Run a job in this process; its exit code and results."""
+    job = Job("one", 1, 60, work)
+    code = command.run_here(job, tmp_path, TOY)
+    record.ERRORS.handlers.clear()
+    return code, json.loads((tmp_path / command.JOBS / "one/results.json").read_text())
+
+
+def test_out_of_memory_is_a_finding_and_any_other_failure_fails(tmp_path):
     def raising(error):
-        def run(_):
+        def work(_):
             raise error
 
-        return run
+        return work
 
-    jobs = [
-        Job("large", 1, 1, raising(torch.OutOfMemoryError("CUDA out of memory"))),
-        Job("wrong", 2, 1, raising(ValueError("no such shape"))),
+    code, data = here(tmp_path, raising(torch.OutOfMemoryError("CUDA out of memory")))
+    assert code == 0 and data["notes"] == ["one: out of memory"] and not data["failures"]
+    code, data = here(tmp_path, raising(ValueError("no such shape")))
+    assert code == 0 and data["failures"] == ["one: ValueError: no such shape"]
+    errors = (tmp_path / command.JOBS / "one/errors.txt").read_text()
+    assert "Traceback" in errors and "no such shape" in errors and "in work" in errors
+    code, _ = here(tmp_path, raising(torch.AcceleratorError("an illegal memory access")))
+    assert code == children.DEVICE_LOST
+
+
+def test_a_job_reads_what_earlier_jobs_found(tmp_path):
+    found = record.Run(tmp_path, "a test", "pytest", {}, True, echo=lambda line: None)
+    found.row(record.Table("t", "T", {"a": "count"}), a=1)
+    seen = []
+    here(tmp_path, lambda run: seen.append(run.earlier["t"]["rows"]))
+    assert seen == [[{"a": 1}]]
+
+
+def test_results_of_jobs_are_merged_in_their_order_and_those_of_the_run_come_first():
+    def piece(**tables):
+        names = {
+            name: {"title": name, "columns": {}, "rows": rows} for name, rows in tables.items()
+        }
+        return dict(tables=names, notes=["same"], skipped=[], failures=["f"], jobs=["own"])
+
+    whole = record.merged(piece(), [piece(a=[1], b=[2]), piece(a=[3])])
+    assert whole["tables"]["a"]["rows"] == [1, 3] and whole["tables"]["b"]["rows"] == [2]
+    assert (
+        whole["notes"] == ["same"] and whole["failures"] == ["f"] * 3 and whole["jobs"] == ["own"]
+    )
+
+
+# ---- the schedule
+
+
+def jobs_of(**seconds):
+    return [Job(name, rank, length) for rank, (name, length) in enumerate(seconds.items())]
+
+
+def names_of(schedule, now=0.0):
+    found = []
+    while job := schedule.next(now):
+        found.append(job.name)
+    return found
+
+
+def test_the_most_important_jobs_come_first_and_what_does_not_end_in_time_is_skipped():
+    schedule = Schedule(reversed(jobs_of(a=1, b=1, long=100, c=1)), end=50)
+    assert names_of(schedule) == ["a", "b", "c"]
+    assert [line.split(":")[0] for line in schedule.skipped] == ["long"]
+    assert "may take 100 s, 50 s were left" in schedule.skipped[0]
+
+
+def test_finished_jobs_correct_the_estimates_of_those_to_come():
+    schedule = Schedule(jobs_of(a=10, b=20, c=10), end=100)
+    first = schedule.next(0)
+    assert schedule.limit(first, 0) == 20
+    schedule.done(first, 18)
+    assert schedule.pace == 1.8
+    assert schedule.next(70).name == "c"  # b would take 36 s
+    assert "b: may take 36 s, 30 s were left" in schedule.skipped[0]
+
+
+def test_a_job_is_killed_after_twice_its_time_and_never_past_the_deadline():
+    schedule = Schedule(jobs_of(a=10), end=100)
+    assert schedule.limit(schedule.waiting[0], 0) == 20
+    assert schedule.limit(schedule.waiting[0], 85) == 15
+
+
+def test_a_repetition_comes_behind_the_jobs_that_every_run_must_have():
+    jobs = jobs_of(a=1, b=1, c=1, d=1, e=1, f=1, g=1, h=1)
+    schedule = Schedule(jobs, end=100)
+    again = schedule.next(0).again()
+    schedule.add(again)
+    names = names_of(schedule)
+    assert names.index(again.name) == names.index("g") + 1 and again.environment == {
+        "CUDA_LAUNCH_BLOCKING": "1"
+    }
+    assert named(jobs, again.name) == again and again.is_repetition
+
+
+def test_after_a_gate_that_failed_nothing_runs():
+    schedule = Schedule(jobs_of(a=1, b=1), end=100)
+    schedule.close("no device")
+    assert schedule.next(0) is None and schedule.skipped == ["a: no device", "b: no device"]
+
+
+def test_a_replay_takes_the_durations_that_it_is_given():
+    jobs = jobs_of(a=10, b=10, c=10)
+    turns, skipped = replay(jobs, end=42, begin=5, seconds=dict(a=12, b=99, c=1))
+    assert [(turn.job.name, turn.begins, turn.ends, turn.killed) for turn in turns] == [
+        ("a", 5, 17, False),
+        ("b", 17, 37, True),
     ]
-    monkeypatch.setattr(command, "PARTS", dict(loss=types.SimpleNamespace(jobs=lambda place: jobs)))
-    found = command.measure(command.GpuConfig(out=str(tmp_path)), TOY)
-    assert found.data["notes"] == ["large: out of memory"] and found.data["failures"] == [
-        "wrong: ValueError: no such shape"
-    ]
+    assert skipped[0].startswith("c: may take 16 s, 5 s were left")
+
+
+def test_the_first_five_jobs_fit_nine_minutes_also_at_half_the_speed(capsys):
+    assert command.main(["--rehearse"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("the first 5 jobs fit") == 2
+    before = said.split("profile")[0]
+    for words in (
+        "smoke test",
+        "attention, forward+backward, 131,072",
+        "step, 4B, nsa, 131,072",
+        "step, 4B, standard, 131,072",
+        "loss, 32,768",
+    ):
+        assert words in before, words
+
+
+def test_recorded_durations_replace_estimates_and_a_late_job_is_named(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    lines = [{"job": "smoke test", "seconds": 70.0}, {"job": "loss, 32,768 tokens", "seconds": 90}]
+    path.write_text(json.dumps({"jobs": lines}))
+    assert command.main(["--rehearse", str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "22 to   92 s  smoke test" in said
+    assert "the first 5 jobs do not fit: loss, 32,768 tokens" in said
 
 
 def test_a_kernel_that_cannot_serve_is_a_reason_and_a_bug_elsewhere_is_not_swallowed():
@@ -314,7 +635,7 @@ def test_a_wrong_loss_is_not_timed_and_of_ours_it_fails_the_run(run, monkeypatch
         "other": lambda h, w, y: 1.2 * right["standard"](h, w, y),
     }
     monkeypatch.setattr(vocab_loss, "variants", lambda *_: wrong)
-    loss.one_size(run, TOY, 64, {}, 1.0)
+    loss.one_size(run, TOY, 64, 1.0)
     rows = {row["loss"]: row for row in run.data["tables"]["loss"]["rows"]}
     assert (
         rows["longhaul"]["time, ms"] == rows["other"]["time, ms"] == "not timed: fails its check"
@@ -336,9 +657,9 @@ def test_memory_that_runs_out_ends_that_line_at_larger_sizes_alone(run, monkeypa
     monkeypatch.setattr(
         vocab_loss, "variants", lambda *_: {"longhaul": right["longhaul"], "standard": large}
     )
-    known = {}
     for tokens in (256, 512, 1024):
-        loss.one_size(run, TOY, tokens, known, 1.0)
+        loss.one_size(run, TOY, tokens, 1.0)
+        run.earlier = run.data["tables"]  # as the next job reads it
     shown = {
         (row["loss"], row["tokens"]): row["time, ms"] for row in run.data["tables"]["loss"]["rows"]
     }
@@ -354,13 +675,13 @@ def test_memory_that_runs_out_ends_that_line_at_larger_sizes_alone(run, monkeypa
     )
 
 
-def test_flash_attention_is_called_in_its_own_layout(install):
+def test_flash_attention_is_called_in_its_own_layout(install, run):
     install(
         "flash_attn",
         flash_attn_func=lambda q, k, v, causal: oracle.causal(q, k, v).to(q.dtype) * causal,
     )
     contest = attention.check(
-        attention.Contest((4, 1), checks.CFG, {"flash-attn": attention.flash_attn()}), TOY
+        attention.Contest((4, 1), checks.CFG, {"flash-attn": attention.flash_attn()}), TOY, run
     )
     (forward, gradient), why = contest.verdicts["flash-attn"]
     assert not why and 0 < forward < 1e-2 and 0 < gradient < 1e-2
@@ -411,7 +732,7 @@ def fla_like(q, k, v, g_cmp, g_slc, g_swa, block_counts, block_size, window_size
 
 
 @pytest.mark.slow
-def test_flas_attention_is_checked_where_its_choice_need_not_be_known(install):
+def test_flas_attention_is_checked_where_its_choice_need_not_be_known(install, run):
     for wrong, word in ((1.0, ""), (0.8, "not timed: fails its check")):
         install("flash_attn")
         install(
@@ -419,7 +740,7 @@ def test_flas_attention_is_checked_where_its_choice_need_not_be_known(install):
             parallel_nsa=lambda *x, wrong=wrong, **y: fla_like(*x, **y, wrong=wrong),
         )
         contest = attention.check(
-            attention.Contest((16, 1), attention.MEANS, {"fla": attention.fla_nsa()}), TOY
+            attention.Contest((16, 1), attention.MEANS, {"fla": attention.fla_nsa()}), TOY, run
         )
         assert contest.verdicts["fla"][1] == word
 
@@ -442,7 +763,7 @@ def test_wrong_attention_of_ours_is_not_timed_and_fails_the_run(run):
         "forward",
         300,
         1.0,
-        attention.check(attention.Contest((4, 1), checks.CFG, ways), TOY),
+        attention.check(attention.Contest((4, 1), checks.CFG, ways), TOY, run),
     )
     rows = {row["attention"]: row["time, ms"] for row in run.data["tables"]["attention"]["rows"]}
     assert (
@@ -495,15 +816,16 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3")
 
 
-def test_the_jobs_of_a_gpu_cover_every_size_and_the_first_ones_fit_nine_minutes(h100):
-    jobs = sorted(
-        (job for part in command.PARTS.values() for job in part.jobs(FULL)),
-        key=lambda job: job.importance,
-    )
+def full_jobs():
+    return [job for part in command.PARTS.values() for job in part.jobs(FULL)]
+
+
+def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100):
+    jobs = processes(full_jobs())
     names = " ".join(job.name for job in jobs)
     for words in (
         "exact",
-        "loss, 8192",
+        "loss, 8,192",
         "loss, 131,072",
         "attention, forward+backward, 262,144",
         "attention, decode, 262,144",
@@ -513,24 +835,79 @@ def test_the_jobs_of_a_gpu_cover_every_size_and_the_first_ones_fit_nine_minutes(
         "memory, 4B",
         "workspaces",
         "allocator",
+        "profile, attention",
+        "smoke, kernel, choose_kernel",
     ):
-        assert words.replace("8192", "8,192") in names, words
-    left, first = 540.0, []
-    for job in jobs:
-        if job.seconds <= left:
-            left -= job.seconds
-            first.append(job.name.split(",")[0])
-    assert {"exact", "loss", "attention", "step", "memory", "workspaces", "allocator"} <= set(first)
+        assert words in names, words
+    folders = {job.folder for job in jobs}
+    assert len(folders) == len({job.name for job in jobs}) == len(jobs)
+    assert all(named(full_jobs(), job.name).name == job.name for job in jobs)
 
 
-def test_a_longer_context_may_take_longer_and_the_longest_is_the_last_that_fits(h100, monkeypatch):
-    seconds = [
-        step.planned_seconds(step.settings("4B", "standard", tokens, FULL), FULL)
-        for tokens in (8192, 32_768, 131_072)
-    ]
-    assert seconds == sorted(seconds) and 15 < seconds[0] < 60 and seconds[2] > 100
+def test_every_kernel_has_a_job_in_the_smoke_test(h100):
+    pytest.importorskip("triton")
+    (whole,) = smoke.jobs(FULL)
+    names = {job.name.rpartition(", ")[2] for job in whole.children}
+    assert set(kernels.found()) <= names and {"nsa", "standard"} <= names
+    assert {"ranged_forward_kernel", "pair_backward_kernel", "fold_kernel"} <= names
+
+
+def test_sparse_attention_takes_its_kernels_wherever_a_gpu_is(h100):
+    assert step.settings("4B", "nsa", 131_072, FULL).kernels == "triton"
+    changes = dict(attention_type="nsa")
+    assert memory.settings(FULL, "0.6B", 32_768, changes).kernels == "triton"
+    assert memory.settings(TOY, "tiny", 256, changes).kernels == "auto"
+
+
+def test_the_engine_in_torch_stays_out_of_long_rows(install):
+    install("flash_attn", flash_attn_func=None)
+    long = attention.plain(Place(CPU, True), 131_072).ways
+    assert list(long) == ["SDPA, flash", "SDPA, cuDNN", "longhaul, NSA triton"]
+    assert "longhaul, NSA torch" not in attention.plain(Place(CPU, True), 32_768).ways
+    assert "longhaul, NSA torch" in attention.plain(Place(CPU, True), 8192).ways
+
+
+def test_steps_run_with_expandable_segments(h100):
+    assert all(job.environment == step.EXPANDABLE for job in step.jobs(FULL))
+
+
+def test_the_longest_context_is_the_last_that_fits(h100, monkeypatch):
     monkeypatch.setattr(step, "fitted", lambda cfg, place: cfg.context_length <= 300_000)
     assert step.longest("4B", "standard", FULL) == 262_144
+
+
+def test_dense_attention_in_float64_is_computed_once_for_a_contest_and_once_for_a_run(
+    run, monkeypatch
+):
+    calls = []
+
+    def counted(*tensors):
+        calls.append("float64")
+        return oracle.causal(*tensors)
+
+    monkeypatch.setattr(attention, "CHECK_TOKENS", 130)
+    monkeypatch.setattr(attention, "oracle", types.SimpleNamespace(causal=counted, nsa=oracle.nsa))
+    plain = attention.dense(lambda q, k, v, *_: attention.standard_attention(q, k, v))
+    ways = {"SDPA, flash": attention.dense_by(attention.SDPBackend.FLASH_ATTENTION), "other": plain}
+    contest = attention.Contest((4, 1), checks.CFG, ways)
+    first = attention.check(contest, TOY, run)
+    assert calls == ["float64"]
+    run.earlier = run.data["tables"]  # as the next job reads it
+    assert attention.check(contest, TOY, run).verdicts == first.verdicts
+    assert calls == ["float64"] and len(run.data["tables"]["checks"]["rows"]) == 2
+
+
+def test_achieved_operations_are_those_of_the_pairs_that_attention_reads():
+    T = 8192
+    contest = attention.plain(TOY, T)
+    one_ms = attention.achieved(contest, "SDPA, flash", "forward", T, 1.0)
+    assert one_ms["TFLOP/s"] == 4 * 4 * 128 * (T * (T + 1) / 2) * 1e3
+    both = attention.achieved(contest, "SDPA, flash", "forward+backward", T, 1.0)
+    assert both["TFLOP/s"] == 3.5 * one_ms["TFLOP/s"]
+    q, k = T * 4 * 128 * 2, T * 128 * 2
+    assert one_ms["GB/s"] == (2 * q + 2 * k) * 1e3
+    sparse = attention.achieved(contest, "longhaul, NSA torch", "forward", T, 1.0)
+    assert 0 < sparse["TFLOP/s"] < one_ms["TFLOP/s"] / 2
 
 
 def test_mfu_counts_the_causal_half_of_attention(h100, monkeypatch):
@@ -543,6 +920,8 @@ def test_mfu_counts_the_causal_half_of_attention(h100, monkeypatch):
     figures = step.speed(cfg, {"longhaul": [0.5], "transformers": [1.0]}, "longhaul")
     assert (
         figures["tokens/s"] == 16_384
+        and figures["steps timed"] == 1
+        and figures["TFLOP/s"] == pytest.approx(by_hand / 0.5)
         and figures["speed / transformers"] == 2
         and figures["MFU"] == pytest.approx(by_hand / 0.5 / 989e12)
     )
@@ -655,6 +1034,102 @@ def test_a_recorded_history_is_of_this_device_and_recording_ends_whatever_happen
     with pytest.raises(ZeroDivisionError):
         history.record(cfg, CPU, steps=1)
     assert calls[-1] == (None, "all")
+
+
+def test_a_step_on_a_gpu_reports_its_own_peak_and_not_that_of_others(h100, monkeypatch):
+    allocator = Statistics().install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: allocator.now)
+    gib = 2**30
+    allocator.set(10 * gib)  # of others
+
+    def one_step(tokens, targets):
+        for size in (18, 30, 15):  # 5 GiB stay
+            allocator.set(size * gib)
+        return torch.zeros(())
+
+    cfg = step.settings("tiny", "standard", 64, TOY)
+    monkeypatch.setattr(step, "batch", lambda *_, **__: (None, None))
+    side = step.Side(one_step, "", cfg, FULL, base=10 * gib)
+    assert side.own == 5 * gib and side.peak_gib is None
+    side.run(None, None)
+    assert side.peak_gib == 20 and side.reserved_gib == 30
+
+
+# ---- kernels one by one, without a GPU
+
+
+ALONE = """
+import sys
+import torch
+from benchmarks.gpu import kernels, smoke
+from benchmarks.gpu.jobs import Place
+from benchmarks.record import Run
+
+run = Run(sys.argv[1], "a test", "", {}, True, echo=lambda line: None)
+smoke.one_kernel(run, Place(torch.device("cpu"), True), "combine_kernel")
+smoke.one_kernel(run, Place(torch.device("cpu"), True), "no_such_kernel")
+print([row["result"] for row in run.data["tables"]["smoke"]["rows"]])
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_is_launched_alone_and_others_are_not(tmp_path):
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.strip().endswith(
+        "['ran, 1 launches', 'not launched by forward and backward']"
+    ), done.stderr
+
+
+def test_only_the_kernel_that_is_asked_for_runs_and_memory_is_zero():
+    pytest.importorskip("triton")
+    kernel = kernels.found()["combine_kernel"]
+    with kernels.alone("another_kernel") as launches:
+        assert kernel[(1,)](None) is None
+        assert torch.empty(3).tolist() == [0, 0, 0]
+        assert torch.ones(2).new_empty(2).tolist() == [0, 0]
+    assert not launches
+
+
+PRECOMPILE = """
+import os, sys, time
+from pathlib import Path
+from benchmarks.gpu import precompile
+
+precompile.TOKENS = (8192,)
+folder = Path(sys.argv[1])
+precompile.into(folder, 90)
+before = {path: path.stat().st_mtime_ns for path in folder.glob("**/*.cubin")}
+precompile.into(folder, 90)
+assert before == {path: path.stat().st_mtime_ns for path in folder.glob("**/*.cubin")}
+print(len(before), "cubins")
+"""
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_for_a_gpu_that_is_not_here_once(tmp_path):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-c", PRECOMPILE, str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-2]) >= len(kernels.found())
+    for name in ("ranged_forward_kernel", "pair_backward_kernel", "fold_kernel"):
+        assert name in done.stdout
 
 
 # ---- what the driver says, the tests that need a GPU

@@ -19,8 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import attention, clock
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
+from longhaul.flops import pairs
 from longhaul.memory.measure import peak_bytes
-from model import NSAConfig, standard_attention
+from model import ModelConfig, NSAConfig, standard_attention
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
@@ -29,6 +30,9 @@ OURS = "longhaul"
 BASE = "SDPA, flash"
 ROUNDS = 5
 CHECK_TOKENS = 1300
+# Turns of 16 tokens before decoding is timed. The last selected block has 1 to 64 tokens: after
+# four turns, every length has been seen that a backend may build a plan for.
+WARM_TURNS = 4
 COPIES_BYTES, MOST_COPIES = (
     4 * 2**30,
     64,
@@ -37,21 +41,25 @@ MEANS = NSAConfig(
     cmp_block=64, cmp_stride=64, cmp_kind="mean"
 )  # fla's compression: means of whole selection blocks
 SIZES = (
-    ("forward+backward", 2, 32_768, 12),
-    ("decode", 5, 32_768, 8),
-    ("forward", 8, 32_768, 8),
-    ("forward+backward", 10, 8192, 8),
-    ("forward+backward", 11, 131_072, 45),
-    ("decode", 13, 131_072, 8),
-    ("forward", 16, 8192, 6),
-    ("decode", 17, 8192, 8),
-    ("forward", 18, 131_072, 16),
-    ("groups of 16", 19, 32_768, 20),
-    ("decode", 22, 262_144, 10),
-    ("forward", 23, 262_144, 45),
-    ("forward+backward", 24, 262_144, 150),
+    ("forward+backward", 2, 131_072, 45),
+    ("decode", 8, 131_072, 20),
+    ("forward", 9, 131_072, 20),
+    ("forward+backward", 11, 32_768, 25),
+    ("forward+backward", 13, 8192, 25),
+    ("decode", 15, 32_768, 20),
+    ("forward", 16, 32_768, 20),
+    ("decode", 17, 8192, 15),
+    ("groups of 16", 19, 32_768, 30),
+    ("forward", 20, 8192, 20),
+    ("decode", 22, 262_144, 25),
+    ("forward", 23, 262_144, 30),
+    ("forward+backward", 24, 262_144, 60),
 )  # what, importance, tokens, seconds
-TOY = (("forward+backward", 2, 1100, 1), ("decode", 5, 1100, 1), ("forward", 8, 1100, 1))
+# The engine in torch is launched kernel by kernel: 35 to 50 s of host time at 131k (computed).
+MOST_ENGINE_TOKENS = 8192
+# Above this, only the ways that a long context chooses between.
+MOST_OF_ALL_WAYS = 32_768
+TOY = (("forward+backward", 2, 1100, 60), ("decode", 8, 1100, 60), ("forward", 9, 1100, 60))
 TABLE = Table(
     "attention",
     "Attention, bf16, heads of 128, one row; decoding: one token after so many, without "
@@ -63,9 +71,28 @@ TABLE = Table(
         "tokens": "count",
         "time, ms": "ms",
         f"time / {BASE}": "ratio",
+        "TFLOP/s": "tera",
+        "GB/s": "giga",
+        "host, ms": "ms",
         "memory beyond inputs, MB": "mb",
+        "reserved, MB": "mb",
         "forward error": "error",
         "worst gradient error": "error",
+    },
+)
+
+
+ERRORS = ("forward error", "worst gradient error")
+EXACT = "within its bounds"
+CHECKS = Table(
+    "checks",
+    f"Attention against dense float64, forward and backward, {CHECK_TOKENS:,} tokens",
+    {
+        "attention": "text",
+        "heads": "text",
+        "forward error": "error",
+        "worst gradient error": "error",
+        "result": "text",
     },
 )
 
@@ -73,27 +100,31 @@ TABLE = Table(
 def jobs(place: Place) -> list[Job]:
     """A job per kind and length."""
 
-    @functools.cache
-    def known(groups_of_16: bool) -> Contest:
-        return check(sixteen(place) if groups_of_16 else plain(place), place)
-
-    def job(what: str, tokens: int, limit: float):
+    def work(what: str, tokens: int, limit: float):
         if what == "decode":
             return lambda run: decode(run, place, tokens, limit)
-        of_16 = what == "groups of 16"
-        return lambda run: whole(
-            run, place, "forward+backward" if of_16 else what, tokens, limit, known(of_16)
-        )
+        if what == "groups of 16":
+            return lambda run: contest(
+                run, place, "forward+backward", tokens, limit, sixteen(place)
+            )
+        return lambda run: contest(run, place, what, tokens, limit, plain(place, tokens))
 
     return [
         Job(
             f"attention, {what}, {tokens:,} tokens",
             importance,
             seconds,
-            job(what, tokens, seconds / 2),
+            work(what, tokens, seconds / 2),
         )
         for what, importance, tokens, seconds in (TOY if place.toy else SIZES)
     ]
+
+
+def contest(
+    run: Run, place: Place, what: str, tokens: int, limit: float, unchecked: "Contest"
+) -> None:
+    """Check every way that no earlier job has checked, then time those that are exact."""
+    whole(run, place, what, tokens, limit, check(unchecked, place, run))
 
 
 # ---- what is compared
@@ -101,12 +132,13 @@ def jobs(place: Place) -> list[Job]:
 
 @dataclass(frozen=True)
 class Way:
-    """attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates) -> o, and its errors against
-    float64 on such tensors.
+    """attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates) -> o, its errors against
+    float64 on such tensors (errors(tensors, Truth)), and whether it reads every key.
     """
 
     attend: Callable
     errors: Callable
+    dense: bool = True
 
 
 @dataclass(frozen=True)
@@ -126,21 +158,20 @@ def heads(place: Place) -> tuple[int, int]:
     return (4, 1) if place.toy else (32, 8)
 
 
-def plain(place: Place) -> Contest:
-    """Dense and sparse attention at the model's heads."""
+def plain(place: Place, tokens: int) -> Contest:
+    """Dense and sparse attention at the model's heads, as far as they serve so many tokens."""
     needs = "needs a CUDA device"
-    return Contest(
-        heads(place),
-        attention.CFG,
-        {
-            "longhaul, standard": dense(lambda q, k, v, *_: standard_attention(q, k, v)),
-            BASE: dense_by(SDPBackend.FLASH_ATTENTION),
-            "SDPA, cuDNN": dense_by(SDPBackend.CUDNN_ATTENTION) if place.cuda else needs,
-            "flash-attn": flash_attn() if place.cuda else needs,
-            "longhaul, NSA torch": sparse(nsa_engine.nsa_attention, attention.CFG),
-            "longhaul, NSA triton": triton_nsa(attention.CFG) if place.cuda else needs,
-        },
-    )
+    ways = {
+        BASE: dense_by(SDPBackend.FLASH_ATTENTION),
+        "SDPA, cuDNN": dense_by(SDPBackend.CUDNN_ATTENTION) if place.cuda else needs,
+        "longhaul, NSA triton": triton_nsa(attention.CFG) if place.cuda else needs,
+    }
+    if tokens <= MOST_OF_ALL_WAYS:
+        ways["longhaul, standard"] = dense(lambda q, k, v, *_: standard_attention(q, k, v))
+        ways["flash-attn"] = flash_attn() if place.cuda else needs
+    if tokens <= MOST_ENGINE_TOKENS:
+        ways["longhaul, NSA torch"] = sparse(nsa_engine.nsa_attention, attention.CFG)
+    return Contest(heads(place), attention.CFG, ways)
 
 
 def sixteen(place: Place) -> Contest:
@@ -161,7 +192,7 @@ def sixteen(place: Place) -> Contest:
 
 def dense(attend) -> Way:
     """Causal attention of q, k and v."""
-    return Way(attend, lambda tensors: attention.errors(attend, oracle.causal, tensors[:3]))
+    return Way(attend, lambda tensors, truth: truth.errors(attend, tensors[:3]))
 
 
 def dense_by(backend: SDPBackend) -> Way:
@@ -189,7 +220,8 @@ def sparse(attend, cfg: NSAConfig) -> Way:
     """Ours, checked with the blocks that it chose itself."""
     return Way(
         lambda *tensors: attend(*tensors, cfg),
-        lambda tensors: attention.nsa_errors(attend, tensors, cfg),
+        lambda tensors, truth: attention.nsa_errors(attend, tensors, cfg),
+        dense=False,
     )
 
 
@@ -238,10 +270,10 @@ def fla_nsa() -> Way | str:
             window_size=MEANS.window,
         )
 
-    return Way(attend, functools.partial(errors_of_all_blocks, attend))
+    return Way(attend, functools.partial(errors_of_all_blocks, attend), dense=False)
 
 
-def errors_of_all_blocks(attend, tensors) -> dict:
+def errors_of_all_blocks(attend, tensors, truth) -> dict:
     """Errors of an attention that compresses by itself: up to 1,024 tokens every block is chosen,
     so that its choice need not be known.
     """
@@ -263,24 +295,57 @@ def errors_of_all_blocks(attend, tensors) -> dict:
 # ---- checks
 
 
-def check(contest: Contest, place: Place) -> Contest:
-    """The same with a verdict on every way."""
+def check(contest: Contest, place: Place, run: Run) -> Contest:
+    """The same with a verdict on every way; a row for those that no earlier job has checked."""
     H, G = contest.heads
-    tensors = attention.inputs(
-        CHECK_TOKENS, torch.bfloat16, heads=H // G, device=place.device, cfg=contest.cfg
-    )
-    return replace(
-        contest,
-        verdicts={
-            name: ((), way) if isinstance(way, str) else verdict(way, tensors)
-            for name, way in contest.ways.items()
-        },
-    )
+    known = verdicts_of(run, H, G)
+    tensors = None
+    truth = Truth()
+    verdicts = {}
+    for name, way in contest.ways.items():
+        if isinstance(way, str):
+            verdicts[name] = ((), way)
+            continue
+        if name in known:
+            verdicts[name] = known[name]
+            continue
+        if tensors is None:
+            tensors = attention.inputs(
+                CHECK_TOKENS, torch.bfloat16, heads=H // G, device=place.device, cfg=contest.cfg
+            )
+        verdicts[name] = verdict(way, tensors, truth)
+        errors, why = verdicts[name]
+        figures = dict(zip(ERRORS, errors, strict=False))
+        run.row(CHECKS, attention=name, heads=f"{H}/{G}", result=why or EXACT, **figures)
+    return replace(contest, verdicts=verdicts)
 
 
-def verdict(way: Way, tensors) -> tuple[tuple, str]:
+def verdicts_of(run: Run, H: int, G: int) -> dict[str, tuple[tuple, str]]:
+    """What earlier jobs of this run found about the ways at these heads."""
+    found = {}
+    for row in run.earlier.get(CHECKS.name, {"rows": []})["rows"]:
+        if row["heads"] == f"{H}/{G}":
+            errors = tuple(row[name] for name in ERRORS if name in row)
+            found[row["attention"]] = (errors, "" if row["result"] == EXACT else row["result"])
+    return found
+
+
+class Truth:
+    """Dense attention in float64 with its gradients, computed once for all ways of a contest."""
+
+    def __init__(self):
+        self.known = None
+
+    def errors(self, attend: Callable, tensors: list[torch.Tensor]) -> dict:
+        """Relative errors of dense attention by `attend`."""
+        if self.known is None:
+            self.known = attention.truth(oracle.causal, tensors)
+        return attention.errors_against(self.known, attend, tensors)
+
+
+def verdict(way: Way, tensors, truth: Truth) -> tuple[tuple, str]:
     """((forward error, worst gradient error), why it is not timed)."""
-    found, why = attempt(way.errors, tensors)
+    found, why = attempt(way.errors, tensors, truth)
     if why:
         return (), why
     forward = found.pop("forward")
@@ -295,25 +360,30 @@ def verdict(way: Way, tensors) -> tuple[tuple, str]:
 
 def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Contest):
     """Memory of a first call, then interleaved times: a row per way."""
-    (H, G), why = contest.heads, {name: reason for name, (_, reason) in contest.verdicts.items()}
-    seeds = iter(range(len(contest.ways) + ROUNDS))
+    H, G = contest.heads
+    why = {name: reason for name, (_, reason) in contest.verdicts.items()}
+    seeds = iter(range(2 * len(contest.ways) + ROUNDS))
 
     def fresh():
-        tensors = attention.inputs(
-            T, torch.bfloat16, what != "forward", H, G, place.device, contest.cfg, next(seeds)
-        )
+        grad = what != "forward"
+        seed = next(seeds)
+        tensors = attention.inputs(T, torch.bfloat16, grad, H, G, place.device, contest.cfg, seed)
         return [*tensors, torch.randn_like(tensors[0])]
 
-    memory, calls = (
-        {},
-        {
-            name: functools.partial(forward if what == "forward" else training, way.attend)
-            for name, way in contest.ways.items()
-            if not why[name]
-        },
-    )
+    memory = {}
+    host = {}
+    calls = {
+        name: functools.partial(forward if what == "forward" else training, way.attend)
+        for name, way in contest.ways.items()
+        if not why[name]
+    }
     for name, call in calls.items():
         memory[name], why[name] = attempt(peak_megabytes, call, fresh, place.device)
+        if not why[name]:
+            once_more = functools.partial(call, *fresh())
+            host[name] = clock.host_milliseconds(once_more, place.device)
+            del once_more
+
     times = clock.interleaved(
         {name: call for name, call in calls.items() if not why[name]},
         fresh,
@@ -322,15 +392,17 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
         limit,
     )
     for name, (errors, _) in contest.verdicts.items():
-        figures = (
-            {
+        figures = {"time, ms": why[name]}
+        if name in times:
+            allocated, reserved = memory[name]
+            figures = {
                 "time, ms": clock.milliseconds(times[name]),
                 f"time / {BASE}": clock.ratio(times, name, BASE),
-                "memory beyond inputs, MB": memory[name],
+                "host, ms": host[name],
+                "memory beyond inputs, MB": allocated,
+                "reserved, MB": reserved,
             }
-            if name in times
-            else {"time, ms": why[name]}
-        )
+            figures |= achieved(contest, name, what, T, figures["time, ms"])
         run.row(
             TABLE,
             attention=name,
@@ -338,10 +410,38 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
             what=what,
             tokens=T,
             **figures,
-            **dict(zip(("forward error", "worst gradient error"), errors, strict=False)),
+            **dict(zip(ERRORS, errors, strict=False)),
         )
         if name.startswith(OURS) and why[name] and not isinstance(contest.ways[name], str):
             run.fail(f"attention, {what}, {T:,} tokens: {name}: {why[name]}")
+
+
+def achieved(contest: Contest, name: str, what: str, T: int, milliseconds: float) -> dict:
+    """TFLOP/s and GB/s of the operations and bytes that cannot be avoided: no recomputation, every
+    input and output once in each direction.
+    """
+    H, G = contest.heads
+    dense = contest.ways[name].dense
+    pairs = T * (T + 1) / 2 if dense else pairs_of_sparse(contest.cfg, T)
+    products = 2 if what == "forward" else 7  # of queries with keys: 2 forward, 5 backward
+    operations = products * 2 * H * attention.K * pairs
+
+    queries = H * attention.K * T
+    keys = 2 * G * attention.K * T
+    bytes_forward = 2 * (2 * queries + keys)
+    # backward: reads inputs, result and its gradient; writes the gradients of the inputs
+    bytes_backward = 2 * (4 * queries + 2 * keys)
+    moved = bytes_forward if what == "forward" else bytes_forward + bytes_backward
+    return {
+        "TFLOP/s": operations / milliseconds * 1e3,
+        "GB/s": moved / milliseconds * 1e3,
+    }
+
+
+def pairs_of_sparse(cfg: NSAConfig, T: int) -> float:
+    """(query, key) pairs that the three branches read together, compressed keys counted as one."""
+    config = ModelConfig.preset("4B", attention_type="nsa", nsa=cfg)
+    return pairs(config, T)
 
 
 @torch.no_grad()
@@ -365,7 +465,12 @@ def decode(run: Run, place: Place, T: int, limit: float):
     update, over caches that no L2 holds.
     """
     H, G = heads(place)
-    sides = {BASE: sdpa_decoder, "flash-attn": flash_decoder, "longhaul, NSA": nsa_decoder}
+    sides = {
+        BASE: flash_sdpa_decoder,
+        "SDPA, torch's choice": sdpa_decoder,
+        "flash-attn": flash_decoder,
+        "longhaul, NSA": nsa_decoder,
+    }
     times, found = {}, {}
     for name, side in sides.items():  # one side's caches at a time
         found[name] = decode_verdict(name, side, place)
@@ -374,7 +479,11 @@ def decode(run: Run, place: Place, T: int, limit: float):
             found[name] = found[name][0], why
     for name, (error, why) in found.items():
         timed, base = times.get(name), times.get(BASE)
-        figures = {"time, ms": clock.milliseconds(timed)} if timed else {"time, ms": why}
+        figures = {"time, ms": why}
+        if timed:
+            figures = {"time, ms": clock.milliseconds(timed)}
+            if name != "longhaul, NSA":  # the others read the whole cache for each token
+                figures["GB/s"] = 4 * T * G * attention.K / figures["time, ms"] * 1e3
         ratio = clock.milliseconds(timed) / clock.milliseconds(base) if timed and base else None
         run.row(
             TABLE,
@@ -426,9 +535,15 @@ def dense_decode_error(side, place: Place) -> float:
     return clock.relative(side(kv)(q, None, None).flatten(), exact.flatten())
 
 
-def peak_megabytes(call, fresh, device: torch.device) -> float:
-    """Peak memory of a call on fresh inputs, in MB."""
-    return peak_bytes(functools.partial(call, *fresh()), device) / 1e6
+def peak_megabytes(call, fresh, device: torch.device) -> tuple[float, float | None]:
+    """Peak of a call on fresh inputs beyond them, in MB: allocated, and on a GPU reserved."""
+    inputs = fresh()
+    if device.type != "cuda":
+        return peak_bytes(functools.partial(call, *inputs), device) / 1e6, None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    allocated = peak_bytes(functools.partial(call, *inputs), device) / 1e6
+    return allocated, (torch.cuda.max_memory_reserved(device) - before) / 1e6
 
 
 @torch.no_grad()
@@ -449,7 +564,8 @@ def decode_times(side, place: Place, T: int, H: int, G: int, limit: float) -> li
             for n, w in ((H, attention.K), (G, attention.K))
         ] + [torch.rand(1, 1, H, 3, device=place.device, dtype=torch.bfloat16)]
 
-    turn(*fresh())
+    for _ in range(WARM_TURNS):
+        turn(*fresh())
     return [
         x / stride / copies
         for x in clock.interleaved({"side": turn}, fresh, place.device, ROUNDS, limit)["side"]
@@ -461,8 +577,19 @@ def cache(device, T: int, G: int):
     return torch.randn(2, 1, T, G, attention.K, device=device, dtype=torch.bfloat16)
 
 
+def flash_sdpa_decoder(kv):
+    """torch's FlashAttention over keys and values by heads."""
+    attend = sdpa_decoder(kv)
+
+    def step(q, one, gates):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend(q, one, gates)
+
+    return step
+
+
 def sdpa_decoder(kv):
-    """torch's attention over keys and values by heads."""
+    """torch's attention over keys and values by heads, with the backend that it chooses."""
     k, v = (x.transpose(1, 2).contiguous() for x in kv)
     return lambda q, one, gates: F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, enable_gqa=True
@@ -478,7 +605,7 @@ def flash_decoder(kv):
 
 def nsa_decoder(kv):
     """The state takes the token, then the token attends."""
-    (T, G), room = kv.shape[2:4], attention.CFG.cmp_stride * (ROUNDS + 2)
+    (T, G), room = kv.shape[2:4], attention.CFG.cmp_stride * (ROUNDS + WARM_TURNS + 1)
     state = nsa_decode.NSAState(
         attention.CFG, 1, T + room, G, attention.K, device=kv.device, dtype=kv.dtype
     )

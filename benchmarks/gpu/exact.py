@@ -19,10 +19,10 @@ TABLE = Table(
 
 
 def jobs(place: Place) -> list[Job]:
-    """First of all."""
+    """The bodies before the losses of all lengths, the tests when the first figures are there."""
     return [
-        Job("exact, Triton tile bodies", 0, 20, lambda run: tile_bodies(run, place)),
-        Job("exact, tests marked gpu", 1, SECONDS, lambda run: marked_tests(run, place)),
+        Job("exact, Triton tile bodies", 10.5, 30, lambda run: tile_bodies(run, place)),
+        Job("exact, tests marked gpu", 12.5, SECONDS, lambda run: marked_tests(run, place)),
     ]
 
 

@@ -4,11 +4,18 @@ from benchmarks import vocab_loss
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run
 
-SIZES = ((1, 32_768, 60), (4, 8192, 40), (9, 131_072, 90))  # importance, tokens, seconds
+SIZES = (
+    (5, 32_768, 30, False),
+    (13.5, 8192, 30, False),
+    (15.5, 131_072, 60, False),
+    (20.5, 32_768, 90, True),
+)  # importance, tokens, seconds, whether the losses that torch.compile builds whole take part
+# chunks of 512 tokens are a loop on the host
+AT_LENGTH = ("torch.compile", "loop")
 WIDTH = 2560
 VOCABULARY = 151_936
 ROUNDS = 5
-TOY = ((1, 256, 1), (4, 512, 1))
+TOY = ((5, 256, 60, True),)
 TOY_WIDTH = 64
 TOY_VOCABULARY = 2048
 TOY_ROUNDS = 3
@@ -16,36 +23,46 @@ TOY_ROUNDS = 3
 
 def jobs(place: Place) -> list[Job]:
     """A job per number of tokens."""
-    known: dict = {}
-    return [
-        Job(
-            f"loss, {tokens:,} tokens",
-            importance,
-            seconds,
-            lambda run, N=tokens, limit=seconds / 2: one_size(run, place, N, known, limit),
-        )
-        for importance, tokens, seconds in (TOY if place.toy else SIZES)
-    ]
+    found = []
+    for importance, tokens, seconds, at_length in TOY if place.toy else SIZES:
+        name = f"loss, {tokens:,} tokens" + (", every peer" if at_length and not place.toy else "")
+
+        def work(run, N=tokens, limit=seconds / 2, at_length=at_length):
+            one_size(run, place, N, limit, at_length)
+
+        found.append(Job(name, importance, seconds, work))
+    return found
 
 
-def one_size(run: Run, place: Place, N: int, known: dict, limit: float):
-    """Rows of one size; `known` keeps the losses, so that each compiles once, and the sizes at
-    which memory ran out.
-    """
+def one_size(run: Run, place: Place, N: int, limit: float, at_length: bool = True):
+    """Rows of one size, without the losses whose memory ran out at fewer tokens."""
     width, vocabulary, rounds = (
         (TOY_WIDTH, TOY_VOCABULARY, TOY_ROUNDS) if place.toy else (WIDTH, VOCABULARY, ROUNDS)
     )
-    if "table" not in known:
-        known["table"], known["ended"] = losses(place, run.note), {}
-    ended = {name: tokens for name, tokens in known["ended"].items() if tokens <= N}
-    for name, tokens in ended.items():
-        run.note(f"loss, {N:,} tokens: {name} is left out, as its memory ran out at {tokens:,}")
-    table = {name: loss for name, loss in known["table"].items() if name not in ended}
+    table = losses(place, run.note)
+    for name, tokens in ended(run).items():
+        if name in table and tokens <= N:
+            del table[name]
+            run.note(f"loss, {N:,} tokens: {name} is left out, as its memory ran out at {tokens:,}")
+    if not at_length:
+        table = {
+            name: loss
+            for name, loss in table.items()
+            if not any(word in name for word in AT_LENGTH)
+        }
     why = vocab_loss.case(run, width, N, vocabulary, table, place.device, rounds, limit=limit)
-    known["ended"] |= {name: N for name, reason in why.items() if reason == "out of memory"}
     for name, reason in why.items():
         if name.startswith(vocab_loss.OURS):
             run.fail(f"loss, {N:,} tokens: {name}: {reason}")
+
+
+def ended(run: Run) -> dict[str, int]:
+    """Name of a loss -> the fewest tokens at which an earlier job ran out of memory."""
+    found: dict[str, int] = {}
+    for row in run.earlier.get(vocab_loss.TABLE.name, {"rows": []})["rows"]:
+        if row["time, ms"] == "out of memory":
+            found[row["loss"]] = min(row["tokens"], found.get(row["loss"], row["tokens"]))
+    return found
 
 
 def losses(place: Place, say) -> dict:

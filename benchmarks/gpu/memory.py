@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.jobs import Job, Place
-from benchmarks.record import Run, Table
+from benchmarks.record import Run, Table, free
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory import history, reconcile
@@ -27,13 +27,14 @@ from model import GIB
 MIB = 2**20
 FULL = dict(gradient_checkpointing="full")
 CONFIGURATIONS = (  # importance, model, tokens, what differs from the defaults, seconds
-    (5, "0.6B", 8192, dict(batch_size=2, gradient_accumulation_steps=2), 25),
-    (9, "0.6B", 32_768, FULL, 25),
-    (10, "0.6B", 32_768, FULL | dict(attention_type="nsa"), 40),
-    (13, "4B", 8192, FULL | dict(optimizer="adamw_8bit", master_weights="none"), 40),
-    (17, "1.7B", 16_384, dict(gradient_checkpointing="selective", optimizer="adamw_bf16"), 30),
+    (16.5, "0.6B", 8192, dict(batch_size=2, gradient_accumulation_steps=2), 30),
+    (9.5, "0.6B", 32_768, FULL, 35),
+    (9.2, "0.6B", 32_768, FULL | dict(attention_type="nsa"), 40),
+    (9.8, "4B", 131_072, FULL | dict(attention_type="nsa"), 90),
+    (17.5, "4B", 8192, FULL | dict(optimizer="adamw_8bit", master_weights="none"), 45),
+    (18.5, "1.7B", 16_384, dict(gradient_checkpointing="selective", optimizer="adamw_bf16"), 40),
     (
-        19,
+        21.5,
         "1.7B",
         32_768,
         FULL
@@ -105,45 +106,46 @@ ALLOCATOR = Table(
 
 
 def jobs(place: Place) -> list[Job]:
-    """Six configurations, the workspaces of a dense and of a sparse step, the allocator's curve of
-    two.
+    """Every configuration, the workspaces of a dense and of a sparse step, the allocator's curve of
+    two; at toy sizes in one job, since processes take longer to start than to run.
     """
+    found = configurations(place)
+    if not place.toy:
+        return found
+
+    def all_of_them(run: Run):
+        for job in found:
+            job.run(run)
+            free()
+
+    return [Job("memory, every configuration", 9, 120, all_of_them)]
+
+
+def configurations(place: Place) -> list[Job]:
+    """A job per configuration and question."""
     table = TOY_CONFIGURATIONS if place.toy else CONFIGURATIONS
-    found = [
-        Job(
-            f"memory, {model}, {tokens:,} tokens, {levers(changes)}",
-            importance,
-            seconds,
-            functools.partial(
-                one_configuration,
-                place=place,
-                cfg=settings(place, model, tokens, changes),
-                words=levers(changes),
-            ),
-        )
-        for importance, model, tokens, changes, seconds in table
-    ]
-    for importance, (_, model, tokens, changes, seconds) in ((8, table[1]), (12, table[2])):
-        cfg, words = settings(place, model, tokens, changes), levers(changes)
-        found += [
-            Job(
-                f"workspaces, {model}, {words}",
-                importance,
-                seconds,
-                functools.partial(workspaces, place=place, cfg=cfg),
-            ),
-            Job(
-                f"allocator, {model}, {words}",
-                importance,
-                seconds,
-                functools.partial(allocator, place=place, cfg=cfg, words=words),
-            ),
-        ]
+    found = []
+    for importance, model, tokens, changes, seconds in table:
+        words = levers(changes)
+        cfg = settings(place, model, tokens, changes)
+        work = functools.partial(one_configuration, place=place, cfg=cfg, words=words)
+        name = f"memory, {model}, {tokens:,} tokens, {words}"
+        found.append(Job(name, importance, seconds, work))
+
+    for importance, (_, model, tokens, changes, seconds) in ((14.5, table[1]), (16.2, table[2])):
+        words = levers(changes)
+        cfg = settings(place, model, tokens, changes)
+        of_operators = functools.partial(workspaces, place=place, cfg=cfg)
+        of_allocator = functools.partial(allocator, place=place, cfg=cfg, words=words)
+        found.append(Job(f"workspaces, {model}, {words}", importance, seconds, of_operators))
+        found.append(Job(f"allocator, {model}, {words}", importance, seconds, of_allocator))
     return found
 
 
 def settings(place: Place, model: str, tokens: int, changes: dict) -> TrainConfig:
-    """A configuration as the trainer has it."""
+    """A configuration as the trainer has it, sparse attention by its kernels."""
+    if place.cuda and changes.get("attention_type") == "nsa":
+        changes = changes | dict(kernels="triton")
     return TrainConfig(
         model_size=model, context_length=tokens, device=place.device.type, warmup_steps=0, **changes
     )

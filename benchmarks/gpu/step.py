@@ -2,16 +2,18 @@
 tokens/s, MFU, peak memory.
 
 Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time.
-The peer has the same weights and must give the same first loss; it has sdpa, bf16 autocast, fused
-AdamW, and gradient checkpointing where it does not fit without. MFU counts the operations of the
-forward and backward without recomputation, attention's causal half alone.
+The first step is over a short row: it compiles, and leaves the optimizer's states, so that a single
+timed step has the time and the memory of all that follow. The peer has the same weights and must
+give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient checkpointing where
+it does not fit without. MFU counts the operations of the forward and backward without
+recomputation, attention's causal half alone.
 """
 
 import dataclasses
 import functools
 import importlib.util
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -28,26 +30,25 @@ from longhaul.run.log import peak_flops
 from model import GIB
 
 ROUNDS = 5
+ISSUED = "gradient norm"  # the first stage of a step after its backward
 LONGEST = 2**22  # tokens: where the search for what fits ends
-ASSUMED_FLOPS, ASSUMED_SHARE = (
-    300e12,
-    0.35,
-)  # of a card that is not known, and of its peak: what a job may take is planned with them
+WARM_TOKENS = 1024  # of the first step
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 SIZES = (
-    (3, "0.6B", "standard", 8192, True),
-    (6, "4B", "standard", 8192, True),
-    (7, "4B", "nsa", 32_768, False),
-    (12, "4B", "standard", 32_768, False),
-    (14, "0.6B", "nsa", 131_072, False),
-    (15, "0.6B", "standard", 131_072, False),
-    (20, "4B", "nsa", 131_072, False),
-    (21, "4B", "standard", 131_072, False),
-    (25, "4B", "nsa", 0, False),
-    (26, "4B", "standard", 0, False),
-    (27, "0.6B", "nsa", 0, False),
-    (28, "0.6B", "standard", 0, False),
-)  # importance, model, attention, tokens (0: the longest that fits), beside transformers
-TOY = ((3, "tiny", "standard", 256, True), (7, "tiny", "nsa", 256, False))
+    (3, "4B", "nsa", 131_072, False, 55),
+    (4, "4B", "standard", 131_072, False, 75),
+    (10, "0.6B", "standard", 8192, True, 50),
+    (12, "4B", "nsa", 32_768, False, 45),
+    (14, "4B", "standard", 8192, True, 70),
+    (18, "4B", "standard", 32_768, False, 45),
+    (19, "0.6B", "nsa", 131_072, False, 40),
+    (21, "0.6B", "standard", 131_072, False, 60),
+    (25, "4B", "nsa", 0, False, 120),
+    (26, "4B", "standard", 0, False, 300),
+    (27, "0.6B", "nsa", 0, False, 120),
+    (28, "0.6B", "standard", 0, False, 300),
+)  # importance, model, attention, tokens (0: the longest that fits), beside transformers, seconds
+TOY = ((3, "tiny", "standard", 256, True, 60), (4, "tiny", "nsa", 256, False, 60))
 TABLE = Table(
     "step",
     "A training step, one row, bf16 compute, fp32 weights and AdamW",
@@ -58,11 +59,16 @@ TABLE = Table(
         "tokens": "count",
         "levers": "text",
         "step, ms": "ms",
+        "steps timed": "count",
+        "forward and backward issued, ms": "ms",
         "tokens/s": "rate",
+        "TFLOP/s": "tera",
         "MFU": "share",
         "speed / transformers": "ratio",
         "peak, GiB": "gib",
         "planned peak, GiB": "gib",
+        "difference": "percent",
+        "reserved, GiB": "gib",
     },
 )
 
@@ -70,12 +76,8 @@ TABLE = Table(
 def jobs(place: Place) -> list[Job]:
     """A job per model, attention and context."""
     found = []
-    for importance, model, attention, tokens, beside in TOY if place.toy else SIZES:
-        limit = planned_seconds(settings(model, attention, tokens, place), place) if tokens else 0
-        name = (
-            f"step, {model}, {attention}, "
-            f"{f'{tokens:,} tokens' if tokens else 'the longest context that fits'}"
-        )
+    for importance, model, attention, tokens, beside, seconds in TOY if place.toy else SIZES:
+        length = f"{tokens:,} tokens" if tokens else "the longest context that fits"
         work = functools.partial(
             one_context,
             place=place,
@@ -83,9 +85,10 @@ def jobs(place: Place) -> list[Job]:
             attention=attention,
             tokens=tokens,
             beside=beside,
-            limit=limit / 3,
+            limit=seconds / 3,
         )
-        found.append(Job(name, importance, limit or 600, work))
+        name = f"step, {model}, {attention}, {length}"
+        found.append(Job(name, importance, seconds, work, EXPANDABLE))
     return found
 
 
@@ -103,13 +106,6 @@ def settings(model: str, attention: str, tokens: int, place: Place) -> TrainConf
         schedule="constant",
         lr=1e-4,
     )
-
-
-def planned_seconds(cfg: TrainConfig, place: Place) -> float:
-    """What four steps with recomputation may take, and building the model."""
-    peak = peak_flops(place.device) or ASSUMED_FLOPS
-    rate = ASSUMED_SHARE * peak
-    return 15 + 4 * 4 / 3 * flops(cfg) / rate
 
 
 def flops(cfg: TrainConfig) -> float:
@@ -145,17 +141,35 @@ def levers(plan: planner.Plan, cfg: TrainConfig) -> str:
 # ---- one context
 
 
-@dataclass(frozen=True)
 class Side:
-    """A system at work: `run(tokens, targets)` is a step that returns its loss; `first` was the
-    loss of the first, on batch(seed 0).
+    """A system at work: `run(tokens, targets)` is a step that returns its loss.
+
+    `first` was the loss of the first step, on batch(seed 0); `peak_gib` and `reserved_gib` are the
+    highest of the steps since, above what others hold; None where no allocator says it.
     """
 
-    run: Callable
-    levers: str
-    first: float
-    # of the second step, above what others hold; None where no allocator says it
-    peak_gib: float | None
+    def __init__(self, one_step: Callable, levers: str, cfg: TrainConfig, place: Place, base: int):
+        self.one_step = one_step
+        self.levers = levers
+        self.place = place
+        self.peak_gib: float | None = None
+        self.reserved_gib: float | None = None
+        self.issued: float | None = None  # ms until the host had issued forward and backward
+        tokens = min(WARM_TOKENS, cfg.context_length)
+        self.first = float(one_step(*batch(cfg, place, seed=0, tokens=tokens)))
+        self.own = allocated(place) - base
+
+    def run(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not self.place.cuda:
+            return self.one_step(tokens, targets)
+        device = self.place.device
+        torch.cuda.reset_peak_memory_stats(device)
+        others = torch.cuda.memory_allocated(device) - self.own
+        loss = self.one_step(tokens, targets)
+        peak = (torch.cuda.max_memory_allocated(device) - others) / GIB
+        self.peak_gib = max(self.peak_gib or 0.0, peak)
+        self.reserved_gib = torch.cuda.max_memory_reserved(device) / GIB
+        return loss
 
 
 def one_context(
@@ -178,7 +192,8 @@ def one_context(
     theirs, reason = their_side(plan, place, ours.first) if beside else (None, "")
     sides = {"longhaul": ours} | ({"transformers": theirs} if theirs else {})
     times = timed(sides, cfg, place, limit)
-    row(run, cfg, "longhaul", words, times, ours.peak_gib, planned)
+    reserved = None if theirs else ours.reserved_gib
+    row(run, cfg, "longhaul", words, times, ours.peak_gib, planned, reserved, ours.issued)
     if beside and reason == "out of memory":
         first = ours.first
         del ours, sides
@@ -219,6 +234,8 @@ def row(
     times: dict | str,
     peak: float | None = None,
     planned: float | None = None,
+    reserved: float | None = None,
+    issued: float | None = None,
 ):
     """One row; a reason instead of times says why there are none."""
     figures = {"step, ms": times} if isinstance(times, str) else speed(cfg, times, system)
@@ -232,6 +249,9 @@ def row(
             "levers": words,
             "peak, GiB": peak,
             "planned peak, GiB": planned,
+            "difference": 100 * (planned / peak - 1) if peak and planned else None,
+            "reserved, GiB": reserved,
+            "forward and backward issued, ms": issued,
         },
         **figures,
     )
@@ -243,6 +263,8 @@ def speed(cfg: TrainConfig, times: dict, system: str) -> dict:
     peak = peak_flops(torch.device(cfg.device))
     return {
         "step, ms": taken,
+        "steps timed": len(times[system]),
+        "TFLOP/s": flops(cfg) / (taken / 1e3),
         "tokens/s": cfg.batch_size * cfg.context_length / taken * 1e3,
         "MFU": flops(cfg) / (taken / 1e3) / peak if peak else None,
         "speed / transformers": clock.ratio(times, "transformers", system)
@@ -255,14 +277,24 @@ def speed(cfg: TrainConfig, times: dict, system: str) -> dict:
 
 
 def our_side(plan: planner.Plan, place: Place, words: str) -> Side:
-    """THE path, two steps in."""
+    """THE path, after its first step."""
     base = allocated(place)
     state = step.build(plan.cfg, plan.config, place.device)
+    began = time.perf_counter()
 
     def one_step(tokens, targets):
+        nonlocal began
+        began = time.perf_counter()
         return step.train_step(state, [dict(tokens_BT=tokens, labels_BT=targets)]).loss
 
-    return warmed(one_step, words, plan.cfg, place, base)
+    side = Side(one_step, words, plan.cfg, place, base)
+
+    def note_issued(stage: str):
+        if stage == ISSUED and place.cuda:
+            side.issued = 1e3 * (time.perf_counter() - began)
+
+    state.listeners.append(note_issued)
+    return side
 
 
 def their_side(plan: planner.Plan, place: Place, first: float) -> tuple[Side | None, str]:
@@ -288,9 +320,8 @@ def plain_side(plan: planner.Plan, place: Place, checkpointing: bool, first: flo
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     words = f"sdpa, fused AdamW{', gradient checkpointing' * checkpointing}"
-    side = warmed(
-        train_step.plain_loop(model, plan.cfg, place.device.type), words, plan.cfg, place, base
-    )
+    loop = train_step.plain_loop(model, plan.cfg, place.device.type)
+    side = Side(loop, words, plan.cfg, place, base)
     if abs(side.first - first) > train_step.TOLERANCE[plan.cfg.dtype] * first:
         raise ValueError(
             f"not timed: first losses {first:.4f} (longhaul) and {side.first:.4f} differ"
@@ -314,35 +345,20 @@ def copied(plan: planner.Plan, place: Place):
     return model
 
 
-def warmed(one_step, words: str, cfg: TrainConfig, place: Place, base: int) -> Side:
-    """Two steps, the second with the optimizer's states there: its peak above `base` bytes."""
-    first = float(one_step(*batch(cfg, place, seed=0)))
-    if place.cuda:
-        torch.cuda.synchronize(place.device)
-        torch.cuda.reset_peak_memory_stats(place.device)
-    float(one_step(*batch(cfg, place)))
-    return Side(
-        one_step,
-        words,
-        first,
-        (torch.cuda.max_memory_allocated(place.device) - base) / GIB if place.cuda else None,
-    )
-
-
 def allocated(place: Place) -> int:
     """Bytes in use on the GPU."""
     return torch.cuda.memory_allocated(place.device) if place.cuda else 0
 
 
 def batch(
-    cfg: TrainConfig, place: Place, seed: int | None = None
+    cfg: TrainConfig, place: Place, seed: int | None = None, tokens: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens and their targets [B, T]."""
+    """Random tokens and their targets [B, T]; T is the context length unless `tokens` says it."""
     generator = None if seed is None else torch.Generator(place.device).manual_seed(seed)
-    tokens = torch.randint(
+    rows = torch.randint(
         cfg.model().vocab_size,
-        (cfg.batch_size, cfg.context_length + 1),
+        (cfg.batch_size, (tokens or cfg.context_length) + 1),
         device=place.device,
         generator=generator,
     )
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

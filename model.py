@@ -15,7 +15,7 @@ Parallelism, checkpointing and compilation are applied from outside, and no forw
 kind of attention only answers their questions, such as which exchanges it allows.
 Some functions have faster twins. Native Sparse Attention runs in nsa/ if that package can be
 imported. kernels="triton" takes the Triton kernels of fused/ and nsa/triton/ and is refused if they
-cannot run.
+cannot run. On CUDA, kernels="auto" takes those of fused/elementwise.py if Triton is installed.
 
 Letters: B rows of a batch, T tokens, N = B*T, S cached tokens, H query heads, G key/value heads,
 K head dimension, D model width, F feed-forward width, V vocabulary. Activations have the dtype
@@ -337,6 +337,17 @@ class Platform:
         """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def fused(self, x: Tensor, kernels: str) -> ModuleType | None:
+        """fused/elementwise.py if its Triton kernels compute with x; None for PyTorch's operators.
+
+        A compiled caller gets None, because the compiler fuses these operators itself.
+        """
+        if self.device(x).type != "cuda" or kernels not in ("auto", "triton"):
+            return None
+        if torch.compiler.is_compiling() or x.dtype == torch.float64:
+            return None
+        return elementwise_twins() if self.capability(x.device) >= (8, 0) else None
+
     def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
         """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
 
@@ -394,6 +405,16 @@ class Platform:
     def from_host(self, x: Tensor, device: torch.device) -> Tensor:
         """A tensor of host memory, copied to the device; on a CPU the tensor itself."""
         return x.to(device, non_blocking=True)
+
+
+@functools.cache
+def elementwise_twins() -> ModuleType | None:
+    """fused/elementwise.py, or None if it or Triton is absent."""
+    if importlib.util.find_spec("fused") is None or importlib.util.find_spec("triton") is None:
+        return None
+    from fused import elementwise
+
+    return elementwise
 
 
 def efficient_attention(
@@ -535,8 +556,11 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad_BTHK, cos_BT1k, -sin_BT1k), None, None
 
 
-def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
+def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, kernels: str = "torch") -> Tensor:
     """Rotate the pairs (x_k, x_{k+K/2}) of each head by its token's angles."""
+    fused = platform().fused(x_BTHK, kernels)
+    if fused is not None:
+        return fused.rotate(x_BTHK, cos_BT1k, sin_BT1k)
     return _Rotate.apply(x_BTHK, cos_BT1k, sin_BT1k)
 
 
@@ -692,6 +716,14 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
+def norm_and_rotate(x_BTHK: Tensor, norm: RMSNorm, rope: Rope, kernels: str) -> Tensor:
+    """The normed heads, rotated by their tokens' angles."""
+    fused = platform().fused(x_BTHK, kernels)
+    if fused is not None:
+        return fused.norm_rotate(x_BTHK, norm.weight, *rope, norm.eps)
+    return rotate(norm(x_BTHK), *rope)
+
+
 class _SwiGLU(torch.autograd.Function):
     """silu(gate) * up.
 
@@ -719,9 +751,12 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.ffn_size)
         self.up_proj = Linear(config.hidden_size, config.ffn_size)
         self.down_proj = Linear(config.ffn_size, config.hidden_size)
+        self.kernels = config.kernels
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(_SwiGLU.apply(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
+        fused = platform().fused(x_BTD, self.kernels)
+        swiglu = _SwiGLU.apply if fused is None else fused.swiglu
+        return self.down_proj(swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
 # ---- attention
@@ -890,6 +925,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.kernels = config.kernels
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
@@ -917,9 +953,10 @@ class Attention(nn.Module):
     def project(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v, and k before RoPE, each [B, T, heads, K]."""
         heads = (-1, self.head_dim)
-        q_BTHK = rotate(self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)), *rope)
+        q_BTHK = self.q_proj(x_BTD).unflatten(-1, heads)
+        q_BTHK = norm_and_rotate(q_BTHK, self.q_norm, rope, self.kernels)
         raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
-        k_BTGK = rotate(raw_BTGK, *rope)
+        k_BTGK = rotate(raw_BTGK, *rope, self.kernels)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
         return q_BTHK, k_BTGK, v_BTGK, raw_BTGK
 

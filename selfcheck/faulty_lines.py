@@ -277,7 +277,7 @@ MODEL = (
     Fault(
         "model: keys are not rotated",
         "model.py",
-        "k_BTGK = rotate(raw_BTGK, *rope)",
+        "k_BTGK = rotate(raw_BTGK, *rope, self.kernels)",
         "k_BTGK = raw_BTGK",
         (
             "tests/test_model.py",

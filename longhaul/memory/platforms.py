@@ -7,10 +7,12 @@ identical, so only the first two and the last one run.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from fused import elementwise
 from longhaul.memory.tracker import Tracker
 from model import Platform, running_on
 
@@ -47,6 +49,9 @@ class FakeCuda(FakeCpu):
 
     def prefers_cudnn(self, q: Tensor) -> bool:
         return False  # plans are made for FlashAttention, as in `attention`
+
+    def fused(self, x: Tensor, kernels: str) -> ModuleType | None:
+        return elementwise if kernels in ("auto", "triton") else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return FusedRMSNorm.apply(x, weight)

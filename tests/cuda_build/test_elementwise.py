@@ -1,0 +1,123 @@
+"""The fused elementwise kernels, compiled for real cards without having one."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing can be compiled")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fused import elementwise, elementwise_kernels  # noqa: E402
+from model import ModelConfig, StandardAttention  # noqa: E402
+from tests.cuda_build.fakes import HOPPER, TURING, card  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", int: "i32", float: "fp32"}
+# of 65,536 on a multiprocessor: four or more programs of 128 threads fit
+MOST_REGISTERS = 128
+
+
+def launches(monkeypatch) -> dict[str, tuple]:
+    """The kernels of a layer's forward and backward, by name, with their arguments."""
+    seen = {}
+
+    def record(kernel, programs, like, **arguments):
+        name = kernel.__name__
+        if arguments.get("NORM"):
+            name += " with norm"
+        seen[name] = kernel, arguments
+
+    monkeypatch.setattr(elementwise_kernels, "launch", record)
+    x = torch.zeros(1, 64, 8, 128, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(128, requires_grad=True)
+    cos = torch.zeros(1, 64, 1, 64)
+    y = elementwise.norm_rotate(x, weight, cos, cos, 1e-6)
+    y = elementwise.rotate(y, cos, cos)
+    elementwise.swiglu(y, y).sum().backward()
+    return seen
+
+
+def compiled(kernel, arguments: dict, architecture: int):
+    """What a launch with these arguments would run; their sizes are multiples of 16."""
+    kinds = {}
+    constants = {}
+    aligned = {}
+    for position, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            kinds[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        kind = TYPES[getattr(value, "dtype", type(value))]
+        kinds[parameter.name] = kind
+        if kind[0] == "*" or kind == "i32" and value % 16 == 0:
+            aligned[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, kinds, constants, aligned)
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4})
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of each thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (re.search(rf"{name}:(\d+)", used)[1] for name in ("REG", "STACK"))
+    return int(registers), int(stack)
+
+
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100])
+def test_every_kernel_compiles_without_spills_and_moves_16_bytes_at_once(
+    architecture, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = launches(monkeypatch)
+    assert sorted(kernels) == [
+        "norm_rotate_backward_kernel",
+        "rotate_kernel",
+        "rotate_kernel with norm",
+        "swiglu_backward_kernel",
+        "swiglu_kernel",
+    ]
+    for name, (kernel, arguments) in kernels.items():
+        built = compiled(kernel, arguments, architecture)
+        registers, stack = resources(built.asm["cubin"])
+        print(architecture, name, registers, "registers", built.metadata.shared, "bytes shared")
+        assert stack == 0, name
+        assert registers <= MOST_REGISTERS, (name, registers)
+        ptx = built.asm["ptx"]
+        assert "ld.global.v4" in ptx, name
+        assert "st.global.v4" in ptx, name
+        assert not re.search(r"\b(atom|red)\.global", ptx), f"{name}: results would not repeat"
+
+
+def project(capability, kernels: str = "auto", dtype=torch.bfloat16) -> list[str]:
+    """The operators of q, k and v of a layer, on a card."""
+    config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, kernels=kernels)
+    with card(capability) as run:
+        with torch.device("cuda"):
+            layer = StandardAttention(config)
+        x = torch.empty(1, 32, config.hidden_size, device="cuda", dtype=dtype)
+        cos = torch.empty(1, 32, 1, config.head_dim // 2, device="cuda")
+        run.operators.names.clear()
+        layer.project(x, (cos, cos))
+    return run.operators.names
+
+
+def test_a_card_takes_one_kernel_for_norm_and_rotation():
+    names = project(HOPPER)
+    own = [name for name in names if name.startswith("longhaul::")]
+    assert own == ["longhaul::norm_rotate", "longhaul::rotate"]
+    assert "aten::cat" not in names
+
+
+@pytest.mark.parametrize("capability, kernels", [(TURING, "auto"), (HOPPER, "torch")])
+def test_old_cards_and_other_kernels_keep_the_plain_operators(capability, kernels):
+    assert not any(name.startswith("longhaul::") for name in project(capability, kernels))

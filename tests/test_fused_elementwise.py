@@ -1,0 +1,191 @@
+"""fused/elementwise.py against model.py's operators and against float64, forward and backward.
+
+The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them, in fp32 and in
+fp16.
+"""
+
+import pytest
+import torch
+
+import model
+from model import ModelConfig, Platform, running_on
+from tests import oracle
+
+triton = pytest.importorskip(
+    "triton", reason="triton is not installed: the fused elementwise kernels are not tested"
+)
+
+from fused import elementwise, elementwise_kernels, sizes  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10}  # of one rounding
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+# rows, tokens, heads, head dimension: one vector, odd counts, a half that is no power of two
+shapes = pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 2), (2, 5, 3, 8), (1, 7, 5, 12), (2, 3, 8, 128)]
+)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations(monkeypatch):
+    """Outputs that a kernel forgets to write are NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        return empty(*args, **kwargs).fill_(torch.nan)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+class Fused(Platform):
+    """A machine whose kernels are the fused ones, whatever the device."""
+
+    def fused(self, x, kernels):
+        return elementwise if kernels == "auto" else None
+
+
+def draw(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def angles(rows: int, tokens: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = draw(rows, tokens, 1, K // 2, seed=9) * 3
+    return turn.cos(), turn.sin()
+
+
+def gradients(function, inputs, dy) -> list[torch.Tensor]:
+    """[y, d inputs ...] of y = function(*inputs)."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def assert_as_exact(fused, plain, truth, dtype):
+    """Each result is as near to float64 as the plain one, or as one rounding."""
+    for ours, theirs, exact in zip(fused, plain, truth, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        error = (ours.double() - exact).abs().max()
+        allowed = (theirs.double() - exact).abs().max()
+        one_rounding = EPS[dtype] * exact.abs().max()
+        assert error <= 1.1 * allowed + one_rounding
+
+
+def exact_angles(rope) -> list[torch.Tensor]:
+    return [x.double() for x in rope]
+
+
+def rotated(x, cos, sin) -> torch.Tensor:
+    x1, x2 = x.chunk(2, -1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("shared", [True, False], ids=["one-table", "table-per-row"])
+def test_rotation_equals_the_plain_one(shape, dtype, shared):
+    B, T, _, K = shape
+    rope = angles(1 if shared else B, T, K)
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, seed=1)
+    fused = gradients(lambda x: elementwise.rotate(x, *rope), [x], dy)
+    plain = gradients(lambda x: model.rotate(x, *rope), [x], dy)
+    truth = gradients(lambda x: rotated(x, *exact_angles(rope)), [x.double()], dy)
+    assert_as_exact(fused, plain, truth, dtype)
+
+
+@dtypes
+@shapes
+@pytest.mark.parametrize("shared", [True, False], ids=["one-table", "table-per-row"])
+def test_norm_with_rotation_equals_the_two_plain_steps(shape, dtype, shared):
+    B, T, _, K = shape
+    rope = angles(1 if shared else B, T, K)
+    x, dy = draw(*shape, dtype=dtype), draw(*shape, seed=1)
+    weight = draw(K, seed=2) + 1
+
+    def plain(x, weight):
+        return model.rotate(model._RMSNorm.apply(x, weight, 1e-6), *rope)
+
+    def exact(x, weight):
+        return rotated(oracle.rms_norm(x, weight, 1e-6), *exact_angles(rope))
+
+    fused = gradients(lambda x, w: elementwise.norm_rotate(x, w, *rope, 1e-6), [x, weight], dy)
+    truth = gradients(exact, [x.double(), weight.double()], dy)
+    assert_as_exact(fused, gradients(plain, [x, weight], dy), truth, dtype)
+
+
+def test_a_program_that_has_several_parts_adds_their_gradients_of_the_weight(monkeypatch):
+    monkeypatch.setattr(sizes, "PROGRAMS", 2)
+    rope = angles(1, 9, 8)
+    x = draw(1, 9, 11, 8)
+    dy = draw(1, 9, 11, 8, seed=1)
+    weight = draw(8, seed=2)
+    fused = gradients(lambda x, w: elementwise.norm_rotate(x, w, *rope, 1e-6), [x, weight], dy)
+
+    def exact(x, weight):
+        return rotated(oracle.rms_norm(x, weight, 1e-6), *exact_angles(rope))
+
+    for ours, truth in zip(fused, gradients(exact, [x.double(), weight.double()], dy), strict=True):
+        torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=1e-5)
+
+
+@dtypes
+@pytest.mark.parametrize("count", [1, 7, elementwise_kernels.ELEMENTS + 3])
+def test_swiglu_equals_the_plain_one(count, dtype):
+    gate, up = draw(1, count, dtype=dtype) * 4, draw(1, count, seed=1, dtype=dtype)
+    dy = draw(1, count, seed=2)
+    fused = gradients(elementwise.swiglu, [gate, up], dy)
+    plain = gradients(model._SwiGLU.apply, [gate, up], dy)
+    truth = gradients(lambda g, u: g * g.sigmoid() * u, [gate.double(), up.double()], dy)
+    assert_as_exact(fused, plain, truth, dtype)
+
+
+def test_swiglu_of_large_gates_is_finite():
+    gate = torch.tensor([-3e4, -200.0, 0.0, 200.0, 3e4], device=DEVICE)
+    ones = torch.ones_like(gate)
+    y, d_gate, d_up = gradients(elementwise.swiglu, [gate, ones], ones)
+    assert torch.equal(y, gate.clamp(min=0) + 0.0)
+    assert torch.equal(d_gate, torch.tensor([0.0, 0.0, 0.5, 1.0, 1.0], device=DEVICE))
+    assert torch.equal(d_up, y)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("attention_type", ["standard", "nsa"])
+def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention_type):
+    sparse = model.NSAConfig(8, 4, 8, 3, 1, 1, 6)
+    config = ModelConfig.preset(
+        "tiny", num_layers=1, vocab_size=64, attention_type=attention_type, nsa=sparse
+    )
+    decoder = model.Decoder(config).to(DEVICE)
+    tokens = torch.arange(2 * 21, device=DEVICE).view(2, 21) % 64
+    doc_ids = torch.tensor([[0] * 9 + [1] * 12, [2] * 21])
+
+    def run() -> list[torch.Tensor]:
+        decoder.zero_grad()
+        loss = decoder(tokens, tokens, doc_ids=doc_ids)
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in decoder.parameters())]
+
+    plain = run()
+    with running_on(Fused()):
+        fused = run()
+    for ours, theirs in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_the_results_without_values_have_the_shapes_of_the_kernels():
+    """The planner runs these operators on such tensors."""
+    x = torch.zeros(2, 3, 4, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(8, device="meta", requires_grad=True)
+    cos = torch.zeros(1, 3, 1, 4, device="meta")
+    y = elementwise.swiglu(elementwise.norm_rotate(x, weight, cos, cos, 1e-6), x)
+    elementwise.rotate(y, cos, cos).sum().backward()
+    assert x.grad.shape == x.shape
+    assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+def test_other_kernels_are_not_replaced(kernels):
+    x = torch.zeros(1, 1, 1, 2)
+    assert Platform().fused(x, "auto") is None  # a CPU
+    assert Fused().fused(x, kernels) is None

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import NSAConfig
+from model import NSAConfig, Platform, running_on
 from nsa import engine
 from tests import nsa_oracle as oracle
 from tests.test_nsa import (
@@ -37,7 +37,8 @@ triton = pytest.importorskip(
     reason="triton is not installed: the kernels of Native Sparse Attention are not tested",
 )
 
-from nsa.triton import attention  # noqa: E402  without triton it cannot be imported
+from nsa.triton import attention, dense  # noqa: E402  without triton they cannot be imported
+from nsa.triton.layout import lay_out  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8)
@@ -176,6 +177,96 @@ def test_chunks_of_pairs_equal_one_chunk(queries, monkeypatch):
         assert torch.allclose(x, y, rtol=0, atol=5e-6)
 
 
+# ---- the dense branches
+
+
+def causal_truth(lines, tensors):
+    """(o, lse) of lines [C, E, K] in float64, one document and one head at a time."""
+    q, k, v = tensors
+    group = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(group, 1)
+    v = v.repeat_interleave(group, 1)
+    outs, sums = [], []
+    first = 0
+    for count in lines.counts:
+        own = slice(first, first + count)
+        i = torch.arange(count)
+        age = i[:, None] - i[None, :]
+        hidden = age < 0 if lines.window is None else (age < 0) | (age >= lines.window)
+        logits = torch.einsum("ceK,seK->ecs", q[own], k[own]) * q.shape[-1] ** -0.5
+        logits = logits.masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("ecs,seK->ceK", logits.softmax(-1), v[own]))
+        sums.append(logits.logsumexp(-1))
+        first += count
+    return torch.cat(outs), torch.cat(sums, 1)
+
+
+@pytest.mark.parametrize("window", [None, 2, 5, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_lines_attend_to_their_own_line_and_those_before_it(window, dtype):
+    counts = [7, 1, 1100]
+    ends = dense._ends(counts, torch.device(DEVICE))
+    lines = dense.Lines(1, 1, window, 0, counts, ends, False, None, None, None)
+    make_one = torch.Generator().manual_seed(3)
+    shapes = [(sum(counts), heads, 16) for heads in (6, 2, 2, 6)]
+    q, k, v, do = (torch.randn(x, generator=make_one).to(DEVICE, dtype) for x in shapes)
+    exact = [x.cpu().double().requires_grad_() for x in (q, k, v)]
+    want_o, want_lse = causal_truth(lines, exact)
+    want_grads = torch.autograd.grad(want_o, exact, do.cpu().double())
+
+    o, lse = dense.attend(lines, q, k, v)
+    grads = dense.attend_backward(lines, do, q, k, v, o, lse)
+    forward_bound, gradient_bound = BOUNDS[dtype]
+    assert relative(o.cpu(), want_o.detach()) <= forward_bound
+    assert relative(lse.cpu(), want_lse.detach()) <= forward_bound
+    for got, want in zip(grads, want_grads, strict=True):
+        assert relative(got.cpu(), want) <= gradient_bound
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (4, 4), (6, 2), (1, 1)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_folding_puts_every_token_into_the_line_of_the_last_block_that_it_sees(sizes, kv_heads):
+    cmp_block, cmp_stride = sizes
+    cfg = NSAConfig(cmp_block=cmp_block, cmp_stride=cmp_stride, sel_block=12)
+    documents = [9, 1, 23, 4] * 2
+    counts = [cfg.compressed_blocks(n) for n in documents]
+    Z = sum(documents)
+    token_ZHK = torch.arange(1.0, Z + 1).view(Z, 1, 1).expand(Z, 2 * kv_heads, 16)
+    x = (token_ZHK + torch.arange(2 * kv_heads)[:, None] / 8).to(DEVICE)
+
+    laid_out = lay_out(x.view(2, Z // 2, -1, 16), sum(counts) // 2, boundaries(documents[:4]), cfg)
+    lines = dense.Lines.of_blocks(laid_out, False, cfg)
+    heads = dense.Heads(H=2 * kv_heads, M=2, kv_heads=kv_heads, K=16)
+    gate = torch.full((Z, 2 * kv_heads, 3), 0.5, device=DEVICE)
+    gated, plain = dense.fold(lines, heads, x.contiguous(), x.contiguous(), gate=gate[..., 1])
+    assert torch.equal(gated, plain / 2)
+    assert lines.counts == [n for n in counts if n]
+
+    want = torch.zeros(sum(counts), kv_heads, cmp_stride, 2, 16)
+    token, first_line = 0, 0
+    for length, count in zip(documents, counts, strict=True):
+        for t in range(cmp_block - 1, length):
+            line = first_line + cfg.compressed_blocks(t + 1) - 1
+            residue = (t + 1) % cmp_stride
+            want[line, :, residue] = x[token + t].view(kv_heads, 2, 16).cpu()
+        token += length
+        first_line += count
+    assert torch.equal(plain.cpu(), want.flatten(1, 3))
+
+    o = torch.full_like(x, torch.nan)
+    lse = torch.full((Z, 2 * kv_heads), torch.nan, device=DEVICE)
+    dense.unfold(lines, heads, plain, plain[..., 0].T.contiguous(), o, lse)
+    sees = o[:, 0, 0] != 0
+    assert sees.sum() == sum(max(0, n - cmp_block + 1) for n in documents)
+    assert torch.equal(o[sees], x[sees])
+    assert torch.allclose(lse[sees], x[sees][..., 0] * 1.4426950408889634)
+    assert (lse[~sees] == torch.inf).all()
+
+    total = torch.zeros_like(x)
+    dense.add_unfolded(lines, heads, plain, x.contiguous(), total, 2 * kv_heads)
+    assert torch.equal(total, x + o)
+
+
 # ---- against the engine
 
 
@@ -263,8 +354,16 @@ def test_nan_inputs_reach_the_output_and_read_nothing_out_of_bounds():
 # ---- determinism, documents, layouts
 
 
+@pytest.fixture
+def deterministic():
+    """PyTorch's attention kernels for GPUs add up by atomics otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
-def test_repeats_are_bit_identical():
+def test_repeats_are_bit_identical(deterministic):
     tensors = make(33, G=1, M=4)
     first, first_grads = run(tensors)
     again, again_grads = run(tensors)
@@ -273,7 +372,7 @@ def test_repeats_are_bit_identical():
 
 
 @pytest.mark.parametrize("documents", few_fast([[5, 19, 1], [1, 1, 3, 4, 5]], 2))
-def test_packed_documents_equal_separate_ones_exactly(documents):
+def test_packed_documents_equal_separate_ones_exactly(documents, deterministic):
     tensors = make(sum(documents), G=1, B=2, documents=documents)
     cu = boundaries(documents)
     weight = weighting(tensors[0])
@@ -295,7 +394,7 @@ def test_packed_documents_equal_separate_ones_exactly(documents):
         assert all_equal(parts, separate_grads)
 
 
-def test_non_contiguous_inputs_and_expanded_gradients_are_fine():
+def test_non_contiguous_inputs_and_expanded_gradients_are_fine(deterministic):
     tensors = make(21, G=1)
     strided = [
         x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors
@@ -349,7 +448,7 @@ def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
     assert tuple(o.shape) not in made.shapes
 
 
-def test_fullgraph_compile_gives_the_eager_result():
+def test_fullgraph_compile_gives_the_eager_result(deterministic):
     compiled = torch.compile(
         lambda *x: attention.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"
     )
@@ -375,6 +474,16 @@ class IdleKernel:
 def storages(tree):
     leaves = torch.utils._pytree.tree_leaves(tree)
     return [x.untyped_storage() for x in leaves if isinstance(x, torch.Tensor)]
+
+
+class Hopper(Platform):
+    """A card that the tensors of this test are not on."""
+
+    def device(self, x):
+        return torch.device("cuda")
+
+    def capability(self, device):
+        return 9, 0
 
 
 class LiveBytes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -426,9 +535,9 @@ def test_a_layer_of_131072_tokens_needs_less_than_4_gb_beyond_its_inputs_output_
     ]
     inputs = q, *kv, gates
 
-    with LiveBytes() as forward:
+    with running_on(Hopper()), LiveBytes() as forward:
         o, *saved = attention.nsa_triton_forward._init_fn(*inputs, None, sizes_of(cfg))
-    with LiveBytes() as backward:
+    with running_on(Hopper()), LiveBytes() as backward:
         attention.nsa_triton_backward._init_fn(o, *inputs, *saved, None, sizes_of(cfg))
     assert forward.most - bytes_of(o) < 3e9
     assert bytes_of(*saved) + backward.most - bytes_of(*inputs) < 3.6e9
@@ -492,7 +601,7 @@ COMPILE = r"""
     import torch
     import triton
     from model import NSAConfig
-    from nsa.triton import attention
+    from nsa.triton import attention, dense
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -515,8 +624,8 @@ COMPILE = r"""
         return int(re.search(r"STACK:(\d+)", used)[1])
 
     class CompiledKernel:
-        # Takes the place of a kernel: compiles what a launch would run, once with MERGE and once
-        # without.
+        # Takes the place of a kernel: compiles what a launch would run, once with each combination
+        # of MERGE, GATED and STRIDE.
         def __init__(self, kernel):
             self.kernel = kernel
             self.done = set()
@@ -525,7 +634,8 @@ COMPILE = r"""
             return self.launch
 
         def launch(self, *, num_warps, num_stages, **arguments):
-            variant = arguments.get("MERGE")
+            names = ("MERGE", "GATED", "STRIDE")
+            variant = tuple(arguments.get(name) for name in names)
             if variant in self.done:
                 return
             self.done.add(variant)
@@ -553,15 +663,16 @@ COMPILE = r"""
             assert stack <= 128, (name, stack)
             assert not re.search(r"\b(atom|red)\.", ptx), f"{name}: results would not repeat"
 
-            has_products = any(word in name for word in ("ranged", "pair", "choose"))
+            has_products = any(word in name for word in ("pair", "choose"))
             assert ("wgmma.mma_async" in ptx) == has_products, name
             assert "ld.global.v4" in ptx or "cp.async" in ptx, name
 
     kernels = []
-    for name in dir(attention):
-        if name.endswith("_kernel"):
-            kernels.append(CompiledKernel(getattr(attention, name)))
-            setattr(attention, name, kernels[-1])
+    for module in (attention, dense):
+        for name in dir(module):
+            if name.endswith("_kernel"):
+                kernels.append(CompiledKernel(getattr(module, name)))
+                setattr(module, name, kernels[-1])
     attention.require = lambda *_: None
 
     T = 64
@@ -593,7 +704,7 @@ def test_all_kernels_compile_for_an_h100_without_having_one(tmp_path):
         cwd=Path(__file__).parent.parent,
         timeout=600,
     )
-    assert done.stdout.strip() == "compiled 11", done.stdout + done.stderr[-3000:]
+    assert done.stdout.strip() == "compiled 14", done.stdout + done.stderr[-3000:]
 
 
 # ---- a real GPU
@@ -627,7 +738,7 @@ def test_bf16_is_within_its_rounding_of_the_engine_in_fp32(T, M):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_bf16_repeats_are_bit_identical_and_packed_documents_equal_separate_ones():
+def test_bf16_repeats_are_bit_identical_and_packed_documents_equal_separate_ones(deterministic):
     cfg, documents = NSAConfig(), [5000, 33, 2048, 1]
     tensors = make(
         sum(documents), G=2, M=4, K=128, cfg=cfg, dtype=torch.bfloat16, documents=documents

@@ -114,6 +114,12 @@ class Bodies(Platform):
     def device(self, x: Tensor) -> torch.device:
         return torch.device("cuda") if self.target == "cuda" else x.device
 
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return 9, 0
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        return False  # as above
+
     def tiles(self, tiles: Sequence) -> Sequence:
         return few(tiles)
 

@@ -3,8 +3,8 @@
 `nsa_attention` is the entry point. This file launches the kernels of nsa/triton/forward.py and
 nsa/triton/backward.py over the tables of nsa/triton/layout.py.
 
-**How the branches run.** The compressed branch and the window are one flash kernel over a range of
-keys per query. A second pass over the compressed keys turns the saved log-sum-exp into
+**How the branches run.** The compressed branch and the window go to the attention kernels of
+PyTorch (nsa/triton/dense.py). A second pass over the compressed keys turns the log-sum-exp into
 probabilities, pools them and keeps the best blocks of each query, all on the chip. The selected
 branch is block-major: (query, block) pairs are sorted by block, each piece of a block's pairs is
 one dense tile, and the results of a query's pairs merge by log-sum-exp. Without the sort, every
@@ -13,22 +13,20 @@ into segments, whose sums are added in a fixed order.
 
 All n blocks become pairs, including the forced ones. The partial results of these 3 of 16 blocks
 add memory traffic (computed: about 2 ms of 10 per forward at 131,072 tokens and 3.35 TB/s) but need
-no special case. Documents and rows of the batch share every launch. Everything is deterministic and
-uses no atomics, and the host never waits for the device.
-
-The window does not use PyTorch's flash attention: its backward adds up dq by atomics, so that it
-does not repeat bit for bit, and the operator that takes a window (aten::_flash_attention_forward)
-is private.
+no special case. Documents and rows of the batch share every launch. The kernels here use no
+atomics, and the host never waits for the device. PyTorch's kernels add up dq by atomics, so that it
+repeats bit for bit only under torch.use_deterministic_algorithms.
 
 **Memory** at T = 131,072, H = 32, G = 8, K = 128 in bf16, beyond inputs, o and the returned
 gradients (GB = 1e9 bytes; a test counts it):
 
 saved      o_cmp and o_slc 2.15, log-sum-exps and indices 0.07
-forward    partial results of a chunk of pairs 0.27, later o_win of one KV head 0.13, sorting 0.02:
-           at most 2.5 in all
-backward   dq of a chunk of pairs 0.27, dk and dv of its segments 0.20, in fp32 dq of one KV head
-           0.27 and its dk_slc and dv_slc 0.13, deltas 0.05, sorting 0.02: at most 3.2 with what
-           was saved
+forward    partial results of a chunk of pairs 0.27; folded q and o of one KV head 0.27, or its
+           o_win 0.13; sorting 0.02: at most 2.5 in all
+backward   dq of a chunk of pairs 0.27, dk and dv of its segments 0.20; or folded q, o, do and dq of
+           one KV head 0.54; in fp32 dq of one KV head 0.27 and its dk_slc and dv_slc 0.13, o_win
+           0.13, deltas 0.05, sorting 0.02: at most 3.3 with what was saved. Computed: flash
+           attention takes 0.54 of its own meanwhile, dq in fp32 and dk and dv of every query head
 
 Letters: B rows of the batch, T tokens of a row, Z = B*T, H query heads, G KV heads, M = H/G, K head
 dim, N compressed blocks of a row, n selected blocks per query, J selection blocks of all documents,
@@ -45,11 +43,10 @@ from torch import Tensor
 from nsa.branches import BranchKV, Sizes
 from nsa.engine import attend
 from nsa.selected import LOG2E
+from nsa.triton import dense
 from nsa.triton.backward import (
     delta_kernel,
     pair_backward_kernel,
-    ranged_dkv_kernel,
-    ranged_dq_kernel,
     segment_sum_kernel,
 )
 from nsa.triton.forward import (
@@ -58,7 +55,6 @@ from nsa.triton.forward import (
     combine_kernel,
     gather_kernel,
     pair_forward_kernel,
-    ranged_forward_kernel,
 )
 from nsa.triton.layout import Pairs, launch, lay_out, sort_pairs
 
@@ -67,7 +63,6 @@ PARTIAL_RESULT_NUMBERS = 2**27  # numbers in the results of a chunk of pairs: 25
 H100_SHARED_MEMORY = 227 * 1024
 LEAST_SHARED_MEMORY = 99 * 1024
 ENGINE = "use --kernels torch (nsa.engine.nsa_attention)"
-UNLIMITED = 2**30  # the window of the compressed branch; positions are int32
 
 
 # ---- where the kernels run
@@ -221,6 +216,10 @@ class Call:
         self.block_tiles = self.documents.tiles(tokens, self.cfg.sel_block)
         self.J = len(self.block_tiles)
 
+        whole_rows = cu_seqlens is None
+        self.compressed_lines = dense.Lines.of_blocks(self.documents, whole_rows, self.cfg)
+        self.window_lines = dense.Lines.of_tokens(self.documents, whole_rows, self.cfg)
+
         _, tokens_D, _, first_block_D = self.table.unbind(1)
         self.base_Z = first_block_D.repeat_interleave(tokens_D, output_size=self.Z)
 
@@ -243,6 +242,16 @@ class Call:
         queries = group.kv_heads * self.Z
         for start in range(0, queries, self.chunk):
             yield slice(start, min(start + self.chunk, queries))
+
+    # The dense branches.
+
+    def heads_of(self, group: HeadGroup) -> dense.Heads:
+        return dense.Heads(self.H, self.M, group.kv_heads, self.K)
+
+    def folded_heads(self, group: HeadGroup, x_EC: Tensor) -> Tensor:
+        """The rows of the group in a tensor with those of all folded heads."""
+        rows = self.M * self.cfg.cmp_stride
+        return x_EC[group.start * rows : group.stop * rows]
 
     # Arguments of kernels, by the names that they have there.
 
@@ -267,62 +276,8 @@ class Call:
     def block_tables(self) -> dict[str, Tensor]:
         return {"tile_ptr": self.block_tiles, "table_ptr": self.table}
 
-    @property
-    def compressed_range(self) -> dict[str, int]:
-        """The keys of the compressed branch: all blocks that have ended."""
-        return {
-            "STRIDE": self.cfg.cmp_stride,
-            "SPAN": self.cfg.cmp_block,
-            "WINDOW": UNLIMITED,
-            "KEYS": 2,  # the column of the table with the first compressed block
-        }
-
-    @property
-    def window_range(self) -> dict[str, int]:
-        """The keys of the window: the last tokens, the query itself included."""
-        return {
-            "STRIDE": 1,
-            "SPAN": 1,
-            "WINDOW": self.cfg.window,
-            "KEYS": 0,  # the column of the table with the first token
-        }
-
 
 # ---- forward
-
-
-def ranged_forward(
-    call: Call,
-    group: HeadGroup,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    heads_o: int,
-    key_range: dict[str, int],
-) -> None:
-    """Fills o, which has `heads_o` heads, and lse: attention to a range of keys."""
-    launch(
-        ranged_forward_kernel,
-        (len(call.tiles), group.kv_heads),
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        o_ptr=o,
-        lse_ptr=lse,
-        **call.query_tables,
-        scale2=call.scale2,
-        H=call.H,
-        G=call.G,
-        HEADS_O=heads_o,
-        **call.head_sizes,
-        R=call.rows,
-        S=call.tile.keys,
-        **key_range,
-        num_warps=8,
-        num_stages=call.tile.stages,
-    )
 
 
 def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor) -> None:
@@ -460,13 +415,14 @@ def window_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-) -> Tensor:
-    """o_win [Z, query heads of the group, K]; fills lse."""
-    heads = group.query_heads
-    o_win = q.new_empty(call.Z, heads, call.K)
-    ranged_forward(call, group, q, k, v, o_win, lse, heads, call.window_range)
-    return o_win
+) -> tuple[Tensor, Tensor]:
+    """(o_win [Z, query heads of the group, K], its log-sum-exp)."""
+    return dense.attend(
+        call.window_lines,
+        q[:, : group.query_heads],
+        k[:, : group.kv_heads],
+        v[:, : group.kv_heads],
+    )
 
 
 def for_each_head(call: Call, group: HeadGroup, kernel, **pointers: Tensor) -> None:
@@ -488,43 +444,73 @@ def for_each_head(call: Call, group: HeadGroup, kernel, **pointers: Tensor) -> N
 
 
 class Outputs(NamedTuple):
-    """Results of the forward; log-sum-exps are in base 2."""
+    """Results of the forward."""
 
     o: Tensor  # [B, T, H, K]
     o_cmp: Tensor
     o_slc: Tensor
-    lse_cmp: Tensor  # [B, T, H] fp32
-    lse_slc: Tensor
+    lse_cmp: Tensor  # [H * cmp_stride, B * N] fp32, natural, folded as in nsa/triton/dense.py
+    lse_slc: Tensor  # [B, T, H] fp32, in base 2
     block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
 
     @classmethod
-    def empty(cls, q: Tensor, k_slc: Tensor, cfg: Sizes) -> "Outputs":
+    def empty(cls, q: Tensor, k_slc: Tensor, k_cmp: Tensor, cfg: Sizes) -> "Outputs":
         B, T, H, _ = q.shape
-        G = k_slc.shape[2]
+        N, G = k_cmp.shape[1:3]
         index_dtype = torch.int16 if T <= 32768 * cfg.sel_block else torch.int32
         return cls(
             o=torch.empty_like(q, memory_format=torch.contiguous_format),
             o_cmp=torch.empty_like(q, memory_format=torch.contiguous_format),
             o_slc=torch.empty_like(q, memory_format=torch.contiguous_format),
-            lse_cmp=q.new_empty((B, T, H), dtype=torch.float32),
+            lse_cmp=q.new_empty((H * cfg.cmp_stride, B * N), dtype=torch.float32),
             lse_slc=q.new_empty((B, T, H), dtype=torch.float32),
             block_idx=q.new_empty((B, T, G, cfg.sel_count), dtype=index_dtype),
         )
 
 
+def compressed_forward(
+    call: Call,
+    group: HeadGroup,
+    q: Tensor,
+    kv: BranchKV,
+    outputs: Outputs,
+    lse2: Tensor,
+) -> None:
+    """Fills o_cmp and lse_cmp of a head group; lse2 [B, T, H] becomes the latter in base 2."""
+    lines = call.compressed_lines
+    heads = call.heads_of(group)
+    (q_CEK,) = dense.fold(lines, heads, group.of_queries(q))
+    o_CEK, lse_EC = dense.attend(
+        lines,
+        q_CEK,
+        group.of_keys(kv.k_cmp)[:, : group.kv_heads],
+        group.of_keys(kv.v_cmp)[:, : group.kv_heads],
+    )
+    dense.unfold(
+        lines,
+        heads,
+        o_CEK,
+        lse_EC,
+        group.of_queries(outputs.o_cmp),
+        group.of_queries(lse2),
+    )
+    call.folded_heads(group, outputs.lse_cmp).copy_(lse_EC)
+
+
 def compressed_and_choice(call: Call, q: Tensor, kv: BranchKV, outputs: Outputs) -> None:
     """Fills o_cmp, lse_cmp and block_idx of all heads."""
-    group = call.all_heads
-    q = group.of_queries(q)
-    k_cmp = group.of_keys(kv.k_cmp)
-    v_cmp = group.of_keys(kv.v_cmp)
-    o_cmp = group.of_queries(outputs.o_cmp)
-    lse_cmp = group.of_queries(outputs.lse_cmp)
-    block_idx = group.of_keys(outputs.block_idx)
+    lse2 = torch.empty_like(outputs.lse_slc)
+    for group in call.head_groups():
+        compressed_forward(call, group, q, kv, outputs, lse2)
 
-    keys = call.compressed_range
-    ranged_forward(call, group, q, k_cmp, v_cmp, o_cmp, lse_cmp, call.H, keys)
-    choose(call, q, k_cmp, lse_cmp, block_idx)
+    group = call.all_heads
+    choose(
+        call,
+        group.of_queries(q),
+        group.of_keys(kv.k_cmp),
+        group.of_queries(lse2),
+        group.of_keys(outputs.block_idx),
+    )
 
 
 def group_forward(
@@ -533,7 +519,6 @@ def group_forward(
     q: Tensor,
     kv: BranchKV,
     gates: Tensor,
-    lse_win: Tensor,
     outputs: Outputs,
 ) -> None:
     """Fills o, o_slc and lse_slc of a head group, whose blocks are chosen."""
@@ -548,7 +533,7 @@ def group_forward(
 
     k_win = group.of_keys(kv.k_win)
     v_win = group.of_keys(kv.v_win)
-    o_win = window_forward(call, group, q, k_win, v_win, group.of_queries(lse_win))
+    o_win, _ = window_forward(call, group, q, k_win, v_win)
     for_each_head(
         call,
         group,
@@ -579,14 +564,13 @@ def nsa_triton_forward(
     q = q.contiguous()
     gates = gates.contiguous()
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
-    outputs = Outputs.empty(q, k_slc, call.cfg)
-    lse_win = torch.empty_like(outputs.lse_cmp)
+    outputs = Outputs.empty(q, k_slc, k_cmp, call.cfg)
 
     # Triton launches on the current device, which may differ from the tensors'; no effect on a CPU.
     with torch.cuda.device_of(q):
         compressed_and_choice(call, q, kv, outputs)
         for group in call.head_groups():
-            group_forward(call, group, q, kv, gates, lse_win, outputs)
+            group_forward(call, group, q, kv, gates, outputs)
     return tuple(outputs)
 
 
@@ -611,66 +595,6 @@ class BranchQueries(NamedTuple):
             "delta_ptr": self.delta,
             "gate_ptr": self.gate,
         }
-
-
-def ranged_backward(
-    call: Call,
-    group: HeadGroup,
-    branch: BranchQueries,
-    k: Tensor,
-    v: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    counts: list[int],
-    key_range: dict[str, int],
-) -> None:
-    """Adds to dq, fills dk and dv; `counts` keys per document."""
-    launch(
-        ranged_dq_kernel,
-        (len(call.tiles), group.kv_heads),
-        **branch.pointers,
-        k_ptr=k,
-        v_ptr=v,
-        dq_ptr=dq,
-        **call.query_tables,
-        scale=call.scale,
-        scale2=call.scale2,
-        H=call.H,
-        G=call.G,
-        HEADS_DQ=group.query_heads,
-        **call.head_sizes,
-        R=call.rows,
-        S=call.tile.keys,
-        **key_range,
-        num_warps=8,
-        num_stages=call.tile.stages,
-    )
-
-    tiles_of_keys = call.documents.tiles(counts, call.tile.keys)
-    if len(tiles_of_keys) == 0:
-        return
-    launch(
-        ranged_dkv_kernel,
-        (len(tiles_of_keys), group.kv_heads),
-        **branch.pointers,
-        k_ptr=k,
-        v_ptr=v,
-        dk_ptr=dk,
-        dv_ptr=dv,
-        tile_ptr=tiles_of_keys,
-        table_ptr=call.table,
-        scale=call.scale,
-        scale2=call.scale2,
-        H=call.H,
-        G=call.G,
-        **call.head_sizes,
-        R=call.key_rows,
-        S=call.tile.keys,
-        **key_range,
-        num_warps=8,
-        num_stages=call.tile.stages,
-    )
 
 
 def selected_backward(
@@ -749,6 +673,65 @@ def selected_backward(
     gather(call, pairs, queries, part_dq, branch.lse, dq, heads, branch.lse, merge=False)
 
 
+def window_backward(
+    call: Call,
+    group: HeadGroup,
+    do: Tensor,
+    q: Tensor,
+    kv: BranchKV,
+    gate: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dkv: BranchKV,
+) -> None:
+    """Adds to dq [Z, query heads of the group, K]; fills dk_win and dv_win."""
+    lines = call.window_lines
+    heads = call.heads_of(group)
+    own = slice(0, group.kv_heads)
+    (do_gated,) = dense.fold(lines, heads, do, gate=gate)
+    dq_CEK, dkv.k_win[:, own], dkv.v_win[:, own] = dense.attend_backward(
+        lines,
+        do_gated,
+        q[:, : group.query_heads],
+        kv.k_win[:, own],
+        kv.v_win[:, own],
+        o,
+        lse,
+    )
+    dense.add_unfolded(lines, heads, dq_CEK, dq, dq, group.query_heads)
+
+
+def compressed_backward(
+    call: Call,
+    group: HeadGroup,
+    do: Tensor,
+    q: Tensor,
+    kv: BranchKV,
+    gate: Tensor,
+    o: Tensor,
+    lse_EC: Tensor,
+    dq: Tensor,
+    dkv: BranchKV,
+    dq_of_all: Tensor,
+) -> None:
+    """Fills dq_of_all [Z, H, K] with dq + this branch's; fills dk_cmp and dv_cmp."""
+    lines = call.compressed_lines
+    heads = call.heads_of(group)
+    own = slice(0, group.kv_heads)
+    do_gated, q_CEK, o_CEK = dense.fold(lines, heads, do, q, o, gate=gate)
+    dq_CEK, dkv.k_cmp[:, own], dkv.v_cmp[:, own] = dense.attend_backward(
+        lines,
+        do_gated,
+        q_CEK,
+        kv.k_cmp[:, own],
+        kv.v_cmp[:, own],
+        o_CEK,
+        lse_EC,
+    )
+    dense.add_unfolded(lines, heads, dq_CEK, dq, dq_of_all, call.H)
+
+
 class Saved(NamedTuple):
     """What the backward reads of the forward's results."""
 
@@ -776,19 +759,17 @@ def group_backward(
     gates: Tensor,
     saved: Saved,
     grads: Gradients,
-    lse_win: Tensor,
 ) -> None:
     """Fills the gradients of a head group."""
     q = group.of_queries(q)
     do = group.of_queries(do)
     gates = group.of_queries(gates)
     delta = group.of_queries(grads.delta)
-    lse_win = group.of_queries(lse_win)
     kv = BranchKV(*(group.of_keys(x) for x in kv))
     dkv = BranchKV(*(group.of_keys(x) for x in grads.dkv))
 
     # The forward does not save o_win, which would cost 1 GiB: it is computed again.
-    o_win = window_forward(call, group, q, kv.k_win, kv.v_win, lse_win)
+    o_win, lse_win = window_forward(call, group, q, kv.k_win, kv.v_win)
     for_each_head(
         call,
         group,
@@ -799,13 +780,9 @@ def group_backward(
         win_ptr=o_win,
         delta_ptr=delta,
     )
-    del o_win
 
-    lse_cmp = group.of_queries(saved.lse_cmp)
     lse_slc = group.of_queries(saved.lse_slc)
-    compressed = BranchQueries(q, do, lse_cmp, delta[..., 0], gates[..., 0])
     selected = BranchQueries(q, do, lse_slc, delta[..., 1], gates[..., 1])
-    window = BranchQueries(q, do, lse_win, delta[..., 2], gates[..., 2])
 
     # The selected branch fills dq, the others add to it.
     dq = q.new_empty((call.Z, group.query_heads, call.K), dtype=torch.float32)
@@ -818,31 +795,17 @@ def group_backward(
     dkv.k_slc[:, : group.kv_heads] = dk
     dkv.v_slc[:, : group.kv_heads] = dv
 
-    ranged_backward(
-        call,
-        group,
-        compressed,
-        kv.k_cmp,
-        kv.v_cmp,
-        dq,
-        dkv.k_cmp,
-        dkv.v_cmp,
-        call.documents.compressed,
-        call.compressed_range,
-    )
-    ranged_backward(
-        call,
-        group,
-        window,
-        kv.k_win,
-        kv.v_win,
-        dq,
-        dkv.k_win,
-        dkv.v_win,
-        call.documents.tokens,
-        call.window_range,
-    )
-    group.of_queries(grads.dq)[:, : group.query_heads] = dq
+    del dk, dv
+
+    gate_cmp = gates[..., 0]
+    gate_win = gates[..., 2]
+    window_backward(call, group, do, q, kv, gate_win, o_win, lse_win, dq, dkv)
+    del o_win, lse_win
+
+    o_cmp = group.of_queries(saved.o_cmp)
+    lse_cmp = call.folded_heads(group, saved.lse_cmp)
+    dq_of_all = group.of_queries(grads.dq)
+    compressed_backward(call, group, do, q, kv, gate_cmp, o_cmp, lse_cmp, dq, dkv, dq_of_all)
 
 
 @torch.library.custom_op("longhaul::nsa_triton_backward", mutates_args=())
@@ -877,10 +840,9 @@ def nsa_triton_backward(
         dkv=BranchKV(*(torch.empty_like(x) for x in kv)),
         delta=q.new_empty(gates.shape, dtype=torch.float32),
     )
-    lse_win = torch.empty_like(lse_cmp)
     with torch.cuda.device_of(q):
         for group in call.head_groups():
-            group_backward(call, group, do, q, kv, gates, saved, grads, lse_win)
+            group_backward(call, group, do, q, kv, gates, saved, grads)
     return grads.dq, *grads.dkv, grads.delta.to(gates.dtype)
 
 
@@ -889,7 +851,7 @@ def nsa_triton_backward(
 
 @nsa_triton_forward.register_fake
 def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
-    return tuple(Outputs.empty(q, k_slc, Sizes(*sizes)))
+    return tuple(Outputs.empty(q, k_slc, k_cmp, Sizes(*sizes)))
 
 
 @nsa_triton_backward.register_fake

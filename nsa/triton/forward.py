@@ -11,9 +11,8 @@ token, a key and a block counted inside their document; z is a token counted ove
 tile's matrix are (query, head): row r is query r // MP under head r % MP. With one query at a time,
 a group of 4 heads would fill only a quarter of the 16 rows that a tensor core takes.
 
-**Key ranges.** One kernel serves the compressed branch and the window. Key s is visible to token t
-if 0 <= t - (s*STRIDE + SPAN - 1) < WINDOW: a compressed block has STRIDE = cmp_stride and
-SPAN = cmp_block, and a token of the window has STRIDE = SPAN = 1.
+**Compressed keys.** Key s is visible to token t if it has ended: s*STRIDE + SPAN - 1 <= t, where
+STRIDE is cmp_stride and SPAN is cmp_block.
 
 **Numerics.** Logits, softmax and sums are fp32. Hidden logits become -inf before exp2: masking
 afterwards could multiply inf by 0, which is NaN. Log-sum-exps are in base 2, and +inf for rows that
@@ -25,10 +24,10 @@ Arguments that many kernels share:
 q_ptr, o_ptr         [Z, H, K], starting at the first head of the launch
 k_ptr, v_ptr         [Z, G, K] or [N, G, K], starting at the first KV head of the launch
 lse_ptr              [Z, H] fp32
-HEADS_O, HEADS_DQ    heads per token of o or dq, if that tensor holds only the heads of the launch
+HEADS_O              heads per token of o, if that tensor holds only the heads of the launch
 tile_ptr, table_ptr  Documents.tiles and Documents.table_D4 of layout.py
 scale2               log2(e) / sqrt(K): logits are in base 2, since exp2 is what the hardware has
-R, S                 rows of a tile, keys of a step
+R                    rows of a tile
 KEYS                 column of the table with the first key of a document
 COUNT                n
 """
@@ -99,161 +98,6 @@ def load_tile(tile_ptr, index, table_ptr, KEYS: tl.constexpr):
     tokens = tl.load(entry + 1)
     key = tl.load(entry + KEYS)
     return item, token, tokens, key
-
-
-# ---- queries against a range of keys: the compressed branch and the window
-
-
-@triton.jit
-def key_bounds(
-    first,
-    last,
-    S: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """(begin, low, high, stop) of the keys that the tokens first..last see.
-
-    Some of these tokens see the keys [begin, stop). All of them see [low, high), which therefore
-    needs no mask; low and high are a whole number of steps of S keys after begin.
-    """
-    begin = keys_ended(first - WINDOW, STRIDE, SPAN)
-    stop = keys_ended(last, STRIDE, SPAN)
-
-    first_of_all = keys_ended(last - WINDOW, STRIDE, SPAN)
-    low = begin + tl.cdiv(first_of_all - begin, S) * S
-
-    end_of_all = keys_ended(first, STRIDE, SPAN)
-    high = tl.maximum(low, begin + (end_of_all - begin) // S * S)
-    return begin, low, high, stop
-
-
-@triton.jit
-def attend_to_keys(
-    state,  # (sum of p v [R, KP], maximum of the logits [R], sum of p [R]), relative to the maximum
-    q_tile,
-    keys,  # (k_ptr, v_ptr, row of the document's first key, G)
-    begin,
-    end,
-    stop,  # keys from here on do not exist for this tile
-    t,
-    scale2,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    S: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Online softmax over the keys [begin, end): returns the new state."""
-    acc, top, mass = state
-    k_ptr, v_ptr, key_row, G = keys
-    for s0 in range(begin, end, S):
-        s = s0 + tl.arange(0, S)
-        row = key_row + s.to(tl.int64) * G
-        k_tile = load_rows(k_ptr, row, s < stop, K, KP)
-        logit = product(q_tile, tl.trans(k_tile)) * scale2
-        if MASKED:
-            age = t[:, None] - (s * STRIDE + SPAN - 1)[None, :]
-            in_range = (age >= 0) & (age < WINDOW)
-            visible = in_range & (s < stop)[None, :]
-            logit = tl.where(visible, logit, float("-inf"))
-
-        # As long as a row has seen nothing, its maximum is -inf, and -inf - -inf would be NaN.
-        new_top = tl.maximum(top, tl.max(logit, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(logit - base[:, None])
-        shrink = tl.exp2(top - base)
-
-        v_tile = load_rows(v_ptr, row, s < stop, K, KP)
-        acc = add_product(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
-        mass = mass * shrink + tl.sum(p, 1)
-        top = new_top
-    return acc, top, mass
-
-
-@triton.jit
-def ranged_forward_kernel(
-    # tensors
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_ptr,
-    # tables
-    tile_ptr,
-    table_ptr,
-    # numbers
-    scale2,
-    H,
-    G,
-    HEADS_O,
-    # sizes of heads and tiles
-    M: tl.constexpr,
-    MP: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    # range of keys
-    STRIDE: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """o and lse of a tile of queries under one KV head, over the keys in their range."""
-    g = tl.program_id(1)
-    # Late queries see the most keys: they start first, so that no long program is left for the end.
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    x, token, tokens, key = load_tile(tile_ptr, index, table_ptr, KEYS)
-
-    r = tl.arange(0, R)
-    t = x + r // MP
-    m = r % MP
-    valid = (t < tokens) & (m < M)
-    z = (token + t).to(tl.int64)
-    head = g * M + m
-    q_tile = load_rows(q_ptr, z * H + head, valid, K, KP)
-
-    keys = (k_ptr, v_ptr, key.to(tl.int64) * G + g, G)
-    last = tl.minimum(x + R // MP, tokens) - 1
-    bounds = key_bounds(x, last, S, STRIDE, SPAN, WINDOW)
-    state = (
-        tl.zeros([R, KP], tl.float32),
-        tl.full([R], float("-inf"), tl.float32),
-        tl.zeros([R], tl.float32),
-    )
-    for part in tl.static_range(3):
-        state = attend_to_keys(
-            state,
-            q_tile,
-            keys,
-            bounds[part],
-            bounds[part + 1],
-            bounds[3],
-            t,
-            scale2,
-            K,
-            KP,
-            S,
-            STRIDE,
-            SPAN,
-            WINDOW,
-            MASKED=part != 1,
-        )
-
-    # Rows that see nothing: o is exactly 0, and lse is +inf, so that the backward gives them p = 0.
-    acc, top, mass = state
-    sees_nothing = mass == 0.0
-    mass = tl.where(sees_nothing, 1.0, mass)
-    store_rows(o_ptr, z * HEADS_O + head, valid, acc / mass[:, None], K, KP)
-    tl.store(
-        lse_ptr + z * H + head,
-        tl.where(sees_nothing, float("inf"), top + tl.log2(mass)),
-        mask=valid,
-    )
 
 
 # ---- choice of blocks

@@ -565,6 +565,7 @@ def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
         (dict(M=65), SMALL, "65 query heads per KV head"),
         (dict(M=1, K=257), SMALL, "head dim 257"),
         (dict(M=1), NSAConfig(sel_block=256), "sel_block=256"),
+        (dict(M=1, K=18), SMALL, "head dim 18 in torch.float32; it must be a multiple of 4"),
         (dict(M=1, K=128), NSAConfig(sel_block=128), "take 64 KiB"),
     ],
 )

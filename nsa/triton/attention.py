@@ -118,6 +118,12 @@ def require_sizes(
             f"head dim {K}, sel_block={cfg.sel_block}, and keys per block that take {kib:g} KiB; "
             f"the limits are 64, 256, 128 and 32 KiB, in this order: lower them, or {ENGINE}"
         )
+    multiple = 16 // dtype.itemsize
+    if K % multiple:
+        raise ValueError(
+            f"PyTorch's attention kernels, which sparse attention uses, were given head dim {K} in "
+            f"{dtype}; it must be a multiple of {multiple}: choose such a head_dim, or {ENGINE}"
+        )
     if device is None:
         return
 

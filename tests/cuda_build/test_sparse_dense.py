@@ -115,7 +115,9 @@ def test_what_flash_attention_does_not_take_goes_to_the_memory_efficient_kernel_
 
 def compiled(kernel, sizes: dict, architecture: int):
     """The kernel with 16-byte pointers, for this architecture."""
-    kinds, constants, aligned = {}, {}, {}
+    kinds = {}
+    constants = {}
+    aligned = {}
     for position, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:

@@ -16,9 +16,9 @@ import time
 
 import torch
 
+from data.load_tokenizer import load_tokenizer
 from data.loader import Batch, Loader
 from data.mixture import Corpus
-from data.tokenizer import Tokenizer
 from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver
@@ -353,7 +353,7 @@ class Run:
         """A text from the start of a document. Every rank draws the same number of tokens, because
         each draw is a collective.
         """
-        tokenizer = Tokenizer(self.ready.dataset.tokenizer_path)
+        tokenizer = load_tokenizer(self.ready.dataset.tokenizer_path)
         end = tokenizer.eod_id
         drawn = generate(self.state.model, [end], SAMPLE_TOKENS, vocab_size=tokenizer.vocab_size)
         ids = list(drawn)

@@ -1,10 +1,13 @@
-"""From text files to rows of tokens, with numpy, sentencepiece and the standard library.
+"""From text files to rows of tokens, with numpy, sentencepiece and the standard library;
+tokenizers, pyarrow, zstandard and fsspec are optional.
 
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
     sources.py    files, folders, JSONL, gzip      -> documents
     corpus.py     the embedded corpus, no download -> documents
     tokenizer.py  lossless sentencepiece           text <-> ids
+    hugging_face.py    tokenizer.json              text <-> ids
+    load_tokenizer.py  opens either of them
     writer.py     ids -> shards, in a folder that appears whole or not at all
     manifest.py   the JSON file that describes such a folder; the only way to open one
     dataset.py    an open folder: memory-mapped documents of each split

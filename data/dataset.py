@@ -4,7 +4,8 @@
     shard-00000.bin   token ids, uint16 or uint32; a document ends with the end-of-document id
     shard-00000.idx   uint64: where each document ends, in tokens from the start of the shard
     val.idx           uint64: the indices of the validation documents; all others are for training
-    tokenizer.model   the sentencepiece model, if there is one
+    tokenizer.model   the sentencepiece model, if there is one, or
+    tokenizer.json    of Hugging Face, and tokenizer_config.json with its end of a document
 
 Opening checks sizes; `verify` hashes the files. data/writer.py writes such folders.
 """
@@ -119,7 +120,7 @@ class Dataset:
 
         tokenizer = self.manifest.tokenizer
         self.tokenizer_path = None if tokenizer is None else tokenizer.path
-        self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
+        self.tokenizer_sha256 = self.manifest.tokenizer_sha256
 
         self._reader = ShardReader(self.manifest.shards, self.dtype)
         self._check_largest_ids()
@@ -133,6 +134,11 @@ class Dataset:
                 "prepare it with a larger --val_fraction and at least two documents"
             )
         return self.splits[name]
+
+    def tokenizer_files(self) -> list[Path]:
+        """The files of the tokenizer, one or two; none if the ids were made elsewhere."""
+        files = [self.manifest.tokenizer, self.manifest.tokenizer_settings]
+        return [file.path for file in files if file is not None]
 
     def verify(self, known: dict[str, list[int]] | None = None) -> dict[str, list[int]]:
         """Hash the files and look at every id. Raises IntegrityError naming a damaged file.

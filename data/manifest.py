@@ -41,6 +41,7 @@ FIELDS = {
     "shards": list,
 }
 FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
+HUGGING_FACE_FIELDS = {"ids_sha256": str, "settings": dict}
 SPLIT_FIELDS = {"documents": int, "tokens": int, "source_bytes": int, "unigram_entropy": float}
 SHARD_FIELDS = {
     "bin": str,
@@ -152,6 +153,8 @@ class Manifest:
     splits: dict[str, SplitSummary]
     validation: StoredFile
     tokenizer: StoredFile | None
+    tokenizer_settings: StoredFile | None  # next to a tokenizer.json: what ends a document
+    tokenizer_sha256: str | None  # of a tokenizer.json: its map from tokens to ids
     sources: list[dict]
     fingerprint: str
 
@@ -185,10 +188,11 @@ class Manifest:
         return files
 
     def _check_tokenizer(self) -> None:
-        if self.tokenizer is None:
-            return
+        files = [self.tokenizer, self.tokenizer_settings]
         try:
-            self.tokenizer.check_hash()
+            for file in files:
+                if file is not None:
+                    file.check_hash()
         except IntegrityError as error:
             raise TokenizerMismatch(
                 f"the ids were made with another tokenizer than the one in their folder: {error}"
@@ -206,7 +210,7 @@ def write_manifest(
     shards: Iterable[Shard],
     splits: dict[str, SplitSummary],
     validation: StoredFile,
-    tokenizer: StoredFile | None,
+    tokenizer: dict | None,
     sources: Iterable[dict],
 ) -> None:
     """Write the manifest of the files in `folder` and force it to the disk."""
@@ -219,7 +223,7 @@ def write_manifest(
         "shards": [shard.record() for shard in shards],
         "splits": {name: asdict(split) for name, split in splits.items()},
         "validation": validation.record(),
-        "tokenizer": None if tokenizer is None else tokenizer.record(),
+        "tokenizer": tokenizer,
         "sources": list(sources),
     }
     content["checksum"] = _checksum(content)
@@ -295,7 +299,8 @@ def _read_object(path: Path) -> dict:
 def _parse(folder: Path, content: dict) -> Manifest:
     """The typed form of a manifest that was checked. ValueError for a file outside the folder."""
     dtype = np.dtype(content["dtype"])
-    tokenizer = content["tokenizer"]
+    tokenizer = content["tokenizer"] or {}
+    settings = tokenizer.get("settings")
     return Manifest(
         folder=folder,
         vocab_size=content["vocab_size"],
@@ -303,7 +308,9 @@ def _parse(folder: Path, content: dict) -> Manifest:
         shards=tuple(_parse_shard(folder, record, dtype) for record in content["shards"]),
         splits={name: _parse_split(record) for name, record in content["splits"].items()},
         validation=_parse_file(folder, content["validation"]),
-        tokenizer=None if tokenizer is None else _parse_file(folder, tokenizer),
+        tokenizer=_parse_file(folder, tokenizer) if tokenizer else None,
+        tokenizer_settings=_parse_file(folder, settings) if settings else None,
+        tokenizer_sha256=tokenizer.get("ids_sha256", tokenizer.get("sha256")),
         sources=content["sources"],
         fingerprint=content["checksum"],
     )
@@ -349,6 +356,9 @@ def _check(path: Path, content: dict) -> None:
     _check_fields(path, content["validation"], FILE_FIELDS)
     if content["tokenizer"] is not None:
         _check_fields(path, content["tokenizer"], FILE_FIELDS)
+        if "ids_sha256" in content["tokenizer"]:
+            _check_fields(path, content["tokenizer"], HUGGING_FACE_FIELDS)
+            _check_fields(path, content["tokenizer"]["settings"], FILE_FIELDS)
 
     _check_splits(path, content)
     _check_vocabulary(path, content)

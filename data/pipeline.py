@@ -35,10 +35,11 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data.dataset import Dataset
+from data.load_tokenizer import AnyTokenizer, load_tokenizer
 from data.order import mix
 from data.progress import shown
 from data.sources import Document
-from data.tokenizer import CHUNK_CHARS, Tokenizer, chunks, train
+from data.tokenizer import train
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
@@ -51,6 +52,7 @@ def build_dataset(
     output: Path | str,
     *,
     tokenizer: Path | str | None = None,
+    eod: str | None = None,
     vocab_size: int = 8192,
     character_coverage: float = 1.0,
     workers: int = 2,
@@ -59,6 +61,9 @@ def build_dataset(
     report: Callable[[str], object] = print,
 ) -> Dataset:
     """Encode what `documents()` yields into a new dataset folder.
+
+    tokenizer: a sentencepiece model, a tokenizer.json, or a folder of Hugging Face; eod: the token
+    that ends a document, if not the one that such a folder names.
 
     `documents` is called twice and must yield the same both times; `sources`, which says for the
     manifest where they are from, is called in between. With `tokenizer` that model is used,
@@ -77,8 +82,8 @@ def build_dataset(
             path = Path(folder, "tokenizer.model")
             model = train(found.sample, vocab_size, path, character_coverage)
         else:
-            path = Path(tokenizer)
-            model = Tokenizer(path)
+            model = load_tokenizer(tokenizer, eod)
+            path = copy_tokenizer(model, Path(folder))
 
         if found.num_chars <= BATCH_BYTES:
             workers = 1
@@ -88,12 +93,20 @@ def build_dataset(
         return write_dataset(
             encode(texts, path, workers, found.num_chars),
             output,
-            vocab_size=model.vocab_size,
+            vocab_size=model.padded_vocab_size(),
             eod_id=model.eod_id,
             tokenizer=path,
             sources=sources(),
             val_fraction=val_fraction,
         )
+
+
+def copy_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> Path:
+    """Copy a tokenizer into a folder; its file there."""
+    files = tokenizer.files(tokenizer.padded_vocab_size())
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder / next(iter(files))
 
 
 # ---- scanning
@@ -208,29 +221,24 @@ def encode(
 
     `num_chars`: of all documents, from which the remaining time is computed.
     """
-    parts = shown(_parts(documents), "encoding", num_chars)
+    model = load_tokenizer(tokenizer)
+    parts = shown(_parts(documents, model), "encoding", num_chars)
     if workers == 1:
-        return _joined(_encode_here(parts, tokenizer))
+        return _joined(_encode_here(parts, model))
     return _joined(_encode_in_processes(parts, tokenizer, workers))
 
 
-def _parts(documents: Iterable[Document]) -> Iterator[Part]:
+def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[Part]:
     """The documents, long ones in parts of BATCH_BYTES characters or a little more.
 
-    They are cut where the tokenizer cuts, so that the ids of the parts are those of the whole: all
-    processes can work on one long document, and nobody holds it as a list of numbers.
+    They are cut where the tokenizer may be cut, so that the ids of the parts are those of the
+    whole: all processes can work on one long document, and nobody holds it as a list of numbers.
     """
     for document in documents:
-        part: list[str] = []
-        size = 0
-        for chunk in chunks(document.text, CHUNK_CHARS):
-            part.append(chunk)
-            size += len(chunk)
-            if size >= BATCH_BYTES:
-                yield Part("".join(part), is_last=False)
-                part = []
-                size = 0
-        yield Part("".join(part), is_last=True)
+        *others, last = tokenizer.parts(document.text, BATCH_BYTES)
+        for text in others:
+            yield Part(text, is_last=False)
+        yield Part(last, is_last=True)
 
 
 def _joined(parts: Iterable[EncodedPart]) -> Iterator[TokenizedDocument]:
@@ -246,11 +254,10 @@ def _joined(parts: Iterable[EncodedPart]) -> Iterator[TokenizedDocument]:
             num_bytes = 0
 
 
-def _encode_here(parts: Iterable[Part], tokenizer: Path) -> Iterator[EncodedPart]:
-    model = Tokenizer(tokenizer)
+def _encode_here(parts: Iterable[Part], tokenizer: AnyTokenizer) -> Iterator[EncodedPart]:
     for part in parts:
         num_bytes = len(part.text.encode())
-        yield EncodedPart(model.encode_array(part.text), num_bytes, part.is_last)
+        yield EncodedPart(tokenizer.encode_array(part.text), num_bytes, part.is_last)
 
 
 def _encode_in_processes(
@@ -318,7 +325,8 @@ class Worker:
             [sys.executable, "-m", "data.pipeline", str(tokenizer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            # `tokenizers` would start a thread for each core in every process
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
         )
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
@@ -365,7 +373,7 @@ def _serve(tokenizer: str) -> None:
     """What a worker process does until its input closes."""
     # Ctrl-C reaches the whole process group, and the parent decides what to do
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    model = Tokenizer(tokenizer)
+    model = load_tokenizer(tokenizer)
     while (texts := _receive(sys.stdin.buffer)) is not None:
         encoded = [model.encode(text.decode()) for text in texts]
         _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])

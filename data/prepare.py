@@ -6,8 +6,8 @@
         text files; a tokenizer with a vocabulary of 8,192 is trained on them
     python -m data.prepare --input a.jsonl.gz b.jsonl --text_field content --output data/web
         JSONL files, one document per line
-    python -m data.prepare --input more/ --output data/more --tokenizer data/web/tokenizer.model
-        with the tokenizer of another dataset
+    python -m data.prepare --input more/ --output data/more --tokenizer Qwen3-0.6B-Base/
+        with the tokenizer of a Hugging Face folder, or of another dataset's folder
 
 Exit codes: 0 done, 2 bad input (one line with the remedy, before anything is written), 3 damaged
 data, 6 storage.
@@ -82,6 +82,7 @@ def prepare(options: argparse.Namespace) -> Dataset:
 
     require_new(Path(options.output))
     settings["tokenizer"] = options.tokenizer
+    settings["eod"] = options.eod
     settings["character_coverage"] = given_or(options.character_coverage, 1.0)
     if options.input is None:
         files = embedded_files(options.max_bytes)
@@ -179,7 +180,14 @@ def _parser() -> _Parser:
     add(
         "--tokenizer",
         metavar="PATH",
-        help="use this sentencepiece model, for example another dataset's tokenizer.model",
+        help="use this tokenizer: a folder of Hugging Face with a tokenizer.json, that file, a "
+        "sentencepiece .model file, or the folder of another dataset",
+    )
+    add(
+        "--eod",
+        metavar="TOKEN",
+        help="the special token that ends a document (default: the eos_token that the folder of "
+        "the Hugging Face tokenizer names)",
     )
     add(
         "--vocab_size",
@@ -246,6 +254,8 @@ def _check(options: argparse.Namespace) -> None:
                 f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "
                 f"--{name}"
             )
+    if "eod" in given and "tokenizer" not in given:
+        raise ValueError("--eod needs --tokenizer PATH: add that, or drop --eod")
     for name in sorted(given & {"vocab_size", "character_coverage"}):
         if "tokenizer" in given:
             raise ValueError(

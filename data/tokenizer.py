@@ -18,6 +18,7 @@ import sentencepiece
 
 from files.untrusted import refuse_pickle
 
+SENTENCEPIECE = "tokenizer.model"  # the name of the file in a folder
 EOD_TOKEN = "<|endoftext|>"
 # sentencepiece writes a space as this character, so the character itself needs byte tokens
 SPACE_MARK = "\u2581"
@@ -170,6 +171,29 @@ class Tokenizer:
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as a uint32 array."""
         return np.array(self.encode(text), dtype=np.uint32)
+
+    def parts(self, text: str, size: int) -> Iterator[str]:
+        """`text` in parts of `size` characters or a little more, cut where `encode` cuts, so that
+        their ids, joined, are those of the whole.
+        """
+        part: list[str] = []
+        length = 0
+        for chunk in chunks(text, CHUNK_CHARS):
+            part.append(chunk)
+            length += len(chunk)
+            if length >= size:
+                yield "".join(part)
+                part = []
+                length = 0
+        yield "".join(part)
+
+    def files(self, vocab_size: int) -> dict[str, bytes]:
+        """The files of a copy: {name: content}."""
+        return {SENTENCEPIECE: self.path.read_bytes()}
+
+    def padded_vocab_size(self) -> int:
+        """The size of the vocabulary, of which every id is used."""
+        return self.vocab_size
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; control tokens have no text.

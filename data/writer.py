@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data import hugging_face
 from data.dataset import Dataset, ShardReader
 from data.manifest import (
     MANIFEST,
@@ -23,11 +24,11 @@ from data.manifest import (
     write_manifest,
 )
 from data.order import mix
+from data.tokenizer import SENTENCEPIECE
 from files import durable
 
 SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # ids are counted this many at a time
-TOKENIZER_FILE = "tokenizer.model"
 VALIDATION_FILE = "val.idx"
 
 
@@ -334,7 +335,18 @@ def _store(path: Path, content: bytes) -> StoredFile:
     return StoredFile(path, len(content), hashlib.sha256(content).hexdigest())
 
 
-def _store_tokenizer(folder: Path, tokenizer: Path | str | None) -> StoredFile | None:
+def _store_tokenizer(folder: Path, tokenizer: Path | str | None) -> dict | None:
+    """Copy the tokenizer into the folder; its record for the manifest."""
     if tokenizer is None:
         return None
-    return _store(folder / TOKENIZER_FILE, Path(tokenizer).read_bytes())
+    tokenizer = Path(tokenizer)
+    if tokenizer.suffix != ".json":
+        return _store(folder / SENTENCEPIECE, tokenizer.read_bytes()).record()
+
+    settings = tokenizer.parent / hugging_face.SETTINGS
+    stored = _store(folder / hugging_face.TOKENIZER, tokenizer.read_bytes())
+    stored_settings = _store(folder / hugging_face.SETTINGS, settings.read_bytes())
+    return stored.record() | {
+        "ids_sha256": hugging_face.hash_of_folder(folder),
+        "settings": stored_settings.record(),
+    }

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from data.dataset import open_dataset
+from data.load_tokenizer import find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
-from data.tokenizer import Tokenizer
 from flags import Parser
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint
@@ -99,9 +99,9 @@ def end_of_document(checkpoint: Checkpoint) -> int | None:
     """The id that ends a document, from the run's tokenizer or from its data if they are still
     there; None if neither is.
     """
-    tokenizer = checkpoint.folder.parent / "tokenizer.model"
-    if tokenizer.is_file():
-        return Tokenizer(tokenizer).eod_id
+    tokenizer = find_tokenizer(checkpoint.folder.parent)
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer).eod_id
 
     data = Path(str(checkpoint.config.get("data")))
     if not checkpoint.identity or not (data / MANIFEST).is_file():

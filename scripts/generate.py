@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from data.tokenizer import Tokenizer
+from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from flags import Parser
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
@@ -34,7 +34,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--tokenizer",
         default=None,
-        help="sentencepiece model; by default the run's own tokenizer.model",
+        help="sentencepiece model, tokenizer.json or a folder with one; default: the run's own",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue")
@@ -110,17 +110,17 @@ def check_ids(given: argparse.Namespace, vocab_size: int):
             )
 
 
-def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> AnyTokenizer:
     """The tokenizer that the model was trained with, from `path` or from the run's folder;
     ValueError if it is another one, or if there is none.
     """
-    own = checkpoint.folder.parent / "tokenizer.model"
-    if path is None and not own.is_file():
+    run = checkpoint.folder.parent
+    path = path or find_tokenizer(run)
+    if path is None:
         raise ValueError(
-            f"{own.parent} has no tokenizer.model: give --tokenizer FILE, or --ids instead of "
-            "--prompt"
+            f"{run} has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt"
         )
-    tokenizer = Tokenizer(path or own)
+    tokenizer = load_tokenizer(path)
     check_tokenizer(checkpoint, tokenizer.sha256, str(tokenizer.path))
     return tokenizer
 

@@ -244,6 +244,27 @@ START = (
         ("tests/test_start.py", "-k", "another_tokenizer"),
     ),
     Fault(
+        "start: data of another tokenizer than the Hugging Face folder's is taken",
+        "longhaul/run/start.py",
+        "if theirs and ours and theirs != ours:",
+        "if theirs and not ours:",
+        ("tests/test_data_hugging_face.py", "-k", "init_from"),
+    ),
+    Fault(
+        "tokenizer: special tokens are matched in the text",
+        "data/hugging_face.py",
+        "library.encode_special_tokens = True",
+        "library.encode_special_tokens = False",
+        ("tests/test_data_hugging_face.py", "-k", "special_token"),
+    ),
+    Fault(
+        "tokenizer: a text is cut where whitespace follows",
+        "data/hugging_face.py",
+        r're.compile(r"\S\n(?=\S)")',
+        r're.compile(r"\n")',
+        ("tests/test_data_hugging_face.py", "-k", "in_parts"),
+    ),
+    Fault(
         "start: the context of the model that a run started from is forgotten",
         "longhaul/run/start.py",
         "return max(_row(checkpoint), round(",

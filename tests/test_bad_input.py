@@ -321,6 +321,12 @@ prepare --output {folder}
 prepare --output {text}
 prepare --tokenizer {text}
 prepare --tokenizer /nonexistent
+prepare --tokenizer {folder}
+prepare --tokenizer {slow_tokenizer}
+prepare --tokenizer {asks_for_code}
+prepare --tokenizer {not_a_tokenizer}
+prepare --tokenizer {other_tokenizer} --eod x
+prepare --eod x
 prepare --documents lines
 prepare --on_error ignore
 prepare --max_bytes 5
@@ -374,6 +380,7 @@ def names(tmp_path_factory) -> dict[str, Path]:
         latin="caf\xe9".encode("latin-1"),
         broken_jsonl='{"text": "a"}\n{"text": \n',
         good_jsonl='{"text": "a"}\n',
+        not_a_tokenizer='{"model": 3}',
         torn_gz=b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03K",
         twice="lr = 1e-3\nlearning_rate = 1e-4\n",
         unknown="contxt_length = 3\n",
@@ -382,11 +389,23 @@ def names(tmp_path_factory) -> dict[str, Path]:
         huge="seed = 99999999999999999999\n",
         torn="lr = ",
     )
-    endings = dict(broken_jsonl=".jsonl", good_jsonl=".jsonl", torn_gz=".txt.gz", no_shares=".toml")
+    endings = dict(
+        broken_jsonl=".jsonl",
+        good_jsonl=".jsonl",
+        not_a_tokenizer=".json",
+        torn_gz=".txt.gz",
+        no_shares=".toml",
+    )
     for name, content in contents.items():
         path = folder / f"{name}{endings.get(name, '')}"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         made[name] = path
+    made["slow_tokenizer"] = folder / "slow"
+    made["asks_for_code"] = folder / "code"
+    made["slow_tokenizer"].mkdir()
+    made["asks_for_code"].mkdir()
+    (folder / "slow" / "vocab.json").write_text("{}")
+    (folder / "code" / "tokenizer_config.json").write_text('{"auto_map": {"A": ["b.C", null]}}')
     return made
 
 

@@ -321,9 +321,9 @@ def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     monkeypatch.setattr(pipeline, "BATCH_BYTES", 20_000)
     texts = ["".join(text_of(n) for n in range(60)), "no newline \u00e9 " * 9000, "", "short"]
-    assert len(list(pipeline._parts([Document("long", texts[0])]))) > 4
-    documents = [Document(str(n), text) for n, text in enumerate(texts)]
     whole = Tokenizer(dataset.tokenizer_path)
+    assert len(list(pipeline._parts([Document("long", texts[0])], whole))) > 4
+    documents = [Document(str(n), text) for n, text in enumerate(texts)]
     for encoded, text in zip(
         encode(documents, dataset.tokenizer_path, workers), texts, strict=True
     ):

@@ -210,7 +210,7 @@ def test_ids_go_in_and_come_out_without_a_tokenizer(run, tmp_path, capsys):
     assert ids == [5, 300, 7, *generate(model, [5, 300, 7], 6, temperature=0)]
 
     said = refusal(generate_script, capsys, *flags.split(), "--prompt", "x")
-    assert "has no tokenizer.model: give --tokenizer FILE, or --ids instead of --prompt" in said
+    assert "has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt" in said
 
 
 def test_a_text_that_no_memory_holds_is_refused_before_anything_is_allocated(run, capsys):

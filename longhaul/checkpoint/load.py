@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from data.load_tokenizer import find_tokenizer
 from files import durable
 from files.tensors import opened
 from files.untrusted import parse_json, refuse_pickle
@@ -145,6 +146,12 @@ def newest(folder: Path) -> Path:
     return steps[-1]
 
 
+def tokenizer_beside(checkpoint: Checkpoint) -> Path:
+    """The tokenizer next to the checkpoints of a run."""
+    run = checkpoint.folder.parent
+    return find_tokenizer(run) or run / "tokenizer.model"
+
+
 def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, given: str):
     """CheckpointError if a tokenizer with this hash is not the one that the model was trained with;
     `given` names it. A converted checkpoint does not know its tokenizer.
@@ -153,8 +160,7 @@ def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, given: str):
     if trained_with and sha256 != trained_with:
         raise CheckpointError(
             f"{given} has a different tokenizer from the data that {checkpoint.folder} was trained "
-            "on: prepare or generate text with --tokenizer "
-            f"{checkpoint.folder.parent / 'tokenizer.model'}"
+            f"on: prepare or generate text with --tokenizer {tokenizer_beside(checkpoint)}"
         )
 
 

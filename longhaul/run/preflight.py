@@ -18,6 +18,7 @@ import torch
 
 from data import corpus, mixture, order
 from data.dataset import Dataset, check_vocab, open_dataset
+from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
 from files import durable, untrusted
@@ -119,7 +120,11 @@ def preflight(
 def open_data(cfg: TrainConfig, world: dist.World) -> tuple[Corpus, ...]:
     """The corpora of --data, or the embedded corpus, which rank 0 prepares for all."""
     if cfg.data:
-        return mixture.open_corpora(cfg.data)
+        corpora = mixture.open_corpora(cfg.data)
+        for one in corpora:
+            for path in one.dataset.tokenizer_files():
+                require_usable(path)
+        return corpora
 
     def prepare() -> str:
         return str(corpus.prepare_embedded(documents=cfg.documents).path)
@@ -361,9 +366,10 @@ def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):
 
 def copy_tokenizer(dataset: Dataset, folder: Path):
     """The tokenizer next to the checkpoints, so that they can be used without the data."""
-    if dataset.tokenizer_path and not (folder / "tokenizer.model").exists():
-        temporary = shutil.copyfile(dataset.tokenizer_path, folder / ".tmp-tokenizer")
-        temporary.rename(folder / "tokenizer.model")
+    for path in dataset.tokenizer_files():
+        if not (folder / path.name).exists():
+            temporary = shutil.copyfile(path, folder / ".tmp-tokenizer")
+            temporary.rename(folder / path.name)
 
 
 def lock(folder: Path, guard: Guard):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from data import hugging_face
 from data.dataset import Dataset
 from files.untrusted import refuse_pickle
 from longhaul import qwen3
@@ -266,16 +267,30 @@ def check(start: Start, config: ModelConfig):
 
 
 def check_tokenizer(start: Start, dataset: Dataset):
-    """ValueError if the data's ids are not those that the checkpoint was trained on. A Hugging Face
-    folder, and a checkpoint that was converted from one, do not say which these are.
+    """ValueError if the data's ids are not those that the weights were trained on. A folder without
+    a tokenizer, and a checkpoint that was converted from Hugging Face, do not say which these are.
     """
-    identity = start.checkpoint.identity if start.checkpoint else None
-    trained_on = (identity or {}).get("tokenizer")
+    if start.checkpoint is None:
+        check_same_ids(start.folder, dataset)
+        return
+    trained_on = (start.checkpoint.identity or {}).get("tokenizer")
     if trained_on and trained_on != dataset.tokenizer_sha256:
         raise ValueError(
             f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "
-            f"prepare it with --tokenizer {start.folder.parent / 'tokenizer.model'}, or give the "
+            f"prepare it with --tokenizer {load.tokenizer_beside(start.checkpoint)}, or give the "
             "--data of that run"
+        )
+
+
+def check_same_ids(folder: Path, dataset: Dataset):
+    """ValueError if a Hugging Face folder has a tokenizer, and it is not that of the data."""
+    theirs = hugging_face.hash_of_folder(folder)
+    ours = dataset.tokenizer_sha256
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f"the data in {dataset.path} has another tokenizer than --init_from {folder}, so the "
+            "weights mean nothing for its ids: run `python -m data.prepare --input YOUR_TEXT "
+            f"--tokenizer {folder} --output NEW`, then give --data NEW"
         )
 
 

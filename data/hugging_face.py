@@ -1,0 +1,350 @@
+"""A Hugging Face tokenizer: `tokenizer.json`, through the `tokenizers` library (an optional extra).
+
+Only JSON is read: no code of the folder runs, and a folder that asks for its own code is refused.
+Special tokens that occur in a text are encoded like any other text, so no text can end a document
+or imitate a chat. A token that the folder adds *without* calling it special is matched in text, as
+`transformers` does.
+
+Two files make a tokenizer here: tokenizer.json, unchanged, and a tokenizer_config.json with the
+token that ends a document. `transformers` opens a folder that has both.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data.tokenizer import require_encodable
+from files.untrusted import read_json, refuse_pickle
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+PADDED = "padded_vocab_size"  # in our own SETTINGS: the ids of the model, unused ones included
+INSTALL = "pip install 'longhaul[tokenizers]', or pip install tokenizers"
+
+# A text may be cut here: the expressions below never match across it, nor look behind it.
+SAFE_CUT = re.compile(r"\S\n(?=\S)")
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KNOWN_SPLITS = {
+    QWEN.replace("DIGITS", r"\p{N}"),  # Qwen2, Qwen2.5, Qwen3
+    QWEN.replace("DIGITS", r"\p{N}{1,3}"),  # Llama 3, cl100k
+}
+
+
+class HuggingFaceTokenizer:
+    """A fast tokenizer: `encode`, `decode`, `vocab_size`, `eod_id`, and `sha256`, the hash of its
+    map from tokens to ids, which is all that a model knows of it.
+
+    eod: the token that ends a document, instead of the folder's eos_token.
+
+    Raises ValueError if the file is no fast tokenizer, names no end of document, or `tokenizers` is
+    not installed.
+    """
+
+    def __init__(self, path: Path | str, eod: str | None = None):
+        self.path = Path(path)
+        content = read_tokenizer(self.path)
+        ids = ids_of(content, self.path)
+        self._ids = ids
+        self.vocab_size: int = max(ids.values()) + 1
+        self._library = _open(self.path, content)
+
+        self.eod_token = eod or _end_of_document(self.path, ids)
+        if self.eod_token not in ids:
+            raise ValueError(
+                f"tokenizer {self.path} has no token {self.eod_token!r} to end documents with: "
+                f"give --eod TOKEN, such as {_some_special(content)}"
+            )
+        self.eod_id: int = ids[self.eod_token]
+        self._special = {one["id"] for one in content["added_tokens"] if one.get("special")}
+        self._require_end_is_no_text(content)
+        self._is_cuttable = is_cuttable(content)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The hash of the map from tokens to ids."""
+        return hash_of(self._ids)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
+        require_encodable(text)
+        # `encode_batch_fast` leaves out the offsets, which take a third of the time of `encode`
+        [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode` as a uint32 array."""
+        return np.array(self.encode(text), dtype=np.uint32)
+
+    def parts(self, text: str, size: int) -> Iterator[str]:
+        """`text` in parts of about `size` characters whose ids, joined, are those of the whole.
+
+        A text of another kind of tokenizer than Qwen's, Llama 3's and GPT-2's is one part.
+        """
+        start = 0
+        while self._is_cuttable and len(text) - start > size:
+            cut = SAFE_CUT.search(text, start + size)
+            if cut is None:
+                break
+            yield text[start : cut.end()]
+            start = cut.end()
+        yield text[start:]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; special tokens have none. ValueError for an unknown id."""
+        return self._library.decode([self._known(index) for index in ids])
+
+    def stream(self) -> "StreamDecoder":
+        """A decoder to be fed one id at a time."""
+        return StreamDecoder(self)
+
+    def files(self, vocab_size: int) -> dict[str, bytes]:
+        """The files of a copy: {name: content}; `vocab_size` is that of the data."""
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eod_token,
+            PADDED: vocab_size,
+        }
+        text = json.dumps(settings, indent=1) + "\n"
+        return {TOKENIZER: self.path.read_bytes(), SETTINGS: text.encode()}
+
+    def padded_vocab_size(self) -> int:
+        """The ids of the folder's model, of which a tokenizer may leave the last ones unused."""
+        sizes = [self.vocab_size]
+        for name, key in (("config.json", "vocab_size"), (SETTINGS, PADDED)):
+            size = _read_settings(self.path.parent / name).get(key)
+            if isinstance(size, int) and size <= 1 << 32:
+                sizes.append(size)
+        return max(sizes)
+
+    def _known(self, index: int) -> int:
+        if not 0 <= index < self.vocab_size:
+            raise ValueError(
+                f"token id {index} is outside the tokenizer's vocabulary of {self.vocab_size}: "
+                "these ids come from another tokenizer"
+            )
+        return int(index)
+
+    def _require_end_is_no_text(self, content: dict) -> None:
+        if self.eod_id in self.encode(f"a{self.eod_token}b {self.eod_token}"):
+            raise ValueError(
+                f"--eod {self.eod_token} is no special token of {self.path}, so a text that holds "
+                f"it would end there: give --eod TOKEN, such as {_some_special(content)}"
+            )
+
+
+class StreamDecoder:
+    """Turns ids into text as they arrive; a character whose bytes are incomplete waits for more."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer):
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._is_waiting = False
+
+    def push(self, index: int) -> str:
+        """The characters that this id completes, "" if there are none yet."""
+        index = self._tokenizer._known(index)
+        text = self._stream.step(self._tokenizer._library, index)
+        if index not in self._tokenizer._special:
+            self._is_waiting = text is None
+        return text or ""
+
+    def finish(self) -> str:
+        """What is left of an unfinished character, as U+FFFD."""
+        return "\ufffd" if self._is_waiting else ""
+
+
+# ---- the file
+
+
+def read_tokenizer(path: Path) -> dict:
+    """The JSON of a fast tokenizer. Raises ValueError if it is none."""
+    refuse_pickle(path, "give a tokenizer.json")
+    try:
+        content = read_json(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"tokenizer {path} cannot be read ({error}): give a tokenizer.json"
+        ) from None
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise ValueError(
+            f"tokenizer {path} is no tokenizer.json of Hugging Face (it has no model with a "
+            "vocabulary): give a folder that has one, or a sentencepiece .model file"
+        )
+    content["added_tokens"] = content.get("added_tokens") or []
+    return content
+
+
+def ids_of(content: dict, path: Path) -> dict[str, int]:
+    """{token: id} of a tokenizer.json. Raises ValueError if it is malformed."""
+    vocab = content["model"]["vocab"]
+    try:
+        if isinstance(vocab, list):  # Unigram: [token, score]
+            vocab = {token: index for index, (token, _) in enumerate(vocab)}
+        added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(
+            f"tokenizer {path} is malformed: save it again with transformers"
+        ) from None
+
+    ids = vocab | added
+    if not ids or not all(type(index) is int and 0 <= index < 1 << 32 for index in ids.values()):
+        raise ValueError(f"tokenizer {path} has ids that are no ids: save it with transformers")
+    return ids
+
+
+def hash_of(ids: dict[str, int]) -> str:
+    """The SHA-256 of a map from tokens to ids, whatever its order."""
+    pairs = sorted((index, token) for token, index in ids.items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def hash_of_folder(folder: Path) -> str | None:
+    """The hash of the tokenizer in a Hugging Face folder, None if there is no tokenizer.json.
+
+    Needs no library, so that training can compare tokenizers without `tokenizers`.
+    """
+    path = folder / TOKENIZER
+    if not path.is_file():
+        return None
+    return hash_of(ids_of(read_tokenizer(path), path))
+
+
+def is_cuttable(content: dict) -> bool:
+    """Whether a text may be cut at SAFE_CUT: byte-level BPE behind an expression that we know."""
+    normalizer = content.get("normalizer") or {"type": "NFC"}
+    for token in content["added_tokens"]:
+        is_matched = not token.get("special")
+        if is_matched and (token.get("lstrip") or token.get("single_word")):
+            return False
+        if is_matched and "\n" in token["content"]:
+            return False
+    return normalizer == {"type": "NFC"} and _is_known_split(content.get("pre_tokenizer"))
+
+
+def _is_known_split(splitter: dict | None) -> bool:
+    """Whether a text is cut into words by GPT-2's expression, or by one of KNOWN_SPLITS."""
+    steps = [splitter or {}]
+    if steps[0].get("type") == "Sequence":
+        steps = steps[0]["pretokenizers"]
+
+    last = steps[-1]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        return False
+    if len(steps) == 1:
+        return last.get("use_regex", True)
+    if len(steps) > 2 or last.get("use_regex", True) or steps[0].get("type") != "Split":
+        return False
+    first = steps[0]
+    is_plain = first.get("behavior") == "Isolated" and not first.get("invert")
+    return is_plain and first.get("pattern", {}).get("Regex") in KNOWN_SPLITS
+
+
+# ---- the library
+
+
+def require_installed() -> None:
+    """Raise ValueError if the `tokenizers` library is not installed."""
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ValueError(f"a tokenizer.json needs the package tokenizers: run {INSTALL}")
+
+
+def _open(path: Path, content: dict):
+    """The library's tokenizer, which cuts off, pads and drops nothing."""
+    require_installed()
+    import tokenizers
+
+    if content["model"].get("dropout"):
+        raise ValueError(
+            f"tokenizer {path} drops merges at random (dropout), so a text has no fixed ids: set "
+            '"dropout" to null in it'
+        )
+    try:
+        library = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        if type(error) is Exception:  # what the library raises, and nothing narrower
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"tokenizer {path} is not one that tokenizers {tokenizers.__version__} reads "
+                f"({reason}): save it again with transformers, or update tokenizers"
+            ) from None
+        raise
+    library.no_truncation()
+    library.no_padding()
+    library.encode_special_tokens = True
+    return library
+
+
+# ---- the end of a document
+
+
+def _end_of_document(path: Path, ids: dict[str, int]) -> str:
+    """The token that the folder says ends a text; ValueError if it says nothing."""
+    folder = path.parent
+    named = _read_settings(folder / SETTINGS).get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    if isinstance(named, str):
+        return named
+
+    index = _read_settings(folder / "config.json").get("eos_token_id")
+    tokens = [token for token, its_id in ids.items() if its_id == index]
+    if not tokens:
+        raise ValueError(
+            f"tokenizer {path}: nothing next to it says which token ends a document: give --eod "
+            "TOKEN, such as --eod '<|endoftext|>'"
+        )
+    return tokens[0]
+
+
+def _some_special(content: dict) -> str:
+    names = [repr(one["content"]) for one in content["added_tokens"] if one.get("special")]
+    return ", ".join(names[:4]) or "a special token (this tokenizer has none)"
+
+
+def _read_settings(path: Path) -> dict:
+    """The JSON object in a file; {} if there is no file. ValueError if it is no object."""
+    if not path.is_file():
+        return {}
+    try:
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): repair or remove it") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object: repair or remove it")
+    return content
+
+
+# ---- folders
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer.json of a Hugging Face folder.
+
+    Raises ValueError if the folder wants its own code to run, or has a slow tokenizer only.
+    """
+    path = folder / TOKENIZER
+    asks = _read_settings(folder / SETTINGS).get("auto_map")
+    if asks:
+        raise ValueError(
+            f"tokenizer {folder} asks to run code of its own (auto_map in {SETTINGS}), which is "
+            f"never done: give --tokenizer {path} --eod TOKEN if that file is all of it"
+        )
+    if path.is_file():
+        return path
+    save = f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
+    raise ValueError(
+        f"tokenizer {folder} has no {TOKENIZER}, so it has no fast tokenizer: write one with "
+        f'`python -c "{save}.save_pretrained({str(folder)!r})"`, or give another folder'
+    )

@@ -1,0 +1,46 @@
+"""Opens a tokenizer of either kind: a sentencepiece model, or a tokenizer.json of Hugging Face."""
+
+from pathlib import Path
+
+from data import hugging_face
+from data.hugging_face import HuggingFaceTokenizer
+from data.tokenizer import SENTENCEPIECE, Tokenizer
+
+AnyTokenizer = Tokenizer | HuggingFaceTokenizer
+
+
+def load_tokenizer(path: Path | str, eod: str | None = None) -> AnyTokenizer:
+    """The tokenizer in a file, or in a folder: of Hugging Face, of a dataset, or of a run.
+
+    eod: the token that ends a document, if not the one that a Hugging Face folder names.
+
+    Raises ValueError if there is none, or none that gives every text its ids.
+    """
+    path = Path(path)
+    if path.is_dir():
+        is_fast = (path / hugging_face.TOKENIZER).is_file()
+        has_model = (path / SENTENCEPIECE).is_file()
+        only_model = has_model and not is_fast
+        path = path / SENTENCEPIECE if only_model else hugging_face.tokenizer_file(path)
+    if path.suffix == ".json" and path.is_file():
+        return HuggingFaceTokenizer(path, eod)
+    if eod is not None:
+        raise ValueError(
+            f"--eod {eod} is for a tokenizer of Hugging Face, and {path} is a sentencepiece model, "
+            "which says itself what ends a document: drop --eod"
+        )
+    return Tokenizer(path)
+
+
+def find_tokenizer(folder: Path) -> Path | None:
+    """The file of the tokenizer that a folder of longhaul or of Hugging Face holds, if any."""
+    for name in (hugging_face.TOKENIZER, SENTENCEPIECE):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def require_usable(path: Path) -> None:
+    """Raise ValueError if the library that this file needs is not installed."""
+    if path.suffix == ".json":
+        hugging_face.require_installed()

@@ -103,7 +103,7 @@ def main(args: list[str] | None = None):
     parser.add_argument(
         "--full",
         action="store_true",
-        help="as many trials as the issue asks for, not as few as CI has time for",
+        help="as many trials as docs/LOG.md reports, not as few as CI has time for",
     )
     given = parser.parse_args(args)
     if given.trials is not None and given.trials < 1:

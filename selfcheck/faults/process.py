@@ -423,10 +423,24 @@ def impatient_launcher(trials: int, folder: Path) -> str:
             time.sleep(draw.uniform(0, 0.8 * SLOW))
             longest = max(longest, stopped_in_time(folder / name, ranks))
     again_with_ranks(folder, source, 2)
+    named_although_asked(folder / "lost", source)
     return (
         f"{3 * trials} stops with 1, 2 and 4 ranks: 75 after at most {longest:.1f} of {ALLOWED} s, "
-        "with the last whole step saved; the same bits afterwards"
+        "with the last whole step saved; the same bits afterwards; a rank that is killed at such a "
+        "moment is named by the one that is asked to stop"
     )
+
+
+def named_although_asked(out: Path, source: Path):
+    """torchrun stops the other ranks when one is killed: their rescue must not wait for it."""
+    args = runs.arguments(source, out, *STEPS)
+    first, second = runs.start_ranks(args, out.with_suffix(".log"), 2, partial(slow_steps, 3))
+    runs.wait_for(lambda: runs.steps_logged(out) > 1)
+    second.signal(signal.SIGKILL)
+    first.signal(signal.SIGTERM)
+    code = first.wait(30)
+    require(code == 7, f"exit code {code}: {first.words()[-600:]}")
+    require("rank 1 of 2 was killed" in first.last_line(), f"the last line is {first.last_line()}")
 
 
 def stopped_in_time(out: Path, ranks: list[runs.Child]) -> float:

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """End the program with this message."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {with_remedy(message)}\n")
 
     def _refuse_repetition(self, words: Sequence[str]) -> None:
         """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
@@ -88,7 +88,7 @@ class RaisingParser(Parser):
 
     def error(self, message: str) -> None:
         """Raise ValueError with this message."""
-        raise ValueError(message)
+        raise ValueError(with_remedy(message))
 
 
 def underscored(word: str) -> str:
@@ -99,6 +99,27 @@ def underscored(word: str) -> str:
     if not re.fullmatch(r"--[A-Za-z][\w-]*", name):
         return word
     return "--" + name.removeprefix("--").replace("-", "_") + equals + value
+
+
+# What argparse says, and the same with the remedy behind the last ": ".
+REMEDIES = {
+    r"argument (\S+): invalid choice: (.+) \(choose from (.+)\)": (
+        r"\1 \2 is unknown: choose from \3"
+    ),
+    r"argument (\S+): expected one argument": r"\1 has no value: give one",
+    r"argument (\S+): expected at least one argument": r"\1 has no value: give one or more",
+    r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: keep one",
+    r"one of the arguments (.+) is required": r"one flag is missing: give one of \1",
+}
+
+
+def with_remedy(message: str) -> str:
+    """An error of argparse in our form; another message as it is."""
+    for pattern, form in REMEDIES.items():
+        found = re.fullmatch(pattern, message)
+        if found:
+            return found.expand(form)
+    return message
 
 
 # ---- values

@@ -247,7 +247,7 @@ def _check(options: argparse.Namespace) -> None:
     given = {name for name, value in vars(options).items() if value is not None}
     for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
         if "output" not in given:
-            raise ValueError(f"--{name} needs --output DIR, the new folder for the dataset")
+            raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
     for name in sorted(given & {"text_field", "on_error"}):
         if "input" not in given:
             raise ValueError(

@@ -799,7 +799,7 @@ class TrainConfig:
             sharing = f" ({self.context_ranks} share each row)"
         message = (
             f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} "
-            f"ranks{sharing} x --batch_size {self.batch_size} = {rows}: ranks x batch_size must be "
+            f"ranks{sharing} x --batch_size {self.batch_size} = {rows}: make ranks x batch_size "
             f"one of {divisors(self.global_batch_size)}"
         )
 
@@ -844,7 +844,7 @@ def read_pairs(pairs: tuple[str, ...], cls: type, given_by: str) -> dict[str, An
         if name in flags:
             raise ValueError(f"{given}: use the flag --{flags[name]}")
         if name in values:
-            raise ValueError(f"{given}: {name} is given twice, keep one")
+            raise ValueError(f"{given}: {name} is given twice: keep one")
         values[name] = _converted(types[name], text, given)
     return values
 

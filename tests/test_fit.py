@@ -147,9 +147,9 @@ def test_a_proposal_that_teaches_nothing_comes_with_a_command_that_does(monkeypa
     request = on_cpu(monkeypatch, 130.0)
     nearest = fit.closest(request)
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 1.5)
-    hint, small, _, shell = fit.proposal(nearest, request).split("\n")
-    assert hint.startswith("to see a small model learn (about 1.5 s a step")
-    assert "--model_size tiny" in small and "--max_steps 200" in small
+    words, shell = fit.proposal(nearest, request).split("\n")
+    assert words.startswith("to see a small model learn (about 1.5 s a step")
+    assert "--model_size tiny" in words and "--max_steps 200" in words
     assert "--max_steps 6" in shell
 
     given = dataclasses.replace(request, asked=dataclasses.replace(request.asked, init_from="x"))

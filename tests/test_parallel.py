@@ -441,5 +441,5 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused():
 
 def test_a_global_batch_that_the_ranks_do_not_divide_is_refused_with_the_sizes_that_work():
     cfg = dataclasses.replace(TrainConfig(**BASE), global_batch_size=6)
-    with pytest.raises(ValueError, match=r"must be one of \[1, 2, 3, 6\]"):
+    with pytest.raises(ValueError, match=r"make ranks x batch_size one of \[1, 2, 3, 6\]"):
         cfg.accumulation(4)

@@ -606,7 +606,10 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
         (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
         (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),
         (["--output", "new"], "--input"),
-        (["--input", "hf", "--checkpoint", "run", "--output", "new"], "not allowed with"),
+        (
+            ["--input", "hf", "--checkpoint", "run", "--output", "new"],
+            "exclude each other: keep one",
+        ),
         (["--input", "hf"], "--output"),
         (["--inputs", "hf", "--input", "hf", "--output", "new"], "did you mean --input?"),
         (["--input", "hf", "--output", "new", "--dtype", "fp4"], "keep"),

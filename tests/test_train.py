@@ -295,7 +295,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
             ["--model_overrides", "heads=3"],
             "--model_overrides 'heads=3': give name=value with a name of vocab_size",
         ),
-        (["--model_size", "5B"], "invalid choice: '5B'"),
+        (["--model_size", "5B"], "'5B' is unknown: choose from 'tiny', '0.6B'"),
         (
             ["--vocab_size", "100"],
             "has a vocabulary of 1024, more than the model's 100: use --vocab_size 1024",

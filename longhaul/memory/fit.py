@@ -316,7 +316,7 @@ def _instructive(request: Plan) -> str:
     if not small.fits or small.seconds * small.asked.max_steps > PATIENCE:
         return ""
     shell = command(small.asked, request.world, small.shutdown_timeout)
-    return f"to see a small model learn ({small.time()}), run\n{shell}\n"
+    return f"to see a small model learn ({small.time()}), run `{shell}`; "
 
 
 def _shown(spec: dataclasses.Field, value: Any) -> Any:

@@ -21,21 +21,36 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SECTION = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- /results -->)", re.S)
 SHOWN = (
-    "exact",
-    "loss",
+    "smoke",
+    "checks",
     "attention",
     "step",
+    "loss",
+    "profile",
+    "exact",
     "memory",
     "workspaces",
     "allocator",
 )  # of a GPU's run; its results.md has the stages too
-NONE_YET = """Not measured on a GPU yet. On a machine with one, this command measures all of it in
-ten minutes, next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN,
-flash-attn, fla and transformers, as far as they are installed:
+NONE_YET = """Nothing has been measured on a GPU yet: no kernel has run, and no speed, memory or
+exactness on one is known. On a machine with a GPU this command measures all of it in nine minutes,
+next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN, flash-attn, fla and
+transformers, as far as they are installed:
 
 ```bash
 python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.report
 ```
+
+| what is not known | the job that measures it (`--job`, or `--only` its first word) |
+| --- | --- |
+| which Triton kernels run at all | smoke test |
+| exactness of the kernels on a GPU | attention and loss (each checks before it times), exact |
+| sparse against dense attention at 131,072 tokens, forward and backward | attention |
+| a step of the 4B at 131,072 tokens: time, MFU, planned and measured memory | step |
+| the loss over 151,936 words next to its peers | loss |
+| where the time goes, kernel by kernel, and whether the host is waited for | profile |
+| decoding next to FlashAttention | attention |
+| planned against measured memory by stage, workspaces, the allocator's segments | memory |
 
 """
 
@@ -124,10 +139,12 @@ def of_gpu(folder: str, data: dict) -> str:
         for title, key in (("Failed", "failures"), ("Skipped", "skipped"))
         if data[key]
     ]
+    hardware = ", ".join(f"{name}: {value}" for name, value in data["where"].items())
     return "\n".join(
         [
             f"**{data['label']}** (`benchmarks/results/{folder}/results.md` has all). "
             f"{credit(data)}\n",
+            f"{hardware}.\n",
             *tables,
             *rest,
         ]

@@ -867,10 +867,6 @@ def test_the_engine_in_torch_stays_out_of_long_rows(install):
     assert "longhaul, NSA torch" in attention.plain(Place(CPU, True), 8192).ways
 
 
-def test_steps_run_with_expandable_segments(h100):
-    assert all(job.environment == step.EXPANDABLE for job in step.jobs(FULL))
-
-
 def test_the_longest_context_is_the_last_that_fits(h100, monkeypatch):
     monkeypatch.setattr(step, "fitted", lambda cfg, place: cfg.context_length <= 300_000)
     assert step.longest("4B", "standard", FULL) == 262_144
@@ -1218,6 +1214,8 @@ def test_a_section_is_made_from_its_results_and_an_unknown_one_is_refused():
     assert (
         "Failed: f." in now and "Skipped: s." in now and report.written(now, dict(run=data)) == now
     )
-    assert "Not measured on a GPU yet" in report.written(text, dict(run=data | dict(toy=True)))
+    assert "Nothing has been measured on a GPU yet" in report.written(
+        text, dict(run=data | dict(toy=True))
+    )
     with pytest.raises(ValueError, match="choose from gpu, run/loss"):
         report.written(text.replace("run/loss", "run/los"), dict(run=data))

@@ -33,7 +33,6 @@ ROUNDS = 5
 ISSUED = "gradient norm"  # the first stage of a step after its backward
 LONGEST = 2**22  # tokens: where the search for what fits ends
 WARM_TOKENS = 1024  # of the first step
-EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 SIZES = (
     (3, "4B", "nsa", 131_072, False, 55),
     (4, "4B", "standard", 131_072, False, 75),
@@ -69,6 +68,7 @@ TABLE = Table(
         "planned peak, GiB": "gib",
         "difference": "percent",
         "reserved, GiB": "gib",
+        "planned reserved, GiB": "gib",
     },
 )
 
@@ -88,7 +88,7 @@ def jobs(place: Place) -> list[Job]:
             limit=seconds / 3,
         )
         name = f"step, {model}, {attention}, {length}"
-        found.append(Job(name, importance, seconds, work, EXPANDABLE))
+        found.append(Job(name, importance, seconds, work))
     return found
 
 
@@ -192,8 +192,11 @@ def one_context(
     theirs, reason = their_side(plan, place, ours.first) if beside else (None, "")
     sides = {"longhaul": ours} | ({"transformers": theirs} if theirs else {})
     times = timed(sides, cfg, place, limit)
-    reserved = None if theirs else ours.reserved_gib
-    row(run, cfg, "longhaul", words, times, ours.peak_gib, planned, reserved, ours.issued)
+    figures = {"forward and backward issued, ms": ours.issued}
+    if place.cuda and not theirs:  # nobody else's memory is in the allocator's
+        figures["reserved, GiB"] = ours.reserved_gib
+        figures["planned reserved, GiB"] = plan.reserved_gib
+    row(run, cfg, "longhaul", words, times, ours.peak_gib, planned, figures)
     if beside and reason == "out of memory":
         first = ours.first
         del ours, sides
@@ -234,8 +237,7 @@ def row(
     times: dict | str,
     peak: float | None = None,
     planned: float | None = None,
-    reserved: float | None = None,
-    issued: float | None = None,
+    more: dict | None = None,
 ):
     """One row; a reason instead of times says why there are none."""
     figures = {"step, ms": times} if isinstance(times, str) else speed(cfg, times, system)
@@ -250,10 +252,9 @@ def row(
             "peak, GiB": peak,
             "planned peak, GiB": planned,
             "difference": 100 * (planned / peak - 1) if peak and planned else None,
-            "reserved, GiB": reserved,
-            "forward and backward issued, ms": issued,
         },
         **figures,
+        **(more or {}),
     )
 
 

@@ -34,8 +34,8 @@ SHOWN = (
 )  # of a GPU's run; its results.md has the stages too
 NONE_YET = """Nothing has been measured on a GPU yet: no kernel has run, and no speed, memory or
 exactness on one is known. On a machine with a GPU this command measures all of it in nine minutes,
-next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN, flash-attn, fla and
-transformers, as far as they are installed:
+next to full logits, torch's own loss, Liger-Kernel, cut-cross-entropy, SDPA, cuDNN, flash-attn, fla
+and transformers, as far as they are installed:
 
 ```bash
 python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.report

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -130,6 +131,24 @@ def build(ready: Ready) -> TrainState:
     return state
 
 
+class Batches:
+    """The rows of a step, of which those of the next one may be loaded early."""
+
+    def __init__(self, read: Callable[[int], tuple[Batch, list[MicroBatch]]]):
+        self.read = read
+        self.loaded: dict[int, tuple[Batch, list[MicroBatch]]] = {}
+
+    def load(self, index: int):
+        """Read the rows of a step that comes, once."""
+        if index not in self.loaded:
+            self.loaded = {index: self.read(index)}
+
+    def take(self, index: int) -> tuple[Batch, list[MicroBatch]]:
+        """The rows of a step, which are not kept any longer."""
+        self.load(index)
+        return self.loaded.pop(index)
+
+
 class Run:
     """A run that preflight found ready: its state, and what surrounds each step."""
 
@@ -149,6 +168,9 @@ class Run:
         # ranks that share their rows read the same ones
         self.data_rank = self.world.rank // self.cfg.context_ranks
         self.data_ranks = self.world.size // self.cfg.context_ranks
+        self.batches = Batches(self._load)
+        if ready.device.type == "cuda":
+            self.state.meanwhile = self._load_next
 
     def train(self):
         """Train to max_steps, validating and saving on the way."""
@@ -246,8 +268,7 @@ class Run:
         cfg = self.cfg
         state = self.state
         start = time.perf_counter()
-        rows = self.ready.loader.batch(state.step, self.data_rank, self.data_ranks)
-        batch = step.micro_batches(rows, cfg.batch_size, self.device)
+        rows, batch = self.batches.take(state.step)
 
         audited = cfg.audit_every and (state.step + 1) % cfg.audit_every == 0
         one_step = audited_step if audited else step.train_step
@@ -256,12 +277,22 @@ class Run:
         if result is None:
             return False
 
-        loss = float(result.loss)  # waits for the device
+        loss = float(result.loss)
         seconds = time.perf_counter() - start
         state.data = self.ready.loader.state(state.step)
         self._report(result, loss, rows, seconds)
         self._time(seconds / len(batch))
         return True
+
+    def _load(self, index: int) -> tuple[Batch, list[MicroBatch]]:
+        """This rank's rows of a step, in the loader's memory and on the device."""
+        rows = self.ready.loader.batch(index, self.data_rank, self.data_ranks)
+        return rows, step.micro_batches(rows, self.cfg.batch_size, self.device)
+
+    def _load_next(self):
+        """Load the rows of the next step while the device works on this one."""
+        if self.state.step + 1 < self.cfg.max_steps:
+            self.batches.load(self.state.step + 1)
 
     def _time(self, seconds: float):
         """Note how long a micro-batch takes; warn once if a launcher would not wait for its end

@@ -169,6 +169,15 @@ def host_group(world: World):
     return torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
+def decision_group(world: World):
+    """The group in which hosts decide together: a collective of NCCL would wait for all that is
+    queued on the GPU. None stands for the default group, if that is one of hosts.
+    """
+    if world.size == 1 or torch.distributed.get_backend() == "gloo":
+        return None
+    return host_group(world)
+
+
 # ---- meshes and shards
 
 

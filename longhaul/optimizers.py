@@ -11,24 +11,17 @@ A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from longhaul.dist import local_shard
+from longhaul.staging import Staging, slabs
 from model import platform
 
-SLAB = 2**24  # elements whose moments exist in fp32 at once: 128 MiB
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Muon (Jordan et al. 2024)
-
-
-def slabs(x: Tensor) -> list[slice]:
-    """Ranges of the first dimension with at most SLAB elements each."""
-    length = max(1, SLAB // max(1, x[:1].numel()))
-    return [slice(start, min(start + length, len(x))) for start in range(0, len(x), length)]
 
 
 # ---- stochastic rounding
@@ -312,11 +305,10 @@ class AdamW(torch.optim.Optimizer):
             return
 
         master = state["master"]
-        gradients = self.staging if grad.device.type == "cuda" else InPlace()
-        for slab, on_host in gradients.slabs_on_host(grad):
+        for slab, on_host in self.staging.slabs_on_host(grad):
             self._update_slab(p, master, on_host, slab, group, draw)
             # to the nearest: the master copy keeps what rounding drops
-            gradients.give_back(weight[slab], master[slab])
+            self.staging.give_back(weight[slab], master[slab])
 
     def _steps(self, p: Tensor) -> int:
         """The number of p's steps, this one included."""
@@ -374,74 +366,6 @@ class AdamW(torch.optim.Optimizer):
 def _fp32_copy_in_host_memory(x: Tensor) -> Tensor:
     device = "meta" if x.is_meta else "cpu"
     return torch.empty_like(x, device=device, dtype=torch.float32).copy_(x)
-
-
-# ---- between the device and the host
-
-
-class InPlace:
-    """Gradients that the host can read as they are."""
-
-    def slabs_on_host(self, grad: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        for slab in slabs(grad):
-            yield slab, grad[slab]
-
-    def give_back(self, weight: Tensor, master: Tensor) -> None:
-        weight.copy_(master)
-
-
-class Staging:
-    """Two pinned slabs of host memory, through which gradients come from a GPU and weights go back.
-
-    A copy to or from pageable memory stops the host until the device has done all that is queued.
-    Here the host waits only for the slab that it needs, while the next one is under way. A slab of
-    weights goes back through the memory of its gradients, in the order of the stream.
-    """
-
-    def __init__(self):
-        self.pinned: list[Tensor] = []
-        self.current = 0
-
-    def slabs_on_host(self, grad: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """(slab, its gradients in host memory), valid until the next one is asked for."""
-        parts = slabs(grad)
-        coming = self._begin(grad, parts[0], 0)
-        for index, slab in enumerate(parts):
-            here, complete = coming
-            if index + 1 < len(parts):
-                coming = self._begin(grad, parts[index + 1], (index + 1) % 2)
-            complete.synchronize()
-            self.current = index % 2
-            yield slab, here
-
-    def give_back(self, weight: Tensor, master: Tensor) -> None:
-        """Copy the master copy's slab to the device, rounded to the nearest."""
-        rounded_here = self._slot(self.current, weight)
-        rounded_here.copy_(master)
-        weight.copy_(rounded_here, non_blocking=True)
-
-    def _begin(self, grad: Tensor, slab: slice, index: int) -> tuple[Tensor, torch.cuda.Event]:
-        """A slab's place on the host, and when it will be complete."""
-        here = self._slot(index, grad[slab])
-        here.copy_(grad[slab], non_blocking=True)
-        return here, self.mark(grad.device)
-
-    def mark(self, device: torch.device) -> torch.cuda.Event:
-        """The end of what is queued on the device now."""
-        return torch.cuda.current_stream(device).record_event()
-
-    def _slot(self, index: int, like: Tensor) -> Tensor:
-        """Pinned memory for a tensor like `like`."""
-        size = max(like.nbytes, SLAB * 4)
-        if len(self.pinned) <= index:
-            self.pinned.append(self.memory(size))
-        if self.pinned[index].numel() < size:  # one row is larger than a slab
-            self.pinned[index] = self.memory(size)
-        return self.pinned[index][: like.nbytes].view(like.dtype).view(like.shape)
-
-    def memory(self, size: int) -> Tensor:
-        """`size` bytes of pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class Muon(AdamW):

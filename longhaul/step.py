@@ -38,6 +38,8 @@ class TrainState:
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
+    # work of the host, called when a step's gradients are queued and before their norm is read
+    meanwhile: Callable[[], None] = lambda: None
 
     def stage(self, name: str) -> None:
         """Tell whoever listens that this stage of the step begins; the model's own stages have
@@ -49,9 +51,7 @@ class TrainState:
 
 @dataclass
 class StepResult:
-    """One step's figures. `loss` and `grad_norm` are 0-d tensors on the device, which are read when
-    they are logged.
-    """
+    """One step's figures. `loss` and `grad_norm` are 0-d tensors of the host."""
 
     loss: Tensor  # mean over the global valid tokens, nats
     grad_norm: Tensor  # before clipping
@@ -212,6 +212,10 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
 
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
     loss, finite_ranks = dist.all_sum(torch.stack([local_loss, norm.isfinite().float()]))
+    state.meanwhile()
+    if norm.device.type == "cuda":
+        # all figures at once: the only time in a step that the host waits for the device
+        loss, norm, finite_ranks = torch.stack([loss, norm, finite_ranks]).cpu()
     all_finite = norm.is_meta or bool(finite_ranks == state.world.size)
     if all_finite:
         state.stage("optimizer")
@@ -303,12 +307,13 @@ def evaluate(
     if `must_stop()` gave it up.
     """
     total = torch.zeros((), device=state.device, dtype=torch.float64)
-    count = 0
+    count = torch.zeros((), device=state.device, dtype=torch.int64)
     for batch in batches:
         for micro in batch:
             if must_stop is not None and must_stop():
                 return None
             total += state.model(**micro, num_valid=1.0).double()
-        count += int(count_valid(batch, state))
+        count += count_valid(batch, state)
     apply.reshard(state.model)
-    return float(dist.all_sum(total)) / max(count, 1), count
+    valid = int(count)
+    return float(dist.all_sum(total)) / max(valid, 1), valid

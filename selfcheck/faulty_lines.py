@@ -684,7 +684,7 @@ STEP = (
     Fault(
         "step: validation averages over micro-batches",
         "longhaul/step.py",
-        "count += int(count_valid(batch, state))",
+        "count += count_valid(batch, state)",
         "count += len(batch)",
         (
             "tests/test_train.py",

@@ -12,6 +12,7 @@ import torch
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.memory import plan as planner
+from longhaul.run import guard as supervision
 from longhaul.run.guard import Guard
 from longhaul.run.rescue import (
     BUSY,
@@ -238,3 +239,21 @@ def votes(world: dist.World) -> list[bool]:
 def test_all_ranks_save_by_the_clock_of_rank_0_and_stop_for_any_rank():
     expected = [False, False, False, True, True, True]
     assert run_ranks(votes, 2) == [expected, expected]
+
+
+def test_with_nccl_the_hosts_decide_in_a_group_of_their_own(monkeypatch):
+    """A collective of NCCL would wait for all that is queued on the GPU, in every micro-batch."""
+    world = dist.World(rank=1, size=2)
+    asked = []
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **_: f"{backend} group")
+    monkeypatch.setattr(supervision, "Heartbeat", lambda *_: None)
+    monkeypatch.setattr(dist, "sum_over_ranks", lambda votes, group: asked.append(group) or votes)
+
+    guard = Guard("train.py", world)
+    guard.watch(60.0)
+    assert not guard.must_stop()
+    assert asked == ["gloo group"]
+
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert dist.decision_group(world) is None

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longhaul import optim, optimizers, step
+from longhaul import optim, optimizers, staging, step
 from longhaul.checkpoint import load, save
 from longhaul.checkpoint.format import CheckpointError, named_shards
 from longhaul.config import TrainConfig
@@ -81,10 +81,10 @@ def test_where_and_when_the_update_runs_changes_no_bit(changes):
 def test_slabs_change_no_bit(monkeypatch):
     whole = build(offload_optimizer=True)
     step.train_step(whole, batch(0))
-    monkeypatch.setattr(optimizers, "SLAB", 1000)
+    monkeypatch.setattr(staging, "SLAB", 1000)
     slabs = build(offload_optimizer=True)
     step.train_step(slabs, batch(0))
-    assert len(optimizers.slabs(slabs.model.embed.weight)) > 3
+    assert len(staging.slabs(slabs.model.embed.weight)) > 3
     assert all(
         torch.equal(p, q) for p, q in zip(whole.model.parameters(), slabs.model.parameters())
     )
@@ -148,12 +148,15 @@ def test_what_the_device_skips_keeps_every_bit(changes):
         assert torch.equal(want.local, skipped[name].local), name
 
 
-class Marks(optimizers.Staging):
+class Marks(staging.Staging):
     """Memory that is not pinned, and marks that note when they are waited for."""
 
     def __init__(self):
         super().__init__()
         self.log = []
+
+    def is_far(self, x):
+        return True
 
     def memory(self, size):
         return torch.empty(size, dtype=torch.uint8)
@@ -165,21 +168,22 @@ class Marks(optimizers.Staging):
 
 
 def test_a_slab_comes_to_the_host_while_another_one_is_used(monkeypatch):
-    monkeypatch.setattr(optimizers, "SLAB", 8)
-    staging = Marks()
+    monkeypatch.setattr(staging, "SLAB", 8)
+    two = Marks()
     grad = torch.arange(20, dtype=torch.bfloat16).view(5, 4)
     weight = torch.zeros(5, 4, dtype=torch.bfloat16)
     master = torch.arange(20.0).view(5, 4) + 0.001
-    for slab, here in staging.slabs_on_host(grad):
-        staging.log.append("use")
+    for slab, here in two.slabs_on_host(grad):
+        two.log.append("use")
         assert torch.equal(here, grad[slab])
-        staging.give_back(weight[slab], master[slab])
-    assert staging.log == ["begin 0", "begin 1", "wait 0", "use", "begin 2", "wait 1", "use"] + [
+        two.give_back(weight[slab], master[slab])
+    assert two.log == ["begin 0", "begin 1", "wait 0", "use", "begin 2", "wait 1", "use"] + [
         "wait 2",
         "use",
     ]
     assert torch.equal(weight, master.bfloat16())
-    assert len(staging.pinned) == 2
+    assert torch.equal(two.on_host(grad), grad)
+    assert len(two.pinned) == 2
 
 
 # ---- rounded

@@ -679,3 +679,13 @@ def test_the_printed_command_gives_the_same_settings_back():
     )
     words = shlex.split(planner.command(cfg, dist.World()))
     assert words[:2] == ["python", "train.py"] and cli.parse(TrainConfig, words[2:]) == cfg
+
+
+def test_the_rows_of_the_next_step_are_read_once_and_kept_until_it_begins():
+    read = []
+    batches = train.Batches(lambda index: read.append(index) or (f"rows {index}", []))
+    assert batches.take(3)[0] == "rows 3"
+    batches.load(4)
+    batches.load(4)
+    assert read == [3, 4] and batches.take(4)[0] == "rows 4"
+    assert read == [3, 4] and not batches.loaded

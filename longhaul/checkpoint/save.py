@@ -33,6 +33,7 @@ from longhaul.checkpoint.format import (
 from longhaul.checkpoint.load import set_aside, verified
 from longhaul.config import TrainConfig
 from longhaul.parallel import apply
+from longhaul.staging import Staging
 from longhaul.step import TrainState
 from model import ModelConfig
 
@@ -65,8 +66,9 @@ def snapshot(state: TrainState, extra: dict, copied: bool = False) -> Snapshot:
         return shot
 
     copies = {}
+    staging = Staging()
     for name, shard in shot.shards.items():
-        host = shard.local.to("cpu", copy=True)
+        host = staging.on_host(shard.local.detach())
         copies[name] = dataclasses.replace(shard, local=host)
     return dataclasses.replace(shot, shards=copies)
 

@@ -159,6 +159,7 @@ class Guard:
         self.lock: Lock | None = None
         self.step: int | None = None  # the last step that was done
         self.heartbeat: Heartbeat | None = None
+        self.decisions = None  # the process group of `must_stop`
         self.micro_batch_seconds: float | None = None  # as measured in the last step
         self.began = time.monotonic()  # the micro-batch that is under way
         self.save_seconds = 0.0  # --save_minutes; 0: never
@@ -178,6 +179,7 @@ class Guard:
         self.allowed = dist.launcher_patience(os.environ)
         if self.world.size > 1:
             self.heartbeat = Heartbeat(self.world, timeout, self._record)
+            self.decisions = dist.decision_group(self.world)
 
     # ---- the folder
 
@@ -225,7 +227,7 @@ class Guard:
         votes = int(self.asked_to_stop() is not None)
         if self.world.rank == 0 and self._save_is_due():
             votes += SAVE_DUE
-        votes = dist.sum_over_ranks(votes)
+        votes = dist.sum_over_ranks(votes, self.decisions)
         self.save_due = votes >= SAVE_DUE
         self.began = time.monotonic()
         return votes % SAVE_DUE > 0

@@ -3,7 +3,10 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
 
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
-    sources.py    files, folders, JSONL, gzip      -> documents
+    inputs.py     paths, patterns, URLs            -> files and their bytes
+    fields.py     a record                         -> its text
+    parquet.py    parquet                          -> records
+    sources.py    text, JSONL, parquet             -> documents
     corpus.py     the embedded corpus, no download -> documents
     tokenizer.py  lossless sentencepiece           text <-> ids
     hugging_face.py    tokenizer.json              text <-> ids

@@ -45,6 +45,7 @@ from data.writer import TokenizedDocument, require_fraction, require_new, write_
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
 BATCH_BYTES = 1 << 20
+TINY_CHARS = 64  # a document with fewer has no context to speak of
 
 
 def build_dataset(
@@ -78,6 +79,8 @@ def build_dataset(
 
     with tempfile.TemporaryDirectory() as folder:
         found = scan(documents())
+        for line in found.notes():
+            report(line)
         if tokenizer is None:
             path = Path(folder, "tokenizer.model")
             model = train(found.sample, vocab_size, path, character_coverage)
@@ -118,6 +121,20 @@ class Scan(NamedTuple):
     sample: list[str]  # of the text, in chunks
     num_chars: int
     num_documents: int  # that have text
+    num_empty: int
+    num_tiny: int  # of those that have text
+
+    def notes(self) -> list[str]:
+        """What a user may want to know, in lines."""
+        lines = []
+        if self.num_empty:
+            lines.append(f"left out: {self.num_empty:,} documents without text")
+        if self.num_tiny:
+            lines.append(
+                f"{self.num_tiny:,} of {self.num_documents:,} documents have fewer than "
+                f"{TINY_CHARS} characters"
+            )
+        return lines
 
 
 def scan(documents: Iterable[Document]) -> Scan:
@@ -125,16 +142,20 @@ def scan(documents: Iterable[Document]) -> Scan:
     sample = _Sample()
     num_chars = 0
     num_documents = 0
+    num_empty = 0
+    num_tiny = 0
     for document in shown(documents, "reading"):
         num_chars += len(document.text)
         num_documents += bool(document.text)
+        num_empty += not document.text
+        num_tiny += 0 < len(document.text) < TINY_CHARS
         sample.add(document.text)
 
     if not num_chars:
         raise ValueError(
             "there is no text in the input (every document is empty): give --input with text in it"
         )
-    return Scan(sample.chunks(), num_chars, num_documents)
+    return Scan(sample.chunks(), num_chars, num_documents, num_empty, num_tiny)
 
 
 class _Sample:

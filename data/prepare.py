@@ -4,8 +4,8 @@
         the embedded corpus, into the cache
     python -m data.prepare --input books/ --output data/books
         text files; a tokenizer with a vocabulary of 8,192 is trained on them
-    python -m data.prepare --input a.jsonl.gz b.jsonl --text_field content --output data/web
-        JSONL files, one document per line
+    python -m data.prepare --input a.jsonl.gz b.parquet --text_field content --output data/web
+        JSONL and parquet files, one document per line or row
     python -m data.prepare --input more/ --output data/more --tokenizer Qwen3-0.6B-Base/
         with the tokenizer of a Hugging Face folder, or of another dataset's folder
 
@@ -16,6 +16,7 @@ data, 6 storage.
 import installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -103,9 +104,17 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     def skip(message: str) -> None:
         skipped[message] = None
 
-    report = skip if options.on_error == "skip" else refuse
-    files = TextFiles(options.input, options.text_field, report)
-    join = by_directory if options.documents == "directory" else iter
+    limit = options.max_document_mib << 20
+    files = TextFiles(
+        options.input,
+        options.text_field,
+        skip if options.on_error == "skip" else refuse,
+        encoding=options.encoding or "utf-8",
+        replace=options.on_error == "replace",
+        document_bytes=limit,
+    )
+    is_joined = options.documents == "directory"
+    join = functools.partial(by_directory, limit=limit) if is_joined else iter
     try:
         dataset = build_dataset(
             lambda: join(files.documents()), options.output, sources=files.describe, **settings
@@ -169,7 +178,8 @@ def _parser() -> _Parser:
         "--input",
         nargs="+",
         metavar="PATH",
-        help="text or .jsonl files, gzipped or not, or folders of them; without this flag, the "
+        help="text, .jsonl or .parquet files, also with .gz, .xz, .bz2 or .zst, folders of them, "
+        "patterns such as 'books/**/*.txt', or URLs that fsspec reads; without this flag, the "
         "sources of the installed Python, numpy and torch (no download)",
     )
     add(
@@ -204,8 +214,23 @@ def _parser() -> _Parser:
     )
     add(
         "--text_field",
+        metavar="FIELD",
+        help="which text of a JSONL line or parquet row is the document: a field or column "
+        "(default text), a dotted path such as meta.body, or a template such as "
+        "'{title}\\n\\n{text}'",
+    )
+    add(
+        "--encoding",
         metavar="NAME",
-        help="the field of a JSONL line that holds the text (default text)",
+        help="of text and JSONL: utf-8 (default), latin-1, cp1252, and others that hold ASCII",
+    )
+    add(
+        "--max_document_mib",
+        type=int,
+        default=64,
+        metavar="N",
+        help="the longest document (default 64): a longer text file becomes several documents, cut "
+        "at lines, and a longer record is an error; it bounds the memory",
     )
     add(
         "--documents",
@@ -222,9 +247,9 @@ def _parser() -> _Parser:
     )
     add(
         "--on_error",
-        choices=("error", "skip"),
+        choices=("error", "skip", "replace"),
         help="what to do with a document that is not valid text: error stops (default), skip "
-        "leaves it out and prints its place",
+        "leaves it out and prints its place, replace writes U+FFFD for each bad byte",
     )
     add(
         "--workers",
@@ -248,7 +273,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
         if "output" not in given:
             raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
-    for name in sorted(given & {"text_field", "on_error"}):
+    for name in sorted(given & {"text_field", "on_error", "encoding"}):
         if "input" not in given:
             raise ValueError(
                 f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "

@@ -1,24 +1,41 @@
-"""Text from files: plain, JSONL, and gzip of both; folders are walked in sorted order.
+"""Documents from the user's files: text, JSONL and parquet, compressed or not (data/inputs.py).
 
 Every byte counts: no newline translation, no BOM removal, no normalisation. What is not valid text
-is named as file:offset or file:line and refused, or handed to `report` and left out.
+is named as file:offset, file:line or file:row, and refused, left out, or replaced, as asked.
 """
 
-import gzip
+import codecs
 import hashlib
-import io
 import json
-import os
-import zlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-CHUNK = 1 << 20
+from data import parquet
+from data.fields import FieldError, TextField
+from data.inputs import (
+    File,
+    Hashed,
+    Input,
+    compression_of,
+    hash_file,
+    kind_of,
+    list_files,
+    look_into,
+    open_raw,
+    opened,
+    require_package,
+    some,
+)
 
-Report = Callable[[str], None]
+__all__ = ["Document", "TextFiles", "by_directory", "decode", "list_files", "refuse"]
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+DOCUMENT_BYTES = 64 << 20  # the longest document: 16M tokens or so
+ESCAPED = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bad bytes
+
+Report = Callable[[str], object]
 
 
 class Document(NamedTuple):
@@ -31,56 +48,6 @@ class Document(NamedTuple):
 def refuse(message: str) -> None:
     """The default answer to a damaged document: raise ValueError."""
     raise ValueError(f"{message}: repair it, or leave such documents out with --on_error skip")
-
-
-# ---- which files
-
-
-class Input(NamedTuple):
-    """What the user named, the files in it, and the linked folders in it, which are left out."""
-
-    path: Path
-    files: list[Path]
-    linked: list[Path]
-
-
-def list_files(path: Path | str) -> list[Path]:
-    """The files of `look_into`."""
-    return look_into(path).files
-
-
-def look_into(path: Path | str) -> Input:
-    """A file, or the files of a folder and its subfolders, sorted.
-
-    Hidden entries, __pycache__ and linked folders are left out. Raises ValueError if the path does
-    not exist or no file is found.
-    """
-    path = Path(path)
-    if path.is_file():
-        return Input(path, [path], [])
-    if not path.is_dir():
-        raise ValueError(f"input {path} is not a file or folder: check the path given with --input")
-
-    files = []
-    linked = []
-    for folder, subfolders, names in os.walk(path):
-        subfolders[:] = sorted(
-            name for name in subfolders if not name.startswith(".") and name != "__pycache__"
-        )
-        linked += [Path(folder, name) for name in subfolders if Path(folder, name).is_symlink()]
-        visible = sorted(name for name in names if not name.startswith("."))
-        files += [Path(folder, name) for name in visible if Path(folder, name).is_file()]
-    if files:
-        return Input(path, files, linked)
-
-    links = f", only {_some(linked)}, and links to folders are not followed" if linked else ""
-    raise ValueError(f"no files in {path}{links}: give --input files or folders that hold text")
-
-
-def _some(paths: Sequence[Path]) -> str:
-    """The first path, and how many more there are."""
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{paths[0]}{more}"
 
 
 # ---- formats that are not read
@@ -96,41 +63,61 @@ RECORDS = {
     + WRITE_LINES.replace(
         "{records}", "csv.DictReader(open({path!r}, newline=''), dialect='excel-tab')"
     ),
-    ".parquet": "import pandas; "
-    "pandas.read_parquet({path!r}).to_json({jsonl!r}, orient='records', lines=True)",
 }
-UNPACK = {".zst": "zstd -d", ".xz": "xz -dk", ".bz2": "bunzip2 -k", ".zip": "unzip"}
 
 
-def require_readable(path: Path) -> None:
+def require_readable(file: File) -> None:
     """Raise ValueError with the command that helps if the name says that the file is not text, or
     has fields that would not be read.
     """
-    if path.suffix in UNPACK:
-        raise ValueError(
-            f"{path} is compressed, and only gzip is read: unpack it with "
-            f"`{UNPACK[path.suffix]} {path}`"
-        )
-    kind = _kind(path)
+    if PurePath(file.name).suffix == ".zip":
+        raise ValueError(f"{file} is a zip archive, which is not read: run `unzip {file}`")
+    kind = kind_of(file)
     if kind not in RECORDS:
         return
-    if path.suffix == ".gz":
-        raise ValueError(f"{path}: {kind[1:]} is not read: unpack it with `gunzip -k {path}` first")
+    if compression_of(file):
+        raise ValueError(
+            f"{file}: {kind[1:]} is not read, only text, JSONL and parquet are: unpack it, and "
+            "give the unpacked file to see the command that makes JSONL of it"
+        )
 
-    jsonl = path.with_suffix(".jsonl")
-    code = RECORDS[kind].format(path=str(path), jsonl=str(jsonl))
+    jsonl = str(file).removesuffix(kind) + ".jsonl"
+    code = RECORDS[kind].format(path=str(file), jsonl=jsonl)
     otherwise = ""
     if kind == ".json":
         otherwise = f"rename it to {jsonl} if each line is a record, else "
     raise ValueError(
-        f"{path}: {kind[1:]} is not read, only text and JSONL are: {otherwise}run "
+        f"{file}: {kind[1:]} is not read, only text, JSONL and parquet are: {otherwise}run "
         f'`python -c "{code}"`'
     )
 
 
-def _kind(path: Path) -> str:
-    """The suffix of a name, that of gzip aside."""
-    return PurePath(path.name.removesuffix(".gz")).suffix
+def require_extras(file: File) -> None:
+    """Raise ValueError naming the package that this file needs and that is not installed."""
+    if kind_of(file) == ".parquet":
+        require_package("pyarrow", f"{file} is parquet, which")
+        if compression_of(file):
+            raise ValueError(
+                f"{file} is compressed as a whole, which parquet never needs: unpack it"
+            )
+    if compression_of(file) == "zstd":
+        require_package("zstandard", f"{file} is zstd, which")
+
+
+def checked_encoding(name: str) -> str:
+    """The encoding. Raises ValueError if it does not exist, or its lines do not end as in ASCII."""
+    try:
+        is_ascii = "\n{".encode(name) == b"\n{"
+    except (LookupError, TypeError, ValueError):
+        raise ValueError(
+            f"--encoding {name!r} is unknown: give one of Python's, such as utf-8, latin-1, cp1252"
+        ) from None
+    if not is_ascii:
+        raise ValueError(
+            f"--encoding {name} does not write ASCII as ASCII: run `iconv -f {name} -t utf-8` on "
+            "the files first"
+        )
+    return codecs.lookup(name).name
 
 
 # ---- documents
@@ -139,59 +126,91 @@ def _kind(path: Path) -> str:
 class TextFiles:
     """The user's files and folders: their documents, and a record of where these are from.
 
-    A text file is one document, and so is each line of a .jsonl file. The files are hashed while
-    they are read, so that the record does not take another reading.
+    A text file is one document, and so is each line of a .jsonl file and each row of a .parquet
+    file. The files are hashed while they are read, so that the record does not take another
+    reading; only parquet, which is not read from beginning to end, does.
     """
 
     def __init__(
-        self, inputs: Sequence[Path | str], text_field: str | None = None, report: Report = refuse
+        self,
+        inputs: Sequence[Path | str],
+        text_field: str | None = None,
+        report: Report = refuse,
+        encoding: str = "utf-8",
+        replace: bool = False,
+        document_bytes: int = DOCUMENT_BYTES,
     ):
-        """`text_field`: the field of a JSONL line that holds the text, "text" if it is None.
+        """text_field: which text of a record is the document (data/fields.py), "text" if None.
+        report: told of each document that is left out. replace: bytes that are not text become
+        U+FFFD. document_bytes: a longer text is cut at the end of a line, a longer record is bad.
 
-        Raises ValueError if one of the inputs does not exist, holds no file, or is of a format that
-        is not read.
+        Raises ValueError if one of the inputs does not exist, holds no file, is of a format that
+        is not read, or needs a package that is not installed.
         """
+        if document_bytes < 1:
+            raise ValueError(f"a document of {document_bytes} bytes is none: give 1 or more")
         self._inputs = [look_into(path) for path in inputs]
-        self._text_field = text_field or "text"
+        self._field = TextField(text_field or "text")
         self._report = report
-        self._hashed: dict[Path, _Hashed] = {}
+        self._encoding = checked_encoding(encoding)
+        self._replace = replace
+        self._limit = document_bytes
+        self._hashed: dict[File, Hashed] = {}
+        self._replaced: dict[str, _Replaced] = {}
+        self._cut: dict[File, int] = {}
 
-        for path, files, _ in self._inputs:
-            for file in files:
+        for one in self._inputs:
+            for file in one.files:
                 # in a folder of sources, .json and .csv are text like any other
-                if file == path or text_field or file.suffix == ".parquet":
+                if text_field or one.files == [file]:
                     require_readable(file)
+                require_extras(file)
 
     def notes(self) -> list[str]:
         """What was left out, or may not be what the user thinks, in lines."""
         lines = []
         files = [file for one in self._inputs for file in one.files]
         linked = [link for one in self._inputs for link in one.linked]
-        tables = [file for file in files if _kind(file) in RECORDS]
+        tables = [file for file in files if kind_of(file) in RECORDS]
         if linked:
             lines.append(
-                f"left out: {_some(linked)}, because links to folders are not followed: give the "
+                f"left out: {some(linked)}, because links to folders are not followed: give the "
                 "folder itself with --input"
             )
         if tables:
             lines.append(
-                f"read as plain text, with all markup: {_some(tables)}: give such a file by its "
+                f"read as plain text, with all markup: {some(tables)}: give such a file by its "
                 "own name to see how to read a field of its records"
+            )
+        if self._cut:
+            lines.append(
+                f"cut into documents of at most {self._limit:,} bytes (--max_document_mib): "
+                f"{some(list(self._cut))}"
+            )
+        if self._replaced:
+            first = next(iter(self._replaced.values()))
+            count = sum(one.count for one in self._replaced.values())
+            lines.append(
+                f"replaced {count:,} bytes that are not {self._encoding} by U+FFFD in "
+                f"{len(self._replaced):,} documents, the first at {first.place}"
             )
         return lines
 
     def documents(self) -> Iterator[Document]:
         """The documents of all inputs, in order.
 
-        Raises ValueError, or calls `report` and goes on, for text that is not UTF-8, a lone
-        surrogate, a line that is not JSON with the text field, and damaged gzip.
+        Raises ValueError, or calls `report` and goes on, for text that is not of the encoding, a
+        lone surrogate, a record without the text field, and damaged files.
         """
         for one in self._inputs:
-            for path in one.files:
-                if _kind(path) in JSONL_SUFFIXES:
-                    yield from self._jsonl_documents(path)
+            for file in one.files:
+                kind = kind_of(file)
+                if kind == ".parquet":
+                    yield from self._rows(file)
+                elif kind in JSONL_SUFFIXES:
+                    yield from self._lines(file)
                 else:
-                    yield from self._text_documents(path)
+                    yield from self._texts(file)
 
     def describe(self) -> list[dict]:
         """Each input's files and bytes, and a SHA-256 over its "name hash" lines.
@@ -200,149 +219,227 @@ class TextFiles:
         """
         return [self._describe_input(one) for one in self._inputs]
 
+    def stamp(self) -> list:
+        """What changes if a file or the way to read it does: a list for JSON."""
+        settings = [self._field.spelled, self._encoding, self._replace, self._limit]
+        files = [[str(file), *_stamp(file)] for one in self._inputs for file in one.files]
+        return [settings, files]
+
     def _describe_input(self, one: Input) -> dict:
         digest = hashlib.sha256()
         for file in one.files:
-            line = f"{file.relative_to(one.path)} {self._hashed[file].sha256}\n"
+            line = f"{one.name_inside(file)} {self._hashed[file].sha256}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
         return {
-            "name": str(one.path),
+            "name": one.named,
             "files": len(one.files),
             "bytes": sum(self._hashed[file].size for file in one.files),
             "sha256": digest.hexdigest(),
         }
 
-    def _text_documents(self, path: Path) -> Iterator[Document]:
-        with self._opened(path) as file:
-            text = decode(file.read(), path, self._report)
-            if text is not None:
-                yield Document(str(path), text)
+    # ---- one file
 
-    def _jsonl_documents(self, path: Path) -> Iterator[Document]:
-        with self._opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
+    def _texts(self, file: File) -> Iterator[Document]:
+        """The text of a file: one document, several if it is longer than the limit."""
+        with self._opened(file) as stream:
+            for offset, content in _blocks(stream, self._limit):
+                if offset:
+                    self._cut[file] = offset
+                if content is None:
+                    self._report(self._too_long(f"{file}:{offset}: a line", file))
+                    return
+                text = self._decode(content, str(file), offset)
+                if text is None:
+                    return
+                yield Document(f"{file}:{offset}" if offset else str(file), text)
+
+    def _lines(self, file: File) -> Iterator[Document]:
+        """A document for each line of JSON."""
+        with self._opened(file) as stream:
+            number = 0
+            while line := stream.readline(self._limit + 1):
+                number += 1
+                place = f"{file}:{number}"
+                if len(line) > self._limit:
+                    self._report(self._too_long(f"{place}: a line", file))
+                    _skip_line(stream, line)
                     continue
-                text = _parse_line(line, f"{path}:{number}", self._text_field, self._report)
+                text = self._parsed(line, place) if line.strip() else None
                 if text is not None:
-                    yield Document(f"{path}:{number}", text)
+                    yield Document(place, text)
 
-    @contextmanager
-    def _opened(self, path: Path) -> Iterator[BinaryIO]:
-        """The bytes of a file, decompressed if it is gzip; damaged gzip is reported."""
-        with _HashingFile(path) as raw, io.BufferedReader(raw, CHUNK) as file:
+    def _rows(self, file: File) -> Iterator[Document]:
+        """A document for each row of a table."""
+        if file not in self._hashed:
+            self._hashed[file] = hash_file(file)
+        with open_raw(file) as stored:
             try:
-                if path.suffix == ".gz":
-                    yield gzip.GzipFile(fileobj=file, mode="rb")
-                else:
-                    yield file
-            except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-                self._report(f"{path} is damaged gzip ({error})")
+                for number, found in parquet.texts(stored, self._field):
+                    text = self._row_text(found, f"{file}:{number}")
+                    if text is not None:
+                        yield Document(f"{file}:{number}", text)
+            except FieldError as error:
+                raise ValueError(f"{file}: {error}; set --text_field: give a column") from None
+            except parquet.BadParquet as error:
+                self._report(f"{file} is damaged parquet ({error})")
 
-            # what follows the damage belongs to the hash as well
-            while file.read(CHUNK):
-                pass
-            self._hashed[path] = raw.result()
+    def _opened(self, file: File):
+        def keep(hashed: Hashed) -> None:
+            self._hashed[file] = hashed
+
+        return opened(file, self._report, keep)
+
+    def _too_long(self, what: str, file: File) -> str:
+        return f"{what} has more than {self._limit:,} bytes (raise --max_document_mib)"
+
+    # ---- one text
+
+    def _decode(self, content: bytes, name: str, offset: int = 0) -> str | None:
+        """The text of bytes; None after a report that names file:offset."""
+        if not self._replace:
+            return decode(content, name, self._report, self._encoding, offset)
+
+        text = content.decode(self._encoding, "surrogateescape")
+        first = ESCAPED.search(text)
+        if first is None:
+            return text
+        before = text[: first.start()].encode(self._encoding)
+        place = f"{name}:{offset + len(before)}"
+        text, count = ESCAPED.subn("\ufffd", text)
+        self._replaced[place] = _Replaced(count, place)
+        return text
+
+    def _parsed(self, line: bytes, place: str) -> str | None:
+        """The text of a JSONL line; None after a report that names file:line."""
+        decoded = self._decode(line, place)
+        if decoded is None:
+            return None
+        try:
+            record = json.loads(decoded)
+        except (ValueError, RecursionError) as error:
+            self._report(f"{place}: this line is not JSON ({error})")
+            return None
+        try:
+            text = self._field.text_of(record)
+        except FieldError as error:
+            self._report(f"{place}: {error}; set --text_field")
+            return None
+        return self._without_surrogates(text, place)
+
+    def _row_text(self, found: bytes | str | FieldError, place: str) -> str | None:
+        """The text of a row; None after a report that names file:row."""
+        if isinstance(found, FieldError):
+            self._report(f"{place}: {found}")
+            return None
+        if len(found) > self._limit:
+            self._report(self._too_long(f"{place}: a text", place))
+            return None
+        if isinstance(found, bytes):
+            return self._decode(found, place)
+        return self._without_surrogates(found, place)
+
+    def _without_surrogates(self, text: str, place: str) -> str | None:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            self._report(
+                f"{place}: character {error.start} of {self._field.spelled!r} is a lone surrogate, "
+                "which is not text"
+            )
+            return None
+        return text
 
 
-class _Hashed(NamedTuple):
-    """The size and SHA-256 of a file."""
+class _Replaced(NamedTuple):
+    """How many bytes of a document were replaced, and where the first one is."""
 
-    size: int
-    sha256: str
-
-
-class _HashingFile(io.FileIO):
-    """A file that is read from its beginning to its end and hashed on the way."""
-
-    def __init__(self, path: Path):
-        super().__init__(path, "rb")
-        self._size = 0
-        self._digest = hashlib.sha256()
-
-    def readinto(self, buffer: memoryview) -> int:
-        """As in io.RawIOBase."""
-        count = super().readinto(buffer)
-        self._add(memoryview(buffer)[:count])
-        return count
-
-    def readall(self) -> bytes:
-        """As in io.RawIOBase."""
-        content = super().readall()
-        self._add(content)
-        return content
-
-    def _add(self, content: bytes | memoryview) -> None:
-        self._size += len(content)
-        self._digest.update(content)
-
-    def result(self) -> _Hashed:
-        """The size and SHA-256 of what was read."""
-        return _Hashed(self._size, self._digest.hexdigest())
+    count: int
+    place: str
 
 
-def decode(content: bytes, path: Path | str, report: Report = refuse) -> str | None:
-    """The text of UTF-8 bytes; None after a report that names file:offset."""
+def _stamp(file: File) -> list[int]:
+    """The size and the time of the last change, as far as they are known without reading."""
+    if not isinstance(file, Path):
+        with open_raw(file) as stored:
+            return [stored.seek(0, 2)]
+    status = file.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _blocks(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
+    """(offset, bytes) of a file in blocks of at most `limit` bytes that end with a line; None
+    instead of a line that is longer. An empty file is one empty block.
+    """
+    offset = 0
+    rest = b""
+    while True:
+        content = rest + stream.read(limit - len(rest))
+        is_last = len(content) < limit
+        if is_last and (content or not offset):
+            yield offset, content
+        if is_last:
+            return
+
+        more = stream.read(1)
+        if not more:
+            yield offset, content
+            return
+        cut = content.rfind(b"\n") + 1
+        if not cut:
+            yield offset, None
+            return
+        yield offset, content[:cut]
+        offset += cut
+        rest = content[cut:] + more
+
+
+def _skip_line(stream: BinaryIO, read: bytes) -> None:
+    """Go to the end of a line of which a part was read."""
+    while read and not read.endswith(b"\n"):
+        read = stream.readline(1 << 20)
+
+
+def decode(
+    content: bytes,
+    name: Path | str,
+    report: Report = refuse,
+    encoding: str = "utf-8",
+    offset: int = 0,
+) -> str | None:
+    """The text of bytes; None after a report that names file:offset."""
     try:
-        return content.decode("utf-8")
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
-        report(f"{path}:{error.start}: byte 0x{content[error.start]:02x} is not UTF-8")
+        words = "UTF-8" if encoding == "utf-8" else encoding
+        bad = content[error.start]
+        report(f"{name}:{offset + error.start}: byte 0x{bad:02x} is not {words}")
         return None
-
-
-def _parse_line(line: bytes, place: str, text_field: str, report: Report) -> str | None:
-    """The text of a JSONL line; None after a report that names file:line."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        report(f"{place}: this line is not JSON ({error})")
-        return None
-
-    text = record.get(text_field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        found = _describe_record(record)
-        report(
-            f"{place}: there is no string field {text_field!r} (found: {found}); set --text_field"
-        )
-        return None
-
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        report(
-            f"{place}: character {error.start} of {text_field!r} is a lone surrogate, "
-            "which is not text"
-        )
-        return None
-    return text
-
-
-def _describe_record(record: object) -> str:
-    """The first fields of a JSON object, or the type of another value."""
-    if not isinstance(record, dict):
-        return type(record).__name__
-    return ", ".join(list(record)[:8])
 
 
 # ---- joining
 
 
-def by_directory(documents: Iterable[Document]) -> Iterator[Document]:
-    """Join the documents of each directory, which follow each other, into one document.
+def by_directory(documents: Iterable[Document], limit: int = DOCUMENT_BYTES) -> Iterator[Document]:
+    """Join the documents of each directory, which follow each other, into one document; a document
+    that would get more than `limit` characters is several.
 
     Short files that are packed into a long row are not long context, but a directory is a text
     whose parts refer to each other. A comment line names each part.
     """
     directory = None
     parts: list[str] = []
+    size = 0
     for document in documents:
         parent = str(PurePath(document.name).parent)
-        if parent != directory and parts:
+        is_full = size + len(document.text) > limit
+        if parts and (parent != directory or is_full):
             yield Document(directory, "".join(parts))
             parts = []
+            size = 0
         directory = parent
         newline = "" if document.text.endswith("\n") else "\n"
         parts.append(f"# {_on_one_line(document.name)}\n{document.text}{newline}")
+        size += len(document.text)
     if parts:
         yield Document(directory, "".join(parts))
 

@@ -251,6 +251,20 @@ START = (
         ("tests/test_data_hugging_face.py", "-k", "init_from"),
     ),
     Fault(
+        "sources: a zstd file that ends early is taken for whole",
+        "data/inputs.py",
+        "if self._frame is not None:",
+        "if self._frame is not None and self._plain:",
+        ("tests/test_data_sources.py", "-k", "cut_off"),
+    ),
+    Fault(
+        "sources: a long text loses the line at a cut",
+        "data/sources.py",
+        "rest = content[cut:] + more",
+        "rest = more",
+        ("tests/test_data_sources.py", "-k", "longer_than_the_limit"),
+    ),
+    Fault(
         "tokenizer: special tokens are matched in the text",
         "data/hugging_face.py",
         "library.encode_special_tokens = True",

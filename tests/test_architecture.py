@@ -52,7 +52,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "flags": set(),
     "installed": set(),
     "longhaul.epilogue": set(),
-    "data": {"numpy", "sentencepiece", "tqdm", "tokenizers"},
+    "data": {"numpy", "sentencepiece", "tqdm", "tokenizers", "pyarrow", "zstandard", "fsspec"},
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),
     "longhaul.staging": {"torch"},

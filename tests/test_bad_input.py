@@ -12,8 +12,10 @@ import shlex
 import signal
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet as pq
 
 import profile_memory
 import train
@@ -327,6 +329,18 @@ prepare --tokenizer {asks_for_code}
 prepare --tokenizer {not_a_tokenizer}
 prepare --tokenizer {other_tokenizer} --eod x
 prepare --eod x
+prepare --input {no_column}
+prepare --input {torn_parquet}
+prepare --input {torn_zst}
+prepare --input {folder}/*.nothing
+prepare --input memory://nowhere
+prepare --input {good_jsonl} --text_field {{
+prepare --input {good_jsonl} --text_field text.x
+prepare --encoding utf-16
+prepare --encoding nonsense
+prepare --input {latin} --encoding ascii
+prepare --max_document_mib 0
+prepare --max_document_mib x
 prepare --documents lines
 prepare --on_error ignore
 prepare --max_bytes 5
@@ -381,6 +395,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         broken_jsonl='{"text": "a"}\n{"text": \n',
         good_jsonl='{"text": "a"}\n',
         not_a_tokenizer='{"model": 3}',
+        torn_parquet=b"PAR1",
+        torn_zst=b"\x28\xb5\x2f\xfd",
         torn_gz=b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03K",
         twice="lr = 1e-3\nlearning_rate = 1e-4\n",
         unknown="contxt_length = 3\n",
@@ -393,6 +409,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         broken_jsonl=".jsonl",
         good_jsonl=".jsonl",
         not_a_tokenizer=".json",
+        torn_parquet=".parquet",
+        torn_zst=".txt.zst",
         torn_gz=".txt.gz",
         no_shares=".toml",
     )
@@ -400,6 +418,8 @@ def names(tmp_path_factory) -> dict[str, Path]:
         path = folder / f"{name}{endings.get(name, '')}"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         made[name] = path
+    made["no_column"] = folder / "no_column.parquet"
+    pq.write_table(pyarrow.table(dict(body=["a"])), made["no_column"])
     made["slow_tokenizer"] = folder / "slow"
     made["asks_for_code"] = folder / "code"
     made["slow_tokenizer"].mkdir()

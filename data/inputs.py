@@ -1,0 +1,298 @@
+"""Which files the user means, and their bytes: paths, folders, patterns and URLs; gzip, xz, bzip2
+and zstd. Nothing is ever read whole, so memory does not depend on the size of a file.
+"""
+
+import bz2
+import glob
+import gzip
+import hashlib
+import importlib.util
+import io
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, NamedTuple
+
+CHUNK = 1 << 20
+ZSTD_CHUNK = 1 << 14  # compressed bytes at a time: what they expand to is in memory at once
+COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
+DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError)
+PACKAGES = {"zstandard": "zstd", "fsspec": "remote", "pyarrow": "parquet"}
+
+
+class Damaged(EOFError):
+    """Compressed bytes that cannot be expanded."""
+
+
+def require_package(name: str, what: str) -> None:
+    """Raise ValueError naming the extra if a package is not installed."""
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(
+            f"{what} needs the package {name}: run pip install 'longhaul[{PACKAGES[name]}]', or "
+            f"pip install {name}"
+        )
+
+
+# ---- which files
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file behind a URL, read through fsspec."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return PurePosixPath(self.url).name
+
+    def __str__(self) -> str:
+        return self.url
+
+
+File = Path | Remote
+
+
+class Input(NamedTuple):
+    """What the user named, the files in it, and the linked folders in it, which are left out."""
+
+    named: str
+    files: list[File]
+    linked: list[Path]
+
+    def name_inside(self, file: File) -> str:
+        """The file's name within what the user named."""
+        if isinstance(file, Path) and file.is_relative_to(self.named):
+            return str(file.relative_to(self.named))
+        return str(file).removeprefix(self.named).lstrip("/")
+
+
+def list_files(path: Path | str) -> list[File]:
+    """The files of `look_into`."""
+    return look_into(path).files
+
+
+def look_into(named: Path | str) -> Input:
+    """A file, the files of a folder and its subfolders, those of a pattern or of a URL; sorted.
+
+    Hidden entries, __pycache__ and linked folders are left out. Raises ValueError if nothing of
+    the kind exists.
+    """
+    if "://" in str(named):
+        return _behind_url(str(named))
+    path = Path(named)
+    if not path.exists() and glob.has_magic(str(named)):
+        return _matching(str(named))
+    if path.is_file():
+        return Input(str(path), [path], [])
+    if path.is_dir():
+        return _in_folder(path)
+    raise ValueError(f"input {path} is not a file or folder: check the path given with --input")
+
+
+def _in_folder(path: Path) -> Input:
+    files: list[File] = []
+    linked = []
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = sorted(
+            name for name in subfolders if not name.startswith(".") and name != "__pycache__"
+        )
+        linked += [Path(folder, name) for name in subfolders if Path(folder, name).is_symlink()]
+        visible = sorted(name for name in names if not name.startswith("."))
+        files += [Path(folder, name) for name in visible if Path(folder, name).is_file()]
+    if files:
+        return Input(str(path), files, linked)
+
+    links = f", only {some(linked)}, and links to folders are not followed" if linked else ""
+    raise ValueError(f"no files in {path}{links}: give --input files or folders that hold text")
+
+
+def _matching(pattern: str) -> Input:
+    """The files that a pattern such as books/**/*.txt matches, and those of matching folders."""
+    found = Input(pattern, [], [])
+    for name in sorted(glob.glob(pattern, recursive=True)):
+        # with **, a folder matches as well as the files in it
+        if Path(name).is_file():
+            found.files.append(Path(name))
+    if not found.files:
+        raise ValueError(f"input {pattern} matches no file: check the pattern given with --input")
+    return found
+
+
+def _behind_url(url: str) -> Input:
+    require_package("fsspec", f"input {url}")
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        if glob.has_magic(path):
+            paths = system.glob(path)
+        elif system.isfile(path):
+            paths = [path]
+        else:
+            paths = system.find(path)
+        files: list[File] = [Remote(system.unstrip_protocol(one)) for one in sorted(paths)]
+    except (ImportError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"input {url} cannot be listed ({reason}): check the URL") from None
+    if not files:
+        raise ValueError(f"input {url} holds no file: check the URL given with --input")
+    return Input(url, files, [])
+
+
+def some(files: Sequence[File]) -> str:
+    """The first file, and how many more there are."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}"
+
+
+def kind_of(file: File) -> str:
+    """The suffix of a name, that of a compression aside."""
+    name = PurePosixPath(file.name)
+    return PurePosixPath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+
+
+def compression_of(file: File) -> str | None:
+    """The name of the compression that the suffix of a file tells."""
+    return COMPRESSED.get(PurePosixPath(file.name).suffix)
+
+
+# ---- their bytes
+
+
+class Hashed(NamedTuple):
+    """The size and SHA-256 of a file."""
+
+    size: int
+    sha256: str
+
+
+def open_raw(file: File) -> BinaryIO:
+    """The bytes of a file as they are stored, from a random place if the caller wants."""
+    if isinstance(file, Path):
+        return open(file, "rb", buffering=0)
+    import fsspec
+
+    return fsspec.open(file.url, "rb").open()
+
+
+@contextmanager
+def opened(
+    file: File, on_damage: Callable[[str], object], on_hash: Callable[[Hashed], object]
+) -> Iterator[BinaryIO]:
+    """The bytes of a file, expanded if it is compressed; damage ends them and is told.
+
+    The file is read to its end, and hashed on the way, in all cases.
+    """
+    with open_raw(file) as stored:
+        raw = _HashingReader(stored)
+        plain = io.BufferedReader(raw, CHUNK)
+        try:
+            yield _expanded(plain, compression_of(file))
+        except DAMAGE as error:
+            on_damage(f"{file} is damaged {compression_of(file)} ({error})")
+
+        # what follows the damage belongs to the hash as well
+        while plain.read(CHUNK):
+            pass
+        on_hash(raw.result())
+
+
+def hash_file(file: File) -> Hashed:
+    """The size and SHA-256 of a file."""
+    with open_raw(file) as stored:
+        raw = _HashingReader(stored)
+        buffer = bytearray(CHUNK)
+        while raw.readinto(buffer):
+            pass
+        return raw.result()
+
+
+def _expanded(file: BinaryIO, compression: str | None) -> BinaryIO:
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=file, mode="rb")
+    if compression == "xz":
+        return lzma.LZMAFile(file)
+    if compression == "bzip2":
+        return bz2.BZ2File(file)
+    if compression == "zstd":
+        return io.BufferedReader(_Zstd(file), CHUNK)
+    return file
+
+
+class _HashingReader(io.RawIOBase):
+    """Reads a file from its beginning to its end and hashes it on the way."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._size = 0
+        self._digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        """As in io.RawIOBase."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """As in io.RawIOBase."""
+        count = self._file.readinto(buffer)
+        self._size += count
+        self._digest.update(memoryview(buffer)[:count])
+        return count
+
+    def result(self) -> Hashed:
+        """The size and SHA-256 of what was read."""
+        return Hashed(self._size, self._digest.hexdigest())
+
+
+class _Zstd(io.RawIOBase):
+    """The contents of zstd frames. Raises Damaged also if the last one is cut off, which the
+    library's own reader takes for the end.
+    """
+
+    def __init__(self, file: BinaryIO):
+        import zstandard
+
+        self._file = file
+        self._error = zstandard.ZstdError
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = None
+        self._compressed = b""
+        self._plain = b""
+
+    def readable(self) -> bool:
+        """As in io.RawIOBase."""
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        """As in io.RawIOBase."""
+        while not self._plain and self._fill():
+            pass
+        count = min(len(buffer), len(self._plain))
+        buffer[:count] = self._plain[:count]
+        self._plain = self._plain[count:]
+        return count
+
+    def _fill(self) -> bool:
+        """Expand some more bytes; False at the end of the file."""
+        content = self._compressed or self._file.read(ZSTD_CHUNK)
+        self._compressed = b""
+        if not content:
+            if self._frame is not None:
+                raise Damaged("it ends within a frame")
+            return False
+
+        if self._frame is None:
+            self._frame = self._decompressor.decompressobj()
+        try:
+            self._plain = memoryview(self._frame.decompress(content))
+        except self._error as error:
+            raise Damaged(str(error)) from None
+        if self._frame.eof:
+            self._compressed = self._frame.unused_data
+            self._frame = None
+        return True

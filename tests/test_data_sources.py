@@ -1,0 +1,336 @@
+"""Parquet, compression, patterns, URLs, encodings and fields of records: the same text whatever it
+comes in, in memory that does not grow with the files.
+"""
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet as pq
+
+from data import inputs, parquet
+from data.fields import FieldError, TextField
+from data.prepare import main
+from data.sources import DOCUMENT_BYTES, Document, TextFiles, by_directory
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ["one\n", "", "caf\u00e9 \u65e5\u672c \U0001f600\n", "x" * 5000, "a\r\nb\x00c"]
+JSONL = "".join(json.dumps(dict(text=text)) + "\n" for text in TEXTS).encode()
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": lambda content: zstandard.ZstdCompressor().compress(content),
+}
+
+
+def texts_of(*named, **settings) -> list[str]:
+    return [document.text for document in TextFiles(named, **settings).documents()]
+
+
+def write_parquet(path: Path, columns: dict, **settings) -> Path:
+    pq.write_table(pyarrow.table(columns), path, **settings)
+    return path
+
+
+# ---- compression
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_compressed_files_give_the_text_of_plain_ones(tmp_path, suffix):
+    compress = COMPRESS[suffix]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(JSONL))
+    (tmp_path / f"b.txt{suffix}").write_bytes(compress(b"first ") + compress(b"second"))
+    assert texts_of(tmp_path) == [*TEXTS, "first second"]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_that_is_cut_off_is_named_and_hashed_whole(tmp_path, suffix, name):
+    whole = COMPRESS[suffix](JSONL * 500)
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    with pytest.raises(ValueError, match=f"{name}{suffix} is damaged .*--on_error skip"):
+        texts_of(path)
+    reports = []
+    files = TextFiles([path], report=reports.append)
+    list(files.documents())
+    assert len(reports) == 1
+    assert files.describe()[0]["bytes"] == path.stat().st_size
+
+
+def test_noise_under_the_name_of_zstd_is_named(tmp_path):
+    (tmp_path / "a.txt.zst").write_bytes(b"no zstd at all")
+    with pytest.raises(ValueError, match="a.txt.zst is damaged zstd"):
+        texts_of(tmp_path)
+
+
+def test_a_compressed_file_is_expanded_bit_by_bit(tmp_path):
+    """256 MiB of text in a file of some KiB, in 32 MiB of memory more than before."""
+    path = tmp_path / "a.jsonl.zst"
+    line = json.dumps(dict(text="long " * 2000)).encode() + b"\n"
+    compressor = zstandard.ZstdCompressor()
+    with open(path, "wb") as file, compressor.stream_writer(file) as writer:
+        for _ in range(2**28 // len(line)):
+            writer.write(line)
+    script = """
+import resource, sys
+from data.sources import TextFiles
+files = TextFiles([sys.argv[1]])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+count = sum(len(document.text) for document in files.documents())
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert count > 2**28 * 0.99, count
+assert grown < 32 * 1024, grown
+"""
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True, cwd=ROOT)
+
+
+# ---- parquet
+
+
+def test_a_column_of_parquet_gives_a_document_for_each_row(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", dict(id=range(5), text=TEXTS), row_group_size=2)
+    documents = list(TextFiles([path]).documents())
+    assert [document.text for document in documents] == TEXTS
+    assert documents[2].name == f"{path}:3"
+    assert TextFiles([path]).stamp() == TextFiles([path]).stamp()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), "string")],
+)
+def test_every_type_of_text_column_is_read_and_null_is_empty(tmp_path, kind):
+    column = pyarrow.array(["a", None, "\u00e9"]).cast(kind)
+    assert texts_of(write_parquet(tmp_path / "a.parquet", dict(text=column))) == ["a", "", "\u00e9"]
+
+
+def test_nested_columns_and_templates_are_read(tmp_path):
+    columns = dict(title=["T", "U"], meta=[dict(body="b", n=1), dict(body="c", n=2)], other=[0, 0])
+    path = write_parquet(tmp_path / "a.parquet", columns)
+    assert texts_of(path, text_field="meta.body") == ["b", "c"]
+    template = r"# {title} ({meta.n})\n{meta.body}"
+    assert texts_of(path, text_field=template) == ["# T (1)\nb", "# U (2)\nc"]
+
+
+def test_parquet_without_the_column_is_refused_and_names_those_it_has(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", dict(id=[1], body=["x"]))
+    for report in (print, None):
+        settings = dict(report=report) if report else {}
+        with pytest.raises(ValueError, match=r"no column 'text' \(found: id, body\); set --text_f"):
+            texts_of(path, **settings)
+    with pytest.raises(ValueError, match="1: there is no string field 'id'"):
+        texts_of(path, text_field="id")
+
+
+def test_bytes_of_parquet_that_are_not_text_are_named_by_row(tmp_path):
+    bad = pyarrow.array([b"fine", b"ab\xff"]).view(pyarrow.string())
+    path = write_parquet(tmp_path / "a.parquet", dict(text=bad))
+    with pytest.raises(ValueError, match="a.parquet:2:2: byte 0xff is not UTF-8"):
+        texts_of(path)
+    nested = pyarrow.StructArray.from_arrays([bad], ["b"])
+    path = write_parquet(tmp_path / "b.parquet", dict(text=nested))
+    with pytest.raises(ValueError, match="b.parquet:2: a byte 0xff is not UTF-8"):
+        texts_of(path, text_field="text.b")
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    good = write_parquet(tmp_path / "a.parquet", dict(text=TEXTS)).read_bytes()
+    for name, content in dict(noise=b"PAR1", torn=good[:-9], hole=good[:4] + bytes(40)).items():
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(ValueError, match="a.parquet is damaged parquet") as error:
+            texts_of(tmp_path)
+        assert "\n" not in str(error.value), name
+
+
+def test_rows_are_read_a_few_at_a_time(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", dict(text=["x" * 2_000_000] * 20))
+    with open(path, "rb") as file:
+        assert parquet._rows(pq.ParquetFile(file)) <= 4 * parquet.BATCH_BYTES // 2_000_000 + 50
+
+
+# ---- which files
+
+
+def test_patterns_name_files_and_urls_are_read_through_fsspec(tmp_path):
+    import fsspec
+
+    for name in ("b/x.txt", "a/y.txt", "a/z.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert texts_of(f"{tmp_path}/**/*.txt") == ["a/y.txt", "b/x.txt"]
+    assert texts_of(f"file://{tmp_path}/a") == ["a/y.txt", "a/z.md"]
+    assert texts_of(f"file://{tmp_path}/*/*.txt") == ["a/y.txt", "b/x.txt"]
+
+    with fsspec.open("memory://bucket/c.jsonl.gz", "wb") as file:
+        file.write(gzip.compress(JSONL))
+    with fsspec.open("memory://bucket/d.parquet", "wb") as file:
+        pq.write_table(pyarrow.table(dict(text=["row"])), file)
+    files = TextFiles(["memory://bucket"])
+    assert [document.text for document in files.documents()] == [*TEXTS, "row"]
+    assert files.describe()[0]["files"] == 2
+    assert len(files.stamp()[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "named, message",
+    [
+        ("{folder}/*.nothing", "matches no file: check the pattern"),
+        ("memory://nowhere", "holds no file: check the URL"),
+        ("nothing://bucket/x", "cannot be listed .*Protocol not known.*: check the URL"),
+    ],
+)
+def test_what_matches_nothing_is_refused(tmp_path, named, message):
+    with pytest.raises(ValueError, match=message):
+        TextFiles([named.format(folder=tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "name, package",
+    [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard"), ("memory://a", "fsspec")],
+)
+def test_a_package_that_is_missing_is_named_with_what_installs_it(
+    tmp_path, monkeypatch, name, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    (tmp_path / "a.txt.zst").write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"needs the package {package}: run pip install 'longh"):
+        TextFiles([name if "://" in name else tmp_path / name])
+
+
+# ---- fields
+
+
+RECORD = dict(text="t", meta=dict(body="b", list=["x", "y"]), n=3, none=None, **{"a.b": "dotted"})
+
+
+@pytest.mark.parametrize(
+    "field, text",
+    [
+        ("text", "t"),
+        ("meta.body", "b"),
+        ("meta.list.1", "y"),
+        ("a.b", "dotted"),
+        ("none", ""),
+        (r"{text}\n\t{meta.body} {n}{{}}{none}", "t\n\tb 3{}"),
+    ],
+)
+def test_a_field_a_path_and_a_template_give_the_text(field, text):
+    assert TextField(field).text_of(RECORD) == text
+
+
+@pytest.mark.parametrize("field", ["body", "meta", "meta.list.2", "meta.list.x", "n", "text.x"])
+def test_a_record_without_the_text_is_named(field):
+    with pytest.raises(FieldError, match="there is no string field .*found: text, meta, n"):
+        TextField(field).text_of(RECORD)
+
+
+@pytest.mark.parametrize("field", ["{", "{}", "{{}}", "{text", "a {"])
+def test_a_template_without_a_field_is_refused(field):
+    with pytest.raises(ValueError, match="--text_field .*: give fields in braces"):
+        TextField(field)
+
+
+# ---- encodings and bad bytes
+
+
+def test_another_encoding_is_read(tmp_path):
+    (tmp_path / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "b.jsonl").write_bytes('{"text": "\xfcber"}\n'.encode("latin-1"))
+    assert texts_of(tmp_path, encoding="latin-1") == ["caf\xe9", "\xfcber"]
+    (tmp_path / "a.txt").write_bytes(b"ab\x81")
+    with pytest.raises(ValueError, match="a.txt:2: byte 0x81 is not cp1252"):
+        texts_of(tmp_path / "a.txt", encoding="cp1252")
+
+
+@pytest.mark.parametrize("name", ["utf-16", "nonsense", "base64", "utf-8\0"])
+def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match="--encoding .*: (give|run)"):
+        TextFiles([tmp_path], encoding=name)
+
+
+def test_bad_bytes_are_replaced_and_counted_on_request(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufffd\u00e9".encode() + b"\xff\xfe\n\xe9")
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xe9"}\n')
+    files = TextFiles([tmp_path], replace=True)
+    for _ in range(2):
+        texts = [document.text for document in files.documents()]
+        assert texts == ["\ufffd\u00e9\ufffd\ufffd\n\ufffd", "x", "\ufffd"]
+        [note] = files.notes()
+        assert "replaced 4 bytes that are not utf-8 by U+FFFD in 2 documents" in note
+        assert f"the first at {tmp_path}/a.txt:5" in note
+
+
+# ---- long documents
+
+
+@pytest.mark.parametrize("limit", [1, 4, 5, 6, 7, 100])
+def test_a_text_longer_than_the_limit_is_cut_at_lines_and_loses_nothing(tmp_path, limit):
+    content = b"ab\ncdef\n\n\ng\nhi"
+    (tmp_path / "a.txt").write_bytes(content)
+    reports = []
+    files = TextFiles([tmp_path / "a.txt"], document_bytes=limit, report=reports.append)
+    documents = list(files.documents())
+    if limit < 5:
+        assert f"has more than {limit} bytes (raise --max_document_mib)" in reports[0]
+        return
+    assert not reports
+    assert "".join(document.text for document in documents).encode() == content
+    assert all(0 < len(document.text) <= limit for document in documents)
+    assert len(documents) == 1 or "cut into documents" in files.notes()[0]
+    for document in documents[1:]:
+        offset = int(document.name.rpartition(":")[2])
+        assert content[offset:].decode().startswith(document.text)
+
+
+def test_a_record_longer_than_the_limit_is_named_and_the_rest_is_read(tmp_path):
+    lines = [json.dumps(dict(text=text)) for text in ("a", "b" * 3_000_000, "c")]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    write_parquet(tmp_path / "b.parquet", dict(text=["a", "b" * 3_000_000, "c"]))
+    reports = []
+    assert texts_of(tmp_path, document_bytes=100, report=reports.append) == ["a", "c"] * 2
+    assert [report.split("/")[-1].split(" has")[0] for report in reports] == [
+        "a.jsonl:2: a line",
+        "b.parquet:2: a text",
+    ]
+
+
+def test_a_joined_directory_is_cut_between_its_files():
+    documents = [Document(f"a/{n}", "x" * 40) for n in range(5)]
+    joined = list(by_directory(documents, limit=100))
+    assert len(joined) == 3
+    assert sum(document.text.count("x") for document in joined) == 200
+    assert len(list(by_directory(documents, limit=DOCUMENT_BYTES))) == 1
+
+
+# ---- the command line
+
+
+def test_the_command_line_counts_what_is_empty_tiny_and_replaced(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_bytes(b"some words and a line\n" * 2000 + b"\xff")
+    (tmp_path / "in" / "empty.txt").write_bytes(b"")
+    (tmp_path / "in" / "tiny.txt").write_bytes(b"tiny")
+    arguments = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "d")]
+    assert main([*arguments, "--vocab_size", "280", "--on_error", "replace"]) == 0
+    said = capsys.readouterr()
+    assert "left out: 1 documents without text" in said.out
+    assert "1 of 2 documents have fewer than 64 characters" in said.out
+    assert "replaced 1 bytes that are not utf-8" in said.err
+
+
+def test_hashes_do_not_depend_on_how_a_file_is_opened(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 3_000_000)
+    files = TextFiles([tmp_path])
+    list(files.documents())
+    assert files._hashed[tmp_path / "a.txt"] == inputs.hash_file(tmp_path / "a.txt")

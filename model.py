@@ -373,8 +373,11 @@ class Platform:
 
     def prefers_cudnn(self, q: Tensor) -> bool:
         """Whether PyTorch's first choice for these heads [..., K] is cuDNN, which builds a plan for
-        each new length: those that FlashAttention takes too, on Hopper and Blackwell.
+        each new length: those that FlashAttention takes too, on Hopper and Blackwell. Its backward
+        does not repeat its bits.
         """
+        if torch.are_deterministic_algorithms_enabled():
+            return False
         if not self.takes_flash(q) or q.shape[-1] > 128:
             return False
         major, _ = self.capability(self.device(q))

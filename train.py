@@ -30,7 +30,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
 from longhaul.run import start
 from longhaul.run.guard import Guard
-from longhaul.run.health import Health, audited_step
+from longhaul.run.health import Health, audited_step, deterministic
 from longhaul.run.log import Logger, Validation, mfu, peak_memory_gib, perplexity
 from longhaul.run.preflight import Ready, preflight
 from longhaul.run.rescue import Rescue, slow_micro_batch
@@ -48,7 +48,7 @@ def main(args: list[str] | None = None):
     with Guard("train.py", world) as guard:
         cfg = cli.parse(TrainConfig, args, __doc__.splitlines()[0], start.completed)
         device = dist.choose_device(cfg.device, world)
-        if cfg.audit_every:
+        if cfg.audit_every or cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         dist.start(world, device)
@@ -272,7 +272,7 @@ class Run:
 
         audited = cfg.audit_every and (state.step + 1) % cfg.audit_every == 0
         one_step = audited_step if audited else step.train_step
-        with self.watch.over(state), self._unchanged():
+        with self._kernels(), self.watch.over(state), self._unchanged():
             result = one_step(state, batch, self.guard.must_stop)
         if result is None:
             return False
@@ -283,6 +283,10 @@ class Run:
         self._report(result, loss, rows, seconds)
         self._time(seconds / len(batch))
         return True
+
+    def _kernels(self) -> contextlib.AbstractContextManager:
+        """The kernels of a step: with --deterministic only those that repeat their bits."""
+        return deterministic(self.cfg.deterministic and self.device.type == "cuda")
 
     def _load(self, index: int) -> tuple[Batch, list[MicroBatch]]:
         """This rank's rows of a step, in the loader's memory and on the device."""

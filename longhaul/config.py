@@ -486,6 +486,12 @@ class TrainConfig:
         at_least=0,
         group="run",
     )
+    deterministic: bool = flag(
+        False,
+        "on a GPU, use only kernels that repeat their bits, so that a resumed run does too; "
+        "attention is slower (its backward, and no cuDNN); on a CPU all runs repeat anyway",
+        group="run",
+    )
     timeout: int = flag(
         60,
         "seconds without a heartbeat before a rank is declared lost and the others exit "

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -689,3 +690,18 @@ def test_the_rows_of_the_next_step_are_read_once_and_kept_until_it_begins():
     batches.load(4)
     assert read == [3, 4] and batches.take(4)[0] == "rows 4"
     assert read == [3, 4] and not batches.loaded
+
+
+def test_deterministic_holds_for_the_steps_on_a_gpu_and_nothing_else():
+    def inside(device: str, wanted: bool) -> tuple[bool, bool]:
+        run = SimpleNamespace(cfg=TrainConfig(deterministic=wanted), device=torch.device(device))
+        with train.Run._kernels(run):
+            fills = torch.utils.deterministic.fill_uninitialized_memory
+            return torch.are_deterministic_algorithms_enabled(), fills
+
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    assert inside("cuda", wanted=True) == (True, False)
+    assert inside("cuda", wanted=False) == (False, before)
+    assert inside("cpu", wanted=True) == (False, before)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == before

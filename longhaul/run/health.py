@@ -254,7 +254,7 @@ def audited_step(
     gradient is compared. On CUDA it needs deterministic kernels, since atomic additions differ from
     run to run; an operator that has none raises.
     """
-    with _deterministic(state.device.type == "cuda"):
+    with deterministic(state.device.type == "cuda"):
         first = step.gradients(state, batch, must_stop)
         if first is None:
             return None
@@ -269,15 +269,25 @@ def audited_step(
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Use only deterministic kernels inside, and put the setting back afterwards."""
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Use only deterministic kernels inside, and put the setting back afterwards; as outside, if
+    that is not wanted. An operator that has no such kernel raises a RuntimeError.
+    """
+    if not wanted:
+        yield
+        return
     before = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(wanted, warn_only=False)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    # otherwise every new tensor would first be written with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def _gradient_digests(state: TrainState) -> dict[str, int]:

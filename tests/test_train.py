@@ -654,7 +654,9 @@ def test_without_a_vocabulary_size_the_datas_own_is_proposed(data, capsys, monke
     assert "--vocab_size 1024" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys):
+def test_a_batch_that_is_too_large_is_proposed_in_smaller_pieces(capsys, monkeypatch):
+    # whatever else this machine does: what takes too long is not proposed
+    monkeypatch.setattr("longhaul.memory.plan.step_seconds", lambda *_: 1.0)
     line = SMALL + ["--batch_size", "400000"]
     with pytest.raises(SystemExit) as stop:
         train.main(line)

@@ -839,13 +839,77 @@ def packed_flash_attention(
     )
 
 
+class Clock:
+    """Where decoding is, in tensors on the device: so a step of one token has the same shapes for
+    all tokens, and a CUDA graph can repeat it.
+
+    position      [1] int64, of the token that is decoded
+    lengths       [B] int32, tokens of each row with it
+    query_bounds  [B + 1] int32, 0, 1, ..., B
+    key_bounds    [B + 1] int32, 0, S, ..., B * S, with S = `capacity`
+    """
+
+    def __init__(self, position: int, rows: int, capacity: int, device: Device):
+        self.capacity = capacity
+        self.position = torch.full((1,), position, device=device)
+        self.lengths = torch.full((rows,), position + 1, device=device, dtype=torch.int32)
+        self.query_bounds = torch.arange(rows + 1, device=device, dtype=torch.int32)
+        self.key_bounds = self.query_bounds * capacity
+        self._shared: dict[str, Tensor] = {}
+
+    def set(self, position: int) -> None:
+        """The next token is that of this position."""
+        self.position.fill_(position)
+        self.lengths.fill_(position + 1)
+        self._shared.clear()
+
+    def tick(self) -> None:
+        """The token is decoded."""
+        self.position.add_(1)
+        self.lengths.add_(1)
+        self._shared.clear()
+
+    def shared(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What all layers need of this position, made by the first one."""
+        if name not in self._shared:
+            self._shared[name] = make()
+        return self._shared[name]
+
+    def visible(self) -> Tensor:
+        """Whether each stored position [1, S] is at or before the token's."""
+        index_S = torch.arange(self.capacity, device=self.position.device)
+        return (index_S <= self.position)[None]
+
+
 class LayerCache:
-    """Keys and values of one layer, [B, max_length, G, K], filled from the left."""
+    """Keys and values of one layer, [B, max_length, G, K], filled from the left.
+
+    With a clock, one token at a time is put at the clock's position, and `length` stays.
+    """
+
+    takes_clock = True
 
     def __init__(self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype):
         self.k_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
+        self.clock: Clock | None = None
+
+    def start_clock(self, clock: Clock) -> None:
+        """Decode by this clock from now on."""
+        self.clock = clock
+        # Masked keys are read, so they must be numbers.
+        self.k_BSGK[:, self.length :] = 0
+        self.v_BSGK[:, self.length :] = 0
+
+    def variant(self, position: int) -> bool:
+        """Steps with equal variants do the same work: here all."""
+        return False
+
+    def put(self, k_B1GK: Tensor, v_B1GK: Tensor) -> None:
+        """Store one token's keys and values at the clock's position."""
+        self.k_BSGK.index_copy_(1, self.clock.position, k_B1GK)
+        self.v_BSGK.index_copy_(1, self.clock.position, v_B1GK)
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns views of all of them."""
@@ -872,6 +936,33 @@ class LayerCache:
         return self.k_BSGK[:, : self.length], self.v_BSGK[:, : self.length]
 
 
+def attention_by_clock(q_B1HK: Tensor, cache: LayerCache) -> Tensor:
+    """Attention of one token over the cache, up to the clock's position, at fixed shapes.
+
+    FlashAttention is told the lengths by a tensor and reads no further; other kernels read the
+    whole cache under a mask.
+    """
+    clock = cache.clock
+    if not platform().takes_flash(q_B1HK):
+        visible_1S = clock.shared("visible", clock.visible)
+        return sdpa(q_B1HK, cache.k_BSGK, cache.v_BSGK, causal=False, mask_TS=visible_1S)
+
+    o_BHK, *_ = torch.ops.aten._flash_attention_forward(
+        q_B1HK.flatten(0, 1),
+        cache.k_BSGK.flatten(0, 1),
+        cache.v_BSGK.flatten(0, 1),
+        cum_seq_q=clock.query_bounds,
+        cum_seq_k=clock.key_bounds,
+        max_q=1,
+        max_k=clock.capacity,
+        dropout_p=0.0,
+        is_causal=False,
+        return_debug_mask=False,
+        seqused_k=clock.lengths,
+    )
+    return o_BHK.view_as(q_B1HK)
+
+
 class KVCache:
     """What every layer keeps while decoding, as its attention kind says, allocated once.
 
@@ -890,15 +981,31 @@ class KVCache:
             raise ValueError(
                 f"batch_size={batch_size}, max_length={max_length}: both must be at least 1"
             )
-        kind = attention_kind(config)
+        self.kind = attention_kind(config)
+        self.shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
+        self.device = device
+        self.clock: Clock | None = None
         dtype = dtype or config.dtype
-        shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
-        self.layers = [kind.cache(config, shape, device, dtype) for _ in range(config.num_layers)]
+        make = functools.partial(self.kind.cache, config, self.shape, device, dtype)
+        self.layers = [make() for _ in range(config.num_layers)]
 
     @property
     def length(self) -> int:
-        """Positions stored so far."""
+        """Positions stored so far, before the clock started."""
         return self.layers[0].length
+
+    @property
+    def takes_clock(self) -> bool:
+        """Whether `start_clock` can be called."""
+        return self.kind.decodes_by_clock and self.layers[0].takes_clock
+
+    def start_clock(self) -> Clock:
+        """From now on each forward is of one token, by a clock on the device."""
+        rows, capacity, *_ = self.shape
+        self.clock = Clock(self.length, rows, capacity, self.device)
+        for layer in self.layers:
+            layer.start_clock(self.clock)
+        return self.clock
 
 
 # ---- attention kinds
@@ -918,6 +1025,8 @@ class Attention(nn.Module):
     settings: str = ""
     # Whether a cache can take a prompt in several forwards.
     prompt_in_parts: bool = True
+    # Whether `decode` follows the cache's clock.
+    decodes_by_clock: bool = False
     # Whether a Hugging Face Qwen3 folder can hold it.
     is_qwen3: bool = False
     # Submodules that Qwen3's weights do not have.
@@ -1103,6 +1212,7 @@ class StandardAttention(Attention):
     """Full causal attention, by kernels whose memory is linear in T."""
 
     cheaper = "nsa"
+    decodes_by_clock = True
     is_qwen3 = True
     refused_exchanges: dict[str, str] = {}
 
@@ -1114,6 +1224,13 @@ class StandardAttention(Attention):
             return super().packed(inputs, rope, documents)
         flat = [x.flatten(0, 1) for x in inputs]
         return packed_flash_attention(*flat, documents).view_as(inputs[0])
+
+    def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: LayerCache) -> Tensor:
+        if cache.clock is None:
+            return super().decode(inputs, rope, cache)
+        q_B1HK, k_B1GK, v_B1GK = inputs
+        cache.put(k_B1GK, v_B1GK)
+        return attention_by_clock(q_B1HK, cache)
 
     @classmethod
     def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
@@ -1269,6 +1386,8 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             layer_cache = cache.layers[index] if cache else None
             x_BTD = layer(x_BTD, rope, documents, layer_cache)
+        if cache and cache.clock:
+            cache.clock.tick()
         return self.norm(x_BTD)
 
     def _rope(
@@ -1283,6 +1402,10 @@ class Decoder(nn.Module):
             positions = document_positions(cu_seqlens, tokens_BT.shape)
         if positions is not None:
             return self.rotary.at(positions.to(tokens_BT.device, non_blocking=True))
+        if cache and cache.clock:
+            tables = self.rotary(cache.clock.capacity, tokens_BT.device)
+            cos, sin = (table.index_select(1, cache.clock.position) for table in tables)
+            return cos, sin
         offset = cache.length if cache else 0
         return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset)
 
@@ -1386,6 +1509,11 @@ def _check_tokens(
     if cache is not None and doc_ids is not None:
         raise ValueError(
             "cache and doc_ids together: decode one document per row, or drop the cache"
+        )
+    if cache is not None and cache.clock and shape[1] > 1:
+        raise ValueError(
+            f"{shape[1]} tokens for a cache whose clock runs: give one token, or fill the cache "
+            "before start_clock"
         )
     if doc_ids is not None and doc_ids.shape != tokens_BT.shape:
         raise ValueError(
@@ -2119,6 +2247,7 @@ class NativeSparseAttention(Attention):
 
     settings = "nsa"
     prompt_in_parts = False
+    decodes_by_clock = True
     starts_fresh = ("sparse",)
     refused_exchanges = {"gather_kv": "whose queries choose blocks over the whole row"}
 
@@ -2653,6 +2782,8 @@ def select_blocks(p_N: Tensor, position: Tensor, cfg: NSAConfig) -> Tensor:
 
 class SparseCache:
     """What a layer of plain NSA keeps while decoding: everything that a later token may read."""
+
+    takes_clock = False
 
     def __init__(
         self,

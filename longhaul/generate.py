@@ -1,11 +1,13 @@
 """Sampling over the KV cache: filters, prefill, one token at a time. V vocabulary, T tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from model import Decoder, KVCache, ModelConfig, attention_kind
+
+Step = Callable[[], Tensor]
 
 # Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
@@ -27,8 +29,8 @@ def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> 
     if top_p < 1:
         sorted_p_V, order_V = p_V.sort(descending=True)
         mass_before_V = sorted_p_V.cumsum(-1) - sorted_p_V
-        outside = order_V[mass_before_V >= top_p]
-        p_V = p_V.index_fill(0, outside, 0.0)
+        sorted_p_V = sorted_p_V.masked_fill(mass_before_V >= top_p, 0.0)
+        p_V = p_V.scatter(0, order_V, sorted_p_V)  # an index by a mask would wait for the device
     return p_V / p_V.sum()
 
 
@@ -68,11 +70,14 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
     vocab_size: int | None = None,
+    captured: bool = False,
 ) -> Iterator[int]:
     """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on
     equal devices.
 
     `vocab_size`: only ids below it, since a model's vocabulary may be larger than its tokenizer's.
+    `captured`: on CUDA a step is a CUDA graph, if the attention can decode at fixed shapes. It is
+    for a plain model on one device.
     """
     check_sampling(temperature, top_k, top_p)
     if not prompt or max_new_tokens < 1:
@@ -84,19 +89,35 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
 
-    def next_logits(token: int) -> Tensor:
-        return model(torch.tensor([[token]], device=device), cache=cache)[0, -1]
+    def next_logits(token_11: Tensor) -> Tensor:
+        return model(token_11, cache=cache)[0, -1]
 
+    prompt_1T = torch.tensor([prompt], device=device)
     if len(prompt) > 1:
-        prefill(model, torch.tensor([prompt[:-1]], device=device), cache)
-    logits_V = next_logits(prompt[-1])
+        prefill(model, prompt_1T[:, :-1], cache)
+    if captured and device.type == "cuda" and cache.takes_clock:
+        next_logits = CapturedSteps(model, cache, cuda_graph)
+
+    logits_V = next_logits(prompt_1T[:, -1:])
     for number in range(1, max_new_tokens + 1):
-        token = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
+        token_1 = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
+        token = int(token_1)  # the only synchronisation of a step
         if token == stop_id:
             return
         yield token
         if number < max_new_tokens:
-            logits_V = next_logits(token)
+            logits_V = next_logits(token_1.view(1, 1))
+
+
+@torch.no_grad()
+def cast_matrices(model: Decoder):
+    """Matrices to the compute dtype, in which each step would cast them again; no result changes.
+
+    Vectors stay, because some are used in fp32.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data = parameter.data.to(model.config.dtype)
 
 
 def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
@@ -109,8 +130,64 @@ def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
 
 def _choose(
     logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
-) -> int:
+) -> Tensor:
+    """The next token [1], on the device."""
     if temperature == 0:
-        return int(logits_V.argmax())
+        return logits_V.argmax(-1, keepdim=True)
     p_V = filtered(logits_V, temperature, top_k, top_p)
-    return int(torch.multinomial(p_V, 1, generator=generator))
+    return torch.multinomial(p_V, 1, generator=generator)
+
+
+# ---- steps as CUDA graphs
+
+
+class CapturedSteps:
+    """logits [V] of the token after `token_11`, by steps that are captured when first needed.
+
+    The launches of a layer take the host longer than the device; a graph has one launch. With
+    sparse attention, every 16th token completes a compressed block; such steps are a second graph.
+    `capture(step)` runs `step` once or more, and returns what repeats it: `cuda_graph`.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, capture: Callable[[Step], Step]):
+        self.model = model
+        self.cache = cache
+        self.capture = capture
+        self.position = cache.length
+        self.clock = cache.start_clock()
+        self.token_11 = torch.zeros((1, 1), dtype=torch.int64, device=cache.device)
+        self.steps: dict[bool, Step] = {}
+
+    def __call__(self, token_11: Tensor) -> Tensor:
+        self.token_11.copy_(token_11)
+        variants = [layer.variant(self.position) for layer in self.cache.layers]
+        variant = variants[0]
+        if variant not in self.steps:
+            self.steps[variant] = self.capture(self._step)
+            self.clock.set(self.position)  # what ran meanwhile is overwritten by the repetition
+
+        logits_V = self.steps[variant]()
+        self.position += 1
+        return logits_V
+
+    def _step(self) -> Tensor:
+        return self.model(self.token_11, cache=self.cache)[0, -1]
+
+
+def cuda_graph(step: Step) -> Step:
+    """The step as a CUDA graph. Its result is overwritten by the next repetition."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles kernels and makes tables, which a capture cannot
+    torch.cuda.current_stream().wait_stream(stream)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def repeat() -> Tensor:
+        graph.replay()
+        return result
+
+    return repeat

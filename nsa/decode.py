@@ -41,7 +41,12 @@ class NSAState:
     win     [2,B,G,w,K]  a ring of the last w tokens; None with kv="shared", since slc has them
     tail    [2,B,l,G,K]  a ring of the last l tokens before RoPE, which later blocks compress
     turns   [2,B,N,1,K/2]  cos and sin at the centres of the blocks that are not compressed yet
+
+    With a clock (model.Clock), one token at a time is decoded at the clock's position, and `length`
+    and `blocks` stay. Then turns is a ring of the last l tokens' cos and sin, [2,B,l,1,K/2].
     """
+
+    takes_clock = True
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class NSAState:
         self.max_tokens = max_tokens
         self.length = 0  # tokens
         self.blocks = 0  # compressed blocks
+        self.clock = None
+        self.completes_block = False  # whether the clock's token is the last one of a block
 
         # Decoding reads whole blocks, always n of them.
         J = max(cfg.sel_count, ceil_div(max_tokens, cfg.sel_block))
@@ -88,6 +95,9 @@ class NSAState:
         The first tokens are a prompt, which `core` computes at once; later ones are decoded one by
         one. `inputs` are those of model.NativeSparseAttention.
         """
+        if self.clock is not None:
+            return self._attend_by_clock(inputs, rope, compressor)
+
         q, *_, gates = inputs
         self.require(*q.shape[:2])
         if self.length == 0:
@@ -116,6 +126,73 @@ class NSAState:
 
         self.remember(*rope)
         self.append(raw, v_raw, k, v, k_win, v_win, compressor, turn)
+
+    def start_clock(self, clock) -> None:
+        """Decode by this clock from now on."""
+        self.clock = clock
+        l = self.cfg.cmp_block
+        ring = self.tail.new_zeros(
+            (2, self.tail.shape[1], l, 1, self.tail.shape[-1] // 2),
+            dtype=torch.float32,  # as the rotary tables
+        )
+        if self.turns is not None:
+            first = self.blocks * self.cfg.cmp_stride + l // 2
+            for index in range(self.turns.shape[2]):
+                slot = (first + index * self.cfg.cmp_stride) % l
+                ring[:, :, slot] = self.turns[:, :, index]
+        self.turns = ring
+
+    def variant(self, position: int) -> bool:
+        """Whether the token at this position completes a compressed block; such steps do more.
+
+        The next step is of this token.
+        """
+        blocks = self.cfg.compressed_blocks(position)
+        self.completes_block = self.cfg.compressed_blocks(position + 1) > blocks
+        return self.completes_block
+
+    def _attend_by_clock(
+        self,
+        inputs: tuple[Tensor, ...],
+        rope: tuple[Tensor, Tensor],
+        compressor: Callable,
+    ) -> Tensor:
+        """o [B,1,H,K] of the token at the clock's position."""
+        q, k, v, raw, v_raw, k_win, v_win, gates = inputs
+        selected = torch.stack((k, v)).transpose(2, 3)
+        self.slc.index_copy_(3, self.clock.position, selected)
+        if self.win is not None:
+            window = torch.stack((k_win, v_win)).transpose(2, 3)
+            self.win.index_copy_(3, self._slot(self.cfg.window), window)
+
+        slot = self._slot(self.cfg.cmp_block)
+        self.tail.index_copy_(2, slot, torch.stack((raw, v_raw)))
+        turn = self.clock.shared("turn", lambda: torch.stack(rope))
+        self.turns.index_copy_(2, slot, turn.expand(-1, len(k), -1, -1, -1))
+        if self.completes_block:
+            self._compress_by_clock(compressor)
+        return decode_by_clock(q, gates, self)
+
+    def _slot(self, size: int) -> Tensor:
+        """Where the clock's token is in a ring of so many tokens [1]."""
+        return self.clock.shared(f"slot of {size}", lambda: self.clock.position % size)
+
+    def _compress_by_clock(self, compressor: Callable) -> None:
+        """Adds the block that ends with the clock's token."""
+        cfg = self.cfg
+        l = cfg.cmp_block
+        position = self.clock.position
+        first = position - (l - 1)
+        order = (first + torch.arange(l, device=position.device)) % l
+        k_raw, v_raw = self.tail.index_select(2, order)
+
+        def turn(k_cmp: Tensor, _) -> Tensor:
+            return rotate(k_cmp, *self.turns.index_select(2, (first + l // 2) % l))
+
+        only = torch.zeros_like(position)
+        layout = Layout(cu_seqlens=None, tokens=slice(0, l), first=only, centre=only)
+        block = torch.stack(compressor(k_raw, v_raw, turn, layout))
+        self.cmp.index_copy_(3, first // cfg.cmp_stride, block.transpose(2, 3))
 
     def append(
         self,
@@ -330,6 +407,8 @@ def _products(a_XMK: Tensor, b_XKS: Tensor) -> Tensor:
 
     With few rows, a batched bf16 product of a CPU is 9 times slower than 2-D products.
     """
+    if a_XMK.is_cuda:
+        return torch.bmm(a_XMK, b_XKS)
     return torch.stack([a @ b for a, b in zip(a_XMK, b_XKS, strict=True)])
 
 
@@ -431,3 +510,114 @@ def _importance(
     for i in range(start + 1, start + spread):
         mass_XU = mass_XU + p_XN[:, i : i + strides]
     return mass_XU.unflatten(1, (-1, per)).sum(-1)
+
+
+# ---- the same by a clock, at fixed shapes
+
+
+def decode_by_clock(
+    q_B1HK: Tensor,
+    gates_B1H3: Tensor,
+    state: NSAState,
+) -> Tensor:
+    """o [B,1,H,K] of the token at the clock's position.
+
+    It reads all places for compressed keys, n blocks, and w window keys, each under a mask.
+    """
+    B, _, H, K = q_B1HK.shape
+    G = state.slc.shape[2]
+    q_BGMK = q_B1HK.reshape(B, G, H // G, K)
+
+    o_cmp, p_XMN = _compressed_by_clock(q_BGMK, state)
+    kv_slc, visible_slc = _selected_by_clock(p_XMN.sum(1), state)
+    kv_win, visible_win = _window_by_clock(state)
+    with platform().lengths_vary(q_BGMK):
+        o_slc = F.scaled_dot_product_attention(q_BGMK, *kv_slc, attn_mask=visible_slc)
+        o_win = F.scaled_dot_product_attention(q_BGMK, *kv_win, attn_mask=visible_win)
+
+    gates_BGM31 = gates_B1H3.reshape(B, G, -1, 3, 1)
+    branches = torch.stack((o_cmp, o_slc, o_win), 3)
+    o_BGMK = (branches.float() * gates_BGM31).sum(3)
+    return o_BGMK.to(q_B1HK.dtype).view(B, 1, H, K)
+
+
+def _compressed_by_clock(
+    q_BGMK: Tensor,
+    state: NSAState,
+) -> tuple[Tensor, Tensor]:
+    """o_BGMK and its fp32 probabilities [X,M,N]; 0 as long as there is no block."""
+    k_XNK, v_XNK = state.cmp.flatten(1, 2)
+    N = k_XNK.shape[1]
+    q_XMK = q_BGMK.flatten(0, 1)
+
+    def missing() -> Tensor:
+        index_N = torch.arange(N, device=q_XMK.device)
+        last_N = index_N * state.cfg.cmp_stride + state.cfg.cmp_block - 1
+        return last_N > state.clock.position
+
+    missing_N = state.clock.shared("missing blocks", missing)
+    logits_XMN = _logits(q_XMK, k_XNK).mul_(q_XMK.shape[-1] ** -0.5)
+    lowest = torch.finfo(torch.float32).min  # finite: without a block -inf would be NaN
+    p_XMN = logits_XMN.masked_fill_(missing_N, lowest).softmax(-1)
+    p_XMN = p_XMN.masked_fill_(missing_N, 0.0)
+    o_XMK = _products(p_XMN.to(v_XNK.dtype), v_XNK)
+    return o_XMK.view_as(q_BGMK), p_XMN
+
+
+def _selected_by_clock(
+    p_XN: Tensor,
+    state: NSAState,
+) -> tuple[Tensor, Tensor]:
+    """(k, v) [2,B,G,n*l',K] of the blocks that the token reads, and which keys [B,G,1,n*l'] are not
+    after it.
+    """
+    cfg = state.cfg
+    clock = state.clock
+    _, B, G, _, K = state.slc.shape
+    J = state.place_XJ.shape[1]
+
+    def rank() -> Tensor:
+        """-2^63 for forced blocks, 2^62 for later ones, 0 for those that compete."""
+        block_J = torch.arange(J, device=p_XN.device)
+        own = clock.position // cfg.sel_block
+        forced_J = (block_J < cfg.sel_init) | (block_J > own - cfg.sel_local)
+        rank_J = torch.where(forced_J, -(2**63), 0)
+        return torch.where(block_J > own, 2**62, rank_J)
+
+    # The least key is the best, as in `_chosen_places`. Only competitors have an importance.
+    rank_J = clock.shared("rank", rank)
+    settled_J = clock.shared("settled", lambda: rank_J != 0)
+    start_XJ = clock.shared("rank and place", lambda: state.place_XJ + rank_J)
+    bits_XJ = _importance(p_XN, 0, J, cfg).view(torch.int32)
+    bits_XJ = bits_XJ.masked_fill_(settled_J, 0)
+    key_XJ = torch.sub(start_XJ, bits_XJ, alpha=2**32)
+    best_Xn = key_XJ.topk(cfg.sel_count, largest=False, sorted=False).values
+    places_Xn = best_Xn & 0xFFFFFFFF
+
+    blocks = state.slc.view(2, -1, cfg.sel_block * K)
+    gathered = blocks.index_select(1, places_Xn.flatten()).view(2, B, G, -1, K)
+
+    def latest() -> Tensor:
+        """Where a block may start if its l-th key is not after the token."""
+        return clock.position - torch.arange(cfg.sel_block, device=p_XN.device)
+
+    first_Xn = places_Xn % J * cfg.sel_block
+    visible_Xnl = first_Xn[..., None] <= clock.shared("latest start", latest)
+    return gathered, visible_Xnl.view(B, G, 1, -1)
+
+
+def _window_by_clock(state: NSAState) -> tuple[Tensor, Tensor]:
+    """(k, v) [2,B,G,w,K] of the window and which of its places [1,w] hold a token; attention does
+    not depend on their order.
+    """
+    w = state.cfg.window
+    clock = state.clock
+    index_w = clock.shared("window", lambda: torch.arange(w, device=clock.position.device))
+    if state.win is not None:
+        filled = clock.shared("filled", lambda: (index_w <= clock.position)[None])
+        return state.win, filled
+
+    token_w = clock.shared("tokens of the window", lambda: clock.position - (w - 1) + index_w)
+    filled = clock.shared("filled", lambda: (token_w >= 0)[None])
+    near = clock.shared("near", lambda: token_w.clamp(min=0))
+    return state.slc.index_select(3, near), filled

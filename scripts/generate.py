@@ -18,7 +18,7 @@ from flags import Parser
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.dist import World, named_device
-from longhaul.generate import cache_bytes, check_sampling, generate
+from longhaul.generate import cache_bytes, cast_matrices, check_sampling, generate
 from longhaul.memory.plan import available_gib
 from model import GIB, ModelConfig
 
@@ -139,8 +139,11 @@ def sampled(
     if given.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens {given.max_new_tokens} is no text: give at least 1")
     check_length(model_config(checkpoint), len(prompt) + given.max_new_tokens, device)
+    model = load_model(checkpoint, device, given.dtype)
+    if device.type == "cuda":
+        cast_matrices(model)
     return generate(
-        load_model(checkpoint, device, given.dtype),
+        model,
         prompt,
         given.max_new_tokens,
         temperature=given.temperature,
@@ -149,6 +152,7 @@ def sampled(
         seed=given.seed,
         stop_id=stop_id,
         vocab_size=vocab_size,
+        captured=True,
     )
 
 

@@ -17,8 +17,15 @@ from data import prepare
 from data.writer import write_dataset
 from longhaul import dist
 from longhaul.checkpoint.load import load_model, verified
-from longhaul.generate import PREFILL_CHUNK, cache_bytes, filtered, generate
-from model import Decoder, KVCache, ModelConfig
+from longhaul.generate import (
+    PREFILL_CHUNK,
+    CapturedSteps,
+    cache_bytes,
+    cast_matrices,
+    filtered,
+    generate,
+)
+from model import Decoder, KVCache, ModelConfig, NSAConfig
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
 
@@ -64,6 +71,60 @@ def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
     for _ in range(6):
         tokens.append(int(decoder(torch.tensor([tokens]))[0, -1].argmax()))
     assert got == tokens[length:]
+
+
+def run_once(step):
+    """In place of a capture: a step runs, and its repetition must overwrite what it did."""
+    step()
+    return step
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 8, 40])  # a compressed block has 8 tokens
+@pytest.mark.parametrize(
+    "attention_type, kv", [("standard", "shared"), ("nsa", "shared"), ("nsa", "separate")]
+)
+def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv, start):
+    sparse = NSAConfig(8, 4, 8, 4, 1, 2, 11, kv=kv)
+    config = ModelConfig.preset(
+        "tiny",
+        vocab_size=64,
+        num_layers=2,
+        init_std=0.2,
+        attention_type=attention_type,
+        nsa=sparse,
+    )
+    decoder = Decoder(config)
+    tokens = torch.randint(64, (1, 80), generator=torch.Generator().manual_seed(start))
+    plain = KVCache(config, 1, 85)
+    fixed = KVCache(config, 1, 85)
+    with torch.no_grad():
+        if start:
+            decoder(tokens[:, :start], cache=plain)
+            decoder(tokens[:, :start], cache=fixed)
+        steps = CapturedSteps(decoder, fixed, run_once)
+        for token_11 in tokens[:, start:].split(1, dim=1):
+            expected = decoder(token_11, cache=plain)[0, -1]
+            torch.testing.assert_close(steps(token_11), expected, atol=5e-5, rtol=0)
+    assert len(steps.steps) == (2 if attention_type == "nsa" else 1)
+
+
+def test_a_cache_whose_clock_runs_takes_one_token(decoder):
+    cache = KVCache(decoder.config, 1, 8)
+    cache.start_clock()
+    with pytest.raises(ValueError, match="3 tokens for a cache whose clock runs: give one token"):
+        decoder(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
+
+
+def test_matrices_in_the_compute_dtype_leave_the_logits_bit_identical():
+    config = ModelConfig.preset("tiny", vocab_size=50, num_layers=2, compute_dtype="bfloat16")
+    decoder = Decoder(config)
+    tokens = torch.arange(9)[None]
+    before = decoder(tokens)
+    cast_matrices(decoder)
+    assert decoder.lm_head.weight is decoder.embed.weight
+    assert decoder.lm_head.weight.dtype == torch.bfloat16
+    assert decoder.norm.weight.dtype == torch.float32
+    assert torch.equal(decoder(tokens), before)
 
 
 def test_equal_seeds_repeat_and_others_differ(decoder):

@@ -1,0 +1,98 @@
+"""A decoding step on a CUDA device: its launches, counted, and that nothing in it waits."""
+
+import pytest
+import torch
+
+from longhaul.generate import CapturedSteps, _choose
+from model import Decoder, KVCache, ModelConfig
+from tests.cuda_build.fakes import HOPPER, card
+
+FLASH = "aten::_flash_attention_forward"
+# Operators that start no kernel: they return views, or only allocate.
+VIEWS = ("alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split")
+MORE_VIEWS = ("squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_unsafe_view")
+ALLOCATIONS = ("lift_fresh", "empty", "empty_like", "empty_strided", "new_empty")
+NO_LAUNCH = {f"aten::{name}" for name in VIEWS + MORE_VIEWS + ALLOCATIONS}
+
+
+def launches(names: list[str]) -> list[str]:
+    return [name for name in names if name not in NO_LAUNCH]
+
+
+def run_once(step):
+    """In place of a capture."""
+    step()
+    return step
+
+
+def steps_of(layers: int, attention_type: str, captured: bool) -> list[list[str]]:
+    """The operators of four steps; with sparse attention the last one completes a block."""
+    config = ModelConfig.preset(
+        "4B",
+        num_layers=layers,
+        vocab_size=1024,
+        attention_type=attention_type,
+        compute_dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        decoder = Decoder(config).to(config.dtype)
+    found = []
+    with card(HOPPER) as run, torch.no_grad():
+        decoder.to_empty(device="cuda").tie_weights()
+        cache = KVCache(config, 1, 4096, "cuda")
+        for layer in cache.layers:
+            layer.length = 3004  # 3007 is the last token of a compressed block
+            layer.blocks = config.nsa.compressed_blocks(3004)
+            layer.turns = torch.zeros(2, 1, 1, 1, 64, device="cuda")
+
+        token_11 = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
+        step = CapturedSteps(decoder, cache, run_once) if captured else None
+        for _ in range(4):
+            run.operators.names.clear()
+            run.choices.chosen.clear()
+            if captured:
+                step(token_11)
+            else:
+                decoder(token_11, cache=cache)
+            found.append(run.operators.names + run.choices.chosen)
+    return found
+
+
+def of_a_layer(attention_type: str, captured: bool, step: int = 2) -> list[str]:
+    """What a third layer adds to a step."""
+    two = launches(steps_of(2, attention_type, captured)[step])
+    added = launches(steps_of(3, attention_type, captured)[step])
+    for name in two:
+        added.remove(name)
+    return added
+
+
+@pytest.mark.parametrize(
+    "attention_type, captured, count",
+    [("standard", False, 18), ("standard", True, 18), ("nsa", False, 47), ("nsa", True, 53)],
+)
+def test_the_launches_of_a_layer_are_counted(attention_type, captured, count):
+    names = of_a_layer(attention_type, captured)
+    assert len(names) == count, sorted(names)
+
+
+def test_a_step_of_fixed_shapes_reads_the_cache_by_flash_attention_and_a_tensor_of_lengths():
+    names = of_a_layer("standard", captured=True)
+    assert [name for name in names if "attention" in name] == [FLASH]
+
+
+def test_a_step_of_fixed_shapes_has_the_same_operators_for_every_token():
+    """Only those that complete a block differ: that is why there are two graphs."""
+    first, second, third, fourth = steps_of(1, "nsa", captured=True)
+    assert second == third
+    assert len(fourth) > len(third)
+    assert not any("math" in name or "cudnn" in name for name in first + fourth)
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [(0, 0, 1.0), (0.8, 50, 1.0), (1.0, 0, 0.9)])
+def test_a_token_is_chosen_without_waiting_for_the_device(temperature, top_k, top_p):
+    with card(HOPPER):
+        logits_V = torch.empty(1000, device="cuda", dtype=torch.bfloat16)
+        token_1 = _choose(logits_V, temperature, top_k, top_p, None)
+    assert token_1.device.type == "cuda"
+    assert token_1.shape == (1,)

@@ -1091,7 +1091,7 @@ def test_a_kernel_is_launched_alone_and_others_are_not(tmp_path):
         timeout=120,
     )
     assert done.stdout.strip().endswith(
-        "['ran, 1 launches', 'not launched by forward and backward']"
+        "['ran, 1 launches', 'not launched by a step or by decoding']"
     ), done.stderr
 
 

@@ -559,10 +559,7 @@ def decode_times(side, place: Place, T: int, H: int, G: int, limit: float) -> li
                 step(q, one, gates)
 
     def fresh():
-        return [
-            torch.randn(1, 1, n, w, device=place.device, dtype=torch.bfloat16)
-            for n, w in ((H, attention.K), (G, attention.K))
-        ] + [torch.rand(1, 1, H, 3, device=place.device, dtype=torch.bfloat16)]
+        return token(place.device, H, G)
 
     for _ in range(WARM_TURNS):
         turn(*fresh())
@@ -570,6 +567,14 @@ def decode_times(side, place: Place, T: int, H: int, G: int, limit: float) -> li
         x / stride / copies
         for x in clock.interleaved({"side": turn}, fresh, place.device, ROUNDS, limit)["side"]
     ]
+
+
+def token(device, H: int, G: int) -> list[torch.Tensor]:
+    """Random q, one key or value, and gates of one token."""
+    made = dict(device=device, dtype=torch.bfloat16)
+    q = torch.randn(1, 1, H, attention.K, **made)
+    one = torch.randn(1, 1, G, attention.K, **made)
+    return [q, one, torch.rand(1, 1, H, 3, **made)]
 
 
 def cache(device, T: int, G: int):

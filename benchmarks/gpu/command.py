@@ -18,6 +18,7 @@ cannot use.
 
 import faulthandler
 import json
+import os
 import re
 import shutil
 import signal
@@ -153,7 +154,7 @@ def main(
             return precompile.into(Path(cfg.precompile), cfg.capability)
         if cfg.job:
             job = named(jobs_of(cfg, parts, place(cfg)), cfg.job)
-            return run_here(job, Path(cfg.out), place(cfg))
+            return ended_here(run_here(job, Path(cfg.out), place(cfg)))
     except ValueError as error:
         print(f"benchmarks.gpu: error: {error}", file=sys.stderr)
         return 2
@@ -414,6 +415,15 @@ def run_here(job: Job, folder: Path, place: Place) -> int:
     run.timing(job.name, time.monotonic() - began, clocks)
     free()
     return 0
+
+
+def ended_here(code: int) -> int:
+    """The exit code; a process without its device ends at once, since cleaning up may hang."""
+    if code == DEVICE_LOST:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def tables_of(path: Path) -> dict:

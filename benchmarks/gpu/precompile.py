@@ -14,16 +14,27 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from benchmarks.gpu import kernels
 from longhaul import step
 from longhaul.config import TrainConfig
+from longhaul.memory.platforms import FusedRMSNorm
 from longhaul.memory.simulate import fake_batch
+from model import Platform, running_on
 
-CAPABILITIES = (80, 86, 89, 90, 100, 120)
+# Bytes of shared memory that a block of threads can have, by compute capability: CUDA's manual
+KIB = 1024
+SHARED_MEMORY = {
+    80: 163 * KIB,
+    86: 99 * KIB,
+    89: 99 * KIB,
+    90: 227 * KIB,
+    100: 227 * KIB,
+    120: 99 * KIB,
+}
 TOKENS = (8192, 32_768, 131_072)
 VOCABULARY = 151_936
 FEW_WORDS = 4096  # the model's own loss then has a way without looking at its labels
@@ -33,8 +44,8 @@ def into(folder: Path, capability: int) -> int:
     """Fill the folder and say with what; the exit code. ValueError without triton, or for a GPU
     that the kernels do not run on.
     """
-    if capability not in CAPABILITIES:
-        known = ", ".join(map(str, CAPABILITIES))
+    if capability not in SHARED_MEMORY:
+        known = ", ".join(map(str, SHARED_MEMORY))
         raise ValueError(f"--capability {capability}: choose one of {known}")
     if not kernels.found():
         raise ValueError("--precompile needs triton: pip install triton")
@@ -149,17 +160,44 @@ class Driver:
         return 0
 
 
+class Card(Platform):
+    """The GPU that is compiled for, as the model asks for it; its own operators give shapes only,
+    since tensors without values are on a CPU.
+    """
+
+    def __init__(self, capability: int):
+        self.major_minor = divmod(capability, 10)
+
+    def device(self, x: torch.Tensor) -> torch.device:
+        return torch.device("cuda")
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        return self.major_minor
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return FusedRMSNorm.apply(x, weight)
+
+    def attention(self, q_BHTK, k_BGSK, v_BGSK, is_causal: bool = False, **_) -> torch.Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q_BHTK, k_BGSK, v_BGSK, 0.0, is_causal)[0]
+
+    def from_host(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.empty_like(x)
+
+
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
-    """Inside the `with` block, fake tensors and Triton believe in a GPU of that capability."""
+    """Inside the `with` block, the model, our kernels and Triton believe in that GPU."""
     from triton.runtime.driver import driver
 
-    major_minor = divmod(capability, 10)
+    from fused import linear_ce
+    from nsa.triton import attention
+
     driver.set_active(Driver(capability))
     with (
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: major_minor),
-        mock.patch.object(FakeTensor, "is_cuda", True, create=True),
-        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *_: None),
+        running_on(Card(capability)),
+        mock.patch.object(linear_ce, "supported", lambda *_: True),
+        mock.patch.object(attention, "supported", lambda *_: True),
+        mock.patch.object(attention, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
     ):
         yield

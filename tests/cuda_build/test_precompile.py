@@ -1,0 +1,28 @@
+"""benchmarks.gpu --precompile: every kernel of a step compiles for cards that are not here, with
+the Triton of a CUDA build of torch.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import kernels
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+def test_every_kernel_compiles_into_a_folder_that_can_be_carried(tmp_path, capability):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--precompile", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--capability", str(capability)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(name in done.stdout for name in kernels.found()), done.stdout
+    assert len(list(tmp_path.glob("**/*.cubin"))) >= len(kernels.found())

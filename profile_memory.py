@@ -145,6 +145,8 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         cfg = cli.parse(ProfileConfig, args, __doc__.splitlines()[0], start.completed)
+        if cfg.length_schedule:
+            return predict_stages(cfg)
         if cfg.advise:
             return give_advice(cfg)
         if cfg.solve != "none":
@@ -155,8 +157,35 @@ def main(args: list[str] | None = None) -> int:
         return 2
 
 
+def predict_stages(cfg: ProfileConfig) -> int:
+    """Predict every stage of a length schedule; a JSON file has a list with one result of each."""
+    for name in ("solve", "advise", "html", "snapshot"):
+        if name in cfg.changed_settings():
+            raise ValueError(
+                f"--{name} is about one length: drop --length_schedule, and give --context_length"
+            )
+    results = []
+    for stage in cfg.training().stages():
+        print(stage.in_words(), flush=True)
+        own = {spec.name: getattr(stage.cfg, spec.name) for spec in dataclasses.fields(stage.cfg)}
+        results.append(predicted(dataclasses.replace(cfg, **own)))
+    if cfg.json:
+        write(cfg.json, results)
+    return 0
+
+
 def predict(cfg: ProfileConfig) -> int:
-    """Simulate the step, print its tables, and write the files that were asked for."""
+    """Predict the step, and write the results if a file is named."""
+    result = predicted(cfg)
+    if cfg.json:
+        write(cfg.json, result)
+    return 0
+
+
+def predicted(cfg: ProfileConfig) -> dict:
+    """Simulate the step, print its tables, write its page if one is named, and return the results
+    for a JSON file.
+    """
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
     training = cfg.training()
@@ -175,9 +204,7 @@ def predict(cfg: ProfileConfig) -> int:
 
     if cfg.html:
         write_page(cfg, found, demand)
-    if cfg.json:
-        write(cfg.json, result)
-    return 0
+    return result
 
 
 def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
@@ -220,7 +247,7 @@ def check_measure(cfg: ProfileConfig, target: str):
         )
 
 
-def write(path: str, result: dict):
+def write(path: str, result: dict | list):
     """Write the result as JSON; ValueError if the file cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:

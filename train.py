@@ -10,6 +10,7 @@ import installed  # noqa: F401  (first: a missing package is answered in one lin
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import sys
 import time
@@ -61,13 +62,35 @@ def main(args: list[str] | None = None):
         if ready.finished:
             return
 
-        run = Run(ready, plan, guard)
-        try:
-            run.train()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise exits.Halt(report(plan, run.watch, error), 1) from None
+        for stage in ready.stages_left:
+            if cfg.length_schedule:
+                dist.print0(stage.in_words(), world=world)
+            train_stage(ready.at(stage), plan.at(stage.number), guard)
+            if stage.last_step < ready.last_step:
+                ready = ready.after(stage.last_step)
+                free_memory()
+
+
+def free_memory():
+    """Give back what the stage before has left, whose objects know each other in circles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def train_stage(ready: Ready, plan: planner.Plan, guard: Guard):
+    """Train to the end of a stage of the length schedule, or of a run that has none.
+
+    A stage is a run of its own, which resumes from the checkpoint at the end of the one before it.
+    So going on to the next stage is the same as being killed there and started again.
+    """
+    run = Run(ready, plan, guard)
+    try:
+        run.train()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise exits.Halt(report(plan, run.watch, error), 1) from None
 
 
 def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> planner.Plan:
@@ -173,7 +196,7 @@ class Run:
             self.state.meanwhile = self._load_next
 
     def train(self):
-        """Train to max_steps, validating and saving on the way."""
+        """Train to the last step, validating and saving on the way."""
         self._open()
         try:
             self._loop()
@@ -210,11 +233,11 @@ class Run:
         self.log.text(self.state.step, "changes", "\n".join(changes))
 
     def _loop(self):
-        """Steps, validations and saves, until max_steps or until the run is asked to stop."""
+        """Steps, validations and saves, until the last step or until the run is asked to stop."""
         cfg = self.cfg
         state = self.state
         validation = self._validation_batches()
-        while state.step < cfg.max_steps:
+        while state.step < self.ready.last_step:
             if self.guard.must_stop():
                 self.rescue.close()
                 self._save()
@@ -227,7 +250,7 @@ class Run:
                 continue
 
             self.guard.step = state.step
-            last = state.step == cfg.max_steps
+            last = state.step == self.ready.last_step
             if cfg.eval_every and (last or state.step % cfg.eval_every == 0):
                 with self._unchanged():
                     self._validate(validation)
@@ -244,7 +267,7 @@ class Run:
         """What a checkpoint says of the run, next to its state."""
         return {
             "identity": self.ready.identity,
-            "rows_per_step": self.cfg.rows_per_step(self.world.size),
+            "rows_per_step": self.ready.rows_per_step,
             "skipped": list(self.health.skipped),
         }
 
@@ -295,7 +318,7 @@ class Run:
 
     def _load_next(self):
         """Load the rows of the next step while the device works on this one."""
-        if self.state.step + 1 < self.cfg.max_steps:
+        if self.state.step + 1 < self.ready.last_step:
             self.batches.load(self.state.step + 1)
 
     def _time(self, seconds: float):

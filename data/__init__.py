@@ -18,6 +18,7 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
     order.py      position -> row, by a keyed permutation without an array
     loader.py     position -> tokens, labels, positions and document ids of a row
     mixture.py    position -> corpus, for several corpora in fixed shares
+    staged.py     step -> context length, for a run with a --length_schedule
 
 Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
 epoch, position}.

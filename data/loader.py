@@ -9,6 +9,7 @@ An `Order` says which positions a step has; a `Loader` reads the rows of one cor
 data/mixture.py those of several.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -64,6 +65,12 @@ class Order(ABC):
         self.fingerprint = fingerprint
 
     # ---- order
+
+    def without(self, skip: Ranges) -> "Order":
+        """The same order without the positions in `skip`, instead of those in its own."""
+        other = copy.copy(self)
+        other.skip = skip
+        return other
 
     def first_position(self, step: int, skip: Ranges | None = None) -> int:
         """The position at which a step begins; `skip`: instead of this order's."""

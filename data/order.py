@@ -113,6 +113,17 @@ def ranges_below(ranges: Ranges, limit: int) -> Ranges:
     return tuple((begin, min(end, limit)) for begin, end in ranges if begin < limit)
 
 
+def ranges_within(ranges: Ranges, begin: int, end: int) -> Ranges:
+    """The part of `ranges` between two positions, counted from the first of them."""
+    found = []
+    for first, last in ranges:
+        first = max(first, begin)
+        last = min(last, end)
+        if first < last:
+            found.append((first - begin, last - begin))
+    return tuple(found)
+
+
 def remaining_position(index: int, skipped: Ranges) -> int:
     """The position with number `index` among the positions that are not skipped."""
     position = index

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from data.mixture import DECIMALS
 from data.order import parse_ranges
+from longhaul import lengths
 from longhaul.cli import flag
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
@@ -144,6 +145,21 @@ class TrainConfig:
         0.0,
         "share of the tokens that comes from documents of at least --context_length tokens, at "
         "most 4 decimals; 0: as documents come",
+        at_least=0,
+        at_most=1,
+        group="data",
+    )
+    length_schedule: str = flag(
+        "",
+        "context lengths to train at one after the other, as LENGTH:STEPS[:THETA] for each stage, "
+        "such as 4096:1000,32768:500; steps keep their tokens, the batch flags are those of the "
+        "longest, and --context_length and --max_steps follow",
+        group="data",
+    )
+    short_fraction: float = flag(
+        0.0,
+        "--length_schedule: from the second stage on, the share of the tokens that comes from "
+        "documents no longer than the first stage's length; 0: as documents come",
         at_least=0,
         at_most=1,
         group="data",
@@ -536,6 +552,7 @@ class TrainConfig:
 
     def __post_init__(self):
         self._normalise_dtype()
+        self._take_lengths()
         self._check_ranges()
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
@@ -544,6 +561,8 @@ class TrainConfig:
         self._check_optimizer_levers()
         if self.context_ranks > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
+        if self.length_schedule:
+            self._check_lengths(config)
 
     # ---- validation
 
@@ -552,6 +571,50 @@ class TrainConfig:
         spelling = str(self.dtype)
         if spelling in DTYPE_SPELLINGS:
             object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
+
+    def _take_lengths(self) -> None:
+        """The longest length and the sum of the steps of --length_schedule; ValueError if flags
+        contradict them.
+        """
+        stages = lengths.parse(self.length_schedule)
+        if not stages:
+            return
+        follows = dict(
+            context_length=stages[-1].tokens,
+            max_steps=sum(stage.steps for stage in stages),
+        )
+        for name, value in follows.items():
+            given = getattr(self, name)
+            if given not in (value, getattr(TrainConfig, name)):
+                raise ValueError(
+                    f"--{name} {given}, but --length_schedule {self.length_schedule} makes it "
+                    f"{value}: drop --{name}"
+                )
+            object.__setattr__(self, name, value)
+
+    def _check_lengths(self, model: ModelConfig) -> None:
+        """ValueError for a stage that cannot be built, and for positions that do not reach the
+        longest one.
+        """
+        stages = lengths.parse(self.length_schedule)
+        if self.rope_theta and stages[0].theta not in (None, self.rope_theta):
+            raise ValueError(
+                f"--rope_theta {self.rope_theta:g}, but the first stage of --length_schedule has "
+                f"{stages[0].theta:g}: drop one of them"
+            )
+        if self.long_fraction and self.short_fraction:
+            raise ValueError(
+                "--long_fraction and --short_fraction divide the same documents: drop one of them"
+            )
+
+        reach = round(model.rope_original_context * model.rope_factor)
+        if model.rope_scaling != "none" and reach < self.context_length:
+            factor = self.context_length / model.rope_original_context
+            raise ValueError(
+                f"--rope_scaling {model.rope_scaling} reaches {reach} tokens, and "
+                f"--length_schedule {self.context_length}: give --rope_factor {factor:g}"
+            )
+        self.stages()
 
     def _check_ranges(self) -> None:
         """ValueError for a number outside its range."""
@@ -575,11 +638,13 @@ class TrainConfig:
                     f"--{name} {value} is out of range: give a number of at least 0 and below 1"
                 )
 
-        if round(self.long_fraction, DECIMALS) != self.long_fraction:
-            raise ValueError(
-                f"--long_fraction {self.long_fraction} has too many digits: give at most "
-                f"{DECIMALS} behind the point"
-            )
+        for name in ("long_fraction", "short_fraction"):
+            value = getattr(self, name)
+            if round(value, DECIMALS) != value:
+                raise ValueError(
+                    f"--{name} {value} has too many digits: give at most {DECIMALS} behind the "
+                    "point"
+                )
         if not 0 < self.adam_eps <= 1:
             raise ValueError(
                 f"--adam_eps {self.adam_eps} is out of range: give a number above 0 and at most 1"
@@ -694,6 +759,7 @@ class TrainConfig:
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
             documents=bool(self.data),
+            short_fraction=not self.length_schedule,
             schedule=only_warmup,
             decay_fraction=self.schedule != "wsd" or only_warmup,
             min_lr_ratio=self.schedule == "constant" or only_warmup,
@@ -715,6 +781,40 @@ class TrainConfig:
         return changed
 
     # ---- what follows from the settings
+
+    def stages(self) -> tuple["Stage", ...]:
+        """The stages of --length_schedule, each with its settings; without one, the whole run."""
+        schedule = lengths.parse(self.length_schedule)
+        if not schedule:
+            return (Stage(0, 0, self.max_steps, self),)
+
+        proportional = self.rope_scaling == "none"
+        thetas = lengths.thetas(schedule, self.model().rope_theta, proportional)
+        found = []
+        first_step = 0
+        for number, length in enumerate(schedule):
+            cfg = self._at_length(length.tokens, thetas[number])
+            found.append(Stage(number, first_step, first_step + length.steps, cfg))
+            first_step += length.steps
+        return tuple(found)
+
+    def _at_length(self, tokens: int, theta: float) -> "TrainConfig":
+        """The settings of a stage: as many more rows as they are shorter."""
+        ratio = self.context_length // tokens
+        return dataclasses.replace(
+            self,
+            length_schedule="",
+            short_fraction=0.0,
+            context_length=tokens,
+            rope_theta=theta,
+            batch_size=self.batch_size * ratio,
+            global_batch_size=self.global_batch_size * ratio,
+        )
+
+    def stage_of(self, step: int) -> "Stage":
+        """The stage in which the step after `step` steps is; after the last one, the last."""
+        stages = self.stages()
+        return next((stage for stage in stages if step < stage.last_step), stages[-1])
 
     def model(self) -> ModelConfig:
         """The model's configuration."""
@@ -827,6 +927,26 @@ class TrainConfig:
             settings = groups.setdefault(spec.metadata["group"], [])
             settings.append(f"{spec.name}={getattr(self, spec.name)!r}")
         return "\n".join(f"  {title}: {', '.join(words)}" for title, words in groups.items())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run that has one context length, from its first step to the one after its last.
+
+    `cfg` has the settings of a run of this length, with the steps of the whole run.
+    """
+
+    number: int
+    first_step: int
+    last_step: int
+    cfg: TrainConfig
+
+    def in_words(self) -> str:
+        """The stage in a line."""
+        return (
+            f"stage {self.number + 1}: context {self.cfg.context_length:,}, "
+            f"theta {self.cfg.rope_theta:g}, to step {self.last_step:,}"
+        )
 
 
 # ---- name=value pairs

@@ -157,6 +157,20 @@ train --data {data}:0.33333,{other}:0.66667
 train --data {data},{other}
 train --data /nonexistent.toml
 train --data {no_shares}
+train --length_schedule 64
+train --length_schedule 64:2,32:2
+train --length_schedule 64:2,96:2
+train --length_schedule 64:0
+train --length_schedule 1:5
+train --length_schedule 32:2:1
+train --length_schedule 32:2:nan
+train --length_schedule 32:1,64:4
+train --length_schedule 32:1:1e4,64:1 --rope_theta 5e5
+train --length_schedule 32:1,64:1 --rope_scaling yarn --rope_factor 2 --rope_original_context 16
+train --length_schedule 32768:1,65536:1 --context_length 65536
+train --length_schedule 32:1,64:1 --short_fraction 2
+train --length_schedule 32:1,64:1 --short_fraction 0.5 --long_fraction 0.5
+train --length_schedule 2:1,64:1 --short_fraction 0.5
 train --long_fraction 1.5
 train --long_fraction nan
 train --long_fraction 0.33333
@@ -221,6 +235,8 @@ train --output_dir {run} --resume none
 profile --context_length 0
 profile --context_length 99999999999
 profile --context_length 99999999999999 --attention_type nsa
+profile --length_schedule 64:1,512:1 --solve levers
+profile --length_schedule 64:1,256:1
 profile --nproc 0
 profile --nproc 3 --context_parallel_size 2
 profile --gpus -1

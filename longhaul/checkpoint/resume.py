@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from data import order
+from data import order, staged
 from data.dataset import Dataset
 from data.loader import Order
 from longhaul import optim
@@ -68,6 +68,9 @@ def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
         "context_length": cfg.context_length,
         "seed": cfg.seed,
         "init_from": cfg.init_from,
+        # runs without them, and those from before there were any, have recorded none
+        "length_schedule": cfg.length_schedule or None,
+        "short_fraction": cfg.short_fraction or None,
     }
 
 
@@ -219,7 +222,7 @@ def with_skips(checkpoint: Checkpoint | None, cfg: TrainConfig) -> TrainConfig:
     recorded = recorded_skips(checkpoint)
     both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
 
-    trained = order.remaining_position(checkpoint.step * checkpoint.rows_per_step, recorded)
+    trained = _first_untrained(checkpoint, cfg, recorded)
     if order.ranges_below(both, trained) != order.ranges_below(recorded, trained):
         raise ValueError(
             f"--skip_rows {' '.join(cfg.skip_rows)}: the checkpoint of step {checkpoint.step} was "
@@ -227,6 +230,17 @@ def with_skips(checkpoint: Checkpoint | None, cfg: TrainConfig) -> TrainConfig:
             "--output_dir, or name later rows"
         )
     return dataclasses.replace(cfg, skip_rows=order.format_ranges(both))
+
+
+def _first_untrained(checkpoint: Checkpoint, cfg: TrainConfig, skipped: order.Ranges) -> int:
+    """The position at which the checkpoint's next step begins."""
+    stage = cfg.stage_of(checkpoint.step)
+    shorter = cfg.context_length // stage.cfg.context_length
+    rows = (checkpoint.step - stage.first_step) * checkpoint.rows_per_step * shorter
+    if not cfg.length_schedule:
+        return order.remaining_position(rows, skipped)
+    own = staged.within(skipped, stage.number)
+    return stage.number * staged.APART + order.remaining_position(rows, own)
 
 
 # ---- what has changed

@@ -200,7 +200,7 @@ def closest(request: Plan) -> Plan | None:
 def _in_minutes(plan: Plan) -> Plan:
     """The plan with as many steps as PATIENCE allows, in round numbers, and a warmup of a tenth."""
     most = int(PATIENCE / plan.seconds)
-    if most >= plan.asked.max_steps:
+    if most >= plan.asked.max_steps or plan.asked.length_schedule:
         return plan
 
     unit = 10 ** (len(str(most)) - 1)

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from data.progress import duration
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
@@ -41,6 +42,8 @@ class Plan:
     estimate: Estimate
     available_gib: float  # for one rank
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
+    # of a length schedule, of which this plan is the one that needs most; empty without one
+    stages: tuple["Plan", ...] = ()
 
     @property
     def hidden_gib(self) -> float:
@@ -91,12 +94,30 @@ class Plan:
         return step_seconds(self.cfg, self.config, self.world.size, self.device.type)
 
     @property
+    def total_seconds(self) -> float:
+        """Time of all steps."""
+        if not self.stages:
+            return self.seconds * self.cfg.max_steps
+        total = 0.0
+        for stage, own in zip(self.cfg.stages(), self.stages, strict=True):
+            total += own.seconds * (stage.last_step - stage.first_step)
+        return total
+
+    def at(self, number: int) -> "Plan":
+        """The plan of a stage of the length schedule; without a schedule, of the run."""
+        if not self.stages:
+            return self
+        return dataclasses.replace(self.stages[number], world=self.world, device=self.device)
+
+    @property
     def shutdown_timeout(self) -> int:
         """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
         return shutdown_timeout(self.cfg, self.world.size, self.seconds)
 
     def time(self) -> str:
         """The time of a step and of the whole run, in words."""
+        if self.stages:
+            return f"about {duration(self.total_seconds)} for {self.cfg.max_steps:,} steps"
         return time_words(self.seconds, self.cfg.max_steps, self.device.type)
 
     def shortage(self) -> str:
@@ -140,8 +161,23 @@ class Plan:
             rows.append(
                 _row("host memory", self.host_gib, f", {self.host_available_gib:.2f} available")
             )
+        rows += self._stage_rows()
         rows.append(f"  {'time':<20}{self.time()}")
         return "\n".join(rows)
+
+    def _stage_rows(self) -> list[str]:
+        """What each stage of the length schedule needs; the rows above are those of the worst."""
+        rows = []
+        for number, own in enumerate(self.stages):
+            stage = self.cfg.stages()[number]
+            steps = stage.last_step - stage.first_step
+            micro_batch = f"{own.cfg.batch_size} x {own.cfg.context_length:,} tokens"
+            note = (
+                f": {micro_batch}, theta {own.config.rope_theta:g}, "
+                f"{time_words(own.seconds, steps, self.device.type)}"
+            )
+            rows.append(_row(f"stage {number + 1}", own.needed_gib, note))
+        return rows
 
     def _terms(self, stage: str) -> list[str]:
         """What the memory of a stage is made of, without what rounds to nothing."""
@@ -218,6 +254,8 @@ def plan(
     check_replicas(world, cfg.dp_replicate, cfg.context_ranks)
     if available is None:
         available = available_gib(device, world)
+    if cfg.length_schedule:
+        return _worst_stage(cfg, world, device, available)
 
     candidates = []
     for size in _ranks_per_row(cfg, config, world):
@@ -227,6 +265,22 @@ def plan(
     if device.type == "cuda":
         _check_precision(chosen.cfg, config)
     return chosen
+
+
+def _worst_stage(cfg: TrainConfig, world: World, device: torch.device, available: float) -> Plan:
+    """The plan of the stage that needs most, with those of all; as many ranks share a row in each
+    as one of them needs.
+    """
+
+    def planned(cfg: TrainConfig) -> list[Plan]:
+        own = [stage.cfg for stage in cfg.stages()]
+        return [plan(one, one.model(), world, device, available) for one in own]
+
+    ranks = max(one.cfg.context_ranks for one in planned(cfg))
+    fixed = dataclasses.replace(cfg, context_parallel_size=ranks)
+    stages = planned(fixed)
+    worst = max(stages, key=lambda one: (not one.fits, one.needed_gib))
+    return dataclasses.replace(worst, asked=cfg, cfg=fixed, stages=tuple(stages))
 
 
 def _check_precision(cfg: TrainConfig, config: ModelConfig):

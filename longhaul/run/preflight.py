@@ -8,15 +8,17 @@ on, is done by rank 0 for all (`dist.on_rank0`).
 
 import dataclasses
 import functools
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from data import corpus, mixture, order
+from data import corpus, mixture, order, staged
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.load_tokenizer import require_usable
 from data.loader import Order
@@ -26,7 +28,7 @@ from longhaul import dist
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
-from longhaul.config import TrainConfig
+from longhaul.config import Stage, TrainConfig
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig, attention_kind
@@ -52,6 +54,8 @@ class Ready:
     weights: start.Start | None  # that a new run takes; None for random ones
     identity: dict
     command: Command
+    last_step: int  # of the run; of a stage, once `at` has chosen one
+    rows_per_step: int  # at the longest length
 
     @property
     def dataset(self) -> Dataset:
@@ -62,6 +66,32 @@ class Ready:
     def finished(self) -> bool:
         """Whether the checkpoint has all steps already, so that nothing is left to do."""
         return self.checkpoint is not None and self.checkpoint.step >= self.cfg.max_steps
+
+    @property
+    def stages_left(self) -> list[Stage]:
+        """The stages of the length schedule that have steps left; without a schedule, the run."""
+        step = self.checkpoint.step if self.checkpoint else 0
+        return [stage for stage in self.cfg.stages() if stage.last_step > step]
+
+    def at(self, stage: Stage) -> "Ready":
+        """The same run at a stage, with the stage's settings; commands are those of the run."""
+
+        def command(cfg: TrainConfig) -> str:
+            asked = {name: getattr(cfg, name) for name in ("resume", "output_dir", "skip_rows")}
+            return self.command(dataclasses.replace(self.cfg, **asked))
+
+        return dataclasses.replace(
+            self,
+            cfg=stage.cfg,
+            config=stage.cfg.model(),
+            command=command,
+            last_step=stage.last_step,
+        )
+
+    def after(self, step: int) -> "Ready":
+        """The same run when it has saved this step, from which the next stage goes on."""
+        checkpoint = resume.continued(self.folder / f"step-{step:08d}", self.cfg)
+        return dataclasses.replace(self, checkpoint=checkpoint, weights=None)
 
 
 def preflight(
@@ -99,6 +129,8 @@ def preflight(
         weights=weights,
         identity=identity,
         command=command,
+        last_step=cfg.max_steps,
+        rows_per_step=cfg.rows_per_step(world.size),
     )
     if ready.finished:
         dist.print0(
@@ -207,23 +239,45 @@ def verify_data(corpora: Sequence[Corpus], record: dict | None) -> dict:
 
 
 def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:
-    """The rows of the training split, in their order."""
+    """The rows of the training split, in their order, at each length of the schedule."""
+    skip = order.parse_ranges(cfg.skip_rows)
+    if not cfg.length_schedule:
+        return rows_of(cfg.stages()[0], cfg, corpora, world).without(skip)
+
+    documents = np.concatenate([one.dataset.split("train").lengths for one in corpora])
+    for before, after in itertools.pairwise(cfg.stages()):
+        staged.require_longer_documents(
+            documents, before.cfg.context_length, after.cfg.context_length
+        )
+    stages = []
+    for stage in cfg.stages():
+        rows = rows_of(stage, cfg, corpora, world)
+        stages.append(staged.Stage(stage.first_step, rows))
+    return staged.Staged(stages, skip)
+
+
+def rows_of(stage: Stage, cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World) -> Order:
+    """The rows of a stage of the length schedule, or of a run without one."""
     return mixture.order(
         corpora,
-        cfg.context_length,
-        cfg.rows_per_step(world.size),
+        stage.cfg.context_length,
+        stage.cfg.rows_per_step(world.size),
         seed=cfg.seed,
-        skip=order.parse_ranges(cfg.skip_rows),
-        split=long_documents(cfg),
+        split=documents_by_length(cfg, stage),
     )
 
 
-def long_documents(cfg: TrainConfig) -> mixture.Split | None:
-    """What --long_fraction asks for: documents that fill a row have that share of the rows."""
-    if not cfg.long_fraction:
-        return None
-    share = 1 - Fraction(str(cfg.long_fraction))
-    return mixture.Split(cfg.context_length - 1, share)
+def documents_by_length(cfg: TrainConfig, stage: Stage) -> mixture.Split | None:
+    """What --long_fraction and --short_fraction ask for: documents that fill a row, and those that
+    already fit into a row of the first stage, have a share of their own.
+    """
+    if cfg.long_fraction:
+        share = 1 - Fraction(str(cfg.long_fraction))
+        return mixture.Split(stage.cfg.context_length - 1, share)
+    if cfg.short_fraction and stage.number:
+        shortest = cfg.stages()[0].cfg.context_length
+        return mixture.Split(shortest, Fraction(str(cfg.short_fraction)))
+    return None
 
 
 # ---- the checkpoint to continue
@@ -321,10 +375,10 @@ def announce(ready: Ready):
     print("settings that differ from the defaults (run.json in the output folder has all):")
     print(cfg.table(cfg.changed_settings()) or "  none")
     print(f"command: {ready.command(cfg)}")
-    for line in resume.changes(ready.checkpoint, cfg):
+    for line in resume.changes(ready.checkpoint, ready.stages_left[0].cfg):
         print(line)
     if ready.weights is not None:
-        print("\n".join(start.announcement(ready.weights, cfg)))
+        print("\n".join(start.announcement(ready.weights, cfg.stages()[-1].cfg)))
 
     warnings = cfg.warnings() + ready.loader.warnings()
     slow = attention_kind(ready.config).warning(ready.config, ready.device)

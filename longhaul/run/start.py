@@ -139,6 +139,8 @@ def completed(settings: dict[str, Any]) -> dict[str, Any]:
     found = _model_settings(settings, start.config)
     found |= _rope_settings(settings, start.config)
     found |= _attention_settings(settings, start.config)
+    if settings.get("length_schedule"):  # which has the lengths
+        return settings | found
     return {"context_length": start.context} | settings | found
 
 

@@ -1,18 +1,22 @@
-"""Group C of the fault matrix: what a resume means. Imports longhaul, data and selfcheck.faults of
-ours.
+"""Group C of the fault matrix: what a resume means. Imports train, longhaul, data and
+selfcheck.faults of ours.
 """
 
 import json
 import math
+import os
+import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
+import train
 from data import loader
 from files import tensors
-from longhaul import optim
+from longhaul import optim, step
 from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import verified
 from selfcheck.faults import runs
@@ -377,6 +381,65 @@ def completed(trials: int, folder: Path) -> str:
     return "exit code 0, nothing to do, no file touched"
 
 
+# -------------------------------------------------------------------------------- length schedules
+
+LENGTHS = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25"]
+
+
+def killed_between_lengths(trials: int, folder: Path) -> str:
+    """Row 50: after every step, before it is saved, and between two stages."""
+    source = runs.dataset(folder / "data", 400)
+    flags = [*LENGTHS, "--global_batch_size", "2", "--save_every", "1", "--eval_every", "2"]
+    for ranks in (1, 2):
+        whole = folder / f"whole-{ranks}"
+        codes = lives(runs.arguments(source, whole, *flags), ranks)
+        require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
+
+        moments = dict(
+            steps=[partial(dying_after, step) for step in range(1, 7)],
+            edges=[dying_at_an_edge, dying_at_an_edge],
+        )
+        for name, faults in moments.items():
+            out = folder / f"{name}-{ranks}"
+            args = runs.arguments(source, out, *flags)
+            for fault in faults:
+                require(0 not in lives(args, ranks, fault), f"{name}: it was not killed")
+            codes = lives(args, ranks)
+            require(codes == [0] * ranks, f"{name}: continued, it ended with {codes}")
+            require(runs.same_end(out, whole), f"{name}, {ranks} rank(s): other bits")
+    return (
+        "three stages of 2 steps, killed after each step and at both edges, on 1 and 2 ranks: "
+        "weights, moments and losses of the undisturbed run"
+    )
+
+
+def lives(args: list[str], ranks: int, before: Callable = lambda: None) -> list[int]:
+    """The exit codes of the ranks of one life of a run."""
+    out = Path(args[args.index("--output_dir") + 1])
+    log = out.with_name(f"{out.name}.log")
+    if ranks == 1:
+        return [runs.start(args, log, before).wait()]
+    return [child.wait() for child in runs.start_ranks(args, log, ranks, before)]
+
+
+def dying_after(last: int):
+    """Die when a step is done, and not saved yet."""
+    original = step.update
+
+    def update(state, *given):
+        result = original(state, *given)
+        if state.step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    step.update = update
+
+
+def dying_at_an_edge():
+    """Die when a stage is saved, before the next one is built."""
+    train.free_memory = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
 ROWS: list[Row] = [
     Row(
         21,
@@ -401,4 +464,11 @@ ROWS: list[Row] = [
     Row(27, "schedule, random state or step missing", "4, never made up", missing_state),
     Row(28, "threads or torch differ", "warned", other_machine),
     Row(29, "a completed run started again", "0, nothing to do, files untouched", completed),
+    Row(
+        50,
+        "killed in each stage of a length schedule and between them, 1 and 2 ranks",
+        "same bits",
+        killed_between_lengths,
+        slow=True,
+    ),
 ]

@@ -1,0 +1,138 @@
+"""Rows of one length after the other: the order of a run with a --length_schedule.
+
+Each stage has its own context length, packing and order, and begins at the first position of its
+first epoch. So that a position still names one row of the run, those of stage k are numbered from
+k * 10^12 on; `--skip_rows` and the log use these numbers. Everything is a function of the step, as
+in data/loader.py.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data.loader import Batch, Order
+from data.order import Ranges, ranges_within
+
+APART = 10**12  # positions between the beginnings of two stages
+
+
+class Stage(NamedTuple):
+    """The order of a stage, and the step at which it begins."""
+
+    first_step: int
+    order: Order
+
+
+def within(skip: Ranges, number: int) -> Ranges:
+    """What is skipped of a stage, in its own positions."""
+    return ranges_within(skip, number * APART, (number + 1) * APART)
+
+
+class Staged(Order):
+    """The rows of all stages; the last one goes on after its end.
+
+    `context_length` and `global_batch_rows` are those of the last stage, whose rows are longest.
+    """
+
+    def __init__(self, stages: Sequence[Stage], skip: Ranges = ()):
+        last = stages[-1].order
+        super().__init__(
+            last.context_length, last.global_batch_rows, last.seed, skip, last.fingerprint
+        )
+        self.stages = [
+            Stage(first_step, order.without(within(skip, number)))
+            for number, (first_step, order) in enumerate(stages)
+        ]
+
+    def without(self, skip: Ranges) -> "Staged":
+        """The same order without the positions in `skip`, instead of those in its own."""
+        return Staged(self.stages, skip)
+
+    def stage_of(self, step: int) -> int:
+        """The number of the stage that a step belongs to."""
+        begun = [number for number, stage in enumerate(self.stages) if stage.first_step <= step]
+        return begun[-1]
+
+    def first_position(self, step: int, skip: Ranges | None = None) -> int:
+        """The position at which a step begins; `skip`: instead of this order's."""
+        number = self.stage_of(step)
+        first_step, order = self.stages[number]
+        own = within(self.skip if skip is None else skip, number)
+        return number * APART + order.first_position(step - first_step, own)
+
+    def state(self, step: int, skip: Ranges | None = None) -> dict:
+        """That of the step's stage, with the stage's number and everything that is skipped."""
+        skip = self.skip if skip is None else skip
+        number = self.stage_of(step)
+        first_step, order = self.stages[number]
+        state = order.state(step - first_step, within(skip, number)) | {"stage": number}
+        if skip:
+            state["skip"] = [list(span) for span in skip]
+        return state
+
+    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
+        """The positions of one rank in one step.
+
+        Raises ValueError unless world_size divides the global batch of its stage.
+        """
+        number = self.stage_of(step)
+        first_step, order = self.stages[number]
+        own = order.positions(step - first_step, rank, world_size)
+        return [number * APART + position for position in own]
+
+    def row_index(self, position: int) -> int | tuple[str, int]:
+        """The row of its stage's plan at a position."""
+        number, own = divmod(position, APART)
+        return self.stages[number].order.row_index(own)
+
+    def tokens_seen(self, step: int) -> dict[str, int]:
+        """Tokens of each corpus before a step, padding included; empty if there is only one."""
+        seen: dict[str, int] = {}
+        for number, (first_step, order) in enumerate(self.stages):
+            steps = min(step, self._last_step(number, step)) - first_step
+            for name, tokens in order.tokens_seen(max(0, steps)).items():
+                seen[name] = seen.get(name, 0) + tokens
+        return seen
+
+    def _last_step(self, number: int, last: int) -> int:
+        """The step at which the next stage begins, or `last`."""
+        if number + 1 == len(self.stages):
+            return last
+        return self.stages[number + 1].first_step
+
+    def rows(self, positions: Sequence[int]) -> Batch:
+        """The rows at these positions, which are of one stage."""
+        number = positions[0] // APART
+        return self.stages[number].order.rows([own - number * APART for own in positions])
+
+    def fill(self, row: Batch, position: int) -> None:
+        """Write the row at a position into the arrays of `row`, as long as its stage's rows."""
+        number, own = divmod(position, APART)
+        self.stages[number].order.fill(row, own)
+
+    def summary(self, steps: int) -> list[str]:
+        """The lines of each stage, with what its own steps read."""
+        lines = []
+        for number, (first_step, order) in enumerate(self.stages):
+            own = self._last_step(number, steps) - first_step
+            lines.append(f"stage {number + 1}: {own:,} steps from step {first_step:,} on")
+            lines += [f"  {line}" for line in order.summary(own)]
+        return lines
+
+    def warnings(self) -> list[str]:
+        """Those of all stages."""
+        return [words for stage in self.stages for words in stage.order.warnings()]
+
+
+def require_longer_documents(lengths: np.ndarray, before: int, tokens: int) -> None:
+    """Raise ValueError if no document of `lengths` is longer than the stage of `before` tokens, so
+    that one of more `tokens` would teach nothing new.
+    """
+    longest = int(lengths.max())
+    if longest <= before:
+        raise ValueError(
+            f"--length_schedule goes to {tokens} tokens, but the longest document has {longest}, "
+            f"which the stage of {before} already holds: use longer documents (data.prepare "
+            "--documents directory joins files), or end the schedule there"
+        )

@@ -1,0 +1,280 @@
+"""A length schedule: its stages, its order, and a run that changes length on the way. Row 50 of the
+fault matrix kills such runs in every step and between the stages.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import profile_memory
+import train
+from data.loader import Loader
+from data.mixture import Corpus, Fraction, order
+from data.staged import APART, Stage, Staged, require_longer_documents
+from data.writer import write_dataset
+from longhaul import lengths
+from longhaul.checkpoint import resume
+from longhaul.checkpoint.format import Checkpoint
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory import plan as planner
+from longhaul.memory.reconcile import measure
+from longhaul.memory.simulate import simulate
+from selfcheck.faults import runs
+
+CPU = torch.device("cpu")
+SCHEDULE = "4096:1000,32768:500:2e6,131072:200"
+
+
+def settings(schedule: str = SCHEDULE, **more) -> TrainConfig:
+    return TrainConfig(model_size="tiny", length_schedule=schedule, **more)
+
+
+# ---- the stages
+
+
+def test_stages_have_their_lengths_steps_and_bases():
+    stages = settings().stages()
+    assert [(stage.first_step, stage.last_step) for stage in stages] == [
+        (0, 1000),
+        (1000, 1500),
+        (1500, 1700),
+    ]
+    assert [stage.cfg.context_length for stage in stages] == [4096, 32768, 131072]
+    # 1e6 is the model's own; the last one grows with the length from the one that is given
+    assert [stage.cfg.rope_theta for stage in stages] == [1e6, 2e6, 8e6]
+
+
+def test_without_bases_they_are_proportional_to_the_length():
+    thetas = [
+        stage.cfg.rope_theta for stage in settings("64:1,128:1,512:1", rope_theta=1e4).stages()
+    ]
+    assert thetas == [1e4, 2e4, 8e4]
+
+
+def test_rope_scaling_leaves_the_base_as_it_is():
+    scaled = dict(rope_scaling="yarn", rope_factor=16.0, rope_original_context=64)
+    stages = settings("64:1,512:1", **scaled).stages()
+    assert [stage.cfg.rope_theta for stage in stages] == [1e6, 1e6]
+    with pytest.raises(ValueError, match="reaches 1024 tokens.* give --rope_factor 32"):
+        settings("64:1,2048:1", **scaled)
+
+
+@pytest.mark.parametrize("batch", [dict(batch_size=2), dict(global_batch_size=6)])
+def test_every_step_has_the_same_tokens(batch):
+    cfg = settings(**batch)
+    tokens = {stage.cfg.rows_per_step(2) * stage.cfg.context_length for stage in cfg.stages()}
+    assert tokens == {cfg.rows_per_step(2) * cfg.context_length}
+    assert len({stage.cfg.accumulation(2) for stage in cfg.stages()}) == 1
+
+
+def test_the_longest_length_and_all_steps_are_the_runs():
+    assert (settings().context_length, settings().max_steps) == (131072, 1700)
+    # a printed command names them next to the schedule
+    assert settings(context_length=131072, max_steps=1700) == settings()
+    with pytest.raises(ValueError, match="makes it 1700: drop --max_steps"):
+        settings(max_steps=5)
+
+
+def test_without_a_schedule_the_run_is_its_only_stage():
+    cfg = TrainConfig(max_steps=7)
+    assert [(stage.first_step, stage.last_step, stage.cfg) for stage in cfg.stages()] == [
+        (0, 7, cfg)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("64", "is no stage: give LENGTH:STEPS"),
+        ("64:1,", "is no stage"),
+        ("64:1,32:1", "32 comes after 64: give lengths that rise"),
+        ("64:1,64:1", "give lengths that rise"),
+        ("64:1,96:1", "64 does not divide 96"),
+        ("64:0", "at least 2 tokens and 1 step"),
+        ("64:1:1", "give a number above 1"),
+        ("64:1:1e+e", "give a number above 1"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        lengths.parse(text)
+
+
+# ---- the order
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """300 documents of 3 to 200 tokens."""
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, runs.VOCAB, size) for size in draw.integers(3, 200, 300)]
+    folder = tmp_path_factory.mktemp("lengths") / "data"
+    made = write_dataset(documents, folder, vocab_size=runs.VOCAB, eod_id=0, val_fraction=0.1)
+    return Corpus("data", made, Fraction(1))
+
+
+@pytest.fixture
+def staged(corpus) -> Staged:
+    """5 steps of 8 rows of 16, 3 of 4 of 32, then 2 of 64."""
+    steps = {0: (16, 8), 5: (32, 4), 8: (64, 2)}
+    return Staged(
+        [Stage(first, order([corpus], tokens, rows)) for first, (tokens, rows) in steps.items()]
+    )
+
+
+def test_each_stage_reads_from_the_beginning_of_its_own_order(staged, corpus):
+    for step, (tokens, rows, own) in {
+        0: (16, 8, 0),
+        4: (16, 8, 4),
+        5: (32, 4, 0),
+        7: (32, 4, 2),
+        8: (64, 2, 0),
+        9: (64, 2, 1),
+    }.items():
+        alone = Loader(corpus.dataset, tokens, rows)
+        np.testing.assert_array_equal(staged.batch(step).tokens, alone.batch(own).tokens)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_order_is_the_same_for_every_number_of_ranks(staged, world_size):
+    for step in (4, 5, 8):
+        shares = [staged.batch(step, rank, world_size).tokens for rank in range(world_size)]
+        np.testing.assert_array_equal(np.concatenate(shares), staged.batch(step).tokens)
+
+
+def test_a_position_names_one_row_of_the_run(staged):
+    assert list(staged.positions(4))[0] == 32
+    assert list(staged.positions(5)) == [APART, APART + 1, APART + 2, APART + 3]
+    assert staged.state(5) == {"seed": 0, "epoch": 0, "position": 0, "stage": 1}
+    assert staged.state(9)["stage"] == 2 and staged.state(9)["position"] == 2
+
+
+def test_skipped_rows_are_those_of_their_stage(staged):
+    skip = ((3, 5), (APART + 1, APART + 2))
+    skipping = staged.without(skip)
+    assert list(skipping.positions(0)) == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert list(skipping.positions(5)) == [APART, APART + 2, APART + 3, APART + 4]
+    assert list(skipping.positions(8)) == list(staged.positions(8))
+    assert skipping.state(6)["skip"] == [list(span) for span in skip]
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 6, 8, 9])
+def test_a_resume_finds_the_position_without_the_data(staged, step, tmp_path):
+    skip = ((3, 5), (APART + 1, APART + 2))
+    cfg = settings("16:5,32:3,64:2", skip_rows=("3:5", f"{APART + 1}:{APART + 2}"))
+    found = dict(tokens=0, config={}, model_config={}, files={}, rows_per_step=2)
+    checkpoint = Checkpoint(tmp_path, step, data={"skip": skip}, **found)
+    expected = staged.first_position(step, skip)
+    assert resume._first_untrained(checkpoint, cfg, skip) == expected
+
+
+def test_tokens_of_corpora_are_counted_over_all_stages(corpus):
+    halves = [Corpus(name, corpus.dataset, Fraction(1, 2)) for name in ("a", "b")]
+    stages = [Stage(0, order(halves, 16, 8)), Stage(5, order(halves, 32, 4))]
+    assert Staged(stages).tokens_seen(7) == {"a": 7 * 64, "b": 7 * 64}
+
+
+def test_a_stage_that_no_document_needs_is_refused(corpus):
+    documents = corpus.dataset.split("train").lengths
+    require_longer_documents(documents, 128, 256)
+    with pytest.raises(ValueError, match="which the stage of 256 already holds"):
+        require_longer_documents(documents, 256, 512)
+
+
+# ---- a run
+
+
+def run(corpus, out, *more: str):
+    flags = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25", *more]
+    train.main(runs.last_given(runs.arguments(corpus.dataset.path, out, *flags)))
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    run(corpus, out, "--save_every", "1", "--keep_last", "9", "--eval_every", "2")
+    return out
+
+
+def manifest(out, step: int) -> dict:
+    return json.loads((out / f"step-{step:08d}" / "manifest.json").read_text())
+
+
+def test_a_run_changes_length_and_base_at_the_edges(finished):
+    found = [manifest(finished, step) for step in range(1, 7)]
+    assert [one["config"]["context_length"] for one in found] == [8, 8, 16, 16, 32, 32]
+    bases = [one["model_config"]["rope_theta"] for one in found]
+    assert bases == [1e6, 1e6, 2e6, 2e6, 4e6, 4e6]
+    assert [one["tokens"] for one in found] == [32 * step for step in range(1, 7)]
+    # at the edge, the next step is the first of the next stage
+    assert [one["data"]["stage"] for one in found] == [0, 1, 1, 2, 2, 2]
+
+
+def test_the_learning_rate_is_that_of_the_whole_run(finished):
+    rates = [record["lr"] for record in runs.steps(finished / "metrics.jsonl")]
+    assert rates[:2] == [1.5e-4, 3e-4] and rates == sorted(rates[:2]) + sorted(rates[2:])[::-1]
+
+
+def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(finished, corpus, tmp_path):
+    for step in (1, 2, 3, 4, 5):
+        out = tmp_path / f"from-{step}"
+        run(corpus, out, "--resume", str(finished / f"step-{step:08d}"))
+        assert runs.final_bits(out) == runs.final_bits(finished)
+        assert runs.losses(out) == runs.losses(finished)[step:]
+
+
+def test_a_completed_run_has_nothing_to_do(finished, corpus, capsys):
+    run(corpus, finished, "--save_every", "1", "--keep_last", "9", "--eval_every", "2")
+    assert "6 of 6 steps: nothing to do" in capsys.readouterr().out
+
+
+def test_another_schedule_is_another_run(finished, corpus, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(corpus, finished, "--length_schedule", "8:2,32:4")
+    assert stop.value.code == 2
+    assert "length_schedule: recorded 8:2,16:2,32:2, now 8:2,32:4" in capsys.readouterr().err
+
+
+# ---- what it needs
+
+
+def shape(schedule: str, **more) -> TrainConfig:
+    small = ("hidden_size=64", "num_layers=2", "ffn_size=96")
+    return settings(
+        schedule, model_overrides=small, vocab_size=512, dtype="fp32", device="cpu", **more
+    )
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_predicted_peak_of_each_stage_is_the_trackers(number):
+    stage = shape("64:1,256:1,512:1").stages()[number]
+    predicted, _ = simulate(stage.cfg, target="cpu").peak()
+    measured = measure(stage.cfg)["peak_live_bytes"]
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def test_the_stage_that_needs_most_decides():
+    cfg = shape("64:3,512:2,1024:1", attention_type="nsa", nsa=("sel_count=3", "window=32"))
+    plan = planner.plan(cfg, cfg.model(), World(), CPU, available=64.0)
+    needed = [one.needed_gib for one in plan.stages]
+    assert plan.needed_gib == max(needed) and len(needed) == 3
+    steps = [3, 2, 1]
+    seconds = [one.seconds * count for one, count in zip(plan.stages, steps, strict=True)]
+    assert plan.total_seconds == pytest.approx(sum(seconds))
+    assert [one.cfg.context_length for one in plan.stages] == [64, 512, 1024]
+
+    words = plan.table()
+    assert all(f"stage {number}" in words for number in (1, 2, 3))
+    short = planner.plan(cfg, cfg.model(), World(), CPU, available=max(needed) - 1e-3)
+    assert not short.fits
+
+
+def test_the_planner_predicts_every_stage(tmp_path, capsys):
+    out = tmp_path / "stages.json"
+    words = "--model_size tiny --length_schedule 64:1,128:1 --device cpu --dtype fp32 --json"
+    assert profile_memory.main([*words.split(), str(out)]) == 0
+    assert len(json.loads(out.read_text())) == 2
+    assert "stage 2: context 128, theta 2e+06" in capsys.readouterr().out

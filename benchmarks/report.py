@@ -26,6 +26,7 @@ SHOWN = (
     "attention",
     "step",
     "loss",
+    "decode",
     "profile",
     "exact",
     "memory",
@@ -49,7 +50,7 @@ python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.r
 | a step of the 4B at 131,072 tokens: time, MFU, planned and measured memory | step |
 | the loss over 151,936 words next to its peers | loss |
 | where the time goes, kernel by kernel, and whether the host is waited for | profile |
-| decoding next to FlashAttention | attention |
+| attention of one token next to FlashAttention; tokens per second of the 4B | attention, decode |
 | planned against measured memory by stage, workspaces, the allocator's segments | memory |
 
 """

@@ -22,6 +22,7 @@ from benchmarks.gpu import (
     attention,
     children,
     command,
+    decoding,
     exact,
     kernels,
     loss,
@@ -90,6 +91,7 @@ def test_without_a_gpu_every_part_runs_at_toy_sizes_and_says_so(toy):
         "attention",
         "step",
         "loss",
+        "decode",
         "profile",
         "memory",
         "stages",
@@ -141,6 +143,17 @@ def test_the_smoke_test_runs_kernels_alone_and_a_step_of_each_kind(toy):
         results[name].startswith("ran, ") for name in alone
     )
     assert sum("losses" in result for result in results.values()) == 2
+
+
+def test_decoding_with_a_whole_model_times_the_prompt_and_each_token(run, monkeypatch):
+    monkeypatch.setattr(decoding, "WARM", 2)
+    monkeypatch.setattr(decoding, "TIMED", 3)
+    for job in decoding.jobs(TOY):
+        job.run(run)
+    rows = run.data["tables"]["decode"]["rows"]
+    assert [row["attention"] for row in rows] == ["nsa", "standard"]
+    assert all(row["prompt, s"] > 0 and row["steps"] == "one by one" for row in rows)
+    assert all(row["token, ms"] * row["tokens/s"] == pytest.approx(1e3) for row in rows)
 
 
 @pytest.mark.slow
@@ -837,6 +850,7 @@ def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100)
         "workspaces",
         "allocator",
         "profile, attention",
+        "decode, 4B, nsa, after 131,072 tokens",
         "smoke, kernel, fold_kernel",
     ):
         assert words in names, words

@@ -1,7 +1,7 @@
 """Measures every speed and memory claim of longhaul on one GPU, next to its peers, in one run of
 ten minutes: `python -m benchmarks.gpu --out FOLDER`.
 
-Parts: machine, smoke, attention, step, loss, profile, exact, memory. The most important
+Parts: machine, smoke, attention, step, loss, decode, profile, exact, memory. The most important
 measurements of all parts come first; those for which no time is left are listed as skipped. Each
 job has a process of its own, which is killed after twice its estimated time: a kernel that reads
 out of bounds or never ends costs one job. A job that crashes runs again with
@@ -37,6 +37,7 @@ from benchmarks import record
 from benchmarks.gpu import (
     BEGAN,
     attention,
+    decoding,
     exact,
     loss,
     machine,
@@ -60,6 +61,7 @@ PARTS: dict[str, ModuleType] = dict(
     attention=attention,
     step=step,
     loss=loss,
+    decode=decoding,
     profile=profiles,
     exact=exact,
     memory=memory,

@@ -6,6 +6,7 @@ smoke.py      each Triton kernel once, each in its own process, and a step of on
 attention.py  dense and sparse attention against their peers: forward, training, decoding
 step.py       whole training steps, and transformers' beside them
 loss.py       the vocabulary loss against its peers
+decoding.py   tokens per second after a long prompt, with CUDA graphs and without
 profiles.py   kernel by kernel, where the time goes
 exact.py      the tests marked gpu, and the Triton tile bodies
 memory.py     predicted against measured: stages, workspaces, the allocator's replay

@@ -345,6 +345,6 @@ def tokenizer_file(folder: Path) -> Path:
         return path
     save = f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"
     raise ValueError(
-        f"tokenizer {folder} has no {TOKENIZER}, so it has no fast tokenizer: write one with "
+        f"tokenizer {folder} has no {TOKENIZER}, so it has no fast tokenizer: make one with "
         f'`python -c "{save}.save_pretrained({str(folder)!r})"`, or give another folder'
     )

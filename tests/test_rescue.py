@@ -141,11 +141,14 @@ def test_a_main_thread_that_other_ranks_need_is_let_through(rescue, monkeypatch)
             time.sleep(0.1)
         ended.set()
 
+    saves = []
     monkeypatch.setattr(rescue, "_exchange", exchange)
+    monkeypatch.setattr(rescue, "_save", lambda: saves.append(rescue.state.step))
     rescue.allowed = 0
     ended = threading.Event()
     threading.Thread(target=pass_through, daemon=True).start()
     assert ended.wait(2)
+    assert not saves
 
 
 def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):

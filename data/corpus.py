@@ -79,7 +79,7 @@ def prepare_embedded(
         with locked(cache):
             # a second process waits for the lock, and finds the work done
             if not (output / MANIFEST).exists():
-                _clear_leftovers(cache)
+                _clear_leftovers(cache, output)
                 build_embedded(
                     files,
                     output,
@@ -112,6 +112,7 @@ def build_embedded(
         lambda: join(texts),
         output,
         sources=lambda: sources,
+        key=_key(files, (documents,)),
         val_fraction=val_fraction,
         **settings,
     )
@@ -123,10 +124,13 @@ def default_cache() -> Path:
     return Path(folder) if folder else Path.home() / ".cache" / "longhaul"
 
 
-def _clear_leftovers(cache: Path) -> None:
-    """Remove what killed preparations left; the caller holds the lock on the cache."""
+def _clear_leftovers(cache: Path, output: Path) -> None:
+    """Remove what killed preparations left, except that of `output`, which will be continued; the
+    caller holds the lock on the cache.
+    """
     for folder in cache.glob(".tmp-embedded-*"):
-        shutil.rmtree(folder)
+        if folder.name != f".tmp-{output.name}":
+            shutil.rmtree(folder)
 
 
 def _key(files: list[SourceFile], settings: tuple) -> str:

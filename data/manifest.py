@@ -305,7 +305,7 @@ def _parse(folder: Path, content: dict) -> Manifest:
         folder=folder,
         vocab_size=content["vocab_size"],
         eod_id=content["eod_id"],
-        shards=tuple(_parse_shard(folder, record, dtype) for record in content["shards"]),
+        shards=tuple(parse_shard(folder, record, dtype) for record in content["shards"]),
         splits={name: _parse_split(record) for name, record in content["splits"].items()},
         validation=_parse_file(folder, content["validation"]),
         tokenizer=_parse_file(folder, tokenizer) if tokenizer else None,
@@ -316,7 +316,8 @@ def _parse(folder: Path, content: dict) -> Manifest:
     )
 
 
-def _parse_shard(folder: Path, record: dict, dtype: np.dtype) -> Shard:
+def parse_shard(folder: Path, record: dict, dtype: np.dtype) -> Shard:
+    """A shard of `folder` as `Shard.record` describes it."""
     tokens = record["tokens"]
     documents = record["documents"]
     ids = StoredFile(_inside(folder, record["bin"]), tokens * dtype.itemsize, record["bin_sha256"])

@@ -4,7 +4,11 @@
     scan            documents -> a sample of their text, and the number of characters
     train           the sample -> a tokenizer, unless one is given       data/tokenizer.py
     encode          documents -> token ids, on several processes, in order
-    write_dataset   token ids -> shards and a manifest                   data/writer.py
+    Writer          token ids -> shards and a manifest                   data/writer.py
+
+Every SAVE_SECONDS the ids so far are forced to the disk, with the number of documents that they are
+of (`State`). The same command after kill -9 reads these documents again, without encoding them, and
+goes on with the next one.
 
 Training then reads the folder (data/dataset.py), packs pieces of documents into rows
 (data/packing.py), and takes the rows in an order that is computed from the seed (data/order.py,
@@ -19,12 +23,15 @@ multiprocessing: they never import the caller's main module (and torch with it),
 script or prompt, and end when their parent does, because their input closes.
 """
 
+import hashlib
 import heapq
+import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,18 +40,26 @@ from queue import SimpleQueue
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+import sentencepiece
 
 from data.dataset import Dataset
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
+from data.manifest import MANIFEST, token_dtype
 from data.order import mix
 from data.progress import shown
 from data.sources import Document
-from data.tokenizer import train
-from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
+from data.tokenizer import SENTENCEPIECE, train
+from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, require_new
+from files import durable
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
 BATCH_BYTES = 1 << 20
+SAVE_SECONDS = 2.0  # a killed preparation loses so much time, and a save takes about 20 ms
+SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
+SPACE_MARGIN = 1.05
+STATE = "state.json"
+STATE_VERSION = 1
 TINY_CHARS = 64  # a document with fewer has no context to speak of
 
 
@@ -59,6 +74,7 @@ def build_dataset(
     workers: int = 2,
     val_fraction: float = 0.01,
     sources: Callable[[], Iterable[dict]] = list,
+    key: object = None,
     report: Callable[[str], object] = print,
 ) -> Dataset:
     """Encode what `documents()` yields into a new dataset folder.
@@ -69,47 +85,170 @@ def build_dataset(
     `documents` is called twice and must yield the same both times; `sources`, which says for the
     manifest where they are from, is called in between. With `tokenizer` that model is used,
     otherwise one of `vocab_size` is trained. An only document is cut in two, so that its end can be
-    the validation split, which `report` is told. Raises ValueError before anything is written if
-    the output is taken or a document is bad.
+    the validation split, which `report` is told.
+
+    key: what identifies the documents, for JSON. A preparation that was killed continues when it is
+    called with the same key and settings, and ends with the same bytes; without a key it begins
+    anew.
+
+    Raises ValueError before anything is written if the output is taken, a document is bad or the
+    disk is too small.
     """
     if workers < 1:
         raise ValueError(f"workers is {workers}: give 1 or more")
     require_fraction(val_fraction)
     require_new(Path(output))
 
-    with tempfile.TemporaryDirectory() as folder:
-        found = scan(documents())
-        for line in found.notes():
-            report(line)
-        if tokenizer is None:
-            path = Path(folder, "tokenizer.model")
-            model = train(found.sample, vocab_size, path, character_coverage)
-        else:
-            model = load_tokenizer(tokenizer, eod)
-            path = copy_tokenizer(model, Path(folder))
+    given = load_tokenizer(tokenizer, eod) if tokenizer else None
+    settings = [_identity(given), vocab_size, character_coverage, val_fraction]
 
-        if found.num_chars <= BATCH_BYTES:
-            workers = 1
-        texts = documents()
-        if found.num_documents == 1 and val_fraction:
-            texts = _end_apart(texts, val_fraction, report)
-        return write_dataset(
-            encode(texts, path, workers, found.num_chars),
-            output,
-            vocab_size=model.padded_vocab_size(),
-            eod_id=model.eod_id,
-            tokenizer=path,
-            sources=sources(),
-            val_fraction=val_fraction,
-        )
+    output = Path(output)
+    with durable.building(output, keep=key is not None) as folder:
+        state = State.open(folder, [key, settings])
+        if state.scanned is None:
+            found = scan(documents())
+            for line in found.notes():
+                report(line)
+            if given is None:
+                path = state.working / SENTENCEPIECE
+                model = train(found.sample, vocab_size, path, character_coverage)
+            else:
+                model = load_tokenizer(copy_tokenizer(given, state.working))
+            state.save_scan(found, model)
+        if not (folder / MANIFEST).exists():
+            _fill(state, documents, sources, workers, val_fraction, report)
+        durable.remove(state.working)
+        require_new(output)  # again: somebody may have put a folder there meanwhile
+    return Dataset(output)
+
+
+def _identity(tokenizer: AnyTokenizer | None) -> list[str]:
+    """What changes if the tokenizer does, given or to be trained."""
+    if tokenizer is None:
+        return [sentencepiece.__version__]
+    files = tokenizer.files(tokenizer.padded_vocab_size())
+    return [hashlib.sha256(content).hexdigest() for content in files.values()]
 
 
 def copy_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> Path:
     """Copy a tokenizer into a folder; its file there."""
     files = tokenizer.files(tokenizer.padded_vocab_size())
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        durable.write_bytes(folder / name, content)
     return folder / next(iter(files))
+
+
+def _fill(
+    state: "State",
+    documents: Callable[[], Iterable[Document]],
+    sources: Callable[[], Iterable[dict]],
+    workers: int,
+    val_fraction: float,
+    report: Callable[[str], object],
+) -> None:
+    """Write the dataset into the folder, or what is missing of it."""
+    writer = state.writer()
+    position = state.position
+    durable.require_free(state.folder, state.scanned["bytes"] - _size_of(state.folder))
+
+    texts = iter(documents())
+    if state.scanned["documents"] == 1 and val_fraction:
+        texts = _end_apart(texts, val_fraction, report)
+    num_chars = state.scanned["characters"]
+    if position:
+        report(f"continuing after {position:,} documents, {sum(writer.lengths):,} tokens")
+        done = shown(itertools.islice(texts, position), "reading what is done", num_chars)
+        num_chars -= sum(len(document.text) for document in done)
+    if num_chars <= BATCH_BYTES:
+        workers = 1
+
+    saved = time.monotonic()
+    for document in encode(texts, state.tokenizer, workers, num_chars):
+        writer.add(document)
+        position += 1
+        if time.monotonic() - saved >= SAVE_SECONDS:
+            state.save_written(position, writer.save())
+            saved = time.monotonic()
+    writer.finish(state.tokenizer, sources(), val_fraction)
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("shard-*"))
+
+
+# ---- what is done, on disk
+
+
+class State:
+    """How far a preparation is: a JSON file in the `working` folder of the unfinished dataset.
+
+    `scanned` is what the first reading found, None before; `position` is the number of documents
+    whose ids are safely on the disk.
+    """
+
+    def __init__(self, folder: Path, content: dict):
+        self.folder = folder
+        self.working = folder / WORKING
+        self._content = content
+
+    @classmethod
+    def open(cls, folder: Path, key: object) -> "State":
+        """The state in `folder`, or a new one if it has none, or that of another command."""
+        digest = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
+        file = folder / WORKING / STATE
+        if file.is_file():
+            content = json.loads(file.read_text())
+            if content["key"] == digest:
+                return cls(folder, content)
+        durable.clear(folder)
+        durable.make_folder(folder / WORKING)
+        return cls(folder, {"key": digest, "scan": None, "position": 0, "writer": None})
+
+    @property
+    def scanned(self) -> dict | None:
+        """Characters and documents of the input, and the bytes that its ids will take, about."""
+        return self._content["scan"]
+
+    @property
+    def position(self) -> int:
+        """How many documents are done."""
+        return self._content["position"]
+
+    @property
+    def tokenizer(self) -> Path:
+        """The file of the tokenizer."""
+        return self.working / self._content["scan"]["tokenizer"]
+
+    def writer(self) -> Writer:
+        """The writer, at `position`."""
+        model = load_tokenizer(self.tokenizer)
+        vocab_size = model.padded_vocab_size()
+        if self._content["writer"] is None:
+            return Writer(self.folder, vocab_size, model.eod_id)
+        return Writer.restore(self.folder, vocab_size, model.eod_id, self._content["writer"])
+
+    def save_scan(self, found: "Scan", model: AnyTokenizer) -> None:
+        """Record that the first reading is done, and the tokenizer in `working`."""
+        self._content["scan"] = {
+            "characters": found.num_chars,
+            "documents": found.num_documents,
+            "bytes": _bytes_needed(found, model),
+            "tokenizer": model.path.name,
+        }
+        durable.write_json(self.working / STATE, self._content)
+
+    def save_written(self, position: int, writer: dict) -> None:
+        """Record that `position` documents are on the disk."""
+        self._content |= {"position": position, "writer": writer}
+        durable.write_json(self.working / STATE, self._content)
+
+
+def _bytes_needed(found: "Scan", model: AnyTokenizer) -> int:
+    """About how large the shards will be, from the ids of a part of the sample."""
+    text = "".join(found.sample)[:SPACE_CHARS]
+    tokens = len(model.encode(text)) / len(text) * found.num_chars
+    width = np.dtype(token_dtype(model.padded_vocab_size())).itemsize
+    return round(SPACE_MARGIN * tokens * width) + 32 * found.num_documents
 
 
 # ---- scanning
@@ -359,7 +498,8 @@ class Worker:
             parts = None
         if parts is None:
             raise ChildProcessError(
-                "an encoding process ended early, most likely for lack of memory: use --workers 1"
+                "an encoding process ended early, most likely for lack of memory: run the same "
+                "command again, which continues, with --workers 1"
             )
         return [np.frombuffer(part, dtype="<u4") for part in parts]
 
@@ -397,7 +537,10 @@ def _serve(tokenizer: str) -> None:
     model = load_tokenizer(tokenizer)
     while (texts := _receive(sys.stdin.buffer)) is not None:
         encoded = [model.encode(text.decode()) for text in texts]
-        _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
+        try:
+            _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
+        except BrokenPipeError:  # the parent was killed
+            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -56,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, EXIT_STORAGE)
     except OSError as error:
         return _fail(
-            f"cannot read or write: {error}: check the free space and the permissions", EXIT_STORAGE
+            f"cannot read or write: {error}: check the free space and the permissions, then run "
+            "the same command again, which continues",
+            EXIT_STORAGE,
         )
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", EXIT_INTERRUPTED)
+        return _fail("interrupted: run the same command again to continue", EXIT_INTERRUPTED)
 
 
 def _fail(message: object, code: int) -> int:
@@ -117,7 +119,11 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     join = functools.partial(by_directory, limit=limit) if is_joined else iter
     try:
         dataset = build_dataset(
-            lambda: join(files.documents()), options.output, sources=files.describe, **settings
+            lambda: join(files.documents()),
+            options.output,
+            sources=files.describe,
+            key=[files.stamp(), options.documents, options.on_error],
+            **settings,
         )
     finally:
         for message in skipped:

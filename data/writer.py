@@ -1,7 +1,11 @@
 """The one writer of dataset folders, for ids from any tokenizer. data/dataset.py shows the files.
 
-The folder is built next to its final place and renamed, so it appears whole or not at all. A killed
-preparation leaves a `.tmp-NAME` folder, which the next one clears and fills with the same bytes.
+The folder is built next to its final place and renamed, so it appears whole or not at all. Until
+then it is called `.tmp-NAME` and has a folder more, `working`, with what a writer needs in order to
+continue after kill -9 (data/pipeline.py saves it every few seconds):
+
+    documents.bin      uint64 [documents, 2]: tokens, and bytes of text
+    counts-00003.bin   int64 [V]: how often each id occurs in the first three shards
 """
 
 import hashlib
@@ -17,9 +21,11 @@ from data import hugging_face
 from data.dataset import Dataset, ShardReader
 from data.manifest import (
     MANIFEST,
+    IntegrityError,
     Shard,
     SplitSummary,
     StoredFile,
+    parse_shard,
     token_dtype,
     write_manifest,
 )
@@ -30,6 +36,8 @@ from files import durable
 SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # ids are counted this many at a time
 VALIDATION_FILE = "val.idx"
+WORKING = "working"
+JOURNAL = "documents.bin"
 
 
 class TokenizedDocument(NamedTuple):
@@ -68,24 +76,13 @@ def write_dataset(
     require_new(output)
 
     with durable.building(output) as folder:
-        writer = _Writer(folder, vocab_size, eod_id, shard_tokens)
+        writer = Writer(folder, vocab_size, eod_id, shard_tokens)
         for document in documents:
             if not isinstance(document, TokenizedDocument):
                 document = TokenizedDocument(document)
             writer.add(document)
-
-        shards = writer.close()
-        chosen = choose_validation(np.array(writer.lengths), val_fraction)
-        write_manifest(
-            folder,
-            vocab_size=vocab_size,
-            eod_id=eod_id,
-            shards=shards,
-            splits=writer.summaries(chosen),
-            validation=_store(folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
-            tokenizer=_store_tokenizer(folder, tokenizer),
-            sources=sources,
-        )
+        writer.finish(tokenizer, sources, val_fraction)
+        durable.remove(writer.working)
         require_new(output)  # again: somebody may have put a folder there meanwhile
     return Dataset(output)
 
@@ -174,10 +171,16 @@ def unigram_entropy(counts: np.ndarray) -> float:
 # ---- shards
 
 
-class _Writer:
-    """Fills shards in the order of the documents, hashing and counting the ids on the way."""
+class Writer:
+    """Fills shards in the order of the documents, hashing and counting the ids on the way.
 
-    def __init__(self, folder: Path, vocab_size: int, eod_id: int, shard_tokens: int):
+    `save` forces them to the disk, and `restore` continues from there, in another process too. What
+    is written depends only on the documents, not on when it was saved.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, eod_id: int, shard_tokens: int = SHARD_TOKENS
+    ):
         self.folder = folder
         self.vocab_size = vocab_size
         self.eod_id = eod_id
@@ -189,6 +192,74 @@ class _Writer:
         self.counts = _Counts(vocab_size)
         self.shards: list[Shard] = []
         self._open_shard: _OpenShard | None = None
+        self._num_saved = 0
+
+        self.working = folder / WORKING
+        durable.make_folder(self.working)
+
+    @classmethod
+    def restore(
+        cls,
+        folder: Path,
+        vocab_size: int,
+        eod_id: int,
+        saved: dict,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> "Writer":
+        """The writer as it was when `save` returned `saved`; what came later is cut off.
+
+        Raises IntegrityError if the files are shorter than they were.
+        """
+        writer = cls(folder, vocab_size, eod_id, shard_tokens)
+        writer._num_saved = saved["documents"]
+        _cut(writer.working / JOURNAL, 16 * writer._num_saved)
+        journal = np.fromfile(writer.working / JOURNAL, dtype="<i8").reshape(-1, 2)
+        writer.lengths = array("q", journal[:, 0].tobytes())
+        writer.source_bytes = array("q", journal[:, 1].tobytes())
+
+        writer.shards = [parse_shard(folder, record, writer.dtype) for record in saved["shards"]]
+        if writer.shards:
+            writer.counts = _Counts(vocab_size, np.fromfile(writer._counts_file(), dtype="<i8"))
+        in_shards = sum(shard.documents for shard in writer.shards)
+        lengths = journal[in_shards:, 0]
+        if len(lengths):
+            path = writer._next_shard()
+            writer._open_shard = _OpenShard.restore(path, lengths, writer.dtype, writer.counts)
+        return writer
+
+    def save(self) -> dict:
+        """Force everything that was added to the disk; returns what `restore` takes, for JSON."""
+        if self._open_shard is not None:
+            self._open_shard.flush()
+        new = [self.lengths[self._num_saved :], self.source_bytes[self._num_saved :]]
+        with open(self.working / JOURNAL, "ab") as file:
+            file.write(np.array(new, dtype="<i8").T.tobytes())
+        durable.fsync(self.working / JOURNAL)
+        self._num_saved = len(self.lengths)
+        return {
+            "documents": self._num_saved,
+            "shards": [shard.record() for shard in self.shards],
+        }
+
+    def finish(
+        self, tokenizer: Path | str | None, sources: Iterable[dict], val_fraction: float
+    ) -> None:
+        """Write what is missing, the manifest last; `working` is not needed any more.
+
+        Raises ValueError if there is no text.
+        """
+        shards = self.close()
+        chosen = choose_validation(np.array(self.lengths), val_fraction)
+        write_manifest(
+            self.folder,
+            vocab_size=self.vocab_size,
+            eod_id=self.eod_id,
+            shards=shards,
+            splits=self.summaries(chosen),
+            validation=_store(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
+            tokenizer=_store_tokenizer(self.folder, tokenizer),
+            sources=sources,
+        )
 
     def add(self, document: TokenizedDocument) -> None:
         """Append a document. ValueError for an id that is not an integer in [0, vocab_size)."""
@@ -210,7 +281,7 @@ class _Writer:
                 "there is no text in the input (every document is empty): "
                 "give --input with text in it"
             )
-        self.shards.append(self._open_shard.close())
+        self._close_shard()
         return self.shards
 
     def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
@@ -248,12 +319,22 @@ class _Writer:
         """The open shard, or a new one if this many tokens would make it too large."""
         shard = self._open_shard
         if shard is not None and shard.tokens + tokens > self.shard_tokens:
-            self.shards.append(shard.close())
-            shard = None
-        if shard is None:
-            shard = _OpenShard(self.folder / f"shard-{len(self.shards):05d}.bin")
-            self._open_shard = shard
-        return shard
+            self._close_shard()
+        if self._open_shard is None:
+            self._open_shard = _OpenShard(self._next_shard())
+        return self._open_shard
+
+    def _close_shard(self) -> None:
+        self.shards.append(self._open_shard.close())
+        self._open_shard = None
+        durable.write_bytes(self._counts_file(), self.counts.total().tobytes())
+
+    def _next_shard(self) -> Path:
+        return self.folder / f"shard-{len(self.shards):05d}.bin"
+
+    def _counts_file(self) -> Path:
+        """The counts of the ids in the shards that are closed."""
+        return self.working / f"counts-{len(self.shards):05d}.bin"
 
     def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
         return SplitSummary(
@@ -275,13 +356,36 @@ class _Writer:
 class _OpenShard:
     """A shard that is being written."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, mode: str = "wb"):
         self.path = path
         self.tokens = 0
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`, not by a block)
+        self._file = open(path, mode)  # noqa: SIM115 (closed by `close`, not by a block)
         self._ends = array("Q")
         self._max_id = 0
         self._digest = hashlib.sha256()
+
+    @classmethod
+    def restore(
+        cls, path: Path, lengths: np.ndarray, dtype: np.dtype, counts: "_Counts"
+    ) -> "_OpenShard":
+        """The shard when it held documents of these lengths; its ids are added to the counts."""
+        _cut(path, int(lengths.sum()) * dtype.itemsize)
+        ids = np.memmap(path, dtype=dtype, mode="r")
+        shard = cls(path, mode="ab")
+        shard._ends = array("Q", np.cumsum(lengths).astype("<u8").tobytes())
+        shard.tokens = len(ids)
+        for start in range(0, len(ids), COUNT_TOKENS):
+            part = ids[start : start + COUNT_TOKENS]
+            shard._digest.update(part)
+            shard._max_id = max(shard._max_id, int(part.max()))
+            counts.add(part)
+        counts.total()
+        return shard
+
+    def flush(self) -> None:
+        """Force what was appended to the disk."""
+        self._file.flush()
+        durable.fsync(self.path)
 
     def append(self, tokens: np.ndarray) -> None:
         """Append the ids of a document."""
@@ -303,8 +407,8 @@ class _OpenShard:
 class _Counts:
     """How often each id occurs; many documents are counted at once, which is faster."""
 
-    def __init__(self, vocab_size: int):
-        self._counts = np.zeros(vocab_size, dtype=np.int64)
+    def __init__(self, vocab_size: int, counts: np.ndarray | None = None):
+        self._counts = np.zeros(vocab_size, dtype=np.int64) if counts is None else counts
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
 
@@ -328,6 +432,16 @@ class _Counts:
 
 
 # ---- the other files
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cut a file off after `size` bytes. Raises IntegrityError if it is shorter."""
+    if not path.is_file() or path.stat().st_size < size:
+        raise IntegrityError(
+            f"{path} of an unfinished preparation is damaged and was removed: run the same command "
+            "again, which begins anew"
+        )
+    os.truncate(path, size)
 
 
 def _store(path: Path, content: bytes) -> StoredFile:

@@ -214,11 +214,12 @@ def locked(folder: Path, wait: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def building(output: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder next to `output`; on success flush it and rename it.
+def building(output: Path, keep: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder next to `output`; on success flush it and rename it.
 
-    A killed process leaves the temporary folder, which the next one clears. Raises ValueError if
-    another process is building `output`.
+    A killed process leaves the temporary folder, which the next one clears. With `keep` the next
+    one finds what is in it, also after any error but ValueError, which removes everything. Raises
+    ValueError if another process is building `output`.
     """
     output = output.absolute()
     folder = output.parent / f".tmp-{output.name}"
@@ -227,19 +228,37 @@ def building(output: Path) -> Iterator[Path]:
             f"{folder} is a link, and the folder that it points to would be cleared: "
             "remove the link, or choose another --output"
         )
+    new_parents = [parent for parent in output.parents if not parent.exists()]
     make_folder(folder)
 
     with locked(folder, wait=False):
-        for leftover in folder.iterdir():
-            remove(leftover)
+        if not keep:
+            clear(folder)
         try:
             yield folder
             fsync(folder)
             rename(folder, output)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+        except BaseException as error:
+            if not keep or isinstance(error, ValueError):
+                shutil.rmtree(folder, ignore_errors=True)
+                _remove_empty(new_parents)
             raise
     fsync(output.parent)
+
+
+def clear(folder: Path) -> None:
+    """Delete everything in a folder."""
+    for leftover in folder.iterdir():
+        remove(leftover)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """Delete folders, from the inside out, up to the first that is not empty."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 # ---- free space
@@ -250,6 +269,16 @@ def free_bytes(folder: Path) -> int:
     candidates = [folder, *folder.absolute().parents]
     existing = next(path for path in candidates if path.is_dir())
     return shutil.disk_usage(existing).free
+
+
+def require_free(folder: Path, needed: int) -> None:
+    """ValueError unless the disk of `folder` has `needed` bytes free."""
+    free = free_bytes(folder)
+    if free < needed:
+        raise ValueError(
+            f"--output {folder} needs about {needed:,} bytes, and {free:,} are free: free space, "
+            "or choose another --output"
+        )
 
 
 def require_space(folder: Path, checkpoint: int, keep: int) -> None:

@@ -1,0 +1,301 @@
+"""A preparation that is killed anywhere continues, and ends with the bytes of an undisturbed
+one.
+"""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import pipeline
+from data.dataset import open_dataset
+from data.manifest import IntegrityError
+from data.pipeline import build_dataset
+from data.prepare import main
+from data.sources import Document
+from data.tokenizer import train
+from data.writer import Writer, write_dataset
+from files import durable
+
+ROOT = Path(__file__).parent.parent
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "the",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "sing",
+]
+
+
+def text_of(seed: int, words: int = 300) -> str:
+    return " ".join(np.random.default_rng(seed).choice(WORDS, words)) + "\n"
+
+
+DOCUMENTS = [Document(str(n), text_of(n) if n % 5 else "") for n in range(30)]
+
+
+class Killed(BaseException):
+    """What the process would not have lived to see."""
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+# ---- the writer
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_writer_continues_where_it_was_saved_and_writes_the_same_bytes(tmp_path, seed):
+    """Shards of 200 tokens; after each save some more are written, and lost."""
+    draw = random.Random(seed)
+    documents = [np.full(draw.randrange(0, 60), draw.randrange(1, 90)) for _ in range(60)]
+    settings = dict(vocab_size=90, eod_id=0, shard_tokens=200)
+    write_dataset(documents, tmp_path / "whole", val_fraction=0.2, **settings)
+
+    (tmp_path / "d").mkdir()
+    writer = Writer(tmp_path / "d", 90, 0, 200)
+    position = 0
+    while position < len(documents):
+        stop = min(len(documents), position + draw.randrange(0, 12))
+        for document in documents[position:stop]:
+            writer.add(pipeline.TokenizedDocument(document))
+        saved = writer.save()
+        position = stop
+        for document in documents[stop : stop + draw.randrange(0, 20)]:
+            writer.add(pipeline.TokenizedDocument(document))
+        if writer._open_shard is not None:
+            writer._open_shard._file.flush()
+        writer = Writer.restore(tmp_path / "d", 90, 0, saved, 200)
+    writer.finish(None, [], 0.2)
+    durable.remove(writer.working)
+    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+    assert len(list((tmp_path / "d").glob("*.bin"))) > 3
+    open_dataset(tmp_path / "d", verify=True)
+
+
+def test_a_file_that_is_shorter_than_it_was_saved_is_refused(tmp_path):
+    writer = Writer(tmp_path, 9, 0)
+    writer.add(pipeline.TokenizedDocument(np.array([1, 2])))
+    saved = writer.save()
+    (tmp_path / "shard-00000.bin").write_bytes(b"")
+    with pytest.raises(IntegrityError, match="run the same command again, which begins anew"):
+        Writer.restore(tmp_path, 9, 0, saved)
+
+
+# ---- a preparation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model(tmp_path_factory):
+    """The tokenizer of most preparations."""
+    path = tmp_path_factory.mktemp("model") / "tokenizer.model"
+    train([text_of(n) for n in range(9)], 300, path)
+    SETTINGS["tokenizer"] = path
+
+
+SETTINGS = dict(val_fraction=0.2, key="documents", workers=1)
+
+
+def prepare(output: Path, documents=DOCUMENTS, stop: int | None = None, **settings):
+    """Prepare in this process; `stop` documents are read, of both readings together."""
+    left = [10**9 if stop is None else stop]
+
+    def read():
+        for document in documents:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            yield document
+
+    settings = SETTINGS | settings
+    said = []
+    try:
+        build_dataset(read, output, report=said.append, **settings)
+    except Killed:
+        assert not output.exists()
+    return said
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "d"
+    prepare(output)
+    return contents_of(output)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Save after every document."""
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 29, 30, 31, 45, 59])
+def test_a_preparation_continues_after_any_document(tmp_path, whole, often, stop):
+    prepare(tmp_path / "d", stop=stop)
+    said = prepare(tmp_path / "d")
+    assert contents_of(tmp_path / "d") == whole
+    done = max(0, stop - len(DOCUMENTS))
+    continued = [line for line in said if line.startswith(f"continuing after {done} documents")]
+    assert len(continued) == bool(done)
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_what_is_done_is_not_encoded_again(tmp_path, whole, often, monkeypatch):
+    prepare(tmp_path / "d", stop=55)
+    encoded = []
+    encode = pipeline.encode
+
+    def watched(documents, *rest):
+        return encode((encoded.append(one) or one for one in documents), *rest)
+
+    monkeypatch.setattr(pipeline, "encode", watched)
+    prepare(tmp_path / "d")
+    assert len(encoded) == 5
+    assert contents_of(tmp_path / "d") == whole
+
+
+def test_it_may_be_killed_many_times(tmp_path, whole, often):
+    prepare(tmp_path / "d", stop=31)
+    for stop in range(2, 30, 2):
+        prepare(tmp_path / "d", stop=stop)
+    prepare(tmp_path / "d")
+    assert contents_of(tmp_path / "d") == whole
+
+
+def test_an_only_document_continues_in_its_halves(tmp_path, often):
+    only = [Document("a", text_of(0, 5000))]
+    prepare(tmp_path / "whole", only)
+    prepare(tmp_path / "d", only, stop=1)
+    prepare(tmp_path / "d", only)
+    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+
+
+TRAINED = dict(tokenizer=None, vocab_size=310)
+
+
+@pytest.mark.parametrize(
+    "change", [dict(key="others"), TRAINED, dict(val_fraction=0.3), dict(key=None)]
+)
+def test_other_documents_or_settings_begin_anew(tmp_path, often, change):
+    prepare(tmp_path / "whole", **change)
+    prepare(tmp_path / "d", stop=50)
+    said = prepare(tmp_path / "d", **change)
+    assert not any("continuing" in line for line in said)
+    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+
+
+def test_a_kill_after_the_manifest_was_written_is_finished(tmp_path, whole, monkeypatch):
+    def killed(path):
+        raise Killed
+
+    monkeypatch.setattr(durable, "remove", killed)
+    prepare(tmp_path / "d")
+    monkeypatch.undo()
+    prepare(tmp_path / "d", stop=0)
+    assert contents_of(tmp_path / "d") == whole
+
+
+def test_a_second_process_on_the_same_output_is_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(text_of(0))
+    with durable.building(tmp_path / "d", keep=True) as folder:
+        (folder / "mine").write_text("mine")
+        arguments = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "d")]
+        assert main([*arguments, "--vocab_size", "300"]) == 2
+        assert "another process is writing" in capsys.readouterr().err
+        assert (folder / "mine").read_text() == "mine"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text(text_of(0, 5000))
+    monkeypatch.setattr(durable, "free_bytes", lambda folder: 1000)
+    output = tmp_path / "new" / "folder" / "d"
+    arguments = ["--input", str(tmp_path / "a.txt"), "--output", str(output)]
+    assert main([*arguments, "--vocab_size", "300"]) == 2
+    error = capsys.readouterr().err
+    assert "bytes, and 1,000 are free: free space, or choose another --output" in error
+    needed = int(error.split("needs about ")[1].split()[0].replace(",", ""))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    monkeypatch.undo()
+    assert main([*arguments, "--vocab_size", "300"]) == 0
+    assert 1 <= needed / (output / "shard-00000.bin").stat().st_size < 1.2
+
+
+def test_a_changed_file_begins_anew_and_other_workers_do_not(tmp_path, often, monkeypatch, capsys):
+    for n in range(20):
+        (tmp_path / f"{n}.txt").write_text(text_of(n, 3000))
+    output = tmp_path / "out" / "d"
+    arguments = ["--input", str(tmp_path / "*.txt"), "--output", str(output), "--vocab_size", "300"]
+
+    for change in ("nothing", "a file"):
+        monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+        monkeypatch.setattr(
+            pipeline, "_joined", lambda parts, real=pipeline._joined: stop(real(parts))
+        )
+        assert main(arguments) == 130
+        monkeypatch.undo()
+        assert "run the same command again to continue" in capsys.readouterr().err
+        if change == "a file":
+            (tmp_path / "3.txt").write_text(text_of(0))
+        assert main([*arguments, "--workers", "1"]) == 0
+        assert ("continuing after 7" in capsys.readouterr().out) == (change == "nothing")
+        shutil.rmtree(output)
+
+
+def stop(documents):
+    """Ctrl-C after seven documents."""
+    for number, document in enumerate(documents):
+        if number == 7:
+            raise KeyboardInterrupt
+        yield document
+
+
+# ---- kill -9
+
+
+@pytest.mark.slow
+def test_kill_9_at_twenty_random_moments_of_four_processes_leaves_the_same_bytes(tmp_path):
+    (tmp_path / "in").mkdir()
+    for n in range(40):
+        (tmp_path / "in" / f"{n}.txt").write_text(text_of(n, 60_000))
+    command = [sys.executable, "-m", "data.prepare", "--input", tmp_path / "in", "--workers", "4"]
+    command = [*map(str, command), "--vocab_size", "300", "--output"]
+    begin = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "whole")], cwd=ROOT, check=True, capture_output=True)
+    duration = time.monotonic() - begin
+    expected = contents_of(tmp_path / "whole")
+
+    draw = random.Random(0)
+    output = tmp_path / "d"
+    killed = 0
+    continued = 0
+    while killed < 20 or not output.exists():
+        if output.exists():
+            assert contents_of(output) == expected
+            shutil.rmtree(output)
+        process = subprocess.Popen([*command, str(output)], cwd=ROOT, stdout=subprocess.PIPE)
+        if killed < 20:
+            time.sleep(draw.random() * duration)
+            process.send_signal(signal.SIGKILL)
+        said, _ = process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        continued += b"continuing after" in said
+    assert contents_of(output) == expected
+    assert continued >= 1
+    assert not list(tmp_path.glob(".tmp-*"))

@@ -20,6 +20,8 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
     mixture.py    position -> corpus, for several corpora in fixed shares
     staged.py     step -> context length, for a run with a --length_schedule
 
+    report.py     the command `python -m data.report`: what a dataset can teach
+
 Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
 epoch, position}.
 """

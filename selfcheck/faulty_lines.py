@@ -251,6 +251,27 @@ START = (
         ("tests/test_data_hugging_face.py", "-k", "init_from"),
     ),
     Fault(
+        "prepare: a killed preparation keeps what was not saved",
+        "data/writer.py",
+        "os.truncate(path, size)",
+        "os.truncate(path, path.stat().st_size)",
+        ("tests/test_data_resume.py", "-k", "a_writer_continues"),
+    ),
+    Fault(
+        "prepare: another command continues a killed one",
+        "data/pipeline.py",
+        'if content["key"] == digest:',
+        "if digest:",
+        ("tests/test_data_resume.py", "-k", "begin_anew"),
+    ),
+    Fault(
+        "report: tokens without that much context count",
+        "data/report.py",
+        "np.maximum(lengths - context, 0)",
+        "np.maximum(lengths - context + 1, 0)",
+        ("tests/test_data_report.py", "-k", "share_of_tokens"),
+    ),
+    Fault(
         "sources: a zstd file that ends early is taken for whole",
         "data/inputs.py",
         "if self._frame is not None:",

@@ -44,6 +44,8 @@ SAME_LEVEL = LAZY | {
     ("longhaul.optim", "longhaul.optimizers"),
     ("longhaul.run", "longhaul.checkpoint"),
 }
+# optional extras of the data preparation
+OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
     "model": {"torch"},
     "nsa": {"torch", "triton"},
@@ -52,7 +54,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "flags": set(),
     "installed": set(),
     "longhaul.epilogue": set(),
-    "data": {"numpy", "sentencepiece", "tqdm", "tokenizers", "pyarrow", "zstandard", "fsspec"},
+    "data": {"numpy", "sentencepiece", "tqdm"} | OPTIONAL,
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),
     "longhaul.staging": {"torch"},

@@ -20,7 +20,7 @@ from pyarrow import parquet as pq
 import profile_memory
 import train
 import verify_chunked_loss
-from data import prepare
+from data import prepare, report
 from flags import underscored
 from scripts import convert_qwen3, evaluate, generate
 from selfcheck import equivalence, fault_matrix, fuzz, mutations
@@ -48,6 +48,7 @@ DOORS = {
     "convert": (convert_qwen3.main, ""),
     "prepare": (prepare.main, "--input {text} --output {new} --workers 1"),
     "embedded": (prepare.main, ""),
+    "report": (report.main, "{data}"),
     "fuzz": (fuzz.main, ""),
     "faults": (fault_matrix.main, ""),
     "mutations": (mutations.main, ""),
@@ -366,6 +367,11 @@ embedded --tokenizer {other_tokenizer}
 embedded --text_field body
 embedded --vocab_size 0
 embedded --max_bytes -1
+report --png {folder}/x.txt
+report --png /nonexistent/x.png
+report --png a.png --png b.png
+report {folder}
+report --pgn x
 fuzz --inputs -1
 fuzz --inputs 0
 fuzz --inputs many

@@ -1,0 +1,248 @@
+"""What a dataset can teach: `python -m data.report [DIR] [--png [FILE]]`.
+
+Without DIR, that of the embedded corpus.
+
+    documents and tokens        per split, and documents that occur more than once (same ids)
+    lengths                     documents and tokens by the length of their document
+    context                     tokens that have at least L tokens of their own document before them
+    packing                     what rows of a context length hold: padding, documents cut although
+                                they fit, and the share of causal pairs that are inside a document
+
+A line says for which context lengths this is not training at that context. Exit codes: 0 done,
+2 bad input, 3 damaged data.
+"""
+
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import flags
+from data.corpus import prepare_embedded
+from data.dataset import Dataset, Split, open_dataset
+from data.manifest import IntegrityError
+from data.packing import Plan, effective_context, pack
+
+CONTEXTS = tuple(2**power for power in range(10, 21))  # 1k to 1M
+PACKED = tuple(2**power for power in range(11, 18))  # 2k to 131k
+BAR = 40  # characters of the longest bar
+
+
+class Packing(NamedTuple):
+    """Rows of one context length."""
+
+    context: int
+    rows: int
+    padding: float  # share of the positions without a token
+    needless_cuts: int  # documents that would fit in a row and are in several
+    real_pairs: float  # causal pairs inside documents over those of whole rows
+    long_share: float  # of the tokens: in pieces of at least half the context
+    warning: str | None
+
+
+class Bucket(NamedTuple):
+    """Documents of `low` to 2 * low - 1 tokens."""
+
+    low: int
+    documents: int
+    tokens: int
+
+
+# ---- figures
+
+
+def histogram(lengths: np.ndarray) -> list[Bucket]:
+    """The documents by powers of two, without empty buckets at both ends."""
+    power = np.log2(lengths).astype(np.int64)
+    buckets = []
+    for exponent in range(int(power.min()), int(power.max()) + 1):
+        inside = lengths[power == exponent]
+        buckets.append(Bucket(2**exponent, len(inside), int(inside.sum())))
+    return buckets
+
+
+def share_with_context(lengths: np.ndarray, context: int) -> float:
+    """The share of tokens with at least `context` tokens of their own document before them."""
+    return float(np.maximum(lengths - context, 0).sum() / lengths.sum())
+
+
+def packing(lengths: np.ndarray, context: int) -> Packing:
+    """What rows of `context` tokens hold of documents of these lengths."""
+    plan = pack(lengths, context)
+    found = effective_context(lengths, context)
+    return Packing(
+        context=context,
+        rows=plan.num_rows,
+        padding=plan.padding(),
+        needless_cuts=needless_cuts(plan, lengths),
+        real_pairs=real_pairs(plan),
+        long_share=found.long_share,
+        warning=found.warning,
+    )
+
+
+def real_pairs(plan: Plan) -> float:
+    """Causal pairs inside documents over those of rows without borders:
+    sum length^2 / (rows * context^2).
+    """
+    inside = (plan.length.astype(np.float64) ** 2).sum()
+    return float(inside / (plan.num_rows * plan.context**2))
+
+
+def needless_cuts(plan: Plan, lengths: np.ndarray) -> int:
+    """Documents that are in more rows than their length needs."""
+    pieces = np.bincount(plan.document, minlength=len(lengths))
+    return int((pieces > -(-lengths // plan.context)).sum())
+
+
+def duplicates(split: Split) -> tuple[int, int]:
+    """Documents whose ids an earlier document has, and their tokens."""
+    seen = set()
+    documents = 0
+    tokens = 0
+    for number, length in enumerate(split.lengths.tolist()):
+        ids = np.ascontiguousarray(split.read(number, 0, length))
+        digest = hashlib.blake2b(ids, digest_size=16).digest()
+        if digest in seen:
+            documents += 1
+            tokens += length
+        seen.add(digest)
+    return documents, tokens
+
+
+# ---- text
+
+
+def report(dataset: Dataset) -> list[str]:
+    """All figures in lines."""
+    lines = [f"{dataset.path}: vocabulary {dataset.vocab_size:,}, {dataset.dtype.name}"]
+    for split in dataset.splits.values():
+        lines.append(_about(split))
+    lengths = dataset.split("train").lengths
+    lines += ["", *_length_lines(lengths), "", *_context_lines(lengths), ""]
+    found = [packing(lengths, context) for context in PACKED]
+    lines += _packing_lines(found)
+    warnings = [f"warning: {one.warning}" for one in found if one.warning]
+    return lines + [""] + warnings if warnings else lines
+
+
+def _about(split: Split) -> str:
+    copies, tokens = duplicates(split)
+    words = (
+        f"  {split.name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
+        f"{copies:,} documents are copies of others ({tokens / split.num_tokens:.1%} of the tokens)"
+    )
+    if split.source_bytes:
+        words += f", {split.source_bytes / split.num_tokens:.2f} bytes/token"
+    return words
+
+
+def _length_lines(lengths: np.ndarray) -> list[str]:
+    lines = ["tokens of a document   documents   share of tokens"]
+    buckets = histogram(lengths)
+    most = max(bucket.tokens for bucket in buckets)
+    for bucket in buckets:
+        share = bucket.tokens / lengths.sum()
+        bar = "#" * round(BAR * bucket.tokens / most)
+        span = f"{bucket.low:,} to {2 * bucket.low - 1:,}"
+        lines.append(f"{span:>21}   {bucket.documents:9,}   {share:6.1%}  {bar}".rstrip())
+    return lines
+
+
+def _context_lines(lengths: np.ndarray) -> list[str]:
+    lines = ["at least so many tokens of its document before it   share of tokens"]
+    for context in CONTEXTS:
+        share = share_with_context(lengths, context)
+        bar = "#" * round(BAR * share)
+        lines.append(f"{context:>49,}   {share:6.1%}  {bar}".rstrip())
+    return lines
+
+
+def _packing_lines(found: list[Packing]) -> list[str]:
+    lines = ["context        rows   padding   needless cuts   real pairs   tokens in long pieces"]
+    for one in found:
+        lines.append(
+            f"{one.context:7,}   {one.rows:9,}   {one.padding:7.2%}   {one.needless_cuts:13,}   "
+            f"{one.real_pairs:10.1%}   {one.long_share:21.1%}"
+        )
+    return lines
+
+
+# ---- picture
+
+
+def draw(dataset: Dataset, path: Path) -> None:
+    """Write a picture of the lengths and of the context that tokens have."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lengths = dataset.split("train").lengths
+    buckets = histogram(lengths)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+
+    shares = [bucket.tokens / lengths.sum() for bucket in buckets]
+    left.bar([f"{bucket.low:,}" for bucket in buckets], shares)
+    left.tick_params(axis="x", rotation=60)
+    left.set_xlabel("tokens of the document, at least")
+    left.set_ylabel("share of all tokens")
+
+    right.plot(CONTEXTS, [share_with_context(lengths, one) for one in CONTEXTS], marker="o")
+    right.plot(PACKED, [packing(lengths, one).real_pairs for one in PACKED], marker="s")
+    right.legend(["tokens with so much context", "real pairs in packed rows"])
+    right.set_xscale("log", base=2)
+    right.set_ylim(0, 1)
+    right.set_xlabel("context in tokens")
+
+    figure.suptitle(f"{dataset.path.name}: {lengths.sum():,} tokens, {len(lengths):,} documents")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# ---- the command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        if options.png:
+            _check_picture(Path(options.png))
+        dataset = open_dataset(options.data) if options.data else prepare_embedded()
+        print("\n".join(report(dataset)))
+        if options.png:
+            draw(dataset, Path(options.png))
+            print(f"picture: {options.png}")
+        return 0
+    except ValueError as error:
+        print(f"data.report: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, IntegrityError) else 2
+
+
+def _check_picture(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs the package matplotlib: run pip install matplotlib")
+    if path.suffix != ".png" or not path.absolute().parent.is_dir():
+        raise ValueError(f"--png {path} is no .png file in an existing folder: name one")
+
+
+def _parser() -> flags.RaisingParser:
+    parser = flags.RaisingParser(prog="python -m data.report", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "data", nargs="?", help="the folder of a dataset; without it, the embedded corpus"
+    )
+    parser.add_argument(
+        "--png", nargs="?", const="report.png", help="also draw a picture (default report.png)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

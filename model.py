@@ -351,14 +351,16 @@ class Platform:
     def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
         """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
 
-        On CUDA, PyTorch itself would take a kernel that holds [T, T] for fp32 and grouped heads.
-        ValueError if no other kernel takes these heads. Only fp64, which is for comparisons, has
-        no other.
+        On CUDA, PyTorch itself would take a kernel that holds [T, T] for grouped heads in fp32 or
+        under a mask. ValueError if no other kernel takes these heads. Only fp64, which is for
+        comparisons, has no other.
         """
         on_cuda = self.device(q_BHTK).type == "cuda"
-        if not on_cuda or q_BHTK.dtype == torch.float64 or self.takes_flash(q_BHTK):
-            return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
-        return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+        masked = options.get("attn_mask") is not None
+        by_flash = self.takes_flash(q_BHTK) and not masked
+        if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
+            return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
 
     def takes_flash(self, q: Tensor) -> bool:
         """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16

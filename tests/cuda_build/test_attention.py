@@ -2,6 +2,8 @@
 plan for each length where lengths vary.
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -82,6 +84,18 @@ def test_heads_that_no_linear_kernel_takes_are_refused_in_words(dtype, multiple)
         q, k = (heads(64, count, size=multiple + 2, dtype=dtype) for count in (8, 2))
         with pytest.raises(ValueError, match=f"take a multiple of {multiple}.*: choose such a"):
             sdpa(q, k, k, causal=True)
+
+
+@pytest.mark.parametrize("capability", [AMPERE, HOPPER])
+def test_grouped_heads_under_a_mask_take_the_memory_efficient_kernel(capability):
+    """FlashAttention takes no mask, and the memory-efficient kernel no grouped heads."""
+    with card(capability) as run:
+        q, k = (heads(64, count) for count in (8, 2))
+        mask_TS = torch.ones(64, 64, dtype=torch.bool, device="cuda").tril()
+        for context in (contextlib.nullcontext(), platform().lengths_vary(q)):
+            with context:
+                assert sdpa(q, k, k, causal=False, mask_TS=mask_TS).shape == q.shape
+    assert run.kernels == ["efficient"] * 2
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 300])

@@ -249,19 +249,23 @@ def _one_period(rows: tuple[int, ...]) -> np.ndarray:
 
 
 class Part(NamedTuple):
-    """A corpus, or those of its documents that have so many tokens, and its share of the rows."""
+    """A corpus, or those of its documents that have so many tokens, and its share of the rows;
+    `flag` asks for those documents.
+    """
 
     name: str
     corpus: Corpus
     share: Fraction
     lengths: range | None = None
+    flag: str = ""
 
 
 class Split(NamedTuple):
-    """Documents of at most `tokens` tokens have a share of their own."""
+    """Documents of at most `tokens` tokens have a share of their own, as `flag` asks."""
 
     tokens: int
     short_share: Fraction
+    flag: str
 
 
 def parts(corpora: Sequence[Corpus], split: Split | None = None) -> list[Part]:
@@ -275,7 +279,8 @@ def parts(corpora: Sequence[Corpus], split: Split | None = None) -> list[Part]:
             ("short", range(1, split.tokens + 1), split.short_share),
             ("long", range(split.tokens + 1, ENDLESS), 1 - split.short_share),
         ):
-            found.append(Part(f"{corpus.name} {name}", corpus, corpus.share * share, lengths))
+            part = Part(f"{corpus.name} {name}", corpus, corpus.share * share, lengths, split.flag)
+            found.append(part)
     return [part for part in found if part.share]
 
 
@@ -397,6 +402,6 @@ def _no_documents(part: Part, lengths: np.ndarray) -> str:
         tokens = f"of fewer than {part.lengths.stop:,} tokens"
     return (
         f"{part.corpus.dataset.path} has no document {tokens} (they have {lengths.min():,} to "
-        f"{lengths.max():,}): give each corpus its share by --data FOLDER:SHARE,FOLDER:SHARE, "
-        "without --long_fraction and --short_fraction"
+        f"{lengths.max():,}), which {part.flag} needs: drop {part.flag}, or give a corpus of such "
+        "documents its share by --data FOLDER:SHARE,FOLDER:SHARE"
     )

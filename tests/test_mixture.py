@@ -170,7 +170,7 @@ def test_the_summary_says_the_epochs_of_each_corpus(corpora):
 
 def test_long_documents_get_the_share_that_is_asked_for(corpora):
     code = (Corpus("code", corpora[2].dataset, Fraction(1)),)
-    rows = order(code, 64, 5, split=Split(63, Fraction(1, 4)))
+    rows = order(code, 64, 5, split=Split(63, Fraction(1, 4), "--long_fraction"))
     found = names(rows, range(1000))
     assert found.count("code long") == 750 and found.count("code short") == 250
 
@@ -182,7 +182,9 @@ def test_long_documents_get_the_share_that_is_asked_for(corpora):
 
 def test_every_document_is_in_one_part(corpora):
     dataset = corpora[2].dataset
-    halves = parts((Corpus("code", dataset, Fraction(1)),), Split(63, Fraction(1, 4)))
+    halves = parts(
+        (Corpus("code", dataset, Fraction(1)),), Split(63, Fraction(1, 4), "--long_fraction")
+    )
     loaders = [Loader(dataset, 64, 1, lengths=part.lengths) for part in halves]
     found = [loader.split.num_tokens for loader in loaders]
     assert sum(found) == dataset.split("train").num_tokens and min(found) > 0
@@ -190,8 +192,10 @@ def test_every_document_is_in_one_part(corpora):
 
 
 def test_a_corpus_without_long_documents_is_named(corpora):
-    with pytest.raises(ValueError, match="web has no document of 64 tokens or more .* 20 to 20"):
-        order(corpora, 64, 5, split=Split(63, Fraction(1, 4)))
+    with pytest.raises(
+        ValueError, match="web has no document of 64 tokens or more .*: drop --long_fraction"
+    ):
+        order(corpora, 64, 5, split=Split(63, Fraction(1, 4), "--long_fraction"))
 
 
 # ---- what --data says

@@ -273,10 +273,11 @@ def documents_by_length(cfg: TrainConfig, stage: Stage) -> mixture.Split | None:
     """
     if cfg.long_fraction:
         share = 1 - Fraction(str(cfg.long_fraction))
-        return mixture.Split(stage.cfg.context_length - 1, share)
+        return mixture.Split(stage.cfg.context_length - 1, share, "--long_fraction")
     if cfg.short_fraction and stage.number:
         shortest = cfg.stages()[0].cfg.context_length
-        return mixture.Split(shortest, Fraction(str(cfg.short_fraction)))
+        share = Fraction(str(cfg.short_fraction))
+        return mixture.Split(shortest, share, "--short_fraction")
     return None
 
 

@@ -1,0 +1,94 @@
+"""scripts/extend_context.sh, as a user runs it: its rehearsal ends with a folder in which
+transformers continues a prompt as scripts.generate does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import generate
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = "scripts/extend_context.sh"
+LONG = 256  # tokens, the last length of the rehearsal
+FLAGS = ("--device", "cpu", "--dtype", "fp32")
+
+
+def extend(*words: str) -> subprocess.CompletedProcess:
+    """Run the script with the interpreter of this test."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "BATCHES": "4"}
+    return subprocess.run(
+        ["bash", SCRIPT, *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def rehearsed(tmp_path_factory) -> Path:
+    """The output folder of a rehearsal."""
+    out = tmp_path_factory.mktemp("extend") / "out"
+    done = extend("--rehearse", str(out), *FLAGS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (out / "said.txt").write_text(done.stdout)
+    return out
+
+
+@pytest.mark.slow
+def test_the_loss_is_measured_at_both_lengths_before_and_after(rehearsed):
+    said = (rehearsed / "said.txt").read_text().splitlines()
+    for length in (64, LONG):
+        line = next(line for line in said if line.split()[:3] == ["at", str(length), "tokens"])
+        before, after = map(float, line.split()[3:])
+        assert 0 < after < before < 8
+
+
+@pytest.mark.slow
+def test_the_exported_folder_has_the_new_length_and_base(rehearsed):
+    config = json.loads((rehearsed / "hf" / "config.json").read_text())
+    before = json.loads((rehearsed / "qwen3" / "config.json").read_text())
+    assert (before["max_position_embeddings"], config["max_position_embeddings"]) == (64, LONG)
+    assert config["rope_theta"] == 4 * before["rope_theta"]
+
+
+@pytest.mark.slow
+def test_transformers_continues_a_long_prompt_as_generate_does(rehearsed, capsys):
+    transformers = pytest.importorskip("transformers")
+    prompt = torch.arange(1, LONG - 30).remainder(600)[None]
+    model = transformers.Qwen3ForCausalLM.from_pretrained(rehearsed / "hf", dtype=torch.float32)
+    continued = model.generate(
+        prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+    words = "--temperature 0 --max_new_tokens 24 --device cpu --checkpoint"
+    ids = [str(token) for token in prompt[0].tolist()]
+    generate.main([*words.split(), str(rehearsed / "run"), "--ids", *ids])
+    ours = [int(word) for word in capsys.readouterr().out.split()]
+    assert ours == continued[0].tolist()
+    assert len(set(ours[-24:])) > 1
+
+
+@pytest.mark.slow
+def test_the_same_command_again_does_nothing_twice(rehearsed):
+    files = [path for path in rehearsed.rglob("*") if path.is_file()]
+    before = {path: path.stat().st_mtime_ns for path in files}
+    assert extend("--rehearse", str(rehearsed), *FLAGS).returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ([], "bash scripts/extend_context.sh HF_DIR DATA OUTPUT_DIR"),
+        (["longhaul", "data", "OUT"], "name a folder with a Hugging Face Qwen3 model"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(words, said, tmp_path):
+    words = [str(tmp_path / "new") if word == "OUT" else word for word in words]
+    done = extend(*words)
+    assert done.returncode == 2 and said in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -279,6 +279,33 @@ def test_a_killed_process_takes_along_what_it_started(tmp_path):
     assert all_gone(pids.read_text().split())
 
 
+def test_a_process_that_is_started_ahead_begins_when_it_is_told(tmp_path):
+    loaded, begun = tmp_path / "loaded", tmp_path / "begun"
+    code = (
+        f"import sys; open({str(loaded)!r}, 'w'); line = sys.stdin.readline(); "
+        f"open({str(begun)!r}, 'w').write(line)"
+    )
+    one = order(tmp_path, "ahead", code, limit=5.0)
+    ready = children.Child(one)
+    while not loaded.exists():
+        time.sleep(0.02)
+    time.sleep(0.3)
+    assert not begun.exists()
+    (end,) = children.run_all([one], 1, time.monotonic() + 30, lambda: None, ready)
+    assert not end.words and end.seconds < 5 and begun.read_text() == "go\n"
+
+
+def test_a_process_that_is_started_ahead_and_not_needed_leaves_nothing(tmp_path):
+    config = command.GpuConfig(out=str(tmp_path / "out"))
+    session = command.Session(config, TOY, jobs_of(a=1, b=1), "no.such.program", time.monotonic())
+    session.start_ahead()
+    first = session.ahead
+    other = session.order(Job("b", 2, 1))
+    assert session.take_ahead(other) is None and all_gone([first.process.pid])
+    session.start_ahead()
+    assert session.take_ahead(session.order(Job("a", 0, 1))).order.name == "a"
+
+
 def test_nothing_runs_after_the_deadline_and_an_interrupt_leaves_no_process(tmp_path):
     sleep = "import time; time.sleep(99)"
     orders = [order(tmp_path, name, sleep) for name in ("a", "b")]

@@ -3,9 +3,11 @@ started.
 
 A kernel that reads out of bounds leaves its whole process without its device, and a kernel that
 never ends cannot be stopped from inside. So no job shares a process with another, and only the
-death of a process ends a job for certain.
+death of a process ends a job for certain. A process may be started before its turn: loading torch
+takes seconds, and a job that waits for its line on standard input has them behind it.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -44,22 +46,30 @@ class End:
 
 
 class Child:
-    """A process under way."""
+    """A process; its time begins with `go`."""
 
-    def __init__(self, order: Order, until: float):
+    def __init__(self, order: Order):
         self.order = order
         self.began = time.monotonic()
-        self.limit = min(order.limit, until - self.began)
+        self.limit = order.limit
         order.log.parent.mkdir(parents=True, exist_ok=True)
         with order.log.open("wb") as log:
             self.process = subprocess.Popen(
                 order.command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **order.environment},
                 start_new_session=True,  # its number is then that of its group, too
             )
+
+    def go(self, until: float) -> None:
+        """Send the line that a waiting process begins with; `until` is its end at the latest."""
+        self.began = time.monotonic()
+        self.limit = min(self.order.limit, until - self.began)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, as `look` will say
+            self.process.stdin.write(b"go\n")
+            self.process.stdin.close()
 
     @property
     def seconds(self) -> float:
@@ -125,11 +135,18 @@ def is_crash(code: int) -> bool:
     return code < 0 and -code not in outside
 
 
-def run_all(orders: list[Order], at_once: int, until: float, tick: Callable[[], None]) -> list[End]:
+def run_all(
+    orders: list[Order],
+    at_once: int,
+    until: float,
+    tick: Callable[[], None],
+    ready: Child | None = None,
+) -> list[End]:
     """Run the processes, `at_once` at a time, and call `tick` every now and then.
 
-    At `until`, on time.monotonic's clock, those that still run are killed, and those that wait are
-    not started. Whatever ends this function, none of them is left.
+    `ready` is the first of them if it has been started before. At `until`, on time.monotonic's
+    clock, those that still run are killed, and those that wait are not started. Whatever ends this
+    function, none of them is left.
     """
     waiting = list(orders)
     running: list[Child] = []
@@ -137,7 +154,11 @@ def run_all(orders: list[Order], at_once: int, until: float, tick: Callable[[], 
     try:
         while running or waiting:
             while waiting and len(running) < at_once and time.monotonic() < until:
-                running.append(Child(waiting.pop(0), until))
+                order = waiting.pop(0)
+                child = ready or Child(order)
+                ready = None
+                running.append(child)
+                child.go(until)
             if not running:
                 ends += [End(order.name, 0.0, "no time was left", False) for order in waiting]
                 break

@@ -48,9 +48,9 @@ from benchmarks.gpu import (
     smoke,
     step,
 )
-from benchmarks.gpu.children import DEVICE_LOST, End, Order, run_all
+from benchmarks.gpu.children import DEVICE_LOST, Child, End, Order, run_all
 from benchmarks.gpu.jobs import Job, Place, named, processes
-from benchmarks.gpu.schedule import Schedule
+from benchmarks.gpu.schedule import PATIENCE, Schedule
 from benchmarks.record import Run, attempt, free, nvidia_smi
 from longhaul import cli, dist
 from longhaul.cli import flag
@@ -91,6 +91,11 @@ class GpuConfig:
         "",
         "run this one job, in this process, into its folder below --out: for a debugger or "
         "compute-sanitizer",
+        group="run",
+    )
+    wait: bool = flag(
+        False,
+        "with --job: begin when a line comes on standard input; torch is loaded meanwhile",
         group="run",
     )
     rehearse: str = flag(
@@ -156,6 +161,8 @@ def main(
             return precompile.into(Path(cfg.precompile), cfg.capability)
         if cfg.job:
             job = named(jobs_of(cfg, parts, place(cfg)), cfg.job)
+            if cfg.wait and not sys.stdin.readline():
+                return 0  # nobody is left to say so
             return ended_here(run_here(job, Path(cfg.out), place(cfg)))
     except ValueError as error:
         print(f"benchmarks.gpu: error: {error}", file=sys.stderr)
@@ -199,12 +206,14 @@ def measure(cfg: GpuConfig, parts: Mapping[str, ModuleType], program: str, began
     try:
         session.run_all()
     finally:
+        session.drop_ahead()
         session.write()
         pack(session.folder)
         remove_jobs(session.folder)
     for words in session.data["failures"]:
         print(f"FAILED: {words}")
-    print(f"written: {session.folder}/results.md, results.json, errors.txt, {ARCHIVE}")
+    names = ", ".join(sorted(path.name for path in session.folder.iterdir() if path.is_file()))
+    print(f"written to {session.folder}: {names}")
     return 1 if session.data["failures"] else 0
 
 
@@ -225,6 +234,7 @@ class Session:
         self.schedule = Schedule(jobs, end(cfg))
         self.folders: list[Path] = []  # of the jobs that have begun, in their order
         self.seen: dict[Path, int] = {}  # when their results were last read
+        self.ahead: Child | None = None  # the process that probably comes next, torch loaded
 
         device = "GPU" if place.cuda else "CPU"
         label = TOY.format(device) if place.toy else device
@@ -257,11 +267,13 @@ class Session:
         parts = processes([job])
         if not job.is_repetition:  # its times mean nothing
             self.folders += [self.folder / JOBS / part.folder for part in parts]
-        orders = [self.order(part, limit) for part in parts]
+        orders = [self.order(part) for part in parts]
         until = self.began + begins + limit
+        ready = self.take_ahead(orders[0])
+        self.start_ahead()
 
         at_once = smoke.at_once() if job.children else 1
-        for ended in run_all(orders, at_once, until, self.write_if_new):
+        for ended in run_all(orders, at_once, until, self.write_if_new, ready):
             self.take(next(part for part in parts if part.name == ended.name), ended)
         taken = self.now - begins
         if job.children:
@@ -269,13 +281,36 @@ class Session:
         self.schedule.done(job, taken)
         self.write()
 
-    def order(self, job: Job, limit: float) -> Order:
+    def take_ahead(self, order: Order) -> Child | None:
+        """The process that was started ahead if it is the one that is needed now."""
+        if self.ahead and self.ahead.order != order:
+            self.drop_ahead()
+        ready = self.ahead
+        self.ahead = None
+        return ready
+
+    def start_ahead(self) -> None:
+        """Start the process that comes next if all goes as planned."""
+        if self.schedule.waiting:
+            first, *_ = processes(self.schedule.waiting[:1])
+            self.ahead = Child(self.order(first))
+
+    def drop_ahead(self) -> None:
+        """End the process that was started ahead."""
+        if self.ahead:
+            self.ahead.kill()
+            self.ahead = None
+
+    def order(self, job: Job) -> Order:
         """The process of a job."""
-        command = [sys.executable, "-m", self.program, "--job", job.name, "--out", str(self.folder)]
+        command = [sys.executable, "-m", self.program, "--wait"]
+        command += ["--job", job.name, "--out", str(self.folder)]
         if self.cfg.toy:
             command.append("--toy")
         log = self.folder / JOBS / job.folder / "log.txt"
-        return Order(job.name, command, log, limit, job.environment)
+        # what a job printed before it is killed must be in its log
+        environment = {"PYTHONUNBUFFERED": "1"} | job.environment
+        return Order(job.name, command, log, PATIENCE * job.seconds, environment)
 
     def take(self, job: Job, ended: End) -> None:
         """Note how a job ended, keep its errors, and repeat it if it crashed."""

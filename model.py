@@ -49,7 +49,7 @@ FP32 = 4  # bytes
 Rope = tuple[Tensor, Tensor]  # cos and sin [B or 1, T, 1, K/2] of the tokens
 Device = torch.device | str
 
-# From this vocabulary on, the chunked loss takes no more time than the standard one
+# From this vocabulary on, the loss in tiles takes no more time than the standard one
 # (benchmarks/vocab_loss.py).
 TILES_WIN = 8192
 
@@ -77,7 +77,7 @@ PRESETS = {
 # The choices of attention_type are the names in ATTENTIONS.
 CHOICES = {
     "rope_scaling": ("none", "linear", "yarn"),
-    "loss": ("auto", "standard", "chunked"),
+    "loss": ("auto", "standard", "chunked", "one_pass"),
     "kernels": ("auto", "torch", "compiled", "triton"),
     "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
 }
@@ -196,7 +196,7 @@ class ModelConfig:
     nsa: NSAConfig = NSAConfig()  # read if attention_type is "nsa"
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # "auto" never builds logits larger than this
-    loss_chunk_size: int = 0  # tokens of a tile of the chunked loss; 0: chosen by shape and device
+    loss_chunk_size: int = 0  # tokens of a tile of the loss; 0: chosen by shape and device
     kernels: str = "auto"  # backend of fused operations: torch, torch.compile, or Triton
     compute_dtype: str = "float32"
     init_std: float = 0.02
@@ -291,15 +291,26 @@ class ModelConfig:
         """
         if self.loss == "auto":
             return self.logits_gib(batch, seq) > self.logits_threshold_gib
-        return self.loss == "chunked"
+        return self.loss != "standard"
 
-    def loss_path(self, batch: int, seq: int) -> str:
-        """Which loss runs, "standard" or "chunked".
+    def loss_path(self, batch: int, seq: int, low_precision: bool = False) -> str:
+        """Which loss runs, "standard", "chunked" or "one_pass".
 
-        "auto" takes the chunked one also for vocabularies at which it was measured to be no slower.
+        "auto" takes tiles also for vocabularies at which they were measured to be no slower. It
+        takes them in one pass, which is faster, unless that would add gradients of the head in
+        `low_precision`. Raises ValueError if one pass was asked for and would do so.
         """
-        no_slower = self.loss == "auto" and self.vocab_size >= TILES_WIN
-        return "chunked" if no_slower or self.should_chunk(batch, seq) else "standard"
+        N = batch * seq
+        sizes = self.vocab_size, self.hidden_size, self.dtype.itemsize
+        adds_in_low_precision = low_precision and N > block_tokens(N, *sizes)
+
+        if self.loss == "one_pass" and adds_in_low_precision:
+            raise ValueError(SEVERAL_BLOCKS.format(N, block_tokens(N, *sizes)))
+        if self.loss != "auto":
+            return self.loss
+        if self.vocab_size < TILES_WIN and not self.should_chunk(batch, seq):
+            return "standard"
+        return "chunked" if adds_in_low_precision else "one_pass"
 
 
 def _is_number(value) -> bool:
@@ -332,6 +343,19 @@ class Platform:
     def tile_body(self, function: Callable, kernels: str) -> Callable:
         """What runs an elementwise tile function of the loss."""
         return fastest_body(function, kernels)
+
+    def mixed_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+        """out = beta * out + a @ b, where `out` has another dtype than a and b.
+
+        On CUDA the product of low-precision numbers is written in fp32. Elsewhere it is rounded to
+        their dtype before it is added.
+        """
+        if out.is_cuda and out.dtype == torch.float32 and a.itemsize < FP32:
+            torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
+        elif beta == 0:
+            out.copy_(a @ b)
+        else:
+            out.add_(a @ b)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
@@ -1427,9 +1451,10 @@ class Decoder(nn.Module):
         """What `lm_head` applies: (hidden_ND, weight_VD, labels_N, num_valid) -> scalar."""
         if self.config.loss_path(batch, seq) == "standard":
             return standard_cross_entropy
-        return self._chunked_loss
+        return self._tiled_loss
 
-    def _chunked_loss(self, hidden_ND, weight_VD, labels_N, num_valid) -> Tensor:
+    def _tiled_loss(self, hidden_ND, weight_VD, labels_N, num_valid) -> Tensor:
+        path = self.config.loss_path(len(hidden_ND), 1, weight_VD.element_size() < FP32)
         return linear_cross_entropy(
             hidden_ND,
             weight_VD,
@@ -1438,6 +1463,7 @@ class Decoder(nn.Module):
             num_valid=num_valid,
             token_tile=self.config.loss_chunk_size or None,
             kernels=self.config.kernels,
+            one_pass=path == "one_pass",
         )
 
     # ---- parameters
@@ -1535,6 +1561,10 @@ def _check_tokens(
 # backward recomputes each tile. That is four products instead of three, yet faster, and it saves 8
 # bytes per token instead of 4V.
 #
+# In one pass there are three products: the logits of a block of tokens stay until their sums are
+# known, become their own gradients, and then those of hidden and weight. These wait for the
+# backward, which would make them next anyway.
+#
 # Letters: n the valid tokens, packed; V inside a tile: the tile's columns.
 
 
@@ -1553,6 +1583,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     kernels: str = "auto",
     validate: bool = False,
+    one_pass: bool = False,
 ) -> Tensor:
     """Cross-entropy of the logits z = softcap(hidden @ weight^T), which never exist as a whole.
 
@@ -1566,36 +1597,83 @@ def linear_cross_entropy(
     "sum" is for a caller that divides. Without a valid token the loss is 0 and gradients are zero.
     `kernels`: see `choose_kernels`.
 
+    `one_pass` computes the gradients with the loss, unless none are needed. This saves a product
+    and keeps, instead of 8 bytes per token, the gradients themselves and while it computes them the
+    logits of `block_tokens` tokens. It needs one number as the loss, and one backward.
+
     Raises ValueError for shapes, devices, dtypes and tiles, and IndexError for labels outside
     [0, V): always on a CPU, on CUDA only with `validate`, which costs a host synchronisation.
     """
     check_inputs(hidden_ND, weight_VD, labels_N, reduction, token_tile, vocab_tile)
+    if one_pass:
+        _check_one_pass(hidden_ND, weight_VD, reduction)
     _check_options(softcap, label_smoothing, z_loss, num_valid)
 
     kernels = choose_kernels(kernels, hidden_ND)
     device = platform().device(hidden_ND)
-    chosen = default_tiles(len(hidden_ND), len(weight_VD), device, kernels)
-    tiles = [token_tile or chosen[0], vocab_tile or chosen[1]]
+    shape = len(hidden_ND), len(weight_VD)
+    tokens, columns = default_tiles(*shape, device, kernels)
+    wide_columns = forward_columns(*shape, device, kernels)
+    tiles = [token_tile or tokens, vocab_tile or columns, vocab_tile or wide_columns]
+    divisor = _divisor(labels_N, ignore_index, reduction, num_valid, wide(hidden_ND.dtype))
 
-    nll_N, max_N, log_sum_N, mean_N = vocab_nll(
+    needed = [torch.is_grad_enabled() and x.requires_grad for x in (hidden_ND, weight_VD)]
+    if one_pass and any(needed):
+        return vocab_loss_one_pass(
+            hidden_ND,
+            weight_VD,
+            labels_N,
+            torch.as_tensor(divisor, dtype=wide(hidden_ND.dtype), device=hidden_ND.device),
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            softcap,
+            tiles,
+            kernels,
+            validate,
+            *needed,
+        )[0]
+
+    sums = vocab_nll(
         hidden_ND, weight_VD, labels_N, ignore_index, softcap, tiles, kernels, validate
     )
+    loss_N = token_losses(*sums, label_smoothing, z_loss)
+    return loss_N if reduction == "none" else loss_N.sum() / divisor
+
+
+def _divisor(
+    labels_N: Tensor,
+    ignore_index: int,
+    reduction: str,
+    num_valid: Tensor | float | None,
+    dtype: torch.dtype,
+) -> Tensor | float:
+    """What the summed loss is divided by, at least 1."""
+    if reduction != "mean":
+        return 1.0
+    if num_valid is None:
+        num_valid = (labels_N != ignore_index).sum()
+    if isinstance(num_valid, Tensor):
+        return num_valid.clamp(min=1).to(dtype)
+    return max(num_valid, 1)
+
+
+def token_losses(
+    nll_N: Tensor,
+    max_N: Tensor,
+    log_sum_N: Tensor,
+    mean_N: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The loss of each token, from what `vocab_nll` returns."""
     loss_N = nll_N
     if label_smoothing:
         uniform_N = max_N - mean_N + log_sum_N
         loss_N = (1 - label_smoothing) * nll_N + label_smoothing * uniform_N
     if z_loss:
         loss_N = loss_N + z_loss * (max_N + log_sum_N).square()
-
-    if reduction == "none":
-        return loss_N
-    if reduction == "sum":
-        return loss_N.sum()
-    if num_valid is None:
-        num_valid = (labels_N != ignore_index).sum()
-    if isinstance(num_valid, Tensor):
-        return loss_N.sum() / num_valid.clamp(min=1).to(loss_N.dtype)
-    return loss_N.sum() / max(num_valid, 1)
+    return loss_N
 
 
 def check_inputs(
@@ -1666,6 +1744,18 @@ def _check_options(
         )
 
 
+def _check_one_pass(hidden_ND: Tensor, weight_VD: Tensor, reduction: str) -> None:
+    if reduction == "none":
+        raise ValueError(
+            "one_pass=True with reduction='none': gradients can be computed with the loss only if "
+            "it is one number: give reduction='mean' or 'sum', or one_pass=False"
+        )
+    N = len(hidden_ND)
+    block = block_tokens(N, *weight_VD.shape, hidden_ND.element_size())
+    if weight_VD.element_size() < FP32 and N > block:
+        raise ValueError(SEVERAL_BLOCKS.format(N, block))
+
+
 def check_labels(labels_N: Tensor, V: int, ignore_index: int) -> None:
     """IndexError for the first label outside [0, V) that is not `ignore_index`."""
     bad_N = ((labels_N < 0) | (labels_N >= V)) & (labels_N != ignore_index)
@@ -1696,6 +1786,14 @@ def default_tiles(N: int, V: int, device: torch.device, kernels: str) -> tuple[i
         widest = 8192
     vocab_tile = elements // max(N, 1) // 128 * 128
     return token_tile, min(max(vocab_tile, 1024), widest, max(V, 1))
+
+
+def forward_columns(N: int, V: int, device: torch.device, kernels: str) -> int:
+    """vocab_tile if a tile never holds more than token_tile tokens, as in the forward and in one
+    pass: 8192 columns on CUDA, so that at 131,072 tokens a fourth of the kernels is launched.
+    """
+    token_tile, _ = default_tiles(N, V, device, kernels)
+    return default_tiles(min(N, token_tile), V, device, kernels)[1]
 
 
 def spans(size: int, tile: int) -> list[slice]:
@@ -1800,7 +1898,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
-        total.add_(a @ b)
+        platform().mixed_product(total, a, b, beta=1)
 
 
 def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -1808,7 +1906,7 @@ def set_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     else:
-        out.copy_(a @ b)
+        platform().mixed_product(out, a, b, beta=0)
 
 
 def pack_valid(labels_N: Tensor, ignore_index: int) -> tuple[slice | Tensor, Tensor]:
@@ -1842,17 +1940,17 @@ def fold_logsumexp(
     sum_N: Tensor,
     total_N: Tensor,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Fold a tile into (max, sum exp(z - max)) of all logits except the target's, and into the sum
-    of all logits.
+    of all logits. All three are overwritten.
     """
     x_NV = capped(z_NV, softcap, max_N.dtype)
-    total_N = total_N + x_NV.sum(1)
+    total_N.add_(x_NV.sum(1))
 
     x_NV = put_target(x_NV, target_N, torch.full_like(max_N, -torch.inf))
     new_max_N = torch.maximum(max_N, x_NV.amax(1))
-    sum_N = sum_N * (max_N - new_max_N).exp() + exp_(x_NV.sub_(new_max_N[:, None])).sum(1)
-    return new_max_N, sum_N, total_N
+    sum_N.mul_((max_N - new_max_N).exp()).add_(exp_(x_NV.sub_(new_max_N[:, None])).sum(1))
+    max_N.copy_(new_max_N)
 
 
 def logits_to_gradient(
@@ -1879,6 +1977,32 @@ def logits_to_gradient(
 # ---- the operators: all tiles
 
 
+class _Problem(NamedTuple):
+    """The valid tokens, packed, and how their logits are computed."""
+
+    hidden_nD: Tensor
+    weight_VD: Tensor
+    target_n: Tensor
+    softcap: float | None
+    tiles: list[int]
+    kernels: str
+
+    def vocabulary_tiles(self) -> list[slice]:
+        return spans(len(self.weight_VD), self.tiles[1])
+
+    def token_tiles(self) -> list[slice]:
+        return spans(len(self.hidden_nD), self.tiles[0])
+
+
+class _Sums(NamedTuple):
+    """What `vocab_nll` returns, of packed tokens."""
+
+    nll: Tensor
+    max: Tensor
+    log_sum: Tensor
+    mean: Tensor
+
+
 @torch.library.custom_op("longhaul::linear_nll", mutates_args=())
 def vocab_nll(
     hidden_ND: Tensor,
@@ -1891,7 +2015,7 @@ def vocab_nll(
     validate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(-log p(label), max of the logits, log sum exp(z - max), mean of the logits) per token in
-    fp32, 0 for ignored tokens.
+    fp32, 0 for ignored tokens. `tiles`: tokens, columns in the backward, columns in the forward.
 
     The maximum and the logarithm stay apart, because their sum would round away the logarithm where
     logits are large. Gradients take the maximum for a constant. The operator is opaque to
@@ -1902,21 +2026,37 @@ def vocab_nll(
         check_labels(labels_N, V, ignore_index)
 
     rows, target_n = pack_valid(labels_N, ignore_index)
-    h_nD = hidden_ND[rows]
-    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
+    tiles = [tiles[0], tiles[-1]]
+    problem = _Problem(hidden_ND[rows], weight_VD, target_n, softcap, tiles, kernels)
+    tokens = min(tiles[0], len(target_n))
+    buffer = hidden_ND.new_empty(tokens * min(tiles[1], V))
 
-    fold = tile_body(fold_logsumexp, kernels)
+    def reused(v: slice, t: slice) -> Tensor:
+        return tile_at(buffer, 0, t.stop - t.start, v.stop - v.start)
+
+    sums = _fold_vocabulary(problem, reused)
+    return tuple(unpack(x_n, rows, N) for x_n in sums)
+
+
+def tile_at(buffer: Tensor, start: int, N: int, V: int) -> Tensor:
+    """A tile [N, V] in a flat buffer; a ragged last tile is contiguous too."""
+    return buffer[start : start + N * V].view(N, V)
+
+
+def _fold_vocabulary(problem: _Problem, tile_of: Callable) -> _Sums:
+    """Each token's sums over the vocabulary; the logits go into tile_of(columns, tokens)."""
+    h_nD, weight_VD, target_n, softcap, tiles, kernels = problem
+    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
     max_n = z_target_n.clone()
     sum_n = torch.zeros_like(z_target_n)
     total_n = torch.zeros_like(z_target_n)
-    buffer = h_nD.new_empty(min(tiles[0], len(h_nD)) * min(tiles[1], V))
-    for v in spans(V, tiles[1]):
+
+    fold = tile_body(fold_logsumexp, kernels)
+    for v in problem.vocabulary_tiles():
         w_VD = weight_VD[v].to(h_nD.dtype)
-        for t in spans(len(h_nD), tiles[0]):
-            z_NV = tile_logits(h_nD[t], w_VD, buffer)
-            max_n[t], sum_n[t], total_n[t] = fold(
-                z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap
-            )
+        for t in problem.token_tiles():
+            z_NV = torch.mm(h_nD[t], w_VD.t(), out=tile_of(v, t))
+            fold(z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap)
 
     # If the label's logit is the maximum, then log(1 + sum of the others) is exact also for a
     # p(label) near 1. Differences from the maximum are exact under a large common offset.
@@ -1925,9 +2065,8 @@ def vocab_nll(
     log_sum_n = torch.where(above_target_n > 0, all_n.log(), sum_n.log1p())
     nll_n = above_target_n + log_sum_n
 
-    ignored_n = target_n < 0
-    results = (nll_n, max_n, log_sum_n, total_n / V)
-    return tuple(unpack(x_n.masked_fill_(ignored_n, 0), rows, N) for x_n in results)
+    sums = nll_n, max_n, log_sum_n, total_n / len(weight_VD)
+    return _Sums(*(x_n.masked_fill_(target_n < 0, 0) for x_n in sums))
 
 
 def target_logits(
@@ -1964,49 +2103,25 @@ def vocab_nll_backward(
     at the label, with p = exp(z - max) exp(-log_sum).
     """
     rows, target_n = pack_valid(labels_N, ignore_index)
-    h_nD = hidden_ND[rows]
+    problem = _Problem(hidden_ND[rows], weight_VD, target_n, softcap, tiles, kernels)
     max_n = max_N[rows]
-    log_sum_n = log_sum_N[rows]
-    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
-    nll_n = (max_n - z_target_n + log_sum_n).masked_fill_(target_n < 0, 0)
-    slopes = _slopes(grads, rows, target_n, nll_n, log_sum_n, len(weight_VD))
-    if softcap is not None:
-        slopes.target.mul_(1 - (z_target_n / softcap).square())
+    slopes = _slopes(problem, [grad_N[rows] for grad_N in grads], max_n, log_sum_N[rows])
 
-    dh_nD = max_n.new_empty(0)
-    if need_hidden:  # the label's term is by far the largest: it stays in fp32, outside the tiles
-        w_nD = weight_VD.index_select(0, target_n.clamp(min=0)).to(h_nD.dtype)
-        dh_nD = w_nD.to(max_n.dtype).mul_(slopes.target[:, None])
-        del w_nD
-    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
+    n = len(target_n)
+    buffer = hidden_ND.new_empty(n * min(tiles[1], len(weight_VD)))
 
-    fill = tile_body(logits_to_gradient, kernels)
-    buffer = h_nD.new_empty(len(h_nD) * min(tiles[1], len(weight_VD)))
-    for v in spans(len(weight_VD), tiles[1]):
-        w_VD = weight_VD[v].to(h_nD.dtype)
-        z_nV = buffer[: len(h_nD) * len(w_VD)].view(len(h_nD), len(w_VD))
-        for t in spans(len(h_nD), tiles[0]):
-            torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
-            fill(
-                z_nV[t],
-                target_n[t] - v.start,
-                max_n[t],
-                slopes.slope[t],
-                slopes.constant[t],
-                softcap,
-            )
-            if need_hidden:
-                add_product(dh_nD[t], z_nV[t], w_VD)
+    def reused(v: slice) -> Tensor:
+        return tile_at(buffer, 0, n, v.stop - v.start)
 
-        # One product over all tokens is rounded once, however many token tiles there are, and needs
-        # no fp32 [V, D].
-        if need_weight:
-            dz_nV = put_target(z_nV, target_n - v.start, slopes.target.to(z_nV.dtype))
-            set_product(dw_VD[v], dz_nV.t(), h_nD)
+    dh_nD = label_gradient(problem, slopes) if need_hidden else None
+    dw_VD = torch.empty_like(weight_VD) if need_weight else None
+    _gradient_products(problem, max_n, slopes, reused, True, dh_nD, dw_VD, set_product)
 
     if need_hidden:
         dh_nD = unpack(dh_nD.to(hidden_ND.dtype), rows, len(hidden_ND))
-    return dh_nD, dw_VD
+    else:
+        dh_nD = max_n.new_empty(0)
+    return dh_nD, dw_VD if need_weight else weight_VD.new_empty(0)
 
 
 class _Slopes(NamedTuple):
@@ -2020,22 +2135,63 @@ class _Slopes(NamedTuple):
 
 
 def _slopes(
-    grads: list[Tensor],
-    rows: slice | Tensor,
-    target_n: Tensor,
-    nll_n: Tensor,
-    log_sum_n: Tensor,
-    V: int,
+    problem: _Problem, grads: Sequence[Tensor], max_n: Tensor, log_sum_n: Tensor
 ) -> _Slopes:
+    """`grads` as in `vocab_nll_backward`, of packed tokens."""
+    h_nD, weight_VD, target_n, softcap, tiles, _ = problem
     ignored_n = target_n < 0
-    d_nll_n = grads[0][rows].masked_fill(ignored_n, 0)
-    d_log_sum_n = grads[1][rows].masked_fill(ignored_n, 0)
-    constant_n = (grads[2] / V)[rows].masked_fill(ignored_n, 0)
+    d_nll_n, d_log_sum_n, d_mean_n = [grad_n.masked_fill(ignored_n, 0) for grad_n in grads]
+    constant_n = d_mean_n / len(weight_VD)
     slope_n = (d_nll_n + d_log_sum_n) * torch.exp(-log_sum_n)
 
     # p - 1 = expm1(-nll), and nll holds the fp32 logit of the label, which a tile would round.
+    z_target_n = target_logits(h_nD, weight_VD, target_n, tiles[0], softcap)
+    nll_n = (max_n - z_target_n + log_sum_n).masked_fill_(ignored_n, 0)
     d_target_n = d_nll_n * torch.expm1(-nll_n) + d_log_sum_n * torch.exp(-nll_n) + constant_n
+    if softcap is not None:
+        d_target_n.mul_(1 - (z_target_n / softcap).square())
     return _Slopes(slope_n, constant_n, d_target_n)
+
+
+def label_gradient(problem: _Problem, slopes: _Slopes) -> Tensor:
+    """The label's term of dh, by far the largest: it stays in fp32, outside the tiles."""
+    column_n = problem.target_n.clamp(min=0)
+    w_nD = problem.weight_VD.index_select(0, column_n).to(problem.hidden_nD.dtype)
+    return w_nD.to(slopes.target.dtype).mul_(slopes.target[:, None])
+
+
+def _gradient_products(
+    problem: _Problem,
+    max_n: Tensor,
+    slopes: _Slopes,
+    tile_of: Callable,
+    recompute: bool,
+    dh_nD: Tensor | None,
+    dw_VD: Tensor | None,
+    put_product: Callable,
+) -> None:
+    """Overwrite the logits in tile_of(columns) by their gradient, and add its products to dh_nD
+    and, with `put_product`, to dw_VD, unless they are None. `recompute`: the logits are not there.
+    """
+    h_nD, weight_VD, target_n, softcap, _, kernels = problem
+    fill = tile_body(logits_to_gradient, kernels)
+    for v in problem.vocabulary_tiles():
+        w_VD = weight_VD[v].to(h_nD.dtype)
+        z_nV = tile_of(v)
+        target_in_v = target_n - v.start
+        for t in problem.token_tiles():
+            if recompute:
+                torch.mm(h_nD[t], w_VD.t(), out=z_nV[t])
+            slope_N, constant_N, _ = (x_n[t] for x_n in slopes)
+            fill(z_nV[t], target_in_v[t], max_n[t], slope_N, constant_N, softcap)
+            if dh_nD is not None:
+                add_product(dh_nD[t], z_nV[t], w_VD)
+
+        # One product over all tokens is rounded once, however many token tiles there are, and needs
+        # no fp32 [V, D].
+        if dw_VD is not None:
+            dz_nV = put_target(z_nV, target_in_v, slopes.target.to(z_nV.dtype))
+            put_product(dw_VD[v], dz_nV.t(), h_nD)
 
 
 @vocab_nll.register_fake
@@ -2073,6 +2229,158 @@ def _backward(ctx, d_nll_N, _d_max_N, d_log_sum_N, d_mean_N):
 
 
 vocab_nll.register_autograd(_backward, setup_context=_save)
+
+
+# ---- one pass: the loss and its gradients together, in blocks of tokens
+
+
+# Bytes of logits that a block has at most. Each block reads and writes the sum dW once: with 4096
+# bytes of logits per vocabulary entry, that is a small part of its products.
+BLOCK_BYTES = 2**30
+SEVERAL_BLOCKS = (
+    "the loss in one pass was given {} tokens, which makes blocks of {}, and a weight in low "
+    "precision, which would round the gradient of each block: give fewer tokens, a weight in fp32, "
+    "or take the loss that recomputes (one_pass=False; --loss chunked)"
+)
+
+
+def block_tokens(N: int, V: int, D: int, element: int) -> int:
+    """Tokens of a block in one pass, if logits have `element` bytes: N tokens make blocks of equal
+    length.
+
+    The logits of a block never take more than BLOCK_BYTES, nor more than twice dW in fp32, which
+    the pass makes anyway.
+    """
+    most = max(min(BLOCK_BYTES, 2 * FP32 * V * D) // (element * V), 1)
+    blocks = max(math.ceil(N / most), 1)
+    return max(math.ceil(N / blocks), 1)
+
+
+@torch.library.custom_op("longhaul::linear_loss_one_pass", mutates_args=())
+def vocab_loss_one_pass(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    divisor: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    tiles: list[int],
+    kernels: str,
+    validate: bool,
+    need_hidden: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss / divisor, and its gradients of hidden and weight, empty if not needed."""
+    N, V = len(hidden_ND), len(weight_VD)
+    if validate or labels_N.device.type == "cpu":
+        check_labels(labels_N, V, ignore_index)
+
+    rows, target_n = pack_valid(labels_N, ignore_index)
+    tiles = [tiles[0], tiles[-1]]
+    problem = _Problem(hidden_ND[rows], weight_VD, target_n, softcap, tiles, kernels)
+    h_nD = problem.hidden_nD
+    n, D = h_nD.shape
+    tokens = block_tokens(n, V, D, h_nD.element_size())
+    buffer = h_nD.new_empty(tokens * V)
+
+    loss_n = divisor.new_empty(n)
+    dh_nD = h_nD.new_empty(h_nD.shape) if need_hidden else None
+    dw_VD = torch.empty_like(weight_VD) if need_weight else None
+    if need_weight and n == 0:
+        dw_VD.zero_()
+    for t in spans(n, tokens):
+        block = problem._replace(hidden_nD=h_nD[t], target_n=target_n[t])
+        dh_tD = dh_nD[t] if need_hidden else None
+        put_product = add_product if t.start else set_product
+        loss_n[t] = _one_block(
+            block, buffer, divisor, label_smoothing, z_loss, dh_tD, dw_VD, put_product
+        )
+    del buffer
+
+    loss = unpack(loss_n, rows, N).sum() / divisor
+    dh_ND = unpack(dh_nD, rows, N) if need_hidden else h_nD.new_empty(0)
+    return loss, dh_ND, dw_VD if need_weight else weight_VD.new_empty(0)
+
+
+def _one_block(
+    problem: _Problem,
+    buffer: Tensor,
+    divisor: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    dh_nD: Tensor | None,
+    dw_VD: Tensor | None,
+    put_product: Callable,
+) -> Tensor:
+    """Each token's loss; its gradients go to dh_nD and, with `put_product`, to dw_VD, unless they
+    are None.
+    """
+    n = len(problem.target_n)
+
+    def kept(v: slice, t: slice = slice(None)) -> Tensor:
+        return tile_at(buffer, n * v.start, n, v.stop - v.start)[t]
+
+    sums = _fold_vocabulary(problem, kept)
+    loss_n = token_losses(*sums, label_smoothing, z_loss)
+
+    each = divisor.reciprocal()
+    lse_n = sums.max + sums.log_sum
+    grads = [
+        ((1 - label_smoothing) * each).expand(n),
+        (label_smoothing + 2 * z_loss * lse_n) * each,
+        (-label_smoothing * each).expand(n),
+    ]
+    slopes = _slopes(problem, grads, sums.max, sums.log_sum)
+    sum_nD = None if dh_nD is None else label_gradient(problem, slopes)
+    _gradient_products(problem, sums.max, slopes, kept, False, sum_nD, dw_VD, put_product)
+    if dh_nD is not None:
+        dh_nD.copy_(sum_nD)
+    return loss_n
+
+
+@vocab_loss_one_pass.register_fake
+def _(hidden_ND, weight_VD, labels_N, divisor, *args):
+    need_hidden, need_weight = args[-2:]
+    dh_ND = hidden_ND.new_empty(hidden_ND.shape if need_hidden else 0)
+    dw_VD = torch.empty_like(weight_VD) if need_weight else weight_VD.new_empty(0)
+    return torch.empty_like(divisor), dh_ND, dw_VD
+
+
+@torch.library.custom_op("longhaul::scale_gradients", mutates_args=("gradients",))
+def scale_gradients(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply in place by the gradient of the loss; a factor of 1 costs nothing on a CPU."""
+    if factor.device.type == "cpu" and factor == 1:
+        return
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def _save_gradients(ctx, inputs, output):
+    _loss, dh_ND, dw_VD = output
+    ctx.mark_non_differentiable(dh_ND, dw_VD)
+    ctx.set_materialize_grads(False)  # zeros of the size of dW otherwise
+    ctx.save_for_backward(dh_ND, dw_VD)
+    ctx.is_spent = False
+
+
+def _scaled_gradients(ctx, d_loss, _d_dh_ND, _d_dw_VD):
+    if ctx.is_spent:
+        raise ValueError(
+            "the one-pass loss was given a second backward, and the first one has used its "
+            "gradients: call the backward once, or take the loss that recomputes "
+            "(one_pass=False; in a model loss='chunked')"
+        )
+    ctx.is_spent = True
+    gradients = list(ctx.saved_tensors)
+    scale_gradients(gradients, d_loss)
+    needed = ctx.needs_input_grad[:2]
+    found = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]
+    return *found, *[None] * 11
+
+
+vocab_loss_one_pass.register_autograd(_scaled_gradients, setup_context=_save_gradients)
 
 
 # ---- Native Sparse Attention (arXiv 2502.11089)

@@ -116,9 +116,6 @@ def fold_kernel(
     max_ptr,
     sum_ptr,
     total_ptr,
-    new_max_ptr,
-    new_sum_ptr,
-    new_total_ptr,
     V,
     stride,
     softcap,
@@ -145,9 +142,9 @@ def fold_kernel(
         mass = mass * tl.exp(top - new_top) + tl.sum(tl.exp(x_B - new_top), 0)
         top = new_top
 
-    tl.store(new_max_ptr + n, top)
-    tl.store(new_sum_ptr + n, mass)
-    tl.store(new_total_ptr + n, total)
+    tl.store(max_ptr + n, top)
+    tl.store(sum_ptr + n, mass)
+    tl.store(total_ptr + n, total)
 
 
 @triton.jit
@@ -201,7 +198,7 @@ def fold_logsumexp(
     sum_N: Tensor,
     total_N: Tensor,
     softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Folds a tile into the running sums of its tokens, and reads the tile once.
 
     z_NV      logits, fp32, bf16 or fp16, columns adjacent, any stride between tokens
@@ -210,12 +207,10 @@ def fold_logsumexp(
     sum_N     fp32, sum of exp(logit - max) so far, the target's left out
     total_N   fp32, sum of all logits so far, the target's included
 
-    Returns the new (max_N, sum_N, total_N) as new tensors. Raises ValueError if the columns are not
-    adjacent.
+    max_N, sum_N and total_N are overwritten; their elements must be adjacent. Raises ValueError if
+    the columns of the tile are not.
     """
-    new_max_N = torch.empty_like(max_N)
-    new_sum_N = torch.empty_like(max_N)
-    new_total_N = torch.empty_like(max_N)
+    assert max_N.is_contiguous() and sum_N.is_contiguous() and total_N.is_contiguous()
     launch(
         fold_kernel,
         z_NV,
@@ -224,11 +219,7 @@ def fold_logsumexp(
         max_ptr=max_N,
         sum_ptr=sum_N,
         total_ptr=total_N,
-        new_max_ptr=new_max_N,
-        new_sum_ptr=new_sum_N,
-        new_total_ptr=new_total_N,
     )
-    return new_max_N, new_sum_N, new_total_N
 
 
 def logits_to_gradient(

@@ -359,8 +359,10 @@ class TrainConfig:
     )
     loss: str = flag(
         "auto",
-        "standard computes all logits at once, chunked computes them tile by tile; auto: chunked "
-        "if the logits exceed --logits_threshold_gib or if tiles are at least as fast",
+        "standard computes all logits at once; chunked computes them tile by tile, twice; one_pass "
+        "computes the gradients with the loss, for a block of tokens at a time; auto: tiles if the "
+        "logits exceed --logits_threshold_gib or if tiles are at least as fast, and in one pass if "
+        "the weights are not in low precision",
         choices=CHOICES["loss"],
         group="memory and speed",
     )
@@ -372,7 +374,7 @@ class TrainConfig:
     )
     loss_chunk_size: int = flag(
         0,
-        "tokens per tile of the chunked loss; 0: chosen for the shape and the device",
+        "tokens per tile of the loss; 0: chosen for the shape and the device",
         at_least=0,
         group="memory and speed",
     )
@@ -860,6 +862,14 @@ class TrainConfig:
     def weights_in_compute_dtype(self) -> bool:
         """Whether the device holds weights only in the compute precision."""
         return self.master_weights == "none" or self.offload_optimizer
+
+    def loss_path(self, config: ModelConfig, ranks: int) -> str:
+        """Which loss runs on each of `ranks` ranks: "standard", "chunked" or "one_pass"."""
+        # FSDP2 gathers weights in the compute precision.
+        without_masters = ranks > 1 or self.weights_in_compute_dtype
+        low_precision = self.dtype == "bf16" and without_masters
+        tokens = self.context_length // self.context_ranks
+        return config.loss_path(self.batch_size, tokens, low_precision)
 
     @property
     def context_ranks(self) -> int:

@@ -59,10 +59,15 @@ LEVERS = {
     "tiled MLP": dict(mlp_tiles=3),
     "head groups": dict(attention_head_groups=2),
     "chunked loss": dict(loss="chunked"),
+    "loss in one pass": dict(loss="one_pass"),
     "accumulation": dict(batch_size=1),
     "offloaded optimizer": dict(offload_optimizer=True),
     "optimizer in backward": dict(optimizer_in_backward=True),
 }
+EITHER_OR = [
+    ("checkpointing", "selective checkpointing"),
+    ("chunked loss", "loss in one pass"),
+]
 LOSSY = {  # what they may end above fp32 AdamW, stated beforehand
     "bf16 moments": (dict(optimizer="adamw_bf16"), 0.02),
     "8-bit moments": (dict(optimizer="adamw_8bit"), 0.02),
@@ -161,7 +166,7 @@ def pairs() -> list[Case]:
     together = [
         (one, other)
         for one, other in itertools.combinations(LEVERS, 2)
-        if (one, other) != ("checkpointing", "selective checkpointing")
+        if (one, other) not in EITHER_OR
     ]
     return [Case(f"{one} + {other}", LEVERS[other] | LEVERS[one]) for one, other in together]
 

@@ -487,8 +487,8 @@ MODEL = (
     Fault(
         "loss: the mean's gradient is not divided",
         "model.py",
-        "grads[2] / V",
-        "grads[2]",
+        "constant_n = d_mean_n / len(weight_VD)",
+        "constant_n = d_mean_n",
         (
             "tests/test_loss.py",
             "-k",
@@ -531,12 +531,89 @@ MODEL = (
     Fault(
         "loss: the sum's logarithm is lost next to huge logits",
         "model.py",
-        "results = (nll_n, max_n, log_sum_n, total_n / V)",
-        "results = (nll_n, max_n, (max_n + log_sum_n) - max_n, total_n / V)",
+        "sums = nll_n, max_n, log_sum_n, total_n",
+        "sums = nll_n, max_n, (max_n + log_sum_n) - max_n, total_n",
         (
             "tests/test_loss.py",
             "-k",
             "gradients_of_huge_logits and torch",
+        ),
+    ),
+    Fault(
+        "one pass: a later block overwrites dW",
+        "model.py",
+        "put_product = add_product if t.start else set_product",
+        "put_product = set_product",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "float64_is_float64",
+        ),
+    ),
+    Fault(
+        "one pass: the gradient is not divided",
+        "model.py",
+        "each = divisor.reciprocal()",
+        "each = torch.ones_like(divisor)",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "float64_is_float64",
+        ),
+    ),
+    Fault(
+        "one pass: a tile is read where another was kept",
+        "model.py",
+        "tile_at(buffer, n * v.start, n",
+        "tile_at(buffer, 0 * v.start, n",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "float64_is_float64",
+        ),
+    ),
+    Fault(
+        "one pass: the gradient of the loss is forgotten",
+        "model.py",
+        "gradient.mul_(factor)",
+        "gradient.mul_(1)",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "scales_both",
+        ),
+    ),
+    Fault(
+        "one pass: a second backward is given what the first one scaled",
+        "model.py",
+        "ctx.is_spent = True",
+        "ctx.is_spent = False",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "second_backward",
+        ),
+    ),
+    Fault(
+        "one pass: blocks grow with the number of tokens",
+        "model.py",
+        "most = max(min(BLOCK_BYTES, 2 * FP32 * V * D) // (element * V), 1)",
+        "most = max(N, 1)",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "block",
+        ),
+    ),
+    Fault(
+        "one pass: zeros for gradients that nobody asked for",
+        "model.py",
+        "ctx.set_materialize_grads(False)  # zeros of the size of dW otherwise",
+        "pass",
+        (
+            "tests/test_loss_one_pass.py",
+            "-k",
+            "whatever_the_number",
         ),
     ),
     Fault(
@@ -1060,8 +1137,8 @@ ONCE_MISSED = (
     Fault(
         "once missed: tiles of the vocabulary are summed in bf16",
         "model.py",
-        "total.add_(a @ b)",
-        "total.copy_((total + a @ b).to(a.dtype))",
+        "out.add_(a @ b)",
+        "out.copy_((out + a @ b).to(a.dtype))",
         (
             "tests/test_loss.py",
             "-k",

@@ -54,6 +54,10 @@ GRID += [
     (dict(model_size="tiny", model_overrides=("num_layers=3",), context_length=777), 2),
     (dict(attention_type="nsa", nsa=("kv=separate",), context_length=16384), 1),
     (dict(context_length=300, dtype="fp32"), 1),
+    (dict(loss="one_pass"), 1),
+    (dict(loss="one_pass", context_length=1500), 2),
+    (dict(loss="one_pass", context_length=2000, dtype="fp32"), 2),
+    (dict(loss="one_pass", gradient_checkpointing="full", gradient_accumulation_steps=2), 1),
 ]
 
 

@@ -106,7 +106,7 @@ def assert_equal_runs(got, truth, tolerance: float):
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
     kv_heads, tied, loss
 ):
@@ -136,7 +136,7 @@ def test_fp32_is_within_rounding_of_the_truth():
     )
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 @pytest.mark.parametrize("seed", range(3))
 def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed):
     decoder = build(seed, "bfloat16", loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
@@ -250,7 +250,7 @@ def packed(continued: bool = False):
 
 
 @pytest.mark.parametrize("continued", [False, True])
-@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss):
     decoder = build(dtype="float64", loss=loss)
     doc_ids, documents = packed(continued)
@@ -766,18 +766,43 @@ def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
     )
 
 
-def test_standard_and_chunked_loss_agree():
+@pytest.mark.parametrize("loss", ["chunked", "one_pass"])
+def test_the_standard_loss_and_tiles_agree(loss):
     runs = [
         decoder_run(build(dtype="float64", loss=loss), some_tokens(2, 33), some_labels(2, 33))
-        for loss in ("standard", "chunked")
+        for loss in ("standard", loss)
     ]
     assert_equal_runs(runs[0], runs[1], 1e-12)
+
+
+def test_auto_takes_one_pass_unless_it_adds_gradients_in_low_precision():
+    config = ModelConfig.preset("4B", compute_dtype="bfloat16")
+    block = model.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
+    assert config.loss_path(1, 131_072) == "one_pass"
+    assert config.loss_path(1, block, low_precision=True) == "one_pass"
+    assert config.loss_path(2, block, low_precision=True) == "chunked"
+
+    asked = dataclasses.replace(config, loss="one_pass")
+    assert asked.loss_path(2, block) == "one_pass"
+    with pytest.raises(ValueError, match="in low precision.*: give fewer tokens.*--loss chunked"):
+        asked.loss_path(2, block, low_precision=True)
+
+
+def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        model, "linear_cross_entropy", lambda *_, one_pass, **__: called.append(one_pass)
+    )
+    for loss in ("chunked", "one_pass", "auto"):
+        decoder = build(loss=loss, vocab_size=8192)
+        decoder(some_tokens(1, 9), some_labels(1, 9))
+    assert called == [False, True, True]
 
 
 # ----------------------------------------------------------------------------------------- the loss
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss):
     decoder = build(loss=loss)
     value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
@@ -786,7 +811,7 @@ def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradien
     assert all((p.grad == 0).all() for p in decoder.parameters())
 
 
-@pytest.mark.parametrize("loss", ["standard", "chunked"])
+@pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor):
     decoder = build(dtype="float64", loss=loss)

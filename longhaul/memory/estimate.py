@@ -16,12 +16,13 @@ from functools import cached_property
 import torch
 
 from longhaul.config import TrainConfig
-from model import ModelConfig, attention_kind, default_tiles
+from model import ModelConfig, attention_kind, block_tokens, default_tiles, forward_columns
 
 FP32 = 4
 INT64 = 8
 PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on a CPU
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
+CUDA = torch.device("cuda")
 STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.03, "muon": 4.0}
 
 Terms = dict[str, int]  # what takes memory -> bytes
@@ -53,7 +54,7 @@ def estimate(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
     """The live bytes of one rank's training step on CUDA, by stage."""
     rank = Rank(cfg, config, ranks)
     terms = {
-        "loss backward": loss_backward(rank),
+        rank.loss_stage: loss(rank),
         "mlp backward": mlp_backward(rank),
         "attention backward": attention_backward(rank),
         "embedding backward": embedding_backward(rank),
@@ -108,6 +109,15 @@ class Rank:
         self.down = config.hidden_size * config.ffn_size
 
         self._bytes_per_parameter()
+
+    @cached_property
+    def loss_path(self) -> str:
+        return self.cfg.loss_path(self.config, self.ranks)
+
+    @property
+    def loss_stage(self) -> str:
+        """Where the loss takes most: in one pass the gradients are computed in the forward."""
+        return "loss forward" if self.loss_path == "one_pass" else "loss backward"
 
     def _bytes_per_parameter(self):
         """Of weights, of their copies, and of gradients."""
@@ -277,10 +287,10 @@ def _around(rank: Rank, index: int) -> Terms:
 # ---- the stages
 
 
-def loss_backward(rank: Rank) -> Terms:
+def loss(rank: Rank) -> Terms:
     """All layers' activations, and the vocabulary loss."""
-    loss = rank.config.loss_path(rank.cfg.batch_size, rank.row_tokens)
-    head = _whole_logits(rank) if loss == "standard" else _tiled_logits(rank)
+    heads = {"standard": _whole_logits, "chunked": _tiled_logits, "one_pass": _one_pass}
+    head = heads[rank.loss_path](rank)
     return (
         _in_backward(rank)
         | {
@@ -307,16 +317,14 @@ def _tiled_logits(rank: Rank) -> Terms:
     """Gradients of hidden states and head, and one tile of logits."""
     vocabulary = rank.config.vocab_size
     width = rank.config.hidden_size
-    rows, tile = default_tiles(rank.N, vocabulary, torch.device("cuda"), "compiled")
-    rows = min(rank.cfg.loss_chunk_size or rows, rank.N)
+    _, tile = default_tiles(rank.N, vocabulary, CUDA, "compiled")
 
-    # Low precision needs the gradient of the hidden states in its own dtype at the end, and parts
-    # of it in the loop over tiles.
+    # Low precision needs the gradient of the hidden states in its own dtype at the end, and copies
+    # of two tiles of the weight in the loop over tiles.
     low = rank.element if rank.element < FP32 else 0
     last_tile = vocabulary % tile or tile
     at_the_end = low * rank.N * width + rank.cast * last_tile * width
-    part = max(rows, tile) if rank.cast else rows
-    in_the_loop = rank.cast * tile * width + low * width * part
+    in_the_loop = 2 * rank.cast * tile * width
 
     tiled = {
         "gradient of the head": rank.fresh * rank.table,
@@ -328,6 +336,32 @@ def _tiled_logits(rank: Rank) -> Terms:
     if rank.gathered_root > sum(tiled.values()):
         return {"weights outside the layers, before they are copied": rank.gathered_root}
     return tiled
+
+
+def _one_pass(rank: Rank) -> Terms:
+    """Gradients of hidden states and head, and the logits of a block of tokens."""
+    vocabulary = rank.config.vocab_size
+    width = rank.config.hidden_size
+    block = block_tokens(rank.N, vocabulary, width, rank.element)
+    rows, _ = default_tiles(rank.N, vocabulary, CUDA, "compiled")
+    tile = forward_columns(rank.N, vocabulary, CUDA, "compiled")
+    rows = min(rank.cfg.loss_chunk_size or rows, block)
+
+    # The label's logits: its weights, their copy, the hidden states and the products in fp32. Then
+    # the gradient of the block's hidden states and copies of two tiles of the weight.
+    labels = (rank.fresh + rank.cast + 2 * FP32) * rows * width
+    products = FP32 * block * width + 2 * rank.cast * tile * width
+
+    terms = {
+        "gradient of the head": rank.fresh * rank.table,
+        "gradient of the hidden states": rank.x,
+        "logits of a block of tokens": rank.element * block * vocabulary,
+        "gradients of a block of tokens": max(labels, products),
+        "statistics of the logits": 2 * FP32 * rank.N,
+    }
+    if rank.gathered_root > sum(terms.values()):
+        return {"weights outside the layers, before they are copied": rank.gathered_root}
+    return terms
 
 
 def mlp_backward(rank: Rank) -> Terms:

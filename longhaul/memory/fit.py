@@ -86,7 +86,7 @@ def ladder(cfg: TrainConfig) -> Iterator[Rung]:
 def chunked_loss(cfg: TrainConfig) -> TrainConfig:
     """With --loss auto the loss is already in tiles, unless the logits are small."""
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
-    if cfg.model().loss_path(*shape) == "chunked":
+    if cfg.model().loss_path(*shape) != "standard":
         return cfg
     return dataclasses.replace(cfg, loss="chunked")
 

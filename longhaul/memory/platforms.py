@@ -126,17 +126,17 @@ class Bodies(Platform):
     def tile_body(self, function: Callable, kernels: str) -> Callable:
         return function if kernels == "torch" else FUSED[function.__name__]
 
+    def mixed_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+        """On CUDA a low-precision product is written in fp32, and allocates nothing."""
+        if self.target == "cpu" or out.dtype != torch.float32:
+            super().mixed_product(out, a, b, beta)
+
     def parts(self, parts: list, size: Callable) -> list:
         return [max(parts, key=size)]
 
 
-def _fused_fold(z_NV, target_N, max_N, sum_N, total_N, softcap) -> tuple[Tensor, ...]:
-    """The compiled body allocates only its results."""
-    return torch.empty_like(max_N), torch.empty_like(max_N), torch.empty_like(max_N)
+def _fused(z_NV, target_N, *vectors_N) -> None:
+    """The compiled bodies write into their arguments and allocate nothing."""
 
 
-def _fused_gradient(z_NV, target_N, max_N, slope_N, shift_N, softcap) -> None:
-    """The compiled gradient body writes into its tile."""
-
-
-FUSED = {"fold_logsumexp": _fused_fold, "logits_to_gradient": _fused_gradient}
+FUSED = {"fold_logsumexp": _fused, "logits_to_gradient": _fused}

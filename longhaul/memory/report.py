@@ -53,7 +53,7 @@ def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None)
 def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """What was predicted, and for which device."""
     config = cfg.model()
-    loss = config.loss_path(cfg.batch_size, cfg.context_length)
+    loss = cfg.loss_path(config, ranks)
     device = "a CPU" if demand is None else "a GPU (CUDA)"
     return (
         f"predicted for {device}, one of {ranks} rank(s): {cfg.model_size} "

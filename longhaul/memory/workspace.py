@@ -18,7 +18,7 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.tracker import Tracker
 from nsa import engine
 
-LOSS = (model.vocab_nll, model.vocab_nll_backward)
+LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
 BODIES = {f"longhaul::{op._name}": op._init_fn for op in LOSS + SPARSE}
 # their document boundaries stay on the host with their values: loops run over them

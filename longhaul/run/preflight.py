@@ -390,7 +390,7 @@ def announce(ready: Ready):
 
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
     print(
-        f"loss: {ready.config.loss_path(*shape)} (full logits would be "
+        f"loss: {cfg.loss_path(ready.config, ready.world.size)} (full logits would be "
         f"{ready.config.logits_gib(*shape):.2f} GiB per rank and micro-batch; threshold "
         f"{ready.config.logits_threshold_gib:g} GiB)"
     )

@@ -1,0 +1,270 @@
+"""The loss in one pass, which computes gradients with the loss: against float64, against the loss
+that recomputes, and what it keeps.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import model
+from longhaul.memory.measure import peak_bytes, saved_bytes
+from model import linear_cross_entropy
+from tests.test_loss import CPU, OPTIONS, SCALES, dense, huge_logits, inputs, truth
+from verify_chunked_loss import gradients, standard_loss
+from verify_chunked_loss import relative as rel
+
+one_pass = functools.partial(linear_cross_entropy, one_pass=True)
+
+
+def in_one_pass(h, w, y, **options):
+    """(loss, dh, dw)."""
+    return gradients(functools.partial(one_pass, **options), h, w, y)
+
+
+def recomputed(h, w, y, **options):
+    return gradients(functools.partial(linear_cross_entropy, **options), h, w, y)
+
+
+def blocks(h, w) -> int:
+    """Blocks of tokens that the pass takes."""
+    tokens = model.block_tokens(len(h), *w.shape, h.element_size())
+    return -(-len(h) // tokens)
+
+
+# ---- the same function
+
+
+@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernels):
+    h, w, y = inputs()
+    y[5::9] = -100
+    assert blocks(h, w) == 4
+    want = truth(h, w, y, **options)
+    for token_tile, vocab_tile in [(4096, 4096), (20, 99)] if kernels == "torch" else [(64, 512)]:
+        tiles = dict(token_tile=token_tile, vocab_tile=vocab_tile)
+        got = in_one_pass(h, w, y, kernels=kernels, **tiles, **options)
+        assert abs(got[0] - want[0]) / want[0] < 1e-6
+        assert rel(got[1], want[1]) < 1e-6 and rel(got[2], want[2]) < 1e-6
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float64_is_float64(options, reduction):
+    h, w, y = inputs(37, 8, 50, torch.float64)
+    y[2] = -100
+    assert blocks(h, w) == 5
+    want = truth(h, w, y, reduction=reduction, **options)
+    got = in_one_pass(h, w, y, token_tile=3, vocab_tile=7, reduction=reduction, **options)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("regime", ["flat", "diffuse", "peaked"])
+def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime):
+    h, w, y = inputs(512, 128, 4099, torch.bfloat16, regime)
+    want = truth(h, w, y)
+    plain = gradients(standard_loss, h, w, y)
+    got = in_one_pass(h, w, y, token_tile=100, vocab_tile=1000)
+    assert abs(got[0] - want[0]) < 1e-3
+    for index in (1, 2):
+        assert rel(got[index], want[index]) <= 1.05 * rel(plain[index], want[index])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_with_an_fp32_weight_sums_blocks_in_its_gradient(dtype):
+    h, w, y = inputs()
+    h = h.to(dtype)
+    assert blocks(h, w) == 2
+    want = truth(h, w.to(dtype), y)
+    plain = gradients(standard_loss, h, w.to(dtype), y)
+    got = in_one_pass(h, w, y, token_tile=50, vocab_tile=100)
+    assert got[1].dtype == dtype and got[2].dtype == torch.float32
+    for index in (1, 2):
+        assert rel(got[index], want[index]) <= 1.05 * rel(plain[index], want[index])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_huge_logits_are_those_of_the_loss_that_recomputes(scale, dtype):
+    h, w, y = huge_logits(scale, dtype)
+    want = recomputed(h, w, y, token_tile=4, vocab_tile=77)
+    got = in_one_pass(h, w, y, token_tile=4, vocab_tile=77)
+    for a, b in zip(got, want):
+        assert rel(a, b.double()) < 1e-6 if dtype == torch.float32 else rel(a, b.double()) < 0.004
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_one_block_all_bits_are_those_of_the_loss_that_recomputes(dtype):
+    h, w, y = inputs(200, 256, dtype=dtype)
+    y[::7] = -100
+    assert blocks(h, w) == 1
+    for count in (None, 1000, torch.tensor(777)):
+        options = dict(token_tile=64, vocab_tile=300, num_valid=count)
+        got = in_one_pass(h, w, y, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, recomputed(h, w, y, **options)))
+
+
+@pytest.mark.parametrize("N,V", [(0, 7), (1, 7), (1, 1), (3, 1), (2, 2)])
+def test_tiny_sizes_work(N, V):
+    torch.manual_seed(0)
+    h = torch.randn(N, 3)
+    w = torch.randn(V, 3)
+    y = torch.randint(V, (N,))
+    for a, b in zip(in_one_pass(h, w, y), truth(h, w, y)):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-6)
+
+
+def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached():
+    h, w, y = inputs()
+    loss, dh, dw = in_one_pass(h, w, torch.full_like(y, -100))
+    assert loss == 0 and not dh.any() and not dw.any()
+    assert dh.shape == h.shape and dw.shape == w.shape
+
+
+def test_the_unpacked_rows_of_cuda_give_the_same_result_even_if_their_logits_are_huge(monkeypatch):
+    h, w, y = inputs()
+    y[::3] = -100
+    h[::3] *= 1e3
+    packed = in_one_pass(h, w, y)
+    monkeypatch.setattr(
+        model,
+        "pack_valid",
+        lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
+    )
+    for a, b in zip(packed, in_one_pass(h, w, y)):
+        assert b.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+# ---- inside autograd
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen):
+    h, w, y = inputs()
+    _, dh, dw = in_one_pass(h, w, y)
+    h.requires_grad_(frozen != "hidden")
+    w.requires_grad_(frozen != "weight")
+    one_pass(h, w, y).backward()
+    assert (h.grad is None, w.grad is None) == (frozen == "hidden", frozen == "weight")
+    assert torch.equal(w.grad, dw) if frozen == "hidden" else torch.equal(h.grad, dh)
+
+
+def test_the_gradient_of_the_loss_scales_both_and_micro_batches_are_added():
+    h, w, y = inputs()
+    _, dh, dw = in_one_pass(h, w, y)
+    h.requires_grad_()
+    w.requires_grad_()
+    (-4 * one_pass(h, w, y)).backward()
+    assert torch.equal(h.grad, -4 * dh) and torch.equal(w.grad, -4 * dw)
+
+    one_pass(h, w, y).backward()
+    assert torch.equal(h.grad, -3 * dh) and torch.equal(w.grad, -4 * dw + dw)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_second_backward_is_refused_with_the_remedy(factor):
+    h, w, y = inputs()
+    loss = factor * one_pass(h, w.requires_grad_(), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ValueError, match=r"second backward.*: call the backward once, or take"):
+        loss.backward()
+
+
+def test_a_tied_weight_accumulates_both_gradients():
+    _, w, y = inputs()
+    exact_w = w.double().requires_grad_()
+    (want,) = torch.autograd.grad(dense(exact_w[y], exact_w, y.roll(1)), exact_w)
+
+    w.requires_grad_()
+    (got,) = torch.autograd.grad(one_pass(w[y], w, y.roll(1), vocab_tile=64), w)
+    assert rel(got, want) < 1e-6
+
+
+def test_recomputation_under_checkpointing_gives_the_same_gradients():
+    h, w, y = inputs()
+    again = functools.partial(checkpoint, one_pass, use_reentrant=False)
+    for a, b in zip(gradients(again, h, w, y), in_one_pass(h, w, y)):
+        assert torch.equal(a, b)
+
+
+def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels():
+    options = dict(z_loss=1e-3, vocab_tile=300)
+
+    @functools.partial(torch.compile, fullgraph=True)
+    def compiled(h, w, y):
+        return one_pass(h * 1.0, w, y, **options)
+
+    for N in (50, 203):
+        h, w, y = inputs(N)
+        y[::4] = -100
+        for a, b in zip(gradients(compiled, h, w, y), in_one_pass(h, w, y, **options)):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_the_operators_pass_their_checks():
+    h, w, y = inputs(16, 16, 64)
+    options = -100, 0.1, 0.01, 5.0, [8, 16, 32], "torch", False, True, True
+    arguments = h.t().contiguous().t(), w, y, torch.tensor(7.0), *options
+    torch.library.opcheck(model.vocab_loss_one_pass, arguments)
+    torch.library.opcheck(model.scale_gradients, ([h, w], torch.tensor(2.0)))
+
+
+def test_a_low_precision_weight_in_several_blocks_is_refused_with_the_remedy():
+    h, w, y = inputs(dtype=torch.bfloat16)
+    assert blocks(h, w) == 2
+    with pytest.raises(ValueError, match=r"203 tokens, which makes blocks of 102.*: give fewer"):
+        one_pass(h, w, y)
+
+
+def test_per_token_losses_are_refused_with_the_remedy():
+    with pytest.raises(ValueError, match="reduction='none'.*: give reduction='mean' or 'sum'"):
+        one_pass(*inputs(), reduction="none")
+
+
+# ---- memory
+
+
+def test_it_keeps_its_gradients_and_nothing_else():
+    h, w, y = inputs(1000, 16, 4000)
+    h.requires_grad_()
+    w.requires_grad_()
+    own = h.nbytes + w.nbytes
+    assert saved_bytes(lambda: one_pass(h, w, y)) <= own + 64
+
+
+def test_without_gradients_it_keeps_nothing_and_computes_none():
+    h, w, y = inputs(300, 64, 4000)
+    with torch.no_grad():
+        peak = peak_bytes(lambda: one_pass(h, w.requires_grad_(), y, vocab_tile=100), CPU)
+    assert peak < w.nbytes / 2
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_block_of_logits_is_bounded_whatever_the_number_of_tokens(factor):
+    """Scaling by the gradient of the loss and adding to a leaf allocate nothing either."""
+    beyond = []
+    for N in (256, 1024):
+        h, w, y = inputs(N, 64, 10_000)
+        h.requires_grad_()
+        w.requires_grad_()
+        peak = peak_bytes(lambda: (factor * one_pass(h, w, y)).backward(), CPU)  # noqa: B023
+        beyond.append(peak - h.nbytes - w.nbytes)
+
+    block = 2 * w.nbytes  # the logits of a block
+    tile = 4 * 4 * 128 * 2048  # temporaries of one tile
+    assert max(beyond) < block + tile
+    assert abs(beyond[1] - beyond[0]) < 1024 * 64
+
+
+def test_a_block_has_a_largest_size_and_blocks_are_equal():
+    for N in (1, 1000, 1_000_000):
+        tokens = model.block_tokens(N, 151_936, 2560, 2)
+        assert 2 * 151_936 * tokens <= model.BLOCK_BYTES
+        count = -(-N // tokens)
+        assert tokens == -(-N // count)
+    assert model.block_tokens(10**6, 8192, 256, 4) <= 2 * 256  # twice dW in fp32
+    assert model.block_tokens(0, 8192, 256, 4) == 1

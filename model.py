@@ -2054,9 +2054,10 @@ def _fold_vocabulary(problem: _Problem, tile_of: Callable) -> _Sums:
     fold = tile_body(fold_logsumexp, kernels)
     for v in problem.vocabulary_tiles():
         w_VD = weight_VD[v].to(h_nD.dtype)
+        target_in_v = target_n - v.start
         for t in problem.token_tiles():
             z_NV = torch.mm(h_nD[t], w_VD.t(), out=tile_of(v, t))
-            fold(z_NV, target_n[t] - v.start, max_n[t], sum_n[t], total_n[t], softcap)
+            fold(z_NV, target_in_v[t], max_n[t], sum_n[t], total_n[t], softcap)
 
     # If the label's logit is the maximum, then log(1 + sum of the others) is exact also for a
     # p(label) near 1. Differences from the maximum are exact under a large common offset.
@@ -2175,6 +2176,7 @@ def _gradient_products(
     """
     h_nD, weight_VD, target_n, softcap, _, kernels = problem
     fill = tile_body(logits_to_gradient, kernels)
+    label_n = slopes.target.to(h_nD.dtype)
     for v in problem.vocabulary_tiles():
         w_VD = weight_VD[v].to(h_nD.dtype)
         z_nV = tile_of(v)
@@ -2190,7 +2192,7 @@ def _gradient_products(
         # One product over all tokens is rounded once, however many token tiles there are, and needs
         # no fp32 [V, D].
         if dw_VD is not None:
-            dz_nV = put_target(z_nV, target_in_v, slopes.target.to(z_nV.dtype))
+            dz_nV = put_target(z_nV, target_in_v, label_n)
             put_product(dw_VD[v], dz_nV.t(), h_nD)
 
 

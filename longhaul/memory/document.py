@@ -53,8 +53,8 @@ def logits() -> str:
 
 The loss runs in tiles well below the threshold of 10 GiB too, because tiles are no slower from a
 vocabulary of 8,192 on. `one_pass` computes the gradients with the loss. Several ranks take
-`chunked`, which computes the tiles again in the backward: FSDP2 gathers the weight of the head in bf16, in
-which the gradients of several blocks of tokens are not added."""
+`chunked`, which computes the tiles again in the backward: FSDP2 gathers the weight of the head in
+bf16, in which the gradients of several blocks of tokens are not added."""
     return table(head, rows) + words
 
 

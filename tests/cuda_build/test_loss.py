@@ -1,0 +1,106 @@
+"""The loss in tiles on fake CUDA tensors: no host synchronisation, and few launches.
+
+Letters: N tokens, D model width, V vocabulary.
+"""
+
+from collections import Counter
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import model
+from tests.cuda_build.fakes import HOPPER, Card, Operators
+
+N, D, V = 131_072, 2560, 151_936
+# they launch no kernel
+VIEWS = (
+    "slice select view t transpose expand unsqueeze detach empty empty_like new_empty as_strided"
+)
+
+
+class Counting(Card):
+    """Counts what fake tensors cannot run: compiled tile bodies, and products written in fp32."""
+
+    def __init__(self):
+        super().__init__(HOPPER)
+        self.launched = Counter()
+
+    def tile_body(self, function, kernels):
+        assert kernels == "compiled"
+
+        def run(*_):
+            self.launched[function.__name__] += 1
+
+        return run
+
+    def mixed_product(self, out, a, b, beta):
+        assert out.is_cuda and out.dtype == torch.float32 and a.dtype == torch.bfloat16
+        self.launched["mixed product"] += 1
+
+
+def launches(function, weight_dtype=torch.float32, tokens=N) -> Counter:
+    """Kernels by name that `function(hidden, weight, labels, tiles)` launches."""
+    here = Counting()
+    operators = Operators()
+    with FakeTensorMode(), model.running_on(here), operators:
+        hidden_ND = torch.empty(tokens, D, device="cuda", dtype=torch.bfloat16)
+        weight_VD = torch.empty(V, D, device="cuda", dtype=weight_dtype)
+        labels_N = torch.empty(tokens, device="cuda", dtype=torch.int64)
+        device = hidden_ND.device
+        columns = model.forward_columns(tokens, V, device, "compiled")
+        tiles = [*model.default_tiles(tokens, V, device, "compiled"), columns]
+        operators.names.clear()
+        function(hidden_ND, weight_VD, labels_N, tiles)
+
+    here.launched.update(name.removeprefix("aten::") for name in operators.names)
+    for name in VIEWS.split():
+        del here.launched[name]
+    return here.launched
+
+
+def forward(hidden_ND, weight_VD, labels_N, tiles):
+    model.vocab_nll._init_fn(
+        hidden_ND, weight_VD, labels_N, -100, None, tiles, "compiled", validate=False
+    )
+
+
+def backward(hidden_ND, weight_VD, labels_N, tiles):
+    sums_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
+    grads = [sums_N, sums_N, sums_N]
+    inputs = grads, sums_N, sums_N, hidden_ND, weight_VD, labels_N
+    model.vocab_nll_backward._init_fn(*inputs, -100, None, tiles, "compiled", True, True)
+
+
+def one_pass(hidden_ND, weight_VD, labels_N, tiles):
+    divisor = hidden_ND.new_empty((), dtype=torch.float32)
+    inputs = hidden_ND, weight_VD, labels_N, divisor
+    options = -100, 0.0, 0.0, None, tiles, "compiled", False, True, True
+    model.vocab_loss_one_pass._init_fn(*inputs, *options)
+
+
+def test_the_forward_launches_three_kernels_per_tile_of_8192_by_8192():
+    found = launches(forward)
+    tiles = 16 * 19
+    assert found["fold_logsumexp"] == found["mm"] == tiles
+    assert found.total() < 3 * tiles + 150
+
+
+def test_the_backward_adds_its_products_in_fp32():
+    found = launches(backward)
+    tiles = 16 * 75
+    assert found["logits_to_gradient"] == found["mm"] == tiles
+    assert found["mixed product"] == tiles + 75
+    assert found.total() < 4.5 * tiles
+
+
+def test_one_pass_has_three_products_per_tile():
+    found = launches(one_pass)
+    block = model.block_tokens(N, V, D, 2)
+    tiles = -(-N // block) * 19
+    assert found["fold_logsumexp"] == found["logits_to_gradient"] == found["mm"] == tiles
+    assert found["mixed product"] == 2 * tiles
+
+
+def test_one_block_of_low_precision_is_one_product_of_its_dtype():
+    found = launches(one_pass, torch.bfloat16, tokens=1024)
+    assert found["mm"] == 2 * 19 and found["mixed product"] == 19

@@ -11,7 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import model
 from tests.cuda_build.fakes import HOPPER, Card, Operators
 
-N, D, V = 131_072, 2560, 151_936
+N = 131_072
+D = 2560
+V = 151_936
 # they launch no kernel
 VIEWS = (
     "slice select view t transpose expand unsqueeze detach empty empty_like new_empty as_strided"

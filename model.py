@@ -2715,8 +2715,9 @@ class NativeSparseAttention(Attention):
         gates = 3 * config.num_heads * element
         chosen = 2 * G * nsa.sel_count
         added = q + tokens * (gates + chosen)
-        if takes_triton(config):  # the twin keeps o_cmp and its log-sum-exp
+        if takes_triton(config):  # the twin keeps o_cmp, its log-sum-exp, and pairs for blocks
             added += q + FP32 * config.num_heads * tokens
+            added += tokens * (cls.sorted_pairs(config) - chosen)
 
         statistics = FP32 * (G + config.head_dim)
         block = (FP32 + 6 * element) * G * config.head_dim + statistics
@@ -2730,14 +2731,20 @@ class NativeSparseAttention(Attention):
     @classmethod
     def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
         """NSA returns the selected branch's output and the chosen blocks (int16) as well; the
-        Triton twin also the compressed branch's output and log-sum-exp.
+        Triton twin also the compressed branch's output and log-sum-exp, and the sorted pairs.
         """
         q = element * tokens * config.num_heads * config.head_dim
         chosen = 2 * tokens * config.num_kv_heads * config.nsa.sel_count
         added = q + chosen
         if takes_triton(config):
-            added += q + FP32 * tokens * config.num_heads
+            added += q + tokens * (FP32 * config.num_heads + cls.sorted_pairs(config))
         return super().output_bytes(config, tokens, element) + added
+
+    @classmethod
+    def sorted_pairs(cls, config: ModelConfig) -> int:
+        """Bytes per token of the Triton twin's list of the blocks that are not forced."""
+        nsa = config.nsa
+        return FP32 * config.num_kv_heads * (nsa.sel_count - nsa.sel_init - nsa.sel_local)
 
     @classmethod
     def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:

@@ -47,6 +47,11 @@ class Sizes(NamedTuple):
         return self.sel_init + self.sel_local
 
     @property
+    def free(self) -> int:
+        """Selected blocks that are chosen by their importance."""
+        return self.sel_count - self.forced
+
+    @property
     def dense_tokens(self) -> int:
         """Before this position, a query selects every block."""
         return self.sel_count * self.sel_block
@@ -338,8 +343,7 @@ def choose(
     not_free = tail_J > own_C1 - cfg.sel_local
     key_CJ[:, tail:].masked_fill_(not_free, -1)
 
-    free = cfg.sel_count - cfg.forced
-    best = key_CJ[:, cfg.sel_init :].topk(free, sorted=False).values
+    best = key_CJ[:, cfg.sel_init :].topk(cfg.free, sorted=False).values
     # The limits keep NaN inputs from reading out of bounds.
     dynamic = (J - 1 - (best & 0xFFFFFFFF)).clamp_(0, J - 1)
 

@@ -27,7 +27,7 @@ ATTENTION_OPS = {
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
     "longhaul::nsa_forward",
-    "longhaul::nsa_triton_forward",
+    "longhaul::nsa_triton_paired_forward",
 }
 
 

@@ -5,35 +5,43 @@ nsa/triton/backward.py over the tables of nsa/triton/layout.py.
 
 **How the branches run.** The compressed branch and the window go to the attention kernels of
 PyTorch (nsa/triton/dense.py). A second pass over the compressed keys turns the log-sum-exp into
-probabilities, pools them and keeps the best blocks of each query, all on the chip. The selected
-branch is block-major: (query, block) pairs are sorted by block, each piece of a block's pairs is
-one dense tile, and the results of a query's pairs merge by log-sum-exp. Without the sort, every
-query would gather n blocks of keys for itself. In the backward, the pairs of popular blocks are cut
-into segments, whose sums are added in a fixed order.
+probabilities, pools them and writes the importance of each block; then each query's best blocks are
+found by bisection over the bits of their importance.
 
-All n blocks become pairs, including the forced ones. The partial results of these 3 of 16 blocks
-add memory traffic (computed: about 2 ms of 10 per forward at 131,072 tokens and 3.35 TB/s) but need
-no special case. Documents and rows of the batch share every launch. The kernels here use no
-atomics, and the host never waits for the device. PyTorch's kernels add up dq by atomics, so that it
-repeats bit for bit only under torch.use_deterministic_algorithms.
+The selected branch is block-major: (query, block) pairs are sorted by block, each piece of a
+block's pairs is one dense tile, and the results of a query's pairs merge by log-sum-exp. Without
+the sort, every query would gather its blocks of keys for itself. One sort serves the whole call,
+and its order is kept for the backward. There the pairs of popular blocks are cut into segments,
+whose sums are added in a fixed order.
+
+The forced blocks of a query, 3 of 16, are no pairs: neighbouring queries share them. The kernels
+that merge pairs also attend to the forced blocks of their tile of queries. In the backward, a
+block's program adds the queries that it is local to, and the queries that read a first block from
+afar are cut into segments.
+
+Documents and rows of the batch share every launch. The kernels here use no atomics, and the host
+never waits for the device. PyTorch's kernels add up dq by atomics, so that it repeats bit for bit
+only under torch.use_deterministic_algorithms. A layer at 131,072 tokens with 32/8 heads launches
+135 kernels in the forward and 173 in the backward (a test counts them).
 
 **Memory** at T = 131,072, H = 32, G = 8, K = 128 in bf16, beyond inputs, o and the returned
 gradients (GB = 1e9 bytes; a test counts it):
 
-saved      o_cmp and o_slc 2.15, log-sum-exps and indices 0.07
-forward    partial results of a chunk of pairs 0.27; folded q and o of one KV head 0.27, or its
-           o_win 0.13; sorting 0.02: at most 2.5 in all
-backward   dq of a chunk of pairs 0.27, dk and dv of its segments 0.20; or folded q, o, do and dq of
+saved      o_cmp and o_slc 2.15, log-sum-exps 0.03, the order of the pairs 0.05: 2.24
+forward    partial results of a part's pairs 0.59; folded q and o of two KV heads 0.54, or o_win of
+           one 0.13; the importance of blocks lies in the memory of o: at most 2.9 in all
+backward   dq of a part's pairs 0.58, dk and dv of its segments 0.20; or folded q, o, do and dq of
            one KV head 0.54; in fp32 dq of one KV head 0.27 and its dk_slc and dv_slc 0.13, o_win
-           0.13, deltas 0.05, sorting 0.02: at most 3.3 with what was saved. Computed: flash
-           attention takes 0.54 of its own meanwhile, dq in fp32 and dk and dv of every query head
+           0.13, deltas 0.05: at most 3.5 with what was saved. Computed: flash attention takes 0.54
+           of its own meanwhile, dq in fp32 and dk and dv of every query head
 
 Letters: B rows of the batch, T tokens of a row, Z = B*T, H query heads, G KV heads, M = H/G, K head
 dim, N compressed blocks of a row, n selected blocks per query, J selection blocks of all documents,
-P pairs of a chunk.
+P pairs.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -46,6 +54,9 @@ from nsa.selected import LOG2E
 from nsa.triton import dense
 from nsa.triton.backward import (
     delta_kernel,
+    far_dkv_kernel,
+    local_dkv_kernel,
+    merge_dq_kernel,
     pair_backward_kernel,
     segment_sum_kernel,
 )
@@ -53,15 +64,29 @@ from nsa.triton.forward import (
     INTERPRETED,
     choose_kernel,
     combine_kernel,
-    gather_kernel,
+    importance_kernel,
+    merge_kernel,
     pair_forward_kernel,
 )
-from nsa.triton.layout import Pairs, launch, lay_out, sort_pairs
+from nsa.triton.layout import (
+    Pairs,
+    Span,
+    ceil_div,
+    count_to,
+    cut,
+    launch,
+    lay_out,
+    most_blocks,
+    most_pieces,
+    sort_pairs,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PARTIAL_RESULT_NUMBERS = 2**27  # numbers in the results of a chunk of pairs: 256 MiB in bf16
+# Numbers in the results of a part's pairs, 576 MiB in bf16: three parts of 131,072 tokens.
+PARTIAL_RESULT_NUMBERS = 9 * 2**25
+FOLDED_NUMBERS = 2**28  # numbers of folded q and o in the forward: 512 MiB in bf16
+CHOICE_NUMBERS = 4096  # numbers that a program of choose_kernel holds: 32 per thread
 H100_SHARED_MEMORY = 227 * 1024
-LEAST_SHARED_MEMORY = 99 * 1024
 ENGINE = "use --kernels torch (nsa.engine.nsa_attention)"
 
 
@@ -130,11 +155,27 @@ def require_sizes(
     device = torch.device(device)
     require(dtype, device)
     available = shared_memory(device)
-    if available < LEAST_SHARED_MEMORY:
+    needed = shared_memory_needed(M, K, dtype.itemsize, cfg.sel_block, available)
+    if available < needed:
         raise ValueError(
-            f"the Triton kernels of sparse attention need {LEAST_SHARED_MEMORY:,} bytes of shared "
-            f"memory, and {device} has {available:,}: {ENGINE}"
+            f"the Triton kernels of sparse attention need {needed:,} bytes of shared memory for "
+            f"these sizes, and {device} has {available:,}: {ENGINE}"
         )
+
+
+def shared_memory_needed(M: int, K: int, itemsize: int, sel_block: int, available: int) -> int:
+    """Bytes of shared memory of the kernel that takes most, pair_backward_kernel; a bound of what
+    the compiler says, see tests/kernel_resources.py.
+    """
+    KP = max(16, triton.next_power_of_2(K))
+    LP = max(16, triton.next_power_of_2(sel_block))
+    R = max(tile_sizes(K, itemsize, available).key_rows, triton.next_power_of_2(M))
+    if itemsize == 4:  # three products for one split their operands
+        return itemsize * (7 * LP * KP + 4 * (R - 16) * KP)
+
+    keys_and_rows = (2 * LP + 2 * R) * KP
+    gradients = R * LP + LP * KP
+    return itemsize * (keys_and_rows + gradients)
 
 
 class TileSizes(NamedTuple):
@@ -142,24 +183,47 @@ class TileSizes(NamedTuple):
 
     rows: int  # (query, head) rows, in kernels whose results belong to queries
     key_rows: int  # the same in kernels whose results belong to keys
-    keys: int
-    stages: int  # steps of a loop whose loads are in flight
-    segment_rows: int = 1024  # rows of a segment in the backward of the selected branch
+    blocks: int  # selection blocks of a step that computes their importance
+    segment_rows: int = 2048  # rows of a segment in the backward of the selected branch
 
 
 def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
     """Tiles that fit `shared` bytes of shared memory: 227 KiB on an H100, 163 KiB on an A100, 99
-    KiB on smaller cards of the same generations.
+    KiB on smaller cards of the same generations. tests/kernel_resources.py compiles them.
     """
-    bytes_of_a_row = triton.next_power_of_2(K) * itemsize
-    if bytes_of_a_row > 256:  # fp32 from K = 128 on, 16-bit numbers from K = 256 on
-        return TileSizes(rows=64, key_rows=16, keys=32, stages=1)
-    if shared < 160 * 1024:
-        return TileSizes(rows=64, key_rows=64, keys=32, stages=1)
-    return TileSizes(rows=128, key_rows=64, keys=64, stages=2)
+    if itemsize == 4:
+        return TileSizes(rows=32, key_rows=16, blocks=32)
+    if K > 128:
+        return TileSizes(rows=64, key_rows=16, blocks=32)
+    if shared < 200 * 1024:
+        return TileSizes(rows=64, key_rows=64, blocks=32)
+    return TileSizes(rows=64, key_rows=128, blocks=64)
 
 
 # ---- one call
+
+
+def chunk_of_pairs(Z: int, G: int, M: int, K: int, cfg) -> tuple[int, int]:
+    """(tokens of a chunk, KV heads at once), so that the results of a part's pairs stay in bounds.
+
+    Several KV heads at once take all tokens.
+    """
+    numbers = max(1, cfg.free * M * K)
+    most = max(1, PARTIAL_RESULT_NUMBERS // numbers)
+    chunk = ceil_div(Z, ceil_div(Z, most))
+    return chunk, min(G, max(1, most // Z))
+
+
+class Part(NamedTuple):
+    """A range of tokens under the KV heads of a group: the pairs that are computed at a time."""
+
+    start: int  # tokens, counted over all rows
+    stop: int
+    tiles: Tensor  # of its tokens
+    pairs: int
+    pair0: int
+    bucket0: int
+    buckets: int
 
 
 class HeadGroup(NamedTuple):
@@ -218,36 +282,83 @@ class Call:
         self.documents = lay_out(q_BTHK, blocks_per_row, cu_seqlens, self.cfg)
         tokens = self.documents.tokens
         self.table = self.documents.table_D4
-        self.tiles = self.documents.tiles(tokens, self.rows // self.MP)
         self.block_tiles = self.documents.tiles(tokens, self.cfg.sel_block)
         self.J = len(self.block_tiles)
 
         whole_rows = cu_seqlens is None
-        self.compressed_lines = dense.Lines.of_blocks(self.documents, whole_rows, self.cfg)
         self.window_lines = dense.Lines.of_tokens(self.documents, whole_rows, self.cfg)
+        self.compressed_lines = dense.Lines.of_blocks(
+            self.documents, self.window_lines.document_Z, whole_rows, self.cfg
+        )
 
-        _, tokens_D, _, first_block_D = self.table.unbind(1)
-        self.base_Z = first_block_D.repeat_interleave(tokens_D, output_size=self.Z)
-
-        # One head group at a time bounds what a head needs, one chunk of its pairs bounds the
+        # One head group at a time bounds what a head needs, one part of its pairs bounds the
         # partial results.
-        self.chunk = max(1, PARTIAL_RESULT_NUMBERS // (self.cfg.sel_count * self.M * self.K))
-        self.kv_heads_at_once = min(self.G, max(1, self.chunk // self.Z))
+        self.chunk, self.kv_heads_at_once = chunk_of_pairs(self.Z, self.G, self.M, self.K, self.cfg)
+        boundaries = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+        self.buckets = most_blocks(B, T, boundaries, self.cfg)
+
+    @property
+    def base_Z(self) -> Tensor:
+        """The first selection block of each token's document."""
+        return self.table[:, 3][self.window_lines.document_Z]
 
     @property
     def all_heads(self) -> HeadGroup:
         return HeadGroup(0, self.G, self.M)
 
-    def head_groups(self) -> Iterator[HeadGroup]:
-        for start in range(0, self.G, self.kv_heads_at_once):
-            stop = min(start + self.kv_heads_at_once, self.G)
+    def head_groups(self, at_once: int = 0) -> Iterator[HeadGroup]:
+        """Groups of `at_once` KV heads; 0: as many as the results of their pairs allow."""
+        at_once = at_once or self.kv_heads_at_once
+        for start in range(0, self.G, at_once):
+            stop = min(start + at_once, self.G)
             yield HeadGroup(start, stop, self.M)
 
-    def chunks(self, group: HeadGroup) -> Iterator[slice]:
-        """Ranges of the group's queries; query g*Z + z is token z under its KV head g."""
-        queries = group.kv_heads * self.Z
-        for start in range(0, queries, self.chunk):
-            yield slice(start, min(start + self.chunk, queries))
+    @cached_property
+    def chunks(self) -> list[Tensor]:
+        """Tiles of queries of each chunk of tokens."""
+        return self.documents.chunks(self.chunk, self.rows // self.MP)
+
+    def parts(self, group: HeadGroup) -> Iterator["Part"]:
+        """The parts of a head group's pairs, the largest one first."""
+        for index, tiles in enumerate(self.chunks):
+            start = index * self.chunk
+            stop = min(start + self.chunk, self.Z)
+            first = group.start * len(self.chunks) + index
+            pairs = (stop - start) * group.kv_heads * self.cfg.free
+            yield Part(
+                start=start,
+                stop=stop,
+                tiles=tiles,
+                pairs=pairs,
+                pair0=(group.start * self.Z + start) * self.cfg.free,
+                bucket0=first * self.buckets,
+                buckets=self.buckets * group.kv_heads,
+            )
+
+    @cached_property
+    def far(self) -> Tensor:
+        """Segments of the tokens that read a first block from afar: (block, first token)."""
+        spans = []
+        block = 0
+        for tokens in self.documents.tokens:
+            for j in range(self.cfg.sel_init):
+                first = (j + self.cfg.sel_local) * self.cfg.sel_block
+                if first < tokens:
+                    spans.append(Span(block + j, first, tokens - first))
+            block += ceil_div(tokens, self.cfg.sel_block)
+        return cut(spans, self.segment, self.table.device)
+
+    @cached_property
+    def first_far(self) -> Tensor:
+        """The first far segment of each block [blocks + 1]."""
+        block_S = self.far[:, 0].contiguous()
+        every_block = count_to(len(self.block_tiles) + 1, block_S.device)
+        return torch.searchsorted(block_S, every_block, out_int32=True)
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment."""
+        return max(self.tile.segment_rows, self.MP) // self.MP
 
     # The dense branches.
 
@@ -275,8 +386,34 @@ class Call:
         return {"L": L, "LP": max(16, triton.next_power_of_2(L))}
 
     @property
-    def query_tables(self) -> dict[str, Tensor]:
-        return {"tile_ptr": self.tiles, "table_ptr": self.table}
+    def forced(self) -> dict[str, int]:
+        return {"INIT": self.cfg.sel_init, "LOCAL": self.cfg.sel_local}
+
+    @property
+    def pooling(self) -> dict:
+        """How compressed blocks add up to the importance of a selection block."""
+        cfg = self.cfg
+        per = cfg.sel_block // cfg.cmp_stride
+        spread = cfg.cmp_block // cfg.cmp_stride
+        offsets = per + spread - 1
+        return {
+            "STRIDE": cfg.cmp_stride,
+            "SPAN": cfg.cmp_block,
+            "PER": per,
+            "SPREAD": spread,
+            # strides that the compressed block at each offset shares with the selection block
+            "WEIGHTS": tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets)),
+        }
+
+    def numbers_of(self, part: Part) -> dict[str, int]:
+        return {
+            "bucket0": part.bucket0,
+            "pair0": part.pair0,
+            "buckets": part.buckets,
+            "COUNT": self.cfg.free,
+            "Z": self.Z,
+            "J": self.buckets,
+        }
 
     @property
     def block_tables(self) -> dict[str, Tensor]:
@@ -286,133 +423,191 @@ class Call:
 # ---- forward
 
 
-def choose(call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor) -> None:
-    """Fills block_idx from the log-sum-exp of the compressed branch."""
+def choose(
+    call: Call, q: Tensor, k_cmp: Tensor, lse: Tensor, block_idx: Tensor, scratch: Tensor
+) -> None:
+    """Fills block_idx from the log-sum-exp of the compressed branch.
+
+    The importance of blocks goes through `scratch`, as many tokens and KV heads at a time as it
+    holds.
+    """
+    most_tokens = max(call.documents.tokens)
+    columns = ceil_div(ceil_div(most_tokens, call.cfg.sel_block), 16) * 16
+    importance = scratch.view(torch.float32)
+    if len(importance) < columns:
+        importance = importance.new_empty(columns)
+    most = len(importance) // columns
+    heads = min(call.G, max(1, most // call.Z))
+    chunk = ceil_div(call.Z, ceil_div(call.Z, most))
+    chunks = call.documents.chunks(chunk, call.rows // call.MP)
+
+    for group in call.head_groups(heads):
+        for index, tiles in enumerate(chunks):
+            tokens = range(index * chunk, min((index + 1) * chunk, call.Z))
+            choose_part(
+                call,
+                group,
+                tiles,
+                tokens,
+                columns,
+                q[:, group.start * call.M :],
+                k_cmp[:, group.start :],
+                lse[:, group.start * call.M :],
+                importance,
+                block_idx[:, group.start :],
+            )
+
+
+def choose_part(
+    call: Call,
+    group: HeadGroup,
+    tiles: Tensor,
+    tokens: range,
+    columns: int,
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    importance: Tensor,
+    block_idx: Tensor,
+) -> None:
+    """Fills block_idx of a range of tokens under the KV heads of a group."""
     cfg = call.cfg
-    per = cfg.sel_block // cfg.cmp_stride
-    spread = cfg.cmp_block // cfg.cmp_stride
-    offsets = per + spread - 1
+    numbers = {"start": tokens.start, "stop": tokens.stop, "COLUMNS": columns}
+    if cfg.free > 0:
+        launch(
+            importance_kernel,
+            (len(tiles), group.kv_heads),
+            q_ptr=q,
+            k_ptr=k_cmp,
+            lse_ptr=lse,
+            importance_ptr=importance,
+            tile_ptr=tiles,
+            table_ptr=call.table,
+            **numbers,
+            scale2=call.scale2,
+            H=call.H,
+            G=call.G,
+            **call.head_sizes,
+            R=call.rows,
+            JB=call.tile.blocks,
+            **call.pooling,
+            COUNT=cfg.sel_count,
+            **call.forced,
+            num_warps=4,
+            num_stages=1,
+        )
 
-    # Strides that the compressed block at each offset shares with the selection block.
-    weights = tuple(min(i + 1, spread, per, offsets - i) for i in range(offsets))
-    # Two stages hold 2 * 5 tiles of 16 KiB.
-    stages = call.tile.stages if offsets <= 5 else 1
-    best = triton.next_power_of_2(max(2, cfg.sel_count - cfg.forced))
-
+    queries = call.rows // call.MP
+    width = triton.next_power_of_2(columns)
+    at_once = min(queries, max(1, CHOICE_NUMBERS // width))
     launch(
         choose_kernel,
-        (len(call.tiles), call.G),
-        q_ptr=q,
-        k_ptr=k_cmp,
-        lse_ptr=lse,
+        (len(tiles) * (queries // at_once), group.kv_heads),
+        importance_ptr=importance,
         idx_ptr=block_idx,
-        **call.query_tables,
-        scale2=call.scale2,
-        H=call.H,
+        tile_ptr=tiles,
+        table_ptr=call.table,
+        **numbers,
         G=call.G,
-        **call.head_sizes,
-        R=call.rows,
-        JB=max(call.tile.keys, best),
-        STRIDE=cfg.cmp_stride,
-        SPAN=cfg.cmp_block,
-        PER=per,
-        SPREAD=spread,
-        WEIGHTS=weights,
+        PARTS=queries // at_once,
+        Q=at_once,
+        JP=width,
+        BLOCK=cfg.sel_block,
         COUNT=cfg.sel_count,
-        INIT=cfg.sel_init,
-        LOCAL=cfg.sel_local,
-        BEST=best,
-        COLUMNS=triton.next_power_of_2(cfg.sel_count),
-        num_warps=8,
-        num_stages=stages,
-    )
-
-
-def gather(
-    call: Call,
-    pairs: Pairs,
-    queries: slice,
-    x: Tensor,
-    part_lse: Tensor,
-    o: Tensor,
-    heads_o: int,
-    lse: Tensor,
-    merge: bool,
-) -> None:
-    """Fills o with each query's sum of x over its pairs.
-
-    With merge=True, the sum is weighted by part_lse, and lse is filled; otherwise the kernel
-    touches neither of them.
-    """
-    count = queries.stop - queries.start
-    rows = max(32, call.MP)
-    launch(
-        gather_kernel,
-        (triton.cdiv(count, rows // call.MP),),
-        x_ptr=x,
-        part_lse_ptr=part_lse,
-        place_ptr=pairs.place_P,
-        o_ptr=o,
-        lse_ptr=lse,
-        query0=queries.start,
-        queries=count,
-        COUNT=call.cfg.sel_count,
-        Z=call.Z,
-        H=call.H,
-        HEADS_O=heads_o,
-        **call.head_sizes,
-        R=rows,
-        MERGE=merge,
+        **call.forced,
+        CP=triton.next_power_of_2(cfg.sel_count),
         num_warps=4,
-        num_stages=2,
+        num_stages=1,
     )
+
+
+class PairTables(NamedTuple):
+    """The pairs of a call, cut into pieces of at most `size` pairs."""
+
+    size: int
+    pairs: Pairs
+    bucket_of_piece: Tensor
+    first_piece: Tensor
+
+    @classmethod
+    def of(cls, pairs: Pairs, size: int) -> "PairTables":
+        return cls(size, pairs, *pairs.pieces(size))
+
+    @property
+    def pointers(self) -> dict[str, Tensor]:
+        return {
+            "block_ptr": self.bucket_of_piece,
+            "first_ptr": self.first_piece,
+            "start_ptr": self.pairs.start_E1,
+            "order_ptr": self.pairs.order_P,
+        }
+
+    def pieces(self, part: Part) -> int:
+        """The most pieces that the part can have."""
+        return most_pieces(part.pairs, part.buckets, self.size)
 
 
 def selected_forward(
     call: Call,
     group: HeadGroup,
-    queries: slice,
+    tables: PairTables,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    block_idx: Tensor,
     o: Tensor,
     lse: Tensor,
 ) -> None:
-    """Fills o and lse of the selected branch for a chunk of queries."""
-    pairs = sort_pairs(block_idx[:, : group.kv_heads], call.base_Z, call.J, queries)
-    block_of_piece, first_piece = pairs.pieces(call.rows // call.MP)
-
-    part_o = q.new_empty(len(pairs.order_P), call.M, call.K)
-    part_lse = lse.new_empty(len(pairs.order_P), call.M)
-    launch(
-        pair_forward_kernel,
-        (len(block_of_piece),),
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        o_ptr=part_o,
-        lse_ptr=part_lse,
-        block_ptr=block_of_piece,
-        first_ptr=first_piece,
-        start_ptr=pairs.start_J1,
-        order_ptr=pairs.order_P,
-        **call.block_tables,
-        query0=queries.start,
-        scale2=call.scale2,
-        COUNT=call.cfg.sel_count,
-        Z=call.Z,
-        H=call.H,
-        G=call.G,
-        J=call.J,
-        BLOCKS=call.J * group.kv_heads,
-        **call.head_sizes,
-        R=call.rows,
-        **call.block_sizes,
-        num_warps=8,
-        num_stages=1,
-    )
-    gather(call, pairs, queries, part_o, part_lse, o, call.H, lse, merge=True)
+    """Fills o and lse of the selected branch for a head group."""
+    parts = list(call.parts(group))
+    part_o = q.new_empty(parts[0].pairs, call.M, call.K)
+    part_lse = lse.new_empty(parts[0].pairs, call.M)
+    for part in parts:
+        if part.pairs > 0:
+            launch(
+                pair_forward_kernel,
+                (tables.pieces(part),),
+                q_ptr=q,
+                k_ptr=k,
+                v_ptr=v,
+                o_ptr=part_o,
+                lse_ptr=part_lse,
+                **tables.pointers,
+                **call.block_tables,
+                **call.numbers_of(part),
+                scale2=call.scale2,
+                H=call.H,
+                G=call.G,
+                **call.head_sizes,
+                R=call.rows,
+                **call.block_sizes,
+                num_warps=4,
+                num_stages=1,
+            )
+        launch(
+            merge_kernel,
+            (len(part.tiles), group.kv_heads),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            part_o_ptr=part_o,
+            part_lse_ptr=part_lse,
+            o_ptr=o,
+            lse_ptr=lse,
+            tile_ptr=part.tiles,
+            table_ptr=call.table,
+            start=part.start,
+            stop=part.stop,
+            scale2=call.scale2,
+            H=call.H,
+            G=call.G,
+            **call.head_sizes,
+            R=call.rows,
+            **call.block_sizes,
+            COUNT=call.cfg.free,
+            **call.forced,
+            num_warps=4,
+            num_stages=1,
+        )
 
 
 def window_forward(
@@ -457,12 +652,17 @@ class Outputs(NamedTuple):
     o_slc: Tensor
     lse_cmp: Tensor  # [H * cmp_stride, B * N] fp32, natural, folded as in nsa/triton/dense.py
     lse_slc: Tensor  # [B, T, H] fp32, in base 2
+    order: Tensor  # of the pairs: Pairs.order_P
+    start: Tensor  # Pairs.start_E1
     block_idx: Tensor  # [B, T, G, n] int16 or int32, -1 = unused
 
     @classmethod
-    def empty(cls, q: Tensor, k_slc: Tensor, k_cmp: Tensor, cfg: Sizes) -> "Outputs":
-        B, T, H, _ = q.shape
+    def empty(cls, q: Tensor, k_cmp: Tensor, cu_seqlens: Tensor | None, cfg: Sizes) -> "Outputs":
+        B, T, H, K = q.shape
         N, G = k_cmp.shape[1:3]
+        chunk, _ = chunk_of_pairs(B * T, G, H // G, K, cfg)
+        boundaries = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        buckets = G * ceil_div(B * T, chunk) * most_blocks(B, T, boundaries, cfg)
         index_dtype = torch.int16 if T <= 32768 * cfg.sel_block else torch.int32
         return cls(
             o=torch.empty_like(q, memory_format=torch.contiguous_format),
@@ -470,6 +670,8 @@ class Outputs(NamedTuple):
             o_slc=torch.empty_like(q, memory_format=torch.contiguous_format),
             lse_cmp=q.new_empty((H * cfg.cmp_stride, B * N), dtype=torch.float32),
             lse_slc=q.new_empty((B, T, H), dtype=torch.float32),
+            order=q.new_empty(B * T * G * cfg.free, dtype=torch.int32),
+            start=q.new_empty(buckets + 1, dtype=torch.int32),
             block_idx=q.new_empty((B, T, G, cfg.sel_count), dtype=index_dtype),
         )
 
@@ -504,9 +706,10 @@ def compressed_forward(
 
 
 def compressed_and_choice(call: Call, q: Tensor, kv: BranchKV, outputs: Outputs) -> None:
-    """Fills o_cmp, lse_cmp and block_idx of all heads."""
+    """Fills o_cmp, lse_cmp and block_idx of all heads; o holds other numbers meanwhile."""
     lse2 = torch.empty_like(outputs.lse_slc)
-    for group in call.head_groups():
+    at_once = max(1, FOLDED_NUMBERS // (2 * call.Z * call.M * call.K))
+    for group in call.head_groups(at_once):
         compressed_forward(call, group, q, kv, outputs, lse2)
 
     group = call.all_heads
@@ -516,7 +719,15 @@ def compressed_and_choice(call: Call, q: Tensor, kv: BranchKV, outputs: Outputs)
         group.of_keys(kv.k_cmp),
         group.of_queries(lse2),
         group.of_keys(outputs.block_idx),
+        outputs.o.flatten(),
     )
+
+
+def with_pairs(call: Call, outputs: Outputs) -> Outputs:
+    """The outputs with the pairs of the chosen blocks."""
+    free = outputs.block_idx.flatten(0, 1)[..., call.cfg.forced :]
+    pairs = sort_pairs(free, call.base_Z, call.buckets, call.chunk)
+    return outputs._replace(order=pairs.order_P, start=pairs.start_E1)
 
 
 def group_forward(
@@ -525,17 +736,16 @@ def group_forward(
     q: Tensor,
     kv: BranchKV,
     gates: Tensor,
+    tables: PairTables,
     outputs: Outputs,
 ) -> None:
     """Fills o, o_slc and lse_slc of a head group, whose blocks are chosen."""
     q = group.of_queries(q)
     k_slc = group.of_keys(kv.k_slc)
     v_slc = group.of_keys(kv.v_slc)
-    block_idx = group.of_keys(outputs.block_idx)
     o_slc = group.of_queries(outputs.o_slc)
     lse_slc = group.of_queries(outputs.lse_slc)
-    for queries in call.chunks(group):
-        selected_forward(call, group, queries, q, k_slc, v_slc, block_idx, o_slc, lse_slc)
+    selected_forward(call, group, tables, q, k_slc, v_slc, o_slc, lse_slc)
 
     k_win = group.of_keys(kv.k_win)
     v_win = group.of_keys(kv.v_win)
@@ -552,7 +762,7 @@ def group_forward(
     )
 
 
-@torch.library.custom_op("longhaul::nsa_triton_forward", mutates_args=())
+@torch.library.custom_op("longhaul::nsa_triton_paired_forward", mutates_args=())
 def nsa_triton_forward(
     q: Tensor,
     k_slc: Tensor,
@@ -564,19 +774,22 @@ def nsa_triton_forward(
     gates: Tensor,
     cu_seqlens: Tensor | None,
     sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of Outputs; only o has gradients."""
     call = Call(q, k_slc, k_cmp, cu_seqlens, sizes)
     q = q.contiguous()
     gates = gates.contiguous()
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
-    outputs = Outputs.empty(q, k_slc, k_cmp, call.cfg)
+    outputs = Outputs.empty(q, k_cmp, cu_seqlens, call.cfg)
 
     # Triton launches on the current device, which may differ from the tensors'; no effect on a CPU.
     with torch.cuda.device_of(q):
         compressed_and_choice(call, q, kv, outputs)
+        outputs = with_pairs(call, outputs)
+        pairs = Pairs(outputs.order, outputs.start)
+        tables = PairTables.of(pairs, call.rows // call.MP)
         for group in call.head_groups():
-            group_forward(call, group, q, kv, gates, outputs)
+            group_forward(call, group, q, kv, gates, tables, outputs)
     return tuple(outputs)
 
 
@@ -606,77 +819,146 @@ class BranchQueries(NamedTuple):
 def selected_backward(
     call: Call,
     group: HeadGroup,
-    queries: slice,
+    tables: PairTables,
     branch: BranchQueries,
     k: Tensor,
     v: Tensor,
-    block_idx: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Fills dq of a chunk of queries; adds to dk and dv.
+    """Adds to dq [Z, query heads of the group, K]; fills dk and dv of the group's KV heads.
 
-    dk and dv are fp32 [Z, KV heads of the group, K], because each element is a sum of many.
+    dk and dv add up in fp32, because each element is a sum of many.
     """
-    pairs = sort_pairs(block_idx[:, : group.kv_heads], call.base_Z, call.J, queries)
-    segment = max(call.tile.segment_rows, call.MP) // call.MP
-    block_of_piece, first_piece = pairs.pieces(segment)
-    pieces = len(block_of_piece)
+    inputs = {**branch.pointers, "k_ptr": k, "v_ptr": v}
+    scales = {"scale": call.scale, "scale2": call.scale2}
+    heads = {"H": call.H, "G": call.G, **call.head_sizes}
+    loop = {"num_warps": 8, "num_stages": 1}
 
-    part_dq = branch.q.new_empty(len(pairs.order_P), call.M, call.K)
-    part_dk, part_dv = branch.q.new_empty(
-        (2, pieces, call.cfg.sel_block, call.K),
-        dtype=torch.float32,
-    )
+    parts = list(call.parts(group))
+    sums = dq.new_empty((2, call.Z if len(parts) > 1 else 0, group.kv_heads, call.K))
+    segments = dq.new_empty((2, tables.pieces(parts[0]), call.cfg.sel_block, call.K))
+    part_dq = branch.q.new_empty(parts[0].pairs, call.M, call.K)
+    for part in parts:
+        if part.pairs > 0:
+            launch(
+                pair_backward_kernel,
+                (tables.pieces(part),),
+                **inputs,
+                dq_ptr=part_dq,
+                dk_ptr=segments[0],
+                dv_ptr=segments[1],
+                **tables.pointers,
+                **call.block_tables,
+                **call.numbers_of(part),
+                **scales,
+                **heads,
+                R=call.key_rows,
+                SIZE=tables.size,
+                **call.block_sizes,
+                **loop,
+            )
+        launch(
+            merge_dq_kernel,
+            (len(part.tiles), group.kv_heads),
+            **inputs,
+            part_dq_ptr=part_dq,
+            dq_ptr=dq,
+            tile_ptr=part.tiles,
+            table_ptr=call.table,
+            start=part.start,
+            stop=part.stop,
+            **scales,
+            HEADS_DQ=group.query_heads,
+            **heads,
+            R=call.rows,
+            **call.block_sizes,
+            COUNT=call.cfg.free,
+            **call.forced,
+            num_warps=4,
+            num_stages=1,
+        )
+        if part is not parts[-1]:
+            launch(
+                segment_sum_kernel,
+                (len(call.block_tiles), group.kv_heads),
+                part_dk_ptr=segments[0],
+                part_dv_ptr=segments[1],
+                dk_ptr=sums[0],
+                dv_ptr=sums[1],
+                first_ptr=tables.first_piece,
+                **call.block_tables,
+                bucket0=part.bucket0,
+                J=call.buckets,
+                G=group.kv_heads,
+                **call.head_dim,
+                **call.block_sizes,
+                FILL=part.start == 0,
+                num_warps=16,
+                num_stages=1,
+            )
+
+    far = far_dkv(call, group, inputs)
     launch(
-        pair_backward_kernel,
-        (pieces,),
-        **branch.pointers,
-        k_ptr=k,
-        v_ptr=v,
-        dq_ptr=part_dq,
-        dk_ptr=part_dk,
-        dv_ptr=part_dv,
-        block_ptr=block_of_piece,
-        first_ptr=first_piece,
-        start_ptr=pairs.start_J1,
-        order_ptr=pairs.order_P,
-        **call.block_tables,
-        query0=queries.start,
-        scale=call.scale,
-        scale2=call.scale2,
-        COUNT=call.cfg.sel_count,
-        Z=call.Z,
-        H=call.H,
-        G=call.G,
-        J=call.J,
-        BLOCKS=call.J * group.kv_heads,
-        **call.head_sizes,
-        R=call.key_rows,
-        SIZE=segment,
-        **call.block_sizes,
-        num_warps=8,
-        num_stages=call.tile.stages,
-    )
-    launch(
-        segment_sum_kernel,
-        (call.J * group.kv_heads,),
-        part_dk_ptr=part_dk,
-        part_dv_ptr=part_dv,
+        local_dkv_kernel,
+        (len(call.block_tiles), group.kv_heads),
+        **inputs,
+        sum_dk_ptr=sums[0],
+        sum_dv_ptr=sums[1],
+        part_dk_ptr=segments[0],
+        part_dv_ptr=segments[1],
+        far_dk_ptr=far[0],
+        far_dv_ptr=far[1],
         dk_ptr=dk,
         dv_ptr=dv,
-        first_ptr=first_piece,
+        first_ptr=tables.first_piece,
+        first_far_ptr=call.first_far,
         **call.block_tables,
-        G=group.kv_heads,
-        J=call.J,
-        **call.head_dim,
+        bucket0=parts[-1].bucket0,
+        J=call.buckets,
+        far_segments=len(call.far),
+        **scales,
+        HEADS_SUM=group.kv_heads,
+        **heads,
+        R=call.key_rows,
         **call.block_sizes,
-        num_warps=8,
-        num_stages=1,
+        LOCAL=call.cfg.sel_local,
+        SUMS=len(parts) > 1,
+        **loop,
     )
-    heads = group.query_heads
-    gather(call, pairs, queries, part_dq, branch.lse, dq, heads, branch.lse, merge=False)
+
+
+def far_dkv(call: Call, group: HeadGroup, inputs: dict[str, Tensor]) -> Tensor:
+    """Shares of dk and dv [2, segments of each KV head, sel_block, K] from the tokens that read a
+    first block from afar.
+    """
+    segments = len(call.far)
+    shares = call.table.new_empty(
+        (2, group.kv_heads * segments, call.cfg.sel_block, call.K),
+        dtype=torch.float32,
+    )
+    if segments > 0:
+        launch(
+            far_dkv_kernel,
+            (segments, group.kv_heads),
+            **inputs,
+            dk_ptr=shares[0],
+            dv_ptr=shares[1],
+            far_ptr=call.far,
+            **call.block_tables,
+            scale=call.scale,
+            scale2=call.scale2,
+            H=call.H,
+            G=call.G,
+            **call.head_sizes,
+            R=call.key_rows,
+            SIZE=call.segment,
+            **call.block_sizes,
+            num_warps=8,
+            num_stages=1,
+        )
+    return shares
 
 
 def window_backward(
@@ -688,15 +970,13 @@ def window_backward(
     gate: Tensor,
     o: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dkv: BranchKV,
-) -> None:
-    """Adds to dq [Z, query heads of the group, K]; fills dk_win and dv_win."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [Z, query heads of the group, K], dk and dv [Z, KV heads of the group, K]."""
     lines = call.window_lines
     heads = call.heads_of(group)
     own = slice(0, group.kv_heads)
     (do_gated,) = dense.fold(lines, heads, do, gate=gate)
-    dq_CEK, dkv.k_win[:, own], dkv.v_win[:, own] = dense.attend_backward(
+    return dense.attend_backward(
         lines,
         do_gated,
         q[:, : group.query_heads],
@@ -705,7 +985,6 @@ def window_backward(
         o,
         lse,
     )
-    dense.add_unfolded(lines, heads, dq_CEK, dq, dq, group.query_heads)
 
 
 def compressed_backward(
@@ -718,15 +997,14 @@ def compressed_backward(
     o: Tensor,
     lse_EC: Tensor,
     dq: Tensor,
-    dkv: BranchKV,
     dq_of_all: Tensor,
-) -> None:
-    """Fills dq_of_all [Z, H, K] with dq + this branch's; fills dk_cmp and dv_cmp."""
+) -> tuple[Tensor, Tensor]:
+    """dk and dv; fills dq_of_all [Z, H, K] with dq + this branch's."""
     lines = call.compressed_lines
     heads = call.heads_of(group)
     own = slice(0, group.kv_heads)
     do_gated, q_CEK, o_CEK = dense.fold(lines, heads, do, q, o, gate=gate)
-    dq_CEK, dkv.k_cmp[:, own], dkv.v_cmp[:, own] = dense.attend_backward(
+    dq_CEK, dk, dv = dense.attend_backward(
         lines,
         do_gated,
         q_CEK,
@@ -736,6 +1014,7 @@ def compressed_backward(
         lse_EC,
     )
     dense.add_unfolded(lines, heads, dq_CEK, dq, dq_of_all, call.H)
+    return dk, dv
 
 
 class Saved(NamedTuple):
@@ -745,14 +1024,16 @@ class Saved(NamedTuple):
     o_slc: Tensor
     lse_cmp: Tensor
     lse_slc: Tensor
-    block_idx: Tensor
+    order: Tensor
+    start: Tensor
 
 
 class Gradients(NamedTuple):
     """What the backward fills; delta becomes the gradient of the gates."""
 
     dq: Tensor
-    dkv: BranchKV
+    dk_slc: Tensor
+    dv_slc: Tensor
     delta: Tensor  # [B, T, H, 3] fp32
 
 
@@ -765,14 +1046,14 @@ def group_backward(
     gates: Tensor,
     saved: Saved,
     grads: Gradients,
-) -> None:
-    """Fills the gradients of a head group."""
+    tables: PairTables,
+) -> list[Tensor]:
+    """Fills the gradients of a head group; returns those of its k_cmp, v_cmp, k_win and v_win."""
     q = group.of_queries(q)
     do = group.of_queries(do)
     gates = group.of_queries(gates)
     delta = group.of_queries(grads.delta)
     kv = BranchKV(*(group.of_keys(x) for x in kv))
-    dkv = BranchKV(*(group.of_keys(x) for x in grads.dkv))
 
     # The forward does not save o_win, which would cost 1 GiB: it is computed again.
     o_win, lse_win = window_forward(call, group, q, kv.k_win, kv.v_win)
@@ -787,34 +1068,28 @@ def group_backward(
         delta_ptr=delta,
     )
 
+    # The window fills dq, the other branches add to it.
+    dq_win, dk_win, dv_win = window_backward(call, group, do, q, kv, gates[..., 2], o_win, lse_win)
+    dq = dq_win.float()
+    del o_win, lse_win, dq_win
+
     lse_slc = group.of_queries(saved.lse_slc)
     selected = BranchQueries(q, do, lse_slc, delta[..., 1], gates[..., 1])
-
-    # The selected branch fills dq, the others add to it.
-    dq = q.new_empty((call.Z, group.query_heads, call.K), dtype=torch.float32)
-    dk, dv = dq.new_zeros((2, call.Z, group.kv_heads, call.K))
-    k_slc = kv.k_slc
-    v_slc = kv.v_slc
-    block_idx = group.of_keys(saved.block_idx)
-    for queries in call.chunks(group):
-        selected_backward(call, group, queries, selected, k_slc, v_slc, block_idx, dq, dk, dv)
-    dkv.k_slc[:, : group.kv_heads] = dk
-    dkv.v_slc[:, : group.kv_heads] = dv
-
-    del dk, dv
+    dk_slc = group.of_keys(grads.dk_slc)
+    dv_slc = group.of_keys(grads.dv_slc)
+    selected_backward(call, group, tables, selected, kv.k_slc, kv.v_slc, dq, dk_slc, dv_slc)
 
     gate_cmp = gates[..., 0]
-    gate_win = gates[..., 2]
-    window_backward(call, group, do, q, kv, gate_win, o_win, lse_win, dq, dkv)
-    del o_win, lse_win
-
     o_cmp = group.of_queries(saved.o_cmp)
     lse_cmp = call.folded_heads(group, saved.lse_cmp)
     dq_of_all = group.of_queries(grads.dq)
-    compressed_backward(call, group, do, q, kv, gate_cmp, o_cmp, lse_cmp, dq, dkv, dq_of_all)
+    dk_cmp, dv_cmp = compressed_backward(
+        call, group, do, q, kv, gate_cmp, o_cmp, lse_cmp, dq, dq_of_all
+    )
+    return [dk_cmp, dv_cmp, dk_win, dv_win]
 
 
-@torch.library.custom_op("longhaul::nsa_triton_backward", mutates_args=())
+@torch.library.custom_op("longhaul::nsa_triton_paired_backward", mutates_args=())
 def nsa_triton_backward(
     do: Tensor,
     q: Tensor,
@@ -829,7 +1104,8 @@ def nsa_triton_backward(
     o_slc: Tensor,
     lse_cmp: Tensor,
     lse_slc: Tensor,
-    block_idx: Tensor,
+    order: Tensor,
+    start: Tensor,
     cu_seqlens: Tensor | None,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -839,17 +1115,26 @@ def nsa_triton_backward(
     q = q.contiguous()
     gates = gates.contiguous()
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win).contiguous()
-    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, order, start)
 
     grads = Gradients(
         dq=torch.empty_like(q),
-        dkv=BranchKV(*(torch.empty_like(x) for x in kv)),
+        dk_slc=torch.empty_like(kv.k_slc),
+        dv_slc=torch.empty_like(kv.v_slc),
         delta=q.new_empty(gates.shape, dtype=torch.float32),
     )
     with torch.cuda.device_of(q):
-        for group in call.head_groups():
-            group_backward(call, group, do, q, kv, gates, saved, grads)
-    return grads.dq, *grads.dkv, grads.delta.to(gates.dtype)
+        tables = PairTables.of(Pairs(order, start), call.segment)
+        of_groups = [
+            group_backward(call, group, do, q, kv, gates, saved, grads, tables)
+            for group in call.head_groups()
+        ]
+
+    dkv = []
+    for x in (kv.k_cmp, kv.v_cmp, kv.k_win, kv.v_win):
+        of_heads = [results.pop(0) for results in of_groups]
+        dkv.append(torch.cat(of_heads, 1).view_as(x))
+    return grads.dq, grads.dk_slc, grads.dv_slc, *dkv, grads.delta.to(gates.dtype)
 
 
 # ---- the operators of PyTorch
@@ -857,7 +1142,7 @@ def nsa_triton_backward(
 
 @nsa_triton_forward.register_fake
 def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
-    return tuple(Outputs.empty(q, k_slc, k_cmp, Sizes(*sizes)))
+    return tuple(Outputs.empty(q, k_cmp, cu_seqlens, Sizes(*sizes)))
 
 
 @nsa_triton_backward.register_fake
@@ -868,15 +1153,15 @@ def _(do, *inputs_and_saved):
 
 def _save(ctx, inputs, output):
     *tensors, sizes = inputs
-    _, *saved = output
+    _, *saved, _ = output
     ctx.save_for_backward(*tensors, *saved)
     ctx.sizes = sizes
     ctx.set_materialize_grads(False)  # zeros for the absent gradients would take 2.2 GB at 131,072
 
 
 def _backward(ctx, do, *_):
-    *inputs, cu_seqlens, o_cmp, o_slc, lse_cmp, lse_slc, block_idx = ctx.saved_tensors
-    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, block_idx)
+    *inputs, cu_seqlens, o_cmp, o_slc, lse_cmp, lse_slc, order, start = ctx.saved_tensors
+    saved = Saved(o_cmp, o_slc, lse_cmp, lse_slc, order, start)
     grads = nsa_triton_backward(do, *inputs, *saved, cu_seqlens, ctx.sizes)
     return *grads, None, None
 

@@ -26,12 +26,13 @@ import triton.language as tl
 
 from nsa.triton.forward import (
     add_product,
+    forced_keys,
+    forced_steps,
     load_piece,
     load_rows,
     load_tile,
     product,
     store_rows,
-    tokens_of_pairs,
 )
 
 # ---- what all branches need
@@ -91,10 +92,11 @@ def load_queries(
 
 @triton.jit
 def gated_probabilities(queries, k_tile, hidden, scale2):
-    """gate p of a tile."""
+    """gate p of a tile; `hidden` is None if every row sees every key."""
     q_tile, _, lse, _, gate = queries
     exponent = product(q_tile, tl.trans(k_tile)) * scale2 - lse[:, None]
-    exponent = tl.where(hidden, float("-inf"), exponent)
+    if hidden is not None:
+        exponent = tl.where(hidden, float("-inf"), exponent)
     return tl.exp2(exponent) * gate[:, None]
 
 
@@ -119,8 +121,8 @@ def pair_backward_kernel(
     gate_ptr,
     k_ptr,
     v_ptr,
-    dq_ptr,  # [P, M, K], in sorted order
-    dk_ptr,  # [segments, L, K] fp32
+    dq_ptr,  # [pairs of the part, M, K]
+    dk_ptr,  # [segments of the part, L, K] fp32
     dv_ptr,
     # tables
     block_ptr,
@@ -130,7 +132,9 @@ def pair_backward_kernel(
     tile_ptr,
     table_ptr,
     # numbers
-    query0,
+    bucket0,
+    pair0,
+    buckets,
     scale,
     scale2,
     COUNT,
@@ -138,7 +142,6 @@ def pair_backward_kernel(
     H,
     G,
     J,
-    BLOCKS,
     # sizes of heads, tiles and blocks
     M: tl.constexpr,
     MP: tl.constexpr,
@@ -154,16 +157,18 @@ def pair_backward_kernel(
     A popular block has far more pairs than others. Cut into segments, they run in parallel, and
     segment_sum_kernel adds the shares.
     """
-    piece = tl.program_id(0)
-    if tl.load(block_ptr + piece) == BLOCKS:
-        return
     tables = (block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr)
-    begin, end, g, x, token, keys = load_piece(piece, tables, J, SIZE, L)
+    begin, end, g, token = load_piece(tl.program_id(0), tables, bucket0, J, buckets, SIZE)
+    if begin >= end:
+        return
 
     s = tl.arange(0, LP)
-    row = (token + x + s).to(tl.int64) * G + g
-    k_tile = load_rows(k_ptr, row, s < keys, K, KP)
-    v_tile = load_rows(v_ptr, row, s < keys, K, KP)
+    row = (token + s).to(tl.int64) * G + g
+    k_tile = load_rows(k_ptr, row, s < L, K, KP)
+    v_tile = load_rows(v_ptr, row, s < L, K, KP)
+    hidden = None
+    if L != LP:
+        hidden = (s >= L)[None, :]
 
     pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, gate_ptr)
     dk = tl.zeros([LP, KP], tl.float32)
@@ -173,21 +178,110 @@ def pair_backward_kernel(
         position = start + r // MP
         m = r % MP
         valid = (position < end) & (m < M)
-        z = tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z).to(tl.int64)
+        pair = tl.load(order_ptr + position, mask=valid, other=0)
+        z = (pair // COUNT % Z).to(tl.int64)
         queries = load_queries(pointers, z * H + g * M + m, valid, K, KP)
         q_tile, do_tile, _, _, _ = queries
 
-        hidden = (s >= keys)[None, :] | ((token + x + s)[None, :] > z[:, None])
         p = gated_probabilities(queries, k_tile, hidden, scale2)
         dv = add_product(tl.trans(p.to(v_tile.dtype)), do_tile, dv)
         ds = logit_gradients(queries, p, v_tile, scale)
         dk = add_product(tl.trans(ds), q_tile, dk)
-        out = position.to(tl.int64) * M + m
+        out = (pair - pair0).to(tl.int64) * M + m
         store_rows(dq_ptr, out, valid, product(ds, k_tile), K, KP)
 
-    out = piece.to(tl.int64) * L + s
-    store_rows(dk_ptr, out, s < keys, dk, K, KP)
-    store_rows(dv_ptr, out, s < keys, dv, K, KP)
+    out = tl.program_id(0).to(tl.int64) * L + s
+    store_rows(dk_ptr, out, s < L, dk, K, KP)
+    store_rows(dv_ptr, out, s < L, dv, K, KP)
+
+
+@triton.jit
+def far_dkv_kernel(
+    # tensors
+    q_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    gate_ptr,
+    k_ptr,
+    v_ptr,
+    dk_ptr,  # [KV heads, segments, L, K] fp32
+    dv_ptr,
+    # tables
+    far_ptr,  # block of each segment, and its first token inside the document
+    tile_ptr,
+    table_ptr,
+    # numbers
+    scale,
+    scale2,
+    H,
+    G,
+    # sizes of heads, tiles and blocks
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    R: tl.constexpr,
+    SIZE: tl.constexpr,  # tokens of a full segment
+    L: tl.constexpr,
+    LP: tl.constexpr,
+):
+    """A segment's share of dk and dv of a first block, which all later tokens read."""
+    g = tl.program_id(1)
+    index = tl.program_id(0)
+    block = tl.load(far_ptr + 2 * index)
+    first = tl.load(far_ptr + 2 * index + 1)
+    x, token, tokens, _key = load_tile(tile_ptr, block, table_ptr, 0)
+
+    s = tl.arange(0, LP)
+    row = (token + x + s).to(tl.int64) * G + g
+    k_tile = load_rows(k_ptr, row, s < L, K, KP)
+    v_tile = load_rows(v_ptr, row, s < L, K, KP)
+    hidden = None
+    if L != LP:
+        hidden = (s >= L)[None, :]
+
+    pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, gate_ptr)
+    dk = tl.zeros([LP, KP], tl.float32)
+    dv = tl.zeros([LP, KP], tl.float32)
+    end = tl.minimum(first + SIZE, tokens)
+    for start in range(first, end, R // MP):
+        r = tl.arange(0, R)
+        t = start + r // MP
+        m = r % MP
+        query = (token + t).to(tl.int64) * H + g * M + m
+        queries = load_queries(pointers, query, (t < end) & (m < M), K, KP)
+        q_tile, do_tile, _, _, _ = queries
+        p = gated_probabilities(queries, k_tile, hidden, scale2)
+        dv = add_product(tl.trans(p.to(v_tile.dtype)), do_tile, dv)
+        ds = logit_gradients(queries, p, v_tile, scale)
+        dk = add_product(tl.trans(ds), q_tile, dk)
+
+    out = (g.to(tl.int64) * tl.num_programs(0) + index) * L + s
+    store_rows(dk_ptr, out, s < L, dk, K, KP)
+    store_rows(dv_ptr, out, s < L, dv, K, KP)
+
+
+@triton.jit
+def add_segments(
+    dk,
+    dv,
+    dk_ptr,  # [segments, L, K] fp32
+    dv_ptr,
+    first,
+    segments,
+    s,
+    valid,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    L: tl.constexpr,
+):
+    """dk and dv of a block plus its segments, in their order."""
+    for segment in range(segments):
+        row = (first + segment).to(tl.int64) * L + s
+        dk += load_rows(dk_ptr, row, valid, K, KP)
+        dv += load_rows(dv_ptr, row, valid, K, KP)
+    return dk, dv
 
 
 @triton.jit
@@ -198,34 +292,195 @@ def segment_sum_kernel(
     dk_ptr,  # [Z, G, K] fp32
     dv_ptr,
     # tables
-    first_ptr,
+    first_ptr,  # first segment of each bucket
     tile_ptr,
     table_ptr,
     # numbers
-    G,
+    bucket0,
     J,
+    G,
     # sizes of heads and blocks
     K: tl.constexpr,
     KP: tl.constexpr,
     L: tl.constexpr,
     LP: tl.constexpr,
+    FILL: tl.constexpr,
 ):
-    """Adds the segments of a block, in their order, to its dk and dv."""
+    """Adds the segments of a block, in their order, to its dk and dv; with FILL from zero."""
     block = tl.program_id(0)
-    g = block // J
-    x, token, tokens, _ = load_tile(tile_ptr, block % J, table_ptr, 0)
+    g = tl.program_id(1)
+    bucket = bucket0 + g * J + block
+    first = tl.load(first_ptr + bucket)
+    segments = tl.load(first_ptr + bucket + 1) - first
+    first -= tl.load(first_ptr + bucket0)
+    x, token, tokens, _key = load_tile(tile_ptr, block, table_ptr, 0)
 
     s = tl.arange(0, LP)
     valid = s < tl.minimum(L, tokens - x)
     row = (token + x + s).to(tl.int64) * G + g
-    dk = load_rows(dk_ptr, row, valid, K, KP)
-    dv = load_rows(dv_ptr, row, valid, K, KP)
+    dk = tl.zeros([LP, KP], tl.float32)
+    dv = tl.zeros([LP, KP], tl.float32)
+    if not FILL:
+        dk = load_rows(dk_ptr, row, valid, K, KP)
+        dv = load_rows(dv_ptr, row, valid, K, KP)
 
-    first = tl.load(first_ptr + block).to(tl.int64)
-    segments = tl.load(first_ptr + block + 1) - tl.load(first_ptr + block)
-    for segment in range(segments):
-        part = (first + segment) * L + s
-        dk += load_rows(part_dk_ptr, part, valid, K, KP)
-        dv += load_rows(part_dv_ptr, part, valid, K, KP)
+    dk, dv = add_segments(dk, dv, part_dk_ptr, part_dv_ptr, first, segments, s, valid, K, KP, L)
     store_rows(dk_ptr, row, valid, dk, K, KP)
     store_rows(dv_ptr, row, valid, dv, K, KP)
+
+
+@triton.jit
+def local_dkv_kernel(
+    # tensors
+    q_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    gate_ptr,
+    k_ptr,
+    v_ptr,
+    sum_dk_ptr,  # [Z, HEADS_SUM, K] fp32: the segments of all parts but the last
+    sum_dv_ptr,
+    part_dk_ptr,  # [segments of the last part, L, K] fp32
+    part_dv_ptr,
+    far_dk_ptr,  # [KV heads, far segments, L, K] fp32
+    far_dv_ptr,
+    dk_ptr,
+    dv_ptr,
+    # tables
+    first_ptr,  # first segment of each bucket
+    first_far_ptr,  # first far segment of each block
+    tile_ptr,
+    table_ptr,
+    # numbers
+    bucket0,  # of the last part
+    J,
+    far_segments,  # of a KV head
+    scale,
+    scale2,
+    H,
+    G,
+    HEADS_SUM,
+    # sizes of heads, tiles and blocks
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SUMS: tl.constexpr,  # whether there are other parts
+):
+    """dk and dv of a block: the shares of its segments, and that of the tokens of LOCAL blocks from
+    its first one on.
+    """
+    g = tl.program_id(1)
+    block = tl.program_id(0)
+    x, token, tokens, _key = load_tile(tile_ptr, block, table_ptr, 0)
+    s = tl.arange(0, LP)
+    keys = s < tl.minimum(L, tokens - x)
+    row = (token + x + s).to(tl.int64)
+    k_tile = load_rows(k_ptr, row * G + g, keys, K, KP)
+    v_tile = load_rows(v_ptr, row * G + g, keys, K, KP)
+    dk = tl.zeros([LP, KP], tl.float32)
+    dv = tl.zeros([LP, KP], tl.float32)
+    if SUMS:
+        dk = load_rows(sum_dk_ptr, row * HEADS_SUM + g, keys, K, KP)
+        dv = load_rows(sum_dv_ptr, row * HEADS_SUM + g, keys, K, KP)
+
+    bucket = bucket0 + g * J + block
+    first = tl.load(first_ptr + bucket)
+    segments = tl.load(first_ptr + bucket + 1) - first
+    first -= tl.load(first_ptr + bucket0)
+    dk, dv = add_segments(dk, dv, part_dk_ptr, part_dv_ptr, first, segments, s, keys, K, KP, L)
+    first_far = tl.load(first_far_ptr + block)
+    segments = tl.load(first_far_ptr + block + 1) - first_far
+    first_far += g * far_segments
+    dk, dv = add_segments(dk, dv, far_dk_ptr, far_dv_ptr, first_far, segments, s, keys, K, KP, L)
+
+    pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, gate_ptr)
+    end = tl.minimum(x + LOCAL * L, tokens)
+    for start in range(x, end, R // MP):
+        r = tl.arange(0, R)
+        t = start + r // MP
+        m = r % MP
+        query = (token + t).to(tl.int64) * H + g * M + m
+        queries = load_queries(pointers, query, (t < end) & (m < M), K, KP)
+        q_tile, do_tile, _, _, _ = queries
+
+        hidden = (s >= L)[None, :] | ((x + s)[None, :] > t[:, None])
+        p = gated_probabilities(queries, k_tile, hidden, scale2)
+        dv = add_product(tl.trans(p.to(v_tile.dtype)), do_tile, dv)
+        ds = logit_gradients(queries, p, v_tile, scale)
+        dk = add_product(tl.trans(ds), q_tile, dk)
+    store_rows(dk_ptr, row * G + g, keys, dk, K, KP)
+    store_rows(dv_ptr, row * G + g, keys, dv, K, KP)
+
+
+@triton.jit
+def merge_dq_kernel(
+    # tensors
+    q_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    gate_ptr,
+    k_ptr,
+    v_ptr,
+    part_dq_ptr,  # [pairs of the part, M, K]
+    dq_ptr,
+    # tables
+    tile_ptr,
+    table_ptr,
+    # numbers
+    start,  # first token of the part
+    stop,
+    scale,
+    scale2,
+    H,
+    G,
+    HEADS_DQ,
+    # sizes of heads, tiles and blocks
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    COUNT: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """dq of a tile of queries, plus the shares of the forced blocks and of the pairs."""
+    g = tl.program_id(1)
+    x, token, tokens, _key = load_tile(tile_ptr, tl.program_id(0), table_ptr, 0)
+    tokens = tl.minimum(tokens, stop - token)
+    last = tl.minimum(x + R // MP, tokens) - 1
+
+    r = tl.arange(0, R)
+    t = x + r // MP
+    m = r % MP
+    valid = (t < tokens) & (m < M)
+    z = (token + t).to(tl.int64)
+    head = g * M + m
+    pointers = (q_ptr, do_ptr, lse_ptr, delta_ptr, gate_ptr)
+    queries = load_queries(pointers, z * H + head, valid, K, KP)
+
+    dq = load_rows(dq_ptr, z * HEADS_DQ + head, valid, K, KP)
+    steps = forced_steps(x, last, LP, L, INIT, LOCAL)
+    for step in range(steps[2]):
+        s, visible = forced_keys(step, steps, t, LP, L, INIT, LOCAL)
+        row = (token + s).to(tl.int64) * G + g
+        k_tile = load_rows(k_ptr, row, s <= last, K, KP)
+        v_tile = load_rows(v_ptr, row, s <= last, K, KP)
+        p = gated_probabilities(queries, k_tile, visible == 0, scale2)
+        dq = add_product(logit_gradients(queries, p, v_tile, scale), k_tile, dq)
+
+    pairs = tl.where(valid, t // L - (INIT + LOCAL - 1), 0)
+    place = g.to(tl.int64) * (stop - start) + z - start
+    for number in range(tl.minimum(tl.max(pairs, 0), COUNT)):
+        row = (place * COUNT + number) * M + m
+        dq += load_rows(part_dq_ptr, row, number < pairs, K, KP).to(tl.float32)
+    store_rows(dq_ptr, z * HEADS_DQ + head, valid, dq, K, KP)

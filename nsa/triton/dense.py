@@ -64,8 +64,10 @@ class Lines(NamedTuple):
     document_Z: Tensor  # int32: the document of each token
 
     @classmethod
-    def of_blocks(cls, documents: Documents, whole_rows: bool, cfg: Sizes) -> "Lines":
-        """Line i of a document sees its compressed blocks 0 .. i."""
+    def of_blocks(
+        cls, documents: Documents, document_Z: Tensor, whole_rows: bool, cfg: Sizes
+    ) -> "Lines":
+        """Line i of a document sees its compressed blocks 0 .. i; `document_Z` as of tokens."""
         return cls(
             stride=cfg.cmp_stride,
             span=cfg.cmp_block,
@@ -76,7 +78,7 @@ class Lines(NamedTuple):
             whole_rows=whole_rows,
             table_D4=documents.table_D4,
             document_C=_document_of_each(documents.compressed, documents.table_D4.device),
-            document_Z=_document_of_each(documents.tokens, documents.table_D4.device),
+            document_Z=document_Z,
         )
 
     @classmethod

@@ -147,12 +147,12 @@ def importance_of_blocks(
 
 
 @triton.jit
-def choose_kernel(
+def importance_kernel(
     # tensors
     q_ptr,
     k_ptr,
     lse_ptr,
-    idx_ptr,
+    importance_ptr,  # [KV heads, tokens of the part, COLUMNS] fp32
     # tables
     tile_ptr,
     table_ptr,
@@ -160,6 +160,9 @@ def choose_kernel(
     scale2,
     H,
     G,
+    start,  # first token of the part
+    stop,
+    COLUMNS,
     # sizes of heads and tiles
     M: tl.constexpr,
     MP: tl.constexpr,
@@ -177,139 +180,202 @@ def choose_kernel(
     COUNT: tl.constexpr,
     INIT: tl.constexpr,
     LOCAL: tl.constexpr,
-    BEST: tl.constexpr,  # a power of two, at least COUNT - INIT - LOCAL
-    COLUMNS: tl.constexpr,  # COUNT padded to a power of two
 ):
-    """block_idx [Z, G, COUNT]: the blocks that each query of a tile reads.
+    """Importance of the blocks between the first INIT and the LOCAL last of a tile of queries.
 
-    A query with at most COUNT blocks reads all of them. Any other reads the first INIT, the LOCAL
-    last, and the most important others. The importance never leaves the chip.
+    The queries of a tile that all read every block rank nothing: nothing is written for them.
     """
     g = tl.program_id(1)
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     x, token, tokens, key = load_tile(tile_ptr, index, table_ptr, 2)
     Q: tl.constexpr = R // MP
-    FORCED: tl.constexpr = INIT + LOCAL
     BLOCK: tl.constexpr = PER * STRIDE  # tokens
+    tokens = tl.minimum(tokens, stop - token)
+    last = tl.minimum(x + Q, tokens) - 1
+    if last < COUNT * BLOCK:
+        return
 
     r = tl.arange(0, R)
     t = x + r // MP
     m = r % MP
     valid = (t < tokens) & (m < M)
     row = (token + t).to(tl.int64) * H + g * M + m
+    q_tile = load_rows(q_ptr, row, valid, K, KP)
+    lse = tl.load(lse_ptr + row, mask=valid, other=float("inf"))
+    keys = (k_ptr, key.to(tl.int64) * G + g, G)
+
     query = x + tl.arange(0, Q)
-    own = query // BLOCK
-
-    best = tl.full([Q, BEST], -1, tl.int64)
-    if COUNT > FORCED:
-        q_tile = load_rows(q_ptr, row, valid, K, KP)
-        lse = tl.load(lse_ptr + row, mask=valid, other=float("inf"))
-        keys = (k_ptr, key.to(tl.int64) * G + g, G)
-
-        # A tile whose queries all read every block has nothing to rank.
-        last = tl.minimum(x + Q, tokens) - 1
-        stop = tl.where(last >= COUNT * BLOCK, last // BLOCK - LOCAL + 1, INIT)
-        for j0 in range(INIT, stop, JB):
-            j = j0 + tl.arange(0, JB)
-            importance = importance_of_blocks(
-                q_tile,
-                lse,
-                keys,
-                j,
-                last,
-                t,
-                scale2,
-                MP,
-                K,
-                KP,
-                R,
-                JB,
-                STRIDE,
-                SPAN,
-                PER,
-                SPREAD,
-                WEIGHTS,
-            )
-
-            # Importance and index rank as one int64: non-negative floats order like their bits,
-            # and 2^31 - 1 - j below them lets the lower block win a tie.
-            bits = importance.to(tl.int32, bitcast=True).to(tl.int64)
-            rank = (bits << 32) + (2147483647 - j)[None, :]
-            rank = tl.where(j[None, :] <= own[:, None] - LOCAL, rank, -1)
-
-            # The larger of each pair of a falling and a rising list are the best of both lists, in
-            # an order that one merge sorts.
-            rising = tl.flip(tl.topk(rank, BEST), 1)
-            best = tl.bitonic_merge(tl.maximum(best, rising), descending=True)
-
-    # The rank of a NaN may have lost its index: the limits keep it from reading out of bounds.
-    free = tl.maximum(2147483647 - (best & 4294967295), 0)
-    free = tl.minimum(free, tl.maximum(own - LOCAL, 0)[:, None])
-
-    # First all blocks of early queries or the forced ones of the others, then the free places.
-    early = (own < COUNT)[:, None]
     exists = (query < tokens)[:, None]
-    out = (token + query).to(tl.int64) * G + g
-    base = idx_ptr + out[:, None] * COUNT
+    place = g.to(tl.int64) * (stop - start) + token + query - start
+    for j0 in range(INIT // JB * JB, last // BLOCK - LOCAL + 1, JB):
+        j = j0 + tl.arange(0, JB)
+        importance = importance_of_blocks(
+            q_tile,
+            lse,
+            keys,
+            j,
+            last,
+            t,
+            scale2,
+            MP,
+            K,
+            KP,
+            R,
+            JB,
+            STRIDE,
+            SPAN,
+            PER,
+            SPREAD,
+            WEIGHTS,
+        )
+        tl.store(
+            importance_ptr + place[:, None] * COLUMNS + j[None, :],
+            importance,
+            mask=exists & (j < COLUMNS)[None, :],
+        )
 
-    p = tl.arange(0, COLUMNS)[None, :]
-    all_blocks = tl.where(p <= own[:, None], p, -1)
-    forced = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
-    first = tl.where(early, all_blocks, forced)
+
+@triton.jit
+def rank_threshold(bits, COUNT: tl.constexpr):
+    """[rows]: the largest number that at least COUNT of the numbers of each row reach.
+
+    Rows with fewer than COUNT non-negative numbers get 0 or less. Bisection ends early for a row of
+    which exactly COUNT numbers reach the middle.
+    """
+    low = tl.zeros([bits.shape[0]], tl.int32)
+    high = tl.max(bits, 1)
+    while tl.max(high - low, 0) > 0:
+        middle = low + tl.where(high > low, (high - low) // 2 + 1, 0)
+        reached = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
+        enough = reached >= COUNT
+        high = tl.where(enough, high, tl.minimum(high, middle - 1))
+        high = tl.where(reached == COUNT, tl.minimum(high, middle), high)
+        low = tl.where(enough, middle, low)
+    return low
+
+
+@triton.jit
+def choose_kernel(
+    # tensors
+    importance_ptr,
+    idx_ptr,
+    # tables
+    tile_ptr,
+    table_ptr,
+    # numbers
+    G,
+    start,
+    stop,
+    COLUMNS,
+    # sizes of tiles
+    PARTS: tl.constexpr,  # programs of a tile of queries
+    Q: tl.constexpr,  # queries of a program
+    JP: tl.constexpr,  # a power of two, at least the number of blocks of a document
+    # what is chosen
+    BLOCK: tl.constexpr,  # tokens of a block
+    COUNT: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+    CP: tl.constexpr,  # COUNT padded to a power of two
+):
+    """block_idx [Z, G, COUNT]: the blocks that each query of a tile reads.
+
+    First come the first INIT blocks, then the LOCAL last, then the most important others, in the
+    order of their positions. A query with at most COUNT blocks reads all of them; -1 = unused.
+
+    Importance ranks by its bits, as non-negative floats do, and among equal bits the lower block
+    wins: first a bisection finds the importance of the last block that is chosen, then a running
+    count chooses among equals.
+    """
+    g = tl.program_id(1)
+    FORCED: tl.constexpr = INIT + LOCAL
+    x, token, tokens, _key = load_tile(tile_ptr, tl.program_id(0) // PARTS, table_ptr, 0)
+    tokens = tl.minimum(tokens, stop - token)
+    query = x + tl.program_id(0) % PARTS * Q + tl.arange(0, Q)
+    exists = query < tokens
+    own = query // BLOCK
+    early = own < COUNT
+    out = ((token + query).to(tl.int64) * G + g) * COUNT
+
+    # the forced blocks, and for early queries the others
+    p = tl.arange(0, CP)[None, :]
+    block = tl.where(p < INIT, p, own[:, None] + p - (FORCED - 1))
+    used = tl.where(p < INIT, p <= own[:, None], block >= INIT)
+    block = tl.where(p < FORCED, block, p - LOCAL)
+    used = tl.where(p < FORCED, used, p <= own[:, None])
     tl.store(
-        base + p,
-        first.to(idx_ptr.dtype.element_ty),
-        mask=exists & (p < COUNT) & (early | (p < FORCED)),
+        idx_ptr + out[:, None] + p,
+        tl.where(used, block, -1).to(idx_ptr.dtype.element_ty),
+        mask=exists[:, None] & (p < COUNT) & (early[:, None] | (p < FORCED)),
     )
+    if COUNT > FORCED:
+        j = tl.arange(0, JP)[None, :]
+        between = (j >= INIT) & (j <= own[:, None] - LOCAL)
+        free = between & (exists & (own >= COUNT))[:, None]
+        place = g.to(tl.int64) * (stop - start) + token + query - start
+        importance = tl.load(
+            importance_ptr + place[:, None] * COLUMNS + j,
+            mask=exists[:, None] & (j < COLUMNS),
+            other=0.0,
+        )
+        bits = importance.to(tl.int32, bitcast=True) & 2147483647  # a NaN may have a sign
+        bits = tl.where(free, bits, -1)
 
-    p = FORCED + tl.arange(0, BEST)[None, :]
-    tl.store(
-        base + p,
-        free.to(idx_ptr.dtype.element_ty),
-        mask=exists & (p < COUNT) & (own >= COUNT)[:, None],
-    )
+        threshold = rank_threshold(bits, COUNT - FORCED)[:, None]
+        above = bits > threshold
+        equal = free & (bits == threshold)
+        needed = COUNT - FORCED - tl.sum(above.to(tl.int32), 1)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= needed[:, None]))
+        column = FORCED - 1 + tl.cumsum(chosen.to(tl.int32), 1)
+        tl.store(
+            idx_ptr + out[:, None] + column,
+            tl.broadcast_to(j, [Q, JP]).to(idx_ptr.dtype.element_ty),
+            mask=chosen,
+        )
 
 
-# ---- selected branch: tiles of pairs of one block, then their merge
+# ---- selected branch: tiles of pairs of one block, then their merge with the forced blocks
 #
-# block_ptr   block of each piece, BLOCKS if the piece is empty (Pairs.pieces of layout.py)
-# first_ptr   first piece of each block
-# start_ptr   sorted position of each block's first pair (Pairs.start_J1)
-# order_ptr   pair at each sorted position (Pairs.order_P)
-# place_ptr   sorted position of each pair (Pairs.place_P)
-# query0      first query of the chunk
-# J, BLOCKS   selection blocks of all documents, and those of all KV heads of the launch
+# A part is a range of tokens under one KV head, or all tokens under several.
+#
+# order_ptr   pair at each sorted position (Pairs.order_P of layout.py)
+# start_ptr   sorted position of each bucket's first pair (Pairs.start_E1)
+# block_ptr   bucket of each piece (Pairs.pieces)
+# first_ptr   first piece of each bucket
+# bucket0     first bucket of the part, whose buckets are (KV head of the part, block)
+# pair0       first pair of the part: its results are at row 0
+# J           buckets of a KV head
+# buckets     buckets of the part
+# COUNT       free blocks of a query, those that are not forced: its pairs
 # L, LP       tokens of a block, and padded to a power of two
 
 
 @triton.jit
 def load_piece(
-    piece,
+    program,
     tables,  # (block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr)
+    bucket0,
     J,
+    buckets,
     SIZE: tl.constexpr,  # pairs of a full piece
-    L: tl.constexpr,
 ):
-    """(begin, end, g, x, token, keys) of a piece.
+    """(begin, end, g, token) of a piece.
 
-    Its pairs are the sorted positions [begin, end). Its block belongs to KV head g, begins at
-    position x of a document whose first token is `token`, and has `keys` keys.
+    Its pairs are the sorted positions [begin, end), none if the part has no such piece. Its block
+    belongs to KV head g of the part and begins at `token`, counted over all rows.
     """
     block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr = tables
-    block = tl.load(block_ptr + piece)
-    start = tl.load(start_ptr + block)
-    number = piece - tl.load(first_ptr + block)  # among the pieces of its block
-    begin = start + number * SIZE
-    x, token, tokens, _ = load_tile(tile_ptr, block % J, table_ptr, 0)
-    end = tl.minimum(begin + SIZE, tl.load(start_ptr + block + 1))
-    return begin, end, block // J, x, token, tl.minimum(L, tokens - x)
+    piece = tl.load(first_ptr + bucket0) + program
+    exists = piece < tl.load(first_ptr + bucket0 + buckets)
+    bucket = tl.load(block_ptr + piece, mask=exists, other=0)
+    number = piece - tl.load(first_ptr + bucket)  # among the pieces of its bucket
+    begin = tl.load(start_ptr + bucket) + number * SIZE
+    end = tl.minimum(begin + SIZE, tl.load(start_ptr + bucket + 1))
+    end = tl.where(exists, end, begin)
 
-
-@triton.jit
-def tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z):
-    """Token, counted over all rows, of the pair at each sorted position."""
-    pair = tl.load(order_ptr + position, mask=valid, other=0)
-    return (pair // COUNT + query0) % Z
+    block = (bucket - bucket0) % J
+    x, token, _, _ = load_tile(tile_ptr, tl.where(exists, block, 0), table_ptr, 0)
+    return begin, end, (bucket - bucket0) // J, token + x
 
 
 @triton.jit
@@ -318,8 +384,8 @@ def pair_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    o_ptr,  # [P, M, K], in sorted order
-    lse_ptr,  # [P, M], in sorted order
+    o_ptr,  # [pairs of the part, M, K]
+    lse_ptr,  # [pairs of the part, M]
     # tables
     block_ptr,
     first_ptr,
@@ -328,14 +394,15 @@ def pair_forward_kernel(
     tile_ptr,
     table_ptr,
     # numbers
-    query0,
+    bucket0,
+    pair0,
+    buckets,
     scale2,
     COUNT,
     Z,
     H,
     G,
     J,
-    BLOCKS,
     # sizes of heads, tiles and blocks
     M: tl.constexpr,
     MP: tl.constexpr,
@@ -347,107 +414,170 @@ def pair_forward_kernel(
 ):
     """Attention of each pair's rows to the keys of the pair's block, and its log-sum-exp.
 
-    The pairs of a piece share their block, so that one dense product serves them all.
+    The pairs of a piece share their block, so that one dense product serves them all. A free block
+    is whole and in the past of its queries: no key is hidden.
     """
-    piece = tl.program_id(0)
-    if tl.load(block_ptr + piece) == BLOCKS:
-        return
     tables = (block_ptr, first_ptr, start_ptr, tile_ptr, table_ptr)
-    begin, end, g, x, token, keys = load_piece(piece, tables, J, R // MP, L)
+    begin, end, g, token = load_piece(
+        tl.program_id(0),
+        tables,
+        bucket0,
+        J,
+        buckets,
+        R // MP,
+    )
+    if begin >= end:
+        return
 
     r = tl.arange(0, R)
     position = begin + r // MP
     m = r % MP
     valid = (position < end) & (m < M)
-    z = tokens_of_pairs(order_ptr, position, valid, query0, COUNT, Z)
-    z = z.to(tl.int64)
+    pair = tl.load(order_ptr + position, mask=valid, other=0)
+    z = (pair // COUNT % Z).to(tl.int64)
     q_tile = load_rows(q_ptr, z * H + g * M + m, valid, K, KP)
 
     s = tl.arange(0, LP)
-    row = (token + x + s).to(tl.int64) * G + g
-    k_tile = load_rows(k_ptr, row, s < keys, K, KP)
+    row = (token + s).to(tl.int64) * G + g
+    k_tile = load_rows(k_ptr, row, s < L, K, KP)
     logit = product(q_tile, tl.trans(k_tile)) * scale2
-
-    # Only a query's own block hides keys from it. The first key is always visible; saying so keeps
-    # the logits of invalid rows finite.
-    exists = (s < keys)[None, :]
-    ended = (token + x + s)[None, :] <= z[:, None]
-    visible = exists & ended
-    first = (s == 0)[None, :]
-    logit = tl.where(visible | first, logit, float("-inf"))
+    if L != LP:
+        logit = tl.where((s < L)[None, :], logit, float("-inf"))
     top = tl.max(logit, 1)
     p = tl.exp2(logit - top[:, None])
     mass = tl.sum(p, 1)
 
-    v_tile = load_rows(v_ptr, row, s < keys, K, KP)
+    v_tile = load_rows(v_ptr, row, s < L, K, KP)
     o = product(p.to(v_tile.dtype), v_tile) / mass[:, None]
-    out = position.to(tl.int64) * M + m
+    out = (pair - pair0).to(tl.int64) * M + m
     store_rows(o_ptr, out, valid, o, K, KP)
     tl.store(lse_ptr + out, top + tl.log2(mass), mask=valid)
 
 
 @triton.jit
-def gather_kernel(
+def forced_steps(
+    x,
+    last,
+    S: tl.constexpr,
+    L: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """(steps of the first blocks, first key of the local ones, all steps) of the tokens x..last."""
+    initial = tl.cdiv(tl.minimum(INIT * L, last + 1), S)
+    begin = tl.maximum((x // L - LOCAL + 1) * L, INIT * L)
+    local = tl.cdiv(tl.maximum(last + 1 - begin, 0), S)
+    return initial, begin, initial + local
+
+
+@triton.jit
+def forced_keys(
+    step,
+    steps,  # of forced_steps
+    t,
+    S: tl.constexpr,
+    L: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """(keys of a step [S], which of them lie in a forced block of each token t and are past)."""
+    initial, begin, _ = steps
+    first = step < initial
+    s = tl.where(first, step * S, begin + (step - initial) * S) + tl.arange(0, S)
+    is_initial = first & (s < INIT * L)
+    is_local = (s[None, :] >= (t // L - LOCAL + 1)[:, None] * L) & (s >= INIT * L)[None, :]
+    forced = is_initial[None, :] | (is_local & (step >= initial))
+    return s, forced & (s[None, :] <= t[:, None])
+
+
+@triton.jit
+def merge_kernel(
     # tensors
-    x_ptr,  # [P, M, K], in sorted order: outputs of pairs, or their gradients
-    part_lse_ptr,  # [P, M], in sorted order
-    place_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    part_o_ptr,  # [pairs of the part, M, K]
+    part_lse_ptr,  # [pairs of the part, M]
     o_ptr,
     lse_ptr,
+    # tables
+    tile_ptr,
+    table_ptr,
     # numbers
-    query0,
-    queries,  # of the chunk
-    COUNT,
-    Z,
+    start,  # first token of the part
+    stop,
+    scale2,
     H,
-    HEADS_O,
-    # sizes of heads and tiles
+    G,
+    # sizes of heads, tiles and blocks
     M: tl.constexpr,
     MP: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     R: tl.constexpr,
-    MERGE: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    COUNT: tl.constexpr,
+    INIT: tl.constexpr,
+    LOCAL: tl.constexpr,
 ):
-    """Sums what the pairs of each query hold; with MERGE, weighted by exp2(lse - total lse).
+    """o and lse of the selected branch: attention to the forced blocks, merged with the pairs.
 
     The softmax over all of a query's blocks is the mean of the softmaxes over each of them,
-    weighted by their shares of the mass. Their log-sum-exps hold these shares. The merge of outputs
-    also stores the total log-sum-exp; gradients are only added.
+    weighted by their shares of the mass. Their log-sum-exps hold these shares.
     """
-    r = tl.arange(0, R)
-    c = tl.program_id(0) * (R // MP) + r // MP
-    m = r % MP
-    valid = (c < queries) & (m < M)
-    z = ((c + query0) % Z).to(tl.int64)
-    g = (c + query0) // Z
+    g = tl.program_id(1)
+    x, token, tokens, _key = load_tile(tile_ptr, tl.program_id(0), table_ptr, 0)
+    tokens = tl.minimum(tokens, stop - token)
+    last = tl.minimum(x + R // MP, tokens) - 1
 
+    r = tl.arange(0, R)
+    t = x + r // MP
+    m = r % MP
+    valid = (t < tokens) & (m < M)
+    z = (token + t).to(tl.int64)
+    head = g * M + m
+    q_tile = load_rows(q_ptr, z * H + head, valid, K, KP)
+
+    acc = tl.zeros([R, KP], tl.float32)
     top = tl.full([R], float("-inf"), tl.float32)
     mass = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, KP], tl.float32)
-    for p in range(COUNT):
-        place = tl.load(place_ptr + c * COUNT + p, mask=valid, other=-1)
-        place = place.to(tl.int64)
-        row = place * M + m
-        used = place >= 0
-        part = load_rows(x_ptr, row, used, K, KP).to(tl.float32)
-        if MERGE:
-            lse = tl.load(part_lse_ptr + row, mask=used, other=float("-inf"))
-            new_top = tl.maximum(top, lse)
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            shrink = tl.exp2(top - base)
-            weight = tl.exp2(lse - base)
-            acc = acc * shrink[:, None] + part * weight[:, None]
-            mass = mass * shrink + weight
-            top = new_top
-        else:
-            acc += part
+    steps = forced_steps(x, last, LP, L, INIT, LOCAL)
+    for step in range(steps[2]):
+        s, visible = forced_keys(step, steps, t, LP, L, INIT, LOCAL)
+        row = (token + s).to(tl.int64) * G + g
+        k_tile = load_rows(k_ptr, row, s <= last, K, KP)
+        logit = product(q_tile, tl.trans(k_tile)) * scale2
+        logit = tl.where(visible, logit, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logit, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(logit - base[:, None])
+        shrink = tl.exp2(top - base)
 
-    if MERGE:
-        mass = tl.where(valid, mass, 1.0)
-        acc /= mass[:, None]
-        tl.store(lse_ptr + z * H + g * M + m, top + tl.log2(mass), mask=valid)
-    store_rows(o_ptr, z * HEADS_O + g * M + m, valid, acc, K, KP)
+        v_tile = load_rows(v_ptr, row, s <= last, K, KP)
+        acc = add_product(p.to(v_tile.dtype), v_tile, acc * shrink[:, None])
+        mass = mass * shrink + tl.sum(p, 1)
+        top = new_top
+
+    # A query has as many pairs as blocks between the first and the local ones, at most COUNT.
+    pairs = tl.where(valid, t // L - (INIT + LOCAL - 1), 0)
+    place = g.to(tl.int64) * (stop - start) + z - start
+    for number in range(tl.minimum(tl.max(pairs, 0), COUNT)):
+        used = number < pairs
+        row = (place * COUNT + number) * M + m
+        part = load_rows(part_o_ptr, row, used, K, KP).to(tl.float32)
+        lse = tl.load(part_lse_ptr + row, mask=used, other=float("-inf"))
+        new_top = tl.maximum(top, lse)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = tl.exp2(top - base)
+        weight = tl.exp2(lse - base)
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        mass = mass * shrink + weight
+        top = new_top
+
+    mass = tl.where(valid, mass, 1.0)
+    store_rows(o_ptr, z * H + head, valid, acc / mass[:, None], K, KP)
+    tl.store(lse_ptr + z * H + head, top + tl.log2(mass), mask=valid)
 
 
 # ---- all branches

@@ -5,11 +5,12 @@ Plain PyTorch makes them on the device from one small table of documents. The ho
 which blocks a query has selected: sizes are upper bounds that it knows beforehand, so that nothing
 waits for a CUDA device.
 
-A query is a token under one KV head, numbered g*Z + z. A pair is (query, selected block).
+A query is a token under one KV head, numbered g*Z + z. Of the blocks that it selects, the first and
+the local ones are forced. The others are free, and a pair is (query, free block).
 
 Letters: B rows of the batch, T tokens of a row, Z = B*T tokens of all rows, G KV heads, D documents
-of all rows, J selection blocks of all documents, C queries of a chunk, n selected blocks per query,
-P = C*n pairs of a chunk.
+of all rows, J selection blocks of all documents, P free blocks of a query, or all pairs, E buckets
+of pairs, S spans.
 """
 
 from typing import NamedTuple
@@ -26,14 +27,16 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def to_device(numbers: list, device: torch.device) -> Tensor:
-    """int32 on the device, copied from pinned memory so that the host does not wait."""
-    on_host = torch.tensor(
-        numbers,
-        dtype=torch.int32,
-        pin_memory=device.type == "cuda",
-    )
+def upload(on_host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, from pinned memory so that the host does not wait."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)
+
+
+def to_device(numbers: list, device: torch.device) -> Tensor:
+    """int32 on the device."""
+    return upload(torch.tensor(numbers, dtype=torch.int32), device)
 
 
 def count_to(end: int, device: torch.device) -> Tensor:
@@ -51,6 +54,28 @@ def launch(kernel, grid: tuple[int, ...], **arguments) -> None:
 # ---- documents
 
 
+class Span(NamedTuple):
+    """Consecutive items of a document, or of a block."""
+
+    owner: int
+    first: int  # counted inside the owner
+    count: int
+
+
+def cut(spans: list[Span], size: int, device: torch.device) -> Tensor:
+    """Cuts spans into tiles of `size` items.
+
+    Returns int32 [tiles, 2] = (owner, first item). A tile lies inside one span.
+    """
+    table_S3 = torch.tensor(spans, dtype=torch.int32).view(-1, 3)
+    owner_S, first_S, count_S = table_S3.unbind(1)
+    number_S = (count_S + (size - 1)) // size
+    span = torch.arange(len(spans)).repeat_interleave(number_S)
+    tile = torch.arange(len(span)) - (number_S.cumsum(0) - number_S)[span]
+    tiles = torch.stack([owner_S[span], first_S[span] + tile * size], 1)
+    return upload(tiles.int(), device)
+
+
 class Documents(NamedTuple):
     """All documents of all rows, one after another."""
 
@@ -64,21 +89,30 @@ class Documents(NamedTuple):
         Returns int32 [tiles, 2] = (document, first item, counted inside the document). A tile lies
         inside one document.
         """
-        numbers = [ceil_div(count, size) for count in counts]
-        total = sum(numbers)
+        spans = [Span(d, 0, count) for d, count in enumerate(counts)]
+        return cut(spans, size, self.table_D4.device)
 
-        device = self.table_D4.device
-        number_D = to_device(numbers, device)
-        end_D = number_D.cumsum(0, dtype=torch.int32)
-        first_tile_D = end_D - number_D
-
-        every_document = count_to(len(counts), device)
-        document = every_document.repeat_interleave(number_D, output_size=total)
-        tile = torch.arange(total, device=device)
-        first_item = (tile - first_tile_D[document]) * size
-
-        tiles = torch.stack([document, first_item], 1)
-        return tiles.int().contiguous()
+    def chunks(self, chunk: int, size: int) -> list[Tensor]:
+        """The tiles of `size` tokens, like `tiles`, of each `chunk` tokens in turn."""
+        spans = []
+        tiles_of_chunks = []
+        document = 0
+        used = 0
+        total = sum(self.tokens)
+        for start in range(0, total, chunk):
+            room = min(chunk, total - start)
+            tiles = 0
+            while room > 0:
+                count = min(room, self.tokens[document] - used)
+                spans.append(Span(document, used, count))
+                tiles += ceil_div(count, size)
+                room -= count
+                used += count
+                if used == self.tokens[document]:
+                    document += 1
+                    used = 0
+            tiles_of_chunks.append(tiles)
+        return list(cut(spans, size, self.table_D4.device).split(tiles_of_chunks))
 
 
 def lay_out(
@@ -119,78 +153,70 @@ def lay_out(
 # ---- pairs
 
 
-class Pairs(NamedTuple):
-    """Pairs in the order of their blocks, with unused places last.
+def most_blocks(B: int, T: int, documents_of_a_row: int, cfg) -> int:
+    """At least as many selection blocks as B rows have, whatever the lengths of their documents."""
+    return B * (T // cfg.sel_block + documents_of_a_row)
 
-    The queries that selected a block are then adjacent, and one dense product per block serves them
-    all. A query that selects fewer than n blocks leaves places unused.
+
+class Pairs(NamedTuple):
+    """The pairs (query, free block) of a call in the order of their buckets, unused ones last.
+
+    A bucket is (KV head, chunk of tokens, block). The queries of a bucket are then adjacent, and
+    one dense product serves them all. Pair (g*Z + z)*P + p is the p-th free block of token z under
+    KV head g; a query that reads fewer blocks leaves pairs unused.
     """
 
     order_P: Tensor  # sorted position -> pair, int32
-    place_P: Tensor  # pair -> sorted position, int32, -1 = unused
-    start_J1: (
-        Tensor  # sorted position of each block's first pair; the last entry ends the used ones
-    )
+    start_E1: Tensor  # sorted position of each bucket's first pair; the last entry ends the used
 
     def pieces(self, size: int) -> tuple[Tensor, Tensor]:
-        """Cuts each block's pairs into pieces of at most `size` pairs.
+        """Cuts each bucket's pairs into pieces of at most `size` pairs.
 
-        Returns (block of each piece, first piece of each block [J + 1]). How many pieces there are
-        depends on the choice of the queries; the tensor is as long as the most there can be, and
-        pieces past the last one get block J.
+        Returns (bucket of each piece, first piece of each bucket [E + 1]). How many pieces there
+        are depends on the choice of the queries; the tensor is as long as the most there can be.
         """
         P = len(self.order_P)
-        J = len(self.start_J1) - 1
-        most = P // size + min(J, P)
-
-        pairs_J = self.start_J1.diff()
-        pieces_J = (pairs_J + size - 1) // size
-        end_J = pieces_J.cumsum(0, dtype=torch.int32)
-
-        block_of_piece = torch.searchsorted(
-            end_J,
-            count_to(most, end_J.device),
+        E = len(self.start_E1) - 1
+        pairs_E = self.start_E1.diff()
+        pieces_E = (pairs_E + (size - 1)) // size
+        end_E = pieces_E.cumsum(0, dtype=torch.int32)
+        bucket_of_piece = torch.searchsorted(
+            end_E,
+            count_to(most_pieces(P, E, size), end_E.device),
             right=True,
             out_int32=True,
         )
-        first_J1 = F.pad(end_J, (1, 0))
-        return block_of_piece, first_J1.int()
+        return bucket_of_piece, F.pad(end_E, (1, 0))
+
+
+def most_pieces(pairs: int, buckets: int, size: int) -> int:
+    """The most pieces of at most `size` pairs into which the pairs of buckets can be cut."""
+    return pairs // size + min(buckets, pairs)
 
 
 def sort_pairs(
-    block_idx_ZGn: Tensor,  # counted inside the token's document, -1 = unused
+    block_idx_ZGP: Tensor,  # free blocks, counted inside the token's document, -1 = unused
     base_Z: Tensor,  # first block of the token's document
-    J: int,
-    queries: slice,
+    J: int,  # buckets of a KV head and a chunk
+    chunk: int,  # tokens
 ) -> Pairs:
-    """The pairs of a range of queries of G KV heads, sorted by block.
-
-    Each KV head has its own blocks: block j of token z under KV head g is block g*J + base[z] + j.
-    """
-    Z, G, _ = block_idx_ZGn.shape
+    """All pairs of a call, sorted: one sort, whose result the backward reads again."""
+    Z, G, P = block_idx_ZGP.shape
     device = base_Z.device
+    chunks = ceil_div(Z, chunk)
+    buckets = G * chunks * J
 
-    query_C = torch.arange(queries.start, queries.stop, device=device)
-    head_C = query_C // Z
-    token_C = query_C % Z
-    idx_Cn = block_idx_ZGn[token_C, head_C].int()
-
-    base_C = head_C * J + base_Z[token_C]
-    block_Cn = base_C.int()[:, None] + idx_Cn
-    unused_Cn = idx_Cn < 0
-    block_Cn = torch.where(unused_Cn, G * J, block_Cn)
+    head_G1 = count_to(G, device)[:, None]
+    chunk_Z = count_to(Z, device) // chunk
+    base_GZ = (head_G1 * chunks + chunk_Z) * J + base_Z
+    idx_GZP = block_idx_ZGP.transpose(0, 1)
+    bucket_GZP = torch.where(idx_GZP < 0, buckets, base_GZ[..., None] + idx_GZP)
 
     # A stable sort, so that the sums over a block's pairs have the same order every time.
-    block_P, order_P = block_Cn.flatten().sort(stable=True)
-
-    position_P = torch.arange(len(order_P), device=device)
-    place_P = torch.empty_like(order_P)
-    place_P.index_copy_(0, order_P, position_P)
-    place_P = torch.where(unused_Cn.flatten(), -1, place_P)
-
-    start_J1 = torch.searchsorted(
-        block_P,
-        count_to(G * J + 1, device),
+    bucket_P, order_P = bucket_GZP.int().flatten().sort(stable=True)
+    start_E1 = torch.searchsorted(
+        bucket_P,
+        count_to(buckets + 1, device),
         out_int32=True,
     )
-    return Pairs(order_P.int(), place_P.int(), start_J1)
+    return Pairs(order_P.int(), start_E1)

@@ -53,8 +53,10 @@ def documents_of(*lengths: int) -> Documents:
 
 def run_both(kind: str, lengths: list[int], whole_rows: bool, dtype=torch.bfloat16) -> None:
     """Forward and backward of one branch with 4 query heads on one KV head."""
-    make = dense.Lines.of_blocks if kind == "compressed" else dense.Lines.of_tokens
-    lines = make(documents_of(*lengths), whole_rows, CFG)
+    documents = documents_of(*lengths)
+    lines = dense.Lines.of_tokens(documents, whole_rows, CFG)
+    if kind == "compressed":
+        lines = dense.Lines.of_blocks(documents, lines.document_Z, whole_rows, CFG)
     heads = dense.Heads(H=32, M=4, kv_heads=1, K=128)
     Z = sum(lengths)
     x_ZHK = fake(Z, 32, 128, dtype=dtype)

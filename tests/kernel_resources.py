@@ -1,0 +1,110 @@
+"""What the Triton kernels of sparse attention take on a GPU: Triton's compiler needs none.
+
+    python -m tests.kernel_resources 90 bfloat16 128 64
+
+prints a line of JSON per kernel for sm_90, head dim 128 and selection blocks of 64 tokens.
+
+It runs one layer, forward and backward, and compiles each launch instead of running it.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from model import NSAConfig
+from nsa.triton import attention, dense
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block of threads
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    int: "i32",
+    float: "fp32",
+}
+
+
+def source_of(kernel, arguments: dict) -> ASTSource:
+    """The kernel as a launch with these arguments compiles it."""
+    assert set(arguments) == set(kernel.arg_names)
+    kinds = {}
+    constants = {}
+    aligned = {}
+    for position, parameter in enumerate(kernel.params):
+        name = parameter.name
+        value = arguments[name]
+        if parameter.is_constexpr:
+            kinds[name] = "constexpr"
+            constants[name] = value
+            continue
+        kinds[name] = TYPES[getattr(value, "dtype", type(value))]
+        if kinds[name][0] == "*" or kinds[name] == "i32" and value % 16 == 0:
+            aligned[(position,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, kinds, constants, aligned)
+
+
+def resources(built) -> dict:
+    """Registers, bytes of stack and of shared memory, CTAs per SM, and kinds of products."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(built.asm["cubin"])
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = int(re.search(r"REG:(\d+)", used)[1])
+    warps = built.metadata.num_warps
+    products = re.findall(
+        r"(wgmma\.mma_async\S*?\.m64n\d+|tcgen05\.mma|mma\.sync)", built.asm["ptx"]
+    )
+    return {
+        "registers": registers,
+        "stack": int(re.search(r"STACK:(\d+)", used)[1]),
+        "shared": built.metadata.shared,
+        "warps": warps,
+        "ctas": min(65536 // (registers * 32 * warps), 232448 // max(built.metadata.shared, 1)),
+        "products": sorted({product.rpartition(".")[2] for product in products}),
+        "atomics": bool(re.search(r"\b(atom|red)\.", built.asm["ptx"])),
+        "wide loads": "ld.global.v4" in built.asm["ptx"] or "cp.async" in built.asm["ptx"],
+    }
+
+
+def main(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
+    """Compiles each kernel once per set of constants, and prints what it takes."""
+    cfg = NSAConfig(sel_block=sel_block)
+    target = GPUTarget("cuda", capability, 32)
+    done = set()
+
+    def compile_launch(kernel, grid, *, num_warps, num_stages, **arguments):
+        source = source_of(kernel, arguments)
+        key = kernel.__name__, str(sorted(source.constants.items()))
+        if key in done:
+            return
+        done.add(key)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        built = triton.compile(source, target=target, options=options)
+        print(json.dumps({"kernel": kernel.__name__, **resources(built)}), flush=True)
+
+    attention.launch = compile_launch
+    dense.launch = compile_launch
+    attention.require = lambda *_: None
+    attention.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
+    attention.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024
+
+    T = 4096
+    N = cfg.compressed_blocks(T)
+    q = torch.zeros(1, T, 8, K, dtype=dtype, requires_grad=True)
+    gates = torch.zeros(1, T, 8, 3, dtype=dtype)
+    kv = [torch.zeros(1, n, 2, K, dtype=dtype) for n in (T, T, N, N, T, T)]
+    attention.nsa_attention(q, *kv, gates, cfg).sum().backward()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

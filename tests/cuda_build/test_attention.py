@@ -17,6 +17,7 @@ from model import (
     sdpa,
     standard_attention,
 )
+from tests.cuda_build import engine
 from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads
 
 VARLEN = "torch_attn::_varlen_attn"
@@ -34,23 +35,29 @@ def attention() -> StandardAttention:
     return StandardAttention(config)
 
 
-def attend_packed(dtype, *lengths: int) -> None:
+def attend_packed(dtype, *lengths: int) -> tuple[torch.Tensor, ...]:
+    """q, k and o."""
     tokens = sum(lengths)
     q, k, v = (heads(tokens, count, dtype=dtype) for count in (8, 2, 2))
     o = attention().packed((q, k, v), (), packed_documents(*lengths))
     assert o.shape == q.shape
-    assert o.requires_grad
+    return q, k, o
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])
-def test_packed_rows_are_one_call_however_many_documents(capability, dtype):
+def test_packed_rows_are_one_call_however_many_documents(capability, dtype, monkeypatch):
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine.run_backward)
     with card(capability) as run:
-        attend_packed(dtype, 40, 3, 21)
-    assert run.kernels == [VARLEN]
+        q, k, o = attend_packed(dtype, 40, 3, 21)
+        o.backward(torch.empty_like(o))
+    assert run.kernels == [VARLEN, VARLEN + "_backward"]
+    assert q.grad.shape == q.shape
+    assert k.grad.shape == k.shape
 
     with card(capability) as few:
-        attend_packed(dtype, 40, 24)
+        _, _, o = attend_packed(dtype, 40, 24)
+        o.backward(torch.empty_like(o))
     assert few.operators.names == run.operators.names
 
 

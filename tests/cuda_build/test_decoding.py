@@ -1,8 +1,12 @@
 """A decoding step on a CUDA device: its launches, counted, and that nothing in it waits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from longhaul import generate
 from longhaul.generate import CapturedSteps, _choose
 from model import Decoder, KVCache, ModelConfig
 from tests.cuda_build.fakes import HOPPER, card
@@ -96,3 +100,49 @@ def test_a_token_is_chosen_without_waiting_for_the_device(temperature, top_k, to
         token_1 = _choose(logits_V, temperature, top_k, top_p, None)
     assert token_1.device.type == "cuda"
     assert token_1.shape == (1,)
+
+
+class Reads(TorchDispatchMode):
+    """Answers 1 to whoever waits for a number of the device, and counts how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.count += 1
+            return 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("attention_type", ["standard", "nsa"])
+def test_the_host_waits_once_per_token(attention_type, captured, monkeypatch):
+    """Prompts of sparse attention are computed by kernels with tests of their own."""
+    config = ModelConfig.preset(
+        "tiny",
+        num_layers=1,
+        vocab_size=64,
+        attention_type=attention_type,
+        compute_dtype="bfloat16",
+    )
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    generator = SimpleNamespace(manual_seed=lambda seed: None)
+    monkeypatch.setattr(torch, "Generator", lambda device: generator)
+    monkeypatch.setattr(generate, "cuda_graph", run_once)
+    prompt = [5] if attention_type == "nsa" else [5, 6, 7]
+
+    with card(HOPPER), Reads() as reads:
+        decoder.to_empty(device="cuda").tie_weights()
+        if attention_type == "nsa" and not captured:
+            monkeypatch.setattr(decoder.layers[0].attention.sparse, "core", first_token_of)
+        tokens = list(generate.generate(decoder, prompt, 6, temperature=0, captured=captured))
+    assert tokens == [1] * 6
+    assert reads.count == 6
+
+
+def first_token_of(q, *_):
+    """In place of sparse attention to a prompt."""
+    return torch.empty_like(q)

@@ -9,13 +9,19 @@ gives both the output and the importance of the blocks, without a second pass, a
 needs no saved log-sum-exp. From the importance, `choose` selects the blocks that nsa/selected.py
 attends to.
 
+PyTorch's attention kernel for CPUs could compute the compressed branch as square causal attention,
+as nsa/triton/dense.py does on GPUs. It took as long or longer per pair (ns, 4 heads of 128 in bf16,
+16,384 tokens, forward and backward: 8.9 and 13.8 against 7.4 and 11.3 here), its forward gives no
+probabilities, and its backward needs an output that would have to be saved.
+
 Letters: T tokens, C queries of a chunk (c of a step), M query heads per KV head, K head dim, N
 compressed blocks, J selection blocks, R = c*M matrix rows (query, head), S keys, E keys after the
 edge. t is a position inside its document. l, s, l', n and w of the paper are cmp_block, cmp_stride,
 sel_block, sel_count and window.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +30,7 @@ from torch import Tensor
 
 from model import platform
 
-STEP_LOGITS = 2**19  # logits that exist at once in the compressed branch: 2 MiB in fp32
+STEP_LOGITS = 2**20  # logits that exist at once in the compressed branch: 4 MiB in fp32
 STEP_QUERIES = 256  # queries of a step of the compressed branch, at most
 KEY_STEP = 128  # keys of a step are a multiple: few shapes, since each costs 0.3 ms once
 BAND_QUERIES = 128  # queries of a step of the window, which see window + 127 keys
@@ -77,42 +83,75 @@ class BranchKV(NamedTuple):
         return BranchKV(*(x.contiguous() for x in self))
 
 
-# ---- products and softmax
+# ---- buffers, products and softmax
 
 
-def product_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T in fp32, of two matrices or two batches of matrices.
+class Buffers:
+    """Memory that the steps of a stream use one after another.
+
+    If each step allocated and freed it, the allocator could return it to the system every time;
+    with heads of 32 the page faults then took as long as the step.
+    """
+
+    def __init__(self, like: Tensor):
+        self.like = like
+        self.by_name = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The buffer of this name, with any content, in this shape; a name has one dtype.
+
+        Sizes are powers of two, so that a buffer seldom grows; what is not written is not resident.
+        """
+        count = math.prod(shape)
+        if name not in self.by_name or len(self.by_name[name]) < count:
+            self.by_name.pop(name, None)  # before the larger one exists
+            self.by_name[name] = self.like.new_empty(2 ** (count - 1).bit_length(), dtype=dtype)
+        return self.by_name[name][:count].view(shape)
+
+    def rounded(self, name: str, x_fp32: Tensor) -> Tensor:
+        """x in the dtype of the inputs."""
+        if self.like.dtype == torch.float32:
+            return x_fp32
+        return self.take(name, x_fp32.shape, self.like.dtype).copy_(x_fp32)
+
+
+def product_fp32(a: Tensor, b: Tensor, buffers: Buffers, name: str) -> Tensor:
+    """a b^T in fp32, of two matrices or two batches of matrices, in the buffer of this name.
 
     A bf16 product of a CPU returns bf16, too coarse for logits and ranks. Subtracting the rounded
     result inside a second product, whose sums are fp32, returns what rounding lost: relative error
     2^-17 at 0.6 times the time of an fp32 product (K = 128). Below K = 64, reading and writing the
     result costs more than the product, and an fp32 product takes 0.85 times as long.
     """
-    if a.dtype == torch.float32:
-        return a @ b.mT
-
     product = torch.mm if a.ndim == 2 else torch.bmm
-    if platform().device(a).type == "cuda":
+    if platform().device(a).type == "cuda" and a.dtype != torch.float32:
         return product(a, b.mT, out_dtype=torch.float32)
+
+    shape = (*a.shape[:-1], b.shape[-2])
+    out = buffers.take(name, shape, torch.float32)
     if a.dtype != torch.bfloat16 or a.shape[-1] < 64:
-        return a.float() @ b.float().mT  # fp16 would overflow at 65504
+        return product(a.float(), b.float().mT, out=out)  # fp16 would overflow at 65504
 
     add_product = torch.addmm if a.ndim == 2 else torch.baddbmm
-    high = product(a, b.mT)
-    low = add_product(high, a, b.mT, beta=-1)
-    return high.float().add_(low)
+    high = buffers.take("high", shape, a.dtype)
+    low = buffers.take("low", shape, a.dtype)
+    product(a, b.mT, out=high)
+    add_product(high, a, b.mT, beta=-1, out=low)
+    return out.copy_(high).add_(low)
 
 
 def _add_product(
     total: Tensor,
     a: Tensor,
     b: Tensor,
+    buffers: Buffers,
 ) -> None:
     """total += a^T b, with the running sum in fp32."""
     if a.dtype == torch.float32:
         total.addmm_(a.mT, b)
     else:
-        total.add_(a.mT @ b)
+        product = buffers.take("product", total.shape, a.dtype)
+        total.add_(torch.mm(a.mT, b, out=product))
 
 
 def _softmax_backward(
@@ -124,19 +163,21 @@ def _softmax_backward(
     v_SK: Tensor,
     dk_SK: Tensor,
     dv_SK: Tensor,
+    buffers: Buffers,
 ) -> tuple[Tensor, Tensor]:
     """(dq, dgate) of o = gate * softmax(q k) v from its probabilities; adds to dk and dv.
 
     dq and dk lack the factor 1 / sqrt(K). dgate = do . o follows from the probabilities, so that o
     need not be saved.
     """
-    dp_RS = product_fp32(do_RK, v_SK).mul_(p_RS)
+    dp_RS = product_fp32(do_RK, v_SK, buffers, "logits").mul_(p_RS)
     dgate_R1 = dp_RS.sum(-1, keepdim=True)
-    dlogit_RS = dp_RS.addcmul_(p_RS, dgate_R1, value=-1).to(q_RK.dtype)
+    dp_RS.addcmul_(p_RS, dgate_R1, value=-1)
+    dlogit_RS = buffers.rounded("low", dp_RS)
 
     gate = gate_R1.to(q_RK.dtype)
-    _add_product(dv_SK, p_RS.to(q_RK.dtype), do_RK * gate)
-    _add_product(dk_SK, dlogit_RS, q_RK * gate)
+    _add_product(dv_SK, buffers.rounded("high", p_RS), do_RK * gate, buffers)
+    _add_product(dk_SK, dlogit_RS, q_RK * gate, buffers)
     return (dlogit_RS @ k_SK) * gate_R1, dgate_R1
 
 
@@ -214,17 +255,19 @@ def _probabilities(
     q_CMK: Tensor,
     k_SK: Tensor,
     step: Step,
+    buffers: Buffers,
 ) -> Tensor:
     """p [R,S] of a step in fp32. Hidden logits are -inf, so that exp makes exact zeros of them."""
     q_cMK = q_CMK[step.queries]
     scale = q_CMK.shape[-1] ** -0.5
     q_RK = q_cMK.flatten(0, 1)
-    logits_RS = product_fp32(q_RK, k_SK[step.keys]).mul_(scale)
+    logits_RS = product_fp32(q_RK, k_SK[step.keys], buffers, "logits").mul_(scale)
 
     logits_cMS = logits_RS.view(*q_cMK.shape[:2], -1)
     after_edge_cME = logits_cMS[:, :, step.edge :]
     after_edge_cME.masked_fill_(step.hidden_cE[:, None], -torch.inf)
-    return logits_RS.softmax(-1)
+    p_RS = buffers.take("p", logits_RS.shape, torch.float32)
+    return torch.softmax(logits_RS, -1, out=p_RS)
 
 
 def steps_forward(
@@ -232,6 +275,7 @@ def steps_forward(
     k_SK: Tensor,
     v_SK: Tensor,
     steps: Iterator[Step],
+    buffers: Buffers,
     on_probabilities: Callable[[Step, Tensor], None] | None = None,
 ) -> Tensor:
     """o_CMK over the steps, zero for queries without a step.
@@ -240,9 +284,10 @@ def steps_forward(
     """
     o_CMK = torch.zeros_like(q_CMK)
     for step in steps:
-        p_RS = _probabilities(q_CMK, k_SK, step)
+        p_RS = _probabilities(q_CMK, k_SK, step, buffers)
+        o_RK = buffers.rounded("high", p_RS) @ v_SK[step.keys]
         o_cMK = o_CMK[step.queries]
-        o_cMK.copy_((p_RS.to(v_SK.dtype) @ v_SK[step.keys]).view_as(o_cMK))
+        o_cMK.copy_(o_RK.view_as(o_cMK))
         if on_probabilities is not None:
             on_probabilities(step, p_RS)
     return o_CMK
@@ -259,11 +304,12 @@ def steps_backward(
     dv_SK: Tensor,
     dq_CMK: Tensor,
     dgate_CM1: Tensor,
+    buffers: Buffers,
 ) -> None:
     """Adds to dk, dv and dq, and fills dgate; dk and dq lack the factor 1 / sqrt(K)."""
     for step in steps:
         dq, dgate = _softmax_backward(
-            _probabilities(q_CMK, k_SK, step),
+            _probabilities(q_CMK, k_SK, step, buffers),
             q_CMK[step.queries].flatten(0, 1),
             do_CMK[step.queries].flatten(0, 1),
             gate_CM1[step.queries].flatten(0, 1),
@@ -271,6 +317,7 @@ def steps_backward(
             v_SK[step.keys],
             dk_SK[step.keys],
             dv_SK[step.keys],
+            buffers,
         )
         dq_cMK = dq_CMK[step.queries]
         dq_cMK += dq.view_as(dq_cMK)

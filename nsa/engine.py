@@ -22,6 +22,7 @@ from torch import Tensor
 from model import check_sparse_inputs, platform, sparse_documents
 from nsa.branches import (
     BranchKV,
+    Buffers,
     Sizes,
     Step,
     band_steps,
@@ -167,6 +168,7 @@ def _forward_stream(
     T, M, _ = q_TMK.shape
     N = len(kv.k_cmp)
     device = q_TMK.device
+    buffers = Buffers(q_TMK)
 
     for start, stop in _chunks(T, cfg):
         q = q_TMK[start:stop].contiguous()
@@ -178,15 +180,15 @@ def _forward_stream(
         # The branches add up in fp32: the gates are fp32.
         choose_blocks = None if dense else _block_chooser(block_idx_Cn, start, M, cfg)
         steps = compressed_steps(start, stop, M, N, cfg, device)
-        o = g_cmp * steps_forward(q, kv.k_cmp, kv.v_cmp, steps, choose_blocks)
+        o = g_cmp * steps_forward(q, kv.k_cmp, kv.v_cmp, steps, buffers, choose_blocks)
 
         steps = band_steps(start, stop, 0, cfg.window, device)
-        o += g_win * steps_forward(q, kv.k_win, kv.v_win, steps)
+        o += g_win * steps_forward(q, kv.k_win, kv.v_win, steps, buffers)
 
         if dense:
             fill_early(block_idx_Cn, cfg)
             steps = band_steps(start, stop, 0, cfg.dense_tokens, device)
-            o_slc = steps_forward(q, kv.k_slc, kv.v_slc, steps)
+            o_slc = steps_forward(q, kv.k_slc, kv.v_slc, steps, buffers)
         else:
             o_slc, outputs.lse[start:stop] = selected_forward(
                 q,
@@ -195,6 +197,7 @@ def _forward_stream(
                 start,
                 block_idx_Cn,
                 cfg,
+                buffers,
             )
         outputs.o_slc[start:stop] = o_slc
         outputs.o[start:stop] = o.add_(g_slc * o_slc)
@@ -268,6 +271,7 @@ def _backward_stream(
     N = len(kv.k_cmp)
     device = q_TMK.device
     scale = K**-0.5
+    buffers = Buffers(q_TMK)
 
     for start, stop in _chunks(T, cfg):
         q = q_TMK[start:stop].contiguous()
@@ -289,6 +293,7 @@ def _backward_stream(
             dv_SK=grads.dkv.v_cmp,
             dq_CMK=dq,
             dgate_CM1=dg_cmp,
+            buffers=buffers,
         )
 
         # fp32 sums of the window exist only for the keys of this chunk.
@@ -305,6 +310,7 @@ def _backward_stream(
             dv_SK=dv,
             dq_CMK=dq,
             dgate_CM1=dg_win,
+            buffers=buffers,
         )
         grads.dkv.k_win[first:stop] += dk.mul_(scale)
         grads.dkv.v_win[first:stop] += dv
@@ -321,6 +327,7 @@ def _backward_stream(
                 dv_SK=grads.dkv.v_slc.flatten(0, 1),
                 dq_CMK=dq,
                 dgate_CM1=dg_slc,
+                buffers=buffers,
             )
         else:
             # delta = do . o of the branch is the gradient of its gate.
@@ -340,6 +347,7 @@ def _backward_stream(
                 cfg,
                 grads.dkv.k_slc,
                 grads.dkv.v_slc,
+                buffers,
             )
 
         grads.dq[start:stop] = dq.mul_(scale)

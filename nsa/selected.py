@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import platform
-from nsa.branches import Sizes, product_fp32
+from nsa.branches import Buffers, Sizes, product_fp32
 
 LOG2E = 1.4426950408889634
 TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
@@ -54,6 +54,7 @@ def _tile_forward(
     q_NRK: Tensor,
     k_NSK: Tensor,
     v_NSK: Tensor,
+    buffers: Buffers,
     hidden_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o_NRK, lse_NR) of each tile; hidden logits are -inf, so that exp makes exact zeros of them.
@@ -61,11 +62,12 @@ def _tile_forward(
     lse = max(logits) - log(max(p)) is cheaper than a second pass of exp.
     """
     scale = q_NRK.shape[-1] ** -0.5
-    logits_NRS = product_fp32(q_NRK, k_NSK).mul_(scale)
+    logits_NRS = product_fp32(q_NRK, k_NSK, buffers, "logits").mul_(scale)
     if hidden_RS is not None:
         logits_NRS.masked_fill_(hidden_RS, -torch.inf)
-    p_NRS = logits_NRS.softmax(-1)
-    o_NRK = p_NRS.to(v_NSK.dtype) @ v_NSK
+    p_NRS = buffers.take("p", logits_NRS.shape, torch.float32)
+    torch.softmax(logits_NRS, -1, out=p_NRS)
+    o_NRK = buffers.rounded("high", p_NRS) @ v_NSK
     lse_NR = logits_NRS.amax(-1) - p_NRS.amax(-1).log()
     return o_NRK, lse_NR
 
@@ -74,6 +76,7 @@ def _tile_backward(
     inputs: BackwardInputs,
     k_NSK: Tensor,
     v_NSK: Tensor,
+    buffers: Buffers,
     hidden_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of each tile; `inputs` has tensors [N,R,...], with the lse over all blocks.
@@ -84,22 +87,24 @@ def _tile_backward(
     scale = q_NRK.shape[-1] ** -0.5
 
     # exp2 is three times as fast as exp on a CPU.
-    exponent_NRS = torch.add(
+    exponent_NRS = product_fp32(q_NRK, k_NSK, buffers, "p")
+    torch.add(
         lse_NR.unsqueeze(-1) * -LOG2E,
-        product_fp32(q_NRK, k_NSK),
+        exponent_NRS,
         alpha=scale * LOG2E,
+        out=exponent_NRS,
     )
     if hidden_RS is not None:
         exponent_NRS.masked_fill_(hidden_RS, -torch.inf)
     p_NRS = exponent_NRS.exp2_()
 
-    ds_NRS = product_fp32(do_NRK, v_NSK)
+    ds_NRS = product_fp32(do_NRK, v_NSK, buffers, "logits")
     ds_NRS.sub_(delta_NR.unsqueeze(-1))
     ds_NRS.mul_(p_NRS)
-    ds_NRS = ds_NRS.to(q_NRK.dtype)
+    ds_NRS = buffers.rounded("low", ds_NRS)
     dq_NRK = ds_NRS @ k_NSK
     dk_NSK = ds_NRS.mT @ q_NRK
-    dv_NSK = p_NRS.to(q_NRK.dtype).mT @ do_NRK
+    dv_NSK = buffers.rounded("high", p_NRS).mT @ do_NRK
     return dq_NRK, dk_NSK, dv_NSK
 
 
@@ -161,6 +166,7 @@ def _forced_forward(
     v_TK: Tensor,
     start: int,
     cfg: Sizes,
+    buffers: Buffers,
 ) -> tuple[Tensor, Tensor]:
     """(o_CMK, lse_CM) over the forced blocks."""
     C, M, K = q_CMK.shape
@@ -170,7 +176,7 @@ def _forced_forward(
 
     outs = []
     for q, index in zip(q_parts, index_parts, strict=True):
-        outs.append(_tile_forward(q, k_TK[index], v_TK[index], hidden_RS))
+        outs.append(_tile_forward(q, k_TK[index], v_TK[index], buffers, hidden_RS))
     o_NRK = torch.cat([o for o, _ in outs])
     lse_NR = torch.cat([lse for _, lse in outs])
     o_CMK = o_NRK.view(-1, M, K)[:C]
@@ -186,6 +192,7 @@ def _forced_backward(
     cfg: Sizes,
     dk_JSK: Tensor,
     dv_JSK: Tensor,
+    buffers: Buffers,
 ) -> Tensor:
     """dq_CMK over the forced blocks; adds to dk and dv."""
     C, M, K = inputs.q.shape
@@ -200,6 +207,7 @@ def _forced_backward(
             BackwardInputs(*parts),
             k_TK[index],
             v_TK[index],
+            buffers,
             hidden_RS,
         )
         dq_parts.append(dq_NRK)
@@ -358,9 +366,10 @@ def selected_forward(
     start: int,
     block_idx_Cn: Tensor,
     cfg: Sizes,
+    buffers: Buffers,
 ) -> tuple[Tensor, Tensor]:
     """(o_CMK, lse_CM) of the queries from position `start` >= n*l' on."""
-    forced_o_CMK, forced_lse_CM = _forced_forward(q_CMK, k_TK, v_TK, start, cfg)
+    forced_o_CMK, forced_lse_CM = _forced_forward(q_CMK, k_TK, v_TK, start, cfg, buffers)
     if cfg.sel_count == cfg.forced:
         return forced_o_CMK, forced_lse_CM
 
@@ -376,7 +385,7 @@ def selected_forward(
     q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
     for block_N, part, query_S in _tile_groups(tiles):
         q_NRK = _queries_of(q_CMK, query_S, tiles)
-        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N])
+        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N], buffers)
         o_SMK[part] = o.view(-1, M, K)
         lse_SM[part] = lse.view(-1, M)
 
@@ -401,12 +410,13 @@ def selected_backward(
     cfg: Sizes,
     dk_JSK: Tensor,
     dv_JSK: Tensor,
+    buffers: Buffers,
 ) -> Tensor:
     """dq_CMK of the queries from position `start` >= n*l' on; adds to dk and dv.
 
     dq and dk lack the factor 1 / sqrt(K).
     """
-    forced_dq_CMK = _forced_backward(inputs, k_TK, v_TK, start, cfg, dk_JSK, dv_JSK)
+    forced_dq_CMK = _forced_backward(inputs, k_TK, v_TK, start, cfg, dk_JSK, dv_JSK, buffers)
     if cfg.sel_count == cfg.forced:
         return forced_dq_CMK
 
@@ -429,6 +439,7 @@ def selected_backward(
             BackwardInputs(*(_queries_of(x, query_S, tiles) for x in inputs)),
             k_JSK[block_N],
             v_JSK[block_N],
+            buffers,
         )
         dq_SMK[part] = dq.view(-1, M, K)
         _add_tiles(dk_JSK, block_N, dk_NSK)

@@ -200,9 +200,10 @@ def test_bf16_logits_keep_fp32_precision(K):
     truth = q.double() @ k.double().T
     bound = 2**-16 * truth.abs().max()
 
-    logits = nsa_branches.product_fp32(q, k)
+    buffers = nsa_branches.Buffers(q)
+    logits = nsa_branches.product_fp32(q, k, buffers, "one")
     assert (logits - truth).abs().max() <= bound
-    (batch_of_one,) = nsa_branches.product_fp32(q[None], k[None])
+    (batch_of_one,) = nsa_branches.product_fp32(q[None], k[None], buffers, "batch")
     assert (batch_of_one - truth).abs().max() <= bound
 
 

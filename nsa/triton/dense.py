@@ -432,7 +432,7 @@ def attend_backward(
 def _takes_cudnn(lines: Lines, q: Tensor) -> bool:
     if not lines.whole_rows or lines.window is not None:
         return False
-    return platform().prefers_cudnn(q) and not torch.are_deterministic_algorithms_enabled()
+    return platform().prefers_cudnn(q)
 
 
 # ---- cuDNN: whole rows

@@ -404,6 +404,10 @@ class Run:
             found.append(Validation(corpus.name, float(corpus.share), *measured))
         if found:
             self.log.validation(state.step, found)
+        seen = self.ready.loader.tokens_seen(state.step)
+        if seen:
+            of_each = ", ".join(f"{name} {tokens:,}" for name, tokens in seen.items())
+            self.log.say(f"  tokens seen: {of_each}")
         if self.ready.dataset.tokenizer_path:
             self.log.text(state.step, "sample", self._sample())
 

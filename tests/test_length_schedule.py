@@ -3,6 +3,8 @@ fault matrix kills such runs in every step and between the stages.
 """
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -218,12 +220,27 @@ def test_the_learning_rate_is_that_of_the_whole_run(finished):
     assert rates[:2] == [1.5e-4, 3e-4] and rates == sorted(rates[:2]) + sorted(rates[2:])[::-1]
 
 
-def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(finished, corpus, tmp_path):
-    for step in (1, 2, 3, 4, 5):
-        out = tmp_path / f"from-{step}"
-        run(corpus, out, "--resume", str(finished / f"step-{step:08d}"))
-        assert runs.final_bits(out) == runs.final_bits(finished)
-        assert runs.losses(out) == runs.losses(finished)[step:]
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(
+    finished, corpus, tmp_path, step
+):
+    run(corpus, tmp_path / "run", "--resume", str(finished / f"step-{step:08d}"))
+    assert runs.final_bits(tmp_path / "run") == runs.final_bits(finished)
+    assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
+
+
+def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(corpus, tmp_path, capsys):
+    run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3", "--loss_spike", "1e-9")
+    said = capsys.readouterr().out
+    words = re.search(r"LOSS SPIKE at step (18|19|20): .* (python train.py .*)", said)[2].split()
+    assert words[words.index("--length_schedule") + 1] == "8:17,32:3"
+    first, last = words[words.index("--skip_rows") + 1].split(":")
+    assert APART <= int(first) < int(last)
+
+    train.main(words[2:])
+    around = Path(words[words.index("--output_dir") + 1])
+    final = json.loads((around / "step-00000020" / "manifest.json").read_text())
+    assert final["data"]["skip"] == [[int(first), int(last)]]
 
 
 def test_a_completed_run_has_nothing_to_do(finished, corpus, capsys):
@@ -274,7 +291,10 @@ def test_the_stage_that_needs_most_decides():
 
 def test_the_planner_predicts_every_stage(tmp_path, capsys):
     out = tmp_path / "stages.json"
-    words = "--model_size tiny --length_schedule 64:1,128:1 --device cpu --dtype fp32 --json"
+    words = (
+        "--model_size tiny --model_overrides num_layers=1 --length_schedule 64:1,128:1 "
+        "--device cpu --dtype fp32 --json"
+    )
     assert profile_memory.main([*words.split(), str(out)]) == 0
     assert len(json.loads(out.read_text())) == 2
     assert "stage 2: context 128, theta 2e+06" in capsys.readouterr().out

@@ -12,6 +12,7 @@ import train
 from data.loader import Loader
 from data.mixture import Corpus, Mixture, Split, Turns, open_corpora, order, parse, parts
 from data.writer import write_dataset
+from scripts import evaluate
 from selfcheck.faults import runs
 
 VOCAB = runs.VOCAB
@@ -271,7 +272,15 @@ def test_a_run_logs_the_tokens_and_the_validation_loss_of_each_corpus(
 
     printed = capsys.readouterr().out
     assert "data:  75.00% web: " in printed and "epochs in 4 steps" in printed
-    assert f"web {losses[0]:.4f}, books {losses[1]:.4f}" in printed
+    assert f"validation loss: web {losses[0]:.4f}, books {losses[1]:.4f}" in printed
+    assert f"tokens seen: web {0.75 * tokens:,.0f}, books {0.25 * tokens:,.0f}" in printed
+
+    words = f"--checkpoint {tmp_path}/run --device cpu --batches 1"
+    evaluate.main(words.split())
+    printed = capsys.readouterr().out
+    for name, loss in zip(("web", "books"), losses, strict=True):
+        assert f"validation of {name} over" in printed
+        assert f"loss             {loss:.4f} nats per token" in printed
 
 
 def test_a_mixture_resumes_to_the_same_bits(two_corpora, tmp_path):

@@ -215,7 +215,8 @@ class Logger:
         self.scalars(step, {f"validation/{name}": value for name, value in figures.items()})
         self.say(f"step {step}: validation loss {loss:.4f} nats over {tokens:,} tokens")
         if len(found) > 1:
-            self.say("  " + ", ".join(f"{one.name} {one.loss:.4f}" for one in found))
+            of_each = ", ".join(f"{one.name} {one.loss:.4f}" for one in found)
+            self.say(f"  validation loss: {of_each}")
 
     def _append(self, record: dict):
         """Write a line of metrics.jsonl."""

@@ -9,6 +9,7 @@ important, but which blocks are popular does.
 import functools
 import importlib.util
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -74,6 +75,7 @@ TABLE = Table(
         "TFLOP/s": "tera",
         "GB/s": "giga",
         "host, ms": "ms",
+        "first call, s": "seconds",
         "memory beyond inputs, MB": "mb",
         "reserved, MB": "mb",
         "forward error": "error",
@@ -371,6 +373,7 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
         return [*tensors, torch.randn_like(tensors[0])]
 
     memory = {}
+    first = {}  # with what it compiles
     host = {}
     calls = {
         name: functools.partial(forward if what == "forward" else training, way.attend)
@@ -378,7 +381,9 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
         if not why[name]
     }
     for name, call in calls.items():
+        began = time.perf_counter()
         memory[name], why[name] = attempt(peak_megabytes, call, fresh, place.device)
+        first[name] = time.perf_counter() - began
         if not why[name]:
             once_more = functools.partial(call, *fresh())
             host[name] = clock.host_milliseconds(once_more, place.device)
@@ -399,6 +404,7 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
                 "time, ms": clock.milliseconds(times[name]),
                 f"time / {BASE}": clock.ratio(times, name, BASE),
                 "host, ms": host[name],
+                "first call, s": first[name],
                 "memory beyond inputs, MB": allocated,
                 "reserved, MB": reserved,
             }

@@ -59,6 +59,7 @@ TABLE = Table(
         "levers": "text",
         "step, ms": "ms",
         "steps timed": "count",
+        "first step, s": "seconds",
         "forward and backward issued, ms": "ms",
         "tokens/s": "rate",
         "TFLOP/s": "tera",
@@ -156,7 +157,9 @@ class Side:
         self.reserved_gib: float | None = None
         self.issued: float | None = None  # ms until the host had issued forward and backward
         tokens = min(WARM_TOKENS, cfg.context_length)
+        began = time.perf_counter()
         self.first = float(one_step(*batch(cfg, place, seed=0, tokens=tokens)))
+        self.first_seconds = time.perf_counter() - began  # with what it compiles
         self.own = allocated(place) - base
 
     def run(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -192,7 +195,10 @@ def one_context(
     theirs, reason = their_side(plan, place, ours.first) if beside else (None, "")
     sides = {"longhaul": ours} | ({"transformers": theirs} if theirs else {})
     times = timed(sides, cfg, place, limit)
-    figures = {"forward and backward issued, ms": ours.issued}
+    figures = {
+        "first step, s": ours.first_seconds,
+        "forward and backward issued, ms": ours.issued,
+    }
     if place.cuda and not theirs:  # nobody else's memory is in the allocator's
         figures["reserved, GiB"] = ours.reserved_gib
         figures["planned reserved, GiB"] = plan.reserved_gib

@@ -237,7 +237,7 @@ def _is_known_split(splitter: dict | None) -> bool:
     """Whether a text is cut into words by GPT-2's expression, or by one of KNOWN_SPLITS."""
     steps = [splitter or {}]
     if steps[0].get("type") == "Sequence":
-        steps = steps[0]["pretokenizers"]
+        steps = steps[0]["pretokenizers"] or [{}]
 
     last = steps[-1]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):

@@ -18,9 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 CHUNK = 1 << 20
-ZSTD_CHUNK = 1 << 14  # compressed bytes at a time: what they expand to is in memory at once
+ZSTD_CHUNKS = (64, 1 << 14)  # compressed bytes at a time, fewer if they expand to more than CHUNK
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
-DAMAGE = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError)
+# besides OSError without a number, which gzip and bzip2 raise
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
 PACKAGES = {"zstandard": "zstd", "fsspec": "remote", "pyarrow": "parquet"}
 
 
@@ -194,7 +195,10 @@ def opened(
         plain = io.BufferedReader(raw, CHUNK)
         try:
             yield _expanded(plain, compression_of(file))
-        except DAMAGE as error:
+        except (OSError, *DAMAGE) as error:
+            is_of_the_disk = isinstance(error, OSError) and error.errno is not None
+            if is_of_the_disk:
+                raise
             on_damage(f"{file} is damaged {compression_of(file)} ({error})")
 
         # what follows the damage belongs to the hash as well
@@ -263,6 +267,7 @@ class _Zstd(io.RawIOBase):
         self._frame = None
         self._compressed = b""
         self._plain = b""
+        self._chunk = 256
 
     def readable(self) -> bool:
         """As in io.RawIOBase."""
@@ -279,7 +284,7 @@ class _Zstd(io.RawIOBase):
 
     def _fill(self) -> bool:
         """Expand some more bytes; False at the end of the file."""
-        content = self._compressed or self._file.read(ZSTD_CHUNK)
+        content = self._compressed or self._file.read(self._chunk)
         self._compressed = b""
         if not content:
             if self._frame is not None:
@@ -292,7 +297,16 @@ class _Zstd(io.RawIOBase):
             self._plain = memoryview(self._frame.decompress(content))
         except self._error as error:
             raise Damaged(str(error)) from None
+        self._adapt(len(self._plain))
         if self._frame.eof:
             self._compressed = self._frame.unused_data
             self._frame = None
         return True
+
+    def _adapt(self, expanded: int) -> None:
+        """Read fewer bytes at a time if they expand to many, because all of these are in memory."""
+        least, most = ZSTD_CHUNKS
+        if expanded > CHUNK:
+            self._chunk = max(least, self._chunk // 4)
+        elif expanded < CHUNK // 4:
+            self._chunk = min(most, self._chunk * 2)

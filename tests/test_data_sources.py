@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from data import inputs, parquet
 from data.fields import FieldError, TextField
 from data.prepare import main
 from data.sources import DOCUMENT_BYTES, Document, TextFiles, by_directory
+from data.tokenizer import train
+from selfcheck.faults.readers import damaged
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["one\n", "", "caf\u00e9 \u65e5\u672c \U0001f600\n", "x" * 5000, "a\r\nb\x00c"]
@@ -66,10 +69,17 @@ def test_a_file_that_is_cut_off_is_named_and_hashed_whole(tmp_path, suffix, name
     assert files.describe()[0]["bytes"] == path.stat().st_size
 
 
-def test_noise_under_the_name_of_zstd_is_named(tmp_path):
-    (tmp_path / "a.txt.zst").write_bytes(b"no zstd at all")
-    with pytest.raises(ValueError, match="a.txt.zst is damaged zstd"):
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_noise_under_the_name_of_a_compression_is_named(tmp_path, suffix):
+    (tmp_path / f"a.txt{suffix}").write_bytes(b"not compressed at all")
+    with pytest.raises(ValueError, match=f"a.txt{suffix} is damaged {inputs.COMPRESSED[suffix]}"):
         texts_of(tmp_path)
+
+
+def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(OSError, match="the disk"), inputs.opened(tmp_path / "a.txt", print, print):
+        raise OSError(5, "the disk")
 
 
 def test_a_compressed_file_is_expanded_bit_by_bit(tmp_path):
@@ -81,12 +91,16 @@ def test_a_compressed_file_is_expanded_bit_by_bit(tmp_path):
         for _ in range(2**28 // len(line)):
             writer.write(line)
     script = """
-import resource, sys
+import pathlib, re, sys
 from data.sources import TextFiles
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
 files = TextFiles([sys.argv[1]])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_kib()
 count = sum(len(document.text) for document in files.documents())
-grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+grown = peak_kib() - before
 assert count > 2**28 * 0.99, count
 assert grown < 32 * 1024, grown
 """
@@ -149,6 +163,20 @@ def test_damaged_parquet_is_named(tmp_path):
         with pytest.raises(ValueError, match="a.parquet is damaged parquet") as error:
             texts_of(tmp_path)
         assert "\n" not in str(error.value), name
+
+
+def test_damaged_bytes_of_parquet_are_always_named_or_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", dict(text=TEXTS), write_page_checksum=True)
+    good = path.read_bytes()
+    refused = 0
+    for seed in range(150):
+        path.write_bytes(damaged(random.Random(seed), good))
+        try:
+            texts_of(path)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 75
 
 
 def test_rows_are_read_a_few_at_a_time(tmp_path):
@@ -334,3 +362,49 @@ def test_hashes_do_not_depend_on_how_a_file_is_opened(tmp_path):
     files = TextFiles([tmp_path])
     list(files.documents())
     assert files._hashed[tmp_path / "a.txt"] == inputs.hash_file(tmp_path / "a.txt")
+
+
+MEASURE = """
+import pathlib, re, sys, threading
+from data.prepare import main
+
+peaks = {}
+
+def peak_kib(process):
+    status = pathlib.Path(f"/proc/{process}/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1])
+
+def watch():
+    while not done.wait(0.1):
+        for children in pathlib.Path("/proc/self/task").glob("*/children"):
+            for child in children.read_text().split():
+                peaks[child] = peak_kib(child)
+
+done = threading.Event()
+threading.Thread(target=watch, daemon=True).start()
+flags = ["--input", sys.argv[1], "--output", sys.argv[2], "--tokenizer", sys.argv[3]]
+assert main([*flags, "--workers", "2"]) == 0
+done.set()
+assert len(peaks) == 2
+print("KIB", peak_kib("self") + sum(peaks.values()))
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_a_parquet_file(tmp_path):
+    """8 MiB and 64 MiB; 1 GiB took 0.56 GiB over the main process and four others."""
+    draw = random.Random(0)
+    letters = str.maketrans("0123456789", "etaoinshrd")
+    words = [str(draw.randrange(10**6)).translate(letters) for _ in range(200_000)]
+    model = train([" ".join(words[:5000])], 300, tmp_path / "t.model").path
+    peaks = []
+    for mebibytes in (8, 64):
+        rows = [" ".join(draw.sample(words, 1200)) for _ in range(mebibytes * 128)]
+        path = write_parquet(tmp_path / f"{mebibytes}.parquet", dict(text=rows), compression="none")
+        assert path.stat().st_size > mebibytes * 2**20
+        command = [sys.executable, "-c", MEASURE, str(path), str(tmp_path / f"d{mebibytes}")]
+        command.append(str(model))
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        peaks.append(int(result.stdout.split("KIB ")[1]) / 1024)
+    assert peaks[1] - peaks[0] < 48
+    assert peaks[1] < 512

@@ -2,11 +2,13 @@
 reader. For selfcheck/fuzz.py and rows F.
 """
 
+import bz2
 import copy
 import functools
 import gzip
 import hashlib
 import json
+import lzma
 import random
 import struct
 from collections.abc import Callable
@@ -351,6 +353,46 @@ def read_tokenizer(folder: Path):
     tokenizer.decode(tokenizer.encode("def f(x):\n\treturn \0 \u2581 \U0001f600 12345 " * 3))
 
 
+def make_fast_tokenizer(folder: Path) -> dict:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=280, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["def f(x):\n    return x\n" * 20], trainer)
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    settings = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    good = {"tokenizer.json": json.loads(tokenizer.to_str()), "tokenizer_config.json": settings}
+    for name, content in good.items():
+        (folder / name).write_text(json.dumps(content))
+    return good
+
+
+def damage_fast_tokenizer(rng: random.Random, good: dict, folder: Path):
+    name = rng.choice(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"])
+    made = copy.deepcopy(good)
+    if rng.random() < 0.3:
+        made[name] = damaged_json(rng, made[name])
+    else:  # most values are in the vocabulary, so that one of the others is chosen first
+        key = rng.choice(list(made[name]))
+        made[name][key] = damaged_json(rng, made[name][key])
+    for path, content in made.items():
+        (folder / path).write_bytes(_json_bytes(rng, content))
+
+
+def read_fast_tokenizer(folder: Path):
+    from data.load_tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    text = "def f(x):\n\treturn \0 \u2581 \U0001f600 12345 " * 3
+    for part in tokenizer.parts(text, 20):
+        tokenizer.decode(tokenizer.encode(part))
+    tokenizer.files(tokenizer.padded_vocab_size())
+
+
 def make_toml(folder: Path) -> bytes:
     (folder / "run.toml").write_bytes(
         b'# a run\n[model]\nmodel_size = "tiny"\ncontext_length = 64\nmodel-overrides = '
@@ -405,6 +447,8 @@ def read_toml(folder: Path):
 
 
 def make_corpus(folder: Path) -> dict[str, bytes]:
+    import zstandard
+
     lines = b"".join(
         json.dumps({"text": f"line {n} \u00e9\n", "n": n}).encode() + b"\n" for n in range(8)
     )
@@ -412,6 +456,9 @@ def make_corpus(folder: Path) -> dict[str, bytes]:
         "a.jsonl": lines,
         "a.jsonl.gz": gzip.compress(lines, mtime=0),
         "a.txt": "Caf\u00e9 \u2581 \U0001f600\r\n".encode() * 9,
+        "a.jsonl.xz": lzma.compress(lines),
+        "a.jsonl.bz2": bz2.compress(lines),
+        "a.jsonl.zst": zstandard.ZstdCompressor(write_checksum=True).compress(lines),
     }
     for name, content in good.items():
         (folder / name).write_bytes(content)
@@ -439,6 +486,7 @@ TARGETS = [
     Target("manifest", make_dataset, damage_manifest, read_dataset),
     Target("shards", make_dataset, damage_shards, read_dataset),
     Target("tokenizer", make_tokenizer, damage_tokenizer, read_tokenizer),
+    Target("tokenizer.json", make_fast_tokenizer, damage_fast_tokenizer, read_fast_tokenizer),
     Target("toml", make_toml, damage_toml, read_toml),
     Target("corpus", make_corpus, damage_corpus, read_corpus),
 ]

@@ -2,7 +2,7 @@
 
 A shell in which .venv is not active gets a remedy in one line instead of a traceback. CUDA's
 caching allocator, which reads its settings once, gets segments that grow: cut into segments of
-fixed size, the 4B's 87 GiB at 131,072 tokens reserve 107 GiB instead of 90 (computed).
+fixed size, the 4B's 87 GiB at 131,072 tokens reserve 102 GiB instead of 90 (computed).
 """
 
 import importlib.util

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 SLAB = 2**24  # elements that are worked on at once: 64 MiB in fp32
+PINNED = 2 * 4 * SLAB  # bytes of the two slabs that are pinned
 
 
 def slabs(x: Tensor) -> list[slice]:

@@ -28,6 +28,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.run.log import PEAK_FLOPS
+from longhaul.staging import PINNED
 from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
 from tests.tiers import few_fast
 
@@ -296,13 +297,14 @@ def test_a_background_save_needs_a_second_copy_of_weights_and_states():
     cfg = TrainConfig(model_size="0.6B", context_length=1024)
     copied = dataclasses.replace(cfg, async_save=True)
     copy_gib = 12 * cfg.model().num_params() / GIB
+    pinned_gib = PINNED / GIB  # through which the copy passes
 
     def plans(device):
         settings = cfg, copied
         return [planner.plan(one, one.model(), World(), device, 80.0).estimate for one in settings]
 
     plain, doubled = plans(CUDA)
-    assert (doubled.host - plain.host) / GIB == pytest.approx(copy_gib, rel=0.01)
+    assert (doubled.host - plain.host) / GIB == pytest.approx(copy_gib + pinned_gib, rel=0.01)
     plain, doubled = plans(torch.device("cpu"))
     assert (doubled.peak - plain.peak) / GIB == pytest.approx(copy_gib, rel=0.01)
 
@@ -325,5 +327,5 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
 
     too_small = planner.plan(asked, asked.model(), world, CUDA, available=14.0)
     assert fit.fitted(too_small).plan is None
-    enough = planner.plan(asked, asked.model(), world, CUDA, available=16.0)
+    enough = planner.plan(asked, asked.model(), world, CUDA, available=16.5)
     assert fit.fitted(enough).plan.cfg.context_parallel_size == 2

@@ -10,13 +10,23 @@ layers, P parameters, D width, V vocabulary; x, q, k, f are the bytes of an acti
 by the width of the model, of all query heads, of all KV heads, and of the MLP.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from longhaul.config import TrainConfig
-from model import ModelConfig, attention_kind, block_tokens, default_tiles, forward_columns
+from longhaul.memory.workspace import processors
+from longhaul.staging import PINNED
+from model import (
+    ModelConfig,
+    StandardAttention,
+    attention_kind,
+    block_tokens,
+    default_tiles,
+    forward_columns,
+)
 
 FP32 = 4
 INT64 = 8
@@ -423,7 +433,21 @@ def _attention(rank: Rank) -> Terms:
     }
     if groups > 1:
         terms["output of attention, summed over groups"] = rank.x
+    if rank.cfg.deterministic and rank.cfg.device != "cpu":
+        terms["deterministic sums of attention's gradients"] = _copies_of_dq(rank)
     return terms
+
+
+def _copies_of_dq(rank: Rank) -> int:
+    """FlashAttention's further copies of dq in fp32, so that each is summed in a fixed order.
+
+    Sparse attention has some too, which only the simulation counts.
+    """
+    if attention_kind(rank.config) is not StandardAttention:
+        return 0
+    heads = rank.config.num_heads // rank.cfg.attention_head_groups
+    copies = math.ceil(processors() / (rank.cfg.batch_size * heads))
+    return (copies - 1) * FP32 * rank.N * heads * rank.config.head_dim
 
 
 def _exchanged(rank: Rank) -> int:
@@ -496,8 +520,8 @@ def gradient_norm(rank: Rank) -> Terms:
 
 
 def host(rank: Rank) -> int:
-    """Bytes that levers keep in host memory: layer inputs, fp32 weights and two moments, and the
-    copy that a background save writes.
+    """Bytes that levers keep in host memory: layer inputs, fp32 weights and two moments, the copy
+    that a background save writes, and the pinned slabs through which these pass.
 
     CUDA rounds blocks of pinned memory up to powers of two.
     """
@@ -508,4 +532,6 @@ def host(rank: Rank) -> int:
         total += rank.L * (1 << (rank.x - 1).bit_length())
     if rank.cfg.offload_optimizer:
         total += 12 * (rank.P // rank.shards)
+    if rank.cfg.offload_optimizer or rank.cfg.async_save:
+        total += PINNED
     return total + rank.copy_to_save

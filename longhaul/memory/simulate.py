@@ -22,6 +22,7 @@ from longhaul.memory.stages import label, telling
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
+from longhaul.run.health import deterministic
 from model import OnHost
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
@@ -78,7 +79,9 @@ def simulate(
         skeleton = step.skeleton(cfg, config, mesh, context_mesh)
 
         fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake_tensors, predicting(target, tracker, every_tile), tracker:
+        on_target = predicting(target, tracker, every_tile)
+        repeats = deterministic(cfg.deterministic and target == "cuda")
+        with fake_tensors, on_target, repeats, tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
             trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks))
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=config.num_layers)

@@ -1,10 +1,13 @@
 """What operators hold inside, beyond what they return: memory that a tracker of tensors cannot see.
 Sizes are bytes.
 
-The Python bodies of our own operators (the loss, the sparse branches) run on meta tensors under a
-tracker of their own. PyTorch's kernels are declared here, from their sources.
+The Python bodies of our own operators (the loss, the sparse branches, their Triton twin without
+its launches) run on meta tensors under a tracker of their own. The kernels of PyTorch are declared
+here, from their sources.
 """
 
+import functools
+import importlib
 import math
 from collections.abc import Callable
 
@@ -20,9 +23,21 @@ from nsa import engine
 
 LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
-BODIES = {f"longhaul::{op._name}": op._init_fn for op in LOSS + SPARSE}
+# imported when they are met: Triton may be absent, and takes time to import
+TWIN = ("nsa_triton_forward", "nsa_triton_backward")
+BODIES = {f"longhaul::{op._name}" for op in LOSS + SPARSE} | {f"longhaul::{name}" for name in TWIN}
 # their document boundaries stay on the host with their values: loops run over them
-SPARSE_NAMES = {f"longhaul::{op._name}" for op in SPARSE}
+SPARSE_NAMES = {f"longhaul::{op._name}" for op in SPARSE} | {f"longhaul::{name}" for name in TWIN}
+
+
+@functools.cache
+def body(name: str) -> Callable:
+    """What an operator of ours runs."""
+    short = name.removeprefix("longhaul::")
+    if short in TWIN:
+        return getattr(importlib.import_module("nsa.triton.attention"), short)._init_fn
+    ours = {op._name: op for op in LOSS + SPARSE}
+    return ours[short]._init_fn
 
 
 class Workspaces:
@@ -50,7 +65,7 @@ class Workspaces:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
         inputs_on_meta = _sparse_on_meta if name in SPARSE_NAMES else _on_meta
         platform = model.running_on(Bodies(self.target))
-        with unset_fake_temporarily(), torch.no_grad(), platform, Tracker() as tracker:
+        with unset_fake_temporarily(), torch.no_grad(), platform, Tracker(self) as tracker:
             inputs = tree_map(inputs_on_meta, args)
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor):
@@ -58,7 +73,7 @@ class Workspaces:
 
             tracker.begin({})
             before = sum(tracker.held.values())
-            outputs = BODIES[name](*inputs)
+            outputs = body(name)(*inputs)
             peak, _ = tracker.trace.peak()
             storages = [tensor.untyped_storage() for tensor in tree_leaves(outputs)]
             returned = {storage._cdata: storage.nbytes() for storage in storages}
@@ -135,21 +150,64 @@ def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: T
     B, H, T, K = q_BHTK.shape
     _, G, S, _ = k_BGSK.shape
     queries = math.ceil(T / 128) * 128
-    width = math.ceil(K / 32) * 32
-    dq_and_products = 4 * B * H * queries * (width + 1)
+    keys = B * S if G != H else 0
+    return _flash_backward(B * queries, B * H, H, K, keys, k_BGSK.element_size())
 
-    dk_and_dv = 0
-    if G != H:
-        dk_and_dv = 2 * k_BGSK.element_size() * B * S * H * K
+
+def flash_backward_of_documents(
+    threads: int,
+    do_ZHK: Tensor,
+    q_ZHK: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    o_ZHK: Tensor,
+    lse_HZ: Tensor,
+    end_D: Tensor,
+    *_,
+) -> int:
+    """The same for documents one after another: each adds up to a tile of queries."""
+    Z, H, K = q_ZHK.shape
+    S, G, _ = k_SGK.shape
+    documents = len(end_D) - 1
+    keys = S if G != H else 0
+    return _flash_backward(Z + 128 * documents, documents * H, H, K, keys, k_SGK.element_size())
+
+
+def _flash_backward(
+    queries: int, blocks: int, H: int, K: int, keys_of_grouped_heads: int, element: int
+) -> int:
+    """With deterministic sums each of several groups of processors has a dq of its own, so that
+    `blocks` (heads of all rows) times their number occupy the device.
+    """
+    copies = 1
+    if torch.are_deterministic_algorithms_enabled():
+        copies = math.ceil(processors() / blocks)
+    width = math.ceil(K / 32) * 32
+    dq_and_products = 4 * H * queries * (copies * width + 1)
+    dk_and_dv = 2 * element * keys_of_grouped_heads * H * K
     return dq_and_products + dk_and_dv
+
+
+def processors() -> int:
+    """Streaming multiprocessors of the GPU; without one, those of an H100 or H200."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().multi_processor_count
+    return 132
 
 
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
 DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
     },
-    "cuda": {FLASH + "_backward": flash_backward_cuda},
+    "cuda": {
+        FLASH + "_backward": flash_backward_cuda,
+        # cuDNN's frontend declares the same four: dq and sums per query in fp32, and with grouped
+        # heads dk and dv of each query head
+        CUDNN + "_backward": flash_backward_cuda,
+        "aten::_flash_attention_backward": flash_backward_of_documents,
+    },
 }

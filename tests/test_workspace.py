@@ -1,0 +1,80 @@
+"""What the planner knows of memory inside the kernels of a GPU."""
+
+import pytest
+import torch
+
+from longhaul.config import TrainConfig
+from longhaul.memory import workspace
+from longhaul.memory.estimate import estimate
+from longhaul.memory.platforms import Bodies
+from longhaul.memory.simulate import simulate
+from longhaul.memory.workspace import Workspaces
+from longhaul.run.health import deterministic
+from model import NSAConfig, running_on
+from nsa.branches import Sizes
+from tests.tiers import few_fast
+
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+DOCUMENTS_BACKWARD = torch.ops.aten._flash_attention_backward.default
+CFG = dict(
+    model_size="0.6B",
+    model_overrides=("num_layers=2",),
+    context_length=16384,
+    gradient_checkpointing="full",
+)
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_documents_take_what_a_row_takes_and_up_to_a_tile_of_queries_each():
+    T, H, G, K = 1024, 32, 8, 128
+    rows = [meta(1, heads, T, K) for heads in (H, H, G, G)]
+    one = Workspaces("cuda")(FLASH_BACKWARD, rows, None)
+    dq, sums, dk_dv = 4 * T * H * K, 4 * T * H, 2 * 2 * T * H * K
+    assert one == dq + sums + dk_dv
+
+    flat = [meta(T, heads, K) for heads in (H, H, G, G)]
+    rest = [meta(T, H, K), meta(H, T), meta(4, dtype=torch.int32)]
+    three = Workspaces("cuda")(DOCUMENTS_BACKWARD, flat + rest, None)
+    assert three == (dq + sums) * (T + 3 * 128) // T + dk_dv
+
+
+def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors():
+    q, k = meta(1, 32, 1024, 128), meta(1, 32, 1024, 128)
+    plain = Workspaces("cuda")(FLASH_BACKWARD, (q, q, k, k), None)
+    with deterministic(True):
+        ordered = Workspaces("cuda")(FLASH_BACKWARD, (q, q, k, k), None)
+    copies = -(-workspace.processors() // 32)
+    assert ordered - plain == (copies - 1) * 4 * q.numel()
+
+
+@pytest.mark.parametrize("changes", few_fast([{}, dict(attention_head_groups=8)], 1), ids=str)
+def test_the_closed_form_knows_deterministic_attention(changes):
+    cfg = TrainConfig(**CFG | changes, deterministic=True)
+    plain = TrainConfig(**CFG | changes)
+    predicted = estimate(cfg, cfg.model()).stages["attention backward"]
+    found = simulate(cfg).peak_by_stage()["attention backward"]
+    assert predicted == pytest.approx(found, rel=0.01)
+    assert predicted > 1.05 * estimate(plain, plain.model()).stages["attention backward"]
+
+
+def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
+    """Beyond what it returns: results of a chunk of pairs, one KV head folded, dq, flash."""
+    attention = pytest.importorskip("nsa.triton.attention", reason="Triton cannot be imported")
+    cfg, T = NSAConfig(), 131_072
+    N = cfg.compressed_blocks(T)
+    keys = [meta(1, n, 8, 128) for n in (T, T, N, N, T, T)]
+    inputs = [meta(1, T, 32, 128), *keys, meta(1, T, 32, 3)]
+    sizes = [getattr(cfg, name) for name in Sizes._fields]
+
+    workspaces = Workspaces("cuda")
+    forward = workspaces(attention.nsa_triton_forward._opoverload, (*inputs, None, sizes), None)
+    assert 0.25e9 < forward < 0.6e9
+
+    with running_on(Bodies("cuda")):
+        o, *saved = attention.nsa_triton_forward._init_fn(*inputs, None, sizes)
+    given = (o, *inputs, *saved, None, sizes)
+    backward = workspaces(attention.nsa_triton_backward._opoverload, given, None)
+    assert 0.9e9 < backward < 1.8e9

@@ -23,21 +23,31 @@ from nsa import engine
 
 LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
-# imported when they are met: Triton may be absent, and takes time to import
-TWIN = ("nsa_triton_forward", "nsa_triton_backward")
-BODIES = {f"longhaul::{op._name}" for op in LOSS + SPARSE} | {f"longhaul::{name}" for name in TWIN}
-# their document boundaries stay on the host with their values: loops run over them
-SPARSE_NAMES = {f"longhaul::{op._name}" for op in SPARSE} | {f"longhaul::{name}" for name in TWIN}
+OURS = {op._qualname: op for op in LOSS + SPARSE}
+TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
+
+
+def is_ours(name: str) -> bool:
+    """Whether an operator has a Python body, which can be run."""
+    return name in OURS or name.startswith(TWIN)
+
+
+def is_sparse(name: str) -> bool:
+    """Whether it is sparse attention: its document boundaries stay on the host with their values,
+    because loops run over them.
+    """
+    return name.startswith(TWIN) or (name in OURS and OURS[name] in SPARSE)
 
 
 @functools.cache
 def body(name: str) -> Callable:
     """What an operator of ours runs."""
-    short = name.removeprefix("longhaul::")
-    if short in TWIN:
-        return getattr(importlib.import_module("nsa.triton.attention"), short)._init_fn
-    ours = {op._name: op for op in LOSS + SPARSE}
-    return ours[short]._init_fn
+    if name in OURS:
+        return OURS[name]._init_fn
+    # imported when it is met: Triton may be absent, and takes time to import
+    twin = importlib.import_module("nsa.triton.attention")
+    operators = (twin.nsa_triton_forward, twin.nsa_triton_backward)
+    return {op._qualname: op._init_fn for op in operators}[name]
 
 
 class Workspaces:
@@ -52,7 +62,7 @@ class Workspaces:
 
     def __call__(self, func, args, outputs) -> int:
         name = func._schema.name
-        if name in BODIES:
+        if is_ours(name):
             key = name, str(tree_map(_signature, args))
             if key not in self.known:
                 self.known[key] = self._inside(name, args) * self._streams_at_once(name, args)
@@ -63,7 +73,7 @@ class Workspaces:
 
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
-        inputs_on_meta = _sparse_on_meta if name in SPARSE_NAMES else _on_meta
+        inputs_on_meta = _sparse_on_meta if is_sparse(name) else _on_meta
         platform = model.running_on(Bodies(self.target))
         with unset_fake_temporarily(), torch.no_grad(), platform, Tracker(self) as tracker:
             inputs = tree_map(inputs_on_meta, args)
@@ -81,7 +91,7 @@ class Workspaces:
 
     def _streams_at_once(self, name: str, args) -> int:
         """Streams of sparse attention that run at the same time: on a CPU one per thread."""
-        if name not in SPARSE_NAMES or self.target == "cuda":
+        if not is_sparse(name) or self.target == "cuda":
             return 1
         k_BTGK = args[1] if name.endswith("forward") else args[2]
         B, _, G, _ = k_BTGK.shape

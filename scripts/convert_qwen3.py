@@ -7,11 +7,13 @@ Training needs no conversion first: `train.py --init_from HF_DIR` reads the fold
 ends with one line and exit code 2; an existing output is never overwritten.
 """
 
+import shutil
 from pathlib import Path
 
 import torch
 
 from data.dataset import open_dataset
+from data.hugging_face import SETTINGS, TOKENIZER
 from data.load_tokenizer import find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
 from flags import Parser
@@ -78,7 +80,9 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
     model = with_dtype(qwen3.from_hf(source), dtype)
     cfg = TrainConfig(**start.completed({"init_from": str(source)}))
     state = TrainState(cfg, model, None, torch.device("cpu"), World())
-    return save(state, output, extra={"imported_from": str(source)})
+    written = save(state, output, extra={"imported_from": str(source)})
+    copy_tokenizer(source, output)
+    return written
 
 
 def export_hf(source: Path, output: Path, dtype: str) -> Path:
@@ -92,7 +96,15 @@ def export_hf(source: Path, output: Path, dtype: str) -> Path:
         context=start.trained_context(checkpoint),
         eod_id=end_of_document(checkpoint),
     )
+    copy_tokenizer(checkpoint.folder.parent, output)
     return output
+
+
+def copy_tokenizer(source: Path, target: Path):
+    """Copy the Hugging Face tokenizer of a folder, if it has one."""
+    for name in (TOKENIZER, SETTINGS):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def end_of_document(checkpoint: Checkpoint) -> int | None:

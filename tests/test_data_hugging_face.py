@@ -23,6 +23,7 @@ from data.load_tokenizer import load_tokenizer
 from data.prepare import main
 from data.sources import by_directory
 from data.tokenizer import Tokenizer
+from longhaul.run import start
 from scripts import generate
 from tests import qwen_tokenizer
 
@@ -280,9 +281,7 @@ def test_a_folder_that_cannot_be_used_is_refused(small, tmp_path, name, content,
 
 def test_a_slow_tokenizer_is_refused_with_the_command_that_makes_it_fast(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(
-        ValueError, match=r"has no fast tokenizer: write one with `python -c .*save"
-    ):
+    with pytest.raises(ValueError, match=r"has no fast tokenizer: make one with `python -c .*save"):
         load_tokenizer(tmp_path)
 
 
@@ -368,7 +367,7 @@ def test_init_from_a_folder_with_another_tokenizer_says_what_to_run(
     convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "hf")])
     usual = "--context_length 64 --max_steps 1 --warmup_steps 0 --eval_every 0 --device cpu"
     words = [*usual.split(), "--data", str(prepared), "--init_from", str(tmp_path / "hf")]
-    shutil.copy(small / "tokenizer.json", tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 600
     train.main([*words, "--output_dir", str(tmp_path / "same")])
 
     content = json.loads((small / "tokenizer.json").read_text())
@@ -383,3 +382,22 @@ def test_init_from_a_folder_with_another_tokenizer_says_what_to_run(
     assert f"another tokenizer than --init_from {tmp_path / 'hf'}" in said
     assert f"data.prepare --input YOUR_TEXT --tokenizer {tmp_path / 'hf'} --output NEW" in said
     assert not (tmp_path / "other").exists()
+
+
+def test_a_converted_folder_keeps_its_tokenizer(prepared, small, run, tmp_path, capsys):
+    from scripts import convert_qwen3
+
+    convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "hf")])
+    assert load_tokenizer(tmp_path / "hf").sha256 == load_tokenizer(small).sha256
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")])
+    words = ["--prompt", "def f(", "--device", "cpu", "--max_new_tokens", "8"]
+    capsys.readouterr()
+    for folder in (run, tmp_path / "back"):
+        generate.main(["--checkpoint", str(folder), *words])
+    first, second = capsys.readouterr().out.split("def f(")[1:]
+    assert first.strip() == second.strip()
+
+    other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
+    shutil.copy(other / "tokenizer.json", tmp_path / "back")
+    with pytest.raises(ValueError, match="another tokenizer than --init_from .*back"):
+        start.check_tokenizer(start.read(str(tmp_path / "back")), open_dataset(prepared))

@@ -269,13 +269,16 @@ def check(start: Start, config: ModelConfig):
 
 
 def check_tokenizer(start: Start, dataset: Dataset):
-    """ValueError if the data's ids are not those that the weights were trained on. A folder without
-    a tokenizer, and a checkpoint that was converted from Hugging Face, do not say which these are.
+    """ValueError if the data's ids are not those that the weights were trained on. A folder of
+    Hugging Face, or a checkpoint converted from one, says it only with its tokenizer.json.
     """
     if start.checkpoint is None:
         check_same_ids(start.folder, dataset)
         return
-    trained_on = (start.checkpoint.identity or {}).get("tokenizer")
+    if not start.checkpoint.identity:
+        check_same_ids(start.folder.parent, dataset)
+        return
+    trained_on = start.checkpoint.identity.get("tokenizer")
     if trained_on and trained_on != dataset.tokenizer_sha256:
         raise ValueError(
             f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "

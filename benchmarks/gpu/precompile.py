@@ -9,12 +9,12 @@ machine with the GPU, which needs the same version of triton, and set TRITON_CAC
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
@@ -185,13 +185,23 @@ class Card(Platform):
         return torch.empty_like(x)
 
 
+def with_values(function: Callable) -> Callable:
+    """The function on tensors with values: a table of the host, whose length depends on them."""
+
+    def real(*args):
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return real
+
+
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
     """Inside the `with` block, the model, our kernels and Triton believe in that GPU."""
     from triton.runtime.driver import driver
 
     from fused import linear_ce
-    from nsa.triton import attention
+    from nsa.triton import attention, layout
 
     driver.set_active(Driver(capability))
     with (
@@ -199,5 +209,7 @@ def as_if_on(capability: int) -> Iterator[None]:
         mock.patch.object(linear_ce, "supported", lambda *_: True),
         mock.patch.object(attention, "supported", lambda *_: True),
         mock.patch.object(attention, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
+        mock.patch.object(layout, "cut", with_values(layout.cut)),
+        mock.patch.object(attention, "cut", with_values(layout.cut)),
     ):
         yield

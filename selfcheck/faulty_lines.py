@@ -783,6 +783,72 @@ NSA = (
             "prefill_then_decoding",
         ),
     ),
+    Fault(
+        "clock: every step has the same position",
+        "model.py",
+        "self.position.add_(1)",
+        "self.position.add_(0)",
+        (
+            "tests/test_generate.py",
+            "-k",
+            "steps_of_fixed_shapes",
+        ),
+    ),
+    Fault(
+        "clock: forced blocks compete",
+        "nsa/decode.py",
+        "rank_J = torch.where(forced_J, -(2**63), 0)",
+        "rank_J = torch.where(forced_J, 0, 0)",
+        (
+            "tests/test_generate.py",
+            "-k",
+            "steps_of_fixed_shapes",
+        ),
+    ),
+    Fault(
+        "clock: keys after the token are read",
+        "nsa/decode.py",
+        "visible_Xnl.view(B, G, 1, -1)",
+        "(visible_Xnl | True).view(B, G, 1, -1)",
+        (
+            "tests/test_generate.py",
+            "-k",
+            "steps_of_fixed_shapes",
+        ),
+    ),
+    Fault(
+        "clock: a block is compressed in the order of the ring",
+        "nsa/decode.py",
+        "order = (first + torch.arange(l, device=position.device)) % l",
+        "order = torch.arange(l, device=position.device)",
+        (
+            "tests/test_generate.py",
+            "-k",
+            "steps_of_fixed_shapes",
+        ),
+    ),
+    Fault(
+        "fused: the backward rotates forward",
+        "fused/elementwise.py",
+        "not ctx.inverse)",
+        "ctx.inverse)",
+        (
+            "tests/test_fused_elementwise.py",
+            "-k",
+            "rotation_equals",
+        ),
+    ),
+    Fault(
+        "fused: a program forgets its earlier rows",
+        "fused/elementwise_kernels.py",
+        "dw1_RB += g1_RB * n1_RB",
+        "dw1_RB = g1_RB * n1_RB",
+        (
+            "tests/test_fused_elementwise.py",
+            "-k",
+            "several_parts",
+        ),
+    ),
 )
 
 STEP = (

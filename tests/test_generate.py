@@ -79,7 +79,7 @@ def run_once(step):
     return step
 
 
-@pytest.mark.parametrize("start", [0, 1, 7, 8, 40])  # a compressed block has 8 tokens
+@pytest.mark.parametrize("start", [0, 7, 35])  # a compressed block has 8 tokens
 @pytest.mark.parametrize(
     "attention_type, kv", [("standard", "shared"), ("nsa", "shared"), ("nsa", "separate")]
 )
@@ -94,9 +94,12 @@ def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv,
         nsa=sparse,
     )
     decoder = Decoder(config)
-    tokens = torch.randint(64, (1, 80), generator=torch.Generator().manual_seed(start))
-    plain = KVCache(config, 1, 85)
-    fixed = KVCache(config, 1, 85)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("_w2"):  # 0 at the start, so that compression would not depend on order
+            torch.nn.init.normal_(parameter, std=0.3)
+    tokens = torch.randint(64, (1, 60), generator=torch.Generator().manual_seed(start))
+    plain = KVCache(config, 1, 65)
+    fixed = KVCache(config, 1, 65)
     with torch.no_grad():
         if start:
             decoder(tokens[:, :start], cache=plain)

@@ -142,7 +142,7 @@ LADDER = [
     (dict(optimizer="adamw_bf16"), 72.38, 0),
     (dict(optimizer="adamw_bf16", master_weights="none"), 63.98, 0),
     (dict(optimizer="adamw_8bit", master_weights="none"), 56.60, 0),
-    (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.7),
+    (dict(offload_optimizer=True) | IN_BACKWARD, 48.94, 45.0),
     (dict(offload_optimizer=True, offload_activations=True) | IN_BACKWARD, 27.69, 67.5),
     (
         dict(offload_optimizer=True, offload_activations=True, mlp_tiles=0) | IN_BACKWARD,

@@ -31,6 +31,7 @@ import numpy as np
 from data.dataset import Dataset, open_dataset
 from data.loader import Batch, Loader, Order
 from data.order import Ranges
+from data.packing import too_short
 
 DECIMALS = 4  # of a share
 EMBEDDED = "embedded corpus"
@@ -366,10 +367,12 @@ class Mixture(Order):
         return lines
 
     def warnings(self) -> list[str]:
-        """Nothing: in a mixture, short documents are there on purpose, and the summary says how
-        long they are.
-        """
-        return []
+        """Whether the parts together cannot teach this context."""
+        long_share = 0.0
+        for part, loader in zip(self.parts, self.loaders, strict=True):
+            long_share += float(part.share) * loader.effective_context().long_share
+        warning = too_short(long_share, self.context_length)
+        return [warning] if warning else []
 
 
 def order(

@@ -178,14 +178,19 @@ class EffectiveContext:
     @property
     def warning(self) -> str | None:
         """A line to print if the data cannot teach this context, else None."""
-        if self.long_share >= LONG_SHARE:
-            return None
-        return (
-            f"only {self.long_share:.0%} of the tokens are in documents of at least half the "
-            f"context ({self.context // 2} tokens): this is not training at {self.context}; use "
-            "longer documents (data.prepare --documents directory joins files) or a shorter "
-            "--context_length"
-        )
+        return too_short(self.long_share, self.context)
+
+
+def too_short(long_share: float, context: int) -> str | None:
+    """A line to print if too few tokens are in documents of half the context, else None."""
+    if long_share >= LONG_SHARE:
+        return None
+    return (
+        f"only {long_share:.0%} of the tokens are in documents of at least half the "
+        f"context ({context // 2} tokens): this is not training at {context}; use "
+        "longer documents (data.prepare --documents directory joins files) or a shorter "
+        "--context_length"
+    )
 
 
 def effective_context(lengths: np.ndarray, context: int) -> EffectiveContext:

@@ -4,6 +4,7 @@ fault matrix kills such runs in every step and between the stages.
 
 import json
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,22 @@ def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(corpus, tmp_pa
     around = Path(words[words.index("--output_dir") + 1])
     final = json.loads((around / "step-00000020" / "manifest.json").read_text())
     assert final["data"]["skip"] == [[int(first), int(last)]]
+
+
+def test_a_stage_is_freed_before_the_next_one_is_built(corpus, tmp_path, monkeypatch):
+    alive = []
+    build = train.build
+
+    def counting(ready):
+        alive.append([kept() is not None for kept in models])
+        state = build(ready)
+        models.append(weakref.ref(state.model))
+        return state
+
+    models: list[weakref.ref] = []
+    monkeypatch.setattr(train, "build", counting)
+    run(corpus, tmp_path / "run", "--async_save")
+    assert alive == [[], [False], [False, False]]
 
 
 def test_a_completed_run_has_nothing_to_do(finished, corpus, capsys):

@@ -166,6 +166,13 @@ def test_the_summary_says_the_epochs_of_each_corpus(corpora):
     assert f"{epochs:.2f} epochs in 100 steps" in lines[0]
 
 
+def test_short_documents_are_warned_of_by_their_share_of_the_mixture(corpora):
+    """At 256 tokens books are long, which are 30% of the rows; at 2,048 no document is."""
+    assert order(corpora, 256, 1).warnings() == []
+    (warning,) = order(corpora, 2048, 1).warnings()
+    assert warning.startswith("only 0% of the tokens") and "not training at 2048" in warning
+
+
 # ---- documents by their length
 
 

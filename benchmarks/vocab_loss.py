@@ -30,7 +30,7 @@ from benchmarks import clock
 from benchmarks.record import Run, Table, attempt, where
 from longhaul.cli import Parser
 from longhaul.memory.measure import peak_bytes
-from model import IGNORE, linear_cross_entropy
+from model import IGNORE, ModelConfig, linear_cross_entropy
 from verify_chunked_loss import gradients, naive_loop, standard_loss
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there
@@ -67,6 +67,21 @@ TABLE = Table(
 # ---- the losses: hidden [N, D], weight [V, D], labels [N] -> mean over valid tokens
 
 
+def automatic_loss(hidden, weight, labels, kernels="auto"):
+    """What --loss auto computes: in one pass, unless blocks would be added in low precision."""
+    V, D = weight.shape
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    config = ModelConfig(vocab_size=V, hidden_size=D, compute_dtype=dtype)
+    path = config.loss_path(1, len(hidden), low_precision=weight.element_size() < 4)
+    one_pass = path == "one_pass"
+    return linear_cross_entropy(hidden, weight, labels, kernels=kernels, one_pass=one_pass)
+
+
+def one_pass_of_fp32(hidden, weight, labels):
+    """As on one device, where training keeps weights in fp32: blocks are added to an fp32 dW."""
+    return linear_cross_entropy(hidden, weight.float(), labels, one_pass=True)
+
+
 def chunk_sum(hidden, weight, labels):
     """Summed loss of one chunk through its logits."""
     return F.cross_entropy(
@@ -87,12 +102,12 @@ def variants(device: torch.device, say=print) -> dict:
     """Name -> function(hidden, weight, labels), longhaul's choice first; what is not installed is
     said.
     """
-    ours = functools.partial(linear_cross_entropy, reduction="mean")
     automatic, other = ("compiled", "eager") if device.type == "cuda" else ("eager", "compiled")
-    bodies = functools.partial(ours, kernels={"eager": "torch"}.get(other, other))
+    bodies = functools.partial(automatic_loss, kernels={"eager": "torch"}.get(other, other))
     table = {
-        OURS: ours,
+        OURS: automatic_loss,
         STANDARD: standard_loss,
+        "longhaul, --loss chunked": linear_cross_entropy,
         f"longhaul, {other} bodies": bodies,
         "standard, torch.compile": torch.compile(standard_loss),
         "naive loop": functools.partial(naive_loop, chunk=512),
@@ -105,7 +120,10 @@ def variants(device: torch.device, say=print) -> dict:
     if device.type == "cuda":
         return (
             table
-            | {"longhaul, triton bodies": functools.partial(ours, kernels="triton")}
+            | {
+                "longhaul, triton bodies": functools.partial(automatic_loss, kernels="triton"),
+                "longhaul, one pass, fp32 weight": one_pass_of_fp32,
+            }
             | installed_peers(say)
         )
     say("longhaul, triton bodies, Liger-Kernel, cut-cross-entropy: need a CUDA device")

@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import shlex
 import statistics
 
 import torch
@@ -322,6 +323,8 @@ def main(args: list[str] | None = None):
         f"python -m benchmarks.vocab_loss --cases {' '.join(given.cases)} --vocab_size "
         f"{given.vocab_size} --rounds {given.rounds}"
     )
+    if given.only:
+        command += " --only " + shlex.join(given.only)
     run = Run(given.out, "The loss over the vocabulary", command, where(device), toy=False)
     table = {
         name: loss

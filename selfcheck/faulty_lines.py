@@ -655,7 +655,7 @@ MODEL = (
         (
             "tests/test_loss_one_pass.py",
             "-k",
-            "whatever_the_number",
+            "hands_over",
         ),
     ),
     Fault(

@@ -260,6 +260,13 @@ def test_a_block_of_logits_is_bounded_whatever_the_number_of_tokens(factor):
     assert abs(beyond[1] - beyond[0]) < 1024 * 64
 
 
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_backward_hands_over_what_the_forward_has_made_and_allocates_nothing(factor):
+    h, w, y = inputs(100, 64, 5000)
+    loss = factor * one_pass(h.requires_grad_(), w.requires_grad_(), y)
+    assert peak_bytes(loss.backward, CPU) < h.nbytes
+
+
 def test_a_block_has_a_largest_size_and_blocks_are_equal():
     for N in (1, 1000, 1_000_000):
         tokens = model.block_tokens(N, 151_936, 2560, 2)

@@ -156,6 +156,7 @@ def assert_same(result: dict, truth: dict):
         dict(batch_size=2),
         dict(batch_size=4, gradient_checkpointing="full"),
         dict(batch_size=2, loss="chunked"),
+        dict(batch_size=1, loss="one_pass"),
     ],
     ids=str,
 )
@@ -168,7 +169,9 @@ SHARDED = {  # processes start once per size and run all of its settings
         dict(batch_size=2),
         dict(batch_size=1),
         dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+        dict(batch_size=1, loss="one_pass"),
         dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"),
+        dict(batch_size=2, model_overrides=("tie_embeddings=False",), loss="one_pass"),
         dict(dp_replicate=2),
     ],
     4: [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")],

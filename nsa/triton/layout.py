@@ -70,8 +70,9 @@ def cut(spans: list[Span], size: int, device: torch.device) -> Tensor:
     table_S3 = torch.tensor(spans, dtype=torch.int32).view(-1, 3)
     owner_S, first_S, count_S = table_S3.unbind(1)
     number_S = (count_S + (size - 1)) // size
-    span = torch.arange(len(spans)).repeat_interleave(number_S)
-    tile = torch.arange(len(span)) - (number_S.cumsum(0) - number_S)[span]
+    total = sum(ceil_div(span.count, size) for span in spans)
+    span = torch.arange(len(spans)).repeat_interleave(number_S, output_size=total)
+    tile = torch.arange(total) - (number_S.cumsum(0) - number_S)[span]
     tiles = torch.stack([owner_S[span], first_S[span] + tile * size], 1)
     return upload(tiles.int(), device)
 

@@ -23,6 +23,7 @@ SECONDS = 40
 OF_ONE = 30  # seconds of a child
 TOKENS = 8192
 FEW_TOKENS = 1500  # for a kernel alone: several tiles, and the last one is not full
+MANY_TOKENS = 65_536  # for one whose sums have several parts only in long rows
 FEW_WORDS = 4096
 TOY_TOKENS = 96
 TOY_KERNELS = 2
@@ -76,30 +77,39 @@ def settings(place: Place, kind: str, **changes) -> TrainConfig:
 
 
 def one_kernel(run: Run, place: Place, name: str) -> None:
-    """A row that says how often forward, backward and decoding launched the kernel."""
-    tokens = FEW_TOKENS if place.cuda else TOY_TOKENS
-    dtype = "bf16" if place.cuda else "fp32"  # the interpreter's bf16 products are wrong
+    """A row that says how often forward, backward and decoding launched the kernel, over few tokens
+    or over many if few do not need it.
+    """
     with kernels.alone(name) as launches:
-        for kind in ("nsa", "standard"):
-            cfg = settings(
-                place,
-                kind,
-                context_length=tokens,
-                kernels="triton",
-                loss="chunked",
-                dtype=dtype,
-                vocab_size=FEW_WORDS,
-            )
-            state = step.build(cfg, cfg.model(), place.device)
-            tokens_BT, labels_BT = batch(cfg, place)
-            step.gradients(state, [dict(tokens_BT=tokens_BT, labels_BT=labels_BT)])
-        if place.cuda:
-            decode_once(place, tokens)
-            torch.cuda.synchronize(place.device)
+        for tokens in (FEW_TOKENS, MANY_TOKENS) if place.cuda else (TOY_TOKENS,):
+            forward_and_backward(place, tokens)
+            if place.cuda:
+                decode_once(place, tokens)
+                torch.cuda.synchronize(place.device)
+            if launches:
+                break
 
     count = len(launches)
     result = f"ran, {count} launches" if count else "not launched by a step or by decoding"
     run.row(TABLE, what=name, result=result)
+
+
+def forward_and_backward(place: Place, tokens: int) -> None:
+    """Gradients of one layer, with sparse and with standard attention."""
+    dtype = "bf16" if place.cuda else "fp32"  # the interpreter's bf16 products are wrong
+    for kind in ("nsa", "standard"):
+        cfg = settings(
+            place,
+            kind,
+            context_length=tokens,
+            kernels="triton",
+            loss="chunked",
+            dtype=dtype,
+            vocab_size=FEW_WORDS,
+        )
+        state = step.build(cfg, cfg.model(), place.device)
+        tokens_BT, labels_BT = batch(cfg, place)
+        step.gradients(state, [dict(tokens_BT=tokens_BT, labels_BT=labels_BT)])
 
 
 @torch.no_grad()

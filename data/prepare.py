@@ -28,7 +28,7 @@ from data.dataset import Dataset
 from data.manifest import IntegrityError
 from data.packing import effective_context
 from data.pipeline import build_dataset
-from data.sources import TextFiles, by_directory, refuse
+from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
 
 CONTEXTS = (2048, 8192, 32768, 131072)
@@ -106,7 +106,9 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     def skip(message: str) -> None:
         skipped[message] = None
 
-    limit = options.max_document_mib << 20
+    limit = DOCUMENT_BYTES
+    if options.max_document_mib is not None:
+        limit = options.max_document_mib << 20
     files = TextFiles(
         options.input,
         options.text_field,
@@ -233,7 +235,6 @@ def _parser() -> _Parser:
     add(
         "--max_document_mib",
         type=int,
-        default=64,
         metavar="N",
         help="the longest document (default 64): a longer text file becomes several documents, cut "
         "at lines, and a longer record is an error; it bounds the memory",
@@ -279,7 +280,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
         if "output" not in given:
             raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
-    for name in sorted(given & {"text_field", "on_error", "encoding"}):
+    for name in sorted(given & {"text_field", "on_error", "encoding", "max_document_mib"}):
         if "input" not in given:
             raise ValueError(
                 f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "

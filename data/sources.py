@@ -148,7 +148,9 @@ class TextFiles:
         is not read, or needs a package that is not installed.
         """
         if document_bytes < 1:
-            raise ValueError(f"a document of {document_bytes} bytes is none: give 1 or more")
+            raise ValueError(
+                f"--max_document_mib allows documents of {document_bytes >> 20} MiB: give 1 or more"
+            )
         self._inputs = [look_into(path) for path in inputs]
         self._field = TextField(text_field or "text")
         self._report = report

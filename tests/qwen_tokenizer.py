@@ -48,9 +48,9 @@ def make(
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token=SPECIAL[0])
+    settings = dict(tokenizer_class="Qwen2Tokenizer", eos_token=SPECIAL[0])
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps(dict(vocab_size=padded)))
+    (folder / "config.json").write_text(json.dumps(dict(model_type="qwen3", vocab_size=padded)))
     return folder
 
 

@@ -65,7 +65,7 @@ def test_a_position_outside_the_epoch_is_refused(position):
 def test_rows_beyond_what_a_checkpoint_records_are_refused():
     assert parse_ranges(["5:9"]) == ((5, 9),)
     for word in ("5:5", "9:5", f"0:{2**53}", "0:99999999999999999"):
-        with pytest.raises(ValueError, match="give ranges a:b with a < b < "):
+        with pytest.raises(ValueError, match="b below 2"):
             parse_ranges([word])
 
 

@@ -1812,6 +1812,7 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
     if kernels not in CHOICES["kernels"]:
         raise ValueError(f"kernels={kernels!r} is unknown: choose auto, torch, compiled or triton")
 
+    device = platform().device(tile_like)
     if kernels == "triton":
         try:
             from fused import linear_ce
@@ -1820,11 +1821,11 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
                 f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or "
                 "'torch'"
             ) from None
-        linear_ce.require(tile_like)
+        if device == tile_like.device:  # else a simulation, for a GPU elsewhere
+            linear_ce.require(tile_like)
 
     if kernels == "auto":
-        on_cuda = platform().device(tile_like).type == "cuda"
-        return "compiled" if on_cuda or torch.compiler.is_compiling() else "torch"
+        return "compiled" if device.type == "cuda" or torch.compiler.is_compiling() else "torch"
     return kernels
 
 

@@ -4,7 +4,11 @@ really takes.
 
 import dataclasses
 import io
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +39,24 @@ from tests.tiers import few_fast
 BIG = TrainConfig(context_length=131072)
 CUDA = torch.device("cuda")
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parent.parent
+ASKED_FOR_TRITON = """
+import torch
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.memory import plan as planner
+
+cfg = TrainConfig(
+    model_size="tiny",
+    loss="chunked",
+    context_length=512,
+    attention_type="nsa",
+    kernels="triton",
+    device="cuda",
+)
+plan = planner.plan(cfg, cfg.model(), World(), torch.device("cuda"), available=80.0)
+print("planned", plan.fits)
+"""
 SPARSE = pytest.mark.parametrize("sizes", [(), ("kv=separate",), ("cmp_kind=mean",)], ids=str)
 
 
@@ -329,3 +351,17 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
     assert fit.fitted(too_small).plan is None
     enough = planner.plan(asked, asked.model(), world, CUDA, available=16.5)
     assert fit.fitted(enough).plan.cfg.context_parallel_size == 2
+
+
+def test_triton_kernels_for_a_gpu_are_planned_on_a_machine_without_one():
+    """In a process without Triton's interpreter, which the other tests may have."""
+    pytest.importorskip("triton", reason="triton is not installed: its kernels are not planned for")
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_FOR_TRITON],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "planned True\n", done.stderr

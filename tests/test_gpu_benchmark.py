@@ -168,6 +168,16 @@ def test_a_profile_has_the_kernels_of_a_step_and_of_attention(toy):
         assert sum(row["time, ms"] for row in parts) == pytest.approx(shares * total)
 
 
+def test_the_profile_of_attention_has_all_query_heads(run, monkeypatch):
+    calls = []
+    monkeypatch.setattr(profiles, "rows", lambda run, place, name, call: calls.append(call))
+    profiles.of_attention(run, TOY, 64)
+    H, G = attention.heads(TOY)
+    _, q, k, *_ = calls[0].args
+    assert (q.shape[2], k.shape[2]) == (H, G)
+    calls[0]()
+
+
 @pytest.mark.slow
 def test_no_time_skips_every_line_and_names_it(tmp_path):
     args = ["--out", str(tmp_path), "--only", "loss,step", "--deadline", "0.14"]
@@ -952,7 +962,7 @@ def test_achieved_operations_are_those_of_the_pairs_that_attention_reads():
     assert one_ms["TFLOP/s"] == 4 * 4 * 128 * (T * (T + 1) / 2) * 1e3
     both = attention.achieved(contest, "SDPA, flash", "forward+backward", T, 1.0)
     assert both["TFLOP/s"] == 3.5 * one_ms["TFLOP/s"]
-    q, k = T * 4 * 128 * 2, T * 128 * 2
+    q, k = T * 4 * 128 * 2, T * 2 * 128 * 2
     assert one_ms["GB/s"] == (2 * q + 2 * k) * 1e3
     sparse = attention.achieved(contest, "longhaul, NSA torch", "forward", T, 1.0)
     assert 0 < sparse["TFLOP/s"] < one_ms["TFLOP/s"] / 2

@@ -157,7 +157,7 @@ class Contest:
 
 def heads(place: Place) -> tuple[int, int]:
     """Query and key/value heads."""
-    return (4, 1) if place.toy else (32, 8)
+    return (4, 2) if place.toy else (32, 8)
 
 
 def plain(place: Place, tokens: int) -> Contest:

@@ -59,7 +59,7 @@ def of_attention(run: Run, place: Place, tokens: int) -> None:
     H, G = attention.heads(place)
     name = "longhaul, NSA triton" if place.cuda else "longhaul, NSA torch"
     attend = attention.plain(place, tokens).ways[name].attend
-    tensors = inputs.inputs(tokens, torch.bfloat16, True, H // G, G, place.device)
+    tensors = inputs.inputs(tokens, torch.bfloat16, True, H, G, place.device)
     upstream = torch.randn_like(tensors[0])
     call = functools.partial(attention.training, attend, *tensors, upstream)
     rows(run, place, f"{name}, forward+backward, {tokens:,} tokens", call)

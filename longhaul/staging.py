@@ -37,6 +37,8 @@ class Staging:
             return
 
         parts = slabs(x)
+        if not parts:  # a shard without rows
+            return
         coming = self._begin(x[parts[0]], 0)
         for index, slab in enumerate(parts):
             here, complete = coming

@@ -431,3 +431,11 @@ def test_a_simulation_beforehand_leaves_the_codes_of_8_bit_moments_as_they_are()
     assert (
         type(code) is torch.Tensor and code[0] < -0.99 and code[-1] == 1 and (code.diff() > 0).all()
     )
+
+
+def test_an_empty_shard_has_no_slab():
+    nothing = Marks()
+    empty = torch.empty(0, 4)
+    assert list(nothing.slabs_on_host(empty)) == []
+    assert nothing.on_host(empty).shape == (0, 4)
+    assert nothing.log == []

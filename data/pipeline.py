@@ -23,6 +23,7 @@ multiprocessing: they never import the caller's main module (and torch with it),
 script or prompt, and end when their parent does, because their input closes.
 """
 
+import errno
 import hashlib
 import heapq
 import itertools
@@ -149,7 +150,7 @@ def _fill(
     """Write the dataset into the folder, or what is missing of it."""
     writer = state.writer()
     position = state.position
-    durable.require_free(state.folder, state.scanned["bytes"] - _size_of(state.folder))
+    _require_space(state)
 
     texts = iter(documents())
     if state.scanned["documents"] == 1 and val_fraction:
@@ -170,6 +171,22 @@ def _fill(
             state.save_written(position, writer.save())
             saved = time.monotonic()
     writer.finish(state.tokenizer, sources(), val_fraction)
+
+
+def _require_space(state: "State") -> None:
+    """Raise ValueError if the disk is too small for what is missing; OSError, after which a folder
+    stays, if something is done already.
+    """
+    needed = state.scanned["bytes"] - _size_of(state.folder)
+    if not state.position:
+        durable.require_free(state.folder, needed)
+        return
+    free = durable.free_bytes(state.folder)
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free",
+        )
 
 
 def _size_of(folder: Path) -> int:

@@ -53,9 +53,12 @@ class HuggingFaceTokenizer:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         ids = ids_of(content, self.path)
+        _require_all_in_file(self.path, content, ids)
         self._ids = ids
         self.vocab_size: int = max(ids.values()) + 1
-        self._library = _open(self.path, content)
+        self._panics = _Panics(self.path)
+        with self._panics:
+            self._library = _open(self.path, content)
 
         self.eod_token = eod or _end_of_document(self.path, ids)
         if self.eod_token not in ids:
@@ -77,7 +80,8 @@ class HuggingFaceTokenizer:
         """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
         require_encodable(text)
         # `encode_batch_fast` leaves out the offsets, which take a third of the time of `encode`
-        [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
+        with self._panics:
+            [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -100,7 +104,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have none. ValueError for an unknown id."""
-        return self._library.decode([self._known(index) for index in ids])
+        known = [self._known(index) for index in ids]
+        with self._panics:
+            return self._library.decode(known)
 
     def stream(self) -> "StreamDecoder":
         """A decoder to be fed one id at a time."""
@@ -204,6 +210,29 @@ def ids_of(content: dict, path: Path) -> dict[str, int]:
     return ids
 
 
+def _require_all_in_file(path: Path, content: dict, ids: dict[str, int]) -> None:
+    """ValueError if the settings next to the file change ids and the file does not know it."""
+    settings = _read_settings(path.parent / SETTINGS)
+    added = settings.get("added_tokens_decoder")
+    tokens = added.values() if isinstance(added, dict) else []
+    names = [one.get("content") for one in tokens if isinstance(one, dict)]
+    unknown = [name for name in names if isinstance(name, str) and name not in ids]
+    wants_space = settings.get("add_prefix_space") is True and not _adds_space(content)
+    if unknown or wants_space:
+        what = f"the token {unknown[0]!r}" if unknown else "add_prefix_space"
+        raise ValueError(
+            f"tokenizer {path} lacks {what}, which {SETTINGS} next to it adds: load the folder "
+            "with AutoTokenizer of transformers and save it with save_pretrained"
+        )
+
+
+def _adds_space(content: dict) -> bool:
+    """Whether the file itself puts a space before a text, in one of the three ways there are."""
+    steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    ways = ('"add_prefix_space": true', '"Prepend"', '"prepend_scheme": "')
+    return any(way in steps for way in ways) and '"prepend_scheme": "never"' not in steps
+
+
 def hash_of(ids: dict[str, int]) -> str:
     """The SHA-256 of a map from tokens to ids, whatever its order."""
     pairs = sorted((index, token) for token, index in ids.items())
@@ -258,6 +287,27 @@ def require_installed() -> None:
     """Raise ValueError if the `tokenizers` library is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError(f"a tokenizer.json needs the package tokenizers: run {INSTALL}")
+
+
+class _Panics:
+    """Within it, a bug of the library in Rust that a damaged file meets is a ValueError.
+
+    The library raises it as a BaseException of a class that cannot be imported.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"tokenizer {self._path} is one that tokenizers fails on ({reason}): save it again "
+                "with transformers, or update tokenizers"
+            ) from None
 
 
 def _open(path: Path, content: dict):
@@ -329,18 +379,19 @@ def _read_settings(path: Path) -> dict:
 # ---- folders
 
 
-def tokenizer_file(folder: Path) -> Path:
-    """The tokenizer.json of a Hugging Face folder.
-
-    Raises ValueError if the folder wants its own code to run, or has a slow tokenizer only.
-    """
-    path = folder / TOKENIZER
-    asks = _read_settings(folder / SETTINGS).get("auto_map")
-    if asks:
+def refuse_code(folder: Path) -> None:
+    """Raise ValueError if a Hugging Face folder wants its own code to run."""
+    if _read_settings(folder / SETTINGS).get("auto_map"):
         raise ValueError(
             f"tokenizer {folder} asks to run code of its own (auto_map in {SETTINGS}), which is "
-            f"never done: give --tokenizer {path} --eod TOKEN if that file is all of it"
+            f"never done: give --tokenizer {folder / TOKENIZER} --eod TOKEN if that file is all "
+            "of it"
         )
+
+
+def tokenizer_file(folder: Path) -> Path:
+    """The tokenizer.json of a Hugging Face folder. ValueError if it has a slow tokenizer only."""
+    path = folder / TOKENIZER
     if path.is_file():
         return path
     save = f"from transformers import AutoTokenizer as A; A.from_pretrained({str(folder)!r})"

@@ -18,6 +18,7 @@ def load_tokenizer(path: Path | str, eod: str | None = None) -> AnyTokenizer:
     """
     path = Path(path)
     if path.is_dir():
+        hugging_face.refuse_code(path)
         is_fast = (path / hugging_face.TOKENIZER).is_file()
         has_model = (path / SENTENCEPIECE).is_file()
         only_model = has_model and not is_fast

@@ -304,6 +304,38 @@ def test_the_file_of_a_folder_that_asks_for_code_is_taken_by_itself(small, tmp_p
     assert isinstance(loaded, HuggingFaceTokenizer)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+def test_a_folder_that_asks_for_code_is_refused_whatever_it_holds(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(CODE))
+    with pytest.raises(ValueError, match="asks to run code of its own"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "settings, what",
+    [
+        (dict(added_tokens_decoder={"151700": dict(content="<extra>")}), "the token '<extra>'"),
+        (dict(add_prefix_space=True), "add_prefix_space"),
+    ],
+)
+def test_settings_that_the_file_does_not_know_are_refused(small, tmp_path, settings, what):
+    settings |= dict(eos_token="<|endoftext|>")
+    folder = changed(small, tmp_path / "more", "tokenizer_config.json", settings)
+    with pytest.raises(ValueError, match=f"lacks {what}, which .*: load the folder with Auto"):
+        load_tokenizer(folder)
+
+
+def test_settings_that_the_file_knows_are_taken(small, tmp_path):
+    settings = dict(
+        added_tokens_decoder={"151643": dict(content="<|endoftext|>")},
+        add_prefix_space=False,
+        eos_token="<|endoftext|>",
+    )
+    folder = changed(small, tmp_path / "same", "tokenizer_config.json", settings)
+    assert load_tokenizer(folder).eod_token == "<|endoftext|>"
+
+
 def test_a_folder_with_a_sentencepiece_model_only_is_read(tmp_path):
     model = Tokenizer(train_sentencepiece(tmp_path))
     assert load_tokenizer(tmp_path).sha256 == model.sha256

@@ -35,6 +35,15 @@ def test_every_reader_refuses_ten_thousand_damaged_files(target):
     assert result.fine, (result.failures, result.peak_mb)
 
 
+@pytest.mark.parametrize("seed", [2414, 7924])
+def test_a_tokenizer_that_makes_its_library_panic_is_refused(tmp_path, seed):
+    [target] = [target for target in TARGETS if target.name == "tokenizer.json"]
+    good = target.make(tmp_path)
+    target.damage(random.Random(seed), good, tmp_path)
+    with pytest.raises(ValueError, match="is one that tokenizers fails on .*: save it again"):
+        target.read(tmp_path)
+
+
 def broken(read):
     """A target whose reader does `read(content)` on one byte that differs from input to input."""
 

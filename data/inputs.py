@@ -14,14 +14,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
 
 CHUNK = 1 << 20
-ZSTD_CHUNKS = (64, 1 << 14)  # compressed bytes at a time, fewer if they expand to more than CHUNK
+CHUNKS = (64, 1 << 14)  # compressed bytes at a time, fewer if they expand to more than CHUNK
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
-# besides OSError without a number, which gzip and bzip2 raise
-DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
+# besides OSError without a number, which gzip raises
+DAMAGE = (EOFError, zlib.error)
 PACKAGES = {"zstandard": "zstd", "fsspec": "remote", "pyarrow": "parquet"}
 
 
@@ -221,12 +222,18 @@ def _expanded(file: BinaryIO, compression: str | None) -> BinaryIO:
     if compression == "gzip":
         return gzip.GzipFile(fileobj=file, mode="rb")
     if compression == "xz":
-        return lzma.LZMAFile(file)
-    if compression == "bzip2":
-        return bz2.BZ2File(file)
-    if compression == "zstd":
-        return io.BufferedReader(_Zstd(file), CHUNK)
-    return file
+        start = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)
+        streams = _Streams(file, start, lzma.LZMAError, padding=b"\0")
+    elif compression == "bzip2":
+        streams = _Streams(file, bz2.BZ2Decompressor, OSError)
+    elif compression == "zstd":
+        import zstandard
+
+        start = zstandard.ZstdDecompressor().decompressobj
+        streams = _Streams(file, start, zstandard.ZstdError)
+    else:
+        return file
+    return io.BufferedReader(streams, CHUNK)
 
 
 class _HashingReader(io.RawIOBase):
@@ -253,18 +260,26 @@ class _HashingReader(io.RawIOBase):
         return Hashed(self._size, self._digest.hexdigest())
 
 
-class _Zstd(io.RawIOBase):
-    """The contents of zstd frames. Raises Damaged also if the last one is cut off, which the
-    library's own reader takes for the end.
+class _Streams(io.RawIOBase):
+    """The contents of compressed streams that follow each other. Raises Damaged if the last one is
+    cut off or a later one is damaged, which the libraries' own readers take for the end.
+
+    start: makes the object that expands a stream, which raises `error`; padding: what may be
+    between two of them.
     """
 
-    def __init__(self, file: BinaryIO):
-        import zstandard
-
+    def __init__(
+        self,
+        file: BinaryIO,
+        start: Callable,
+        error: type[Exception],
+        padding: bytes = b"",
+    ):
         self._file = file
-        self._error = zstandard.ZstdError
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame = None
+        self._start = start
+        self._error = error
+        self._padding = padding
+        self._stream = start()
         self._compressed = b""
         self._plain = b""
         self._chunk = 256
@@ -287,25 +302,28 @@ class _Zstd(io.RawIOBase):
         content = self._compressed or self._file.read(self._chunk)
         self._compressed = b""
         if not content:
-            if self._frame is not None:
-                raise Damaged("it ends within a frame")
+            if self._stream is not None:
+                raise Damaged("it ends within a stream")
             return False
 
-        if self._frame is None:
-            self._frame = self._decompressor.decompressobj()
+        if self._stream is None:
+            content = content.lstrip(self._padding)
+            if not content:
+                return True
+            self._stream = self._start()
         try:
-            self._plain = memoryview(self._frame.decompress(content))
+            self._plain = memoryview(self._stream.decompress(content))
         except self._error as error:
             raise Damaged(str(error)) from None
         self._adapt(len(self._plain))
-        if self._frame.eof:
-            self._compressed = self._frame.unused_data
-            self._frame = None
+        if self._stream.eof:
+            self._compressed = self._stream.unused_data
+            self._stream = None
         return True
 
     def _adapt(self, expanded: int) -> None:
         """Read fewer bytes at a time if they expand to many, because all of these are in memory."""
-        least, most = ZSTD_CHUNKS
+        least, most = CHUNKS
         if expanded > CHUNK:
             self._chunk = max(least, self._chunk // 4)
         elif expanded < CHUNK // 4:

@@ -193,7 +193,7 @@ class TextFiles:
             first = next(iter(self._replaced.values()))
             count = sum(one.count for one in self._replaced.values())
             lines.append(
-                f"replaced {count:,} bytes that are not {self._encoding} by U+FFFD in "
+                f"replaced {count:,} bytes that are not {first.encoding} by U+FFFD in "
                 f"{len(self._replaced):,} documents, the first at {first.place}"
             )
         return lines
@@ -296,19 +296,22 @@ class TextFiles:
 
     # ---- one text
 
-    def _decode(self, content: bytes, name: str, offset: int = 0) -> str | None:
+    def _decode(
+        self, content: bytes, name: str, offset: int = 0, encoding: str | None = None
+    ) -> str | None:
         """The text of bytes; None after a report that names file:offset."""
+        encoding = encoding or self._encoding
         if not self._replace:
-            return decode(content, name, self._report, self._encoding, offset)
+            return decode(content, name, self._report, encoding, offset)
 
-        text = content.decode(self._encoding, "surrogateescape")
+        text = content.decode(encoding, "surrogateescape")
         first = ESCAPED.search(text)
         if first is None:
             return text
-        before = text[: first.start()].encode(self._encoding)
+        before = text[: first.start()].encode(encoding)
         place = f"{name}:{offset + len(before)}"
         text, count = ESCAPED.subn("\ufffd", text)
-        self._replaced[place] = _Replaced(count, place)
+        self._replaced[place] = _Replaced(count, place, encoding)
         return text
 
     def _parsed(self, line: bytes, place: str) -> str | None:
@@ -337,7 +340,8 @@ class TextFiles:
             self._report(self._too_long(f"{place}: a text", place))
             return None
         if isinstance(found, bytes):
-            return self._decode(found, place)
+            # parquet's strings are UTF-8, whatever the encoding of other files
+            return self._decode(found, place, encoding="utf-8")
         return self._without_surrogates(found, place)
 
     def _without_surrogates(self, text: str, place: str) -> str | None:
@@ -353,10 +357,11 @@ class TextFiles:
 
 
 class _Replaced(NamedTuple):
-    """How many bytes of a document were replaced, and where the first one is."""
+    """How many bytes of a document were replaced, where the first one is, and what they are not."""
 
     count: int
     place: str
+    encoding: str
 
 
 def _stamp(file: File) -> list[int]:

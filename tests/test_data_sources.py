@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from pyarrow import parquet as pq
 
-from data import inputs, parquet
+from data import inputs
 from data.fields import FieldError, TextField
 from data.prepare import main
 from data.sources import DOCUMENT_BYTES, Document, TextFiles, by_directory
@@ -67,6 +67,26 @@ def test_a_file_that_is_cut_off_is_named_and_hashed_whole(tmp_path, suffix, name
     list(files.documents())
     assert len(reports) == 1
     assert files.describe()[0]["bytes"] == path.stat().st_size
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_damage_in_a_later_stream_is_never_taken_for_the_end(tmp_path, suffix):
+    first, second, third = [COMPRESS[suffix](text * 99) for text in (b"one", b"two", b"six")]
+    path = tmp_path / f"a.txt{suffix}"
+    for place in (0, 1, 2, len(second) // 2):
+        bad = bytearray(second)
+        bad[place] ^= 0xFF
+        path.write_bytes(first + bad + third)
+        with pytest.raises(ValueError, match=f"a.txt{suffix} is damaged"):
+            texts_of(path)
+    path.write_bytes(first + second + third)
+    assert texts_of(path) == ["one" * 99 + "two" * 99 + "six" * 99]
+
+
+def test_zeros_may_follow_a_stream_of_xz(tmp_path):
+    streams = [lzma.compress(text) for text in (b"one", b"two")]
+    (tmp_path / "a.txt.xz").write_bytes((bytes(40_000)).join([*streams, b""]))
+    assert texts_of(tmp_path) == ["onetwo"]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -179,10 +199,40 @@ def test_damaged_bytes_of_parquet_are_always_named_or_read(tmp_path):
     assert refused > 75
 
 
-def test_rows_are_read_a_few_at_a_time(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", dict(text=["x" * 2_000_000] * 20))
-    with open(path, "rb") as file:
-        assert parquet._rows(pq.ParquetFile(file)) <= 4 * parquet.BATCH_BYTES // 2_000_000 + 50
+GROWTH = """
+import pathlib, re, sys
+from data.sources import TextFiles
+
+def peak_kib():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+small, large = (TextFiles([path]).documents() for path in sys.argv[1:])
+list(small)  # makes all imports
+before = peak_kib()
+print(sum(len(document.text) for document in large), peak_kib() - before)
+"""
+
+
+def repeated() -> list[str]:
+    """6,000 rows of four texts of 16 kB: a file of some kB with a dictionary, 96 MB of text."""
+    texts = [digit * 16_000 for digit in "0123"]
+    return texts * 1500
+
+
+def growing() -> list[str]:
+    """Many short rows, then 400 of 200 kB."""
+    return ["short"] * 300_000 + [str(row) * 66_666 for row in range(100, 500)]
+
+
+@pytest.mark.parametrize("rows", [repeated, growing])
+def test_memory_of_parquet_does_not_depend_on_how_much_rows_expand(tmp_path, rows):
+    small = write_parquet(tmp_path / "small.parquet", dict(text=TEXTS))
+    path = write_parquet(tmp_path / "a.parquet", dict(text=rows()), write_batch_size=8)
+    command = [sys.executable, "-c", GROWTH, str(small), str(path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    length, grown = map(int, result.stdout.split())
+    assert length == sum(map(len, rows()))
+    assert grown < 48 * 1024
 
 
 # ---- which files
@@ -278,6 +328,13 @@ def test_another_encoding_is_read(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"ab\x81")
     with pytest.raises(ValueError, match="a.txt:2: byte 0x81 is not cp1252"):
         texts_of(tmp_path / "a.txt", encoding="cp1252")
+
+
+@pytest.mark.parametrize("field", ["text", "{text}"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_strings_of_parquet_are_utf_8_in_any_encoding(tmp_path, field, replace):
+    path = write_parquet(tmp_path / "a.parquet", dict(text=TEXTS))
+    assert texts_of(path, encoding="latin-1", text_field=field, replace=replace) == TEXTS
 
 
 @pytest.mark.parametrize("name", ["utf-16", "nonsense", "base64", "utf-8\0"])

@@ -674,8 +674,16 @@ class Documents:
         lengths = cu_seqlens.diff().tolist()
         if torch.device(device).type != "cuda":
             return cls(lengths)
-        bounds = cu_seqlens.int().pin_memory()
-        return cls(lengths, platform().from_host(bounds, device))
+        return cls(lengths, pinned_copy(cu_seqlens.int(), device))
+
+
+def pinned_copy(x: Tensor, device: Device) -> Tensor:
+    """A tensor of the host, on the device: to CUDA through pinned memory, so that the host does not
+    wait.
+    """
+    if torch.device(device).type != "cuda":
+        return x.to(device)
+    return platform().from_host(x.pin_memory(), device)
 
 
 # ---- layers
@@ -2435,7 +2443,7 @@ class Layout(NamedTuple):
             parts.append((tokens, first + units, centre + start))
             units += used.stop // cfg.cmp_stride
         joined = [torch.cat(column) for column in zip(*parts, strict=True)]
-        return cls(cu_seqlens, *(column.to(device, non_blocking=True) for column in joined))
+        return cls(cu_seqlens, *(pinned_copy(column, device) for column in joined))
 
 
 def _layout_of_document(

@@ -21,7 +21,9 @@ from model import (
     Compressor,
     Layout,
     NSAConfig,
+    Platform,
     plain_nsa_attention,
+    running_on,
     select_blocks,
 )
 from nsa import branches as nsa_branches
@@ -480,6 +482,32 @@ def test_compression_restarts_at_every_document():
     for i in range(2):
         joined = torch.cat([y[i] for y in separate], 1)
         assert torch.allclose(packed[i], joined, rtol=0, atol=1e-6)
+
+
+class Sent(Platform):
+    """Keeps what is copied to a GPU."""
+
+    def __init__(self):
+        self.tensors = []
+
+    def from_host(self, x, device):
+        self.tensors.append(x)
+        return x
+
+
+def test_the_layout_of_packed_documents_goes_to_a_gpu_through_pinned_memory(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
+    arguments = boundaries([40, 3, 8, 21]), (1, 72), SMALL
+    on_host = Layout.of(*arguments, "cpu")
+    assert pinned == []
+
+    sent = Sent()
+    with running_on(sent):
+        layout = Layout.of(*arguments, "cuda")
+    assert len(sent.tensors) == len(pinned) == 3
+    assert all(x is y for x, y in zip(sent.tensors, pinned, strict=True))
+    assert all_equal(layout[1:4], on_host[1:4])
 
 
 def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):

@@ -146,10 +146,12 @@ class CapturedSteps:
 
     The launches of a layer take the host longer than the device; a graph has one launch. With
     sparse attention, every 16th token completes a compressed block; such steps are a second graph.
-    `capture(step)` runs `step` once or more, and returns what repeats it: `cuda_graph`.
+    `capture(step, device)` runs `step` once or more, and returns what repeats it: `cuda_graph`.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, capture: Callable[[Step], Step]):
+    def __init__(
+        self, model: Decoder, cache: KVCache, capture: Callable[[Step, torch.device], Step]
+    ):
         self.model = model
         self.cache = cache
         self.capture = capture
@@ -163,7 +165,7 @@ class CapturedSteps:
         variants = [layer.variant(self.position) for layer in self.cache.layers]
         variant = variants[0]
         if variant not in self.steps:
-            self.steps[variant] = self.capture(self._step)
+            self.steps[variant] = self.capture(self._step, self.token_11.device)
             self.clock.set(self.position)  # what ran meanwhile is overwritten by the repetition
 
         logits_V = self.steps[variant]()
@@ -174,20 +176,23 @@ class CapturedSteps:
         return self.model(self.token_11, cache=self.cache)[0, -1]
 
 
-def cuda_graph(step: Step) -> Step:
-    """The step as a CUDA graph. Its result is overwritten by the next repetition."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # compiles kernels and makes tables, which a capture cannot
-    torch.cuda.current_stream().wait_stream(stream)
+def cuda_graph(step: Step, device: torch.device) -> Step:
+    """The step as a CUDA graph of the device. Its result is overwritten by the next repetition."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # compiles kernels and makes tables, which a capture cannot
+        torch.cuda.current_stream().wait_stream(stream)
 
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+        graph = torch.cuda.CUDAGraph()
+        # by default, every capture takes a stream of the device of the first one
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            result = step()
 
     def repeat() -> Tensor:
-        graph.replay()
+        with torch.cuda.device(device):
+            graph.replay()
         return result
 
     return repeat

@@ -2,11 +2,13 @@
 scripts.evaluate as a user runs them.
 """
 
+import contextlib
 import dataclasses
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from longhaul.generate import (
     CapturedSteps,
     cache_bytes,
     cast_matrices,
+    cuda_graph,
     filtered,
     generate,
 )
@@ -73,7 +76,7 @@ def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
     assert got == tokens[length:]
 
 
-def run_once(step):
+def run_once(step, device):
     """In place of a capture: a step runs, and its repetition must overwrite what it did."""
     step()
     return step
@@ -109,6 +112,50 @@ def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv,
             expected = decoder(token_11, cache=plain)[0, -1]
             torch.testing.assert_close(steps(token_11), expected, atol=5e-5, rtol=0)
     assert len(steps.steps) == (2 if attention_type == "nsa" else 1)
+
+
+class Cuda:
+    """Records on which device each call of torch.cuda was made."""
+
+    def __init__(self):
+        self.current = "cuda:0"
+        self.calls = []
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.current = self.current, device
+        yield
+        self.current = before
+
+    def note(self, name):
+        def call(*_, **__):
+            self.calls.append((name, self.current))
+            return SimpleNamespace(wait_stream=lambda _: None, replay=self.note("replay"))
+
+        return call
+
+    def entered(self, name):
+        def enter(*_, stream=None):
+            self.calls.append((name, self.current))
+            return contextlib.nullcontext()
+
+        return enter
+
+
+def test_a_step_is_captured_and_repeated_on_the_device_of_the_model(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(torch.cuda, "device", cuda.device)
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, cuda.note(name))
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, cuda.entered(name))
+
+    repeat = cuda_graph(cuda.note("step"), "cuda:1")
+    repeat()
+    assert {device for _, device in cuda.calls} == {"cuda:1"}
+    names = [name for name, _ in cuda.calls]
+    assert names.count("step") == 2 and names[-1] == "replay"
+    assert cuda.current == "cuda:0"
 
 
 def test_a_cache_whose_clock_runs_takes_one_token(decoder):

@@ -23,7 +23,7 @@ def launches(names: list[str]) -> list[str]:
     return [name for name in names if name not in NO_LAUNCH]
 
 
-def run_once(step):
+def run_once(step, device):
     """In place of a capture."""
     step()
     return step

@@ -314,10 +314,10 @@ START = (
         ("tests/test_data_report.py", "-k", "share_of_tokens"),
     ),
     Fault(
-        "sources: a zstd file that ends early is taken for whole",
+        "sources: a compressed file that ends early is taken for whole",
         "data/inputs.py",
-        "if self._frame is not None:",
-        "if self._frame is not None and self._plain:",
+        "if self._stream is not None:",
+        "if self._stream is not None and self._plain:",
         ("tests/test_data_sources.py", "-k", "cut_off"),
     ),
     Fault(

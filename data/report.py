@@ -2,7 +2,8 @@
 
 Without DIR, that of the embedded corpus.
 
-    documents and tokens        per split, and documents that occur more than once (same ids)
+    documents and tokens        per split, and documents that occur more than once (same ids),
+                                also in validation and in training
     lengths                     documents and tokens by the length of their document
     context                     tokens that have at least L tokens of their own document before them
     packing                     what rows of a context length hold: padding, documents cut although
@@ -101,14 +102,21 @@ def needless_cuts(plan: Plan, lengths: np.ndarray) -> int:
     return int((pieces > -(-lengths // plan.context)).sum())
 
 
-def duplicates(split: Split) -> tuple[int, int]:
+def digests(split: Split) -> list[bytes]:
+    """A hash of the ids of each document."""
+    found = []
+    for number, length in enumerate(split.lengths.tolist()):
+        ids = np.ascontiguousarray(split.read(number, 0, length))
+        found.append(hashlib.blake2b(ids, digest_size=16).digest())
+    return found
+
+
+def duplicates(hashes: list[bytes], lengths: np.ndarray) -> tuple[int, int]:
     """Documents whose ids an earlier document has, and their tokens."""
     seen = set()
     documents = 0
     tokens = 0
-    for number, length in enumerate(split.lengths.tolist()):
-        ids = np.ascontiguousarray(split.read(number, 0, length))
-        digest = hashlib.blake2b(ids, digest_size=16).digest()
+    for digest, length in zip(hashes, lengths.tolist(), strict=True):
         if digest in seen:
             documents += 1
             tokens += length
@@ -122,8 +130,10 @@ def duplicates(split: Split) -> tuple[int, int]:
 def report(dataset: Dataset) -> list[str]:
     """All figures in lines."""
     lines = [f"{dataset.path}: vocabulary {dataset.vocab_size:,}, {dataset.dtype.name}"]
-    for split in dataset.splits.values():
-        lines.append(_about(split))
+    hashes = {name: digests(split) for name, split in dataset.splits.items()}
+    for name, split in dataset.splits.items():
+        lines.append(_about(split, hashes[name]))
+    lines += _in_both_lines(hashes)
     lengths = dataset.split("train").lengths
     lines += ["", *_length_lines(lengths), "", *_context_lines(lengths), ""]
     found = [packing(lengths, context) for context in PACKED]
@@ -132,8 +142,8 @@ def report(dataset: Dataset) -> list[str]:
     return lines + [""] + warnings if warnings else lines
 
 
-def _about(split: Split) -> str:
-    copies, tokens = duplicates(split)
+def _about(split: Split, hashes: list[bytes]) -> str:
+    copies, tokens = duplicates(hashes, split.lengths)
     words = (
         f"  {split.name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
         f"{copies:,} documents are copies of others ({tokens / split.num_tokens:.1%} of the tokens)"
@@ -141,6 +151,17 @@ def _about(split: Split) -> str:
     if split.source_bytes:
         words += f", {split.source_bytes / split.num_tokens:.2f} bytes/token"
     return words
+
+
+def _in_both_lines(hashes: dict[str, list[bytes]]) -> list[str]:
+    """How many documents of each other split training sees too."""
+    trained = set(hashes["train"])
+    lines = []
+    for name in hashes:
+        if name != "train":
+            both = sum(digest in trained for digest in hashes[name])
+            lines.append(f"  of {name}, {both:,} documents are also in train")
+    return lines
 
 
 def _length_lines(lengths: np.ndarray) -> list[str]:

@@ -67,7 +67,21 @@ def test_a_needless_cut_is_counted():
 
 
 def test_copies_are_found_by_their_ids(dataset):
-    assert report.duplicates(dataset.split("train")) == (1, 64)
+    split = dataset.split("train")
+    assert report.duplicates(report.digests(split), split.lengths) == (1, 64)
+
+
+def test_documents_of_validation_that_training_sees_too_are_counted(tmp_path):
+    ids = [*range(1, 41), *range(1, 21), *range(41, 61)]  # 20 of the documents are there twice
+    documents = [np.full(9, one) for one in ids]
+    made = write_dataset(documents, tmp_path / "d", vocab_size=90, eod_id=0, val_fraction=0.3)
+    train, val = (
+        [bytes(split.read(number, 0, 9)) for number in range(split.num_documents)]
+        for split in (made.split("train"), made.split("val"))
+    )
+    both = sum(document in train for document in val)
+    assert 0 < both < len(val)
+    assert f"  of val, {both} documents are also in train" in report.report(made)
 
 
 def test_the_report_has_all_figures_and_warns_of_contexts_that_are_not_real(dataset, capsys):

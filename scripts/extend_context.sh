@@ -35,6 +35,13 @@ short=${schedule%%:*}
 last=${schedule##*,}
 long=${last%%:*}
 
+convert() {  # into the folder $1.part, to be renamed when it is whole; what a kill left there is dropped
+    local folder=$1
+    shift
+    rm -rf "$folder.part"
+    python -m scripts.convert_qwen3 "$@" --output "$folder.part"
+}
+
 if [ "$small" ]; then
     echo "== a small random Qwen3 that knows $short tokens"
     [ -d "$data" ] || python -m data.prepare --input longhaul data --output "$data" --vocab_size 600 --val_fraction 0.1 --workers 1
@@ -42,7 +49,8 @@ if [ "$small" ]; then
         python train.py --data "$data" --output_dir "$out/random" --model_size tiny --vocab_size 640 --context_length "$short" --max_steps 1 \
             --model_overrides hidden_size=64 num_layers=2 num_heads=4 num_kv_heads=2 head_dim=16 ffn_size=96 init_std=0.1 \
             --lr 0 --eval_every 0 --dtype fp32 --device cpu
-        python -m scripts.convert_qwen3 --checkpoint "$out/random" --output "$hf"
+        convert "$hf" --checkpoint "$out/random"
+        mv "$hf.part" "$hf"
     }
 fi
 
@@ -59,7 +67,10 @@ evaluate() {  # the loss of checkpoint $2 at both lengths, once; $1 says when
 }
 
 echo "== before, at $short and $long tokens"
-[ -d "$out/before" ] || python -m scripts.convert_qwen3 --input "$hf" --output "$out/before"
+[ -d "$out/before" ] || {
+    convert "$out/before" --input "$hf"
+    mv "$out/before.part" "$out/before"
+}
 evaluate before "$out/before"
 
 echo "== train: $schedule"
@@ -73,10 +84,11 @@ evaluate after "$out/run"
 
 echo "== export"
 if [ ! -d "$out/hf" ]; then
-    python -m scripts.convert_qwen3 --checkpoint "$out/run" --output "$out/hf"
+    convert "$out/hf" --checkpoint "$out/run"
     for file in tokenizer.json tokenizer_config.json vocab.json merges.txt special_tokens_map.json; do
-        [ ! -f "$hf/$file" ] || cp "$hf/$file" "$out/hf/"
+        [ ! -f "$hf/$file" ] || cp "$hf/$file" "$out/hf.part/"
     done
+    mv "$out/hf.part" "$out/hf"
 fi
 
 echo

@@ -4,6 +4,7 @@ transformers continues a prompt as scripts.generate does.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,9 @@ LONG = 256  # tokens, the last length of the rehearsal
 FLAGS = ("--device", "cpu", "--dtype", "fp32")
 
 
-def extend(*words: str) -> subprocess.CompletedProcess:
-    """Run the script with the interpreter of this test."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def extend(*words: str, python: Path = Path(sys.executable)) -> subprocess.CompletedProcess:
+    """Run the script with the interpreter of this test, or with another."""
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "BATCHES": "4"}
     return subprocess.run(
         ["bash", SCRIPT, *words], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -92,3 +93,34 @@ def test_bad_input_is_refused_before_anything_is_written(words, said, tmp_path):
     done = extend(*words)
     assert done.returncode == 2 and said in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+# An interpreter that is killed in a conversion, with a part of the output written.
+DIES = f"""#!/usr/bin/env bash
+case "$*" in *convert_qwen3*)
+    while [ "$1" != --output ]; do shift; done
+    mkdir -p "$2"
+    echo torn > "$2/config.json"
+    exit 137
+esac
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["before", "hf"])
+def test_a_kill_in_a_conversion_is_continued(rehearsed, tmp_path, folder):
+    python = tmp_path / "python"
+    python.write_text(DIES)
+    python.chmod(0o755)
+    before = {path.name for path in (rehearsed / folder).iterdir()}
+    shutil.rmtree(rehearsed / folder)
+    for path in rehearsed.glob(f"evaluation-{folder}-*"):
+        path.unlink()
+
+    assert extend("--rehearse", str(rehearsed), *FLAGS, python=python).returncode == 137
+    assert not (rehearsed / folder).exists()
+    done = extend("--rehearse", str(rehearsed), *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (rehearsed / folder).iterdir()} == before
+    assert not list(rehearsed.glob("*.part"))

@@ -32,6 +32,7 @@ from benchmarks.gpu import (
     smoke,
     step,
 )
+from benchmarks.gpu.children import End
 from benchmarks.gpu.jobs import AGAIN, Job, Place, named, processes
 from benchmarks.gpu.schedule import Schedule, replay
 from longhaul.memory import history, reconcile
@@ -274,6 +275,7 @@ def test_each_process_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert words["lost"] == ("lost its device", True)
     assert words["bug"] == ("ended with exit code 1", False)
     assert words["endless"] == ("killed after 1 s", False)
+    assert [name for name, end in ends.items() if end.timed_out] == ["endless"]
     assert (tmp_path / "well/log.txt").read_text() == "well\n"
     assert "ValueError: no" in (tmp_path / "bug/log.txt").read_text()
 
@@ -493,6 +495,34 @@ def test_finished_jobs_correct_the_estimates_of_those_to_come():
     assert schedule.pace == 1.8
     assert schedule.next(70).name == "c"  # b would take 36 s
     assert "b: may take 36 s, 30 s were left" in schedule.skipped[0]
+
+
+@pytest.mark.parametrize(
+    "words, timed_out, failures, pace",
+    [
+        ("", False, [], 0.5),
+        ("killed after 20 s", True, [], 0.5),
+        ("lost its device", False, [], 1.0),
+        ("", False, ["a: wrong"], 1.0),
+    ],
+)
+def test_a_job_that_failed_says_nothing_of_the_pace(
+    words, timed_out, failures, pace, tmp_path, monkeypatch
+):
+    def ends_at_once(orders, *_):
+        folder = orders[0].log.parent
+        folder.mkdir(parents=True)
+        orders[0].log.write_text("")
+        found = {"failures": failures, "jobs": [], "tables": {}, "notes": [], "where": {}}
+        (folder / "results.json").write_text(json.dumps(found | {"skipped": []}))
+        return [End("a", 0.1, words, timed_out=timed_out)]
+
+    monkeypatch.setattr(command, "run_all", ends_at_once)
+    [job] = jobs_of(a=10)
+    cfg = command.GpuConfig(out=str(tmp_path))
+    session = command.Session(cfg, TOY, [], "benchmarks.gpu", time.monotonic())
+    session.run(job)
+    assert session.schedule.pace == pace
 
 
 def test_a_job_is_killed_after_twice_its_time_and_never_past_the_deadline():

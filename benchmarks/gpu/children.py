@@ -36,13 +36,14 @@ class Order:
 @dataclass(frozen=True)
 class End:
     """How a process ended. `words` is empty if it went well; `crashed`: a repetition may tell at
-    which line.
+    which line; `timed_out`: it was killed when its time was over.
     """
 
     name: str
     seconds: float
     words: str
-    crashed: bool
+    crashed: bool = False
+    timed_out: bool = False
 
 
 class Child:
@@ -89,7 +90,7 @@ class Child:
         self._ask_for_a_traceback()
         if not self.kill():
             words += f", and still there {BURIAL:.0f} s later"
-        return self._end(words, crashed=False)
+        return self._end(words, timed_out=True)
 
     def kill(self) -> bool:
         """End the whole group; whether the process itself is gone."""
@@ -111,8 +112,8 @@ class Child:
         except subprocess.TimeoutExpired:
             return
 
-    def _end(self, words: str, crashed: bool) -> End:
-        return End(self.order.name, self.seconds, words, crashed)
+    def _end(self, words: str, **how: bool) -> End:
+        return End(self.order.name, self.seconds, words, **how)
 
 
 def words_of(code: int) -> str:
@@ -160,7 +161,7 @@ def run_all(
                 running.append(child)
                 child.go(until)
             if not running:
-                ends += [End(order.name, 0.0, "no time was left", False) for order in waiting]
+                ends += [End(order.name, 0.0, "no time was left") for order in waiting]
                 break
 
             time.sleep(TICK)

@@ -273,13 +273,23 @@ class Session:
         self.start_ahead()
 
         at_once = smoke.at_once() if job.children else 1
+        whole = True  # its time tells how long others will take
         for ended in run_all(orders, at_once, until, self.write_if_new, ready):
-            self.take(next(part for part in parts if part.name == ended.name), ended)
+            part = next(part for part in parts if part.name == ended.name)
+            self.take(part, ended)
+            whole = whole and self.is_whole(part, ended)
         taken = self.now - begins
         if job.children:
             self.note_time(job, taken, "see its children", {})
-        self.schedule.done(job, taken)
+        if whole:
+            self.schedule.done(job, taken)
         self.write()
+
+    def is_whole(self, job: Job, ended: End) -> bool:
+        """Whether a job ended well, or was killed when its time was over; one that failed was
+        short.
+        """
+        return ended.timed_out or not (ended.words or failed(self.folder / JOBS / job.folder))
 
     def take_ahead(self, order: Order) -> Child | None:
         """The process that was started ahead if it is the one that is needed now."""

@@ -54,7 +54,9 @@ class Schedule:
         return min(PATIENCE * job.seconds, self.end - now)
 
     def done(self, job: Job, taken: float) -> None:
-        """Let the duration of a finished job correct the estimates of the others."""
+        """Let the duration of a job correct the estimates of the others. It ended well, or was
+        killed when its time was over.
+        """
         self.estimated += job.seconds
         self.taken += taken
 

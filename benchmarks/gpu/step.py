@@ -2,11 +2,12 @@
 tokens/s, MFU, peak memory.
 
 Ours comes from `longhaul.step` with the levers of `--fit auto`; nothing is set up a second time.
-The first step is over a short row: it compiles, and leaves the optimizer's states, so that a single
-timed step has the time and the memory of all that follow. The peer has the same weights and must
-give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient checkpointing where
-it does not fit without. MFU counts the operations of the forward and backward without
-recomputation, attention's causal half alone.
+The first step is over a short row: it compiles, and leaves the optimizer's states. What depends on
+the length, such as plans of cuDNN and new segments of the allocator, falls into the first timed
+step; with several, the median leaves it out, and a single one has it. The peer has the same weights
+and must give the same first loss; it has sdpa, bf16 autocast, fused AdamW, and gradient
+checkpointing where it does not fit without. MFU counts the operations of the forward and backward
+without recomputation, attention's causal half alone.
 """
 
 import dataclasses

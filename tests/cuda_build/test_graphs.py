@@ -1,0 +1,25 @@
+"""A compiled layer is one graph on the oldest torch that longhaul supports: a graph that breaks runs
+most of the layer in PyTorch's own operators.
+"""
+
+import pytest
+import torch
+
+from model import Block, ModelConfig, RotaryCache, attention_kind, document_boundaries
+
+T = 256
+
+
+@pytest.mark.parametrize("kind", ["standard", "nsa"])
+@pytest.mark.parametrize("documents", [1, 2])
+def test_a_layer_compiles_to_one_graph(kind, documents):
+    config = ModelConfig.preset("tiny", attention_type=kind, compute_dtype="bfloat16")
+    block = Block(config).bfloat16()
+    x = torch.randn(1, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    rope = RotaryCache(config)(T, x.device)
+    doc_ids = torch.arange(T)[None] * documents // T
+    bounds = document_boundaries(doc_ids) if documents > 1 else None
+    layout = attention_kind(config).documents(config, bounds, (1, T), "cpu")
+
+    explained = torch._dynamo.explain(block)(x, rope, layout)
+    assert explained.graph_count == 1, explained.break_reasons

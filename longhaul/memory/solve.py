@@ -55,7 +55,7 @@ class Candidate:
 
     @cached_property
     def closed(self) -> Estimate:
-        return estimate(self.cfg, self.cfg.model(), self.ranks)
+        return estimate(self.cfg, self.cfg.model(), self.ranks, inside=False)
 
     @property
     def context(self) -> int:

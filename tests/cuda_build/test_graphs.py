@@ -1,5 +1,5 @@
-"""A compiled layer is one graph on the oldest torch that longhaul supports: a graph that breaks runs
-most of the layer in PyTorch's own operators.
+"""A compiled layer is one graph on the oldest torch that longhaul supports: where a graph breaks,
+most of the layer runs in PyTorch's own operators.
 """
 
 import pytest

@@ -1,0 +1,42 @@
+"""What the kernels of an attention hold on CUDA while its backward runs, besides their inputs and
+results: found by running one layer's attention without values.
+
+Kernels that are not our own have no such term here: only the simulation counts them.
+"""
+
+import functools
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longhaul.memory.platforms import predicting
+from longhaul.memory.tracker import Tracker
+from longhaul.memory.workspace import Workspaces
+from model import ModelConfig, RotaryCache, attention_kind, takes_triton
+
+
+def attention_workspace(config: ModelConfig, rows: int, tokens: int) -> int:
+    """Bytes inside the backward of one layer's attention of so many rows; 0 for kernels that are
+    not ours, as on a CPU.
+    """
+    if config.attention_type != "nsa" or not takes_triton(config):
+        return 0
+    return _of_the_triton_kernels(config, rows, tokens)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_the_triton_kernels(config: ModelConfig, rows: int, tokens: int) -> int:
+    kind = attention_kind(config)
+    tracker = Tracker(Workspaces("cuda"), fake=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
+        attention = kind(config)
+        for parameter in attention.parameters():
+            parameter.data = torch.empty(parameter.shape, dtype=config.dtype)
+        x = torch.empty(rows, tokens, config.hidden_size, dtype=config.dtype, requires_grad=True)
+        rope = RotaryCache(config)(tokens, x.device)
+        documents = kind.documents(config, None, (rows, tokens), "cpu")
+
+        tracker.begin({})
+        attention(x, rope, documents).sum().backward()
+    # the backward's is the largest
+    return max(size for _, size, _ in tracker.trace.workspaces)

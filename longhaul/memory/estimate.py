@@ -343,7 +343,7 @@ def _tiled_logits(rank: Rank) -> Terms:
     low = rank.element if rank.element < FP32 else 0
     last_tile = vocabulary % tile or tile
     at_the_end = low * rank.N * width + rank.cast * last_tile * width
-    in_the_loop = 2 * rank.cast * tile * width
+    in_the_loop = rank.cast * min(2 * tile, vocabulary) * width
 
     tiled = {
         "gradient of the head": rank.fresh * rank.table,
@@ -370,11 +370,15 @@ def _one_pass(rank: Rank) -> Terms:
     # the gradient of the block's hidden states and copies of two tiles of the weight.
     hidden = FP32 if rank.element < FP32 else 0
     labels = (rank.fresh + rank.cast + hidden + FP32) * rows * width
-    products = FP32 * block * width + 2 * rank.cast * tile * width
+    products = FP32 * block * width + rank.cast * min(2 * tile, vocabulary) * width
+    result = rank.x
+    if block >= rank.N:  # then the result is made only at the end
+        products = max(products, FP32 * block * width + result)
+        result = 0
 
     terms = {
         "gradient of the head": rank.fresh * rank.table,
-        "gradient of the hidden states": rank.x,
+        "gradient of the hidden states": result,
         "logits of a block of tokens": rank.element * block * vocabulary,
         "gradients of a block of tokens": max(labels, products),
         "statistics of the logits": 2 * FP32 * rank.N,

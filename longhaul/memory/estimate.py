@@ -372,7 +372,7 @@ def _one_pass(rank: Rank) -> Terms:
     labels = (rank.fresh + rank.cast + hidden + FP32) * rows * width
     products = FP32 * block * width + rank.cast * min(2 * tile, vocabulary) * width
     result = rank.x
-    if block >= rank.N:  # then the result is made only at the end
+    if block >= rank.N and not rank.sharded:  # then the result is made only at the end
         products = max(products, FP32 * block * width + result)
         result = 0
 

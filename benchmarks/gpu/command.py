@@ -451,7 +451,7 @@ def run_here(job: Job, folder: Path, place: Place) -> int:
         record.ERRORS.info("%s", traceback.format_exc())
         print(error, file=sys.stderr, flush=True)
         return DEVICE_LOST
-    except Exception:
+    except Exception:  # of whatever kind, it is written down and raised again
         record.ERRORS.info("%s", traceback.format_exc())
         raise
     if why == "out of memory":

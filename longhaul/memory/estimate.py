@@ -438,32 +438,36 @@ def _in_the_kernels(rank: Rank) -> Terms:
     attention = attention_kind(config).params(config)
     mlp = 3 * config.hidden_size * config.ffn_size
     copies = rank.layer_copy if rank.sharded else rank.cast * (attention - projection)
-    per_parameter = rank.fresh if rank.sharded else rank.waiting
-    return (
-        _below_the_head(rank)
-        | {
+    return _around_attention(
+        rank,
+        {
             "gradient of the layer's output": rank.x,
             "weights in the compute precision": copies,
-            "gradients of the layer's weights": per_parameter * (mlp + projection),
+            "gradients of the layer's weights": _per_gradient(rank) * (mlp + projection),
             "gradients of gates and compressed blocks": gates + 2 * rank.k // config.nsa.cmp_stride,
-        }
-        | _attention(rank)
-        | _other_layers(rank)
+        },
     )
 
 
 def _after_the_projections(rank: Rank) -> Terms:
-    per_parameter = rank.fresh if rank.sharded else rank.waiting
-    return (
-        _below_the_head(rank)
-        | {
+    return _around_attention(
+        rank,
+        {
             "gradients of the layer's output and inputs": 3 * rank.x,
             "weights of the layer in the compute precision": rank.layer_copy,
-            "gradients of the layer's weights": per_parameter * (rank.layer - rank.down),
-        }
-        | _attention(rank)
-        | _other_layers(rank)
+            "gradients of the layer's weights": _per_gradient(rank) * (rank.layer - rank.down),
+        },
     )
+
+
+def _around_attention(rank: Rank, layer: Terms) -> Terms:
+    """A moment of attention's backward: what is alive outside of the layer, and in it."""
+    return _below_the_head(rank) | layer | _attention(rank) | _other_layers(rank)
+
+
+def _per_gradient(rank: Rank) -> int:
+    """Bytes of a weight's gradient in the layer under way."""
+    return rank.fresh if rank.sharded else rank.waiting
 
 
 def _attention(rank: Rank) -> Terms:

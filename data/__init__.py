@@ -11,6 +11,7 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
     tokenizer.py  lossless sentencepiece           text <-> ids
     hugging_face.py    tokenizer.json              text <-> ids
     load_tokenizer.py  opens either of them
+    storage.py    how an id is stored, and that it is not learned
     writer.py     ids -> shards, in a folder that appears whole or not at all
     manifest.py   the JSON file that describes such a folder; the only way to open one
     dataset.py    an open folder: memory-mapped documents of each split
@@ -21,6 +22,8 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
     staged.py     step -> context length, for a run with a --length_schedule
 
     report.py     the command `python -m data.report`: what a dataset can teach
+    recall.py     the command `python -m data.recall`: a synthetic task over long contexts
+    sums.py       the command `python -m data.sums`: a synthetic task for training from rewards
 
 Every stage is a pure function of its inputs and a seed, so that a run resumes exactly from {seed,
 epoch, position}.

@@ -26,6 +26,9 @@ from data.manifest import (
     Shard,
     SplitSummary,
 )
+from data.storage import Storage
+
+ENDLESS = 2**62  # tokens of a document: more than any has
 
 
 def open_dataset(path: Path | str, verify: bool = False) -> "Dataset":
@@ -49,9 +52,11 @@ def check_vocab(dataset: "Dataset", model_vocab: int) -> None:
 class ShardReader:
     """The shards as one sequence of documents, memory-mapped, in the order of the files."""
 
-    def __init__(self, shards: Sequence[Shard], dtype: np.dtype):
+    def __init__(self, shards: Sequence[Shard], storage: Storage):
         self._shards = shards
-        self._maps = [_memory_mapped(shard, dtype) for shard in shards]
+        self._storage = storage
+        self.masked = storage.masked
+        self._maps = [_memory_mapped(shard, storage.dtype) for shard in shards]
 
         ends = [_read_ends(shard) for shard in shards]
         counts = [len(shard_ends) for shard_ends in ends]
@@ -63,7 +68,30 @@ class ShardReader:
         self.lengths = np.concatenate(ends).astype(np.int64) - self._begins
 
     def read(self, document: int, start: int, length: int) -> np.ndarray:
-        """Ids [start, start + length) of a document, fewer at its end; a view into the file."""
+        """Ids [start, start + length) of a document, fewer at its end; a view into the file, or a
+        copy if the dataset is masked.
+        """
+        return self._storage.ids(self._stored(document, start, length))
+
+    def learned(self, document: int, start: int, length: int) -> np.ndarray:
+        """Which of these tokens are targets of the loss, bool."""
+        return self._storage.learned(self._stored(document, start, length))
+
+    def begins_learned(self, documents: np.ndarray) -> np.ndarray:
+        """Whether the first token of each of these documents is a target of the loss, bool."""
+        shard_of = self._first_document.searchsorted(documents, side="right") - 1
+        learned = np.empty(len(documents), dtype=bool)
+        for shard, stored in enumerate(self._maps):
+            inside = shard_of == shard
+            first_tokens = stored[self._begins[documents[inside]]]
+            learned[inside] = self._storage.learned(first_tokens)
+        return learned
+
+    def targets(self, document: int) -> np.ndarray:
+        """The ids of a document that are targets of the loss."""
+        return self._storage.targets(self._stored(document, 0, self.lengths[document]))
+
+    def _stored(self, document: int, start: int, length: int) -> np.ndarray:
         shard = self._first_document.searchsorted(document, side="right") - 1
         length = min(length, self.lengths[document] - start)
         begin = self._begins[document] + start
@@ -71,7 +99,8 @@ class ShardReader:
 
     def describe_bad_id(self, vocab_size: int) -> str | None:
         """Where the first id >= vocab_size is, in words; None if there is none."""
-        for shard, ids in zip(self._shards, self._maps, strict=True):
+        for shard, stored in zip(self._shards, self._maps, strict=True):
+            ids = self._storage.ids(stored)
             bad = np.flatnonzero(ids >= vocab_size)
             if len(bad):
                 return (
@@ -104,10 +133,10 @@ def _is_rising(values: np.ndarray) -> bool:
 class Dataset:
     """A dataset folder opened for reading; sizes are checked now, hashes by `verify`.
 
-    Attributes: path, manifest, vocab_size, eod_id, dtype, tokenizer_path and tokenizer_sha256 (None
-    if the ids were made elsewhere), fingerprint (SHA-256 over all of it), splits ("train" and
-    perhaps "val"). Raises ValueError if the folder is not a dataset, IntegrityError if it is
-    damaged.
+    Attributes: path, manifest, vocab_size, eod_id, dtype, masked (whether some tokens are read but
+    not learned), tokenizer_path and tokenizer_sha256 (None if the ids were made elsewhere),
+    fingerprint (SHA-256 over all of it), splits ("train" and perhaps "val"). Raises ValueError if
+    the folder is not a dataset, IntegrityError if it is damaged.
     """
 
     def __init__(self, path: Path | str):
@@ -115,14 +144,15 @@ class Dataset:
         self.manifest = Manifest.open(self.path)
         self.vocab_size = self.manifest.vocab_size
         self.eod_id = self.manifest.eod_id
-        self.dtype = self.manifest.dtype
+        self.dtype = self.manifest.storage.dtype
+        self.masked = self.manifest.masked
         self.fingerprint = self.manifest.fingerprint
 
         tokenizer = self.manifest.tokenizer
         self.tokenizer_path = None if tokenizer is None else tokenizer.path
         self.tokenizer_sha256 = self.manifest.tokenizer_sha256
 
-        self._reader = ShardReader(self.manifest.shards, self.dtype)
+        self._reader = ShardReader(self.manifest.shards, self.manifest.storage)
         self._check_largest_ids()
         self.splits = self._open_splits()
 
@@ -191,6 +221,15 @@ class Dataset:
         }
 
 
+def in_words(lengths: range) -> str:
+    """So many tokens."""
+    if lengths.stop >= ENDLESS:
+        return f"{lengths.start:,} tokens or more"
+    if lengths.start == 1:
+        return f"fewer than {lengths.stop:,} tokens"
+    return f"{lengths.start:,} to {lengths.stop - 1:,} tokens"
+
+
 def _stamp(path: Path) -> list[int]:
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
@@ -212,11 +251,20 @@ class Split:
         self.source_bytes = summary.source_bytes
         self.unigram_entropy = summary.unigram_entropy
 
+    def has(self, lengths: range | None) -> bool:
+        """Whether there are documents of so many tokens; None: of any number."""
+        return lengths is None or bool(self._chosen(lengths).any())
+
     def with_lengths(self, lengths: range) -> "Split":
         """Only the documents that have so many tokens; the bytes of their text are unknown, and the
-        unigram entropy is that of the whole split.
+        unigram entropy is that of the whole split. ValueError if there are none.
         """
-        chosen = (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
+        chosen = self._chosen(lengths)
+        if not chosen.any():
+            raise ValueError(
+                f"the {self.name} split has no document of {in_words(lengths)} (they have "
+                f"{self.lengths.min():,} to {self.lengths.max():,}): give another --context_length"
+            )
         part = copy.copy(self)
         part._documents = self._documents[chosen]
         part.lengths = self.lengths[chosen]
@@ -225,15 +273,27 @@ class Split:
         part.source_bytes = 0
         return part
 
+    def _chosen(self, lengths: range) -> np.ndarray:
+        return (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
+
     def read(self, document: int, start: int, length: int) -> np.ndarray:
         """Ids [start, start + length) of a document, fewer at its end; a read-only view."""
         return self._reader.read(self._documents[document], start, length)
 
+    def learned(self, document: int, start: int, length: int) -> np.ndarray:
+        """Which of these tokens are targets of the loss, bool; all if the dataset is not masked."""
+        return self._reader.learned(self._documents[document], start, length)
+
+    def begins_learned(self) -> np.ndarray:
+        """Whether the first token of each document is a target of the loss, bool [documents]."""
+        return self._reader.begins_learned(self._documents)
+
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """A loss in nats per token as bits per byte of source text; nan if the bytes are unknown.
+        """A loss in nats per token as bits per byte of source text; nan if the bytes are unknown,
+        or if some tokens have no loss.
 
         bits/byte = loss * tokens / (bytes * ln 2)
         """
-        if not self.source_bytes:
+        if not self.source_bytes or self._reader.masked:
             return math.nan
         return nats_per_token * self.num_tokens / (self.source_bytes * math.log(2))

@@ -14,15 +14,17 @@ class FieldError(ValueError):
 
 
 class TextField:
-    """What `--text_field` asks for; `columns` are the top-level fields that it reads.
+    """What `--text_field` or another flag asks for; `columns` are the top-level fields that it
+    reads.
 
     Raises ValueError for a template without a field, or with unequal braces.
     """
 
-    def __init__(self, spelled: str):
+    def __init__(self, spelled: str, flag: str = "--text_field"):
         self.spelled = spelled
+        self.flag = flag
         self._is_template = "{" in spelled
-        self._parts = _parse(spelled) if self._is_template else [("", spelled)]
+        self._parts = _parse(spelled, flag) if self._is_template else [("", spelled)]
         self.fields = [field for _, field in self._parts if field is not None]
 
     def columns(self, known: list[str]) -> list[str]:
@@ -31,7 +33,8 @@ class TextField:
         for field in self.fields:
             column = field if field in known else field.split(".")[0]
             if column not in known:
-                raise FieldError(f"there is no column {column!r} (found: {', '.join(known[:8])})")
+                found = ", ".join(known[:8])
+                raise FieldError(f"there is no column {column!r} (found: {found}); set {self.flag}")
             columns.append(column)
         return list(dict.fromkeys(columns))
 
@@ -53,30 +56,32 @@ class TextField:
         try:
             value = _value(record, field)
         except (KeyError, IndexError, ValueError):
-            raise FieldError(
-                f"there is no string field {field!r} (found: {_describe(record)})"
-            ) from None
+            raise self._missing(record, field) from None
         if value is None:
             return ""
         is_number = isinstance(value, int | float) and self._is_template
         if isinstance(value, str) or is_number:
             return str(value)
-        raise FieldError(f"there is no string field {field!r} (found: {_describe(record)})")
+        raise self._missing(record, field)
+
+    def _missing(self, record: object, field: str) -> FieldError:
+        found = _describe(record)
+        return FieldError(f"there is no string field {field!r} (found: {found}); set {self.flag}")
 
 
-def _parse(template: str) -> list[tuple[str, str | None]]:
+def _parse(template: str, flag: str) -> list[tuple[str, str | None]]:
     """The template as pieces of text, each with the field that follows it."""
     spelled = template.replace("\\n", "\n").replace("\\t", "\t")
     try:
         parts = [(text, field) for text, field, _, _ in string.Formatter().parse(spelled)]
     except ValueError as error:
         raise ValueError(
-            f"--text_field {template!r} is no template ({error}): give fields in braces, such as "
+            f"{flag} {template!r} is no template ({error}): give fields in braces, such as "
             "'{title}\\n\\n{text}', and write other braces twice"
         ) from None
     if not any(field for _, field in parts) or any(field == "" for _, field in parts):
         raise ValueError(
-            f"--text_field {template!r} names no field: give fields in braces, such as "
+            f"{flag} {template!r} names no field: give fields in braces, such as "
             "'{title}\\n\\n{text}'"
         )
     return parts

@@ -60,12 +60,8 @@ class HuggingFaceTokenizer:
         with self._panics:
             self._library = _open(self.path, content)
 
-        self.eod_token = eod or _end_of_document(self.path, ids)
-        if self.eod_token not in ids:
-            raise ValueError(
-                f"tokenizer {self.path} has no token {self.eod_token!r} to end documents with: "
-                f"give --eod TOKEN, such as {_some_special(content)}"
-            )
+        named = eod or _end_of_document(self.path, ids)
+        self.eod_token = _known_end(named, self.path, content, ids)
         self.eod_id: int = ids[self.eod_token]
         self._special = {one["id"] for one in content["added_tokens"] if one.get("special")}
         self._require_end_is_no_text(content)
@@ -108,9 +104,24 @@ class HuggingFaceTokenizer:
         with self._panics:
             return self._library.decode(known)
 
+    def spell(self, ids: Iterable[int]) -> str:
+        """The text of `ids` with special tokens as they are written, such as <|endoftext|>."""
+        known = [self._known(index) for index in ids]
+        with self._panics:
+            return self._library.decode(known, skip_special_tokens=False)
+
     def stream(self) -> "StreamDecoder":
         """A decoder to be fed one id at a time."""
         return StreamDecoder(self)
+
+    def begin_and_pad(self) -> dict[str, int]:
+        """{"bos_token_id": id, "pad_token_id": id} of those tokens that the folder names."""
+        found = {}
+        for role in ("bos_token", "pad_token"):
+            token = _named_token(self.path.parent, role)
+            if token in self._ids:
+                found[f"{role}_id"] = self._ids[token]
+        return found
 
     def files(self, vocab_size: int) -> dict[str, bytes]:
         """The files of a copy: {name: content}; `vocab_size` is that of the data."""
@@ -126,7 +137,7 @@ class HuggingFaceTokenizer:
         """The ids of the folder's model, of which a tokenizer may leave the last ones unused."""
         sizes = [self.vocab_size]
         for name, key in (("config.json", "vocab_size"), (SETTINGS, PADDED)):
-            size = _read_settings(self.path.parent / name).get(key)
+            size = read_settings(self.path.parent / name).get(key)
             if isinstance(size, int) and size <= 1 << 32:
                 sizes.append(size)
         return max(sizes)
@@ -212,7 +223,7 @@ def ids_of(content: dict, path: Path) -> dict[str, int]:
 
 def _require_all_in_file(path: Path, content: dict, ids: dict[str, int]) -> None:
     """ValueError if the settings next to the file change ids and the file does not know it."""
-    settings = _read_settings(path.parent / SETTINGS)
+    settings = read_settings(path.parent / SETTINGS)
     added = settings.get("added_tokens_decoder")
     tokens = added.values() if isinstance(added, dict) else []
     names = [one.get("content") for one in tokens if isinstance(one, dict)]
@@ -339,23 +350,55 @@ def _open(path: Path, content: dict):
 # ---- the end of a document
 
 
+def end_id(path: Path, eod: str | None = None) -> int | None:
+    """The id of `eod`, or of the token that the folder says ends a text; None if it says nothing.
+
+    Needs no library. Raises ValueError if the file lacks the token.
+    """
+    content = read_tokenizer(path)
+    ids = ids_of(content, path)
+    token = eod or _named_end(path, ids)
+    return None if token is None else ids[_known_end(token, path, content, ids)]
+
+
+def _known_end(token: str, path: Path, content: dict, ids: dict[str, int]) -> str:
+    """The token, if the file has it; ValueError else."""
+    if token not in ids:
+        raise ValueError(
+            f"tokenizer {path} has no token {token!r} to end documents with: "
+            f"give --eod TOKEN, such as {_some_special(content)}"
+        )
+    return token
+
+
 def _end_of_document(path: Path, ids: dict[str, int]) -> str:
     """The token that the folder says ends a text; ValueError if it says nothing."""
-    folder = path.parent
-    named = _read_settings(folder / SETTINGS).get("eos_token")
-    if isinstance(named, dict):
-        named = named.get("content")
-    if isinstance(named, str):
-        return named
-
-    index = _read_settings(folder / "config.json").get("eos_token_id")
-    tokens = [token for token, its_id in ids.items() if its_id == index]
-    if not tokens:
+    named = _named_end(path, ids)
+    if named is None:
         raise ValueError(
             f"tokenizer {path}: nothing next to it says which token ends a document: give --eod "
             "TOKEN, such as --eod '<|endoftext|>'"
         )
-    return tokens[0]
+    return named
+
+
+def _named_end(path: Path, ids: dict[str, int]) -> str | None:
+    """The token that the folder says ends a text, if it says one."""
+    folder = path.parent
+    named = _named_token(folder, "eos_token")
+    if named is not None:
+        return named
+
+    index = read_settings(folder / "config.json").get("eos_token_id")
+    return next((token for token, its_id in ids.items() if its_id == index), None)
+
+
+def _named_token(folder: Path, key: str) -> str | None:
+    """The token that the settings of a folder give this role, if they say it."""
+    named = read_settings(folder / SETTINGS).get(key)
+    if isinstance(named, dict):
+        named = named.get("content")
+    return named if isinstance(named, str) else None
 
 
 def _some_special(content: dict) -> str:
@@ -363,7 +406,7 @@ def _some_special(content: dict) -> str:
     return ", ".join(names[:4]) or "a special token (this tokenizer has none)"
 
 
-def _read_settings(path: Path) -> dict:
+def read_settings(path: Path) -> dict:
     """The JSON object in a file; {} if there is no file. ValueError if it is no object."""
     if not path.is_file():
         return {}
@@ -381,7 +424,7 @@ def _read_settings(path: Path) -> dict:
 
 def refuse_code(folder: Path) -> None:
     """Raise ValueError if a Hugging Face folder wants its own code to run."""
-    if _read_settings(folder / SETTINGS).get("auto_map"):
+    if read_settings(folder / SETTINGS).get("auto_map"):
         raise ValueError(
             f"tokenizer {folder} asks to run code of its own (auto_map in {SETTINGS}), which is "
             f"never done: give --tokenizer {folder / TOKENIZER} --eod TOKEN if that file is all "

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from data import hugging_face
+from data.convert_sentencepiece import hash_as_json
 from data.hugging_face import HuggingFaceTokenizer
 from data.tokenizer import SENTENCEPIECE, Tokenizer
 
@@ -23,9 +24,9 @@ def load_tokenizer(path: Path | str, eod: str | None = None) -> AnyTokenizer:
         has_model = (path / SENTENCEPIECE).is_file()
         only_model = has_model and not is_fast
         path = path / SENTENCEPIECE if only_model else hugging_face.tokenizer_file(path)
-    if path.suffix == ".json" and path.is_file():
+    if path.suffix == ".json":
         return HuggingFaceTokenizer(path, eod)
-    if eod is not None:
+    if eod is not None and path.is_file():
         raise ValueError(
             f"--eod {eod} is for a tokenizer of Hugging Face, and {path} is a sentencepiece model, "
             "which says itself what ends a document: drop --eod"
@@ -39,6 +40,15 @@ def find_tokenizer(folder: Path) -> Path | None:
         if (folder / name).is_file():
             return folder / name
     return None
+
+
+def hash_of_ids(path: Path) -> str:
+    """The hash of the map from tokens to ids, which a sentencepiece model shares with the
+    tokenizer.json that an export makes of it.
+    """
+    if path.suffix == ".json":
+        return hugging_face.hash_of(hugging_face.ids_of(hugging_face.read_tokenizer(path), path))
+    return hash_as_json(path)
 
 
 def require_usable(path: Path) -> None:

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
     tokens: int64
     labels: int64, the next token of the same document, also across the cut of a document longer
-            than T; -100 if there is none
+            than T; -100 if there is none, or if it is not learned (data/storage.py)
     positions: int64, from 0 in every piece
     doc_ids: int32, rising from 0 in every row; the padding at the end of a row is its own piece
     """
@@ -211,6 +211,9 @@ class Loader(Order):
             row.labels[begin : begin + len(ids) - 1] = ids[1:]
             if len(ids) == length:  # the document ends here: there is no next token
                 row.labels[end - 1] = IGNORE
+            if self.dataset.masked:
+                learned = self.split.learned(document, start + 1, length)
+                row.labels[begin : begin + len(learned)][~learned] = IGNORE
 
         if end < self.context_length:
             starts.append(end)

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from files.durable import write_bytes
+from data.storage import Storage, token_dtype
+from files.durable import replacing, write_bytes
 from files.untrusted import is_pickle, read_json
 
 MANIFEST = "manifest.json"
@@ -40,6 +41,8 @@ FIELDS = {
     "validation": dict,
     "shards": list,
 }
+# what only some datasets have
+OPTIONAL_FIELDS = {"masked": bool, "task": dict, "answer_id": int}
 FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
 HUGGING_FACE_FIELDS = {"ids_sha256": str, "settings": dict}
 SPLIT_FIELDS = {"documents": int, "tokens": int, "source_bytes": int, "unigram_entropy": float}
@@ -144,7 +147,12 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset on disk; `fingerprint` is a SHA-256 over all of it."""
+    """A dataset on disk; `fingerprint` is a SHA-256 over all of it.
+
+    masked: whether some tokens are read but not learned (data/storage.py); task: what the ids mean,
+    if they are those of a synthetic task (data/recall.py); answer_id: the token that stands before
+    the answer at the end of a document, for rewards that compare answers.
+    """
 
     folder: Path
     vocab_size: int
@@ -157,6 +165,9 @@ class Manifest:
     tokenizer_sha256: str | None  # of a tokenizer.json: its map from tokens to ids
     sources: list[dict]
     fingerprint: str
+    masked: bool = False
+    task: dict | None = None
+    answer_id: int | None = None
 
     @classmethod
     def open(cls, folder: Path | str) -> "Manifest":
@@ -176,9 +187,9 @@ class Manifest:
         return manifest
 
     @property
-    def dtype(self) -> np.dtype:
-        """The storage type of the ids."""
-        return np.dtype(token_dtype(self.vocab_size))
+    def storage(self) -> Storage:
+        """How the ids are stored."""
+        return Storage.of(self.vocab_size, self.masked)
 
     def files(self) -> list[StoredFile]:
         """All files of the folder but the manifest and the tokenizer."""
@@ -212,12 +223,15 @@ def write_manifest(
     validation: StoredFile,
     tokenizer: dict | None,
     sources: Iterable[dict],
+    masked: bool = False,
+    task: dict | None = None,
+    answer_id: int | None = None,
 ) -> None:
-    """Write the manifest of the files in `folder` and force it to the disk."""
+    """Write the manifest of the files in `folder` and force it to the disk, all of it or none."""
     content = {
         "magic": MAGIC,
         "version": VERSION,
-        "dtype": token_dtype(vocab_size),
+        "dtype": token_dtype(vocab_size, masked),
         "vocab_size": vocab_size,
         "eod_id": eod_id,
         "shards": [shard.record() for shard in shards],
@@ -226,19 +240,16 @@ def write_manifest(
         "tokenizer": tokenizer,
         "sources": list(sources),
     }
+    if masked:
+        content["masked"] = True
+    if task is not None:
+        content["task"] = task
+    if answer_id is not None:
+        content["answer_id"] = answer_id
     content["checksum"] = _checksum(content)
     text = json.dumps(content, indent=1, sort_keys=True)
-    write_bytes(folder / MANIFEST, text.encode())
-
-
-def token_dtype(vocab_size: int) -> str:
-    """How ids are stored: as "uint16" if every id fits, else as "uint32".
-
-    151,936 ids in uint16 would be corrupted without an error.
-    """
-    if not 0 < vocab_size <= 1 << 32:
-        raise ValueError(f"vocab_size is {vocab_size}: allowed are 1 to 2^32")
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+    with replacing(folder / MANIFEST) as temporary:
+        write_bytes(temporary, text.encode())
 
 
 def sha256_file(path: Path) -> str:
@@ -313,6 +324,9 @@ def _parse(folder: Path, content: dict) -> Manifest:
         tokenizer_sha256=tokenizer.get("ids_sha256", tokenizer.get("sha256")),
         sources=content["sources"],
         fingerprint=content["checksum"],
+        masked=content.get("masked", False),
+        task=content.get("task"),
+        answer_id=content.get("answer_id"),
     )
 
 
@@ -350,6 +364,9 @@ def _inside(folder: Path, name: str) -> Path:
 def _check(path: Path, content: dict) -> None:
     """ValueError unless the fields have their types and agree with each other."""
     _check_fields(path, content, FIELDS)
+    _check_fields(
+        path, content, {name: OPTIONAL_FIELDS[name] for name in OPTIONAL_FIELDS & content.keys()}
+    )
     for shard in content["shards"]:
         _check_fields(path, shard, SHARD_FIELDS)
     for split in content["splits"].values():
@@ -363,6 +380,32 @@ def _check(path: Path, content: dict) -> None:
 
     _check_splits(path, content)
     _check_vocabulary(path, content)
+    if "task" in content:
+        _check_task(path, content["task"], content["vocab_size"])
+    if not 0 <= content.get("answer_id", 0) < content["vocab_size"]:
+        raise ValueError(
+            f"{path}: field 'answer_id' is wrong ({content['answer_id']}): {PREPARE_AGAIN}"
+        )
+
+
+def _check_task(path: Path, task: dict, vocab_size: int) -> None:
+    """ValueError unless the task has ranges of ids, and an id or none before a question."""
+    ranges = [task.get(name) for name in ("keys", "values", "noise")]
+    query = task.get("query")
+    sound = (
+        task.keys() == {"keys", "values", "noise", "query"}
+        and all(_is_range(one, vocab_size) for one in ranges)
+        and (query is None or _is_range([query, vocab_size], vocab_size))
+    )
+    if not sound:
+        raise ValueError(f"{path}: field 'task' is wrong ({str(task)[:80]}): {PREPARE_AGAIN}")
+
+
+def _is_range(value: object, vocab_size: int) -> bool:
+    """Whether it is [first, stop] of ids."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(type(one) is int for one in value) and 0 <= value[0] < value[1] <= vocab_size
 
 
 def _check_fields(path: Path, content: object, fields: dict) -> None:
@@ -378,7 +421,9 @@ def _check_fields(path: Path, content: object, fields: dict) -> None:
 
 def _is_kind(value: object, kind: type | tuple) -> bool:
     """Whether a JSON value has this type; true and false are not numbers, and no number is < 0."""
-    if isinstance(value, bool) or not isinstance(value, kind):
+    if isinstance(value, bool):
+        return kind is bool
+    if not isinstance(value, kind):
         return False
     return kind is not int or value >= 0
 
@@ -407,7 +452,8 @@ def _check_splits(path: Path, content: dict) -> None:
 
 def _check_vocabulary(path: Path, content: dict) -> None:
     vocab_size = content["vocab_size"]
-    dtype = token_dtype(vocab_size)
+    masked = content.get("masked", False)
+    dtype = token_dtype(vocab_size, masked)
     if content["dtype"] != dtype:
         # ids that did not fit when they were written, or a file that was changed later
         kind = ValueError if dtype == "uint32" else IntegrityError

@@ -11,8 +11,8 @@ of n corpora within 1 - 1 / (2n - 2) rows of its share at every position.
 Position p then belongs to one corpus, whose row is the one after those that it had before p. There
 is no state beyond the position, and the number of ranks plays no part.
 
-`long_share` and `short_share` split every corpus by the length of its documents, and each part is
-packed and ordered by itself, like a corpus.
+A `Split` divides every corpus by the length of its documents, and each part is packed and ordered
+by itself, like a corpus.
 """
 
 import functools
@@ -28,14 +28,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.dataset import Dataset, open_dataset
+from data.dataset import ENDLESS, Dataset, in_words, open_dataset
+from data.load_tokenizer import hash_of_ids
 from data.loader import Batch, Loader, Order
 from data.order import Ranges
 from data.packing import too_short
 
 DECIMALS = 4  # of a share
 EMBEDDED = "embedded corpus"
-ENDLESS = 2**62  # tokens of a document: more than any has
 LONGEST_PERIOD = 10**6
 SHARE = re.compile(rf"\d{{0,3}}(\.\d{{0,{DECIMALS}}})?")
 
@@ -155,7 +155,8 @@ def open_corpora(data: str) -> tuple[Corpus, ...]:
 
 def check_same_ids(first: Dataset, other: Dataset) -> None:
     """Raise ValueError unless an id means the same in both datasets."""
-    if _meaning_of_ids(first) == _meaning_of_ids(other):
+    same_size = (first.vocab_size, first.eod_id) == (other.vocab_size, other.eod_id)
+    if same_size and _have_one_tokenizer(first, other):
         return
     remedy = f"prepare both with one tokenizer: add --tokenizer {first.tokenizer_path}"
     if first.tokenizer_path is None:
@@ -163,8 +164,13 @@ def check_same_ids(first: Dataset, other: Dataset) -> None:
     raise ValueError(f"{first.path} and {other.path} have different tokenizers: {remedy}")
 
 
-def _meaning_of_ids(dataset: Dataset) -> tuple:
-    return dataset.tokenizer_sha256, dataset.vocab_size, dataset.eod_id
+def _have_one_tokenizer(first: Dataset, other: Dataset) -> bool:
+    """Whether the hashes are equal, or one is a sentencepiece model and the other its export."""
+    if first.tokenizer_sha256 == other.tokenizer_sha256:
+        return True
+    if first.tokenizer_path is None or other.tokenizer_path is None:
+        return False
+    return hash_of_ids(first.tokenizer_path) == hash_of_ids(other.tokenizer_path)
 
 
 def fingerprint(corpora: Sequence[Corpus]) -> str:
@@ -269,16 +275,24 @@ class Split(NamedTuple):
     flag: str
 
 
-def parts(corpora: Sequence[Corpus], split: Split | None = None) -> list[Part]:
-    """The corpora, each in two parts if there is a `split`."""
-    if split is None:
+def parts(
+    corpora: Sequence[Corpus], split: Split | None = None, longest: int | None = None
+) -> list[Part]:
+    """The corpora, each in two parts if there is a `split`; without documents of more than
+    `longest` tokens, as --whole_documents asks.
+    """
+    stop = ENDLESS if longest is None else longest + 1
+    if split is None and longest is None:
         return [Part(corpus.name, corpus, corpus.share) for corpus in corpora]
+    if split is None:
+        lengths = range(1, stop)
+        return [Part(one.name, one, one.share, lengths, "--whole_documents") for one in corpora]
 
     found = []
     for corpus in corpora:
         for name, lengths, share in (
             ("short", range(1, split.tokens + 1), split.short_share),
-            ("long", range(split.tokens + 1, ENDLESS), 1 - split.short_share),
+            ("long", range(split.tokens + 1, stop), 1 - split.short_share),
         ):
             part = Part(f"{corpus.name} {name}", corpus, corpus.share * share, lengths, split.flag)
             found.append(part)
@@ -382,29 +396,46 @@ def order(
     seed: int = 0,
     skip: Ranges = (),
     split: Split | None = None,
+    whole: bool = False,
 ) -> Order:
-    """A Loader for one corpus that is not split, otherwise a Mixture."""
+    """A Loader for one corpus that is not split, otherwise a Mixture.
+
+    whole: without documents that are longer than a row, which would be cut.
+    """
+    found = parts(corpora, split, context_length if whole else None)
     if len(corpora) == 1 and split is None:
-        dataset = corpora[0].dataset
-        return Loader(dataset, context_length, global_batch_rows, seed=seed, skip=skip)
-    return Mixture(parts(corpora, split), context_length, global_batch_rows, seed, skip)
+        loader = _loader(found[0], context_length, seed, global_batch_rows)
+        return loader.without(skip)
+    return Mixture(found, context_length, global_batch_rows, seed, skip)
 
 
-def _loader(part: Part, context_length: int, seed: int) -> Loader:
+def left_out(corpora: Sequence[Corpus], context_length: int) -> list[str]:
+    """What --whole_documents does not read, a line for each corpus that has longer documents."""
+    lines = []
+    for corpus in corpora:
+        lengths = corpus.dataset.split("train").lengths
+        longer = lengths[lengths > context_length]
+        if len(longer):
+            lines.append(
+                f"data: {longer.sum():,} of {lengths.sum():,} tokens of {corpus.name} are left "
+                f"out: they are in documents of more than {context_length:,} tokens "
+                "(--whole_documents)"
+            )
+    return lines
+
+
+def _loader(part: Part, context_length: int, seed: int, global_batch_rows: int = 1) -> Loader:
     """The rows of one part; ValueError naming it if it has no documents."""
-    if part.lengths is not None:
-        lengths = part.corpus.dataset.split("train").lengths
-        if not ((lengths >= part.lengths.start) & (lengths < part.lengths.stop)).any():
-            raise ValueError(_no_documents(part, lengths))
-    return Loader(part.corpus.dataset, context_length, 1, seed=seed, lengths=part.lengths)
+    dataset = part.corpus.dataset
+    split = dataset.split("train")
+    if not split.has(part.lengths):
+        raise ValueError(_no_documents(part, split.lengths))
+    return Loader(dataset, context_length, global_batch_rows, seed=seed, lengths=part.lengths)
 
 
 def _no_documents(part: Part, lengths: np.ndarray) -> str:
-    tokens = f"of {part.lengths.start:,} tokens or more"
-    if part.lengths.start == 1:
-        tokens = f"of fewer than {part.lengths.stop:,} tokens"
     return (
-        f"{part.corpus.dataset.path} has no document {tokens} (they have {lengths.min():,} to "
-        f"{lengths.max():,}), which {part.flag} needs: drop {part.flag}, or give a corpus of such "
-        "documents its share by --data FOLDER:SHARE,FOLDER:SHARE"
+        f"{part.corpus.dataset.path} has no document of {in_words(part.lengths)} (they have "
+        f"{lengths.min():,} to {lengths.max():,}), which {part.flag} needs: drop {part.flag}, or "
+        "give a corpus of such documents its share by --data FOLDER:SHARE,FOLDER:SHARE"
     )

@@ -1,6 +1,7 @@
 """Rows of a parquet file, through pyarrow (an optional extra), a few at a time."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from data.fields import FieldError, TextField
@@ -16,11 +17,14 @@ class BadParquet(ValueError):
     """A file that pyarrow cannot read."""
 
 
-def texts(file: BinaryIO, field: TextField) -> Iterator[tuple[int, bytes | str | FieldError]]:
-    """Each row's number from 1, and its text, as bytes where the encoding is not checked yet, or
-    what is wrong with it.
+Found = bytes | str | FieldError
 
-    Raises FieldError if the table lacks the column, BadParquet if the file cannot be read.
+
+def texts(file: BinaryIO, fields: Sequence[TextField]) -> Iterator[tuple[int, tuple[Found, ...]]]:
+    """Each row's number from 1, and its text for each of the fields, as bytes where the encoding is
+    not checked yet, or what is wrong with it.
+
+    Raises FieldError if the table lacks a column, BadParquet if the file cannot be read.
     """
     import pyarrow
     from pyarrow import parquet
@@ -28,17 +32,30 @@ def texts(file: BinaryIO, field: TextField) -> Iterator[tuple[int, bytes | str |
     try:
         # no `pre_buffer`: it would read whole row groups
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=BUFFER)
-        columns = field.columns(table.schema_arrow.names)
+        columns = [field.columns(table.schema_arrow.names) for field in fields]
+        every = list(dict.fromkeys(itertools.chain(*columns)))
         number = 0
-        for batch in table.iter_batches(ROWS, columns=columns, use_threads=False):
-            for text in _of_batch(batch, field, columns):
+        for batch in table.iter_batches(ROWS, columns=every, use_threads=False):
+            found = [
+                _of_batch(_select(batch, names), field, names)
+                for field, names in zip(fields, columns, strict=True)
+            ]
+            for row in zip(*found, strict=True):
                 number += 1
-                yield number, text
+                yield number, row
     except (pyarrow.ArrowException, OSError) as error:
         raise BadParquet(" ".join(str(error).split())[:200]) from None
 
 
-def _of_batch(batch, field: TextField, columns: list[str]) -> Iterator[bytes | str | FieldError]:
+def _select(batch, names: list[str]):
+    """The batch with these columns only; of several with one name, the first."""
+    found = batch.schema.names
+    if set(found) == set(names):
+        return batch
+    return batch.select([found.index(name) for name in names])
+
+
+def _of_batch(batch, field: TextField, columns: list[str]) -> Iterator[Found]:
     """The text of each row of a batch."""
     import pyarrow
 

@@ -45,10 +45,11 @@ import sentencepiece
 
 from data.dataset import Dataset
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
-from data.manifest import MANIFEST, token_dtype
+from data.manifest import MANIFEST
 from data.order import mix
 from data.progress import shown
 from data.sources import Document
+from data.storage import token_dtype
 from data.tokenizer import SENTENCEPIECE, train
 from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, require_new
 from files import durable
@@ -60,7 +61,7 @@ SAVE_SECONDS = 2.0  # a killed preparation loses so much time, and a save takes 
 SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
 SPACE_MARGIN = 1.05
 STATE = "state.json"
-STATE_VERSION = 1
+STATE_VERSION = 2  # of the places where a text is cut, which decide about ids
 TINY_CHARS = 64  # a document with fewer has no context to speak of
 
 
@@ -77,6 +78,7 @@ def build_dataset(
     sources: Callable[[], Iterable[dict]] = list,
     key: object = None,
     report: Callable[[str], object] = print,
+    answers: bool = False,
 ) -> Dataset:
     """Encode what `documents()` yields into a new dataset folder.
 
@@ -87,6 +89,9 @@ def build_dataset(
     manifest where they are from, is called in between. With `tokenizer` that model is used,
     otherwise one of `vocab_size` is trained. An only document is cut in two, so that its end can be
     the validation split, which `report` is told.
+
+    answers: the documents have answers, and only these and the ends of the documents are learned.
+    Text and answer are encoded each by itself.
 
     key: what identifies the documents, for JSON. A preparation that was killed continues when it is
     called with the same key and settings, and ends with the same bytes; without a key it begins
@@ -102,10 +107,12 @@ def build_dataset(
 
     given = load_tokenizer(tokenizer, eod) if tokenizer else None
     settings = [_identity(given), vocab_size, character_coverage, val_fraction]
+    if answers:
+        settings.append("answers")
 
     output = Path(output)
     with durable.building(output, keep=key is not None) as folder:
-        state = State.open(folder, [key, settings])
+        state = State.open(folder, [key, settings], masked=answers)
         if state.scanned is None:
             found = scan(documents())
             for line in found.notes():
@@ -153,24 +160,36 @@ def _fill(
     _require_space(state)
 
     texts = iter(documents())
-    if state.scanned["documents"] == 1 and val_fraction:
+    if state.scanned["documents"] == 1 and val_fraction and not state.masked:
         texts = _end_apart(texts, val_fraction, report)
     num_chars = state.scanned["characters"]
     if position:
         report(f"continuing after {position:,} documents, {sum(writer.lengths):,} tokens")
         done = shown(itertools.islice(texts, position), "reading what is done", num_chars)
-        num_chars -= sum(len(document.text) for document in done)
+        num_chars -= sum(document.num_chars for document in done)
     if num_chars <= BATCH_BYTES:
         workers = 1
 
     saved = time.monotonic()
     for document in encode(texts, state.tokenizer, workers, num_chars):
+        if state.masked:
+            _require_both(document, position)
         writer.add(document)
         position += 1
         if time.monotonic() - saved >= SAVE_SECONDS:
             state.save_written(position, writer.save())
             saved = time.monotonic()
     writer.finish(state.tokenizer, sources(), val_fraction)
+
+
+def _require_both(document: TokenizedDocument, position: int) -> None:
+    """Raise ValueError if the prompt or the answer has no token: some tokenizers drop spaces."""
+    for name, tokens in (("prompt", ~document.learned), ("answer", document.learned)):
+        if not tokens.any():
+            raise ValueError(
+                f"the {name} of record {position + 1:,} is text without any token: leave that "
+                "record out of the input, or use another --tokenizer"
+            )
 
 
 def _require_space(state: "State") -> None:
@@ -200,26 +219,28 @@ class State:
     """How far a preparation is: a JSON file in the `working` folder of the unfinished dataset.
 
     `scanned` is what the first reading found, None before; `position` is the number of documents
-    whose ids are safely on the disk.
+    whose ids are safely on the disk. `masked`: whether the dataset is.
     """
 
-    def __init__(self, folder: Path, content: dict):
+    def __init__(self, folder: Path, content: dict, masked: bool = False):
         self.folder = folder
+        self.masked = masked
         self.working = folder / WORKING
         self._content = content
 
     @classmethod
-    def open(cls, folder: Path, key: object) -> "State":
+    def open(cls, folder: Path, key: object, masked: bool = False) -> "State":
         """The state in `folder`, or a new one if it has none, or that of another command."""
         digest = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
         file = folder / WORKING / STATE
         if file.is_file():
             content = json.loads(file.read_text())
             if content["key"] == digest:
-                return cls(folder, content)
+                return cls(folder, content, masked)
         durable.clear(folder)
         durable.make_folder(folder / WORKING)
-        return cls(folder, {"key": digest, "scan": None, "position": 0, "writer": None})
+        content = {"key": digest, "scan": None, "position": 0, "writer": None}
+        return cls(folder, content, masked)
 
     @property
     def scanned(self) -> dict | None:
@@ -240,16 +261,17 @@ class State:
         """The writer, at `position`."""
         model = load_tokenizer(self.tokenizer)
         vocab_size = model.padded_vocab_size()
-        if self._content["writer"] is None:
-            return Writer(self.folder, vocab_size, model.eod_id)
-        return Writer.restore(self.folder, vocab_size, model.eod_id, self._content["writer"])
+        saved = self._content["writer"]
+        if saved is None:
+            return Writer(self.folder, vocab_size, model.eod_id, masked=self.masked)
+        return Writer.restore(self.folder, vocab_size, model.eod_id, saved, masked=self.masked)
 
     def save_scan(self, found: "Scan", model: AnyTokenizer) -> None:
         """Record that the first reading is done, and the tokenizer in `working`."""
         self._content["scan"] = {
             "characters": found.num_chars,
             "documents": found.num_documents,
-            "bytes": _bytes_needed(found, model),
+            "bytes": _bytes_needed(found, model, self.masked),
             "tokenizer": model.path.name,
         }
         durable.write_json(self.working / STATE, self._content)
@@ -260,11 +282,11 @@ class State:
         durable.write_json(self.working / STATE, self._content)
 
 
-def _bytes_needed(found: "Scan", model: AnyTokenizer) -> int:
+def _bytes_needed(found: "Scan", model: AnyTokenizer, masked: bool) -> int:
     """About how large the shards will be, from the ids of a part of the sample."""
     text = "".join(found.sample)[:SPACE_CHARS]
     tokens = len(model.encode(text)) / len(text) * found.num_chars
-    width = np.dtype(token_dtype(model.padded_vocab_size())).itemsize
+    width = np.dtype(token_dtype(model.padded_vocab_size(), masked)).itemsize
     return round(SPACE_MARGIN * tokens * width) + 32 * found.num_documents
 
 
@@ -301,11 +323,13 @@ def scan(documents: Iterable[Document]) -> Scan:
     num_empty = 0
     num_tiny = 0
     for document in shown(documents, "reading"):
-        num_chars += len(document.text)
-        num_documents += bool(document.text)
-        num_empty += not document.text
-        num_tiny += 0 < len(document.text) < TINY_CHARS
+        length = document.num_chars
+        num_chars += length
+        num_documents += length > 0
+        num_empty += length == 0
+        num_tiny += 0 < length < TINY_CHARS
         sample.add(document.text)
+        sample.add(document.answer or "")
 
     if not num_chars:
         raise ValueError(
@@ -381,6 +405,12 @@ class Part(NamedTuple):
 
     text: str
     is_last: bool  # of its document
+    learned: bool | None = None  # None if documents have no answers
+
+    @property
+    def num_chars(self) -> int:
+        """The characters of the text."""
+        return len(self.text)
 
 
 class EncodedPart(NamedTuple):
@@ -389,6 +419,7 @@ class EncodedPart(NamedTuple):
     ids: np.ndarray
     num_bytes: int
     is_last: bool
+    learned: bool | None = None
 
 
 def encode(
@@ -412,29 +443,45 @@ def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[P
     whole: all processes can work on one long document, and nobody holds it as a list of numbers.
     """
     for document in documents:
-        *others, last = tokenizer.parts(document.text, BATCH_BYTES)
-        for text in others:
-            yield Part(text, is_last=False)
-        yield Part(last, is_last=True)
+        if document.answer is None:
+            yield from _parts_of(document.text, tokenizer)
+            continue
+        for part in _parts_of(document.text, tokenizer):
+            yield part._replace(is_last=False, learned=False)
+        for part in _parts_of(document.answer, tokenizer):
+            yield part._replace(learned=True)
+
+
+def _parts_of(text: str, tokenizer: AnyTokenizer) -> Iterator[Part]:
+    *others, last = tokenizer.parts(text, BATCH_BYTES)
+    for part in others:
+        yield Part(part, is_last=False)
+    yield Part(last, is_last=True)
 
 
 def _joined(parts: Iterable[EncodedPart]) -> Iterator[TokenizedDocument]:
     """The documents that the parts are of."""
     ids: list[np.ndarray] = []
+    marks: list[np.ndarray] = []
     num_bytes = 0
     for part in parts:
         ids.append(part.ids)
+        if part.learned is not None:
+            marks.append(np.full(len(part.ids), part.learned))
         num_bytes += part.num_bytes
         if part.is_last:
-            yield TokenizedDocument(np.concatenate(ids), num_bytes)
+            learned = np.concatenate(marks) if marks else None
+            yield TokenizedDocument(np.concatenate(ids), num_bytes, learned)
             ids = []
+            marks = []
             num_bytes = 0
 
 
 def _encode_here(parts: Iterable[Part], tokenizer: AnyTokenizer) -> Iterator[EncodedPart]:
     for part in parts:
         num_bytes = len(part.text.encode())
-        yield EncodedPart(tokenizer.encode_array(part.text), num_bytes, part.is_last)
+        ids = tokenizer.encode_array(part.text)
+        yield EncodedPart(ids, num_bytes, part.is_last, part.learned)
 
 
 def _encode_in_processes(
@@ -468,7 +515,7 @@ def _encode_batch(batch: list[Part], idle: "SimpleQueue[Worker]") -> list[Encode
     finally:
         idle.put(process)
     return [
-        EncodedPart(ids, len(text), part.is_last)
+        EncodedPart(ids, len(text), part.is_last, part.learned)
         for ids, text, part in zip(encoded, texts, batch, strict=True)
     ]
 

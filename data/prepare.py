@@ -8,6 +8,9 @@
         JSONL and parquet files, one document per line or row
     python -m data.prepare --input more/ --output data/more --tokenizer Qwen3-0.6B-Base/
         with the tokenizer of a Hugging Face folder, or of another dataset's folder
+    python -m data.prepare --input qa.jsonl --text_field question --answer_field answer \\
+        --tokenizer Qwen3-0.6B-Base/ --output data/asked
+        questions with answers, of which only the answers are learned
 
 Exit codes: 0 done, 2 bad input (one line with the remedy, before anything is written), 3 damaged
 data, 6 storage.
@@ -32,6 +35,9 @@ from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
 
 CONTEXTS = (2048, 8192, 32768, 131072)
+
+# The flags that the embedded corpus ignores.
+NEED_INPUT = {"text_field", "answer_field", "on_error", "encoding", "max_document_mib"}
 
 EXIT_BAD_INPUT = 2
 EXIT_INTEGRITY = 3
@@ -116,6 +122,7 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
         encoding=options.encoding or "utf-8",
         replace=options.on_error == "replace",
         document_bytes=limit,
+        answer_field=options.answer_field,
     )
     is_joined = options.documents == "directory"
     join = functools.partial(by_directory, limit=limit) if is_joined else iter
@@ -125,6 +132,7 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
             options.output,
             sources=files.describe,
             key=[files.stamp(), options.documents, options.on_error],
+            answers=options.answer_field is not None,
             **settings,
         )
     finally:
@@ -228,6 +236,13 @@ def _parser() -> _Parser:
         "'{title}\\n\\n{text}'",
     )
     add(
+        "--answer_field",
+        metavar="FIELD",
+        help="JSONL and parquet: which text of a record is the answer to that of --text_field, "
+        "spelled like it; only the answer and the end of the document are learned, and the two are "
+        "tokenized separately, so that the prompt has the ids that it has without an answer",
+    )
+    add(
         "--encoding",
         metavar="NAME",
         help="of text and JSONL: utf-8 (default), latin-1, cp1252, and others that hold ASCII",
@@ -280,12 +295,14 @@ def _check(options: argparse.Namespace) -> None:
     for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
         if "output" not in given:
             raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
-    for name in sorted(given & {"text_field", "on_error", "encoding", "max_document_mib"}):
+    for name in sorted(given & NEED_INPUT):
         if "input" not in given:
             raise ValueError(
                 f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "
                 f"--{name}"
             )
+    if "answer_field" in given:
+        _check_answers(options)
     if "eod" in given and "tokenizer" not in given:
         raise ValueError("--eod needs --tokenizer PATH: add that, or drop --eod")
     for name in sorted(given & {"vocab_size", "character_coverage"}):
@@ -297,6 +314,17 @@ def _check(options: argparse.Namespace) -> None:
     if "input" in given and "max_bytes" in given:
         raise ValueError(
             "--max_bytes is for the embedded corpus: leave it out, or leave out --input"
+        )
+
+
+def _check_answers(options: argparse.Namespace) -> None:
+    """Raise ValueError for flags that leave documents without an answer."""
+    if not options.answer_field:
+        raise ValueError("--answer_field is empty: name a field, or drop --answer_field")
+    if options.documents == "directory":
+        raise ValueError(
+            "--documents directory joins records, and --answer_field is for each of them: drop one "
+            "of the two"
         )
 
 

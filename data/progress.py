@@ -15,10 +15,13 @@ EVERY = 15.0  # seconds between two lines
 class HasText(Protocol):
     """A document, or a part of one."""
 
-    text: str
+    @property
+    def num_chars(self) -> int:
+        """The characters of its text."""
 
 
 Text = TypeVar("Text", bound=HasText)
+Item = TypeVar("Item")
 
 
 def shown(
@@ -37,7 +40,7 @@ def _with_bar(texts: Iterable[Text], what: str, total: int | None) -> Iterator[T
     with tqdm(total=total, desc=what, unit=" characters", unit_scale=True, leave=False) as bar:
         for one in texts:
             yield one
-            bar.update(len(one.text))
+            bar.update(one.num_chars)
 
 
 def _with_lines(
@@ -48,11 +51,56 @@ def _with_lines(
     done = 0
     for one in texts:
         yield one
-        done += len(one.text)
+        done += one.num_chars
         now = clock()
         if now - printed >= EVERY:
             print(line(what, done, total, now - begin), file=sys.stderr, flush=True)
             printed = now
+
+
+def counted(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
+    """The items, counted on standard error as `shown` counts texts."""
+    with Reached(what, total) as reached:
+        for done, one in enumerate(items, 1):
+            yield one
+            reached.at(done)
+
+
+class Reached:
+    """The same for work that says itself how far it is, in any unit."""
+
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic):
+        self.what = what
+        self.total = total
+        self.clock = clock
+        self.printed = clock()
+        self.first: tuple[int, float] | None = None  # what was done when it was first asked, when
+        self.bar = tqdm(desc=what, total=total, leave=False) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> "Reached":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def at(self, done: int) -> None:
+        """So much is done."""
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+            return
+        now = self.clock()
+        if self.first is None:
+            self.first = done, now
+        if now - self.printed < EVERY:
+            return
+        self.printed = now
+        words = f"{self.what}: {done:,} of {self.total:,}"
+        before, begin = self.first
+        if done > before:
+            left = (now - begin) * (self.total - done) / (done - before)
+            words += f", about {duration(max(0.0, left))} left"
+        print(words, file=sys.stderr, flush=True)
 
 
 def line(what: str, done: int, total: int | None, seconds: float) -> str:

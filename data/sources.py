@@ -39,10 +39,16 @@ Report = Callable[[str], object]
 
 
 class Document(NamedTuple):
-    """A text, and where it is from."""
+    """A text, and where it is from; of a question with its answer, both."""
 
     name: str
     text: str
+    answer: str | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """The characters of the text and the answer."""
+        return len(self.text) + len(self.answer or "")
 
 
 def refuse(message: str) -> None:
@@ -92,6 +98,16 @@ def require_readable(file: File) -> None:
     )
 
 
+def require_fields(file: File) -> None:
+    """Raise ValueError if the name says that the file has no records with fields."""
+    kind = kind_of(file)
+    if kind != ".parquet" and kind not in JSONL_SUFFIXES:
+        raise ValueError(
+            f"{file} is read as text, which has no field for --answer_field: give JSONL or parquet "
+            "only, or drop --answer_field"
+        )
+
+
 def require_extras(file: File) -> None:
     """Raise ValueError naming the package that this file needs and that is not installed."""
     if kind_of(file) == ".parquet":
@@ -139,20 +155,24 @@ class TextFiles:
         encoding: str = "utf-8",
         replace: bool = False,
         document_bytes: int = DOCUMENT_BYTES,
+        answer_field: str | None = None,
     ):
         """text_field: which text of a record is the document (data/fields.py), "text" if None.
+        answer_field: which one is its answer, if documents have answers; neither may be empty then.
         report: told of each document that is left out. replace: bytes that are not text become
         U+FFFD. document_bytes: a longer text is cut at the end of a line, a longer record is bad.
 
         Raises ValueError if one of the inputs does not exist, holds no file, is of a format that
-        is not read, or needs a package that is not installed.
+        is not read or has no field for an answer, or needs a package that is not installed.
         """
         if document_bytes < 1:
             raise ValueError(
                 f"--max_document_mib allows documents of {document_bytes >> 20} MiB: give 1 or more"
             )
         self._inputs = [look_into(path) for path in inputs]
-        self._field = TextField(text_field or "text")
+        self._fields = [TextField(text_field or "text")]
+        if answer_field is not None:
+            self._fields.append(TextField(answer_field, "--answer_field"))
         self._report = report
         self._encoding = checked_encoding(encoding)
         self._replace = replace
@@ -164,8 +184,10 @@ class TextFiles:
         for one in self._inputs:
             for file in one.files:
                 # in a folder of sources, .json and .csv are text like any other
-                if text_field or one.files == [file]:
+                if text_field or answer_field or one.files == [file]:
                     require_readable(file)
+                if answer_field is not None:
+                    require_fields(file)
                 require_extras(file)
 
     def notes(self) -> list[str]:
@@ -223,7 +245,8 @@ class TextFiles:
 
     def stamp(self) -> list:
         """What changes if a file or the way to read it does: a list for JSON."""
-        settings = [self._field.spelled, self._encoding, self._replace, self._limit]
+        text, *answer = [field.spelled for field in self._fields]
+        settings = [text, self._encoding, self._replace, self._limit, *answer]
         files = [[str(file), *_stamp(file)] for one in self._inputs for file in one.files]
         return [settings, files]
 
@@ -266,9 +289,9 @@ class TextFiles:
                     self._report(self._too_long(f"{place}: a line", file))
                     _skip_line(stream, line)
                     continue
-                text = self._parsed(line, place) if line.strip() else None
-                if text is not None:
-                    yield Document(place, text)
+                document = self._parsed(line, place) if line.strip() else None
+                if document is not None:
+                    yield document
 
     def _rows(self, file: File) -> Iterator[Document]:
         """A document for each row of a table."""
@@ -276,12 +299,12 @@ class TextFiles:
             self._hashed[file] = hash_file(file)
         with open_raw(file) as stored:
             try:
-                for number, found in parquet.texts(stored, self._field):
-                    text = self._row_text(found, f"{file}:{number}")
-                    if text is not None:
-                        yield Document(f"{file}:{number}", text)
+                for number, found in parquet.texts(stored, self._fields):
+                    document = self._of_row(found, f"{file}:{number}")
+                    if document is not None:
+                        yield document
             except FieldError as error:
-                raise ValueError(f"{file}: {error}; set --text_field: give a column") from None
+                raise ValueError(f"{file}: {error}: give a column") from None
             except parquet.BadParquet as error:
                 self._report(f"{file} is damaged parquet ({error})")
 
@@ -314,8 +337,8 @@ class TextFiles:
         self._replaced[place] = _Replaced(count, place, encoding)
         return text
 
-    def _parsed(self, line: bytes, place: str) -> str | None:
-        """The text of a JSONL line; None after a report that names file:line."""
+    def _parsed(self, line: bytes, place: str) -> Document | None:
+        """The document of a JSONL line; None after a report that names file:line."""
         decoded = self._decode(line, place)
         if decoded is None:
             return None
@@ -325,14 +348,27 @@ class TextFiles:
             self._report(f"{place}: this line is not JSON ({error})")
             return None
         try:
-            text = self._field.text_of(record)
+            texts = [field.text_of(record) for field in self._fields]
         except FieldError as error:
-            self._report(f"{place}: {error}; set --text_field")
+            self._report(f"{place}: {error}")
             return None
-        return self._without_surrogates(text, place)
+        for field, text in zip(self._fields, texts, strict=True):
+            if self._without_surrogates(text, place, field) is None:
+                return None
+        return self._document(place, *texts)
 
-    def _row_text(self, found: bytes | str | FieldError, place: str) -> str | None:
-        """The text of a row; None after a report that names file:row."""
+    def _of_row(self, found: Sequence[parquet.Found], place: str) -> Document | None:
+        """The document of a row; None after a report that names file:row."""
+        texts = []
+        for field, one in zip(self._fields, found, strict=True):
+            text = self._row_text(one, place, field)
+            if text is None:
+                return None
+            texts.append(text)
+        return self._document(place, *texts)
+
+    def _row_text(self, found: parquet.Found, place: str, field: TextField) -> str | None:
+        """One text of a row; None after a report that names file:row."""
         if isinstance(found, FieldError):
             self._report(f"{place}: {found}")
             return None
@@ -342,14 +378,25 @@ class TextFiles:
         if isinstance(found, bytes):
             # parquet's strings are UTF-8, whatever the encoding of other files
             return self._decode(found, place, encoding="utf-8")
-        return self._without_surrogates(found, place)
+        return self._without_surrogates(found, place, field)
 
-    def _without_surrogates(self, text: str, place: str) -> str | None:
+    def _document(self, place: str, text: str, answer: str | None = None) -> Document | None:
+        """The document of a record; None after a report if it has an empty part and an answer."""
+        document = Document(place, text, answer)
+        if answer is None:
+            return document
+        for name, part, field in zip(("prompt", "answer"), document[1:], self._fields, strict=True):
+            if not part:
+                self._report(f"{place}: the {name} ({field.flag} {field.spelled!r}) is empty")
+                return None
+        return document
+
+    def _without_surrogates(self, text: str, place: str, field: TextField) -> str | None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             self._report(
-                f"{place}: character {error.start} of {self._field.spelled!r} is a lone surrogate, "
+                f"{place}: character {error.start} of {field.spelled!r} is a lone surrogate, "
                 "which is not text"
             )
             return None

@@ -129,7 +129,7 @@ def require_longer_documents(lengths: np.ndarray, before: int, tokens: int) -> N
     """Raise ValueError if no document of `lengths` is longer than the stage of `before` tokens, so
     that one of more `tokens` would teach nothing new.
     """
-    longest = int(lengths.max())
+    longest = int(lengths.max(initial=0))
     if longest <= before:
         raise ValueError(
             f"--length_schedule goes to {tokens} tokens, but the longest document has {longest}, "

@@ -7,8 +7,10 @@ spelled as its three byte tokens. The end of a document is a *control* token: no
 """
 
 import codecs
+import functools
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ TRAIN_HINT = "train one with --vocab_size N"
 
 # long texts leave the cache while they are encoded: 2.5 times as fast as chunks of 1 MiB
 CHUNK_CHARS = 8192
+# a chunk without a place to cut grows up to here, which bounds the memory: about 100 MiB
+LONGEST_CHUNK = 1 << 20
 # the trainer drops a "sentence" of more than 4 MiB, or one with U+2585: keep what it drops small
 TRAIN_CHUNK_CHARS = 65536
 TRAIN_SETTINGS = dict(
@@ -157,10 +161,14 @@ class Tokenizer:
         self._require_lossless()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
+        """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate.
+
+        A long text is encoded in chunks. They are cut where no token could join the characters on
+        both sides, so with a BPE model the ids are those of the whole text.
+        """
         require_encodable(text)
         ids: list[int] = []
-        for chunk in chunks(text, CHUNK_CHARS):
+        for chunk in self._chunks(text):
             first, *others = chunk.split(SPACE_MARK)
             ids += self._processor.encode(first)
             for part in others:
@@ -178,7 +186,7 @@ class Tokenizer:
         """
         part: list[str] = []
         length = 0
-        for chunk in chunks(text, CHUNK_CHARS):
+        for chunk in self._chunks(text):
             part.append(chunk)
             length += len(chunk)
             if length >= size:
@@ -202,6 +210,12 @@ class Tokenizer:
         """
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
+    def spell(self, ids: Iterable[int]) -> str:
+        """The text of `ids` with control tokens as they are written, such as <|endoftext|>."""
+        pieces = self._processor.id_to_piece
+        spelled = [self.token_bytes(index) or pieces(index).encode() for index in ids]
+        return b"".join(spelled).decode("utf-8", errors="replace")
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
         return b"".join(self.token_bytes(index) for index in ids)
@@ -218,6 +232,45 @@ class Tokenizer:
     def stream(self) -> "StreamDecoder":
         """A decoder to be fed one id at a time."""
         return StreamDecoder(self)
+
+    def _chunks(self, text: str) -> Iterator[str]:
+        start = 0
+        while len(text) - start > CHUNK_CHARS:
+            cut = self._cut(text, start)
+            yield text[start:cut]
+            start = cut
+        yield text[start:]
+
+    def _cut(self, text: str, start: int) -> int:
+        """Where the chunk from `start` ends: after its last newline that allows it, or else as near
+        to CHUNK_CHARS as possible.
+        """
+        end = start + CHUNK_CHARS
+        after_newline = text.rfind("\n", start, end) + 1
+        while after_newline > start:
+            if not self._may_join(text, after_newline):
+                return after_newline
+            after_newline = text.rfind("\n", start, after_newline - 1) + 1
+
+        last = min(len(text), start + LONGEST_CHUNK)
+        for place in itertools.chain(range(end, start, -1), range(end + 1, last)):
+            if not self._may_join(text, place):
+                return place
+        return last
+
+    def _may_join(self, text: str, place: int) -> bool:
+        """Whether some token holds the characters before and after this place side by side."""
+        return text[place - 1 : place + 1] in self._neighbours
+
+    @functools.cached_property
+    def _neighbours(self) -> set[str]:
+        """Every two characters that are side by side in a token."""
+        pairs = set()
+        for index, spelling in enumerate(self._token_bytes):
+            if not self._processor.is_byte(index):
+                text = spelling.decode()
+                pairs.update(map("".join, itertools.pairwise(text)))
+        return pairs
 
     def _spell_all(self) -> list[bytes]:
         """The bytes of every id."""

@@ -26,10 +26,10 @@ from data.manifest import (
     SplitSummary,
     StoredFile,
     parse_shard,
-    token_dtype,
     write_manifest,
 )
 from data.order import mix
+from data.storage import Storage
 from data.tokenizer import SENTENCEPIECE
 from files import durable
 
@@ -41,10 +41,13 @@ JOURNAL = "documents.bin"
 
 
 class TokenizedDocument(NamedTuple):
-    """The ids of a document (any integer array), and the bytes of its UTF-8 text (0: unknown)."""
+    """The ids of a document (any integer array), the bytes of its UTF-8 text (0: unknown), and for
+    a masked dataset which tokens are targets of the loss (bool; None: all).
+    """
 
     tokens: np.ndarray
     source_bytes: int = 0
+    learned: np.ndarray | None = None
 
 
 def write_dataset(
@@ -57,11 +60,16 @@ def write_dataset(
     sources: Iterable[dict] = (),
     val_fraction: float = 0.01,
     shard_tokens: int = SHARD_TOKENS,
+    masked: bool = False,
+    task: dict | None = None,
+    answer_id: int | None = None,
 ) -> Dataset:
     """Write documents of token ids as a new dataset folder `output`, and open it.
 
     Each document gets a closing `eod_id` unless it has one, and empty documents are left out.
-    `sources` goes into the manifest, to say where the text is from.
+    `sources`, `task` and `answer_id` go into the manifest, to say where the text is from, what the
+    ids of a synthetic task mean, and which token stands before an answer. `masked`: the documents
+    say which of their tokens are learned, and the unigram entropy is that of these.
 
     Raises ValueError if `output` holds something, an id is not below `vocab_size`, or there is no
     text.
@@ -76,12 +84,12 @@ def write_dataset(
     require_new(output)
 
     with durable.building(output) as folder:
-        writer = Writer(folder, vocab_size, eod_id, shard_tokens)
+        writer = Writer(folder, vocab_size, eod_id, shard_tokens, masked)
         for document in documents:
             if not isinstance(document, TokenizedDocument):
                 document = TokenizedDocument(document)
             writer.add(document)
-        writer.finish(tokenizer, sources, val_fraction)
+        writer.finish(tokenizer, sources, val_fraction, task, answer_id)
         durable.remove(writer.working)
         require_new(output)  # again: somebody may have put a folder there meanwhile
     return Dataset(output)
@@ -179,13 +187,18 @@ class Writer:
     """
 
     def __init__(
-        self, folder: Path, vocab_size: int, eod_id: int, shard_tokens: int = SHARD_TOKENS
+        self,
+        folder: Path,
+        vocab_size: int,
+        eod_id: int,
+        shard_tokens: int = SHARD_TOKENS,
+        masked: bool = False,
     ):
         self.folder = folder
         self.vocab_size = vocab_size
         self.eod_id = eod_id
         self.shard_tokens = shard_tokens
-        self.dtype = np.dtype(token_dtype(vocab_size))
+        self.storage = Storage.of(vocab_size, masked)
 
         self.lengths = array("q")
         self.source_bytes = array("q")
@@ -205,26 +218,28 @@ class Writer:
         eod_id: int,
         saved: dict,
         shard_tokens: int = SHARD_TOKENS,
+        masked: bool = False,
     ) -> "Writer":
         """The writer as it was when `save` returned `saved`; what came later is cut off.
 
         Raises IntegrityError if the files are shorter than they were.
         """
-        writer = cls(folder, vocab_size, eod_id, shard_tokens)
+        writer = cls(folder, vocab_size, eod_id, shard_tokens, masked)
         writer._num_saved = saved["documents"]
         _cut(writer.working / JOURNAL, 16 * writer._num_saved)
         journal = np.fromfile(writer.working / JOURNAL, dtype="<i8").reshape(-1, 2)
         writer.lengths = array("q", journal[:, 0].tobytes())
         writer.source_bytes = array("q", journal[:, 1].tobytes())
 
-        writer.shards = [parse_shard(folder, record, writer.dtype) for record in saved["shards"]]
+        dtype = writer.storage.dtype
+        writer.shards = [parse_shard(folder, record, dtype) for record in saved["shards"]]
         if writer.shards:
             writer.counts = _Counts(vocab_size, np.fromfile(writer._counts_file(), dtype="<i8"))
         in_shards = sum(shard.documents for shard in writer.shards)
         lengths = journal[in_shards:, 0]
         if len(lengths):
             path = writer._next_shard()
-            writer._open_shard = _OpenShard.restore(path, lengths, writer.dtype, writer.counts)
+            writer._open_shard = _OpenShard.restore(path, lengths, writer.storage, writer.counts)
         return writer
 
     def save(self) -> dict:
@@ -232,7 +247,9 @@ class Writer:
         if self._open_shard is not None:
             self._open_shard.flush()
         new = [self.lengths[self._num_saved :], self.source_bytes[self._num_saved :]]
-        with open(self.working / JOURNAL, "ab") as file:
+        # A process that was killed during its first save has left entries that no state counts.
+        mode = "ab" if self._num_saved else "wb"
+        with open(self.working / JOURNAL, mode) as file:
             file.write(np.array(new, dtype="<i8").T.tobytes())
         durable.fsync(self.working / JOURNAL)
         self._num_saved = len(self.lengths)
@@ -242,7 +259,12 @@ class Writer:
         }
 
     def finish(
-        self, tokenizer: Path | str | None, sources: Iterable[dict], val_fraction: float
+        self,
+        tokenizer: Path | str | None,
+        sources: Iterable[dict],
+        val_fraction: float,
+        task: dict | None = None,
+        answer_id: int | None = None,
     ) -> None:
         """Write what is missing, the manifest last; `working` is not needed any more.
 
@@ -259,29 +281,45 @@ class Writer:
             validation=_store(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
             tokenizer=_store_tokenizer(self.folder, tokenizer),
             sources=sources,
+            masked=self.storage.masked,
+            task=task,
+            answer_id=answer_id,
         )
 
     def add(self, document: TokenizedDocument) -> None:
-        """Append a document. ValueError for an id that is not an integer in [0, vocab_size)."""
-        tokens = self._checked(np.asarray(document.tokens))
+        """Append a document. A closing end of a document that it lacks is learned if its last token
+        is.
+
+        Raises ValueError for an id that is not an integer in [0, vocab_size), and for marks that do
+        not fit the tokens or the dataset.
+        """
+        tokens = np.asarray(document.tokens)
+        learned = document.learned
+        self._check(tokens, learned)
         if len(tokens) == 0:
             return
         if tokens[-1] != self.eod_id:
-            tokens = np.append(tokens, self.dtype.type(self.eod_id))
+            tokens = np.append(tokens, self.eod_id)
+            learned = None if learned is None else np.append(learned, learned[-1])
 
-        self._shard_with_room(len(tokens)).append(tokens)
-        self.counts.add(tokens)
-        self.lengths.append(len(tokens))
+        stored = self.storage.stored(tokens, learned)
+        self._shard_with_room(len(stored)).append(stored, int(tokens.max()))
+        self.counts.add(self.storage.targets(stored))
+        self.lengths.append(len(stored))
         self.source_bytes.append(document.source_bytes)
 
     def close(self) -> list[Shard]:
-        """Close the last shard and return all of them. ValueError if there is no text."""
+        """Close the last shard and return all of them. ValueError if there is no text, or none that
+        is learned.
+        """
         if self._open_shard is None:
             raise ValueError(
                 "there is no text in the input (every document is empty): "
                 "give --input with text in it"
             )
         self._close_shard()
+        if not self.counts.total().any():
+            raise ValueError("no token of the documents is learned: mark some as targets")
         return self.shards
 
     def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
@@ -298,8 +336,7 @@ class Writer:
             "val": self._summary(validation, validation_counts),
         }
 
-    def _checked(self, tokens: np.ndarray) -> np.ndarray:
-        """The ids in the type in which they are stored."""
+    def _check(self, tokens: np.ndarray, learned: np.ndarray | None) -> None:
         number = len(self.lengths)
         if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
             raise ValueError(
@@ -313,7 +350,21 @@ class Writer:
                 f"{len(self.shards)}): ids must be 0 to {self.vocab_size - 1}; "
                 "give the true vocab_size"
             )
-        return tokens.astype(self.dtype)
+        if learned is not None:
+            self._check_marks(learned, tokens)
+
+    def _check_marks(self, learned: np.ndarray, tokens: np.ndarray) -> None:
+        number = len(self.lengths)
+        if not self.storage.masked:
+            raise ValueError(
+                f"document {number} says which of its tokens are learned, but the dataset is not "
+                "masked: write it with masked=True"
+            )
+        if learned.dtype != bool or learned.shape != tokens.shape:
+            raise ValueError(
+                f"document {number} has marks {learned.dtype} of shape {learned.shape} for "
+                f"{len(tokens)} tokens: give one bool for each token"
+            )
 
     def _shard_with_room(self, tokens: int) -> "_OpenShard":
         """The open shard, or a new one if this many tokens would make it too large."""
@@ -339,17 +390,17 @@ class Writer:
     def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
         return SplitSummary(
             documents=len(documents),
-            tokens=int(counts.sum()),
+            tokens=int(np.array(self.lengths)[documents].sum()),
             source_bytes=int(np.array(self.source_bytes)[documents].sum()),
             unigram_entropy=unigram_entropy(counts),
         )
 
     def _count_documents(self, documents: np.ndarray) -> np.ndarray:
-        """How often each id occurs in these documents, read from the shards."""
-        reader = ShardReader(self.shards, self.dtype)
+        """How often each id is a target in these documents, read from the shards."""
+        reader = ShardReader(self.shards, self.storage)
         counts = _Counts(self.vocab_size)
         for document in documents:
-            counts.add(reader.read(document, 0, self.lengths[document]))
+            counts.add(reader.targets(document))
         return counts.total()
 
 
@@ -366,19 +417,19 @@ class _OpenShard:
 
     @classmethod
     def restore(
-        cls, path: Path, lengths: np.ndarray, dtype: np.dtype, counts: "_Counts"
+        cls, path: Path, lengths: np.ndarray, storage: Storage, counts: "_Counts"
     ) -> "_OpenShard":
         """The shard when it held documents of these lengths; its ids are added to the counts."""
-        _cut(path, int(lengths.sum()) * dtype.itemsize)
-        ids = np.memmap(path, dtype=dtype, mode="r")
+        _cut(path, int(lengths.sum()) * storage.dtype.itemsize)
+        stored = np.memmap(path, dtype=storage.dtype, mode="r")
         shard = cls(path, mode="ab")
         shard._ends = array("Q", np.cumsum(lengths).astype("<u8").tobytes())
-        shard.tokens = len(ids)
-        for start in range(0, len(ids), COUNT_TOKENS):
-            part = ids[start : start + COUNT_TOKENS]
+        shard.tokens = len(stored)
+        for start in range(0, len(stored), COUNT_TOKENS):
+            part = stored[start : start + COUNT_TOKENS]
             shard._digest.update(part)
-            shard._max_id = max(shard._max_id, int(part.max()))
-            counts.add(part)
+            shard._max_id = max(shard._max_id, int(storage.ids(part).max()))
+            counts.add(storage.targets(part))
         counts.total()
         return shard
 
@@ -387,13 +438,13 @@ class _OpenShard:
         self._file.flush()
         durable.fsync(self.path)
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Append the ids of a document."""
-        self._file.write(tokens)
-        self._digest.update(tokens)
-        self.tokens += len(tokens)
+    def append(self, stored: np.ndarray, max_id: int) -> None:
+        """Append the stored ids of a document, and their largest."""
+        self._file.write(stored)
+        self._digest.update(stored)
+        self.tokens += len(stored)
         self._ends.append(self.tokens)
-        self._max_id = max(self._max_id, int(tokens.max()))
+        self._max_id = max(self._max_id, max_id)
 
     def close(self) -> Shard:
         """Force both files to the disk."""

@@ -196,6 +196,12 @@ def test_an_unfinished_character_shows_as_the_replacement_character(tokenizer):
     assert stream.finish() == "\ufffd"
 
 
+def test_special_tokens_are_spelled_only_on_request(tokenizer):
+    ids = [*tokenizer.encode("a "), tokenizer.eod_id, *tokenizer.encode("\u00e9")]
+    assert tokenizer.spell(ids) == f"a {tokenizer.eod_token}\u00e9"
+    assert tokenizer.decode(ids) == "a \u00e9"
+
+
 def test_an_id_that_the_tokenizer_lacks_is_refused(tokenizer):
     with pytest.raises(ValueError, match="outside the tokenizer's vocabulary of 151648"):
         tokenizer.decode([151_700])

@@ -2,6 +2,10 @@
 one.
 """
 
+import hashlib
+import itertools
+import json
+import os
 import random
 import shutil
 import signal
@@ -177,6 +181,45 @@ def test_it_may_be_killed_many_times(tmp_path, whole, often):
     assert contents_of(tmp_path / "d") == whole
 
 
+DISK = [(durable, "write"), (durable, "fsync"), (os, "truncate"), (os, "rename"), (os, "replace")]
+
+
+@pytest.mark.slow
+def test_a_kill_before_or_after_any_operation_of_the_disk_leaves_the_same_bytes(
+    tmp_path, often, monkeypatch
+):
+    few = DOCUMENTS[1:6]
+    prepare(tmp_path / "whole", few)
+    expected = contents_of(tmp_path / "whole")
+    left = [0]
+
+    def killing(operation):
+        def run(*args, **options):
+            for half in (lambda: operation(*args, **options), lambda: None):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                half()
+
+        return run
+
+    for module, name in DISK:
+        monkeypatch.setattr(module, name, killing(getattr(module, name)))
+    for kills in itertools.count():
+        left[0] = kills
+        try:
+            build_dataset(lambda: few, tmp_path / "d", report=print, **SETTINGS)
+            break
+        except Killed:
+            left[0] = 10**9
+        for stop in (4, None):  # killed once more, then restored from there
+            if not (tmp_path / "d").exists():
+                prepare(tmp_path / "d", few, stop=stop)
+        assert contents_of(tmp_path / "d") == expected, f"kill {kills}"
+        shutil.rmtree(tmp_path / "d")
+    assert kills > 40
+
+
 def test_an_only_document_continues_in_its_halves(tmp_path, often):
     only = [Document("a", text_of(0, 5000))]
     prepare(tmp_path / "whole", only)
@@ -325,3 +368,12 @@ def test_kill_9_at_twenty_random_moments_of_four_processes_leaves_the_same_bytes
     assert contents_of(output) == expected
     assert continued >= 5
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_what_another_way_of_cutting_texts_has_encoded_is_not_continued(tmp_path):
+    """Version 1 cut long texts elsewhere, so that the rest would have other ids."""
+    key = hashlib.sha256(json.dumps([1, "command"]).encode()).hexdigest()
+    state = tmp_path / pipeline.WORKING / pipeline.STATE
+    state.parent.mkdir()
+    state.write_text(json.dumps({"key": key, "scan": None, "position": 5, "writer": None}))
+    assert pipeline.State.open(tmp_path, "command").position == 0

@@ -60,6 +60,12 @@ def test_any_unicode_text_comes_back_exactly(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_control_tokens_are_spelled_only_on_request(tokenizer):
+    ids = [*tokenizer.encode("a "), tokenizer.eod_id, *tokenizer.encode("\u00e9")]
+    assert tokenizer.spell(ids) == f"a {EOD_TOKEN}\u00e9"
+    assert tokenizer.decode(ids) == "a \u00e9"
+
+
 def test_every_plane_of_unicode_comes_back_exactly(tokenizer):
     text = "".join(chr(c) for c in range(0, 0x110000, 7) if not 0xD800 <= c < 0xE000)
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -115,6 +121,31 @@ def test_a_long_text_is_encoded_in_parts_that_join_to_it(tokenizer):
     text = "".join(TRAINING)
     assert tokenizer.decode_bytes(tokenizer.encode(text)) == text.encode()
     assert len(text.encode()) / len(tokenizer.encode(text)) > 2.0
+
+
+def test_the_ids_of_a_long_text_do_not_depend_on_where_it_is_cut(tokenizer):
+    """Among the places at which 8,192 characters end are some that a token reaches across."""
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.path))
+    joined = "".join(TRAINING)
+    joins = next(
+        spelling
+        for spelling in map(tokenizer.decode, ([i] for i in range(258, 600)))
+        if len(spelling) == 3
+    )
+    texts = [
+        joined,
+        joins * 9000,
+        "x" + "\n" * 20_000,
+        "x" * 8191 + joins * 2,
+        "#\n" * 5000 + "\n#" * 9000,
+    ]
+    assert len(whole.encode("\n\n")) == 1  # which a cut after 8,191 newlines would part
+    for text in texts:
+        for start in range(3):
+            assert tokenizer.encode(text[start:]) == whole.encode(text[start:])
+            parts = tokenizer.parts(text[start:], 10_000)
+            ids = [index for part in parts for index in tokenizer.encode(part)]
+            assert ids == whole.encode(text[start:])
 
 
 def test_a_lone_surrogate_is_refused_with_its_place(tokenizer):

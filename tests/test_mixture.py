@@ -10,7 +10,17 @@ import pytest
 
 import train
 from data.loader import Loader
-from data.mixture import Corpus, Mixture, Split, Turns, open_corpora, order, parse, parts
+from data.mixture import (
+    Corpus,
+    Mixture,
+    Split,
+    Turns,
+    left_out,
+    open_corpora,
+    order,
+    parse,
+    parts,
+)
 from data.writer import write_dataset
 from scripts import evaluate
 from selfcheck.faults import runs
@@ -206,6 +216,52 @@ def test_a_corpus_without_long_documents_is_named(corpora):
         order(corpora, 64, 5, split=Split(63, Fraction(1, 4), "--long_fraction"))
 
 
+# ---- whole documents
+
+
+def pieces_of(rows, positions) -> list[tuple[int, ...]]:
+    """The length of each piece of each row, without the padding."""
+    found = []
+    for position in positions:
+        batch = rows.rows([position])
+        lengths = np.bincount(batch.doc_ids[0])
+        found.append(tuple(length for length in lengths.tolist() if length in (10, 20, 300, 500)))
+    return found
+
+
+def test_whole_documents_leave_out_what_is_longer_than_a_row(corpora):
+    code = (Corpus("code", corpora[2].dataset, Fraction(1)),)
+    rows = order(code, 64, 2, whole=True)
+    assert isinstance(rows, Loader) and rows.split.num_tokens == 150
+    assert {length for row in pieces_of(rows, range(12)) for length in row} == {10}
+    assert order(code, 300, 2, whole=True).split.num_tokens == 15 * 310
+    (line,) = left_out(code, 64)
+    assert line.startswith("data: 4,500 of 4,650 tokens of code are left out")
+    assert left_out(code, 300) == []
+
+
+def test_whole_documents_of_a_mixture_and_of_long_ones(corpora):
+    """With --long_fraction, long documents are those that fill a row, and no longer ones."""
+    halves = (corpora[0], corpora[2])
+    shares = tuple(Corpus(one.name, one.dataset, Fraction(1, 2)) for one in halves)
+    rows = order(shares, 64, 2, whole=True)
+    assert {length for row in pieces_of(rows, range(40)) for length in row} == {10, 20}
+
+    code = (Corpus("code", corpora[2].dataset, Fraction(1)),)
+    split = Split(299, Fraction(1, 4), "--long_fraction")
+    rows = order(code, 300, 4, split=split, whole=True)
+    found = pieces_of(rows, range(40))
+    assert [row == (300,) for row in found].count(True) == 30
+    with pytest.raises(ValueError, match="no document of 200 to 200 tokens .*--long_fraction"):
+        order(code, 200, 4, split=Split(199, Fraction(1, 4), "--long_fraction"), whole=True)
+
+
+def test_whole_documents_without_any_that_fit_are_refused(corpora):
+    books = (Corpus("books", corpora[1].dataset, Fraction(1)),)
+    with pytest.raises(ValueError, match="books has no document of fewer than 65 tokens"):
+        order(books, 64, 1, whole=True)
+
+
 # ---- what --data says
 
 
@@ -287,7 +343,7 @@ def test_a_run_logs_the_tokens_and_the_validation_loss_of_each_corpus(
     printed = capsys.readouterr().out
     for name, loss in zip(("web", "books"), losses, strict=True):
         assert f"validation of {name} over" in printed
-        assert f"loss             {loss:.4f} nats per token" in printed
+        assert f"validation loss    {loss:.4f} " in printed
 
 
 def test_a_mixture_resumes_to_the_same_bits(two_corpora, tmp_path):

@@ -1,0 +1,260 @@
+"""A synthetic task that needs the whole context: `python -m data.recall --output DIR`.
+
+    python -m data.recall --output data/recall
+        documents of 16 to 1,024 tokens
+    python -m data.recall --output data/far --lengths 1024:64 4096:128 16384:128 --tokens 2000000
+
+In a document, pairs of a key and a value stand at random places in noise. The keys follow once
+more at the end, in random order, and the answer to each is its value. Only answers are learned, so
+nothing but looking far back lowers the loss. The form is that of associative recall (Arora et al.
+2023, arXiv 2312.04927) and of RULER's needles (Hsieh et al. 2024, arXiv 2404.06654).
+
+    k7 v3 . . k2 v9 . . . . k5 v1 . . .  k2 v9  k7 v3  k5 v1  end
+
+The short documents, of at most --easy tokens, help a model to begin to compare keys. They may ask a
+key again, or else it could learn to answer with a value that was not used yet. And a share of them
+(--periodic) is a list of pairs that is repeated, with another period in each document: they have an
+answer at every second token, and attending to a fixed distance gains nothing in them.
+
+The folder is an ordinary dataset. Its manifest says under "task" which ids are keys, values and
+noise. Exit codes: 0 done, 2 bad input, 6 storage.
+"""
+
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import flags
+from data.dataset import Dataset
+from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
+
+KINDS = 128  # of keys, of values, and of noise
+KEYS = range(KINDS)
+VALUES = range(KINDS, 2 * KINDS)
+NOISE = range(2 * KINDS, 3 * KINDS)
+END = 3 * KINDS  # of a document
+VOCABULARY = END + 1
+
+LENGTHS = ("16:4", "32:8", "64:16", "256:32", "1024:64")
+WANTED = "give LENGTH:PAIRS, such as 256:32"
+
+EXIT_BAD_INPUT = 2
+EXIT_STORAGE = 6
+
+
+class Form(NamedTuple):
+    """Documents of `length` tokens with `pairs` pairs; `again`: a key may be asked twice."""
+
+    length: int
+    pairs: int
+    again: bool = False
+
+    @property
+    def asked(self) -> int:
+        """The pairs that are asked: all, or as many as there is room for."""
+        room = self.length - 1 - 2 * self.pairs  # the last token ends the document
+        return min(self.pairs, room // 2)
+
+
+def task() -> dict:
+    """What the ids mean, for the manifest: ranges [first, stop); no id stands before a question."""
+    return {
+        "keys": [KEYS.start, KEYS.stop],
+        "values": [VALUES.start, VALUES.stop],
+        "noise": [NOISE.start, NOISE.stop],
+        "query": None,
+    }
+
+
+# ---- documents
+
+
+def recall(form: Form, random: np.random.Generator) -> TokenizedDocument:
+    """Pairs at random places in noise, asked at the end in random order, once or as it comes."""
+    pairs = draw_pairs(form.pairs, random)
+    end = form.length - 1
+    first_asked = end - 2 * form.asked
+
+    # each pair takes one of so many places, behind those before it
+    places = np.sort(random.choice(first_asked - form.pairs, form.pairs, replace=False))
+    begins = places + np.arange(form.pairs)
+    asked = random.choice(form.pairs, form.asked, replace=form.again)
+
+    tokens = random.integers(NOISE.start, NOISE.stop, form.length)
+    tokens[begins] = pairs[:, 0]
+    tokens[begins + 1] = pairs[:, 1]
+    tokens[first_asked:end] = pairs[asked].flatten()
+    tokens[end] = END
+
+    learned = np.zeros(form.length, dtype=bool)
+    learned[first_asked + 1 : end : 2] = True
+    return TokenizedDocument(tokens, learned=learned)
+
+
+def periodic(form: Form, random: np.random.Generator) -> TokenizedDocument:
+    """Pairs that are repeated in their order until the end, with a random number of them."""
+    most = min(form.pairs, (form.length - 1) // 4)
+    number = int(random.integers(1, most + 1))
+    pairs = draw_pairs(number, random)
+
+    tokens = np.resize(pairs.flatten(), form.length)
+    tokens[-1] = END
+
+    learned = np.zeros(form.length, dtype=bool)
+    learned[2 * number + 1 : -1 : 2] = True
+    return TokenizedDocument(tokens, learned=learned)
+
+
+def draw_pairs(number: int, random: np.random.Generator) -> np.ndarray:
+    """Different keys, each with any value, int64 [number, 2]."""
+    keys = random.choice(len(KEYS), number, replace=False)
+    values = random.integers(VALUES.start, VALUES.stop, number)
+    return np.stack([keys, values], axis=1)
+
+
+def documents(
+    forms: Sequence[Form], tokens: int, share: float, seed: int
+) -> Iterator[TokenizedDocument]:
+    """At least `tokens` tokens of each form; of those that ask again, `share` is periodic."""
+    for form in forms:
+        random = np.random.default_rng([seed, form.length, form.pairs])
+        for _ in range(-(-tokens // form.length)):
+            make = periodic if form.again and random.random() < share else recall
+            yield make(form, random)
+
+
+# ---- the command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        dataset = write(options)
+    except ValueError as error:
+        return _fail(error, EXIT_BAD_INPUT)
+    except OSError as error:
+        return _fail(
+            f"cannot write: {error}: check the free space and the permissions, then run the same "
+            "command again",
+            EXIT_STORAGE,
+        )
+    for name, split in dataset.splits.items():
+        print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
+    print(f"train with --data {dataset.path} --vocab_size {VOCABULARY}")
+    return 0
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"data.recall: {message}", file=sys.stderr)
+    return code
+
+
+def write(options: argparse.Namespace) -> Dataset:
+    """Do what the flags ask for. Raises ValueError for what cannot be made."""
+    forms = [parse_form(word) for word in options.lengths]
+    _check(options, forms)
+    forms = [form._replace(again=form.length <= options.easy) for form in forms]
+    require_fraction(options.val_fraction)
+    require_new(Path(options.output))
+    return write_dataset(
+        documents(forms, options.tokens, options.periodic, options.seed),
+        options.output,
+        vocab_size=VOCABULARY,
+        eod_id=END,
+        val_fraction=options.val_fraction,
+        masked=True,
+        task=task(),
+    )
+
+
+def parse_form(word: str) -> Form:
+    """LENGTH:PAIRS. Raises ValueError for what is none, and for pairs that do not fit."""
+    length, colon, pairs = word.partition(":")
+    if not (colon and length.isdecimal() and pairs.isdecimal()):
+        raise ValueError(f"--lengths {word[:40]!r} is no length: {WANTED}")
+
+    form = Form(int(length), int(pairs))
+    if not 1 <= form.pairs <= KINDS:
+        raise ValueError(f"--lengths {word} has {pairs} pairs: give 1 to {KINDS}")
+    least = 2 * form.pairs + 3
+    if form.length < least:
+        raise ValueError(
+            f"--lengths {word}: {form.pairs} pairs, a question and the end of the document take "
+            f"{least} tokens: give longer documents, or fewer pairs"
+        )
+    return form
+
+
+def _check(options: argparse.Namespace, forms: Sequence[Form]) -> None:
+    lengths = [form.length for form in forms]
+    for length in lengths:
+        if lengths.count(length) > 1:
+            raise ValueError(f"--lengths names {length} twice: keep one")
+    if options.tokens < max(lengths):
+        raise ValueError(
+            f"--tokens {options.tokens} is less than one document of {max(lengths)} tokens: "
+            f"give {max(lengths)} or more"
+        )
+    if not 0 <= options.periodic <= 1:
+        raise ValueError(f"--periodic {options.periodic} is no share: give 0 to 1")
+    if options.seed < 0:
+        raise ValueError(f"--seed {options.seed} is negative: give 0 or more")
+
+
+def _parser() -> flags.RaisingParser:
+    parser = flags.RaisingParser(
+        prog="python -m data.recall",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
+    add(
+        "--lengths",
+        nargs="+",
+        metavar="LENGTH:PAIRS",
+        default=LENGTHS,
+        help=f"tokens of a document and the pairs in it (default {' '.join(LENGTHS)})",
+    )
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        default=700_000,
+        help="tokens of each length (default 700000)",
+    )
+    add(
+        "--periodic",
+        type=float,
+        metavar="SHARE",
+        default=0.5,
+        help="share of the short documents whose pairs are repeated with a random period "
+        "(default 0.5)",
+    )
+    add(
+        "--easy",
+        type=int,
+        metavar="N",
+        default=64,
+        help="tokens of the longest document that is short (default 64)",
+    )
+    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
+    add(
+        "--val_fraction",
+        type=float,
+        metavar="SHARE",
+        default=0.01,
+        help="share of the tokens that is held out for validation (default 0.01)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

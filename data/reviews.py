@@ -1,0 +1,229 @@
+"""Synthetic product reviews, for policies that learn from a reward: `python -m data.reviews`.
+
+    python -m data.reviews --output data/reviews
+
+A review has a label, positive or negative, that stands nowhere in it. Most of its opinions are of
+that kind, the others are not, so a reward model learns from labels which words are positive:
+
+    review of the kettle by acme : the handle is very sturdy . i love the lid . <end>
+
+`LEXICON` knows the words' kind. Nothing is trained with it: it measures, as `gold`, what a policy
+learned from the reward model. A prompt is a review's first seven words. Pairs of a product and a
+maker are split into training, validation and test; reviews are only of the first.
+
+The folder is an ordinary dataset. Exit codes: 0 done, 2 bad input, 6 storage.
+"""
+
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+import flags
+from data.dataset import Dataset
+from data.order import permute
+from data.writer import TokenizedDocument, require_fraction, write_dataset
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+GOOD = _words("good great sturdy lovely quiet elegant reliable bright smooth handy superb neat")
+BAD = _words("bad poor flimsy ugly noisy clumsy faulty dull rough awkward awful cheap")
+GOOD += ["fresh", "solid"]
+BAD += ["stale", "broken"]
+LIKE = _words("love like enjoy admire praise")
+DISLIKE = _words("hate dislike regret avoid blame")
+PRODUCTS = _words("kettle lamp chair radio clock fan mixer oven phone camera printer desk")
+MAKERS = _words("acme nordic apex orbit delta zenith polar atlas vega lumen")
+PARTS = _words("handle lid cable screen base button switch surface frame cover motor light battery")
+PARTS += ["manual"]
+ADVERBS = _words("very quite really rather so too truly fairly")
+NUMBERS = _words("two three four ten")
+OTHERS = _words("<end> review of the by : . is i it arrived after days weeks cost dollars looks")
+OTHERS += ["feels"]
+
+WORDS = [
+    *OTHERS,
+    *GOOD,
+    *BAD,
+    *LIKE,
+    *DISLIKE,
+    *PRODUCTS,
+    *MAKERS,
+    *PARTS,
+    *ADVERBS,
+    *NUMBERS,
+]
+IDS = {word: index for index, word in enumerate(WORDS)}
+VOCABULARY = len(WORDS)
+END = IDS["<end>"]
+LEXICON = {IDS[word]: 1 for word in (*GOOD, *LIKE)} | {IDS[word]: -1 for word in (*BAD, *DISLIKE)}
+
+AGREES = 0.85  # share of a review's opinions that are of its label's kind
+OPINIONS = 0.75  # share of sentences that are opinions
+SENTENCES = range(2, 5)  # of a review
+PROMPT = 7  # tokens
+
+# Of the pairs of a product and a maker, in this order.
+SPLITS = {"train": 72, "validation": 24, "test": 24}
+
+EXIT_BAD_INPUT = 2
+EXIT_STORAGE = 6
+
+
+class Review(NamedTuple):
+    """A review, int64 tokens with the end, and whether its label is positive."""
+
+    tokens: np.ndarray
+    positive: bool
+
+
+# ---- reviews
+
+
+def prompts(split: str) -> np.ndarray:
+    """The prompts of a split, int64 [N, 7]: no two splits have a pair of product and maker in
+    common.
+    """
+    pairs = [(product, maker) for product in PRODUCTS for maker in MAKERS]
+    first = 0
+    for name, size in SPLITS.items():
+        if name == split:
+            break
+        first += size
+    chosen = [pairs[permute(0, 0, len(pairs), first + index)] for index in range(SPLITS[split])]
+    return np.array([ids(f"review of the {product} by {maker} :") for product, maker in chosen])
+
+
+def reviews(number: int, seed: int) -> Iterator[Review]:
+    """Reviews of products of the training split."""
+    random = np.random.default_rng(seed)
+    beginnings = prompts("train")
+    for _ in range(number):
+        positive = bool(random.random() < 0.5)
+        beginning = beginnings[random.integers(len(beginnings))]
+        sentences = [_sentence(positive, random) for _ in range(random.choice(SENTENCES))]
+        tokens = np.concatenate([beginning, ids(" ".join(sentences)), [END]])
+        yield Review(tokens, positive)
+
+
+def _sentence(positive: bool, random: np.random.Generator) -> str:
+    def one(words: Sequence[str]) -> str:
+        return words[random.integers(len(words))]
+
+    if random.random() > OPINIONS:
+        if random.random() < 0.5:
+            return f"it cost {one(NUMBERS)} dollars ."
+        return f"it arrived after {one(NUMBERS)} {one(['days', 'weeks'])} ."
+
+    agrees = random.random() < AGREES
+    is_good = positive == agrees
+    if random.random() < 0.25:
+        return f"i {one(LIKE if is_good else DISLIKE)} the {one(PARTS)} ."
+    verb = one(["is", "looks", "feels"])
+    adjective = one(GOOD if is_good else BAD)
+    if random.random() < 0.5:
+        return f"the {one(PARTS)} {verb} {adjective} ."
+    return f"the {one(PARTS)} {verb} {one(ADVERBS)} {adjective} ."
+
+
+def ids(text: str) -> list[int]:
+    """The token ids of words of the vocabulary."""
+    return [IDS[word] for word in text.split()]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """The words of token ids."""
+    return " ".join(WORDS[token] for token in tokens)
+
+
+def gold(tokens: Sequence[int]) -> float:
+    """(positive - negative) / (positive + negative) of the opinions up to the end, from -1 to 1; 0
+    without an opinion.
+    """
+    kinds = []
+    for token in tokens:
+        if token == END:
+            break
+        kinds.append(LEXICON.get(int(token), 0))
+    return sum(kinds) / max(1, sum(abs(kind) for kind in kinds))
+
+
+# ---- the command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = _parser().parse_args(arguments)
+        dataset = write(options.output, options.reviews, options.seed, options.val_fraction)
+    except ValueError as error:
+        return _fail(error, EXIT_BAD_INPUT)
+    except OSError as error:
+        return _fail(
+            f"cannot write: {error}: check the free space and the permissions, then run the same "
+            "command again",
+            EXIT_STORAGE,
+        )
+    for name, split in dataset.splits.items():
+        print(f"  {name}: {split.num_documents:,} reviews, {split.num_tokens:,} tokens")
+    print(f"train with --data {dataset.path} --vocab_size {VOCABULARY}")
+    return 0
+
+
+def _fail(message: object, code: int) -> int:
+    print(f"data.reviews: {message}", file=sys.stderr)
+    return code
+
+
+def write(output: str, number: int, seed: int = 0, val_fraction: float = 0.01) -> Dataset:
+    """A dataset of `number` reviews in a new folder. Raises ValueError for what cannot be made."""
+    if number < 2:
+        raise ValueError(f"--reviews {number} is too few: give 2 or more")
+    if seed < 0:
+        raise ValueError(f"--seed {seed} is negative: give 0 or more")
+    require_fraction(val_fraction)
+    return write_dataset(
+        (_document(review) for review in reviews(number, seed)),
+        output,
+        vocab_size=VOCABULARY,
+        eod_id=END,
+        val_fraction=val_fraction,
+        masked=True,
+    )
+
+
+def _document(review: Review) -> TokenizedDocument:
+    """A prompt, and the rest of the review, which is learned."""
+    learned = np.arange(len(review.tokens)) >= PROMPT
+    return TokenizedDocument(review.tokens, learned=learned)
+
+
+def _parser() -> flags.RaisingParser:
+    parser = flags.RaisingParser(
+        prog="python -m data.reviews",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
+    add("--reviews", type=int, metavar="N", default=20_000, help="(default 20000)")
+    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
+    add(
+        "--val_fraction",
+        type=float,
+        metavar="SHARE",
+        default=0.01,
+        help="share of the tokens that is held out for validation (default 0.01)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

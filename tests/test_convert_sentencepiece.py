@@ -1,0 +1,278 @@
+"""A sentencepiece model and its tokenizer.json give every text the same ids, and every id list that
+belongs to a text the same text.
+"""
+
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from data.convert_sentencepiece import hash_as_json, last_parts, read_pieces, tokenizer_json
+from data.corpus import embedded_files, read_corpus
+from data.hugging_face import hash_of, ids_of
+from data.sources import by_directory
+from data.tokenizer import TRAIN_SETTINGS, Tokenizer, train
+from tests.test_data_tokenizer import DIFFICULT, TRAINING
+
+tokenizers = pytest.importorskip(
+    "tokenizers", reason="the ids of a tokenizer.json are those of this library"
+)
+
+SPACES = "\t\n\r\x0b\x0c\x85\u00a0\u2028\u3000\u200b\ufeff\u2581\u2585\ufffd"
+WORDS = ["<|endoftext|>", "<unk>", "<0x0A>", "<|user|>", "<|us", "self.", "def ", '"""', "  return"]
+
+
+def converted(path: Path, folder: Path):
+    """The library's tokenizer of the converted model, by way of a file."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(tokenizer_json(path)), encoding="utf-8")
+    library = tokenizers.Tokenizer.from_file(str(file))
+    library.encode_special_tokens = True
+    return library
+
+
+def trained(folder: Path, **changes) -> Path:
+    """A model of `data.tokenizer`'s settings but for the changes."""
+    path = folder / "changed.model"
+    with open(path, "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TRAINING),
+            model_writer=file,
+            **TRAIN_SETTINGS | dict(vocab_size=700) | changes,
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Tokenizer:
+    return train(TRAINING, 600, tmp_path_factory.mktemp("small") / "t.model")
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory) -> Tokenizer:
+    """4,000 tokens of text in several scripts, and spaces within tokens."""
+    texts = [path.read_text(encoding="utf-8") for path in STDLIB[:25]]
+    scripts = (
+        "caf\u00e9 na\u00efve \u65e5\u672c\u8a9e \u043f\u0440\u0438\u0432\u0435\u0442 \U0001f600 "
+    )
+    return train([*texts, scripts * 50], 4000, tmp_path_factory.mktemp("larger") / "t.model")
+
+
+STDLIB = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+
+
+def random_texts(seed: int, count: int, pieces: list[str]):
+    """Texts that mix a few kinds of characters each: control characters, runs of spaces and of
+    newlines, every plane of Unicode, tokens and halves of them.
+    """
+    rng = random.Random(seed)
+
+    def code_point(first: int, end: int):
+        return lambda: chr(rng.randrange(first, end))
+
+    kinds = [
+        code_point(0, 0x20),
+        code_point(0x20, 0x7F),
+        code_point(0x7F, 0x3000),
+        code_point(0x3000, 0xD800),
+        code_point(0xE000, 0x10000),
+        code_point(0x10000, 0x110000),
+        lambda: rng.choice(SPACES),
+        lambda: rng.choice("\n\t ") * rng.randrange(1, 30),
+        lambda: rng.choice(WORDS),
+        lambda: rng.choice(pieces),
+        lambda: rng.choice(pieces)[: rng.randrange(1, 4)],
+    ]
+    for _ in range(count):
+        mixed = rng.sample(kinds, rng.randrange(1, 5))
+        length = rng.choice([0, 1, 3, 10, 40, 100])
+        yield "".join(rng.choice(mixed)() for _ in range(length))
+
+
+def assert_same(ours: Tokenizer, theirs, text: str):
+    ids = ours.encode(text)
+    [found] = theirs.encode_batch_fast([text], add_special_tokens=False)
+    assert found.ids == ids, repr(text[:200])
+    assert theirs.decode(ids) == text, repr(text[:200])
+
+
+def spelled(tokenizer: Tokenizer) -> list[str]:
+    return [piece.text for piece in read_pieces(tokenizer.path)]
+
+
+# ---- the same ids
+
+
+@pytest.mark.parametrize("which", ["small", "larger"])
+def test_10_000_random_texts_have_the_same_ids_and_come_back(which, tmp_path, request):
+    ours = request.getfixturevalue(which)
+    theirs = converted(ours.path, tmp_path)
+    texts = [*DIFFICULT, *random_texts(0, 10_000, spelled(ours))]
+    assert "" in texts and any("\u2581" in text for text in texts)
+    for text in texts:
+        assert_same(ours, theirs, text)
+
+
+def test_a_model_with_tokens_that_are_found_before_all_others_has_the_same_ids(tmp_path):
+    symbols = ["<|user|>", "<|us", "self.f", "  \n"]
+    spellings = [symbol.replace(" ", "\u2581") for symbol in symbols]
+    path = trained(tmp_path, user_defined_symbols=spellings)
+    ours = Tokenizer(path)
+    theirs = converted(path, tmp_path)
+    kept = set(ours.encode("".join(symbols)))
+    for text in [*DIFFICULT, *random_texts(1, 3000, [*symbols, *spelled(ours)])]:
+        assert_same(ours, theirs, text)
+    assert len(kept) == 4
+
+
+def test_a_sample_of_the_embedded_corpus_has_the_same_ids(larger, tmp_path):
+    theirs = converted(larger.path, tmp_path)
+    files, _ = read_corpus(embedded_files(300_000), report=lambda line: None)
+    documents = list(by_directory(files))
+    assert documents
+    for document in documents:
+        assert_same(larger, theirs, document.text)
+
+
+@pytest.mark.slow
+def test_every_document_of_the_embedded_corpus_has_the_same_ids(tmp_path):
+    """85 MB, with the vocabulary that data.prepare trains by default."""
+    files, _ = read_corpus(embedded_files(), report=lambda line: None)
+    documents = list(by_directory(files))
+    ours = train((one.text for one in documents[::20]), 8192, tmp_path / "t.model")
+    theirs = converted(ours.path, tmp_path)
+    for document in documents:
+        assert_same(ours, theirs, document.text)
+
+
+def test_a_pair_of_another_place_in_the_list_changes_ids(small, tmp_path):
+    """The comparisons above can fail."""
+    content = tokenizer_json(small.path)
+    content["model"]["merges"].reverse()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(AssertionError):
+        assert_same(small, theirs, TRAINING[0][:1000])
+
+
+def test_a_token_is_joined_from_the_parts_that_it_has_by_itself():
+    ranks = {"bc": 0, "ab": 1, "abc": 2, "aa": 3, "aaa": 4}
+    assert last_parts("abc", ranks) == ["a", "bc"]  # not ab and c, although ab is a token
+    assert last_parts("aaa", ranks) == ["aa", "a"]  # the leftmost first
+    assert last_parts("xyz", ranks) == ["x", "y", "z"]
+
+
+def test_ids_that_are_no_text_decode_to_it_as_far_as_they_are_utf8(small, tmp_path):
+    theirs = converted(small.path, tmp_path)
+    rng = random.Random(0)
+    valid = 0
+    for _ in range(3000):
+        ids = [rng.randrange(small.vocab_size) for _ in range(rng.randrange(8))]
+        try:
+            text = small.decode_bytes(ids).decode()
+        except UnicodeDecodeError:
+            continue
+        valid += 1
+        assert theirs.decode(ids) == text
+    assert valid > 500
+
+
+def test_the_hash_is_that_of_the_written_file(small):
+    content = tokenizer_json(small.path)
+    assert hash_as_json(small.path) == hash_of(ids_of(content, Path("tokenizer.json")))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(model_type="unigram"), "is a sentencepiece unigram model, and only BPE models"),
+        (dict(model_type="char", vocab_size=400), "is a sentencepiece character model"),
+        (dict(normalization_rule_name="nmt_nfkc"), "normalises texts or their spaces"),
+        (dict(add_dummy_prefix=True), "normalises texts or their spaces"),
+        (dict(remove_extra_whitespaces=True), "normalises texts or their spaces"),
+        (dict(user_defined_symbols=["a b"]), "spells 'a b' with a space"),
+        (dict(byte_fallback=False), "has 0 of the 256 byte tokens"),
+        (dict(control_symbols=["\u00a4"]), "has the special token '\u00a4' of one character"),
+        (dict(unk_piece="?"), r"has the special token '\?' of one character"),
+    ],
+)
+def test_a_model_without_an_equal_tokenizer_json_is_refused(tmp_path, changes, words):
+    if changes.get("model_type") == "char":
+        changes = changes | dict(hard_vocab_limit=False)
+    with pytest.raises(ValueError, match=words) as caught:
+        tokenizer_json(trained(tmp_path, **changes))
+    message = str(caught.value)
+    remedy = ": train one with data.prepare --vocab_size N, or export with --tokenizer none"
+    assert "\n" not in message and message.endswith(remedy)
+
+
+def edited(path: Path, spelling: str, change) -> Path:
+    """A copy of a model in which `change` was made to the bytes of one piece."""
+    model = path.read_bytes()
+    text = spelling.replace(" ", "\u2581").encode()
+    entry = b"\x0a" + bytes([len(text)]) + text + b"\x15"
+    assert model.count(entry) == 1
+    start = model.index(entry) - 2
+    end = start + 2 + model[start + 1]
+    piece = change(model[start + 2 : end])
+    copy = path.with_name("edited.model")
+    copy.write_bytes(model[:start] + b"\x0a" + bytes([len(piece)]) + piece + model[end:])
+    return copy
+
+
+def score_of(number: int):
+    """A change that gives a piece the score of the token `number` places before the last merge."""
+    import struct
+
+    return lambda piece: piece[:-4] + struct.pack("<f", -float(number))
+
+
+def test_pieces_that_a_tokenizer_json_cannot_express_are_refused(small):
+    joined = [piece for piece in read_pieces(small.path) if piece.kind == 1 and len(piece.text) > 1]
+    unused = edited(small.path, joined[-1].text, lambda piece: piece + b"\x18\x05")
+    with pytest.raises(ValueError, match="marks .* as unused, which no tokenizer.json can"):
+        tokenizer_json(unused)
+
+    equal = edited(small.path, joined[-1].text, score_of(3))
+    with pytest.raises(ValueError, match="has 2 tokens of the score -3.0"):
+        tokenizer_json(equal)
+
+    part = last_parts(joined[0].text, {})[0]
+    found_first = edited(small.path, part, lambda piece: piece + b"\x18\x04")
+    with pytest.raises(ValueError, match=f"without '{part}', from which"):
+        tokenizer_json(found_first)
+
+
+def test_a_file_that_is_cut_off_is_no_protobuf(small, tmp_path):
+    torn = tmp_path / "torn.model"
+    torn.write_bytes(small.path.read_bytes()[:1001])
+    with pytest.raises(ValueError, match=f"tokenizer {torn} is damaged.*: copy it again"):
+        tokenizer_json(torn)
+
+
+def test_a_known_number_with_another_wire_type_is_an_unknown_field(small, tmp_path):
+    """sentencepiece loads such files. Their last piece has an integer for its score."""
+    piece_as_integer = b"\x08\x01"
+    piece = b"\x0a\x02zq\x11" + bytes(8)
+    copy = tmp_path / "copy.model"
+    added = piece_as_integer + b"\x0a" + bytes([len(piece)]) + piece
+    copy.write_bytes(small.path.read_bytes() + added)
+    assert Tokenizer(copy).vocab_size == small.vocab_size + 1
+    assert read_pieces(copy) == [*read_pieces(small.path), ("zq", 0.0, 1)]
+
+
+def test_a_piece_without_a_spelling_is_read_and_one_that_is_not_utf8_is_refused(small, tmp_path):
+    empty = tmp_path / "empty.model"
+    empty.write_bytes(small.path.read_bytes() + b"\x0a\x05\x15" + bytes(4))
+    assert read_pieces(empty)[-1] == ("", 0.0, 1)
+
+    no_text = tmp_path / "no_text.model"
+    no_text.write_bytes(small.path.read_bytes() + b"\x0a\x03\x0a\x01\xff")
+    with pytest.raises(ValueError, match=f"tokenizer {no_text} has a token that is not UTF-8: "):
+        read_pieces(no_text)

@@ -1,0 +1,351 @@
+"""data.prepare --answer_field: records become prompts with answers, and only the answers are
+learned.
+"""
+
+import json
+import math
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from data import pipeline
+from data.dataset import Dataset, open_dataset
+from data.load_tokenizer import load_tokenizer
+from data.manifest import MANIFEST
+from data.pipeline import build_dataset
+from data.prepare import main
+from data.prompts import Prompts
+from data.sources import Document
+from data.tokenizer import Tokenizer
+from data.tokenizer import train as train_tokenizer
+from data.writer import unigram_entropy
+from scripts import intuitor
+
+ROOT = Path(__file__).parent.parent
+SEEN = [
+    {"question": f"What is {n} and {n % 7}?", "meta": {"answer": str(n + n % 7)}, "id": n}
+    for n in range(60)
+]
+RECORDS = SEEN[:16]  # the tokenizer has seen more
+FIELDS = ["--text_field", "Q: {question}\\nA:", "--answer_field", " {meta.answer}"]
+
+
+def prompt_of(record: dict) -> str:
+    return f"Q: {record['question']}\nA:"
+
+
+def answer_of(record: dict) -> str:
+    return f" {record['meta']['answer']}"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """qa.jsonl, and a tokenizer that has seen its text."""
+    folder = tmp_path_factory.mktemp("answers")
+    lines = [json.dumps(record) + "\n" for record in RECORDS]
+    (folder / "qa.jsonl").write_text("".join(lines))
+    texts = [prompt_of(record) + answer_of(record) for record in SEEN]
+    train_tokenizer(texts, 290, folder / "tokenizer.model")
+    return folder
+
+
+def arguments(
+    inputs: Path, output: Path, *more: str, fields=FIELDS, file: Path | None = None
+) -> list[str]:
+    given = ["--input", file or inputs / "qa.jsonl", "--tokenizer", inputs / "tokenizer.model"]
+    settings = ["--output", output, "--val_fraction", "0.2"]
+    return [*map(str, [*given, *settings]), *fields, *more]
+
+
+@pytest.fixture(scope="module")
+def dataset(inputs) -> Dataset:
+    assert main(arguments(inputs, inputs / "asked")) == 0
+    return open_dataset(inputs / "asked", verify=True)
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def documents_of(dataset: Dataset) -> list[tuple[list[int], list[bool]]]:
+    """The ids and marks of all documents, in the order of the input."""
+    found = {}
+    for split in dataset.splits.values():
+        for number, document in enumerate(split._documents):
+            ids = split.read(number, 0, 10**9).tolist()
+            found[document] = (ids, split.learned(number, 0, 10**9).tolist())
+    return [found[document] for document in sorted(found)]
+
+
+# ---- what is written
+
+
+def test_only_the_answer_and_the_end_are_learned_and_the_prompt_has_its_own_ids(inputs, dataset):
+    tokenizer = Tokenizer(inputs / "tokenizer.model")
+    expected = []
+    for record in RECORDS:
+        prompt = tokenizer.encode(prompt_of(record))
+        answer = [*tokenizer.encode(answer_of(record)), tokenizer.eod_id]
+        expected.append((prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+    assert documents_of(dataset) == expected
+    assert dataset.masked and len(dataset.splits) == 2
+
+
+def test_the_entropy_is_of_the_answers_and_bits_per_byte_are_unknown(dataset):
+    for split in dataset.splits.values():
+        targets = []
+        for number, length in enumerate(split.lengths):
+            ids = split.read(number, 0, length)
+            targets += ids[split.learned(number, 0, length)].tolist()
+        assert split.unigram_entropy == unigram_entropy(np.bincount(targets))
+        assert math.isnan(split.bits_per_byte(1.0))
+    texts = [prompt_of(record) + answer_of(record) for record in RECORDS]
+    source_bytes = sum(split.source_bytes for split in dataset.splits.values())
+    assert source_bytes == len("".join(texts))
+
+
+def test_prompts_and_answers_are_read_back_as_their_texts(inputs, dataset):
+    tokenizer = Tokenizer(inputs / "tokenizer.model")
+    order = Prompts(dataset, longest=64, global_batch_rows=1)
+    found = [order.prompt(n) for n in range(order.split.num_documents)]
+    texts = {tokenizer.decode(one.tokens): tokenizer.decode(one.answer) for one in found}
+    expected = {prompt_of(record): answer_of(record) for record in RECORDS}
+    assert len(texts) == order.split.num_documents > 10
+    assert texts.items() <= expected.items()
+
+
+def test_two_processes_and_texts_in_parts_give_the_same_bytes(
+    inputs, dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", 100)
+    assert main(arguments(inputs, tmp_path / "d", "--workers", "2")) == 0
+    assert contents_of(tmp_path / "d") == contents_of(dataset.path)
+
+
+def test_a_long_prompt_and_answer_in_many_parts_keep_their_marks(inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "BATCH_BYTES", 10_000)
+    tokenizer = Tokenizer(inputs / "tokenizer.model")
+    prompt, answer = "What is 1?\n" * 5000, "8 and 2\n" * 3000
+    made = build_dataset(
+        lambda: [Document("a", prompt, answer)],
+        tmp_path / "d",
+        tokenizer=inputs / "tokenizer.model",
+        workers=1,
+        answers=True,
+    )
+    [(ids, learned)] = documents_of(made)  # one record is not cut for a validation split
+    first = tokenizer.encode(prompt)
+    assert ids == [*first, *tokenizer.encode(answer), tokenizer.eod_id]
+    assert learned == [False] * len(first) + [True] * (len(ids) - len(first))
+
+
+def test_a_row_of_parquet_is_what_a_line_of_jsonl_is(inputs, dataset, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no parquet")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "qa.parquet")
+    assert main(arguments(inputs, tmp_path / "d", file=tmp_path / "qa.parquet")) == 0
+    assert documents_of(open_dataset(tmp_path / "d")) == documents_of(dataset)
+
+
+def test_a_tokenizer_is_trained_on_prompts_and_answers(tmp_path):
+    records = [{"text": f"{n} a b c", "answer": "\u03b1\u03b2"} for n in range(30)]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
+    given = ["--input", str(tmp_path / "qa.jsonl"), "--output", str(tmp_path / "d")]
+    assert main([*given, "--answer_field", "answer", "--vocab_size", "278"]) == 0
+    tokenizer = load_tokenizer(tmp_path / "d")
+    for text in "ab\u03b1\u03b2":
+        assert len(tokenizer.encode(text)) == 1
+
+
+def test_without_an_answer_field_nothing_is_said_of_marks(inputs, tmp_path):
+    fields = ["--text_field", "question"]
+    assert main(arguments(inputs, tmp_path / "d", fields=fields)) == 0
+    assert "masked" not in json.loads((tmp_path / "d" / MANIFEST).read_text())
+    tokenizer = Tokenizer(inputs / "tokenizer.model")
+    documents = documents_of(open_dataset(tmp_path / "d"))
+    assert [tokenizer.decode(ids) for ids, _ in documents] == [
+        record["question"] for record in RECORDS
+    ]
+
+
+# ---- kills
+
+
+class Killed(BaseException):
+    """What the process would not have lived to see."""
+
+
+def stopping(after: int):
+    """`pipeline._joined`, killed after so many documents."""
+    joined = pipeline._joined
+
+    def stopped(parts):
+        for number, document in enumerate(joined(parts)):
+            if number == after:
+                raise Killed
+            yield document
+
+    return stopped
+
+
+@pytest.mark.parametrize("after", [1, 15])
+def test_a_killed_preparation_continues_with_the_same_bytes(
+    inputs, dataset, tmp_path, monkeypatch, capsys, after
+):
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as killed:
+        killed.setattr(pipeline, "_joined", stopping(after))
+        with pytest.raises(Killed):
+            main(arguments(inputs, tmp_path / "d"))
+    assert not (tmp_path / "d").exists()
+    assert main(arguments(inputs, tmp_path / "d")) == 0
+    assert f"continuing after {after} documents" in capsys.readouterr().out
+    assert contents_of(tmp_path / "d") == contents_of(dataset.path)
+
+
+@pytest.mark.parametrize("change", [["--text_field", "question"], [*FIELDS[:3], "{id}"]])
+def test_another_answer_field_begins_anew(inputs, tmp_path, monkeypatch, capsys, change):
+    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+    with monkeypatch.context() as killed:
+        killed.setattr(pipeline, "_joined", stopping(9))
+        with pytest.raises(Killed):
+            main(arguments(inputs, tmp_path / "d"))
+    assert main(arguments(inputs, tmp_path / "d", fields=change)) == 0
+    assert "continuing" not in capsys.readouterr().out
+    assert main(arguments(inputs, tmp_path / "whole", fields=change)) == 0
+    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
+
+
+# ---- bad input
+
+
+GOOD = '{"text": "one", "answer": "1"}\n'
+BAD_RECORDS = {
+    '{"text": "two"}': r"qa.jsonl:2: there is no string field 'answer' \(found: text\); set "
+    "--answer_field",
+    '{"answer": "2"}': r"qa.jsonl:2: there is no string field 'text' \(found: answer\); set "
+    "--text_field",
+    '{"text": "", "answer": "2"}': r"qa.jsonl:2: the prompt \(--text_field 'text'\) is empty",
+    '{"text": "two", "answer": ""}': r"qa.jsonl:2: the answer \(--answer_field 'answer'\) is empty",
+    '{"text": "two", "answer": null}': "qa.jsonl:2: the answer .* is empty",
+    '{"text": "two", "answer": "a\\ud800"}': "qa.jsonl:2: character 1 of 'answer' is a lone "
+    "surrogate",
+}
+
+
+@pytest.mark.parametrize("record", BAD_RECORDS)
+def test_a_bad_record_is_refused_by_its_line_or_left_out_on_request(
+    inputs, tmp_path, capsys, record
+):
+    (tmp_path / "qa.jsonl").write_text(f"{GOOD}{record}\n{GOOD}")
+    shutil.copy(inputs / "tokenizer.model", tmp_path)
+    fields = ["--answer_field", "answer"]
+    assert main(arguments(tmp_path, tmp_path / "d", fields=fields)) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert re.search(BAD_RECORDS[record], error) and error.endswith("--on_error skip")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["qa.jsonl", "tokenizer.model"]
+
+    assert main(arguments(tmp_path, tmp_path / "d", "--on_error", "skip", fields=fields)) == 0
+    [error] = capsys.readouterr().err.splitlines()
+    assert re.search(f"left out: .*{BAD_RECORDS[record]}", error)
+    assert len(documents_of(open_dataset(tmp_path / "d"))) == 2
+
+
+def test_a_bad_row_of_parquet_is_refused_by_its_number(inputs, tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: no parquet")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["one", "two"], "answer": ["1", None]})
+    parquet.write_table(table, tmp_path / "qa.parquet")
+    for field, message in {
+        "answer": "qa.parquet:2: the answer (--answer_field 'answer') is empty",
+        "label": "there is no column 'label' (found: text, answer); set --answer_field",
+    }.items():
+        fields = ["--answer_field", field]
+        given = arguments(inputs, tmp_path / "d", fields=fields, file=tmp_path / "qa.parquet")
+        assert main(given) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "d").exists()
+
+
+BAD_FLAGS = {
+    "--input qa.jsonl a.txt --answer_field answer": "a.txt is read as text, which has no field for "
+    "--answer_field: give JSONL or parquet only",
+    "--answer_field answer": "--answer_field needs --input PATH",
+    "--input qa.jsonl --answer_field=": "--answer_field is empty: name a field",
+    "--input qa.jsonl --answer_field answer --documents directory": "--documents directory joins "
+    "records",
+    "--input qa.jsonl --answer_field {answer": "--answer_field '{answer' is no template",
+}
+
+
+@pytest.mark.parametrize("flags", BAD_FLAGS)
+def test_flags_that_leave_no_answer_are_refused(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qa.jsonl").write_text(GOOD)
+    (tmp_path / "a.txt").write_text("one")
+    assert main([*flags.split(), "--output", "d"]) == 2
+    [error] = capsys.readouterr().err.splitlines()
+    assert BAD_FLAGS[flags] in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "qa.jsonl"]
+
+
+def test_an_answer_without_any_token_is_refused(tmp_path, inputs, monkeypatch, capsys):
+    """As with a tokenizer that drops spaces."""
+    encode = Tokenizer.encode_array
+    monkeypatch.setattr(Tokenizer, "encode_array", lambda self, text: encode(self, text.strip()))
+    (tmp_path / "qa.jsonl").write_text(GOOD + '{"text": "two", "answer": " "}\n')
+    shutil.copy(inputs / "tokenizer.model", tmp_path)
+    assert main(arguments(tmp_path, tmp_path / "d", fields=["--answer_field", "answer"])) == 2
+    assert "the answer of record 2 is text without any token: leave" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["qa.jsonl", "tokenizer.model"]
+
+
+# ---- what it is for
+
+
+SMALL = "--dtype fp32 --device cpu --eval_every 0 --context_length 64 --warmup_steps 1 --lr 1e-3"
+FIRST = (
+    "--model_size tiny --vocab_size 290 --rope_theta 1e4 --batch_size 2 --max_steps 2 "
+    "--model_overrides hidden_size=32 num_layers=1 num_heads=2 num_kv_heads=2 head_dim=16 "
+    "ffn_size=48 tie_embeddings=false"
+)
+MORE = {
+    "data.prepare": "--val_fraction 0.1",
+    "train.py": f"{SMALL} --batch_size 2 --max_steps 2",
+    "scripts.intuitor": f"{SMALL} --batch_size 2 --group_size 2 --max_response_length 3 "
+    "--max_steps 1",
+}
+DOORS = {"data.prepare": main, "train.py": train.main, "scripts.intuitor": intuitor.main}
+
+
+def lines_of(run: str) -> list[str]:
+    return Path(run, "metrics.jsonl").read_text().splitlines()
+
+
+def test_the_commands_of_the_document_run_one_after_the_other(inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = [{"question": prompt_of(one), "answer": answer_of(one)} for one in RECORDS]
+    (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
+    shutil.copy(inputs / "tokenizer.model", tmp_path)
+    plain = ["--input", "qa.jsonl", "--text_field", "question", "--tokenizer", "tokenizer.model"]
+    assert main([*plain, "--output", "plain"]) == 0
+    train.main(f"--data plain --output_dir runs/base {FIRST} {SMALL}".split())
+
+    section = (ROOT / "docs" / "DATA.md").read_text().split("## Prompts and answers")[1]
+    commands = section.split("```")[1].strip().splitlines()[1:]
+    for command in commands:
+        words = shlex.split(command.removeprefix("python ").removeprefix("-m "))
+        DOORS[words[0]]([*words[1:], *MORE[words[0]].split()])
+
+    learned = [json.loads(line) for line in lines_of("runs/taught")]
+    rewarded = [json.loads(line) for line in lines_of("runs/rewarded")]
+    assert [one["step"] for one in learned if "loss" in one] == [1, 2]
+    [step] = [one for one in rewarded if "loss" in one]
+    assert 0 <= step["accuracy"] <= 1 and step["reward"] == step["accuracy"]

@@ -1,0 +1,158 @@
+"""Documents of the synthetic task: every answer can be found, once, behind its key."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data import recall
+from data.dataset import open_dataset
+from data.manifest import MANIFEST
+from data.recall import END, KEYS, NOISE, VALUES, VOCABULARY, Form
+from data.writer import write_dataset
+from longhaul.evals.tasks import Sizes, TaskItems, Vocabulary
+
+FORM = Form(64, 9)
+
+
+def random(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def made(form: Form = FORM, seed: int = 0, make=recall.recall):
+    document = make(form, random(seed))
+    return document.tokens, document.learned
+
+
+def write(folder, *more: str) -> int:
+    flags = ["--lengths", "16:4", "64:9", "--tokens", "2000", "--output", str(folder)]
+    return recall.main([*flags, *more])
+
+
+@pytest.mark.parametrize("form", [Form(7, 2), Form(16, 4), FORM, Form(100, 20), Form(1024, 128)])
+@pytest.mark.parametrize("make", [recall.recall, recall.periodic])
+def test_every_answer_is_the_value_behind_the_one_earlier_pair_of_its_key(form, make):
+    for seed in range(20):
+        tokens, learned = made(form, seed, make)
+        assert len(tokens) == len(learned) == form.length and tokens[-1] == END
+        pairs = {}
+        for position in range(form.length - 1):
+            if tokens[position] not in KEYS:
+                continue
+            key, value = tokens[position], tokens[position + 1]
+            assert learned[position + 1] == (key in pairs and value != END)
+            if value != END:  # a period may end within a pair
+                assert value in VALUES
+                assert pairs.setdefault(key, value) == value
+        assert set(tokens[learned]) <= set(VALUES) and not learned[0]
+
+
+def test_pairs_stand_at_random_places_in_noise_and_are_asked_at_the_end():
+    tokens, learned = made()
+    asked = FORM.asked
+    assert asked == 9 and learned.sum() == asked
+    assert np.flatnonzero(learned).tolist() == list(range(FORM.length - 2 * asked, 63, 2))
+    body = tokens[: FORM.length - 1 - 2 * asked]
+    assert sum(token in NOISE for token in body) == len(body) - 2 * FORM.pairs
+    firsts = [np.flatnonzero(np.isin(made(seed=seed)[0], KEYS))[0] for seed in range(50)]
+    assert len(set(firsts)) > 8
+
+    # in the order of the places, answers would be at a fixed distance
+    keys = tokens[np.isin(tokens, KEYS)]
+    assert set(keys[:9]) == set(keys[9:]) and keys[:9].tolist() != keys[9:].tolist()
+
+
+def test_short_documents_ask_keys_again_and_only_they_are_periodic():
+    forms = [Form(32, 8, again=True), Form(64, 9)]
+    kinds = {32: set(), 64: set()}
+    for tokens, _, learned in recall.documents(forms, 6400, 0.5, 1):
+        asked = tokens[np.flatnonzero(learned) - 1].tolist()
+        again = len(set(asked)) < len(asked)
+        kinds[len(tokens)].add((bool(np.isin(tokens, NOISE).any()), again))
+    assert kinds[64] == {(True, False)}
+    assert kinds[32] == {(True, True), (True, False), (False, True)}
+
+
+def test_periods_differ_from_document_to_document():
+    periods = set()
+    for seed in range(200):
+        tokens, learned = made(seed=seed, make=recall.periodic)
+        period = int(np.flatnonzero(learned)[0]) - 1
+        assert (tokens[period:-1] == tokens[: -1 - period]).all()
+        periods.add(period // 2)
+    assert periods == set(range(1, FORM.pairs + 1))
+
+
+def test_the_folder_is_a_masked_dataset_that_says_what_its_ids_mean(tmp_path, capsys):
+    assert write(tmp_path / "d", "--val_fraction", "0.1") == 0
+    assert f"train with --data {tmp_path / 'd'} --vocab_size 385" in capsys.readouterr().out
+    dataset = open_dataset(tmp_path / "d", verify=True)
+    assert dataset.masked and dataset.vocab_size == VOCABULARY == 385 and dataset.eod_id == END
+    assert dataset.manifest.task == {
+        "keys": [0, 128],
+        "values": [128, 256],
+        "noise": [256, 384],
+        "query": None,
+    }
+    lengths = np.concatenate([split.lengths for split in dataset.splits.values()])
+    assert (lengths == 16).sum() == 125 and (lengths == 64).sum() == 32 and len(lengths) == 157
+    assert dataset.split("val").num_documents > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"keys": [5, 5]}, {"values": [0, 386]}, {"noise": "all"}, {"query": 385}, {"more": None}],
+)
+def test_a_task_that_names_no_ids_is_refused(tmp_path, change):
+    task = recall.task() | change
+    documents = [recall.recall(FORM, random())]
+    with pytest.raises(ValueError, match="field 'task' is wrong"):
+        write_dataset(
+            documents, tmp_path / "d", vocab_size=VOCABULARY, eod_id=END, masked=True, task=task
+        )
+
+
+def test_retrieval_asks_in_the_ids_of_the_task(tmp_path):
+    assert write(tmp_path / "d") == 0
+    vocabulary = Vocabulary.of_dataset(open_dataset(tmp_path / "d"), VOCABULARY)
+    item = TaskItems("multikey", 128, 1, vocabulary, Sizes())[0].item
+    labels = item.labels_BT[item.labels_BT >= 0].tolist()
+    assert len(labels) == 4 and set(labels) <= set(VALUES)
+    assert set(item.tokens_BT.flatten().tolist()) <= set(range(END))
+
+
+def test_a_seed_is_a_dataset(tmp_path):
+    found = []
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert write(tmp_path / name, "--seed", seed) == 0
+        found.append(json.loads((tmp_path / name / MANIFEST).read_text())["checksum"])
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--lengths", "16"], "'16' is no length: give LENGTH:PAIRS"),
+        (["--lengths", "16:7"], "take 17 tokens: give longer documents, or fewer pairs"),
+        (["--lengths", "999:129"], "has 129 pairs: give 1 to 128"),
+        (["--lengths", "16:2", "16:3"], "names 16 twice: keep one"),
+        (["--tokens", "15"], "less than one document of 64 tokens: give 64 or more"),
+        (["--periodic", "1.5"], "is no share: give 0 to 1"),
+        (["--seed", "-1"], "is negative: give 0 or more"),
+        (["--val_fraction", "1"], "val_fraction is 1"),
+        (["--length", "16:2"], "--lengths"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(tmp_path, capsys, flags, message):
+    given = {"--lengths": ["16:4", "64:9"], "--tokens": ["2000"], flags[0]: flags[1:]}
+    words = [word for flag, values in given.items() for word in (flag, *values)]
+    assert recall.main([*words, "--output", str(tmp_path / "d")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert write(tmp_path) == 2
+    assert "choose another --output" in capsys.readouterr().err

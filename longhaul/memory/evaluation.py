@@ -1,0 +1,168 @@
+"""The memory of an evaluation, predicted like that of a training step: the real ModelScorer scores
+one row on fake tensors, through the levers of the run.
+
+A row passes whole, or in parts of `chunk` tokens over the KV cache. `parts_that_fit` chooses. Sizes
+are bytes unless a name says GiB; GiB = 2^30 bytes.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.dist import local_shard
+from longhaul.evals.score import Item, ModelScorer
+from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
+from longhaul.memory.simulate import CPU, fake_batch, on_fake_tensors
+from longhaul.memory.stages import label, telling
+from longhaul.memory.trace import Trace
+from longhaul.memory.tracker import Tracker
+from longhaul.memory.workspace import Workspaces
+from model import GIB, attention_kind
+
+FEWER, LAYERS = 2, 3  # layers of the two simulations from which a deeper model's peak follows
+CHUNKS = (4096, 1024)  # tokens of a part, tried in this order
+
+
+# ---- the peak
+
+
+def peak(
+    cfg: TrainConfig,
+    tokens: int,
+    *,
+    chunk: int = 0,
+    ranks: int = 1,
+    target: str = "cuda",
+    trained: bool = False,
+) -> int:
+    """Live bytes of one rank at the peak of scoring a row of `tokens` tokens, weights included.
+
+    Every layer is like the others, so the peak is affine in their number.
+    """
+    scored = functools.partial(
+        simulate, cfg, tokens, chunk=chunk, ranks=ranks, target=target, trained=trained
+    )
+    layers = cfg.model().num_layers
+    if layers <= LAYERS:
+        return scored().peak()[0]
+
+    low, _ = scored(layers=FEWER).peak()
+    high, _ = scored(layers=LAYERS).peak()
+    return low + (layers - FEWER) * (high - low)
+
+
+def simulate(
+    cfg: TrainConfig,
+    tokens: int,
+    *,
+    chunk: int = 0,
+    ranks: int = 1,
+    target: str = "cuda",
+    layers: int = 0,
+    trained: bool = False,
+    every_tile: bool = False,
+) -> Trace:
+    """The trace of scoring one row of `tokens` tokens that all have a label.
+
+    layers, every_tile: as for a training step. trained: the optimizer has its states, as it does if
+    a training run evaluates.
+    """
+    with on_fake_tensors(cfg, ranks, target, layers, every_tile) as (tracker, state):
+        if trained:
+            step.train_step(state, fake_batch(cfg, ranks))
+        trace = trace_score(tracker, state, tokens, chunk)
+    num_layers = state.model.config.num_layers
+    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers, chunk=chunk)
+    return trace
+
+
+def trace_real_score(state: step.TrainState, tokens: int, chunk: int = 0) -> Trace:
+    """The same trace from a real forward of a built model on this machine's CPU."""
+    tracker = Tracker(Workspaces("cpu"))
+    for parameter in state.model.parameters():
+        tracker.register(local_shard(parameter), "parameter")
+    with tracker:
+        return trace_score(tracker, state, tokens, chunk)
+
+
+def trace_score(tracker: Tracker, state: step.TrainState, tokens: int, chunk: int) -> Trace:
+    """Score one row under the tracker."""
+    scorer = ModelScorer(state.model, CPU, chunk)
+    tracker.begin({})
+    rows = [torch.zeros((1, tokens), dtype=torch.long, device=CPU) for _ in range(2)]
+    if state.cfg.context_ranks > 1:  # else they would follow from values
+        rows.append(torch.zeros_like(rows[0]))
+    item = Item(*rows)
+    inputs = {tracker.register(row, "input") for row in rows}
+    with telling(tracker, state):
+        scorer.score(item)
+    label(tracker.trace, tracker, state, set(), inputs)
+    return tracker.trace
+
+
+# ---- whole rows or parts
+
+
+class Planned(NamedTuple):
+    """How a row is scored, and what that needs on a device."""
+
+    tokens: int
+    chunk: int  # 0: the row passes whole
+    peak: int  # live bytes
+    hidden_gib: float  # of the process or the CUDA context, which no tensor shows
+
+    @property
+    def gib(self) -> float:
+        """What the device must hold: on a CPU the resident memory of the process."""
+        return self.peak / GIB + self.hidden_gib
+
+    @property
+    def gib_of_tensors(self) -> float:
+        """What CUDA's allocator should report."""
+        return self.peak / GIB
+
+    @property
+    def how(self) -> str:
+        """How rows pass, in words."""
+        rows = f"rows of {self.tokens:,} tokens"
+        if self.chunk:
+            return f"{rows} in parts of {self.chunk:,} over the KV cache"
+        return f"whole {rows}"
+
+    def words(self) -> str:
+        """One line for the screen."""
+        return f"{self.gib:.2f} GiB planned for {self.how}"
+
+    def check(self, available_gib: float) -> None:
+        """ValueError if that is more than there is."""
+        if self.gib > available_gib:
+            raise ValueError(
+                f"scoring {self.tokens:,} tokens needs {self.gib:.1f} GiB, and {available_gib:.1f} "
+                "are available: evaluate shorter rows"
+            )
+
+
+def planned(cfg: TrainConfig, tokens: int, device: torch.device, chunk: int = 0) -> Planned:
+    """The plan of scoring a row by one process on `device`."""
+    hidden_gib = PROCESS_GIB if device.type == "cpu" else CUDA_CONTEXT_GIB
+    return Planned(tokens, chunk, peak(cfg, tokens, chunk=chunk, target=device.type), hidden_gib)
+
+
+def plan_that_fits(
+    cfg: TrainConfig, tokens: int, device: torch.device, available_gib: float
+) -> Planned:
+    """The whole row if it fits, because that is fastest, else the largest parts that fit.
+
+    ValueError if nothing fits.
+    """
+    found = planned(cfg, tokens, device)
+    if found.gib > available_gib and attention_kind(cfg).prompt_in_parts:
+        for chunk in CHUNKS:
+            if chunk < tokens and found.gib > available_gib:
+                found = planned(cfg, tokens, device, chunk)
+
+    found.check(available_gib)
+    return found

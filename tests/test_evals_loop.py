@@ -1,0 +1,629 @@
+"""Evaluations in the loop: what they measure and leave out, what they log, and that training has
+the same bits with them, without them, and when it is killed inside one.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from data import recall
+from data.dataset import open_dataset
+from data.loader import Loader
+from data.mixture import Corpus
+from data.recall import Form
+from data.writer import write_dataset
+from longhaul import dist, step
+from longhaul.config import EVAL_TASKS, TrainConfig
+from longhaul.evals import measures, position, tasks
+from longhaul.evals.measures import Asked, Measures
+from longhaul.evals.score import Item, ModelScorer, Scores
+from model import IGNORE
+from selfcheck.faults import runs
+from tests.ranks import run_ranks
+from tests.test_context import SPARSE
+from tests.test_evals_score import SMALL, built
+
+ROOT = Path(__file__).parent.parent
+VOCAB = 64
+CONTEXT = 128
+ALL = ("loss", "position", "gain", "retrieval")
+EVALS = ["--evals", ",".join(ALL), "--eval_lengths", "104,128", "--eval_items", "2"]
+
+
+def make(folder, seed: int = 0, longest: int = 400):
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(20, longest, 60)
+    documents = [draw.integers(1, VOCAB, length) for length in lengths]
+    return write_dataset(documents, folder, vocab_size=VOCAB, eod_id=0, val_fraction=0.3)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("data") / "set")
+
+
+@pytest.fixture(scope="module")
+def corpus(dataset):
+    return Corpus("set", dataset, Fraction(1))
+
+
+def asked(**changes) -> Asked:
+    given = dict(context_length=CONTEXT, names=ALL, lengths=(104, 128), items=2, vocab_size=VOCAB)
+    return Asked(**given | changes)
+
+
+class Uniform:
+    """A model that finds all tokens equally likely; every answer is wrong."""
+
+    def __init__(self):
+        self.lengths: list[int] = []  # of the rows that were scored
+
+    def score(self, item: Item, *, hits: bool = False) -> Scores:
+        self.lengths.append(item.tokens_BT.shape[1])
+        valid_BT = item.labels_BT != IGNORE
+        nll_BT = torch.full(valid_BT.shape, math.log(VOCAB), dtype=torch.float64)
+        hit_BT = torch.zeros_like(valid_BT) if hits else None
+        return Scores(nll_BT.masked_fill(~valid_BT, 0), hit_BT)
+
+
+# --------------------------------------------------------------------------- measures and budget
+
+
+@pytest.fixture(scope="module")
+def report(corpus):
+    return Measures([corpus], asked()).run(Uniform())
+
+
+def test_all_measures_are_in_the_record_the_lines_and_the_scalars(report):
+    record = json.loads(json.dumps(report.record(), allow_nan=False))
+    assert record["loss"]["set"]["loss"] == pytest.approx(math.log(VOCAB))
+    assert record["gain"]["set"]["all"]["gain"] == pytest.approx(0)
+    assert [one["length"] for one in record["retrieval"]["mean"]] == [104, 128]
+    assert record["left_out"] == {} and record["seconds"] > 0
+
+    begun = [line.split("  ")[0] for line in report.lines()]
+    assert begun == ["validation loss", "by position", "context gain", "retrieval"]
+    assert report.lines(loss=False) == report.lines()[1:]
+    scalars = report.scalars()
+    assert {"position/64-128", "gain/all", "retrieval/mean_128"} <= scalars.keys()
+
+
+def test_documents_are_in_the_record_on_request(report):
+    record = report.record(per_document=True)
+    counts = record["loss"]["set"]["per_document"]["tokens"]
+    assert sum(counts) == record["loss"]["set"]["tokens"]
+    assert record["gain"]["set"]["per_document"]["all"]["tokens"]
+    assert "per_document" not in report.record()["loss"]["set"]
+
+
+def test_only_what_was_asked_is_measured(corpus):
+    scorer = Uniform()
+    report = Measures([corpus], asked(names=("position",), rows=3)).run(scorer)
+    assert scorer.lengths == [CONTEXT] * 3
+    assert [line.split("  ")[0] for line in report.lines()] == ["by position"]
+    assert Measures([corpus], asked(names=())).run(Uniform()).lines() == []
+
+
+def test_the_gain_takes_the_losses_that_the_first_pass_has_found(corpus):
+    rows = 10**6  # all
+    scorer = Uniform()
+    Measures([corpus], asked(names=("gain",), rows=rows)).run(scorer)
+    both = Uniform()
+    Measures([corpus], asked(names=("loss", "gain"), rows=rows)).run(both)
+    passes = len(position.Rows(corpus.dataset, CONTEXT, rows))
+    again = len([length for length in both.lengths[passes:] if length > CONTEXT // 4])
+    assert len([length for length in scorer.lengths if length > CONTEXT // 4]) > 0 == again
+
+
+class ByToken(Uniform):
+    """The loss of a token follows from its id, its label and its place."""
+
+    def score(self, item: Item, *, hits: bool = False) -> Scores:
+        found = super().score(item, hits=hits)
+        places = torch.arange(item.tokens_BT.shape[1]) if item.positions is None else item.positions
+        mixed = item.tokens_BT * 31 + item.labels_BT * 17 + places
+        return found._replace(nll_BT=(mixed % 1009).double().masked_fill(found.nll_BT == 0, 0))
+
+
+def test_the_gain_is_that_of_the_documents_that_are_read(corpus):
+    def found(*names: str) -> dict:
+        asked_for = asked(names=names, rows=10**6, documents=range(100, 301), context_length=300)
+        return Measures([corpus], asked_for).run(ByToken()).record()
+
+    both = found("loss", "gain")
+    assert both["gain"] == found("gain")["gain"]
+    lengths = corpus.dataset.split("val").lengths
+    chosen = ((lengths >= 100) & (lengths < 301)).sum()
+    assert both["loss"]["set"]["documents"] == both["gain"]["set"]["documents"] == chosen > 1
+
+
+def test_a_corpus_with_targets_has_losses_of_them_and_questions_of_its_ids(tmp_path):
+    form = Form(length=200, pairs=8)
+    words = f"--output {tmp_path}/recall --lengths 200:8 --tokens 8000 --periodic 0 --seed 1"
+    assert recall.main([*words.split(), "--val_fraction", "0.5"]) == 0
+    dataset = open_dataset(tmp_path / "recall")
+    corpus = Corpus("recall", dataset, Fraction(1))
+
+    small = asked(context_length=200, vocab_size=0, lengths=(150, 200), rows=10**6)
+    both = Measures([corpus], small).run(ByToken()).record()
+    losses = both["loss"]["recall"]
+    assert losses["tokens"] == form.asked * losses["documents"]
+    gain_only = dataclasses.replace(small, names=("gain",))
+    assert both["gain"] == Measures([corpus], gain_only).run(ByToken()).record()["gain"]
+    values = len(recall.VALUES)
+    by_form = {one["task"]: one["chance_by_form"] for one in both["retrieval"]["scores"]}
+    assert by_form["single"] == pytest.approx(1 / values)
+
+
+def test_several_corpora_have_figures_of_their_own(tmp_path, corpus):
+    other = Corpus("other", make(tmp_path / "other", seed=1), Fraction(1))
+    report = Measures([corpus, other], asked()).run(Uniform())
+    assert report.losses.keys() == {"set", "other"}
+    assert [line[-8:].strip() for line in report.lines()[:4]] == ["[set]", "[set]"] + [
+        "[other]"
+    ] * 2
+    assert {"gain/all/set", "gain/all/other", "retrieval/mean_104"} <= report.scalars().keys()
+
+
+def test_a_budget_ends_measures_between_two_forwards_but_never_the_losses(corpus, monkeypatch):
+    seconds = [0.0]
+
+    class Slow(Uniform):
+        """A second for each forward."""
+
+        def score(self, item: Item, *, hits: bool = False) -> Scores:
+            seconds[0] += 1
+            return super().score(item, hits=hits)
+
+    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
+
+    def run(budget: float):
+        seconds[0] = 0
+        return Measures([corpus], asked(rows=5, seconds=budget)).run(Slow())
+
+    whole = run(0)
+    forwards = whole.seconds
+    short = run(2)
+    assert short.found.keys() == {"loss"} and short.seconds == 5
+    assert list(short.left_out) == ["gain", "retrieval at 104", "retrieval at 128"]
+    assert short.lines()[-1] == "left out           retrieval at 128: 2 s were over"
+
+    most = run(forwards - 1)
+    assert list(most.left_out) == ["retrieval at 128"]
+    assert most.seconds == forwards - 1
+    assert most.found["retrieval"][""].lengths == (104,)
+    assert "retrieval/mean_104" in most.scalars()
+    assert "retrieval/effective_context" not in most.scalars()
+    assert run(forwards).left_out == {}
+    assert "retrieval/effective_context" in run(forwards).scalars()
+
+
+@pytest.mark.parametrize("rank, votes", [(0, [False, True]), (1, [False, False])])
+def test_rank_0s_clock_decides_for_all(monkeypatch, rank, votes):
+    seconds = [5.0]
+    voted = []
+    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(dist, "any_rank", lambda flag: voted.append(flag) or flag)
+    budget = measures.Budget(10.0, dist.World(rank=rank, size=2), lambda: False)
+    for now in (14.0, 15.0):
+        seconds[0] = now
+        assert budget.must_stop() == budget.is_over == voted[-1]
+    assert voted == votes
+
+
+@pytest.mark.parametrize("forwards", [0, 3, 40])
+def test_a_run_that_is_asked_to_stop_has_no_report(corpus, forwards):
+    scorer = Uniform()
+    stop = lambda: len(scorer.lengths) >= forwards  # noqa: E731
+    prepared = Measures([corpus], asked(rows=5, seconds=1e9))
+    assert prepared.run(scorer, must_stop=stop) is None
+    assert len(scorer.lengths) == forwards
+
+
+def test_what_cannot_be_measured_is_left_out_with_its_reason_or_refused(tmp_path, corpus):
+    short = Corpus("short", make(tmp_path / "short", longest=30), Fraction(1))
+    prepared = Measures([short], asked(names=("loss", "gain", "retrieval"), lengths=()))
+    report = prepared.run(Uniform())
+    assert report.found.keys() == {"loss"}
+    assert "no validation document has more than 40 tokens" in report.lines()[-2]
+    assert "no length is at most 128 tokens" in report.lines()[-1]
+    with pytest.raises(ValueError, match="gain cannot be measured: .*: leave it out, or"):
+        prepared.require()
+
+    Measures([corpus], asked()).require()
+    with pytest.raises(ValueError, match="a context of 12 tokens is too short"):
+        Measures([corpus], asked(names=("gain",), context_length=12)).require()
+    with pytest.raises(ValueError, match="more than a context of 20"):
+        Measures([corpus], asked(names=("retrieval",), lengths=(20,))).require()
+    with pytest.raises(ValueError, match="prepare the data with --val_fraction"):
+        Measures([], asked(names=("retrieval",))).require()
+
+
+def test_losses_without_validation_documents_are_left_out_with_the_reason(tmp_path):
+    documents = [np.arange(1, 50)] * 3
+    given = dict(vocab_size=VOCAB, eod_id=0, val_fraction=0)
+    only_train = Corpus("set", write_dataset(documents, tmp_path / "set", **given), Fraction(1))
+    prepared = Measures([only_train], asked(names=("position",)))
+    report = prepared.run(Uniform())
+    assert report.losses == {}
+    assert report.lines() == [f"left out           loss: {report.left_out['loss']}"]
+    assert report.left_out["loss"].endswith(": prepare the data with --val_fraction")
+
+
+def test_an_item_that_cannot_be_made_is_refused_before_any_is_scored(tmp_path):
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, 17, 6000) for _ in range(12)]
+    few = write_dataset(documents, tmp_path / "few", vocab_size=17, eod_id=0, val_fraction=0.5)
+    questions = dict(names=("retrieval",), lengths=(9000,), context_length=9000, vocab_size=17)
+    multikey = asked(**questions, tasks=("multikey",), items=12)
+    Measures([Corpus("few", few, Fraction(1))], dataclasses.replace(multikey, items=1)).require()
+
+    prepared = Measures([Corpus("few", few, Fraction(1))], multikey)
+    with pytest.raises(ValueError, match="stood in the noise by accident: use a larger"):
+        prepared.require()
+    assert "retrieval" in prepared.run(Uniform()).left_out
+
+
+# --------------------------------------------------------------------------- the flags
+
+
+def settings(**changes) -> TrainConfig:
+    given = dict(model_size="tiny", device="cpu", dtype="fp32", context_length=5000)
+    return TrainConfig(**given | changes)
+
+
+def test_lengths_of_retrieval_are_powers_of_two_up_to_the_context():
+    assert settings().retrieval_lengths() == (1024, 2048, 4096)
+    assert settings(context_length=4096).retrieval_lengths() == (1024, 2048, 4096)
+    assert settings(context_length=100).retrieval_lengths() == (100,)
+    assert settings(eval_lengths="512, 300,300").retrieval_lengths() == (300, 512)
+
+
+def test_tasks_of_retrieval_are_all_or_those_that_are_named():
+    assert settings().retrieval_tasks() == EVAL_TASKS == tuple(tasks.TASKS)
+    named = settings(eval_tasks="copy, single")
+    assert Asked.of(named, VOCAB).tasks == named.retrieval_tasks() == ("copy", "single")
+
+
+def test_a_stage_measures_the_lengths_that_it_has():
+    schedule = dict(context_length=4096, length_schedule="1024:2,4096:1")
+    first, last = settings(eval_lengths="1024,4096", **schedule).stages()
+    assert first.cfg.retrieval_lengths() == (1024,)
+    assert last.cfg.retrieval_lengths() == (1024, 4096)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (
+            {"evals": "loss,gian"},
+            "--evals gian is unknown: did you mean gain. .all are loss,position",
+        ),
+        ({"evals": "needle"}, "--evals needle is unknown: did you mean"),
+        ({"evals": " , "}, "--evals names nothing: give some of loss,"),
+        (
+            {"eval_tasks": "single,coppy"},
+            "--eval_tasks coppy is unknown: .* copy. .all are single,",
+        ),
+        ({"eval_tasks": ","}, "--eval_tasks names nothing: give some of single,multikey"),
+        ({"eval_lengths": "4k"}, "--eval_lengths 4k has '4k': give numbers"),
+        ({"eval_lengths": "4096,,1"}, "has '': give numbers"),
+        ({"eval_lengths": "-1"}, "has '-1': give numbers"),
+        ({"eval_items": 0}, "--eval_items 0 is out of range"),
+        ({"eval_seconds": -1.0}, "--eval_seconds -1.0 is out of range"),
+        ({"eval_seconds": math.nan}, "--eval_seconds nan is out of range"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**flags)
+
+
+def test_flags_of_retrieval_without_it_are_named():
+    flags = dict(eval_tasks="copy", eval_lengths="1024", eval_items=4)
+    assert settings(**flags).ineffective_settings() == list(flags)
+    assert settings(evals="retrieval", **flags).ineffective_settings() == []
+
+
+def test_a_budget_of_losses_alone_is_named():
+    assert settings(eval_seconds=5.0).ineffective_settings() == ["eval_seconds"]
+    assert settings(evals="loss,gain", eval_seconds=5.0).ineffective_settings() == []
+
+
+def test_flags_of_evaluations_that_are_off_are_left_alone():
+    cfg = settings(eval_every=0, evals="needle", eval_tasks="", eval_lengths="1000000")
+    assert cfg.ineffective_settings() == []
+
+
+# --------------------------------------------------------------------------- train.py
+
+
+def arguments(dataset, out, *more: str) -> list[str]:
+    flags = ["--context_length", str(CONTEXT), "--schedule", "constant", "--eval_rows", "3", *more]
+    return runs.last_given(runs.arguments(dataset.path, out, *flags))
+
+
+@pytest.fixture(scope="module")
+def evaluated(dataset, tmp_path_factory):
+    """A run of 4 steps with all measures after 2 and 4."""
+    out = tmp_path_factory.mktemp("evaluated") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "cores", lambda: 1)
+        train.main(arguments(dataset, out, "--max_steps", "4", "--eval_every", "2", *EVALS))
+    return out
+
+
+def records(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_changes_no_bit_of_training(evaluated, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "cores", lambda: 1)
+    train.main(arguments(dataset, tmp_path / "run", "--max_steps", "4", "--eval_every", "0"))
+    assert runs.same_end(tmp_path / "run", evaluated)
+    assert not (tmp_path / "run" / "eval.jsonl").exists()
+
+
+def test_every_evaluation_is_an_object_of_eval_jsonl(evaluated):
+    first, last = records(evaluated)
+    assert (first["step"], last["step"]) == (2, 4)
+    lines = map(json.loads, (evaluated / "metrics.jsonl").read_text().splitlines())
+    validations = [record for record in lines if "validation_loss" in record]
+    for record, validation in zip((first, last), validations, strict=True):
+        (losses,) = record["loss"].values()
+        assert losses["loss"] == validation["validation_loss"]
+        assert losses["tokens"] == validation["validation_tokens"]
+        buckets = losses["by_position"]
+        total = sum(bucket["loss"] * bucket["tokens"] for bucket in buckets)
+        assert abs(total / losses["tokens"] - losses["loss"]) < 1e-9
+        assert record["gain"]["set"]["all"]["tokens"] > 0
+        assert len(record["retrieval"]["scores"]) == 2 * 6
+
+
+def test_tensorboard_has_the_curves_of_all_measures(evaluated):
+    events = EventAccumulator(str(evaluated / "tensorboard")).Reload()
+    wanted = {"validation/loss", "position/16-32", "gain/all", "retrieval/mean_128"}
+    assert wanted <= set(events.Tags()["scalars"])
+    (first, last) = events.Images("retrieval/scores")
+    assert (first.step, last.step) == (2, 4)
+    assert first.encoded_image_string.startswith(b"\x89PNG") and first.height > 100
+
+    points = [(point.step, point.value) for point in events.Scalars("position/16-32")]
+    expected = [record["loss"]["set"]["by_position"][1]["loss"] for record in records(evaluated)]
+    assert points == [(2, pytest.approx(expected[0])), (4, pytest.approx(expected[1]))]
+
+
+def test_the_default_measures_are_on_screen(dataset, tmp_path, capsys):
+    train.main(arguments(dataset, tmp_path / "run", "--max_steps", "1", "--eval_every", "1"))
+    said = capsys.readouterr().out
+    (record,) = records(tmp_path / "run")
+    assert record.keys() == {"step", "time", "loss", "left_out", "seconds"}
+    loss = record["loss"]["set"]["loss"]
+    tokens = record["loss"]["set"]["tokens"]
+    assert f"step 1: validation loss {loss:.4f} nats over {tokens:,} tokens\n  by pos" in said
+    assert "  by position        0-16 " in said and "retrieval" not in said
+
+
+def test_a_resumed_run_drops_evaluations_after_its_checkpoint(
+    evaluated, dataset, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(dist, "cores", lambda: 1)
+    out = tmp_path / "run"
+    flags = ["--eval_every", "1", "--max_steps"]
+    train.main(arguments(dataset, out, *flags, "2"))
+    with open(out / "eval.jsonl", "a") as file:  # as a killed run leaves it
+        file.write('{"step": 3, "loss": {}}\n{"step": 4, "lo')
+    train.main(arguments(dataset, out, *flags, "4"))
+    assert [record["step"] for record in records(out)] == [1, 2, 3, 4]
+    assert runs.same_end(out, evaluated)
+
+
+def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, capsys):
+    out = tmp_path / "run"
+    flags = ["--length_schedule", "32:1,128:1", "--eval_every", "1", "--context_length", "128"]
+    flags += ["--eval_tasks", "copy,single"]
+    train.main(arguments(dataset, out, *flags, "--max_steps", "2", *EVALS))
+    first, last = records(out)
+    assert first["loss"]["set"]["by_position"][-1]["last"] == 32
+    assert last["loss"]["set"]["by_position"][-1]["last"] == 128
+    assert (first["gain"]["set"]["short"], last["gain"]["set"]["short"]) == (8, 32)
+    assert first["left_out"] == {"retrieval": "no length is at most 32 tokens: give one that is"}
+    assert last["left_out"] == {}
+    assert [one["task"] for one in last["retrieval"]["scores"]] == ["copy", "single"] * 2
+    assert "left out           retrieval: no length is at most 32" in capsys.readouterr().out
+
+    # the scores of the last stage are those of its checkpoint, which has the stage's base
+    checkpoint = json.loads((out / "step-00000002" / "manifest.json").read_text())
+    assert checkpoint["model_config"]["rope_theta"] == 4e6
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--evals gain,retreival", "did you mean retrieval?"),
+        ("--evals retrieval --eval_tasks singel", "did you mean single? (all are single,multi"),
+        ("--eval_lengths 256 --evals loss", "has 256, and --context_length is 128: give at most"),
+        ("--eval_lengths 20 --evals retrieval", "more than a context of 20: give lengths of"),
+        ("--eval_items 0", "give a number of at least 1"),
+        ("--context_length 8 --evals gain", "a context of 8 tokens is too short"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_written(
+    dataset, tmp_path, capsys, flags, words
+):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments(dataset, out, "--eval_every", "1", *flags.split()))
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert words in said and len(said.splitlines()) == 1
+    assert not out.exists()
+
+
+# --------------------------------------------------------------------------- several ranks
+
+
+SETTINGS = [
+    {},
+    dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
+    {name: SPARSE[name] for name in ("attention_type", "nsa")} | dict(context_parallel_size=2),
+    dict(dtype="bf16", master_weights="none"),  # rounds at random
+]
+
+
+def trained(world: dist.World, folder: str, changes: dict, evaluate: bool) -> list[torch.Tensor]:
+    """Weights, gradients' norms and optimizer states after three steps."""
+    state = built(changes, world)
+    sharing = state.cfg.context_ranks
+    readers = world.size // sharing
+    loader = Loader(open_dataset(folder), SMALL["context_length"], readers)
+    corpus = Corpus("set", loader.dataset, Fraction(1))
+    small = asked(context_length=64, lengths=(104,), rows=2, items=1, seconds=1e9)
+    prepared = Measures([corpus], small) if evaluate else None
+
+    bits = []
+    for index in range(3):
+        rows = loader.batch(index, world.rank // sharing, readers)
+        result = step.train_step(state, step.micro_batches(rows, 1, state.device))
+        bits += [torch.as_tensor(result.loss), torch.as_tensor(result.grad_norm)]
+        if prepared and index == 1:
+            scorer = ModelScorer(state.model, "cpu")
+            report = prepared.run(scorer, world=world, ranks_per_row=sharing)
+            assert report.found.keys() == {"loss", "gain", "retrieval"}
+
+    for parameter in state.model.parameters():
+        bits.append(dist.local_shard(parameter.detach()))
+        for value in state.optimizer.state[parameter].values():
+            bits.append(dist.local_shard(torch.as_tensor(value)))
+    return [x.clone() for x in bits]
+
+
+def differences(world: dist.World, folder: str, settings: list[dict]) -> list[int]:
+    """How many tensors differ after a training with evaluations, for each of the settings."""
+    found = []
+    for changes in settings:
+        without = trained(world, folder, changes, evaluate=False)
+        evaluated = trained(world, folder, changes, evaluate=True)
+        pairs = list(zip(without, evaluated, strict=True))
+        assert len(pairs) > 20
+        found.append(sum(not torch.equal(a, b) for a, b in pairs))
+    return found
+
+
+def test_evaluations_change_no_bit_whatever_ranks_share(dataset):
+    folder = str(dataset.path)
+    alone = [changes | dict(context_parallel_size=1) for changes in SETTINGS]
+    assert differences(step.ONE_PROCESS, folder, alone) == [0] * 4
+    assert run_ranks(differences, 2, folder, SETTINGS) == [[0] * 4] * 2
+
+
+# --------------------------------------------------------------------------- killed
+
+
+HELD = """
+import sys
+from pathlib import Path
+import torch
+import train
+from longhaul import dist
+from longhaul.evals import score
+from selfcheck.faults import process
+dist.cores = lambda: 1
+process.held(score.ModelScorer, "score", Path(sys.argv[1]), 1.0, int(sys.argv[2]))
+train.main(sys.argv[3:])
+"""
+
+TWO_RANKS = """
+import functools
+import sys
+from pathlib import Path
+from longhaul.evals import score
+from selfcheck.faults import process, runs
+marker = Path(sys.argv[1])
+held = (score.ModelScorer, "score", marker, 1.0, int(sys.argv[2]))
+hold = functools.partial(process.held, *held)
+for rank in runs.start_ranks(sys.argv[3:], marker.with_name("log"), 2, before=hold):
+    code = rank.wait()
+    assert code == 0, rank.words()
+"""
+
+
+def started(script: str, marker: Path, call: int, words: list[str]) -> subprocess.Popen:
+    """A script in a process group of its own, which at its `call`-th forward of an evaluation
+    leaves `marker` and waits; with call 0, never.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(marker), str(call), *words],
+        cwd=ROOT,
+        stdout=marker.with_suffix(".log").open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def killed(process: subprocess.Popen, marker: Path, number: int) -> int:
+    """The exit code of a script that gets a signal, with all its ranks, at its marker."""
+    deadline = time.monotonic() + 100
+    while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert marker.exists(), marker.with_suffix(".log").read_text()[-2000:]
+    os.killpg(process.pid, number)
+    return process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, code, call", [(signal.SIGKILL, -9, 30), (signal.SIGTERM, 75, 8)])
+def test_a_run_that_is_killed_in_an_evaluation_resumes_to_the_same_bits(
+    evaluated, dataset, tmp_path, monkeypatch, number, code, call
+):
+    out = tmp_path / "run"
+    words = arguments(dataset, out, "--max_steps", "4", "--eval_every", "2", *EVALS)
+    words += ["--save_every", "1"]
+    marker = tmp_path / "marker"
+    assert killed(started(HELD, marker, call, words), marker, number) == code
+    assert not (out / "eval.jsonl").exists()  # it ended inside the first evaluation
+    newest = max(path.name for path in out.glob("step-*"))
+    assert newest == ("step-00000001" if code == -9 else "step-00000002")
+
+    monkeypatch.setattr(dist, "cores", lambda: 1)
+    train.main(words)
+    assert runs.same_end(out, evaluated)
+    assert [record["step"] for record in records(out)] == ([2, 4] if code == -9 else [4])
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_in_an_evaluation_resume_to_the_bits_of_a_run_without_one(
+    dataset, tmp_path
+):
+    def finish(words: list[str], marker: Path):
+        code = started(TWO_RANKS, marker, 0, words).wait(100)
+        assert code == 0, marker.with_suffix(".log").read_text()[-2000:]
+
+    without = tmp_path / "without"
+    flags = ["--max_steps", "3", "--save_every", "1", "--eval_every"]
+    finish(arguments(dataset, without, *flags, "0"), tmp_path / "never")
+
+    out = tmp_path / "run"
+    words = arguments(dataset, out, *flags, "2", *EVALS)
+    marker = tmp_path / "marker"
+    assert killed(started(TWO_RANKS, marker, 12, words), marker, signal.SIGKILL) == -9
+    assert not (out / "eval.jsonl").exists()
+    assert max(path.name for path in out.glob("step-*")) == "step-00000001"
+
+    finish(words, tmp_path / "never")
+    assert runs.same_end(out, without) and len(runs.final_bits(out)) == 2
+    assert [record["step"] for record in records(out)] == [2, 3]
+    assert all(record.keys() >= {"loss", "gain", "retrieval"} for record in records(out))

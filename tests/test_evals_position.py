@@ -1,0 +1,223 @@
+"""Validation loss and losses by position: against plain loops, on scores that are planted."""
+
+import json
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import open_dataset
+from data.loader import Loader
+from longhaul import step
+from longhaul.evals import position
+from longhaul.evals.score import Item, ModelScorer, Scores, score_all
+from model import IGNORE
+from tests.ranks import run_ranks
+from tests.test_data_loader import make
+from tests.test_evals_score import SMALL, built
+
+CONTEXT = 200  # no power of two
+LENGTHS = np.random.default_rng(3).integers(2, 450, 400)
+
+
+class Planted:
+    """The loss of each token is drawn by its id, its position and its document in the row."""
+
+    def score(self, item: Item, *, hits: bool = False) -> Scores:
+        mixed = item.tokens_BT * 31 + item.positions * 17 + item.doc_ids * 7
+        nll = (mixed % 1009).double() / 100 + item.positions.double().log1p()
+        return Scores(nll.masked_fill(item.labels_BT == IGNORE, 0), None)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("data") / "set", LENGTHS, val_fraction=0.2)
+
+
+@pytest.fixture(scope="module")
+def rows(dataset):
+    return position.Rows(dataset, CONTEXT, 30, seed=1)
+
+
+@pytest.fixture(scope="module")
+def losses(rows):
+    return position.measure(Planted(), rows)
+
+
+def tokens_of(rows) -> list[tuple[int, int, float]]:
+    """(document, position, loss) of every token that has a label, by plain loops."""
+    found = []
+    for index in range(len(rows)):
+        item = rows[index]
+        nll_T = Planted().score(item).nll_BT[0]
+        t = 0
+        for document, _, length in rows.loader.plan.row(rows.loader.row_index(index)):
+            for place in range(length):
+                if item.labels_BT[0, t] != IGNORE:
+                    found.append((document, place, float(nll_T[t])))
+                t += 1
+    return found
+
+
+def test_rows_are_those_of_the_loader(dataset, rows):
+    batch = Loader(dataset, CONTEXT, 1, seed=1, split="val").rows(range(30))
+    assert len(rows) == 30
+    for index, item in enumerate(rows):
+        for part, whole in zip(item, batch, strict=True):
+            assert torch.equal(part, torch.from_numpy(whole[index : index + 1]))
+    with pytest.raises(IndexError):
+        rows[30]
+    few = position.Rows(dataset, CONTEXT, 10**6)
+    assert len(few) == few.loader.rows_per_epoch
+
+
+def test_losses_are_those_of_plain_loops(rows, losses):
+    tokens = tokens_of(rows)
+    assert losses.tokens == len(tokens)
+    assert losses.loss == pytest.approx(np.mean([nll for *_, nll in tokens]), rel=1e-12)
+
+    for bucket in losses.buckets:
+        inside = [one for one in tokens if bucket.first <= one[1] < bucket.last]
+        assert bucket.tokens == len(inside)
+        assert bucket.documents == len({document for document, *_ in inside})
+        assert bucket.loss == pytest.approx(np.mean([nll for *_, nll in inside]), rel=1e-12)
+
+    found = losses.per_document()
+    assert found["document"] == sorted({document for document, *_ in tokens})
+    for document, count, loss in zip(*found.values(), strict=True):
+        own = [nll for number, _, nll in tokens if number == document]
+        assert count == len(own) and loss == pytest.approx(np.mean(own), rel=1e-12)
+
+
+def test_many_losses_are_summed_in_the_memory_of_a_row(tmp_path):
+    documents = np.full(100, 3000)
+    rows = position.Rows(make(tmp_path / "set", documents, val_fraction=0.8), 1024, 10**6)
+    scores = score_all(Planted(), rows)
+    position.summed(rows, scores)  # what is made once
+    tracemalloc.start()
+    losses = position.summed(rows, scores)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2 * losses.tokens
+
+
+def test_buckets_weighted_by_their_counts_are_the_validation_loss(losses):
+    total = sum(bucket.loss * bucket.tokens for bucket in losses.buckets)
+    assert sum(bucket.tokens for bucket in losses.buckets) == losses.tokens
+    assert abs(total / losses.tokens - losses.loss) < 1e-9
+
+
+def test_buckets_are_powers_of_two_above_the_floor(losses):
+    edges = [(bucket.first, bucket.last) for bucket in losses.buckets]
+    assert edges == [(0, 16), (16, 32), (32, 64), (64, 128), (128, 256)]
+    assert [bucket.name for bucket in losses.buckets][-1] == "128-256"
+    assert position.bucket_edges(16).tolist() == [0]
+    assert position.bucket_edges(17).tolist() == [0, 16]
+    assert position.bucket_edges(131072)[-1] == 65536
+
+
+def test_a_long_context_has_eight_buckets_on_screen_and_all_in_the_record():
+    edges = position.bucket_edges(131072)
+    sums = np.arange(1.0, len(edges) + 1)[None].repeat(2, axis=0)
+    long = position.Losses(
+        first_E=edges,
+        documents_D=np.arange(2),
+        sums_DE=sums,
+        counts_DE=np.ones_like(sums, dtype=int),
+        of_pieces={},
+        bits_per_nat=math.nan,
+        unigram_entropy=6.0,
+    )
+    line = long.position_line()
+    names = ["0-1k", "1k-2k", "2k-4k", "4k-8k", "8k-16k", "16k-32k", "32k-64k", "64k-128k"]
+    assert [word.split()[0] for word in line.removeprefix("by position").split("|")] == names
+    assert "0-1k 4.000 |" in line  # the mean of 1 .. 7
+    assert len(long.record()["by_position"]) == 14
+    assert "bits per byte" not in long.line()
+
+
+def test_intervals_hold_the_figures_and_are_the_same_every_time(rows, losses):
+    assert losses.interval.low < losses.loss < losses.interval.high
+    for bucket in losses.buckets:
+        assert bucket.interval.low < bucket.loss < bucket.interval.high
+    assert position.measure(Planted(), rows).interval == losses.interval
+
+
+def test_one_document_has_no_interval(tmp_path):
+    dataset = make(tmp_path / "one", [40] * 4, val_fraction=0.25)
+    losses = position.measure(Planted(), position.Rows(dataset, 64, 1))
+    assert len(losses.documents_D) == 1
+    assert losses.record()["interval"] is None
+    assert "nats/token (1 document), perplexity" in losses.line()
+
+
+def test_the_record_is_json_and_the_lines_have_its_figures(losses):
+    record = json.loads(json.dumps(losses.record(), allow_nan=False))
+    assert record["loss"] == losses.loss and record["tokens"] == losses.tokens
+    assert record["documents"] == len(losses.documents_D)
+    assert record["interval"] == list(losses.interval)
+    assert record["by_position"][1]["loss"] == losses.buckets[1].loss
+
+    half = (losses.interval.high - losses.interval.low) / 2
+    assert f"{losses.loss:.4f} +- {half:.4f} nats/token" in losses.line()
+    assert f"perplexity {math.exp(losses.loss):.2f}" in losses.line()
+    assert losses.scalars()["position/16-32"] == losses.buckets[1].loss
+    assert f"16-32 {losses.buckets[1].loss:.3f} | 32-64" in losses.position_line()
+
+
+def test_a_row_without_a_label_has_no_loss(tmp_path):
+    # the last token of a document, which nothing follows, is alone in a row
+    dataset = make(tmp_path / "long", [65] * 2, val_fraction=0.5)
+    of_seeds = [position.Rows(dataset, 64, 1, seed) for seed in range(8)]
+    alone = next(rows for rows in of_seeds if len(rows.documents(0)) == 1)
+    losses = position.measure(Planted(), alone)
+    assert losses.tokens == 0 and math.isnan(losses.loss) and losses.buckets == ()
+    assert losses.record()["loss"] is None
+
+
+def test_a_measure_that_is_asked_to_stop_finds_nothing(rows):
+    assert position.measure(Planted(), rows, must_stop=lambda: True) is None
+
+
+# ---- a model
+
+
+def test_the_loss_of_a_model_is_that_of_training(dataset):
+    state = built({"vocab_size": 1000})
+    rows = position.Rows(dataset, SMALL["context_length"], 5)
+    losses = position.measure(ModelScorer(state.model, "cpu"), rows)
+    batch = rows.loader.rows(range(5))
+    trained = step.train_step(state, step.micro_batches(batch, 5, torch.device("cpu")))
+    assert losses.loss == pytest.approx(float(trained.loss), rel=1e-6)
+
+
+def sums_of_each(world, folder: str, settings: list[dict]) -> list[tuple]:
+    rows = position.Rows(open_dataset(folder), SMALL["context_length"], 5)
+    found = []
+    for changes in settings:
+        state = built({"vocab_size": 1000} | changes, world)
+        losses = position.measure(
+            ModelScorer(state.model, "cpu"),
+            rows,
+            world=world,
+            ranks_per_row=state.cfg.context_ranks,
+        )
+        found.append((torch.from_numpy(losses.sums_DE), torch.from_numpy(losses.counts_DE)))
+    return found
+
+
+def test_all_ranks_find_what_one_finds_whatever_rows_they_share(dataset):
+    folder = str(dataset.path)
+    ((sums, counts),) = sums_of_each(step.ONE_PROCESS, folder, [{}])
+    for of_rank in run_ranks(sums_of_each, 2, folder, [{}, dict(context_parallel_size=2)]):
+        assert len(of_rank) == 2
+        for found_sums, found_counts in of_rank:
+            assert torch.equal(found_counts, counts)
+            torch.testing.assert_close(found_sums, sums, rtol=1e-5, atol=1e-4)
+
+
+def test_one_pass_gives_the_losses_of_scores_that_are_known(rows, losses):
+    again = position.summed(rows, score_all(Planted(), rows))
+    assert np.array_equal(again.sums_DE, losses.sums_DE)

@@ -1,0 +1,639 @@
+"""longhaul/evals/harness.py and scripts/lm_eval.py against the harness's own HFLM, offline.
+
+The model is random, and the tasks read files that are made here. Whatever needs lm_eval skips
+without it.
+"""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from data import tokenizer as sentencepiece
+from data.load_tokenizer import load_tokenizer
+from longhaul import qwen3
+from model import Decoder, KVCache, ModelConfig, NSAConfig
+from scripts import convert_qwen3
+from scripts import lm_eval as command
+from tests import qwen_tokenizer
+
+ROOT = Path(__file__).parents[1]
+WINDOW = 256
+EOD = 450
+PADDED = 464
+BYTES = 258  # a sentencepiece model begins with two control tokens and the bytes
+SMALL = dict(
+    vocab_size=PADDED,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=96,
+    rope_original_context=WINDOW,
+    init_std=0.15,
+)
+SPARSE = dict(
+    attention_type="nsa",
+    nsa=NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16),
+)
+SOURCE = """
+task: {name}
+output_type: {kind}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+num_fewshot: 0
+"""
+CHOICE = r"""
+doc_to_text: "Q: {{question}} \nA:"
+doc_to_target: answer
+doc_to_choice: choices
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+TEXT = """
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+  - metric: byte_perplexity
+  - metric: bits_per_byte
+"""
+WRITE = r"""
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs:
+  until: ["\n", "e", ". ", "<|im_end|>"]
+  max_gen_toks: 24
+metric_list:
+  - metric: exact_match
+"""
+KINDS = {
+    "choice": ("multiple_choice", CHOICE),
+    "text": ("loglikelihood_rolling", TEXT),
+    "write": ("generate_until", WRITE),
+}
+
+
+def documents() -> list[str]:
+    """Texts that a tokenizer is trained on."""
+    return [path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+
+
+def installed(name: str):
+    """The package, or a skipped test that says what it lacks."""
+    return pytest.importorskip(name, reason=f"{name} is absent: bash scripts/test_lm_eval.sh")
+
+
+# ---- a model and three tasks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Hugging Face folder of a random model, with a tokenizer."""
+    root = tmp_path_factory.mktemp("lm_eval")
+    tokenizer = qwen_tokenizer.make(
+        root / "tokenizer", documents(), 400, text_ids=EOD, padded=PADDED
+    )
+
+    decoder = Decoder(ModelConfig(**SMALL), seed=1)
+    qwen3.to_hf(decoder, root / "model", context=WINDOW, eod_id=EOD)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, root / "model" / name)
+    return root / "model"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    """A folder with a task of each kind."""
+    root = tmp_path_factory.mktemp("tasks")
+    words = (ROOT / "docs" / "DATA.md").read_text(encoding="utf-8").split()
+    draw = random.Random(0)
+
+    def phrase(*lengths: int) -> str:
+        length = draw.choice(lengths)
+        start = draw.randrange(len(words) - length)
+        return " ".join(words[start : start + length])
+
+    rows = {
+        "choice": [
+            dict(
+                question=phrase(3, 9, 45),
+                choices=[phrase(1, 1, 2, 3) for _ in range(4)],
+                answer=draw.randrange(4),
+            )
+            for _ in range(10)
+        ],
+        "text": [dict(text=phrase(length)) for length in (1, 40, 150, 300)]
+        + [dict(text="  é😀\n\tx ")],
+        "write": [dict(prompt=phrase(1, 9, 25), answer=phrase(2)) for _ in range(8)],
+    }
+    for name, (kind, rest) in KINDS.items():
+        file = root / f"{name}.jsonl"
+        lines = [json.dumps(document) + "\n" for document in rows[name]]
+        file.write_text("".join(lines), encoding="utf-8")
+        task = SOURCE.format(name=name, kind=kind, file=file) + rest
+        (root / f"{name}.yaml").write_text(task, encoding="utf-8")
+    return root
+
+
+@pytest.fixture(scope="module")
+def adapter(folder):
+    """The model behind the harness's interface."""
+    installed("lm_eval")
+    from longhaul.evals.harness import LonghaulLM
+
+    return LonghaulLM(qwen3.from_hf(folder), load_tokenizer(folder), WINDOW, batch_size=5)
+
+
+def ids(count: int, seed: int) -> list[int]:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randint(0, PADDED, (count,), generator=make).tolist()
+
+
+def pairs_of(contexts: list[int], continuations: list[int]) -> list[tuple]:
+    """Each context of so many ids with each continuation, as the harness gives them."""
+    return [
+        (None, ids(context, context), ids(continuation, 1000 * number + context))
+        for context in contexts
+        for number, continuation in enumerate(continuations)
+    ]
+
+
+def dense(model: Decoder, request: tuple) -> tuple[float, bool]:
+    """The answer from all logits in float64."""
+    _, context, continuation = request
+    tokens_1T = torch.tensor([context + continuation])
+    with torch.no_grad():
+        z_TV = model(tokens_1T)[0, len(context) - 1 : -1].double()
+    target_T = torch.tensor(continuation)
+    logprob_T = z_TV.log_softmax(-1).gather(1, target_T[:, None])
+    return float(logprob_T.sum()), bool((z_TV.argmax(-1) == target_T).all())
+
+
+def asked(*arguments: tuple) -> list:
+    """Requests as the harness makes them."""
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance("generate_until", {}, argument, 0, ("mine", number, 1))
+        for number, argument in enumerate(arguments)
+    ]
+
+
+# ---- log-likelihoods
+
+
+def test_packed_requests_have_the_log_likelihoods_of_dense_logits(adapter):
+    requests = pairs_of([1, 3, 40, 100], [1, 5, 17])
+    found = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+    for answer, request in zip(found, requests):
+        expected, greedy = dense(adapter.model, request)
+        assert answer[0] == pytest.approx(expected, abs=1e-4)
+        assert answer[1] == greedy
+
+
+def test_a_greedy_continuation_is_called_greedy(adapter):
+    from longhaul.generate import generate
+
+    context = ids(9, 1)
+    greedy = list(generate(adapter.model, context, 4, temperature=0))
+    other = [*greedy[:3], (greedy[3] + 1) % PADDED]
+    requests = [(None, context, greedy), (None, context, other)]
+    found = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [answer[1] for answer in found] == [True, False]
+
+
+def test_a_shared_context_passes_once_and_gives_the_same_answers(adapter, monkeypatch):
+    from longhaul.evals import harness
+
+    requests = pairs_of([150, 7, 170], [1, 5, 1, 17])
+    read = []
+    hidden = Decoder.hidden
+
+    def counted(self, tokens_BT, *args, **kwargs):
+        read.append(tokens_BT.numel())
+        return hidden(self, tokens_BT, *args, **kwargs)
+
+    monkeypatch.setattr(Decoder, "hidden", counted)
+    shared = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+    once = sum(read)
+    read.clear()
+    monkeypatch.setattr(harness, "SHARED_FROM", {"cpu": 10**9})
+    apart = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+
+    assert once == 7 + 11 + 23 + 2 * (1 + 5 + 17) + 149 + 169
+    assert sum(read) - once == 2 * (149 + 169)
+    for one, other, request in zip(shared, apart, requests):
+        expected, greedy = dense(adapter.model, request)
+        assert one == (pytest.approx(expected, abs=1e-4), greedy)
+        assert other == (pytest.approx(expected, abs=1e-4), greedy)
+
+
+def test_choices_of_one_token_pass_once(adapter, monkeypatch):
+    requests = pairs_of([20], [1, 1, 1, 3])
+    rows = []
+    figures = adapter.scorer.figures
+
+    def counted(item, *args):
+        rows.append(item.tokens_BT.numel())
+        return figures(item, *args)
+
+    monkeypatch.setattr(adapter.scorer, "figures", counted)
+    found = adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert rows == [20 + 22]
+    assert len({answer[0] for answer in found}) == 4
+    for answer, request in zip(found, requests):
+        assert answer[0] == pytest.approx(dense(adapter.model, request)[0], abs=1e-4)
+
+
+def test_sparse_attention_answers_too(folder):
+    installed("lm_eval")
+    from longhaul.evals.harness import LonghaulLM
+
+    model = Decoder(ModelConfig(**SMALL | SPARSE), seed=2)
+    lm = LonghaulLM(model, load_tokenizer(folder), WINDOW)
+    requests = pairs_of([150], [1, 5])
+    found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
+    for answer, request in zip(found, requests):
+        assert answer[0] == pytest.approx(dense(model, request)[0], abs=1e-4)
+
+
+def test_no_tensor_has_the_size_of_the_logits(adapter):
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            tensors = [x for x in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(x)]
+            self.elements = max([self.elements, *(x.numel() for x in tensors)])
+            return out
+
+    requests = pairs_of([200], [1])
+    with Largest() as largest:
+        adapter._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert 0 < largest.elements < 200 * PADDED / 2
+
+
+def test_a_rewound_cache_continues_as_if_nothing_had_followed():
+    model = Decoder(ModelConfig(**SMALL), seed=3)
+    cache = KVCache(model.config, 1, 30)
+    with torch.no_grad():
+        model(torch.tensor([ids(20, 1)]), cache=cache)
+        first = model(torch.tensor([ids(5, 2)]), cache=cache)
+        cache.rewind(20)
+        again = model(torch.tensor([ids(5, 2)]), cache=cache)
+    assert cache.length == 25 and torch.equal(first, again)
+
+
+def test_a_cache_of_sparse_attention_is_not_rewound():
+    cache = KVCache(ModelConfig(**SMALL | SPARSE), 1, 30)
+    with pytest.raises(ValueError, match="cannot be rewound: make a new one"):
+        cache.rewind(1)
+
+
+# ---- what does not fit
+
+
+def test_a_prompt_longer_than_the_window_is_refused_and_not_cut(adapter):
+    # the last token of a continuation is not read
+    adapter._loglikelihood_tokens(pairs_of([200], [WINDOW - 199]), disable_tqdm=True)
+
+    adapter._asked = asked(("", ""), ("", ""))
+    with pytest.raises(ValueError, match=f"needs {WINDOW + 1} tokens"):
+        adapter._loglikelihood_tokens(pairs_of([200], [WINDOW - 198]), disable_tqdm=True)
+
+    with pytest.raises(ValueError) as error:
+        adapter.loglikelihood(asked(("a", "b"), ("b " * 2 * WINDOW, "c")), disable_tqdm=True)
+    said = str(error.value)
+    assert said.startswith("request 2 (document 1 of task mine) needs ")
+    assert f"the model's window is {WINDOW}; it is not cut" in said and "--max_length" in said
+
+
+def test_a_prompt_without_room_for_what_is_generated_is_refused(adapter):
+    prompt = adapter.own_tokenizer.decode(adapter.tok_encode("x y z")[:3])
+    count = len(adapter.tok_encode(prompt))
+    settings = dict(until=[], max_gen_toks=WINDOW - count + 1)
+    with pytest.raises(ValueError, match=f"needs {WINDOW + 1} tokens"):
+        adapter.generate_until(asked((prompt, settings)), disable_tqdm=True)
+
+
+# ---- generation
+
+
+def written(adapter, prompt: str, **settings) -> str:
+    (text,) = adapter.generate_until(asked((prompt, settings)), disable_tqdm=True)
+    return text
+
+
+def test_generation_is_cut_before_the_first_stop_string(adapter):
+    whole = written(adapter, "A run", until=[], max_gen_toks=40)
+    assert len(whole) > 10
+    stop = whole[4:6]
+    assert written(adapter, "A run", until=[stop], max_gen_toks=40) == whole.split(stop)[0]
+    assert written(adapter, "A run", until=stop, max_gen_toks=40) == whole.split(stop)[0]
+
+
+def test_generation_ends_at_a_special_token_that_is_a_stop_string(adapter, monkeypatch):
+    from longhaul.evals import harness
+
+    tokenizer = adapter.own_tokenizer
+    (a,) = tokenizer.encode("a")
+    end = EOD + 2
+    assert tokenizer.spell([a, end]) == "a<|im_end|>" and tokenizer.decode([a, end]) == "a"
+
+    tokens = [a, end, a]
+    monkeypatch.setattr(harness, "generate", lambda *args, **kwargs: iter(tokens))
+    assert written(adapter, "x", until=["<|im_end|>"], max_gen_toks=9) == "a"
+    assert written(adapter, "x", until=[], max_gen_toks=9) == "aa"
+
+
+def test_sampling_repeats_and_differs_between_requests(adapter):
+    settings = dict(until=[], max_gen_toks=12, do_sample=True, temperature=1.0)
+    requests = asked(("The", settings), ("The", settings))
+    one, other = adapter.generate_until(requests, disable_tqdm=True)
+    assert one != other
+    assert adapter.generate_until(requests, disable_tqdm=True) == [one, other]
+
+
+def test_settings_of_generation_that_do_nothing_are_taken_and_others_refused(adapter):
+    assert written(adapter, "A", until=[], max_gen_toks=3, num_beams=1, repetition_penalty=1.0)
+    with pytest.raises(ValueError, match="task mine. generates with num_beams=4, which longhaul"):
+        written(adapter, "A", until=[], num_beams=4)
+    with pytest.raises(ValueError, match="samples without a temperature: give"):
+        written(adapter, "A", until=[], do_sample=True)
+
+
+def test_an_empty_prompt_follows_the_end_of_a_document(adapter):
+    from longhaul.generate import generate
+
+    size = adapter.own_tokenizer.vocab_size
+    assert EOD < size < PADDED
+    tokens = list(generate(adapter.model, [EOD], 5, temperature=0, vocab_size=size))
+    expected = adapter.own_tokenizer.decode(tokens)
+    assert expected and written(adapter, "", until=[], max_gen_toks=5) == expected
+
+
+# ---- the same numbers as HFLM
+
+
+def evaluated(lm, tasks: Path) -> dict:
+    """All results of the three tasks, with a sample for each document."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return evaluate(lm, manager.load(list(KINDS)), bootstrap_iters=10)
+
+
+@pytest.fixture(scope="module", params=["hugging face", "sentencepiece"])
+def run(request, folder, tmp_path_factory) -> Path:
+    """The folder of a run that was imported, with a tokenizer of either kind."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    if request.param == "hugging face":
+        convert_qwen3.main(["--input", str(folder), "--output", str(run)])
+        return run
+
+    decoder = Decoder(ModelConfig(**SMALL), seed=2)
+    with torch.no_grad():  # no single bytes: transformers spells those that are no UTF-8 otherwise
+        decoder.embed.weight[:BYTES] = 0
+    qwen3.to_hf(decoder, run.with_name("model"), context=WINDOW)
+    convert_qwen3.main(["--input", str(run.with_name("model")), "--output", str(run)])
+    sentencepiece.train(documents(), 420, run / "tokenizer.model")
+    return run
+
+
+@pytest.mark.slow
+def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(run, tasks, tmp_path):
+    installed("lm_eval")
+    installed("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    from longhaul.evals.harness import LonghaulLM
+
+    model, tokenizer, window = command.opened(
+        run, load_tokenizer(command.tokenizer_path(run, None)), "float32"
+    )
+    lm = LonghaulLM(model, tokenizer, WINDOW, batch_size=5)
+    convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "exported")])
+    # HFLM adds log-likelihoods in fp32, in which 7,683 has steps of 0.0005, unless it is told
+    theirs = HFLM(
+        pretrained=str(tmp_path / "exported"),
+        device="cpu",
+        dtype="float32",
+        softmax_dtype="float64",
+        max_length=WINDOW,
+        batch_size=3,
+    )
+    assert theirs.config.max_position_embeddings == window >= WINDOW
+    assert theirs.prefix_token_id == lm.prefix_token_id
+
+    ours = evaluated(lm, tasks)
+    reference = evaluated(theirs, tasks)
+    texts = {sample["resps"][0][0] for sample in ours["samples"]["write"]}
+    assert len(texts) > 3
+    for task in KINDS:
+        compare(ours["samples"][task], reference["samples"][task])
+        for name, value in reference["results"][task].items():
+            if isinstance(value, float):
+                assert ours["results"][task][name] == pytest.approx(value, rel=1e-6), name
+
+
+def compare(ours: list[dict], theirs: list[dict]):
+    """Every answer to every document is the same, log-likelihoods within 1e-4."""
+    assert len(ours) == len(theirs) >= 5
+    for one, other in zip(ours, theirs):
+        assert one["arguments"] == other["arguments"]
+        for [answer], [expected] in zip(one["resps"], other["resps"], strict=True):
+            if isinstance(expected, str):
+                assert answer == expected
+            elif isinstance(expected, tuple):
+                assert answer[0] == pytest.approx(expected[0], abs=1e-4)
+                assert answer[1] == expected[1]
+            else:
+                assert answer == pytest.approx(expected, abs=1e-4)
+
+
+# ---- the command
+
+
+def refusal(capsys, *words) -> str:
+    """The last line on standard error of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        command.main([str(word) for word in words])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_writes_json(folder, tasks, tmp_path, capsys):
+    installed("lm_eval")
+    file = tmp_path / "results.json"
+    words = f"--checkpoint {folder} --tasks choice,write --include_path {tasks} --limit 3"
+    command.main([*words.split(), "--device", "cpu", "--output", str(file)])
+
+    captured = capsys.readouterr()
+    assert "|choice|" in captured.out and "acc_norm" in captured.out
+    assert "exact_match" in captured.out and f"wrote {file}" in captured.out
+    assert "log-likelihoods: 100%" in captured.err
+
+    results = json.loads(file.read_text())
+    assert 0 <= results["results"]["choice"]["acc,none"] <= 1
+    assert results["n-samples"]["choice"]["effective"] == 3
+    assert results["config"]["model_args"]["window"] == WINDOW
+
+
+def test_an_unknown_task_names_the_nearest(folder, tasks, capsys, monkeypatch):
+    installed("lm_eval")
+    import lm_eval.tasks
+
+    known = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    monkeypatch.setattr(command, "task_manager", lambda names, include_path: known)
+    words = ["--checkpoint", folder, "--include_path", tasks, "--tasks"]
+    assert "'choise' is unknown: did you mean choice?" in refusal(capsys, *words, "choise")
+    assert "'zzzz' is unknown: give names from" in refusal(capsys, *words, "choice,zzzz")
+    assert command.matched(["*e", "choice"], known) == ["choice", "write"]
+
+
+class Failing:
+    """A manager whose only task, of the file mine.yaml, cannot be loaded."""
+
+    def __init__(self, error: Exception, **settings):
+        self.error = error
+        self.task_index = {"mine": SimpleNamespace(yaml_path="mine.yaml", cfg=settings)}
+
+    def load(self, name):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "manager, said",
+    [
+        (Failing(ConnectionError("no route")), "cannot download it .no route.: run it once"),
+        (
+            Failing(FileNotFoundError("Unable to find x.jsonl"), dataset_path="json"),
+            "Unable to find x.jsonl.: correct dataset_path and dataset_kwargs in mine.yaml",
+        ),
+        (Failing(TypeError("not NoneType")), "not NoneType.: give dataset_path in mine.yaml"),
+        (
+            Failing(KeyError("tests"), dataset_path="json"),
+            ".KeyError, 'tests'.: correct mine.yaml or its data",
+        ),
+    ],
+)
+def test_a_task_that_cannot_be_loaded_is_answered_in_one_line(manager, said):
+    with pytest.raises(ValueError, match=f"task mine .*{said}"):
+        command.loaded("mine", manager)
+
+
+def test_an_error_of_the_harness_itself_keeps_its_traceback():
+    with pytest.raises(AttributeError):
+        command.loaded("mine", Failing(AttributeError("a bug")))
+
+
+def test_a_task_of_a_folder_that_is_unknown_may_be_in_a_file_that_is_no_yaml(tmp_path):
+    manager = SimpleNamespace(match_tasks=lambda names: [], all_tasks=["good"])
+    with pytest.raises(ValueError, match=f"'bad' is unknown: define it .*{tmp_path}.* be parsed"):
+        command.matched(["bad"], manager, str(tmp_path))
+
+
+def test_a_data_file_that_is_absent_is_named_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    installed("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    absent = tmp_path / "absent.jsonl"
+    task = SOURCE.format(name="far", kind="generate_until", file=absent) + WRITE
+    (tmp_path / "far.yaml").write_text(task)
+    words = ["--checkpoint", folder, "--include_path", tmp_path, "--tasks", "far", "--offline"]
+    said = refusal(capsys, *words)
+    assert "task far cannot be loaded" in said and str(absent) in said
+    assert f"correct dataset_path and dataset_kwargs in {tmp_path}/far.yaml" in said
+
+
+def test_data_that_must_be_downloaded_is_named_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    installed("lm_eval")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    task = "task: far\noutput_type: generate_until\ndataset_path: example/absent\n" + WRITE
+    (tmp_path / "far.yaml").write_text(task)
+    words = ["--checkpoint", folder, "--include_path", tmp_path, "--tasks", "far", "--offline"]
+    assert "task far has no data here and cannot download it" in refusal(capsys, *words)
+
+
+def test_exceptions_of_a_network_are_known_and_others_are_not():
+    client = type("ConnectError", (Exception,), {"__module__": "httpx._exceptions"})
+    assert command.is_network(client("no name")) and command.is_network(ConnectionError())
+    assert not command.is_network(KeyError("a task that is wrong"))
+    assert not command.is_network(FileNotFoundError("a file that is not there"))
+
+
+def test_a_task_that_needs_a_package_says_so(capsys):
+    class Manager:
+        def load(self, name):
+            raise ImportError("Please install\n  `wonderwords`")
+
+    with pytest.raises(
+        ValueError, match="task ruler needs another package: Please install `wonder"
+    ):
+        command.loaded("ruler", Manager())
+
+
+def test_a_model_without_the_extra_is_answered_in_one_line(folder, capsys, monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
+    assert said.endswith(
+        "is not installed: pip install 'longhaul[lm_eval]', or pip install lm_eval"
+    )
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "require_extra", lambda: None)
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    said = refusal(capsys, "--checkpoint", tmp_path, "--tasks", "arc_easy", "--device", "cpu")
+    assert f"{tmp_path} has no tokenizer: give --tokenizer PATH" in said
+
+
+def test_a_file_that_cannot_be_written_is_answered_in_one_line(tmp_path):
+    installed("lm_eval")
+    with pytest.raises(ValueError, match="cannot be written .*: name another"):
+        command.write({}, tmp_path / "gone" / "results.json")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--limit 0", "--limit 0 is out of range: give at least 1"),
+        ("--batch_size -1", "--batch_size -1 is out of range: give at least 1"),
+        ("--num_fewshot -1", "--num_fewshot -1 is out of range: give at least 0"),
+        ("--include_path /nonexistent", "--include_path /nonexistent is no folder: name one"),
+        ("--output /nonexistent/x.json", "its folder does not exist: make it first"),
+        ("--output /", "--output / is a folder: name a file"),
+        ("--task x", "unknown flag --task: did you mean --tasks?"),
+    ],
+)
+def test_bad_flags_are_answered_before_anything_is_read(flags, said, capsys):
+    assert said in refusal(capsys, "--checkpoint", "x", "--tasks", "y", *flags.split())
+
+
+def test_offline_is_told_to_the_libraries(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    command.go_offline()
+    assert command.os.environ["HF_HUB_OFFLINE"] == "1"
+    assert command.os.environ["HF_DATASETS_OFFLINE"] == "1"
+
+
+def test_the_command_does_not_import_the_harness_before_it_is_needed():
+    assert command.__name__ in sys.modules
+    source = Path(command.__file__).read_text(encoding="utf-8")
+    assert "\nfrom lm_eval" not in source and "\nimport lm_eval" not in source

@@ -1,0 +1,474 @@
+"""scripts/long_context_proof.sh: its runs follow each other, its commands run, and its figures are
+those that it measured.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from data import recall
+from longhaul import lengths
+from scripts import proof_figures
+from selfcheck.faults import runs
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "long_context_proof.sh"
+RUNS = ["SHORT", "NEAR", "MIDDLE", "FAR", "FARTHEST", "SPARSE"]
+
+
+def schedules() -> dict[str, tuple[lengths.Length, ...]]:
+    """The schedule of each run, as the script has it."""
+    text = SCRIPT.read_text(encoding="utf-8")
+    return {name: lengths.parse(re.search(rf"\{{{name}:-([^}}]+)\}}", text)[1]) for name in RUNS}
+
+
+def test_every_length_is_one_of_its_data_and_the_base_grows_at_most_with_it():
+    text = SCRIPT.read_text(encoding="utf-8")
+    forms = [recall.parse_form(word) for word in re.findall(r"\b\d+:\d+(?= |$)", text, re.M)]
+    made = {form.length for form in forms}
+    found = schedules()
+    assert {stage.tokens for stages in found.values() for stage in stages} <= made
+
+    standard = [stage for name in RUNS[:5] for stage in found[name]]
+    for before, after in zip(standard, standard[1:], strict=False):
+        assert after.tokens > before.tokens
+        assert 1 <= after.theta / before.theta <= after.tokens / before.tokens
+    assert found["FAR"][-1].tokens == 16_384 and found["FARTHEST"][-1].tokens == 32_768
+    assert found["SPARSE"][-1].tokens >= 4096
+
+
+def test_a_run_of_rising_lengths_reads_the_answers_of_whole_documents(tmp_path):
+    flags = ["--output", str(tmp_path / "data"), "--lengths", "8:2", "16:4", "32:8"]
+    assert recall.main([*flags, "--tokens", "3000"]) == 0
+    more = ["--length_schedule", "8:1,16:2,32:2", "--short_fraction", "0.25", "--whole_documents"]
+    words = [*more, "--vocab_size", "385", "--batch_size", "4"]
+    train.main(runs.last_given(runs.arguments(tmp_path / "data", tmp_path / "run", *words)))
+    assert len(runs.losses(tmp_path / "run")) == 5
+
+
+# ---- the script, with a python that only pretends to train and to evaluate
+
+PRETENDED = r'''#!{python} -IS
+"""Writes what train.py, scripts.evaluate and data.* leave behind, and notes what it was asked."""
+import json, os, pathlib, subprocess, sys
+
+words = sys.argv[1:]
+if words[0] == "-" or words[1] == "scripts.proof_figures":
+    sys.exit(subprocess.call([{python!r}, *words]))
+with open(os.environ["COMMANDS"], "a") as file:
+    file.write(" ".join(words) + "\n")
+
+flag = "--output_dir" if words[0] == "train.py" else "--output"
+folder = pathlib.Path(words[words.index(flag) + 1])
+if os.environ.get("FAIL") == f"{{folder.parent.name}}/{{folder.name}}":
+    sys.exit("a reason")
+folder.mkdir(parents=True, exist_ok=True)
+if words[0] == "train.py":
+    seed, unlucky = words[words.index("--seed") + 1], os.environ.get("UNLUCKY", "").split()
+    loss = 3.0 if seed in unlucky else 0.1
+    (folder / "metrics.jsonl").write_text(json.dumps({{"loss": loss}}) + "\n")
+elif "retrieval" in words:
+    lengths = words[words.index("--lengths") + 1].split(",")
+    same = {{"score": 1.0, "interval": [0.93, 1.0], "answers": 192}}
+    record = {{"scores": [{{"length": int(length)}} | same for length in lengths]}}
+    (folder / "eval.json").write_text(json.dumps({{"retrieval": record}}))
+elif "gain" in words:
+    figures = {{"gain": 0.01, "interval": [0.005, 0.015], "documents": 27}}
+    found = {{"short": 64, "context": 256, "all": figures}}
+    (folder / "eval.json").write_text(json.dumps({{"gain": {{"data": found}}}}))
+'''
+
+
+@pytest.fixture
+def pretended(tmp_path):
+    """Runs the script, or a command that it printed; returns the process when it has ended."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    python = tools / "python"
+    python.write_text(PRETENDED.format(python=sys.executable))
+    python.chmod(0o755)
+    paths = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | paths | {"COMMANDS": str(tmp_path / "commands")}
+
+    def run(command: str = f"bash {SCRIPT} {tmp_path / 'out'}", **more):
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=ROOT,
+            env=environment | more,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def commands(folder: Path) -> list[str]:
+    """The outputs of the commands that were pretended, in their order."""
+    lines = (folder / "commands").read_text().splitlines()
+    return [re.search(r"--output(?:_dir)? \S+/(seed-\d+/\S+)", line)[1] for line in lines]
+
+
+def test_one_unlucky_seed_stops_no_other_and_is_repeated_by_the_printed_command(
+    pretended, tmp_path
+):
+    done = pretended(SEEDS="1 0", UNLUCKY="10 11 12", ITEMS="4")
+    assert done.returncode == 1, done.stderr
+    made = commands(tmp_path)
+    assert made.count("seed-1/short-2") == 1 and "seed-1/near" not in made
+    assert {"seed-1/text-gain", "seed-0/standard", "seed-0/text-gain"} <= set(made)
+    *missed, remedy = done.stderr.splitlines()
+    assert all(
+        line.startswith("seed 1, retrieval at ") and "more steps in SHORT" in line
+        for line in missed
+    )
+    assert len(missed) == 3 and "not measured" in done.stdout
+
+    command = remedy.split(": ")[-1]
+    assert command == f"SEEDS=1 ITEMS=4 {proof_figures.SCRIPT} {tmp_path / 'out'}-again"
+    repeated = pretended(command)
+    assert repeated.returncode == 0, repeated.stderr
+    assert {name.split("/")[0] for name in commands(tmp_path)[len(made) :]} == {"seed-1"}
+    assert json.loads((tmp_path / "out-again" / "proof.json").read_text())["settings"] == [
+        "ITEMS=4"
+    ]
+
+
+def test_the_seeds_that_were_asked_are_those_of_the_figures(pretended, tmp_path):
+    assert pretended(SEEDS="0", UNLUCKY="0 1 2").returncode == 1
+    assert pretended(SEEDS="7").returncode == 0
+    proof = json.loads((tmp_path / "out" / "proof.json").read_text())
+    assert [one["seed"] for one in proof["seeds"]] == [7]
+
+
+def test_the_same_command_again_does_nothing_and_has_the_same_figures(pretended, tmp_path):
+    first = pretended(SEEDS="0 3")
+    assert first.returncode == 0, first.stderr
+    proof = (tmp_path / "out" / "proof.json").read_bytes()
+    made = commands(tmp_path)
+    assert len(made) == len(set(made)) == 28
+
+    again = pretended(SEEDS="0 3")
+    assert again.returncode == 0 and commands(tmp_path) == made
+    assert (tmp_path / "out" / "proof.json").read_bytes() == proof
+    assert again.stdout == first.stdout[first.stdout.index("|  | bar") :]
+
+
+@pytest.mark.parametrize("part", ["data-far", "short-0", "farthest", "standard"])
+def test_a_command_that_fails_ends_the_script_and_only_what_has_ended_is_not_repeated(
+    part, pretended, tmp_path
+):
+    failed = pretended(FAIL=f"seed-0/{part}")
+    assert failed.returncode == 1 and failed.stderr.endswith("a reason\n")
+    before = commands(tmp_path)
+    assert before[-1] == f"seed-0/{part}" and not (tmp_path / "out" / "proof.json").exists()
+
+    assert pretended().returncode == 0
+    assert commands(tmp_path)[len(before)] == f"seed-0/{part}"
+    assert len(commands(tmp_path)) == len(set(commands(tmp_path))) + 1
+    (seed,) = json.loads((tmp_path / "out" / "proof.json").read_text())["seeds"]
+    assert {one["part"]: one["stopped"] for one in seed["seconds"] if one["stopped"]} == {part: 1}
+
+
+def test_an_error_while_the_loss_is_read_is_seen_and_is_no_unlucky_seed(pretended, tmp_path):
+    done = pretended(LEARNED="a loss")
+    assert done.returncode == 1 and "could not convert string to float: 'a loss'" in done.stderr
+    assert commands(tmp_path)[-1] == "seed-0/short-0"
+
+
+def test_a_folder_has_one_set_of_settings(pretended, tmp_path):
+    assert pretended(ITEMS="1").returncode == 0
+    made = commands(tmp_path)
+    for settings in ({}, {"ITEMS": "2"}, {"ITEMS": "1", "FAR": "8192:1:8e4,16384:1:1.6e5"}):
+        done = pretended(**settings)
+        assert done.returncode == 2 and "other settings (ITEMS=1)" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert commands(tmp_path) == made
+    assert pretended(ITEMS="1", SEEDS="5").returncode == 0
+
+
+@pytest.mark.parametrize("seeds", ["0 x", "08", "-1", "1,2", "1e3"])
+def test_a_seed_that_is_none_is_refused_before_anything_is_made(seeds, pretended, tmp_path):
+    done = pretended(SEEDS=seeds)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "is no seed: give whole numbers" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flag_is_answered_with_the_usage(pretended, tmp_path):
+    done = pretended(f"bash {SCRIPT} --help")
+    assert done.returncode == 2 and "LEARNED=1.0" in done.stderr and "set -e" not in done.stderr
+
+
+def test_every_variable_that_the_script_reads_is_explained_at_its_top():
+    text = SCRIPT.read_text(encoding="utf-8")
+    read = set(re.findall(r"\$\{([A-Z_]+):-", text))
+    explained = text[: text.index("set -euo")]
+    assert read == {name for name in read if re.search(rf"\b{name}\b", explained)} | {"SEEDS"}
+    kept = set(re.search(r"for name in ([A-Z_ ]+);", text)[1].split())
+    assert kept == read - {"SEEDS"}
+
+
+# ---- the figures
+
+
+def write_proof(folder: Path, seed: int, tokens: int | None = None, **figures):
+    """What the script leaves behind for a seed; `tokens`: every length of a bar is this instead."""
+    for bar in proof_figures.RETRIEVAL:
+        found = {"score": 1.0, "interval": [0.9, 1.0], "answers": 192} | figures
+        perfect = {"score": 1.0, "interval": [0.99, 1.0], "answers": 192}
+        scores = [{"length": 1024} | perfect, {"length": tokens or bar.tokens} | found]
+        scores.append({"length": 131_072} | perfect)
+        write(folder, seed, bar.folder, {"retrieval": {"scores": scores}})
+    write_gain(folder, seed)
+    parts = ["data-near", "short-0", "data-near"]
+    ended = '{{"ended": "{}", "wall": 60.25, "user": 80.5, "system": 1.5}}'
+    begun = '{{"begun": "{}", "cores": 2}}'
+    lines = [line.format(part) for part in parts for line in (begun, ended)]
+    (folder / f"seed-{seed}" / "seconds.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def write_gain(folder: Path, seed: int, gain: float = 0.01, short: int = 64, context: int = 256):
+    figures = {"gain": gain, "interval": [gain - 0.005, gain + 0.005], "documents": 27}
+    found = {"short": short, "context": context, "all": figures, "far_copies": figures}
+    write(folder, seed, proof_figures.GAIN, {"gain": {"data": found}})
+
+
+def write(folder: Path, seed: int, name: str, record: dict):
+    path = folder / f"seed-{seed}" / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "eval.json").write_text(json.dumps(record))
+
+
+def missed(folder: Path) -> list[str]:
+    """The folders' names of the evaluations of seed 3 that miss their bars."""
+    proof = json.loads((folder / "proof.json").read_text())
+    names = [*(bar.folder for bar in proof_figures.RETRIEVAL), proof_figures.GAIN]
+    figures = proof["seeds"][1]["figures"]
+    assert all(figure["passed"] for figure in proof["seeds"][0]["figures"])
+    return [name for name, one in zip(names, figures, strict=True) if not one["passed"]]
+
+
+@pytest.mark.parametrize(
+    "figures, names",
+    [
+        ({}, []),
+        ({"score": 0.949}, ["standard", "sparse-retrieval"]),
+        ({"score": 0.899}, ["standard", "farthest-retrieval", "sparse-retrieval"]),
+        ({"interval": [0.899, 1.0]}, ["standard"]),
+        ({"tokens": 65_536}, ["standard", "farthest-retrieval", "sparse-retrieval"]),
+        ({"tokens": 16_384}, ["farthest-retrieval", "sparse-retrieval"]),
+    ],
+)
+def test_each_figure_is_held_to_its_bar_at_the_length_of_the_bar(figures, names, tmp_path, capsys):
+    write_proof(tmp_path, 0)
+    write_proof(tmp_path, 3, **figures)
+    assert proof_figures.main([str(tmp_path)]) == bool(names)
+    assert missed(tmp_path) == names
+    captured = capsys.readouterr()
+    assert captured.out.count("below the bar") + captured.out.count("not measured") == len(names)
+    assert len(captured.err.splitlines()) == len(names) + bool(names)
+    assert ("SEEDS=3 bash" in captured.err) == bool(names)
+
+
+@pytest.mark.parametrize(
+    "gain", [{"gain": 0.005}, {"gain": -0.01}, {"short": 32}, {"context": 512}]
+)
+def test_a_gain_must_be_that_of_256_tokens_over_64_and_not_0_by_chance(gain, tmp_path):
+    write_proof(tmp_path, 0)
+    write_proof(tmp_path, 3)
+    write_gain(tmp_path, 3, **gain)
+    assert proof_figures.main([str(tmp_path)]) == 1
+    assert missed(tmp_path) == [proof_figures.GAIN]
+
+
+def test_the_bars_are_those_of_the_specification():
+    bars = [(bar.attention, bar.tokens, bar.score, bar.low) for bar in proof_figures.RETRIEVAL]
+    assert bars == [
+        ("standard", 16_384, 0.95, 0.90),
+        ("standard", 32_768, 0.90, 0.0),
+        ("sparse", 4_096, 0.95, 0.0),
+    ]
+
+
+def test_the_seconds_of_each_part_are_kept_and_their_sum_is_in_the_table(tmp_path, capsys):
+    write_proof(tmp_path, 0)
+    write_proof(tmp_path, 2)
+    with open(tmp_path / "seed-2" / "seconds.jsonl", "a") as file:
+        file.write('{"begun": "short-0", "cores": 1}\n')
+    assert proof_figures.main([str(tmp_path)]) == 0
+
+    seeds = json.loads((tmp_path / "proof.json").read_text())["seeds"]
+    assert seeds[0]["seconds"] == [
+        {"part": "data-near", "wall": 120.5, "cpu": 164.0, "cores": 2, "stopped": 0},
+        {"part": "short-0", "wall": 60.25, "cpu": 82.0, "cores": 2, "stopped": 0},
+    ]
+    assert seeds[1]["seconds"][1]["stopped"] == 1
+    table = capsys.readouterr().out
+    more = "and those of 1 that did not end"
+    assert f"| seconds of all parts | - | 181 on 2 cores | 181 on 2 cores {more} |" in table
+    assert f"| CPU seconds of all parts | - | 246 on 2 cores | 246 on 2 cores {more} |" in table
+
+
+def damage(content: bytes | None, *names: str):
+    """Replaces a file of the folder, or deletes it."""
+
+    def change(folder: Path):
+        path = folder.joinpath(*names)
+        path.unlink() if content is None else path.write_bytes(content)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (damage(None, "seed-0", "text-gain", "eval.json"), "text-gain/eval.json is missing"),
+        (damage(b"{", "seed-0", "standard", "eval.json"), "standard/eval.json is damaged"),
+        (damage(b"\xff", "seed-0", "standard", "eval.json"), "standard/eval.json is damaged"),
+        (damage(b"[]", "seed-0", "standard", "eval.json"), "standard/eval.json is damaged"),
+        (damage(b"{}", "seed-0", "text-gain", "eval.json"), "text-gain/eval.json is damaged"),
+        (
+            damage(b'{"gain": {"data": {"short": 64, "context": 256, "all": {"gain": null, '
+                   b'"interval": null, "documents": 0}}}}', "seed-0", "text-gain", "eval.json"),
+            "text-gain/eval.json is damaged",
+        ),
+        (damage(b"7\n", "seed-0", "seconds.jsonl"), "seconds.jsonl is damaged"),
+        (damage(b'{"ended": "far"}\n', "seed-0", "seconds.jsonl"), "seconds.jsonl is damaged"),
+        (damage(None, "seed-0", "seconds.jsonl"), "seconds.jsonl is missing"),
+        (damage(b"", "seed-0", "seconds.jsonl"), "seconds.jsonl is empty"),
+    ],
+)  # fmt: skip
+def test_a_proof_that_is_missing_or_damaged_is_refused_in_one_line(change, words, tmp_path, capsys):
+    write_proof(tmp_path, 0)
+    change(tmp_path)
+    assert proof_figures.main([str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and f": rm -rf {tmp_path}/seed-0/" in line
+    assert line.endswith(f"; SEEDS=0 {proof_figures.SCRIPT} {tmp_path}")
+    assert not (tmp_path / "proof.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere"], "nowhere has no seed-* folder, so no proof: run"),
+        (["."], ". has no seed-* folder, so no proof: run"),
+        (["nowhere", "--seeds", "4"], "nowhere/seed-4/standard/eval.json is missing"),
+        (["nowhere", "--seeds"], "--seeds has no value: give one or more"),
+        (["nowhere", "--seeds", "x"], "'x' is no integer: give one"),
+        ([], "OUTPUT_DIR"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed-none").mkdir()
+    assert proof_figures.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not list(tmp_path.rglob("proof.json"))
+
+
+def test_the_printed_remedy_for_a_damaged_evaluation_measures_it_again(pretended, tmp_path):
+    assert pretended().returncode == 0
+    (tmp_path / "out" / "seed-0" / "standard" / "eval.json").write_text("{")
+    made = commands(tmp_path)
+    done = pretended()
+    assert done.returncode == 2
+    repeated = pretended(done.stderr.strip().split("): ")[-1])
+    assert repeated.returncode == 0, repeated.stderr
+    assert commands(tmp_path) == [*made, "seed-0/standard"]
+
+
+# ---- the document
+
+
+def test_published_figures_replace_those_of_the_document(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    document = tmp_path / "docs" / "EVALUATION.md"
+    document.write_text(f"before\n{proof_figures.BEGIN}\nold\n{proof_figures.END}\nafter\n")
+    write_proof(tmp_path, 0)
+    write_proof(tmp_path, 1, score=0.5)
+    (tmp_path / "seed-0" / "standard" / "heatmap.png").write_bytes(b"a picture")
+    assert proof_figures.main([str(tmp_path), "--docs", str(tmp_path / "docs")]) == 1
+
+    proof = json.loads((tmp_path / "docs" / "proof.json").read_text())
+    table = proof_figures.table(proof)
+    assert table in capsys.readouterr().out and table.count("50.0%") == 3
+    expected = f"before\n{proof_figures.BEGIN}\n{table}\n{proof_figures.END}\nafter\n"
+    assert document.read_text() == expected
+    assert (tmp_path / "docs" / "heatmap.png").read_bytes() == b"a picture"
+
+    document.write_text("no place\n")
+    assert proof_figures.main([str(tmp_path), "--docs", str(tmp_path / "docs")]) == 2
+    assert proof_figures.main([str(tmp_path), "--docs", str(tmp_path / "none")]) == 2
+    assert document.read_text() == "no place\n"
+
+
+def test_the_document_has_the_figures_of_the_committed_proof():
+    docs = ROOT / "docs"
+    if (docs / "proof.json").exists():
+        proof = json.loads((docs / "proof.json").read_text())
+        assert proof["settings"] == [], "the documented proof is that of the default settings"
+        table = proof_figures.table(proof)
+    else:
+        table = "No figures of this version yet."
+    document = (docs / "EVALUATION.md").read_text()
+    assert f"{proof_figures.BEGIN}\n{table}\n{proof_figures.END}\n" in document
+
+
+# ---- the script with a real train.py
+
+
+@pytest.mark.slow
+def test_the_script_continues_after_a_kill_and_then_does_nothing_anew(tmp_path):
+    """With a step at each length, and any loss taken for success."""
+    small = dict(
+        SHORT="16:1:1e4,32:1:1e4",
+        NEAR="64:1:1e4",
+        MIDDLE="256:1:2e4",
+        FAR="256:1:2e4,1024:1:8e4",
+        FARTHEST="2048:1:1.6e5",
+        SPARSE="1024:1:8e4",
+        TEXT="2",
+        TEXT_BYTES="1000000",
+        LEARNED="99",
+        ITEMS="1",
+    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | small | {"PATH": path, "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(SCRIPT), str(tmp_path / "out")]
+    out = tmp_path / "out" / "seed-0"
+
+    killed = subprocess.Popen(
+        command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    while killed.poll() is None and not (out / "near" / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+
+    # it ran to its end, and says that so short runs prove nothing
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (seed,) = json.loads((tmp_path / "out" / "proof.json").read_text())["seeds"]
+    reasons = [figure["reason"] for figure in seed["figures"]]
+    assert reasons[0] == "not measured at this length, only at 1,024 and 4,096 tokens"
+    assert reasons[1] == "not measured at this length, only at 2,048 tokens"
+    assert reasons[2:] == ["", ""]
+    assert {one["part"] for one in seed["seconds"] if one["stopped"]} == {"near"}
+    assert all(one["wall"] > 0 and one["cpu"] > 0 for one in seed["seconds"])
+    for name in ("standard", "farthest-retrieval", "sparse-retrieval"):
+        assert (out / name / "heatmap.png").stat().st_size > 0
+
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 1 and done.stderr.endswith(again.stderr)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files

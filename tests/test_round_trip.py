@@ -1,0 +1,483 @@
+"""The exported folder, as a user of transformers meets it: its tokenizer gives the ids of the run's
+tokenizer, and greedy generation gives the tokens of scripts.generate.
+"""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException
+
+import train
+from data import prepare
+from data.dataset import Dataset
+from data.load_tokenizer import hash_of_ids, load_tokenizer
+from data.mixture import check_same_ids
+from files import durable
+from longhaul import qwen3
+from longhaul.checkpoint.load import has_other_ids, load_model, newest, verified
+from longhaul.checkpoint.save import save
+from longhaul.config import TrainConfig
+from longhaul.dist import World
+from longhaul.run import start
+from longhaul.step import TrainState
+from model import Decoder, ModelConfig
+from scripts import convert_qwen3, generate
+from tests import qwen_tokenizer
+from tests.ranks import run_ranks
+from tests.test_convert_sentencepiece import random_texts
+
+transformers = pytest.importorskip("transformers", reason="the exported folder is for transformers")
+
+SIZES = (
+    "--model_size tiny --vocab_size 640 --model_overrides hidden_size=64 num_layers=2 num_heads=4 "
+    "num_kv_heads=2 head_dim=16 ffn_size=96 init_std=0.2 --dtype fp32 --device cpu --eval_every 0 "
+    "--context_length 64 --warmup_steps 0 "
+)
+YARN = "--rope_scaling yarn --rope_factor 4 --rope_original_context 64 --rope_theta 10000 "
+PROMPTS = 20
+NEW_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "set"
+    words = f"--input longhaul/parallel --output {folder} --vocab_size 600 --workers 1"
+    assert prepare.main(words.split()) == 0
+    return folder
+
+
+def trained(data: Path, folder: Path, flags: str) -> Path:
+    train.main([*(SIZES + flags).split(), "--data", str(data), "--output_dir", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    """A few steps from weights that are large enough for every token to be a clear choice."""
+    return trained(data, tmp_path_factory.mktemp("run") / "run", "--max_steps 6 --lr 1e-3")
+
+
+@pytest.fixture(scope="module")
+def yarn(data, tmp_path_factory) -> Path:
+    """The same whose positions were 64 and are stretched to 256."""
+    return trained(data, tmp_path_factory.mktemp("yarn") / "run", f"--max_steps 3 {YARN}")
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    return export(run, tmp_path_factory.mktemp("exported") / "hf")
+
+
+def export(run: Path, folder: Path, *words: str) -> Path:
+    convert_qwen3.main(["--checkpoint", str(run), "--output", str(folder), *words])
+    return folder
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# ---- generation
+
+
+def continued(run: Path, prompt: list[int], capsys) -> list[int]:
+    """What scripts.generate adds to the prompt, greedily."""
+    flags = f"--checkpoint {run} --temperature 0 --max_new_tokens {NEW_TOKENS} --device cpu --ids"
+    capsys.readouterr()
+    generate.main([*flags.split(), *map(str, prompt)])
+    words = capsys.readouterr().out.split()
+    return [int(word) for word in words][len(prompt) :]
+
+
+def prompts(longest: int, vocab_size: int) -> list[list[int]]:
+    rng = random.Random(0)
+    lengths = [1, longest, *(rng.randrange(2, longest) for _ in range(PROMPTS - 2))]
+    return [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which, longest", [("run", 60), ("yarn", 180)])
+def test_greedy_tokens_of_20_prompts_equal_those_of_transformers(
+    which, longest, tmp_path, request, capsys
+):
+    """With yarn, prompts and answers go beyond the 64 tokens of the original context."""
+    run = request.getfixturevalue(which)
+    folder = export(run, tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.max_position_embeddings == (256 if which == "yarn" else 64)
+
+    written = set()
+    for prompt in prompts(longest, 640):
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
+            suppress_tokens=None,
+        )
+        ours = continued(run, prompt, capsys)
+        assert theirs[0, len(prompt) :].tolist() == ours
+        written.add(tuple(ours))
+    assert len(written) == PROMPTS  # a model that says the same to all would show less
+
+
+def test_a_text_is_continued_by_transformers_as_by_generate(run, exported, capsys):
+    """With both tokenizers and the generation settings: ids that mean nothing are never chosen."""
+    prompt = "def shard(model):\n    "
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    theirs = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert theirs.max() < 600 < model(theirs).logits[0].argmax(-1).max()
+
+    flags = f"--checkpoint {run} --temperature 0 --max_new_tokens {NEW_TOKENS} --device cpu"
+    capsys.readouterr()
+    generate.main([*flags.split(), "--prompt", prompt])
+    text = load_tokenizer(run).decode(theirs[0].tolist())
+    assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+
+
+# ---- the folder
+
+
+def test_the_folder_is_complete(exported):
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    config = transformers.AutoConfig.from_pretrained(exported)
+    assert (config.max_position_embeddings, config.eos_token_id, config.bos_token_id) == (64, 0, 0)
+    settings = transformers.GenerationConfig.from_pretrained(exported)
+    assert (settings.eos_token_id, settings.bos_token_id, settings.pad_token_id) == (0, 0, 0)
+    assert (settings.do_sample, settings.temperature, settings.top_k) == (True, 0.8, 50)
+    usual = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "y"])
+    assert (usual.temperature, usual.top_k, usual.top_p) == (0.8, 50, settings.top_p)
+
+
+def test_with_yarn_all_files_say_the_same_context(yarn, tmp_path):
+    """Although the rows of the run were shorter."""
+    folder = export(yarn, tmp_path / "hf")
+    assert read(folder / "config.json")["max_position_embeddings"] == 256
+    assert read(folder / "tokenizer_config.json")["model_max_length"] == 256
+
+
+def test_autotokenizer_gives_the_ids_and_texts_of_the_run(run, exported):
+    ours = load_tokenizer(run / "tokenizer.model")
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", ours.eod_id)
+    assert theirs.pad_token_id == ours.eod_id and theirs.model_max_length == 64
+
+    pieces = ["self", " = ", "don't", " ,", " ."]
+    texts = ["", "a ,b . do n't", "<|endoftext|><unk>", *random_texts(2, 300, pieces)]
+    for text, ids in zip(texts, theirs(texts)["input_ids"]):
+        assert ids == ours.encode(text)
+        assert theirs.decode(ids) == text
+
+
+def test_a_saved_copy_of_the_tokenizer_is_the_same(run, exported, tmp_path):
+    transformers.AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "<|endoftext|> x \u2581 \u00e9\n"
+    ours = load_tokenizer(run / "tokenizer.model")
+    assert again(text)["input_ids"] == ours.encode(text)
+
+
+def test_longhaul_reads_the_exported_tokenizer_too(run, exported):
+    """Also one token at a time, which is how text appears while it is generated."""
+    ours = load_tokenizer(run / "tokenizer.model")
+    theirs = load_tokenizer(exported)
+    assert theirs.eod_id == ours.eod_id and theirs.padded_vocab_size() == 640
+    for text in random_texts(3, 100, ["def ", "return"]):
+        ids = ours.encode(text)
+        assert theirs.encode(text) == ids
+        stream = theirs.stream()
+        assert "".join(map(stream.push, ids)) + stream.finish() == text
+
+
+def test_the_data_of_a_run_is_taken_for_training_from_its_exported_folder(data, exported, tmp_path):
+    flags = "--context_length 64 --max_steps 1 --warmup_steps 0 --eval_every 0 --device cpu"
+    words = [*flags.split(), "--data", str(data), "--init_from", str(exported)]
+    train.main([*words, "--output_dir", str(tmp_path / "on")])
+    assert (tmp_path / "on" / "tokenizer.model").is_file()
+
+
+def test_a_run_takes_prompts_and_data_of_its_exported_tokenizer(run, exported, capsys):
+    words = ["--checkpoint", str(run), "--prompt", "def ", "--device", "cpu", "--temperature", "0"]
+    capsys.readouterr()
+    generate.main([*words, "--max_new_tokens", "9"])
+    own = capsys.readouterr().out
+    generate.main([*words, "--max_new_tokens", "9", "--tokenizer", str(exported)])
+    assert capsys.readouterr().out == own
+
+
+def test_a_sentencepiece_model_and_its_export_are_one_tokenizer_in_both_directions(
+    data, run, exported, tmp_path
+):
+    """Whichever of them the model was trained with, and in a mixture."""
+    files = (run / "tokenizer.model", exported / "tokenizer.json")
+    hashes = [load_tokenizer(file).sha256 for file in files]
+    stored = verified(newest(run))
+    for trained_with in hashes:
+        checkpoint = dataclasses.replace(stored, identity={"tokenizer": trained_with})
+        for file, sha256 in zip(files, hashes):
+            assert not has_other_ids(checkpoint, sha256, file)
+        assert has_other_ids(checkpoint, "0" * 64, None)
+
+    renamed = shutil.copy(files[1], tmp_path / "renamed.json")
+    assert hash_of_ids(Path(renamed)) == hash_of_ids(files[0]) == hashes[1]
+
+    first, other = Dataset(data), Dataset(data)
+    other.tokenizer_path, other.tokenizer_sha256 = files[1], hashes[1]
+    check_same_ids(first, other)
+    other.eod_id += 1
+    with pytest.raises(ValueError, match="different tokenizers"):
+        check_same_ids(first, other)
+
+
+def test_a_hugging_face_tokenizer_keeps_its_settings_and_its_chat_template(run, tmp_path):
+    source = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
+    qwen3.to_hf(Decoder(small_config()), tmp_path / "model")
+    shutil.copytree(tmp_path / "model", source, dirs_exist_ok=True)
+    settings = read(source / "tokenizer_config.json")
+    settings |= dict(bos_token="<|im_start|>", pad_token="<|im_end|>")
+    settings |= dict(chat_template="{{ messages }}", auto_map={"AutoTokenizer": ["code.py", None]})
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+
+    imported = tmp_path / "run"
+    convert_qwen3.main(["--input", str(source), "--output", str(imported)])
+    back = export(imported, tmp_path / "back")
+    after = read(back / "tokenizer_config.json")
+    assert "auto_map" not in after and after["chat_template"] == settings["chat_template"]
+    assert (back / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(back)
+    assert tokenizer.eos_token_id == load_tokenizer(imported / "tokenizer.json").eod_id
+
+    generation = read(back / "generation_config.json")
+    roles = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert len(set(roles)) == 3
+    for role, index in zip(("bos", "eos", "pad"), roles):
+        assert generation[f"{role}_token_id"] == index
+    assert read(back / "config.json")["bos_token_id"] == roles[0]
+
+
+def test_bf16_shards_come_back_bit_for_bit(tmp_path):
+    decoder = Decoder(small_config()).bfloat16()
+    qwen3.to_hf(decoder, tmp_path / "hf", shard_bytes=5_000)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
+    back = export(tmp_path / "run", tmp_path / "back", "--tokenizer", "none")
+
+    tensors = load_file(back / "model.safetensors")
+    for name, parameter in decoder.named_parameters():
+        stored = tensors.pop(qwen3.hf_name(name))
+        assert stored.dtype == torch.bfloat16 and torch.equal(stored, parameter)
+    assert not tensors and read(back / "config.json")["torch_dtype"] == "bfloat16"
+
+
+@pytest.fixture
+def mixed(tmp_path) -> Path:
+    """A Hugging Face folder of several files, with norms in fp32 and matrices in bf16."""
+    decoder = Decoder(small_config()).bfloat16()
+    for parameter in decoder.parameters():
+        if parameter.ndim == 1:
+            parameter.data = parameter.data.float()
+    qwen3.to_hf(decoder, tmp_path / "hf", shard_bytes=5_000)
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize("dtype", ["keep", "float32", "bfloat16"])
+def test_an_import_has_the_bytes_of_a_checkpoint_of_the_whole_model(mixed, tmp_path, dtype):
+    imported = convert_qwen3.import_hf(mixed, tmp_path / "run", dtype)
+    verified(imported)
+
+    model = qwen3.from_hf(mixed)
+    if dtype != "keep":
+        model.to(getattr(torch, dtype))
+    cfg = TrainConfig(**start.completed({"init_from": str(mixed)}))
+    state = TrainState(cfg, model, None, torch.device("cpu"), World())
+    whole = save(state, tmp_path / "whole", {"imported_from": str(mixed)})
+    for path in whole.iterdir():
+        assert path.read_bytes() == (imported / path.name).read_bytes(), path.name
+
+
+@pytest.mark.slow
+def test_a_killed_import_leaves_nothing_that_looks_whole(mixed, tmp_path):
+    """After a killed one, the next import clears what is left."""
+    output = tmp_path / "run"
+    # among the weights, and before the last rename
+    for function, calls in [("write", 9), ("rename", 3)]:
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            run_ranks(killed_import, 1, str(mixed), str(output), function, calls)
+        assert {path.name for path in tmp_path.iterdir()} == {"hf", ".tmp-run"}
+    verified(convert_qwen3.import_hf(mixed, output, "keep"))
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run"}
+    assert [path.name for path in output.iterdir()] == ["step-00000000"]
+
+
+def killed_import(world: World, source: str, output: str, name: str, calls: int):
+    """An import that is killed at this call of a function of `durable`."""
+    function = getattr(durable, name)
+    made = []
+
+    def call(*args):
+        made.append(args)
+        if len(made) == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args)
+
+    setattr(durable, name, call)
+    convert_qwen3.import_hf(Path(source), Path(output), "keep")
+
+
+def test_states_of_an_8_bit_optimizer_are_no_hindrance(data, tmp_path):
+    quantized = trained(data, tmp_path / "run", "--max_steps 1 --optimizer adamw_8bit")
+    stored = verified(newest(quantized)).tensors()
+    assert any(name.startswith("optim.") for name in stored)
+    assert (export(quantized, tmp_path / "hf") / "model.safetensors").is_file()
+
+
+def small_config(**changes) -> ModelConfig:
+    sizes = dict(
+        vocab_size=640, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6
+    )
+    return ModelConfig(**sizes, ffn_size=40, **changes)
+
+
+def test_weights_only_need_no_tokenizer_that_can_be_opened(imported_without_end, tmp_path):
+    """Nothing says which token ends a document, unless --eod does."""
+    silent = export(imported_without_end, tmp_path / "silent", "--tokenizer", "none")
+    assert not (silent / "generation_config.json").exists()
+
+    words = ("--tokenizer", "none", "--eod", "<|endoftext|>")
+    said = export(imported_without_end, tmp_path / "said", *words)
+    ids = load_tokenizer(imported_without_end, "<|endoftext|>")
+    assert read(said / "config.json")["eos_token_id"] == ids.eod_id
+
+
+@pytest.fixture
+def imported_without_end(tmp_path) -> Path:
+    """An imported run whose tokenizer.json is alone."""
+    source = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
+    qwen3.to_hf(Decoder(small_config()), tmp_path / "model")
+    shutil.copytree(tmp_path / "model", source, dirs_exist_ok=True)
+    (source / "tokenizer_config.json").unlink()
+    convert_qwen3.main(["--input", str(source), "--output", str(tmp_path / "run")])
+    return tmp_path / "run"
+
+
+# ---- bad input
+
+
+def refused(capsys, *words: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        convert_qwen3.main(list(map(str, words)))
+    message = capsys.readouterr().err
+    assert stop.value.code == 2 and message.count("\n") == 1
+    return message
+
+
+def test_a_run_without_a_tokenizer_says_how_to_export(run, tmp_path, capsys):
+    """If its data is still there, the tokenizer of the data is taken."""
+    bare = shutil.copytree(run, tmp_path / "bare")
+    (bare / "tokenizer.model").unlink()
+    assert (export(bare, tmp_path / "from_data") / "tokenizer.json").is_file()
+
+    imported = tmp_path / "imported"
+    qwen3.to_hf(load_model(verified(newest(run))), tmp_path / "hf")
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(imported)])
+    words = ("--checkpoint", imported, "--output", tmp_path / "new")
+    assert "has no tokenizer: give --tokenizer PATH, or --tokenizer none" in refused(capsys, *words)
+    assert not (tmp_path / "new").exists()
+    weights_only = export(imported, tmp_path / "new", "--tokenizer", "none")
+    assert not list(weights_only.glob("tokenizer*"))
+
+
+def test_another_tokenizer_than_that_of_the_run_is_refused(run, tmp_path, capsys):
+    other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
+    words = ("--checkpoint", run, "--output", tmp_path / "new", "--tokenizer", other)
+    assert "has a different tokenizer from the data" in refused(capsys, *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_tokenizer_than_that_of_an_imported_run_is_refused(exported, tmp_path, capsys):
+    """The run knows its tokenizer only by the file next to its checkpoint."""
+    convert_qwen3.main(["--input", str(exported), "--output", str(tmp_path / "run")])
+    other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
+    words = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "new", "--tokenizer")
+    assert "has a different tokenizer from the data" in refused(capsys, *words, other)
+    assert not (tmp_path / "new").exists()
+    convert_qwen3.main([*map(str, words), str(exported)])
+
+
+def test_a_larger_tokenizer_than_the_model_is_refused(tmp_path, capsys):
+    qwen3.to_hf(Decoder(small_config()), tmp_path / "hf")
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
+    large = qwen_tokenizer.make(tmp_path / "large", ["abc\n" * 9], 260, 700, 800)
+    words = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "new", "--tokenizer", large)
+    assert "tokens, and the model 640: give --tokenizer PATH" in refused(capsys, *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_flags_of_an_export_are_refused_for_an_import(exported, tmp_path, capsys):
+    words = ("--input", exported, "--output", tmp_path / "new", "--tokenizer", "none")
+    assert "--tokenizer is for an export" in refused(capsys, *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_sparse_model_is_refused_before_its_weights_are_read(data, tmp_path, capsys):
+    flags = "--max_steps 1 --attention_type nsa"
+    sparse = trained(data, tmp_path / "sparse", flags)
+    words = ("--checkpoint", sparse, "--output", tmp_path / "new")
+    assert "has no Qwen3 counterpart: export a model of standard" in refused(capsys, *words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failed_import_leaves_nothing(exported, tmp_path, monkeypatch, capsys):
+    def fails(*paths):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(convert_qwen3.shutil, "copyfile", fails)
+    words = ("--input", exported, "--output", tmp_path / "runs" / "new")
+    assert "No space left on device" in refused(capsys, *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "missing, words", [("typo/tokenizer.json", "No such file"), ("typo.model", "is not a file")]
+)
+def test_a_tokenizer_that_does_not_exist_is_named_before_its_end(missing, words, tmp_path):
+    with pytest.raises(ValueError, match=f"tokenizer {tmp_path / missing} .*{words}"):
+        load_tokenizer(tmp_path / missing, "<|endoftext|>")
+
+
+def test_eod_without_a_tokenizer_is_refused(tmp_path, capsys):
+    qwen3.to_hf(Decoder(small_config()), tmp_path / "hf")
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(tmp_path / "run")])
+    words = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "new", "--tokenizer", "none")
+    assert "has no tokenizer that knows its id: drop --eod" in refused(
+        capsys, *words, "--eod", "<|endoftext|>"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failed_write_leaves_nothing(run, tmp_path):
+    decoder = load_model(verified(newest(run)))
+    with pytest.raises(OSError):
+        qwen3.to_hf(decoder, tmp_path / "new", files={"no/such/folder": b""})
+    assert not list(tmp_path.iterdir())

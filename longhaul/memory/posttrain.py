@@ -1,0 +1,354 @@
+"""The end of docs/POSTTRAIN.md: the memory of post-training, every figure computed here.
+
+The systems that longhaul comes from wrote down what their runs need. The tables repeat their
+figures, the same sizes recomputed, and what longhaul's own step needs, which is simulated: the real
+step on fake tensors. GB = 10^9 bytes.
+
+    python -m longhaul.memory.posttrain        rewrites docs/POSTTRAIN.md from "## Memory" on
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flags import RaisingParser
+from longhaul.config import TrainConfig
+from longhaul.memory.deep import Profile, profile
+from longhaul.memory.document import BF16, FP32, table
+from longhaul.memory.estimate import INT64, saved_per_layer
+from longhaul.memory.simulate import simulate
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
+
+GROUP = 8  # responses to a prompt
+LONGEST_PROMPT = 2048  # tokens; the notes' own
+SHARE = 3  # of a short row, its prompt is the third part
+
+INTUITOR = (
+    "python -m scripts.intuitor --memory_table --model Qwen2.5-1.5B --batch 64 "
+    "--tokens 2048,4096,6144,8192,18432,131072"
+)
+
+GRADE = "python -m scripts.grade --memory_table"
+
+FLAG = "--memory_table"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "POSTTRAIN.md"
+HEAD = """## Memory
+
+`python -m longhaul.memory.posttrain` rewrites this document from here on, and a test compares it.
+Every figure that is not marked "as noted" is **computed**; no GPU was used. GB = 10^9 bytes."""
+
+
+# ---- shapes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as plain numbers, by which memory goes; no weights are read."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+
+    def settings(self) -> dict:
+        """The settings of longhaul that make a model of this shape."""
+        sizes = vars(self) | {"tie_embeddings": True}
+        del sizes["name"], sizes["vocab_size"]
+        overrides = tuple(f"{name}={value}" for name, value in sizes.items())
+        return dict(model_size="4B", vocab_size=self.vocab_size, model_overrides=overrides)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("Qwen2.5-0.5B", 151_936, 896, 24, 14, 2, 64, 4864),
+        Shape("Qwen2.5-1.5B", 151_936, 1536, 28, 12, 2, 128, 8960),
+        Shape("Qwen2.5-3B", 151_936, 2048, 36, 16, 2, 128, 11_008),
+    )
+}
+
+
+# ---- Intuitor and PPO
+
+
+# What the notes say of a batch of 64 rows of a 1.5B model, in GB: tokens -> (PPO, Intuitor)
+NOTED = {
+    2048: ("8", "160"),
+    4096: ("13", "320"),
+    6144: ("18", "480"),
+    8192: ("23", "640"),
+    18_432: ("-", "1,400"),
+}
+
+
+def memory_table(words: Sequence[str]) -> str:
+    """The table of `scripts.intuitor --memory_table`, from its other words. ValueError for words
+    that make none.
+    """
+    parser = RaisingParser(prog=INTUITOR)
+    parser.add_argument("--model", default="Qwen2.5-1.5B", choices=list(SHAPES))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--tokens", default="2048,4096,6144,8192,18432,131072")
+    given = parser.parse_args(list(words))
+
+    lengths = given.tokens.split(",")
+    if not all(length.isdigit() and int(length) >= GROUP for length in lengths):
+        raise ValueError(
+            f"--tokens {given.tokens}: give numbers of tokens from {GROUP} on, with commas"
+        )
+    if given.batch < GROUP or given.batch % GROUP:
+        raise ValueError(
+            f"--batch {given.batch} responses are not whole groups: give a multiple of {GROUP}"
+        )
+    return intuitor_table(SHAPES[given.model], given.batch, [int(length) for length in lengths])
+
+
+def intuitor_table(shape: Shape, batch: int, lengths: Sequence[int]) -> str:
+    """Rows of `batch` responses with their prompts, of so many tokens each."""
+    noted_here = shape.name == "Qwen2.5-1.5B" and batch == 64
+    rows = []
+    for tokens in lengths:
+        noted = NOTED.get(tokens, ("-", "-")) if noted_here else ("-", "-")
+        logits = FP32 * batch * tokens * shape.vocab_size
+        ppo = with_whole_logits(shape, batch, tokens)
+        figures = [f"{size / 1e9:,.1f}" for size in (logits, ppo, ppo + reward(batch, tokens))]
+        at_once, by_group = of_longhaul(shape, tokens, batch), of_longhaul(shape, tokens, GROUP)
+        rows.append([f"{tokens:,}", *noted, *figures, in_gb(at_once), in_gb(by_group)])
+
+    head = [
+        "tokens of a row",
+        "PPO, as noted",
+        "Intuitor, as noted",
+        "fp32 logits",
+        "PPO with its logits",
+        "Intuitor",
+        f"longhaul, {batch} responses at once",
+        f"longhaul, {GROUP} responses at once",
+    ]
+    return table(head, rows)
+
+
+def with_whole_logits(shape: Shape, batch: int, tokens: int) -> int:
+    """Bytes of a policy update that makes whole logits: 8 bytes for each parameter (weight,
+    gradient and two moments in bf16, as noted), the inputs of all layers (checkpointing), and the
+    fp32 logits with their gradient.
+    """
+    config = IntuitorConfig(**shape.settings()).model()
+    states = 4 * BF16 * config.num_params()
+    inputs = BF16 * shape.num_layers * batch * tokens * shape.hidden_size
+    logits = FP32 * batch * tokens * shape.vocab_size
+    return states + inputs + 2 * logits
+
+
+def reward(batch: int, tokens: int) -> int:
+    """Bytes that self-certainty adds: three fp32 numbers for each token. It carries no gradient, so
+    its logits are gone before the update makes its own.
+    """
+    return 3 * FP32 * batch * tokens
+
+
+@functools.cache
+def of_longhaul(shape: Shape, tokens: int, responses: int) -> Profile:
+    """The profile of longhaul's own step: micro-batches of so many responses in groups of eight,
+    the exact KL, bf16 activations, fp32 weights, gradients, moments and reference.
+    """
+    prompt = min(LONGEST_PROMPT, tokens // SHARE)
+    cfg = IntuitorConfig(
+        **shape.settings(),
+        context_length=tokens,
+        max_response_length=tokens - prompt,
+        group_size=GROUP,
+        batch_size=responses // GROUP,
+        gradient_checkpointing="full",
+        mlp_tiles=0,
+    )
+    return profile(cfg)
+
+
+def in_gb(found: Profile) -> str:
+    """The peak, and the stage that it is in."""
+    return f"{found.peak / 1e9:,.1f} ({found.peak_stage})"
+
+
+def intuitor() -> str:
+    """The notes' table, corrected."""
+    words = INTUITOR.split()[4:]
+    before = f"""`{INTUITOR}`
+
+All rows of a step pass at once, 64 responses to 8 prompts; sizes in GB."""
+    after = """The notes take the logits for what Intuitor adds to PPO. But PPO needs the logits of
+every response token, too, and their gradient: Intuitor takes its reward from them without a
+gradient, so that it adds 12 bytes a token, and the noted ratio of 20 to 28 is one of 1. The noted
+PPO leaves the logits out and counts the hidden states of a single layer; and rows of 4,096 tokens
+need 320 GB, not the 160 GB of the notes' text. "PPO with its logits" and "Intuitor" are computed
+from the shapes: 8 bytes for each parameter (all states in bf16, as noted), the inputs of all
+layers, the logits and their gradient.
+
+longhaul's columns are the simulated step: its peak and the stage that has it. They include a
+reference, and weights, gradients and moments in fp32, 20 bytes for each parameter. There are no
+logits, and a prompt is computed once for its eight responses: it is a third of the row, and at most
+2,048 tokens. The shapes are those of Qwen2.5 as plain numbers, without its biases and with
+longhaul's norms of queries and keys."""
+    return "\n\n".join([before, memory_table(words), after])
+
+
+# ---- GRADE
+
+
+TOKENS, TOPK = 64, 256  # of a response and of a mixture, as noted
+SIMULATED = 16  # tokens of the response that is simulated, which takes a second for each
+VOCABULARY, WIDTH = 32_000, 4096
+
+
+def grade_table(words: Sequence[str]) -> str:
+    """The tables of `scripts.grade --memory_table`. ValueError for other words."""
+    RaisingParser(prog=GRADE).parse_args(list(words))
+    return "\n\n".join([soft_tokens(), three_models()])
+
+
+def soft_tokens() -> str:
+    """What the notes say of a response's tensors, and what the sizes are."""
+    full = FP32 * TOKENS * VOCABULARY
+    one = FP32 * VOCABULARY
+    mixtures = (FP32 + INT64) * TOKENS * TOPK
+    embedded = FP32 * TOKENS * WIDTH
+    gathered = FP32 * TOKENS * TOPK * WIDTH
+    rows = [
+        [
+            "soft tokens [T, V], or 256 weights and indices",
+            "4 GB",
+            in_mb(full),
+            "32 MB",
+            in_mb(mixtures),
+        ],
+        ["logits of the reference, or those of one token", "4 GB", in_mb(full), "0", in_mb(one)],
+        ["embeddings of the reward [T, D]", "4 GB", in_mb(embedded), "32 MB", in_mb(embedded)],
+        ["the gathered embeddings [T, K, D] of the notes' code", "-", "-", "-", in_mb(gathered)],
+    ]
+    head = ["tensor", "whole, as noted", "whole", "256 tokens, as noted", "256 tokens"]
+    return table(head, rows)
+
+
+def three_models() -> str:
+    """What the notes say of three models of 4B, and what the sizes are."""
+    config = TrainConfig(model_size="4B").model()
+    parameters = config.num_params()
+    prompt = 32
+    kept = [saved_per_layer(config, prompt + index, BF16) for index in range(TOKENS)]
+    inputs = BF16 * TOKENS * config.hidden_size
+    keys = 2 * BF16 * TOKENS * config.num_kv_heads * config.head_dim
+    rows = [
+        ["weights of three models, fp32", "48 GB", in_gigabytes(3 * FP32 * parameters)],
+        ["the same in bf16", "24 GB", in_gigabytes(3 * BF16 * parameters)],
+        ["gradients and two moments of the policy, bf16", "-", in_gigabytes(3 * BF16 * parameters)],
+        [
+            "activations, each token a forward of the whole prefix",
+            "20 GB",
+            in_gigabytes(config.num_layers * sum(kept)),
+        ],
+        [
+            "inputs of all layers, keys and values: cache and checkpointing",
+            "5 GB",
+            in_gigabytes(config.num_layers * (inputs + keys)),
+        ],
+    ]
+    return table(
+        ["three models of 4B, a prompt of 32 tokens, 64 tokens", "as noted", "computed"], rows
+    )
+
+
+def in_mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def in_gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.2f} GB"
+
+
+def grade() -> str:
+    """The notes' tables, corrected."""
+    before = f"""`{GRADE}`
+
+For a response of 64 tokens, a vocabulary of 32,000, width 4,096 and mixtures of 256 tokens."""
+    after = """The noted sizes of single tensors are hundreds of times too large: a response's soft
+tokens are 8 MB. What runs out of memory is the rest: weights, gradients and moments, which the
+notes count without the last two, and the activations of a forward for each token over the whole
+prefix, which grow with the square of the response. So the cache that gradients pass through and
+checkpointing save most. A weighted bag needs none of the gathered embeddings, which are 30 times
+the dense soft tokens that they replace."""
+    return "\n\n".join([before, grade_table([]), after])
+
+
+def grade_step() -> str:
+    """The simulated step, above weights and optimizer states."""
+    rows = []
+    for name, settings in STEPS.items():
+        cfg = GradeConfig(
+            model_size="tiny",
+            vocab_size=VOCABULARY,
+            context_length=SIMULATED + 32,
+            max_new_tokens=SIMULATED,
+            dtype="fp32",
+            **settings,
+        )
+        trace = simulate(cfg)
+        peak, time = trace.peak()
+        states = [one.size for one in trace.at(time) if one.category in ("parameter", "optimizer")]
+        rows.append([name, in_mb(peak - sum(states)), trace.stage_at(time)])
+    words = """Live memory above the weights of the three models and the optimizer states, simulated
+for a GPU: V = 32,000, D = 256, 4 layers, a prompt of 32 tokens and 16 of the response, fp32."""
+    return words + "\n\n" + table(["step", "above weights and states", "peak in"], rows)
+
+
+STEPS: dict[str, dict] = {
+    "legacy": dict(method="gumbel_legacy", gradient_checkpointing="none"),
+    "256 tokens": {},
+    "256 tokens, embeddings frozen": dict(freeze_embeddings=True),
+}
+
+
+# ---- the document
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "Intuitor and PPO": intuitor,
+    "GRADE": grade,
+    "A step of GRADE": grade_step,
+}
+
+
+def document() -> str:
+    """The end of the document."""
+    sections = [f"### {title}\n\n{section()}" for title, section in SECTIONS.items()]
+    return "\n\n".join([HEAD, *sections]) + "\n"
+
+
+def main() -> None:
+    """Rewrite the end of the document."""
+    title, *_ = HEAD.splitlines()
+    before, *_ = DOCUMENT.read_text(encoding="utf-8").split(f"{title}\n")
+    DOCUMENT.write_text(before + document(), encoding="utf-8")
+
+
+def asked(words: Sequence[str], make: Callable[[Sequence[str]], str]) -> bool:
+    """Print a table if a command line asks for it, and say whether it did; exit code 2 and one
+    line for words that make none.
+    """
+    if FLAG not in words:
+        return False
+    try:
+        print(make([word for word in words if word != FLAG]))
+    except ValueError as error:
+        print(f"{FLAG}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return True
+
+
+if __name__ == "__main__":
+    main()

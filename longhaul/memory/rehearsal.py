@@ -1,0 +1,281 @@
+"""The parts of a post-training step that a simulation adds to `longhaul.step.train_step`: the
+models that are only read, the objective, the rollout, and micro-batches in which every prompt and
+every response is as long as the settings allow.
+
+The rollout is a stage of its own, in which the policy's weights and optimizer states and the
+reference are alive. Everything runs alike on fake tensors and on real ones.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from data.prompts import Prompt
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.dist import local_shard
+from longhaul.memory.stages import ROLLOUT, VALIDATION
+from longhaul.memory.tracker import Tracker
+from longhaul.parallel import apply
+from longhaul.posttrain import grade, policy, reward, rollout
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig, PolicyConfig
+from longhaul.posttrain.grade import GradeObjective
+from longhaul.posttrain.policy import Group, PolicyObjective, Response
+from longhaul.posttrain.reward import RewardModel
+from model import Decoder, KVCache, ModelConfig, SharedPrompts
+
+CPU = torch.device("cpu")
+MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it
+
+
+class Rehearsal:
+    """A step of post-training on one of several ranks.
+
+    `skeletons` is called before tensors are fake, `begin` when the state is built, and `batch` at
+    the start of each step. `every`: all micro-batches of a step run, not only the first ones.
+    """
+
+    def __init__(self, cfg: PolicyConfig, ranks: int, every: bool):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.every = every
+        self.frozen: dict[str, Decoder] = {}  # the models that are only read
+
+    def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
+        """The frozen models on meta: what `step.frozen` begins with."""
+        if self.cfg.needs_reference:
+            self.frozen["reference"] = step.skeleton(self.cfg, config, mesh)
+
+    def begin(self, tracker: Tracker, state: step.TrainState) -> None:
+        """Memory for the frozen models, and the state's objective."""
+        self.tracker = tracker
+        self.state = state
+        for owner, model in self.frozen.items():
+            step.materialise(model, self.cfg.seed, CPU)
+            model.requires_grad_(False)
+            for name, parameter in model.named_parameters():
+                self.name(local_shard(parameter), "parameter", f"{name} ({owner})")
+        state.objective = self.objective()
+
+    def objective(self) -> step.Objective:
+        """What the step minimises."""
+        raise NotImplementedError
+
+    def batch(self) -> list[step.MicroBatch]:
+        """What precedes the update, and its micro-batches."""
+        raise NotImplementedError
+
+    def of_step(self, make: Callable[[], step.MicroBatch]) -> list[step.MicroBatch]:
+        """The micro-batches of a step: those that run, of which the first holds the bytes of the
+        others. What is left out is their weights, a number each before the first forward.
+        """
+        number = self.cfg.accumulation(self.ranks)
+        running = number if self.every else min(number, MICRO_BATCHES)
+        batch = [make() for _ in range(running)]
+        if running < number:
+            size = sum(value.nbytes for value in batch[0].values() if isinstance(value, Tensor))
+            batch[0]["others"] = torch.empty((number - running) * size, dtype=torch.uint8)
+        return batch
+
+    def name(self, tensor: Tensor, category: str, name: str) -> None:
+        """What a tensor's storage is, wherever it was made."""
+        storage = self.tracker.trace.storages[self.tracker.register(tensor, category)]
+        storage.category = category
+        storage.module = name
+
+
+def rehearsal(cfg: TrainConfig, ranks: int, every: bool) -> Rehearsal | None:
+    """What settings of post-training add to a step; None for those of pretraining."""
+    if isinstance(cfg, IntuitorConfig):
+        return Intuitor(cfg, ranks, every)
+    if isinstance(cfg, GradeConfig):
+        return Grade(cfg, ranks, every)
+    return None
+
+
+# ---- Intuitor
+
+
+class Intuitor(Rehearsal):
+    """A rollout of the policy, and the update over one row for each group."""
+
+    def __init__(self, cfg: IntuitorConfig, ranks: int, every: bool):
+        super().__init__(cfg, ranks, every)
+        self.short = shortest_micro_batch(cfg)  # with values that fake tensors do not have
+
+    def objective(self) -> PolicyObjective:
+        return PolicyObjective(self.cfg.policy_loss(), self.frozen.get("reference"))
+
+    def batch(self) -> list[step.MicroBatch]:
+        for model in self.frozen.values():
+            apply.reshard(model)  # as reading the figures of a step does
+        self.state.stage(ROLLOUT)
+        self._sample()
+        self.state.stage("start")
+        return self.of_step(lambda: stretched(self.short, self.cfg))
+
+    def _sample(self) -> None:
+        """The first and the last forward of the responses of training and of validation."""
+        config = self.state.model.config
+        sampling = self.cfg.sampling(eod_id=0, vocab_size=config.vocab_size)
+        own = self.cfg.rows_per_step(self.ranks) // self.ranks
+        rollout.rehearse(self.state.model, self._prompts(own), sampling, self._name_cache)
+        if self.cfg.eval_every:
+            asked = self.cfg.validation_sampling(sampling)
+            own = -(-self.cfg.eval_rows // self.ranks)
+            rollout.rehearse(self.state.model, self._prompts(own), asked, self._name_cache)
+
+    def _prompts(self, number: int) -> list[Prompt]:
+        """The prompts that are answered first, of so many."""
+        tokens = np.zeros(self.cfg.longest_prompt, dtype=np.int64)
+        first = min(number, self.cfg.prompts_at_once)
+        return [Prompt(position, tokens, tokens[:0]) for position in range(first)]
+
+    def _name_cache(self, cache: KVCache) -> None:
+        """Keys and values belong to their layers."""
+        for index, layer in enumerate(cache.layers):
+            for part in filter(None, (layer.prompt, layer)):
+                of_prompt = "prompt's " if part is layer.prompt else ""
+                self.name(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
+                self.name(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
+
+
+def shortest_micro_batch(cfg: IntuitorConfig) -> step.MicroBatch:
+    """That of a prompt of one token with responses of one token."""
+    one = torch.zeros(1, dtype=torch.long)
+    responses = [Response(one, 0.0, one.float()) for _ in range(cfg.group_size)]
+    group = Group(one, responses)
+    return policy.micro_batch([group], CPU)
+
+
+def plain(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros for ids, ones for what may be divided by."""
+    value = 1 if dtype.is_floating_point else 0
+    return torch.full(shape, value, dtype=dtype, device=CPU)
+
+
+def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
+    """Tensors in the shapes of a micro-batch with the longest prompts and responses: nothing long
+    exists if they are fake.
+
+    A tensor has a value for each token of the row [1, N], for each response token [n], or one.
+    """
+    of_responses = [cfg.max_response_length for _ in range(cfg.group_size)]
+    lengths = [cfg.longest_prompt, *of_responses]
+    responses = cfg.batch_size * cfg.group_size * cfg.max_response_length
+    shapes: list[tuple[int, ...]] = [(), (responses,), (1, cfg.batch_size * cfg.row_tokens)]
+    found = {}
+    for name, value in short.items():
+        if isinstance(value, Tensor):
+            found[name] = plain(shapes[value.ndim], value.dtype)
+    return found | {"prompts": SharedPrompts([lengths for _ in range(cfg.batch_size)])}
+
+
+# ---- GRADE
+
+
+class Grade(Rehearsal):
+    """Responses of soft tokens, which are made inside the loss, and their reward, by one method."""
+
+    def __init__(self, cfg: GradeConfig, ranks: int, every: bool):
+        super().__init__(cfg, ranks, every)
+        self.settings = cfg.settings(eod_id=0)
+        one = torch.zeros(1, dtype=torch.long)
+        prompts = [one for _ in range(cfg.batch_size)]
+        numbers = range(cfg.batch_size)
+        self.short = grade.micro_batches(
+            prompts, numbers, 0, cfg.seed, cfg.batch_size, self.settings, CPU
+        )[0]
+
+    def skeletons(self, config: ModelConfig, mesh: DeviceMesh | None) -> None:
+        """The reference, and a reward model of the shape that is named, or of the policy's."""
+        super().skeletons(config, mesh)
+        of_reward = config
+        if self.cfg.reward_checkpoint:
+            of_reward = dataclasses.replace(
+                reward.read_config(self.cfg.reward_checkpoint), compute_dtype=config.compute_dtype
+            )
+        self.settings.check(config, of_reward, self.cfg.longest_prompt, self.cfg.context_length)
+        self.frozen["reward"] = step.skeleton(self.cfg, of_reward, mesh)
+
+    def begin(self, tracker: Tracker, state: step.TrainState) -> None:
+        """Also the tables of positions, as the first step leaves them, which may so be short."""
+        super().begin(tracker, state)
+        for model, lengths in zip(self._models(), table_lengths(self.cfg), strict=True):
+            for length in lengths:
+                model.rotary(length, CPU)
+
+    def _models(self) -> list[Decoder]:
+        return [self.state.model, self.frozen["reference"], self.frozen["reward"]]
+
+    def objective(self) -> GradeObjective:
+        if self.cfg.freeze_embeddings:
+            grade.freeze_embeddings(self.state.model)
+        self.rewards = RewardModel(self.frozen["reward"]).requires_grad_(False)
+        return GradeObjective(self.settings, self.frozen["reference"], self.rewards)
+
+    def batch(self) -> list[step.MicroBatch]:
+        self._forget()
+        if self.cfg.eval_every and self.state.step:
+            self._validate()
+        # a first step, which only makes the optimizer's states, is as good with one token
+        tokens = self.cfg.max_new_tokens if self.state.step else 1
+        self.state.objective.settings = dataclasses.replace(self.settings, max_new_tokens=tokens)
+        shapes: list[tuple[int, ...]] = [
+            (),
+            (self.cfg.batch_size,),
+            (self.cfg.batch_size, self.cfg.longest_prompt),
+        ]
+        return self.of_step(
+            lambda: {name: plain(shapes[one.ndim], one.dtype) for name, one in self.short.items()}
+        )
+
+    def _validate(self) -> None:
+        """A response to each prompt of a validation's first batch, and its reward."""
+        self.state.stage(VALIDATION)
+        B = min(self.cfg.batch_size, -(-self.cfg.eval_rows // self.ranks))
+        prompts_BP = plain((B, self.cfg.longest_prompt), torch.long)
+        seed_B = plain((B,), torch.long)
+        tokens_BT = grade.respond(self.state.model, prompts_BP, seed_B, self.cfg.max_new_tokens)
+        with torch.no_grad():
+            counts_BT = grade.counted(tokens_BT, self.settings.eod_id)
+            self.rewards.forward_hard(prompts_BP, tokens_BT, counts_BT)
+        self.rewards.reshard()
+        self.state.stage("start")
+
+    def _forget(self) -> None:
+        """What reading the figures of a step does."""
+        objective = self.state.objective
+        objective.sums = None
+        objective.largest = None
+        objective.latest = None
+        for model in self.frozen.values():
+            apply.reshard(model)
+
+
+def table_lengths(cfg: GradeConfig) -> list[list[int]]:
+    """The positions that the rotary tables of policy, reference and reward model have, one after
+    the other: a table starts as long as the first row, and doubles when a longer one comes.
+    """
+    prompt, whole = cfg.longest_prompt, cfg.longest_prompt + cfg.max_new_tokens
+    grown = [prompt]
+    while grown[-1] < whole - 1:
+        grown.append(2 * grown[-1])
+
+    at_once = {"gumbel_legacy": whole, "ste_legacy": whole, "reinforce": whole - 1}
+    of_reference = [at_once[cfg.method]] if cfg.method in at_once else grown
+    return [grown, of_reference, [whole]]
+
+
+def table_bytes(cfg: GradeConfig) -> int:
+    """Bytes of these tables, cos and sin of half a head each, in fp32."""
+    policy, reference, judge = (lengths[-1] for lengths in table_lengths(cfg))
+    head = cfg.model().head_dim
+    of_reward = head
+    if cfg.reward_checkpoint:
+        of_reward = reward.read_config(cfg.reward_checkpoint).head_dim
+    return 4 * (head * (policy + reference) + of_reward * judge)

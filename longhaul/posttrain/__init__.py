@@ -1,0 +1,1 @@
+"""Training after pretraining: policies that learn from rewards of what they sample."""

@@ -1,0 +1,153 @@
+"""What GRADE is shown on: a language model of data/reviews.py, and a reward learned from labels.
+
+The base model learns the responses to prompts. The reward model starts from its weights and learns
+which reviews are positive. Neither sees the lexicon: `evaluate` measures with it, as gold, whether
+what the reward model likes is what was meant.
+
+Letters: B reviews, T tokens of a row, R responses.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data import reviews
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.posttrain import grade, labels
+from longhaul.posttrain.reward import RewardModel
+from model import IGNORE, Decoder
+
+CONTEXT = 32  # tokens of the longest review
+RESPONSE = CONTEXT - reviews.PROMPT
+BATCH = 64
+BASE_STEPS = 300
+REWARD_STEPS = 300
+BASE_LR = 3e-3
+REWARD_LR = 1e-3
+
+SHAPE = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "ffn_size": 192,
+}
+
+Say = Callable[[str], None]
+
+
+def base_config(seed: int = 0, device: str = "cpu") -> TrainConfig:
+    """The base model, and how it is trained."""
+    return TrainConfig(
+        model_size="tiny",
+        model_overrides=tuple(f"{name}={size}" for name, size in SHAPE.items()),
+        vocab_size=reviews.VOCABULARY,
+        context_length=CONTEXT,
+        batch_size=BATCH,
+        max_steps=BASE_STEPS,
+        warmup_steps=20,
+        lr=BASE_LR,
+        weight_decay=0.0,
+        dtype="fp32",
+        device=device,
+        seed=seed,
+    )
+
+
+def rows(number: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of `number` reviews: tokens [B, 32], padded with their end, and labels [B],
+    1 for a positive review.
+    """
+    while True:
+        tokens_BT = torch.full((number, CONTEXT), reviews.END)
+        label_B = torch.zeros(number)
+        for index, review in enumerate(reviews.reviews(number, seed)):
+            tokens_BT[index, : len(review.tokens)] = torch.from_numpy(review.tokens)
+            label_B[index] = float(review.positive)
+        yield tokens_BT, label_B
+        seed += 1
+
+
+def train_base(cfg: TrainConfig, say: Say = print) -> Decoder:
+    """A model of the responses to prompts, by the training path of `longhaul.step`."""
+    state = step.build(cfg, cfg.model(), cfg.device)
+    batches = rows(cfg.batch_size, 1_000_000 * (cfg.seed + 1))
+    for number in range(cfg.max_steps):
+        tokens_BT, _ = next(batches)
+        targets_BT = tokens_BT[:, 1:].clone()
+        targets_BT[:, : reviews.PROMPT - 1] = IGNORE
+        targets_BT[:, reviews.PROMPT - 1 :][counted(tokens_BT) == 0] = IGNORE
+        micro = {"tokens_BT": tokens_BT[:, :-1], "labels_BT": targets_BT}
+        on_device = {name: tensor.to(state.device) for name, tensor in micro.items()}
+        result = step.train_step(state, [on_device])
+        if (number + 1) % 100 == 0:
+            say(f"base model, step {number + 1}: loss {float(result.loss):.3f}")
+    return state.model
+
+
+def counted(tokens_BT: Tensor) -> Tensor:
+    """1 for the tokens of responses that count, [B, 25]."""
+    return grade.counted(tokens_BT[:, reviews.PROMPT :], reviews.END)
+
+
+def train_reward(base: Decoder, cfg: TrainConfig, say: Say = print) -> RewardModel:
+    """A reward model that starts from the base model and learns the labels of reviews by their
+    cross-entropy. Says its accuracy on reviews that it did not learn from.
+    """
+    body = step.frozen(cfg, cfg.model(), cfg.device)
+    body.load_state_dict(base.state_dict())
+    reward = RewardModel(body).requires_grad_(True)
+    judge = functools.partial(_logits_and_labels, reward)
+    batches = rows(cfg.batch_size, 1_000_000 * (cfg.seed + 1) + 500_000)
+    labels.learn(judge, batches, reward.parameters(), REWARD_STEPS, REWARD_LR)
+
+    reward.requires_grad_(False)
+    found = labels.accuracy(*judge(next(rows(512, 7))))
+    say(f"reward model: {found:.3f} of new reviews have their label")
+    return reward
+
+
+def _logits_and_labels(reward: RewardModel, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    device = reward.weight.device
+    tokens_BT, label_B = (tensor.to(device) for tensor in batch)
+    prompts_BP, responses_BT = tokens_BT.split([reviews.PROMPT, RESPONSE], 1)
+    return reward.logits(prompts_BP, responses_BT, counted(tokens_BT)), label_B
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Means over drawn responses to the prompts of a split."""
+
+    reward: float  # of the reward model, 0 to 1
+    gold: float  # by the lexicon, -1 to 1
+    length: float  # tokens with the end
+
+    def line(self) -> str:
+        """The figures on a line."""
+        return f"reward {self.reward:.3f}, gold {self.gold:.3f}, length {self.length:.1f}"
+
+
+def prompts_of(split: str) -> Tensor:
+    """The prompts of a split, int64 [N, 7]."""
+    return torch.from_numpy(reviews.prompts(split))
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Decoder, reward: RewardModel, split: str, responses: int = 8, seed: int = 0
+) -> Score:
+    """The rewards of tokens that are drawn from the policy, `responses` for each prompt."""
+    device = reward.weight.device
+    prompts_RP = prompts_of(split).repeat_interleave(responses, 0).to(device)
+    seed_R = grade.row_seeds(seed, 0, range(len(prompts_RP))).to(device)
+    tokens_RT = grade.respond(policy, prompts_RP, seed_R, RESPONSE)
+    counts_RT = grade.counted(tokens_RT, reviews.END)
+    reward_R = reward.forward_hard(prompts_RP, tokens_RT, counts_RT)
+    gold = [reviews.gold(tokens_T) for tokens_T in tokens_RT.tolist()]
+    return Score(float(reward_R.mean()), float(np.mean(gold)), float(counts_RT.sum(1).mean()))

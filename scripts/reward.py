@@ -1,0 +1,255 @@
+"""Make a reward model of labelled texts: `python -m scripts.reward --checkpoint runs/mine ...`.
+
+Each line of a JSONL file has a text and its label, a number from 0 to 1. The body of the reward
+model is the checkpoint as it is; a linear layer on the mean hidden state of a text learns the
+labels, and what it makes of held-out texts is printed. scripts.grade takes the folder as
+--reward_checkpoint (docs/POSTTRAIN.md).
+"""
+
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from data.fields import TextField
+from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
+from flags import Parser
+from longhaul import qwen3, step
+from longhaul.checkpoint.load import check_tokenizer
+from longhaul.config import TrainConfig
+from longhaul.dist import named_device
+from longhaul.posttrain import labels, reward
+from longhaul.posttrain.labels import Fit, Labelled
+from longhaul.posttrain.reward import RewardModel
+from longhaul.run import start
+from longhaul.run.start import Start
+
+FEWEST = 10  # texts that a head is trained and judged on
+LARGEST = 100  # learning rate and weight decay
+
+
+def build_parser() -> Parser:
+    """The command line."""
+    parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.reward")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        help="the body, usually the policy's first weights: a run or step-* folder of longhaul, or "
+        "a Hugging Face Qwen3 model",
+    )
+    parser.add_argument("--data", required=True, help="JSONL file of texts with labels")
+    parser.add_argument("--output", required=True, help="folder to write; must be new or empty")
+    parser.add_argument("--text_field", default="text", help="field of the text that is judged")
+    parser.add_argument("--label_field", default="label", help="field of the label, from 0 to 1")
+    parser.add_argument(
+        "--prompt_field", default="", help="field of what the text answers, if there is one"
+    )
+    parser.add_argument("--tokenizer", help="file or folder; default: the checkpoint's own")
+    parser.add_argument(
+        "--held_out", type=float, default=0.1, help="share of the texts that is not learned from"
+    )
+    parser.add_argument("--steps", type=int, default=Fit().steps, help="steps of the linear layer")
+    parser.add_argument("--lr", type=float, default=Fit().lr, help="learning rate of AdamW")
+    parser.add_argument(
+        "--weight_decay", type=float, default=Fit().weight_decay, help="weight decay of AdamW"
+    )
+    parser.add_argument("--batch_size", type=int, default=8, help="texts that are read at once")
+    parser.add_argument("--seed", type=int, default=0, help="decides what is held out")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the body")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    return parser
+
+
+def main(args: list[str] | None = None):
+    """Train, say how good it is, write the folder; bad input ends with one line and exit code 2."""
+    parser = build_parser()
+    given = parser.parse_args(args)
+    try:
+        run(given)
+    except (ValueError, OSError) as error:
+        parser.error(str(error).replace("--init_from", "--checkpoint"))  # its name elsewhere
+
+
+def run(given: argparse.Namespace):
+    """Read, train and save."""
+    check(given)
+    device = named_device(given.device)
+    origin = start.read(given.checkpoint)
+    settings = start.completed({"init_from": given.checkpoint, "dtype": given.dtype})
+    cfg = TrainConfig(**settings)
+    config = cfg.model()
+    qwen3.require_counterpart(config)
+
+    tokenizer = tokenizer_of(origin, given.tokenizer, config.vocab_size)
+    texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
+    random.Random(given.seed).shuffle(texts)
+    number = max(1, round(given.held_out * len(texts)))
+    held_out, learned = texts[:number], texts[number:]
+    require_variety(learned, given)
+
+    start.check(origin, config)
+    body = step.frozen(cfg, config, device)
+    start.load_into(body, origin)
+    model = RewardModel(body).requires_grad_(False)
+    print(f"{len(learned):,} texts are learned from, {number:,} are held out", flush=True)
+    fit = Fit(given.steps, lr=given.lr, weight_decay=given.weight_decay, seed=given.seed)
+    print(labels.train(model, learned, held_out, given.batch_size, fit), flush=True)
+    reward.save(model, given.output)
+    print(f"wrote {given.output}; train with --reward_checkpoint {given.output}")
+
+
+def check(given: argparse.Namespace):
+    """ValueError for numbers out of range, and for an output that holds anything."""
+    if not 0 < given.held_out < 1:
+        raise ValueError(
+            f"--held_out {given.held_out:g} is out of range: give a share above 0 and below 1"
+        )
+    for name in ("steps", "batch_size"):
+        if getattr(given, name) < 1:
+            raise ValueError(f"--{name} {getattr(given, name)} is out of range: give at least 1")
+    for name in ("lr", "weight_decay"):
+        if not 0 <= getattr(given, name) <= LARGEST:
+            raise ValueError(
+                f"--{name} {getattr(given, name):g} is out of range: give 0 to {LARGEST}"
+            )
+    output = Path(given.output)
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ValueError(f"--output {output} lies below {above}, which is a file: choose another")
+
+
+def require_variety(learned: list[Labelled], given: argparse.Namespace):
+    """ValueError if the labels teach nothing."""
+    if len(learned) < FEWEST:
+        raise ValueError(
+            f"{given.data} has {len(learned)} text(s) to learn from: give {FEWEST} or more"
+        )
+    if len({text.label for text in learned}) == 1:
+        raise ValueError(
+            f"all texts of {given.data} that are learned from have the label "
+            f"{learned[0].label:g}: give texts with other labels, too"
+        )
+
+
+# ---- texts
+
+
+class Text(NamedTuple):
+    """A line of the file."""
+
+    place: str  # file:line
+    prompt: str
+    text: str
+    label: float
+
+
+def read(given: argparse.Namespace) -> Iterator[Text]:
+    """The texts of a file; ValueError names the first line that is wrong."""
+    fields = [TextField(given.text_field)]
+    if given.prompt_field:
+        fields.append(TextField(given.prompt_field, "--prompt_field"))
+    with opened(given.data) as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{given.data}:{number}"
+            if not line.strip():
+                continue
+            record = parsed(line, place)
+            try:
+                text, prompt = [*(field.text_of(record) for field in fields), ""][:2]
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            if not text:
+                raise ValueError(f"{place}: the text is empty: leave this line out")
+            require_unicode(prompt + text, place)
+            yield Text(place, prompt, text, label_of(record, given.label_field, place))
+
+
+def opened(path: str) -> BinaryIO:
+    """The file; ValueError if it cannot be read."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(
+            f"--data {path} cannot be read ({error.strerror}): name a JSONL file of labelled texts"
+        ) from None
+
+
+def parsed(line: bytes, place: str) -> dict:
+    """The record of a line; ValueError if it has none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: this line is not JSON ({error}): mend it") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: this line is no JSON object: give one with a text and a label")
+    return record
+
+
+def require_unicode(text: str, place: str) -> None:
+    """ValueError for a lone surrogate."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{place}: the lone surrogate U+{ord(text[error.start]):04X} is not Unicode text: "
+            "mend this line, or leave it out"
+        ) from None
+
+
+def label_of(record: dict, field: str, place: str) -> float:
+    """The label of a record, in which true is 1; ValueError if it is no number from 0 to 1."""
+    if field not in record:
+        raise ValueError(
+            f"{place}: there is no field {field!r} (found: {', '.join(list(record)[:8])}): set "
+            "--label_field"
+        )
+    label = record[field]
+    if not isinstance(label, int | float) or not 0 <= label <= 1:
+        raise ValueError(
+            f"{place}: the label {str(label)[:40]!r} is no number from 0 to 1, as rewards are: "
+            "scale the labels"
+        )
+    return float(label)
+
+
+def encoded(text: Text, tokenizer: AnyTokenizer, context: int) -> Labelled:
+    """The ids of a prompt and its text, which end as a document does; ValueError if these are too
+    many.
+    """
+    prompt = tokenizer.encode(text.prompt) if text.prompt else []
+    ids = [*prompt, *tokenizer.encode(text.text), tokenizer.eod_id]
+    if len(ids) > context:
+        raise ValueError(
+            f"{text.place}: {len(ids):,} tokens are more than the {context:,} of the checkpoint's "
+            "context: shorten this text, or leave it out"
+        )
+    return Labelled(ids, len(prompt), text.label)
+
+
+def tokenizer_of(origin: Start, path: str | None, vocab_size: int) -> AnyTokenizer:
+    """The tokenizer of the body, from `path` or next to its weights; ValueError if there is none,
+    or if it is another one.
+    """
+    folder = origin.folder if origin.checkpoint is None else origin.folder.parent
+    path = path or find_tokenizer(folder)
+    if path is None:
+        raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH")
+    tokenizer = load_tokenizer(path)
+    if origin.checkpoint is not None:
+        check_tokenizer(origin.checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{path} has {tokenizer.vocab_size:,} ids and the checkpoint {vocab_size:,}: give the "
+            "--tokenizer of the checkpoint"
+        )
+    return tokenizer
+
+
+if __name__ == "__main__":
+    main()

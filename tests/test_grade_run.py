@@ -1,0 +1,329 @@
+"""scripts.grade as a user runs it: figures, resume, ranks, validation, refusals."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from data import reviews
+from data.dataset import open_dataset
+from data.writer import TokenizedDocument, write_dataset
+from longhaul import cli, step
+from longhaul.checkpoint import resume
+from longhaul.config import TrainConfig
+from longhaul.posttrain import grade_demo, reward
+from longhaul.posttrain.config import GradeConfig
+from longhaul.posttrain.grade import METHODS
+from longhaul.run import start as starting
+from scripts import grade
+from selfcheck.faults import runs
+from tests.test_train import TORCHRUN
+
+ROOT = Path(__file__).parent.parent
+MODEL = (
+    f"--model_size tiny --vocab_size {reviews.VOCABULARY} --context_length 32 --rope_theta 1e4 "
+    "--dtype fp32 --device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 "
+    "num_kv_heads=2 head_dim=16 ffn_size=48"
+)
+SMALL = (
+    "--context_length 32 --max_new_tokens 12 --gumbel_topk 24 --global_batch_size 4 "
+    "--batch_size 2 --lr 1e-3"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Prompts in `reviews`, a first model in `base`, and a reward model of its body in `reward`."""
+    folder = tmp_path_factory.mktemp("grade")
+    made = ["--output", str(folder / "reviews"), "--reviews", "300", "--val_fraction", "0.1"]
+    assert reviews.main(made) == 0
+    flags = f"{MODEL} --data {folder}/reviews --output_dir {folder}/base --max_steps 8 --lr 3e-3"
+    train.main(f"{flags} --warmup_steps 2 --batch_size 8 --eval_every 0".split())
+    save_reward(folder / "base", folder / "reward")
+    return folder
+
+
+def save_reward(base: Path, out: Path):
+    cfg = TrainConfig(**starting.completed({"init_from": str(base), "dtype": "fp32"}))
+    body = step.frozen(cfg, cfg.model(), "cpu")
+    starting.load_into(body, starting.read(str(base)))
+    model = reward.RewardModel(body)
+    generator = torch.Generator().manual_seed(0)
+    model.weight.data.normal_(generator=generator)
+    reward.save(model, out)
+
+
+def words(folder: Path, out: Path, more: str = "") -> list[str]:
+    given = f"--checkpoint {folder}/base --reward_checkpoint {folder}/reward"
+    paths = f"{given} --data {folder}/reviews --output_dir {out}"
+    flags = f"{paths} --dtype fp32 --device cpu --eval_every 0 {SMALL} {more}"
+    return runs.last_given(flags.split())
+
+
+def run(folder: Path, out: Path, more: str = ""):
+    grade.main(words(folder, out, more))
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
+
+
+def same_bits(first: Path, second: Path) -> bool:
+    mine, theirs = weights(first), weights(second)
+    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> Path:
+    """A run of 4 steps that nothing disturbed, validated twice."""
+    out = folder / "whole"
+    run(folder, out, "--max_steps 4 --eval_every 2 --eval_rows 6 --save_every 2")
+    return out
+
+
+def test_each_step_says_reward_kl_and_what_the_mixtures_leave_out(whole):
+    steps = [record for record in records(whole) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:
+        assert 0 < record["reward"] < 1
+        assert 0 < record["topk_mass"] <= 1 + 1e-6
+        assert 0 < record["response_length"] <= 12
+        expected = 0.1 * record["kl"] - record["reward"]
+        assert record["loss"] == pytest.approx(expected, abs=1e-5)
+    assert steps[0]["kl"] < 1e-6 < steps[-1]["kl"]
+
+
+def test_the_reward_of_drawn_responses_to_validation_prompts_is_logged(whole):
+    found = [record for record in records(whole) if "val_reward_mean" in record]
+    assert [record["step"] for record in found] == [0, 2, 4]
+    assert all(0 < record["val_reward_mean"] < 1 for record in found)
+    events = EventAccumulator(str(whole / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("val/reward_mean")] == [0, 2, 4]
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_its_newest_checkpoint_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
+    run(folder, tmp_path, "--max_steps 4 --save_every 2")
+    (newest,) = tmp_path.glob("step-00000004")
+    for path in sorted(newest.rglob("*")):
+        path.unlink()
+    newest.rmdir()
+    run(folder, tmp_path, "--max_steps 4 --save_every 2")
+    assert same_bits(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
+    args = words(folder, tmp_path, "--max_steps 4 --save_every 1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.grade", *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+    while not (tmp_path / "step-00000002").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+
+    run(folder, tmp_path, "--max_steps 4 --save_every 1")
+    assert same_bits(tmp_path, whole)
+
+
+def test_the_flag_of_the_first_version_keeps_all_activations():
+    assert cli.parse(GradeConfig, ["--no-checkpoint"]).gradient_checkpointing == "none"
+    assert cli.parse(GradeConfig, []).gradient_checkpointing == "full"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_learn_the_same(folder, whole, tmp_path, ranks):
+    validated = "--eval_every 2 --eval_rows 6"
+    args = words(folder, tmp_path / "run", f"--batch_size 1 --max_steps 4 {validated}")
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launcher, "-m", "scripts.grade", *args],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = [record for record in records(whole) if "loss" in record]
+    two = [record for record in records(tmp_path / "run") if "loss" in record]
+    for name in ("loss", "reward", "kl", "grad_norm", "topk_mass"):
+        expected = [record[name] for record in one]
+        assert [record[name] for record in two] == pytest.approx(expected, abs=2e-5)
+    one, many = (
+        [record["val_reward_mean"] for record in records(out) if "val_reward_mean" in record]
+        for out in (whole, tmp_path / "run")
+    )
+    assert many == pytest.approx(one, abs=2e-5) and len(many) == 3
+
+
+def test_a_run_that_is_extended_says_how_tau_jumps():
+    cfg = GradeConfig(max_steps=4)
+    recorded = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    longer = dataclasses.replace(cfg, max_steps=7)
+    torch_now = dict(threads=torch.get_num_threads(), torch=torch.__version__)
+    checkpoint = SimpleNamespace(step=4, config=recorded, **torch_now)
+    said = "changed since the checkpoint: max_steps 4 -> 7 (tau 0.5 -> 0.794)"
+    assert resume.changes(checkpoint, longer) == [said]
+    drawn = dataclasses.replace(longer, method="reinforce")
+    assert not any("tau" in line for line in resume.changes(checkpoint, drawn))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ste", "gumbel_legacy", "ste_legacy", "reinforce"])
+def test_every_method_trains(folder, tmp_path, method):
+    run(folder, tmp_path, f"--method {method} --max_steps 1")
+    (record,) = [record for record in records(tmp_path) if "loss" in record]
+    assert 0 < record["reward"] < 1
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--max_new_tokens 32", "--max_new_tokens 32 leaves no token of"),
+        pytest.param(
+            "--max_new_tokens 28",
+            "prompt of 7 tokens, and the context leaves 4",
+            marks=pytest.mark.slow,
+        ),
+        ("--gumbel_topk 105", "--gumbel_topk 105 exceeds the vocabulary of 104"),
+        ("--gumbel_topk -1", "--gumbel_topk -1 is out of range"),
+        ("--tau_end 0", "--tau_end 0.0 is no temperature"),
+        ("--method magic", "--method 'magic' is unknown"),
+        ("--method reinforce --group_size 1", "--group_size 1 is out of range"),
+        ("--reward_checkpoint {}", "is no reward model, because it has no reward.safetensors"),
+        ("--attention_type nsa", "nsa has no cache yet that gradients pass through: use standard"),
+        ("--evals loss", "unknown flag --evals"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flags, said):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        run(folder, out, flags.format(tmp_path))
+    assert stop.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0]
+    assert not out.exists()
+
+
+def test_prompts_of_several_lengths_are_refused_before_the_first_step(folder, tmp_path, capsys):
+    texts = [np.array([*range(2, 8 - n % 2), reviews.END]) for n in range(12)]
+    write_dataset(
+        [TokenizedDocument(tokens) for tokens in texts],
+        tmp_path / "data",
+        vocab_size=reviews.VOCABULARY,
+        eod_id=reviews.END,
+        val_fraction=0,
+    )
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", f"--data {tmp_path}/data")
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "has a prompt of 5 tokens, and the one before it 6; " in line
+    assert not (tmp_path / "run").exists()
+
+
+# ---- the demo
+
+
+@pytest.fixture
+def short_demo(monkeypatch):
+    """The demo with a first model and a reward model of a few steps."""
+    monkeypatch.setattr(grade_demo, "BASE_STEPS", 5)
+    monkeypatch.setattr(grade_demo, "REWARD_STEPS", 3)
+
+
+@pytest.mark.slow
+def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, tmp_path, capsys):
+    out = tmp_path / "demo"
+    more = "--demo --method all --max_steps 2 --max_new_tokens 6 --batch_size 4 --eval_every 0"
+    grade.main([*more.split(), "--output_dir", str(out)])
+    said = capsys.readouterr().out
+    for method in METHODS:
+        score = json.loads((out / method / "test.json").read_text())
+        assert 0 < score["reward"] < 1 and -1 <= score["gold"] <= 1
+        assert f"{method:<14} reward {score['reward']:.3f}" in said
+
+    assert len(open_dataset(tmp_path / "demo-made" / "prompts").split("val").lengths) == 24
+
+    # given again, nothing is made or trained anew
+    made = (tmp_path / "demo-made" / "base" / "config.json").stat().st_mtime_ns
+    grade.main([*more.split(), "--output_dir", str(out)])
+    assert capsys.readouterr().out.count("nothing to do") == len(METHODS)
+    assert (tmp_path / "demo-made" / "base" / "config.json").stat().st_mtime_ns == made
+
+
+@pytest.mark.slow
+def test_a_demo_of_two_ranks_is_measured_too(tmp_path):
+    flags = [
+        "--demo",
+        "--max_steps",
+        "2",
+        "--max_new_tokens",
+        "6",
+        "--batch_size",
+        "4",
+        "--eval_every",
+        "0",
+    ]
+    program = (
+        "from scripts import grade\n"
+        "grade.grade_demo.BASE_STEPS = grade.grade_demo.REWARD_STEPS = 2\n"
+        "if __name__ == '__main__': grade.main()\n"
+    )
+    (tmp_path / "short.py").write_text(program)
+    done = subprocess.run(
+        [*TORCHRUN, str(tmp_path / "short.py"), *flags, "--output_dir", str(tmp_path / "demo")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    score = json.loads((tmp_path / "demo" / "test.json").read_text())
+    assert f"test, after: reward {score['reward']:.3f}" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_method_is_planned(folder, tmp_path, capsys):
+    run(folder, tmp_path, "--method all --plan")
+    assert capsys.readouterr().out.count("plan (computed)") == len(METHODS)
+
+
+def test_all_methods_together_are_checked_before_the_first(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", "--method all --gumbel_topk -1")
+    assert stop.value.code == 2
+    assert "--gumbel_topk -1 is out of range" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("missing", ["checkpoint", "data"])
+def test_what_a_run_begins_with_must_be_named(folder, tmp_path, capsys, missing):
+    given = {"checkpoint": folder / "base", "data": folder / "reviews"}
+    del given[missing]
+    with pytest.raises(SystemExit) as stop:
+        grade.main([word for name, path in given.items() for word in (f"--{name}", str(path))])
+    assert stop.value.code == 2
+    assert f"--{missing} is missing" in capsys.readouterr().err

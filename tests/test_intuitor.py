@@ -1,0 +1,315 @@
+"""Rewards by name, what a step counts, and when a run warns or stops."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import open_dataset
+from data.prompts import Prompt
+from data.writer import TokenizedDocument, write_dataset
+from longhaul import step
+from longhaul.config import TrainConfig
+from longhaul.exits import Halt
+from longhaul.posttrain import intuitor, policy, rollout
+from longhaul.posttrain.intuitor import Answers, Counts, Guard, Intuitor, Settings
+from longhaul.posttrain.policy import PolicyLoss, PolicyObjective
+from longhaul.posttrain.rollout import Sample, Sampling
+from model import Decoder
+
+V = 15
+END = 14
+MARK = 13
+TRAIN = TrainConfig(
+    model_size="tiny",
+    vocab_size=V,
+    dtype="fp32",
+    model_overrides=("num_layers=1", "hidden_size=32", "ffn_size=48", "init_std=0.1"),
+)
+SAMPLING = Sampling(group_size=6, max_response_length=10, eod_id=END, seed=1)
+LOSS = PolicyLoss()
+FIGURES = {"truncated": 0.0, "zero_variance": 0.0, "repetition": 0.0, "kl": 0.01}
+
+
+def prompts(number: int = 4) -> list[Prompt]:
+    generator = np.random.default_rng(0)
+    answer = np.array([3, MARK, 0, 8, 5])
+    return [Prompt(index, generator.integers(0, 10, 5), answer) for index in range(number)]
+
+
+def sample(tokens: list[int], certainty: list[float] | None = None, truncated=False) -> Sample:
+    figures = torch.tensor(certainty or [1.0] * len(tokens))
+    return Sample(torch.tensor(tokens), -figures, figures, truncated)
+
+
+def made(**changes) -> tuple[Intuitor, list[dict]]:
+    """Intuitor after a step over four prompts, and the micro-batches."""
+    settings = Settings(**{"context_length": 20, "prompts_per_micro_batch": 2} | changes)
+    model = Decoder(TRAIN.model(), seed=1)
+    reference = Decoder(TRAIN.model(), seed=2).requires_grad_(False)
+    found = Intuitor(settings, SAMPLING, LOSS, Answers(END, MARK), model, reference)
+    return found, found.batch(3, prompts())
+
+
+def advantages(micro: dict) -> list[float]:
+    """That of each response of a micro-batch, from its first token."""
+    lengths = micro["length_n"].long()
+    starts = [0]
+    while starts[-1] < len(lengths):
+        starts.append(starts[-1] + int(lengths[starts[-1]]))
+    return [float(micro["advantage_n"][start]) for start in starts[:-1]]
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize(
+    "tokens, right",
+    [
+        ([MARK, 0, 8, 5, END], True),
+        ([1, 5, MARK, 9, MARK, 0, 8, 5, END], True),
+        ([MARK, 0, 8, 6, END], False),
+        ([0, 8, 5, END], False),
+        ([MARK, 0, 8, 5, 0, END], False),
+        ([END], False),
+    ],
+)
+def test_what_follows_the_last_marker_is_compared(tokens, right):
+    prompt = prompts()[0]
+    assert Answers(END, MARK).is_right(prompt, sample(tokens)) == right
+    assert not Answers(END, MARK).is_right(prompt, sample(tokens, truncated=True))
+    nothing = prompt._replace(answer=np.zeros(0, dtype=np.int64))
+    assert not Answers(END).is_right(nothing, sample([END]))
+
+
+def test_without_a_marker_the_whole_response_is_the_answer():
+    prompt = prompts()[0]
+    assert Answers(END).is_right(prompt, sample([3, MARK, 0, 8, 5, END]))
+    assert not Answers(END).is_right(prompt, sample([MARK, 0, 8, 5, END]))
+
+
+def test_nothing_is_right_without_an_answer():
+    said = sample([3, 4, END])  # no marker either
+    for answer in ([], [3, 4], [3, MARK]):
+        prompt = Prompt(0, np.array([1]), np.array(answer, dtype=np.int64))
+        assert not Answers(END, MARK).is_right(prompt, said)
+    assert Answers(END).is_right(Prompt(0, np.array([1]), np.array([3, 4])), said)
+
+
+def asked(folder: Path, answers: list[list[int]], masked: bool = True):
+    """A dataset of a document for each answer, all in its training split."""
+    made = []
+    for answer in answers:
+        tokens = np.array([1, 2, *answer, END])
+        learned = np.array([False, False, *[True] * len(answer), False])
+        made.append(TokenizedDocument(tokens, learned=learned if masked else None))
+    more = dict(answer_id=MARK) if masked else {}
+    write_dataset(made, folder, vocab_size=V, eod_id=END, val_fraction=0, masked=masked, **more)
+    return open_dataset(folder)
+
+
+def test_a_reward_by_answers_needs_one_in_each_document(tmp_path):
+    good = asked(tmp_path / "good", [[MARK, 3]] * 9)
+    intuitor.require_answers(good, good.split("train"), "label")
+
+    for name, other in (("none", []), ("no_marker", [3]), ("empty", [MARK])):
+        bad = asked(tmp_path / name, [*[[MARK, 3]] * 7, other, [MARK, 3]])
+        with pytest.raises(ValueError, match="document 7 of train in .* has no answer that --rew"):
+            intuitor.require_answers(bad, bad.split("train"), "mixed")
+
+    plain = asked(tmp_path / "plain", [[3]] * 4, masked=False)
+    with pytest.raises(ValueError, match="plain has no loss mask, .*: prepare it with one"):
+        intuitor.require_answers(plain, plain.split("train"), "label")
+
+
+# ---- rewards
+
+
+def test_self_certainty_is_the_mean_over_the_response_at_the_temperature():
+    """Against full logits in float64: one position late, or temperature 1, would be found."""
+    model = Decoder(TRAIN.model(), seed=1)
+    cold = dataclasses.replace(SAMPLING, temperature=0.7)
+    prompt = prompts()[0]
+    (samples,) = rollout.sample(model, [prompt], cold)
+    rewards = intuitor.self_certainty(samples)
+
+    wrong = []
+    for found, reward in zip(samples, rewards.tolist()):
+        tokens = torch.cat([torch.from_numpy(prompt.tokens), found.tokens_T])
+        with torch.no_grad():
+            logits_TV = model(tokens[None])[0].double()
+        first = len(prompt.tokens) - 1
+        scored_TV = logits_TV[first : first + len(found.tokens_T)]
+
+        def mean(z_TV):
+            return float((z_TV.logsumexp(1) - z_TV.mean(1)).mean() - np.log(V))
+
+        assert reward == pytest.approx(mean(scored_TV / 0.7), abs=1e-5)
+        late = mean(logits_TV[first + 1 : first + 1 + len(found.tokens_T)] / 0.7)
+        wrong += [abs(reward - late), abs(reward - mean(scored_TV))]
+    assert np.median(wrong) > 1e-3
+
+
+def test_rewards_by_name_rank_the_responses_of_a_group():
+    certain, micros = made(reward="self_certainty")
+    sampled = rollout.sample(certain.model, prompts(), SAMPLING, step=3)
+    sampled = [[one for one in group if not one.empty] for group in sampled]
+    expected = [policy.group_advantage(intuitor.self_certainty(group)) for group in sampled]
+    found = [a for micro in micros for a in advantages(micro)]
+    assert found == pytest.approx(torch.cat(expected).tolist(), abs=1e-5)
+
+    # the same responses, judged by others
+    offline = [a for micro in made(reward="self_certainty_offline")[1] for a in advantages(micro)]
+    random = [a for micro in made(reward="random")[1] for a in advantages(micro)]
+    again = [a for micro in made(reward="random")[1] for a in advantages(micro)]
+    assert random == again and len({tuple(found), tuple(offline), tuple(random)}) == 3
+    label, micros = made(reward="label")
+    assert all(a == 0 for micro in micros for a in advantages(micro))
+    assert label.figures()["zero_variance"] == 1 and label.figures()["accuracy"] == 0
+
+
+def test_a_mixed_reward_adds_what_is_normalised_in_the_group():
+    samples = [sample([MARK, 0, 8, 5, END], [100.0] * 5), sample([2], [700.0])]
+    samples += [sample([1, END], [400.0, 400.0])]
+    found, _ = made(reward="mixed")
+    reward_G = found._rewards(0, prompts()[0], samples, [0, 1, 2])
+    certainty = torch.tensor([100.0, 700.0, 400.0]).double()
+    right = torch.tensor([1.0, 0.0, 0.0]).double()
+    expected = sum((x - x.mean()) / x.std() for x in (certainty, right))
+    assert reward_G.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_kl_in_the_reward_is_that_of_whole_responses():
+    found, _ = made()
+    found.loss = PolicyLoss(kl="k1", kl_coef=0.5)
+    (samples,) = rollout.sample(found.model, prompts(1), SAMPLING)
+    plain = intuitor.self_certainty(samples)
+    kept = list(range(len(samples)))
+    penalised = found._rewards(0, prompts()[0], samples, kept)
+    of_reference = found._of_reference(prompts()[0], samples)
+    for index, sampled in enumerate(samples):
+        gap = sampled.logprob_T.sum() - of_reference.logprob[index].sum()
+        assert float(plain[index] - penalised[index]) == pytest.approx(0.5 * float(gap), abs=1e-5)
+
+
+# ---- a step
+
+
+def test_a_step_learns_and_reports_its_figures():
+    found, micros = made()
+    state = step.build(TRAIN, TRAIN.model(), "cpu")
+    state.objective = PolicyObjective(LOSS, found.reference)
+    result = step.train_step(state, micros)
+    assert result.grad_norm > 0 and result.loss.isfinite()
+    figures = found.figures() | state.objective.figures()
+    assert {"reward", "self_certainty", "accuracy", "kl", "entropy", "truncated"} <= set(figures)
+    # an empty response has a certainty and no reward
+    assert figures["empty"] > 0
+    assert figures["reward"] == pytest.approx(figures["self_certainty"], rel=0.05)
+
+
+def test_empty_responses_are_left_out_and_counted():
+    found, _ = made()
+    found.counts = Counts()
+    samples = [sample([END]), sample([1, END], [2.0, 2.0]), sample([2, END], [3.0, 1.0])]
+    group = found._group(0, prompts()[0], samples)
+    assert [len(response.tokens_R) for response in group.responses] == [2, 2]
+    assert found.counts.empty == 1 and found.counts.responses == 3
+    nothing = found._group(0, prompts()[0], [sample([END], [9.0])] * 3)
+    assert not nothing.learned and len(nothing.responses) == 1
+    assert (group.left_out, nothing.left_out) == (1, 2)
+    # they are in no mean of rewards, which all are 2
+    assert found.counts.rewarded == 2 and found.figures()["reward"] == 2
+
+
+def test_a_mixed_reward_is_reported_by_its_parts():
+    found, _ = made(reward="mixed")
+    found.counts = Counts()
+    right = sample([MARK, 0, 8, 5, END], [1.0] * 5)
+    found._group(0, prompts()[0], [right, sample([1, END], [4.0, 2.0]), sample([END])])
+    figures = found.figures()
+    assert figures["reward_label"] == 0.5 and figures["reward_self_certainty"] == 2
+    assert "reward" not in figures and "reward_label" not in made()[0].figures()
+
+
+@pytest.mark.parametrize("skip, learned", [(True, False), (False, True)])
+def test_groups_without_variance_are_counted_and_may_be_skipped(skip, learned):
+    found, _ = made(skip_zero_variance=skip)
+    found.counts = Counts()
+    group = found._group(0, prompts()[0], [sample([1, END], [2.0, 2.0])] * 3)
+    assert found.counts.zero_variance == 1 and group.learned == learned
+    assert all(response.advantage == 0 for response in group.responses)
+
+
+# ---- warnings and stops
+
+
+def test_repetition_counts_ngrams_that_stood_there_before():
+    assert intuitor.repetition([1, 2, 3, 4, 5]) == (2, 0)
+    assert intuitor.repetition([7] * 10) == (7, 6)
+    assert intuitor.repetition([1, 2]) == (0, 0)
+
+
+def test_ten_steps_without_variance_end_the_run_and_one_with_it_starts_anew():
+    guard = Guard()
+    alike = FIGURES | {"zero_variance": 1.0}
+    for figures in [alike] * 9 + [FIGURES] + [alike] * 9:
+        guard.after(figures, print)
+    with pytest.raises(Halt, match="for 10 steps all rewards .*: choose another --reward"):
+        guard.after(alike, print)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"truncated": 0.6}, "60% of the responses were cut off .*: raise --max_response_length"),
+        ({"repetition": 0.7}, "may collapse: 70% of the n-grams .*: raise --kl_coef"),
+        ({"kl": 0.4}, "may collapse: the KL to the reference jumped to 0.400 nats: raise"),
+    ],
+)
+def test_each_warning_is_said_once(wrong, words):
+    guard = Guard()
+    said = []
+    for _ in range(6):
+        guard.after(FIGURES, said.append)
+    assert said == []
+    for _ in range(3):
+        guard.after(FIGURES | wrong, said.append)
+    assert len(said) == 1
+    assert re.search(words, said[0])
+
+
+def test_the_vocabulary_that_certainty_counts_is_printed():
+    assert "all 15 ids" in intuitor.vocabulary_choice(15, 15)
+    assert "271 are padding" in intuitor.vocabulary_choice(151_936, 151_665)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(sampling=dataclasses.replace(SAMPLING, group_size=1)), "group_size=1: .*at least 2"),
+        (dict(loss=PolicyLoss(temperature=0.7)), "at temperature 1 and scored at 0.7: give one"),
+        (dict(loss=PolicyLoss(kl="k1")), "kl='k1' needs a reference: give one"),
+        (dict(settings=Settings(20, "self_certainty_offline")), "needs a reference: give one"),
+        (dict(settings=Settings(20, prompts_per_micro_batch=0)), "micro-batch: give at least 1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, words):
+    given = dict(settings=Settings(20), sampling=SAMPLING, loss=LOSS, reference=None) | changes
+    with pytest.raises(ValueError, match=words):
+        intuitor.check(**given)
+
+
+def test_a_prompt_without_room_for_its_response_is_refused():
+    found, _ = made()
+    long = prompts()[0]._replace(tokens=np.zeros(11, dtype=np.int64))
+    with pytest.raises(ValueError, match="21 tokens, more than the context of 20: give a larger"):
+        found.batch(0, [long])
+
+
+def test_an_unknown_reward_is_refused():
+    with pytest.raises(ValueError, match="reward='joy' is unknown: choose one of self_certainty"):
+        Settings(20, reward="joy")

@@ -1,0 +1,421 @@
+"""scripts.intuitor as a user runs it: figures, resume, ranks, validation, refusals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from data import recall, sums
+from data.writer import TokenizedDocument, write_dataset
+from longhaul import cli, qwen3
+from longhaul.checkpoint import load
+from longhaul.checkpoint.format import checksum
+from longhaul.exits import NUMERICS
+from longhaul.posttrain import demo
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
+from scripts import evaluate, intuitor
+from selfcheck.faults import runs
+from tests.test_train import TORCHRUN
+
+ROOT = Path(__file__).parent.parent
+MODEL = (
+    "--model_size tiny --vocab_size 15 --context_length 16 --rope_theta 1e4 --dtype fp32 "
+    "--device cpu --model_overrides hidden_size=32 num_layers=2 num_heads=2 num_kv_heads=2 "
+    "head_dim=16 ffn_size=48 tie_embeddings=false"
+)
+SMALL = "--max_response_length 10 --group_size 4 --global_batch_size 4 --batch_size 2 --lr 1e-3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Prompts in `asked`, and a first model of a few steps in `base`."""
+    folder = tmp_path_factory.mktemp("intuitor")
+    assert sums.main(["--output", str(folder / "asked"), "--worked", "1"]) == 0
+    first_model(folder, folder / "base", 12)
+    return folder
+
+
+def first_model(folder: Path, out: Path, steps: int):
+    flags = f"{MODEL} --data {folder}/asked --output_dir {out} --max_steps {steps} --lr 3e-3"
+    more = "--schedule constant --warmup_steps 2 --batch_size 8 --eval_every 0"
+    train.main(f"{flags} {more}".split())
+
+
+def words(folder: Path, out: Path, more: str = "") -> list[str]:
+    given = f"--checkpoint {folder}/base --data {folder}/asked --output_dir {out} --device cpu"
+    flags = f"{given} --dtype fp32 --eval_every 0 {SMALL} {more}"
+    return runs.last_given(flags.split())
+
+
+def run(folder: Path, out: Path, more: str = ""):
+    intuitor.main(words(folder, out, more))
+
+
+def records(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
+
+
+def same_bits(first: Path, second: Path) -> bool:
+    mine, theirs = weights(first), weights(second)
+    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+@pytest.fixture(scope="module")
+def whole(folder) -> Path:
+    """A run of 4 steps that nothing disturbed, validated twice."""
+    out = folder / "whole"
+    run(folder, out, "--max_steps 4 --eval_every 2 --eval_rows 6 --save_every 2")
+    return out
+
+
+# ---- what a run says
+
+
+def test_each_step_says_what_the_policy_did(whole):
+    steps = [record for record in records(whole) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
+    for record in steps:
+        assert record["kl"] >= -1e-6
+        assert 0 <= record["accuracy"] <= 1 and 0 <= record["truncated"] <= 1
+        assert 0 < record["response_tokens"] <= 10
+        assert record["self_certainty"] > 0 and record["reward"] > 0
+        assert record["sampling_s"] > 0
+    assert steps[0]["kl"] < 1e-6  # the reference is the policy before its first step
+    assert steps[-1]["kl"] > steps[0]["kl"]
+
+
+def test_validation_prompts_are_answered_and_logged(whole):
+    found = [record for record in records(whole) if "validation_accuracy" in record]
+    assert [record["step"] for record in found] == [0, 2, 4]
+    assert all(0 <= record["validation_truncated"] <= 1 for record in found)
+    events = EventAccumulator(str(whole / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("validation/accuracy")] == [0, 2, 4]
+    assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
+
+
+def source(out: Path, step: int) -> dict:
+    return json.loads((out / f"step-{step:08}" / "manifest.json").read_text())["source"]
+
+
+def test_a_checkpoint_has_the_folder_of_the_reference(whole, folder):
+    assert source(whole, 4)["reference"] == str(folder / "base" / "step-00000012")
+
+
+def test_the_kl_is_logged_as_long_as_a_reference_is_held(folder, tmp_path, capsys):
+    run(folder, tmp_path / "held", "--kl_coef 0 --max_steps 2")
+    assert all(record["kl"] > -1e-6 for record in records(tmp_path / "held"))
+    assert records(tmp_path / "held")[1]["kl"] > 0
+    assert "the KL is not measured" not in capsys.readouterr().out
+
+    run(folder, tmp_path / "free", "--kl_coef 0 --max_steps 2 --no_keep_reference")
+    assert not any("kl" in record for record in records(tmp_path / "free"))
+    assert "the KL is not measured" in capsys.readouterr().out
+    assert same_bits(tmp_path / "held", tmp_path / "free")
+
+    run(folder, tmp_path / "held", "--kl_coef 0 --max_steps 3 --no_keep_reference")
+    two, three = (source(tmp_path / "held", step) for step in (2, 3))
+    assert len(two["reference_sha256"]) == 64
+    for name in ("reference", "reference_sha256"):
+        assert three[name] == two[name]
+
+
+# ---- going on
+
+
+def test_a_run_that_is_extended_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
+    run(folder, tmp_path, "--max_steps 2")
+    run(folder, tmp_path, "--max_steps 4")
+    assert same_bits(tmp_path, whole)
+
+
+def start(args: list[str], launcher=(sys.executable,)) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*launcher, "-m", "scripts.intuitor", *args],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
+    out = tmp_path / "killed"
+    process = start(words(folder, out, "--max_steps 4 --save_every 1"))
+    deadline = time.monotonic() + 300
+    while not (out / "step-00000002").exists() and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+    run(folder, out, "--max_steps 4 --save_every 1")
+    assert same_bits(out, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole, tmp_path, ranks):
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+    more = "--batch_size 1 --max_steps 4 --eval_every 2 --eval_rows 6"
+    done = start(words(folder, tmp_path / "run", more), launcher)
+    assert done.wait() == 0, done.communicate()[0]
+
+    one = [record for record in records(whole) if "loss" in record]
+    many = [record for record in records(tmp_path / "run") if "loss" in record]
+    for name in ("accuracy", "response_tokens", "truncated", "tokens"):
+        assert [record[name] for record in many] == [record[name] for record in one]
+    for name in ("loss", "reward", "kl", "grad_norm"):
+        expected = [record[name] for record in one]
+        assert [record[name] for record in many] == pytest.approx(expected, abs=2e-5)
+    validated = ("validation_accuracy", "validation_self_certainty")
+    one, many = (
+        [record[name] for record in records(out) for name in validated if name in record]
+        for out in (whole, tmp_path / "run")
+    )
+    assert many == pytest.approx(one, abs=2e-5) and len(many) == 6
+
+
+def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(
+    folder, whole, tmp_path, capsys
+):
+    base = tmp_path / "base"
+    shutil.copytree(folder / "base", base)
+    flags = f"--checkpoint {base}"
+    run(folder, tmp_path / "run", f"{flags} --max_steps 2")
+
+    first_model(folder, base, 13)
+    assert (base / "step-00000013").exists()
+    run(folder, tmp_path / "run", f"{flags} --max_steps 4")
+    assert same_bits(tmp_path / "run", whole)
+
+    old = base / "step-00000012"
+    shutil.rmtree(old)
+    shutil.copytree(base / "step-00000013", old)
+    with pytest.raises(SystemExit):
+        run(folder, tmp_path / "run", f"{flags} --max_steps 5")
+    assert "is not the one that this run began with: put that one back" in capsys.readouterr().err
+
+    shutil.rmtree(old)
+    with pytest.raises(SystemExit):
+        run(folder, tmp_path / "run", f"{flags} --max_steps 5")
+    assert "step-00000012 is not there any more: put it back" in capsys.readouterr().err
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def without_validation(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "recall"
+    flags = ["--lengths", "16:2", "--tokens", "2000", "--val_fraction", "0"]
+    assert recall.main(["--output", str(out), *flags]) == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--max_response_length 16", "--max_response_length 16 leaves no token of"),
+        ("--max_response_length 13", "prompt of 6 tokens, and the context leaves 3"),
+        ("--group_size 1", "--group_size 1 is out of range: give a number of at least 2"),
+        ("--temperature 0", "--temperature 0 is out of range: give 1e-06 to 1000"),
+        ("--temperature inf", "--temperature inf is out of range"),
+        ("--temperature nan", "--temperature nan is out of range"),
+        ("--clip 0", "--clip_ratio 0 is out of range: give a number above 0 and below 1"),
+        ("--clip nan", "--clip_ratio nan is out of range"),
+        ("--reward applause", "--reward 'applause' is unknown"),
+        ("--length_schedule 8:1,16:1", "unknown flag --length_schedule"),
+        ("--attention_type nsa", "--attention_type nsa cannot share a prompt"),
+        ("--kl_coef -1", "--kl_coef -1.0 is out of range"),
+        ("--global_batch_size 100000", "fewer than the 100,000 of one step"),
+        ("--checkpoint {}/nothing", "nothing"),
+        ("--vocab_size 16", "--vocab_size 16"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flags, said):
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as stop:
+        run(folder, out, flags.format(tmp_path))
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
+    made = [TokenizedDocument(np.array([1, 2, n % 9, 14])) for n in range(12)]
+    write_dataset(made, tmp_path / "data", vocab_size=15, eod_id=14, val_fraction=0)
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", f"--data {tmp_path}/data --reward label")
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "--reward label compares responses with answers" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_clip_is_the_policys():
+    clipped = cli.parse(IntuitorConfig, ["--clip", "0.3", "--max_grad_norm", "2"])
+    assert (clipped.policy_loss().clip, clipped.grad_clip) == (0.3, 2)
+    with pytest.raises(ValueError, match="--clip"):
+        cli.parse(GradeConfig, ["--clip", "0.3"])
+
+
+def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
+    policy = load.load_model(load.verified(folder / "base" / "step-00000012"), dtype="float32")
+    policy.norm.weight.data[0] = torch.nan
+    qwen3.to_hf(policy, tmp_path / "diverged")
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")
+    assert stop.value.code == NUMERICS
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "step 1: the logits of token 0 of response 0 to prompt" in line
+
+
+def test_a_resume_may_not_change_what_the_policy_learns_from(folder, whole, capsys):
+    with pytest.raises(SystemExit):
+        run(folder, whole, "--max_steps 5 --reward random")
+    assert "--reward: recorded self_certainty, now random" in capsys.readouterr().err
+
+
+# ---- the demo
+
+
+@pytest.mark.slow
+def test_the_demo_makes_its_first_model_and_improves_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        intuitor, "FIRST", intuitor.FIRST.replace("--max_steps 600", "--max_steps 3")
+    )
+    out = tmp_path / "demo"
+    more = "--demo --max_steps 2 --global_batch_size 4 --batch_size 2 --eval_every 2 --eval_rows 4"
+    intuitor.main([*more.split(), "--output_dir", str(out)])
+    steps = [record for record in records(out) if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert any("validation_accuracy" in record for record in records(out))
+    assert (tmp_path / "demo-made" / "base" / "step-00000003").exists()
+
+
+@pytest.mark.parametrize("missing", ["checkpoint", "data"])
+def test_what_a_run_begins_with_must_be_named(folder, tmp_path, capsys, missing):
+    given = {"checkpoint": folder / "base", "data": folder / "asked"}
+    del given[missing]
+    with pytest.raises(SystemExit) as stop:
+        intuitor.main([word for name, path in given.items() for word in (f"--{name}", str(path))])
+    assert stop.value.code == 2
+    assert f"--{missing} is missing" in capsys.readouterr().err
+
+
+def test_nothing_is_made_for_a_wrong_command_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        intuitor.main(["--demo", "--output_dir", str(tmp_path / "demo"), "--group_size", "1"])
+    assert stop.value.code == 2
+    assert "--group_size 1 is out of range" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_deletes_nothing_that_it_did_not_make(tmp_path, capsys):
+    (tmp_path / "demo-made").mkdir()
+    (tmp_path / "demo-made" / "mine").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        intuitor.main(["--demo", "--output_dir", str(tmp_path / "demo")])
+    assert stop.value.code == 2
+    assert "demo-made was not made by a demo: choose another" in capsys.readouterr().err
+    assert (tmp_path / "demo-made" / "mine").exists()
+
+
+def test_what_a_killed_demo_had_half_made_is_made_anew(tmp_path):
+    made = tmp_path / "demo-made"
+    flags = ["--demo", "--output_dir", str(tmp_path / "demo"), "--seed", "3"]
+    tried = []
+
+    def make(folder: Path, seed: int):
+        tried.append(seed)
+        assert not (folder / "half").exists()
+        (folder / "half").touch()
+        if len(tried) == 1:
+            raise KeyboardInterrupt
+
+    settings = (intuitor.IntuitorConfig, flags, intuitor.DEMO, intuitor.MADE, make)
+    with pytest.raises(KeyboardInterrupt):
+        demo.prepared(*settings)
+    assert demo.prepared(*settings)["data"] == str(made / "asked")
+    demo.prepared(*settings)
+    assert tried == [3, 3]
+
+
+def test_a_demo_with_another_seed_is_asked_for_another_folder(tmp_path, capsys):
+    flags = ["--demo", "--output_dir", str(tmp_path / "demo")]
+    settings = (intuitor.DEMO, intuitor.MADE, lambda folder, seed: None)
+    demo.prepared(intuitor.IntuitorConfig, flags, *settings)
+    with pytest.raises(SystemExit) as stop:
+        demo.prepared(intuitor.IntuitorConfig, [*flags, "--seed", "1"], *settings)
+    assert stop.value.code == 2
+    said = "demo-made was made by scripts.intuitor with --seed 0: choose another --output_dir"
+    assert said in capsys.readouterr().err
+
+
+def test_a_launcher_is_not_inherited():
+    given = {"RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    assert demo.without_launcher(given) == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("resume", ["auto", "named"])
+def test_a_manifest_without_what_the_policy_learns_from_is_refused(
+    whole, folder, tmp_path, capsys, resume
+):
+    out = tmp_path / "whole"
+    shutil.copytree(whole, out)
+    for path in out.glob("step-*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        del manifest["config"]["kl_coef"], manifest["config"]["reward"]
+        path.write_text(json.dumps(manifest | {"checksum": checksum(manifest)}))
+
+    more = "--max_steps 5"
+    if resume == "named":
+        more += f" --resume {out}/step-00000004"
+        out = tmp_path / "new"
+    with pytest.raises(SystemExit) as stop:
+        run(folder, out, more)
+    assert stop.value.code
+    said = capsys.readouterr()
+    assert "manifest.json lacks kl_coef, reward: use another checkpoint" in said.err + said.out
+
+
+def test_a_run_of_train_py_is_not_resumed_as_a_policy(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(folder, tmp_path / "new", f"--resume {folder}/base/step-00000012")
+    said = capsys.readouterr().err
+    assert "holds another run" in said and "program: recorded None, now -m scripts.intuitor" in said
+
+
+# ---- other programs read a policy's checkpoint
+
+
+def test_a_policy_is_evaluated_exported_and_trained_further(whole, folder, tmp_path, capsys):
+    checkpoint = f"--checkpoint {whole} --device cpu"
+    evaluate.main(f"{checkpoint} --data {folder}/asked --evals loss --batches 2".split())
+    assert "validation loss" in capsys.readouterr().out
+
+    flags = f"--init_from {whole} --data {folder}/asked --output_dir {tmp_path}/further"
+    rest = (
+        "--max_steps 1 --batch_size 2 --eval_every 0 --device cpu --dtype fp32 --context_length 16"
+    )
+    train.main(f"{flags} {rest}".split())
+    assert len(records(tmp_path / "further"))

@@ -1,0 +1,87 @@
+"""docs/POSTTRAIN.md holds what the tables compute, and the doors print them."""
+
+import re
+import shlex
+
+import pytest
+
+import profile_memory
+from longhaul.memory import posttrain
+from longhaul.posttrain.config import IntuitorConfig
+from scripts import grade, intuitor
+
+TEXT = posttrain.DOCUMENT.read_text(encoding="utf-8")
+INTUITOR, GRADE, *STEPS = posttrain.SECTIONS
+SECTIONS = [GRADE, *(pytest.param(title, marks=pytest.mark.slow) for title in STEPS)]
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_document_holds_what_the_tool_computes(title):
+    assert f"### {title}\n\n{posttrain.SECTIONS[title]()}\n" in TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [4096, 131_072])
+def test_the_document_holds_the_row_of_so_many_tokens(tokens):
+    words = shlex.split(posttrain.INTUITOR)[3:]
+    words[words.index("--tokens") + 1] = str(tokens)
+    head, rule, row = posttrain.memory_table(words[1:]).splitlines()
+    assert f"\n{head}\n{rule}\n" in TEXT and f"\n{row}\n" in TEXT
+
+
+def planning_commands() -> list[str]:
+    """The commands of profile_memory.py in the blocks of the document's first part."""
+    first, _ = TEXT.split("## Memory\n")
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", first, re.M | re.S)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("python profile_memory.py")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", planning_commands())
+def test_the_document_plans_runs(command, capsys):
+    _, _, *words = shlex.split(command)
+    code = profile_memory.main(words)
+    assert code == 0 or (code == 2 and "fits after these changes" in capsys.readouterr().out)
+
+
+def test_the_document_plans_runs_of_both_programs():
+    text = "".join(planning_commands())
+    assert "--task intuitor" in text and "--task grade" in text
+
+
+def test_the_memory_is_the_end_of_the_document():
+    _, memory = TEXT.split("## Memory\n")
+    assert memory.count("\n### ") == len(posttrain.SECTIONS)
+    assert posttrain.HEAD in TEXT
+
+
+def test_the_notes_count_the_logits_twice_and_ppo_needs_them_too():
+    shape = posttrain.SHAPES["Qwen2.5-1.5B"]
+    logits = 4 * 64 * 4096 * 151_936
+    assert logits == pytest.approx(320e9 / 2, rel=0.01)  # as noted for Intuitor at 4,096 tokens
+    ppo = posttrain.with_whole_logits(shape, 64, 4096)
+    assert posttrain.reward(64, 4096) < 1e-4 * ppo
+    assert 2 * logits < ppo < 2.3 * logits
+
+
+def test_the_shapes_are_those_of_qwen():
+    shape = posttrain.SHAPES["Qwen2.5-1.5B"]
+    parameters = IntuitorConfig(**shape.settings()).model().num_params()
+    assert parameters == pytest.approx(1_543_714_304, rel=1e-4)  # with its biases
+
+
+def test_the_doors_print_the_tables(capsys):
+    grade.main(["--memory_table"])
+    assert posttrain.soft_tokens() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--batch", "12"], ["--tokens", "4k"], ["--tokens", "4"], ["--model", "Qwen9"], ["--x"]],
+)
+def test_words_that_make_no_table_are_one_line_and_exit_code_2(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        intuitor.main(["--memory_table", *words])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

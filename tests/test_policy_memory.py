@@ -1,0 +1,84 @@
+"""The memory of a policy's statistics next to full logits, and a snippet that must not be used."""
+
+import math
+import time
+
+import pytest
+import torch
+
+from longhaul.memory.measure import peak_bytes
+from longhaul.vocab import vocab_stats
+
+CPU = torch.device("cpu")
+N = 512
+D = 64
+V = 151_936
+
+
+def full(hidden_ND, weight_VD, target_N, reference):
+    """log p, self-certainty and the exact KL through all logits."""
+    logp_NV = (hidden_ND @ weight_VD.T).log_softmax(1)
+    logq_NV = (reference[0] @ reference[1].T).log_softmax(1)
+    logprob_N = logp_NV.gather(1, target_N[:, None])[:, 0]
+    certainty_N = -logp_NV.mean(1) - math.log(len(weight_VD))
+    return logprob_N, certainty_N, (logp_NV.exp() * (logp_NV - logq_NV)).sum(1)
+
+
+def tiled(hidden_ND, weight_VD, target_N, reference):
+    stats = vocab_stats(hidden_ND, weight_VD, target_N, reference=reference)
+    return stats.logprob, stats.self_certainty, stats.kl_ref
+
+
+def forward_and_backward(statistics, hidden_ND, weight_VD, target_N, reference) -> torch.Tensor:
+    """The gradient of the hidden states; the head is frozen."""
+    hidden_ND = hidden_ND.detach().requires_grad_()
+    logprob_N, certainty_N, kl_N = statistics(hidden_ND, weight_VD, target_N, reference)
+    (certainty_N + kl_N - logprob_N).sum().backward()
+    return hidden_ND.grad
+
+
+@pytest.mark.slow
+def test_statistics_take_fifty_times_less_memory_than_full_logits():
+    """Forward and backward at the vocabulary of Qwen, head frozen. The times are printed."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND, other_ND = torch.randn(2, N, D, generator=generator)
+    weight_VD = torch.randn(V, D, generator=generator) / D**0.5
+    target_N = torch.randint(V, (N,), generator=generator)
+    inputs = hidden_ND, weight_VD, target_N, (other_ND, weight_VD.flip(0))
+
+    peaks = {}
+    seconds = {}
+    gradients = {}
+    for statistics in (full, tiled):
+        name = statistics.__name__
+        start = time.process_time()
+        gradients[name] = forward_and_backward(statistics, *inputs)
+        seconds[name] = time.process_time() - start
+        peaks[name] = peak_bytes(lambda run=statistics: forward_and_backward(run, *inputs), CPU)
+
+    print(
+        f"peak: {peaks['full'] / 2**20:,.0f} MiB with full logits, {peaks['tiled'] / 2**20:,.1f} "
+        f"MiB in tiles; CPU time: {seconds['tiled'] / seconds['full']:.2f} of that of full logits"
+    )
+    difference = (gradients["tiled"] - gradients["full"]).norm()
+    assert difference <= 1e-4 * gradients["full"].norm()
+    assert peaks["tiled"] * 50 <= peaks["full"]
+
+
+def test_a_self_certainty_that_averages_over_chunks_is_wrong():
+    """The snippet of a note on memory: a mean over chunks of logsumexp - mean. Each chunk lacks the
+    others, so it is short by at least the logarithm of the number of chunks.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(20, 8192, generator=generator)
+
+    chunks = []
+    for chunk_NV in logits_NV.split(1024, dim=-1):
+        chunks.append(chunk_NV.logsumexp(-1) - chunk_NV.mean(-1))
+    snippet_N = torch.stack(chunks, dim=-1).mean(-1)
+
+    right_N = logits_NV.logsumexp(-1) - logits_NV.mean(-1)
+    one_hot_VV = torch.eye(8192)
+    tiled_N = vocab_stats(logits_NV, one_hot_VV).self_certainty + math.log(8192)
+    assert (tiled_N - right_N).abs().max() < 1e-4
+    assert (right_N - snippet_N).min() >= math.log(8) - 1e-4

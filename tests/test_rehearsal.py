@@ -1,0 +1,397 @@
+"""The simulated step of post-training: rollout, reference and update, against real ones."""
+
+import dataclasses
+import shlex
+
+import numpy as np
+import pytest
+import torch
+
+import profile_memory
+from data.prompts import Prompt
+from longhaul import cli, dist, step
+from longhaul.config import TrainConfig
+from longhaul.memory import advise, fit, reserve, soft, solve
+from longhaul.memory import plan as planner
+from longhaul.memory.allocator import replay
+from longhaul.memory.deep import profile
+from longhaul.memory.device import Demand
+from longhaul.memory.measure import peak_bytes
+from longhaul.memory.needs import largest as largest_method
+from longhaul.memory.needs import needs
+from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.rehearsal import (
+    Rehearsal,
+    rehearsal,
+    shortest_micro_batch,
+    stretched,
+    table_bytes,
+    table_lengths,
+)
+from longhaul.memory.simulate import simulate, trace_real_run
+from longhaul.memory.trace import Trace
+from longhaul.memory.tracker import Tracker
+from longhaul.posttrain import grade, policy, rollout
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
+from longhaul.posttrain.policy import Group, Response
+from model import GIB
+
+CPU = torch.device("cpu")
+SMALL = IntuitorConfig(
+    model_size="tiny",
+    model_overrides=("num_layers=2",),
+    vocab_size=1000,
+    context_length=300,
+    max_response_length=30,
+    group_size=4,
+    gradient_checkpointing="full",
+    dtype="fp32",
+    device="cpu",
+)
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    torch.set_num_threads(1)
+
+
+def changed(**settings) -> IntuitorConfig:
+    return dataclasses.replace(SMALL, **settings)
+
+
+# ---- shapes
+
+
+def test_micro_batches_have_the_shapes_of_the_longest_groups():
+    cfg = changed(batch_size=2)
+    response = Response(torch.zeros(30, dtype=torch.long), 0.0, torch.zeros(30))
+    group = Group(torch.zeros(cfg.longest_prompt, dtype=torch.long), [response] * 4)
+    real = policy.micro_batch([group, group], CPU)
+    assert real["tokens_BT"].shape[1] == 2 * cfg.row_tokens
+
+    made = stretched(shortest_micro_batch(cfg), cfg)
+    assert made.keys() == real.keys()
+    assert list(made["prompts"].lengths) == list(real["prompts"].lengths)
+    for name in made.keys() - {"prompts"}:
+        assert (made[name].shape, made[name].dtype) == (real[name].shape, real[name].dtype), name
+
+
+# ---- predicted and real
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(
+            dict(kl_coef=0.0, keep_reference=False, context_length=100), marks=pytest.mark.slow
+        ),
+        pytest.param(dict(kl="k3", batch_size=2, mlp_tiles=3), marks=pytest.mark.slow),
+        pytest.param(
+            dict(gradient_checkpointing="none", gradient_accumulation_steps=2),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(dict(v_max_response_length=90, normalizer="constant"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_stage_is_predicted_to_the_byte(changes):
+    cfg = changed(**changes)
+    predicted = simulate(cfg, target="cpu").peak_by_stage()
+    assert predicted == trace_real_run(cfg).peak_by_stage()
+    assert "rollout" in predicted
+    assert ("reference forward" in predicted) == cfg.needs_reference
+
+
+def test_what_is_reserved_is_that_of_the_update_too():
+    """The end of the rollout, which frees its cache, is not the end of the step."""
+    trace = simulate(changed(model_overrides=("num_layers=1",)))
+    peak, time = trace.peak()
+    assert trace.stage_at(time) != "rollout"
+    assert replay(trace).peak_live == pytest.approx(peak, rel=1e-3)
+
+
+def test_micro_batches_that_do_not_run_are_counted():
+    cfg = changed(gradient_accumulation_steps=5, model_overrides=("num_layers=1",))
+    short = simulate(cfg, target="cpu").peak_by_stage()
+    whole = simulate(cfg, target="cpu", every_tile=True).peak_by_stage()
+    assert short == whole
+
+
+def test_a_plan_of_many_micro_batches_takes_no_longer():
+    many = 10**8
+    small = changed(model_overrides=("num_layers=1",), global_batch_size=2)
+    few = needs(small, small.model())
+    found = needs(dataclasses.replace(small, global_batch_size=many), small.model())
+    of_one = (found.stages["optimizer"] - few.stages["optimizer"]) / (many - 2)
+    assert of_one == sum(
+        tensor.nbytes
+        for tensor in stretched(shortest_micro_batch(SMALL), SMALL).values()
+        if isinstance(tensor, torch.Tensor)
+    )
+    assert found.stages["rollout"] == few.stages["rollout"]
+
+
+GRADE = GradeConfig(
+    model_size="tiny",
+    model_overrides=("num_layers=2",),
+    vocab_size=500,
+    context_length=12,
+    max_new_tokens=3,
+    gumbel_topk=64,
+    batch_size=2,
+    dtype="fp32",
+    device="cpu",
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param(dict(method="gumbel_legacy"), marks=pytest.mark.slow),
+        pytest.param(dict(method="reinforce"), marks=pytest.mark.slow),
+        pytest.param(
+            dict(freeze_embeddings=True, gradient_checkpointing="none", method="ste"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_every_stage_of_soft_tokens_is_predicted_to_the_byte(changes):
+    cfg = dataclasses.replace(GRADE, **changes)
+    predicted = simulate(cfg, target="cpu").peak_by_stage()
+    assert predicted == trace_real_run(cfg).peak_by_stage()
+    assert {"validation", "reference forward", "reward forward"} <= predicted.keys()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(max_new_tokens=9),
+        pytest.param(dict(gradient_accumulation_steps=2), marks=pytest.mark.slow),
+        pytest.param(dict(max_new_tokens=32, context_length=41), marks=pytest.mark.slow),
+        pytest.param(dict(method="gumbel_legacy"), marks=pytest.mark.slow),
+        pytest.param(dict(method="reinforce", max_new_tokens=32), marks=pytest.mark.slow),
+        pytest.param(dict(method="ste", gradient_checkpointing="none"), marks=pytest.mark.slow),
+        pytest.param(dict(model_overrides=("num_layers=4",)), marks=pytest.mark.slow),
+        pytest.param(dict(vocab_size=32_000, device="cuda", dtype="bf16"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_long_soft_responses_follow_from_short_ones(changes):
+    small = dict(model_overrides=("num_layers=1",), context_length=48, max_new_tokens=16)
+    cfg = dataclasses.replace(GRADE, **small | changes)
+    whole = simulate(cfg, target="cpu" if cfg.device == "cpu" else "cuda").peak_by_stage()
+    found = needs(cfg, cfg.model())
+    assert found.peak == max(whole.values())
+    assert list(found.stages) == list(whole)
+    for stage, size in found.stages.items():
+        assert size == pytest.approx(whole[stage], rel=0.01), stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context, name", [(12, "ste_legacy"), (200, "reinforce")])
+def test_all_methods_need_what_the_largest_needs(context, name):
+    """REINFORCE has a row for each response of a group, which is long if the prompt is."""
+    small = dict(model_overrides=("num_layers=1",), max_new_tokens=2, context_length=context)
+    cfg = dataclasses.replace(GRADE, **small, method="all")
+    peaks = {}
+    for method in grade.METHODS:
+        one = dataclasses.replace(cfg, method=method)
+        peaks[method] = needs(one, one.model()).peak
+    assert needs(cfg, cfg.model()).peak == max(peaks.values()) == peaks[name]
+    chosen = largest_method(cfg)
+    assert chosen == dataclasses.replace(cfg, method=name)
+    assert reserve.stand_in(cfg, 1)[0].peak() == reserve.stand_in(chosen, 1)[0].peak()
+
+
+LONG = dataclasses.replace(
+    GRADE, model_overrides=("num_layers=1",), context_length=48, max_new_tokens=16
+)
+
+
+@pytest.mark.slow
+def test_a_long_soft_response_reserves_as_much_more_as_it_needs():
+    found = reserve.demand(LONG, 1)
+    on_a_gpu = dataclasses.replace(LONG, device="cuda")
+    assert found.classic.peak_live == pytest.approx(needs(on_a_gpu, LONG.model()).peak, rel=1e-6)
+    assert found.scale > 1
+    assert max(found.trace.peak()) < found.classic.peak_live <= found.classic.peak_reserved
+    assert soft.shortened(LONG).longest_prompt == LONG.longest_prompt
+
+
+@pytest.mark.slow
+def test_what_a_long_soft_response_reserves_is_that_of_all_its_tokens():
+    large = dataclasses.replace(LONG, vocab_size=32_000, batch_size=8)
+    whole = Demand.of(simulate(large, target="cuda"))
+    found = reserve.demand(large, 1)
+    for one, other in ((found.classic, whole.classic), (found.expandable, whole.expandable)):
+        assert one.peak_reserved == pytest.approx(other.peak_reserved, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "task, cfg",
+    [
+        ("grade", dataclasses.replace(LONG, max_new_tokens=7, device="auto", batch_size=2)),
+        ("grade", dataclasses.replace(LONG, method="all", freeze_embeddings=True, kl_coef=0.0)),
+        ("intuitor", changed(kl_coef=0.0, keep_reference=False, device="auto")),
+        ("intuitor", changed(reward="mixed", kl="k3", normalizer="constant", clip_ratio=0.3)),
+    ],
+)
+def test_advice_is_a_command_with_the_flags_of_its_program(task, cfg):
+    found = advise.run(advise.request(task, cfg))
+    before, words = found.split(f" -m scripts.{task} ")
+    assert before == "python"
+    assert cli.parse(type(cfg), shlex.split(words)) == cfg
+    assert not advise.request(task, cfg).logits  # of which no flag of the program speaks
+
+
+@pytest.mark.parametrize("kl_coef, last", [(0.0, "no reference"), (0.1, "head groups")])
+def test_every_rung_of_a_policy_is_a_command_with_its_settings(kl_coef, last):
+    *_, rung = rungs = list(fit.ladder(changed(kl_coef=kl_coef, batch_size=4, device="auto")))
+    assert rung.lever == last
+    for one in rungs:
+        _, words = planner.command(one.request, dist.World()).split(" -m scripts.intuitor ")
+        assert cli.parse(IntuitorConfig, shlex.split(words)) == one.request
+
+
+@pytest.mark.slow
+def test_the_longest_context_of_a_policy_fills_the_device():
+    cfg = changed(model_overrides=("num_layers=1",), context_length=2100, max_response_length=2000)
+    answer = solve.solve(cfg, "context", 2.0, 1)
+    *_, row, _, command = answer.text.splitlines()
+    found = cli.parse(IntuitorConfig, shlex.split(command.split(" -m scripts.intuitor ")[1]))
+    assert f"{found.context_length:,}" in row
+    assert reserve.demand(found, 1).least_bytes <= 2 * GIB
+    longer = dataclasses.replace(found, context_length=int(1.02 * found.context_length))
+    assert reserve.demand(longer, 1).least_bytes > 2 * GIB
+
+
+def test_rotary_tables_are_as_long_as_the_first_step_makes_them():
+    for method in ("gumbel", "gumbel_legacy", "reinforce"):
+        cfg = dataclasses.replace(GRADE, method=method)
+        made = rehearsal(cfg, ranks=1, every=True)
+        made.skeletons(cfg.model(), None)
+        state = step.build(cfg, cfg.model(), "cpu")
+        Rehearsal.begin(made, Tracker(), state)
+        micro = grade.micro_batches(
+            [torch.zeros(9, dtype=torch.long)] * 2, [0, 1], 0, 0, 2, made.settings, CPU
+        )
+        step.train_step(state, micro)
+        lengths = [model.rotary.cos.shape[1] for model in made._models()]
+        assert lengths == [own[-1] for own in table_lengths(cfg)], method
+        assert table_bytes(cfg) == sum(8 * model.rotary.cos.numel() for model in made._models())
+
+
+def test_the_predicted_peak_is_what_the_allocator_records():
+    cfg = changed(context_length=1000, max_response_length=100)
+    predicted, _ = simulate(cfg, target="cpu").peak()
+    assert predicted == pytest.approx(allocator_peak(cfg), rel=0.01)
+
+
+def test_a_rollout_takes_what_its_first_and_last_forwards_take():
+    model = step.build(SMALL, SMALL.model(), "cpu").model
+    tokens = np.zeros(270, dtype=np.int64)
+    prompts = [Prompt(index, tokens, tokens[:0]) for index in range(2)]
+    sampling = SMALL.sampling(eod_id=999, vocab_size=999)  # which so has no end
+
+    rollout.sample(model, prompts, sampling)  # makes the tables of the positions
+    sampled = peak_bytes(lambda: rollout.sample(model, prompts, sampling), CPU)
+    made = []
+    rehearsed = peak_bytes(lambda: rollout.rehearse(model, prompts, sampling, made.append), CPU)
+    assert rehearsed == pytest.approx(sampled, rel=0.01)
+    assert len(made) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_parts_of_a_prompt_that_are_left_out_take_no_more_memory(target, monkeypatch):
+    monkeypatch.setattr("longhaul.generate.PREFILL_CHUNK", 32)
+    cfg = changed(model_overrides=("num_layers=1",))
+
+    def peaks(parts) -> dict[str, int]:
+        monkeypatch.setattr(rollout, "largest_parts", parts)
+        return simulate(cfg, target=target).peak_by_stage()
+
+    found = peaks(rollout.largest_parts)
+    assert found == peaks(rollout.all_parts)
+    assert found != peaks(lambda number: [number - 1])
+
+
+def largest(trace: Trace) -> int:
+    return max(storage.size for storage in trace.storages.values())
+
+
+@pytest.mark.slow
+def test_131072_packed_tokens_take_what_pretraining_takes():
+    """No storage has a number for each token and each id, or for each pair of prompt tokens."""
+    tokens = 131_072
+    settings = dict(model_size="tiny", dtype="fp32", device="cpu", gradient_checkpointing="full")
+    cfg = IntuitorConfig(context_length=73_728, max_response_length=8192, group_size=8, **settings)
+    assert cfg.row_tokens == tokens
+    of_policy = simulate(cfg, target="cpu")
+    of_pretraining = simulate(TrainConfig(context_length=tokens, **settings), target="cpu")
+    assert of_policy.peak()[0] <= 1.15 * of_pretraining.peak()[0]
+
+    ids = 4 * tokens * cfg.model().vocab_size
+    pairs = 4 * cfg.longest_prompt**2
+    assert largest(of_policy) < min(ids, pairs) / 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, target", [(1, "cuda"), (2, "cpu"), (2, "cuda")])
+def test_deep_policies_follow_from_shallow_ones(ranks, target):
+    cfg = changed(model_overrides=("num_layers=7",))
+    whole = simulate(cfg, ranks, target).peak_by_stage()
+    found = profile(cfg, ranks, target)
+    assert {stage: sum(sizes.values()) for stage, sizes in found.stages.items()} == whole
+    assert found.trace.peak_by_stage() == whole
+
+
+# ---- plans
+
+
+def planned(available: float) -> planner.Plan:
+    cfg = changed(plan=True)
+    return planner.plan(cfg, cfg.model(), dist.World(), CPU, available)
+
+
+def test_a_plan_names_the_stages_of_the_simulated_step():
+    found = planned(4.0)
+    assert found.fits
+    table = found.table()
+    assert "rollout" in table and "reference forward" in table and "optimizer" in table
+    assert found.estimate.peak == simulate(SMALL, target="cpu").peak()[0]
+
+
+def test_a_rollout_that_does_not_fit_names_its_lever():
+    many = dict(rollout_prompts=64, global_batch_size=64, max_response_length=200)
+    cfg = changed(model_overrides=("num_layers=1",), **many)
+    asked = planner.plan(cfg, cfg.model(), dist.World(), CPU, available=0.52)
+    assert asked.estimate.peak_stage == "rollout" and not asked.fits
+    assert fit.closest(asked).asked.rollout_prompts == 1
+
+
+ON_A_CPU = ["--max_response_length", "9", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--group_size", "1"], "--group_size 1 is out of range"),
+        (["--max_response_length", "512"], "leaves no token"),
+        (["--max_new_tokens", "3"], "unknown flag"),
+        (["--kl", "k2"], "choose from"),
+        (["--attention_type", "nsa"], "use standard"),
+        (["--max_response_length", "9", "--batch_size", "99999999"], "give a shorter context"),
+        (["--solve", "levers", *ON_A_CPU], "`python -m scripts.intuitor --plan`"),
+        (["--advise", "--vram", "8", *ON_A_CPU], "drop --device cpu"),
+    ],
+)
+def test_bad_input_of_a_policy_is_one_line_and_exit_code_2(args, words, capsys):
+    small = ["--task", "intuitor", "--model_size", "tiny", "--context_length", "512"]
+    assert profile_memory.main([*small, *args]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

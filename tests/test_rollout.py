@@ -1,0 +1,245 @@
+"""Sampling a policy: its draws, what it says of them, and that ranks do not change them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from data.prompts import Prompt
+from longhaul import dist, step
+from longhaul.config import TrainConfig
+from longhaul.exits import NumericalHalt
+from longhaul.posttrain import policy, rollout
+from longhaul.posttrain.rollout import Sampling
+from model import Decoder, StandardAttention
+from tests.ranks import run_ranks
+
+V = 50
+END = 7
+NOTHING = np.zeros(0, dtype=np.int64)
+SAMPLING = Sampling(group_size=4, max_response_length=12, eod_id=END, seed=3)
+TRAIN = TrainConfig(
+    model_size="tiny",
+    vocab_size=V,
+    dtype="fp32",
+    model_overrides=("num_layers=2", "hidden_size=64", "ffn_size=96", "init_std=0.1"),
+)
+
+
+def prompts(number: int = 5) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 4, 3, 1, 4, 3, 3, 5][:number]
+    return [
+        Prompt(index, torch.randint(V, (length,), generator=generator).numpy(), NOTHING)
+        for index, length in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(TRAIN.model(), seed=1)
+
+
+def tokens_of(groups) -> list[list[list[int]]]:
+    return [[sample.tokens_T.tolist() for sample in group] for group in groups]
+
+
+# ---- random numbers and draws
+
+
+def test_each_random_number_is_a_hash_of_its_coordinates():
+    whole = rollout.uniforms(5, 11, range(40), 8, 32)
+    assert whole.min() >= 0 and whole.max() < 1 and len(set(whole.flatten())) == whole.size
+    assert abs(whole.mean() - 0.5) < 0.01 and abs(whole.std() - 12**-0.5) < 0.01
+    assert (rollout.uniforms(5, 11, [17, 3], 2, 9) == whole[[17, 3], :2, :9]).all()
+    for other in ((6, 11), (5, 12)):
+        assert not (rollout.uniforms(*other, range(40), 8, 32) == whole).any()
+
+
+def test_draws_have_the_probabilities_of_the_logits():
+    z_V = torch.tensor([1.0, -2.0, 0.5, -torch.inf, 2.0])
+    uniform = torch.arange(100_000, dtype=torch.float64) / 100_000
+    drawn = rollout.draw(z_V.expand(len(uniform), -1), uniform, temperature=0.7)
+    shares = drawn.bincount(minlength=5) / len(drawn)
+    assert (shares - (z_V / 0.7).softmax(0)).abs().max() < 2e-5
+    assert rollout.draw(z_V[None], uniform[:1], temperature=0).tolist() == [4]
+
+
+# ---- what is sampled
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_training_says_of_the_tokens_what_sampling_said(model, temperature, shared):
+    sampling = dataclasses.replace(SAMPLING, temperature=temperature)
+    stats, logprob_n, certainty_n = both(model, sampling, shared)
+    assert (stats.logprob - logprob_n).abs().max() <= 1e-4
+    assert (stats.self_certainty - certainty_n).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("init_std", [0.02, 0.1])
+def test_in_bf16_they_differ_by_less_than_bf16_is_off(init_std):
+    config = dataclasses.replace(TRAIN.model(), init_std=init_std)
+    low = Decoder(dataclasses.replace(config, compute_dtype="bfloat16"), seed=1)
+    stats, logprob_n, _ = both(low, SAMPLING, shared=True)
+    exact, *_ = both(low, SAMPLING, shared=True, scored_by=Decoder(config, seed=1))
+
+    difference = (stats.logprob - logprob_n).abs().mean()
+    assert difference <= (exact.logprob - logprob_n).abs().mean()
+    if init_std == 0.02:  # of the initial weights of a training run
+        assert difference <= 2e-3
+
+
+def both(sampler: Decoder, sampling: Sampling, shared: bool, scored_by: Decoder | None = None):
+    """What training says of sampled tokens; their log-probabilities and self-certainty when they
+    were drawn.
+    """
+    sampled = rollout.sample(sampler, prompts(), sampling)
+    groups = [
+        policy.Group(
+            torch.from_numpy(prompt.tokens), [policy.Response(s.tokens_T, 0.0) for s in samples]
+        )
+        for prompt, samples in zip(prompts(), sampled)
+    ]
+    micro = policy.micro_batch(groups, "cpu", shared)
+    stats = policy.score(scored_by or sampler, micro, sampling.temperature)
+    samples = [sample for group in sampled for sample in group]
+    logprob_n = torch.cat([sample.logprob_T for sample in samples])
+    return stats, logprob_n, torch.cat([sample.self_certainty_T for sample in samples])
+
+
+def test_a_response_ends_with_the_first_end_of_the_document(model):
+    samples = [sample for group in rollout.sample(model, prompts(), SAMPLING) for sample in group]
+    assert {sample.truncated for sample in samples} == {True, False}
+    for sample in samples:
+        tokens = sample.tokens_T.tolist()
+        assert END not in tokens[:-1] and sample.truncated == (tokens[-1] != END)
+        assert len(tokens) == 12 if sample.truncated else len(tokens) <= 12
+        assert sample.empty == (tokens == [END])
+        assert len(sample.logprob_T) == len(sample.self_certainty_T) == len(tokens)
+
+
+def test_draws_depend_on_seed_step_prompt_and_response_only(model):
+    whole = tokens_of(rollout.sample(model, prompts(), SAMPLING, step=2))
+    small = dataclasses.replace(SAMPLING, prompts=1)
+    assert tokens_of(rollout.sample(model, prompts(), small, step=2)) == whole
+    assert tokens_of(rollout.sample(model, prompts()[3:], SAMPLING, step=2)) == whole[3:]
+    assert tokens_of(rollout.sample(model, prompts(), SAMPLING, step=1)) != whole
+    first = dataclasses.replace(SAMPLING, group_size=2)
+    assert tokens_of(rollout.sample(model, prompts(), first, step=2)) == [g[:2] for g in whole]
+    assert len({str(response) for group in whole for response in group}) > 15
+
+
+def test_greedy_responses_are_alike_and_small_ids_can_be_asked_for(model):
+    greedy = dataclasses.replace(SAMPLING, temperature=0.0)
+    for group in tokens_of(rollout.sample(model, prompts(), greedy)):
+        assert group == group[:1] * 4
+    few = dataclasses.replace(SAMPLING, vocab_size=9)
+    drawn = tokens_of(rollout.sample(model, prompts(), few))
+    assert {token for group in drawn for response in group for token in response} <= set(range(9))
+
+
+def test_a_shared_prompt_changes_no_draw(model, monkeypatch):
+    shared = rollout.sample(model, prompts(), SAMPLING, step=2)
+    monkeypatch.setattr(StandardAttention, "refused_prompts", "in this test")
+    for group, other in zip(shared, rollout.sample(model, prompts(), SAMPLING, step=2)):
+        for sample, same in zip(group, other):
+            assert sample.tokens_T.equal(same.tokens_T) and sample.truncated == same.truncated
+            assert (sample.logprob_T - same.logprob_T).abs().max() < 1e-5
+
+
+# ---- ranks
+
+
+def sampled_by(world: dist.World) -> list:
+    """The responses to this rank's share of the prompts, which is of another size and of other
+    lengths on each rank.
+    """
+    mesh = dist.data_mesh(world, torch.device("cpu"), 1)
+    state = step.build(TRAIN, TRAIN.model(), "cpu", world, mesh)
+    bounds = [0, 5, 6, 8, 8] if world.size == 4 else [0, 5, 8]
+    own = prompts(8)
+    if world.size > 1:
+        own = own[bounds[world.rank] : bounds[world.rank + 1]]
+    small = dataclasses.replace(SAMPLING, prompts=2)
+    return tokens_of(rollout.sample(state.model, own, small, step=2, world=world))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_draw_the_responses_of_one_process(ranks):
+    of_ranks = run_ranks(sampled_by, ranks)
+    assert [group for groups in of_ranks for group in groups] == sampled_by(dist.World())
+
+
+# ---- bad input
+
+
+def test_an_empty_prompt_is_refused(model):
+    with pytest.raises(ValueError, match="prompt 4 is empty: give it at least one token"):
+        rollout.sample(model, [Prompt(4, NOTHING, NOTHING)], SAMPLING)
+
+
+def diverged() -> Decoder:
+    model = Decoder(TRAIN.model(), seed=1)
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    return model
+
+
+def test_logits_that_are_not_finite_halt_the_run():
+    with pytest.raises(NumericalHalt) as halt:
+        rollout.sample(diverged(), prompts(), SAMPLING, step=6)
+    assert str(halt.value).startswith(
+        "step 7: the logits of token 0 of response 0 to prompt 0 are not finite at temperature 1, "
+        "with a largest finite |logit| of 0, so"
+    )
+    assert halt.value.exit_code == 5
+    with pytest.raises(NumericalHalt, match="^validation after step 9: the logits"):
+        rollout.sample(diverged(), prompts(), SAMPLING, occasion="validation after step 9")
+
+
+def test_the_largest_logit_is_that_of_the_token(model):
+    broken = Decoder(TRAIN.model(), seed=1)
+    with torch.no_grad():
+        broken.lm_head.weight[V - 1] = torch.inf
+        hidden_1D = model.hidden(torch.from_numpy(prompts()[0].tokens)[None])[:, -1]
+        logits_1V = hidden_1D @ model.lm_head.weight.t()
+    with pytest.raises(NumericalHalt) as halt:
+        rollout.sample(broken, prompts()[:1], SAMPLING)
+    largest = float(logits_1V[:, : V - 1].abs().max())
+    assert f"of {largest:.3g}, so the policy" in str(halt.value)
+
+
+def test_what_follows_the_end_of_a_response_is_not_judged(model):
+    sampler = rollout._Sampler(model, SAMPLING, 0, dist.World())
+    sampler.hidden_RD = torch.zeros(4, 64)
+    figures_SR = torch.zeros(3, 4)
+    figures_SR[1, 2] = torch.nan
+    sampler._judge(figures_SR, torch.tensor([False, False, True, False]), prompts(1), 3)
+    assert sampler.fault is None
+    sampler._judge(figures_SR, torch.tensor([True, True, False, True]), prompts(1), 3)
+    assert sampler.fault.where == "token 3 of response 2 to prompt 0"
+
+
+def halted_on(world: dist.World) -> str:
+    """The words with which a rank halts of which only rank 1 has a model that has diverged."""
+    model = diverged() if world.rank == 1 else Decoder(TRAIN.model(), seed=1)
+    own = prompts(4)[2 * world.rank :][: 2 - world.rank]
+    try:
+        rollout.sample(model, own, SAMPLING, world=world)
+    except NumericalHalt as halt:
+        return str(halt)
+    return ""
+
+
+def test_all_ranks_halt_with_the_words_of_the_one_that_found_it():
+    words = run_ranks(halted_on, 2)
+    assert words[0] == words[1]
+    assert "response 0 to prompt 2 are not finite" in words[0]
+
+
+@pytest.mark.parametrize("wrong", [dict(group_size=0), dict(temperature=-1.0)])
+def test_what_cannot_be_sampled_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(SAMPLING, **wrong)

@@ -1,0 +1,504 @@
+"""Responses that share a prompt: the row [prompt | r1 | ... | rG] computes what the rows
+[prompt | r1] ... [prompt | rG] compute, forward and backward, under every lever, and decoding reads
+the prompt's keys where they are.
+"""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longhaul import dist, step
+from longhaul.config import TrainConfig
+from longhaul.generate import prefill
+from longhaul.memory.measure import peak_bytes, saved_bytes
+from longhaul.memory.simulate import on_fake_tensors, trace_second_step
+from longhaul.memory.trace import Trace
+from longhaul.memory.tracker import Tracker
+from longhaul.memory.workspace import Workspaces
+from longhaul.parallel.context import Shard
+from longhaul.parallel.share_rows import RowSharing
+from model import (
+    IGNORE,
+    Decoder,
+    KVCache,
+    ModelConfig,
+    NSAConfig,
+    SharedPrompts,
+    shared_prompt_attention,
+)
+from tests import oracle
+from tests.ranks import run_ranks
+
+V = 61
+CPU = torch.device("cpu")
+ONE = dist.World()
+# a prompt's tokens and those of its responses
+GROUPS = [
+    [(1, 1)],
+    [(13, 1)],
+    [(7, 5, 11)],
+    [(1, 3, 1, 4)],
+    [(33, 9, 2, 17, 5)],
+    [(300, 1, 40, 7, 33, 2, 19, 64, 5)],
+    [(5, 3, 2), (17, 1), (2, 9, 9, 9)],
+]
+groups = pytest.mark.parametrize("lengths", GROUPS, ids=str)
+
+
+def small(**overrides) -> ModelConfig:
+    sizes = dict(vocab_size=V, num_layers=2, hidden_size=48, ffn_size=40, head_dim=6, init_std=0.3)
+    return ModelConfig.preset("tiny", **sizes | overrides)
+
+
+def draw_tokens(prompts: SharedPrompts, seed: int = 0) -> torch.Tensor:
+    return torch.randint(V, (1, prompts.tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def separate_rows(prompts: SharedPrompts, tokens_1N: torch.Tensor) -> list[tuple]:
+    """(tokens of prompt and response, tokens of the prompt) of every response."""
+    rows = []
+    for prompt, *responses in prompts.spans():
+        for response in responses:
+            parts = [tokens_1N[0, prompt], tokens_1N[0, response]]
+            rows.append((torch.cat(parts), len(parts[0])))
+    return rows
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor):
+    """fp32: to 1e-5 of the largest value; fp64: to 1e-12 of it."""
+    bound = 1e-12 if expected.dtype == torch.float64 else 1e-5
+    assert (found - expected).abs().max() <= bound * expected.abs().max()
+
+
+# ---- attention itself
+
+
+def visible(prompts: SharedPrompts) -> torch.Tensor:
+    """Which keys [N, N] each query sees, written from the definition."""
+    mask = torch.zeros(prompts.tokens, prompts.tokens, dtype=torch.bool)
+    for prompt, *responses in prompts.spans():
+        for span in (prompt, *responses):
+            n = span.stop - span.start
+            mask[span, span] = torch.ones(n, n, dtype=torch.bool).tril()
+        for span in responses:
+            mask[span, prompt] = True
+    return mask
+
+
+def dense(q, k, v, visible_NN):
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~visible_NN, -torch.inf).softmax(-1)
+    return torch.einsum("bhts,bshk->bthk", weights, v)
+
+
+def with_gradients(attend, *tensors) -> list[torch.Tensor]:
+    *inputs, grad = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    o = attend(*leaves)
+    return [o.detach(), *torch.autograd.grad(o, leaves, grad)]
+
+
+def inputs(N: int, H: int, G: int, dtype=torch.float64) -> list[torch.Tensor]:
+    """q, k, v and a gradient of o."""
+    generator = torch.Generator().manual_seed(N)
+    heads = (H, G, G, H)
+    return [torch.randn(1, N, n, 8, generator=generator).to(dtype) for n in heads]
+
+
+@groups
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+def test_attention_and_its_gradients_equal_those_under_a_mask(lengths, heads):
+    prompts = SharedPrompts(lengths)
+    tensors = inputs(prompts.tokens, *heads)
+    found = with_gradients(lambda *x: shared_prompt_attention(*x, prompts), *tensors)
+    mask = visible(prompts)
+    truth = with_gradients(lambda *x: dense(*x, mask), *tensors)
+    for ours, value in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours, value, rtol=1e-11, atol=1e-12)
+
+
+def test_rows_of_bf16_are_as_exact_as_packed_ones():
+    """The error of a part is a rounding to bf16; the sum of two parts has one more."""
+    prompts = SharedPrompts([(100, 60, 60, 60)])
+    tensors = inputs(prompts.tokens, 4, 2, torch.bfloat16)
+    mask = visible(prompts)
+    truth = with_gradients(lambda *x: dense(*x, mask), *(x.double() for x in tensors))
+    found = with_gradients(lambda *x: shared_prompt_attention(*x, prompts), *tensors)
+    masked = with_gradients(lambda *x: by_kernel(*x, mask), *tensors)
+    for ours, kernel, value in zip(found, masked, truth, strict=True):
+        assert (ours.double() - value).norm() < 1.5 * (kernel.double() - value).norm()
+
+
+def by_kernel(q, k, v, mask):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+
+
+# ---- the model
+
+
+def head_of(prompts: SharedPrompts):
+    """The mean loss of all tokens of responses, as a head of Decoder.forward."""
+    scoring, own = prompts.scored()
+
+    def head(hidden_ND, weight_VD, labels_N):
+        logits = hidden_ND[scoring] @ weight_VD.T
+        return F.cross_entropy(logits, labels_N[own])
+
+    return head
+
+
+def shared_loss(model, prompts: SharedPrompts, tokens_1N: torch.Tensor) -> torch.Tensor:
+    """`labels` are the tokens themselves: the head looks up which position scores which."""
+    return model(tokens_1N, tokens_1N, prompts=prompts, head=head_of(prompts))
+
+
+def oracle_loss(weights: dict, config: ModelConfig, prompts, tokens_1N) -> torch.Tensor:
+    total = 0
+    count = 0
+    for tokens, start in separate_rows(prompts, tokens_1N):
+        logits = oracle.decoder_logits(weights, config, tokens)[start - 1 : -1]
+        total = total + F.cross_entropy(logits, tokens[start:], reduction="sum")
+        count += len(tokens) - start
+    return total / count
+
+
+def doubles(model: Decoder) -> dict:
+    return {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+
+
+@groups
+@pytest.mark.parametrize(
+    "overrides", [{}, dict(num_kv_heads=8), dict(tie_embeddings=False)], ids=str
+)
+def test_loss_and_every_gradient_equal_the_oracle_of_separate_rows(lengths, overrides):
+    prompts = SharedPrompts(lengths)
+    model = Decoder(small(**overrides))
+    tokens_1N = draw_tokens(prompts)
+    loss = shared_loss(model, prompts, tokens_1N)
+    loss.backward()
+
+    weights = doubles(model)
+    truth = oracle_loss(weights, model.config, prompts, tokens_1N)
+    truth.backward()
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - weights[name].grad).norm()
+        assert error <= 1e-5 * weights[name].grad.norm(), name
+
+
+def test_logits_of_every_token_equal_those_of_separate_rows():
+    prompts = SharedPrompts([(19, 4, 9), (3, 7, 1, 2)])
+    model = Decoder(small())
+    tokens_1N = draw_tokens(prompts)
+    with torch.no_grad():
+        found = model(tokens_1N, prompts=prompts)[0]
+        rows = iter(separate_rows(prompts, tokens_1N))
+        for prompt, *responses in prompts.spans():
+            for response in responses:
+                tokens, start = next(rows)
+                expected = model(tokens[None])[0]
+                assert_near(found[response], expected[start:])
+                assert_near(found[prompt], expected[:start])
+
+
+def test_groups_may_lie_in_several_rows_and_end_in_padding():
+    """The padding of a row lengthens its last response, and changes nothing before it."""
+    model = Decoder(small())
+    short = SharedPrompts([(5, 3, 4), (6, 2, 2)])
+    tokens_1N = draw_tokens(short)
+    first, second = tokens_1N.split([12, 10], dim=1)
+    padded = torch.cat([first, F.pad(second, (0, 2))])
+    with torch.no_grad():
+        found = model.hidden(padded, prompts=SharedPrompts([(5, 3, 4), (6, 2, 4)]))
+        expected = model.hidden(tokens_1N, prompts=short)
+    assert_near(found.flatten(0, 1)[:22], expected[0])
+
+
+def test_which_position_scores_which_token():
+    scoring, own = SharedPrompts([(3, 2, 1), (1, 2)]).scored()
+    assert scoring.tolist() == [2, 3, 2, 6, 7]
+    assert own.tolist() == [3, 4, 5, 7, 8]
+    positions = SharedPrompts([(3, 2, 1), (1, 2)]).positions((1, 9))
+    assert positions.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1, 2]]
+
+
+# ---- levers
+
+
+class Responses:
+    """The mean loss of the responses' tokens, as an objective of a training step."""
+
+    def weight(self, micro) -> torch.Tensor:
+        own = micro["prompts"].scored()[1]
+        return torch.tensor(len(own))
+
+    def loss(self, model, micro, divisor) -> torch.Tensor:
+        return (
+            shared_loss(model, micro["prompts"], micro["tokens_BT"]) * self.weight(micro) / divisor
+        )
+
+    def tokens(self, micro, ranks: int) -> int:
+        return ranks * micro["tokens_BT"].numel()
+
+
+def config(**changes) -> TrainConfig:
+    sizes = "num_layers=2", "hidden_size=48", "ffn_size=40", "head_dim=8"
+    settings = dict(model_size="tiny", vocab_size=V, context_length=256, dtype="fp32", lr=1e-2)
+    return TrainConfig(model_overrides=sizes, max_steps=3, **settings | changes)
+
+
+MICRO_BATCHES = [[(19, 4, 9)], [(3, 7, 1, 2)], [(40, 6, 6)], [(2, 2), (11, 3, 3)]]
+
+
+def micro_batches(rank: int = 0, ranks: int = 1) -> list[dict]:
+    batch = []
+    for seed, lengths in enumerate(MICRO_BATCHES):
+        prompts = SharedPrompts(lengths)
+        batch.append(dict(tokens_BT=draw_tokens(prompts, seed), prompts=prompts))
+    return batch[rank::ranks]
+
+
+def train(world: dist.World, changes: dict) -> dict:
+    """Losses of two steps and the weights after them."""
+    cfg = config(**changes)
+    mesh = dist.data_mesh(world, CPU, cfg.dp_replicate)
+    state = step.build(cfg, cfg.model(), "cpu", world, mesh)
+    state.objective = Responses()
+    batch = micro_batches(world.rank, world.size)
+    losses = [float(step.train_step(state, batch).loss) for _ in range(2)]
+    weights = {}
+    for name, parameter in state.model.named_parameters():
+        whole = parameter.full_tensor() if world.size > 1 else parameter
+        weights[name] = whole.detach()
+    return dict(losses=losses, weights=weights)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict:
+    return train(ONE, {})
+
+
+def assert_same(found: dict, truth: dict):
+    assert found["losses"] == pytest.approx(truth["losses"], rel=2e-6)
+    assert truth["losses"][1] < truth["losses"][0]
+    for name, weight in truth["weights"].items():
+        assert (found["weights"][name] - weight).norm() <= 2e-5 * weight.norm(), name
+
+
+LEVERS = [
+    dict(gradient_checkpointing="full"),
+    dict(gradient_checkpointing="selective"),
+    dict(gradient_checkpointing="full", offload_activations=True),
+    dict(mlp_tiles=3),
+    dict(attention_head_groups=2),
+    dict(attention_head_groups=2, mlp_tiles=2, gradient_checkpointing="full"),
+]
+
+
+@pytest.mark.parametrize("changes", LEVERS, ids=str)
+def test_levers_change_nothing(plain, changes):
+    assert_same(train(ONE, changes), plain)
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_shared_prompts_eager(plain):
+    assert_same(train(ONE, dict(compile=True, gradient_checkpointing="full")), plain)
+
+
+def train_each(world: dist.World) -> list[dict]:
+    return [train(world, changes) for changes in ({}, LEVERS[0], LEVERS[1])]
+
+
+def test_two_ranks_train_as_one_process(plain):
+    for results in run_ranks(train_each, 2):
+        for found in results:
+            assert_same(found, plain)
+
+
+# ---- memory
+
+
+BEHIND = SharedPrompts([(512, *[64] * 8)])  # P:R = 8:1, G = 8
+
+
+def forward_and_backward(model: Decoder, batch: torch.Tensor, labels: torch.Tensor, **options):
+    model(batch, labels, **options).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def test_a_shared_prompt_needs_a_third_of_the_activations_or_less():
+    model = Decoder(small(num_layers=4, hidden_size=64, ffn_size=128, head_dim=8))
+    tokens_1N = draw_tokens(BEHIND)
+    rows = torch.stack([tokens for tokens, _ in separate_rows(BEHIND, tokens_1N)])
+    labels = rows.roll(-1, 1)
+    labels[:, :511] = labels[:, -1] = IGNORE
+
+    def shared():
+        return shared_loss(model, BEHIND, tokens_1N)
+
+    def separate():
+        return model(rows, labels)
+
+    assert saved_bytes(separate) > 3 * saved_bytes(shared)
+    forward_and_backward(model, rows[:1], labels[:1])  # rotary tables are made once
+    shared_peak = peak_bytes(lambda: shared().backward(), CPU)
+    model.zero_grad(set_to_none=True)
+    separate_peak = peak_bytes(lambda: separate().backward(), CPU)
+    assert separate_peak > 3 * shared_peak
+
+
+def traced(cfg: TrainConfig, run) -> Trace:
+    with run as (tracker, state):
+        state.objective = Responses()
+        return trace_second_step(tracker, state, lambda: micro_batches()[-1:])
+
+
+@contextlib.contextmanager
+def on_this_machine(cfg: TrainConfig):
+    tracker = Tracker(Workspaces("cpu"))
+    skeleton = step.skeleton(cfg, cfg.model())
+    with tracker:
+        yield tracker, step.fill(skeleton, cfg, "cpu", ONE, None)
+
+
+@pytest.mark.parametrize(
+    "lever",
+    [
+        pytest.param(LEVERS[0], marks=pytest.mark.slow),
+        LEVERS[1],
+        pytest.param(LEVERS[4], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_on_fake_tensors_has_the_memory_of_a_real_one(lever):
+    cfg = config(**lever)
+    measured = traced(cfg, on_this_machine(cfg))
+    predicted = traced(cfg, on_fake_tensors(cfg, 1, "cpu"))
+    assert predicted.peak()[0] == measured.peak()[0]
+
+
+@pytest.mark.parametrize("dtype, kernel", [("bf16", "flash"), ("fp32", "efficient")])
+def test_a_gpu_is_planned_with_its_own_kernel(dtype, kernel):
+    cfg = config(dtype=dtype)
+    trace = traced(cfg, on_fake_tensors(cfg, 1, "cuda"))
+    operators = {storage.op for storage in trace.storages.values()}
+    for name in ("attention", "attention_backward"):
+        assert f"aten._scaled_dot_product_{kernel}_{name}.default" in operators
+
+
+# ---- decoding
+
+
+def branched(model: Decoder, prompt_CP: torch.Tensor, rows: int, length: int) -> KVCache:
+    """A cache of `rows` rows behind the prompts."""
+    prompt = KVCache(model.config, *prompt_CP.shape)
+    prefill(model, prompt_CP, prompt)
+    return KVCache(model.config, rows, length, prompt=prompt)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("overrides", [{}, dict(num_kv_heads=8)], ids=str)
+@pytest.mark.parametrize(
+    "prompts, rows, prompt, length", [(1, 1, 1, 3), (1, 3, 19, 5), (3, 6, 7, 4), (1, 8, 130, 9)]
+)
+def test_rows_behind_a_prompt_have_the_logits_of_separate_rows(
+    prompts, rows, prompt, length, overrides, dtype
+):
+    config = small(compute_dtype=dtype, **overrides)
+    model = Decoder(config).to(config.dtype)
+    generator = torch.Generator().manual_seed(0)
+    prompt_CP = torch.randint(V, (prompts, prompt), generator=generator)
+    own_BT = torch.randint(V, (rows, length), generator=generator)
+    with torch.no_grad():
+        cache = branched(model, prompt_CP, rows, length)
+        steps = [model(token_B1, cache=cache) for token_B1 in own_BT.split(1, dim=1)]
+        prompt_BP = prompt_CP.repeat_interleave(rows // prompts, dim=0)
+        expected = model(torch.cat([prompt_BP, own_BT], dim=1))[:, prompt:]
+        assert_near(torch.cat(steps, dim=1), expected)
+        assert cache.length == prompt + length
+
+        cache.rewind(prompt + 1)
+        assert_near(model(own_BT[:, 1:2], cache=cache), expected[:, 1:2])
+
+
+def test_decoding_takes_the_memory_of_the_own_tokens_only():
+    """4,096 tokens of a prompt, of which eight copies would take 8 MiB for each layer."""
+    model = Decoder(small(head_dim=32, num_kv_heads=4))
+    tokens_1P = torch.zeros(1, 4096, dtype=torch.int64)
+    with torch.no_grad():
+        prompt = KVCache(model.config, 1, 4096)
+        prefill(model, tokens_1P, prompt)
+        of_prompt = prompt.layers[0].k_BSGK.nbytes
+
+        def decode():
+            cache = KVCache(model.config, 8, 2, prompt=prompt)
+            for _ in range(2):
+                model(torch.zeros(8, 1, dtype=torch.int64), cache=cache)
+            return cache
+
+        decode()
+        assert peak_bytes(decode, CPU) < of_prompt / 4
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        ([], "give the lengths of at least one"),
+        ([(3, 2), (5,)], "prompt 1 of 5 tokens has no response: give at least one"),
+        ([(0, 2)], "prompt 0 of 0 tokens .*: leave out what is empty"),
+        ([(3, 2, 0)], r"responses of \[2, 0\].*: leave out what is empty"),
+    ],
+    ids=str,
+)
+def test_empty_parts_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        SharedPrompts(lengths)
+
+
+SPARSE = dict(attention_type="nsa", nsa=NSAConfig(8, 4, 8, 4, 1, 2, 11))
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    model = Decoder(small())
+    prompts = SharedPrompts([(3, 2, 1)])
+    tokens = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="give lengths that add up to 5"):
+        model.hidden(tokens[:, :5], prompts=prompts)
+    with pytest.raises(ValueError, match="drop doc_ids"):
+        model.hidden(tokens, doc_ids=tokens, prompts=prompts)
+    with pytest.raises(ValueError, match="give a KVCache with prompt="):
+        model.hidden(tokens, cache=KVCache(model.config, 1, 6), prompts=prompts)
+    with pytest.raises(ValueError, match="whose queries choose blocks.*choose attention_type"):
+        Decoder(small(**SPARSE)).hidden(tokens, prompts=prompts)
+
+
+def test_caches_that_cannot_be_continued_are_refused():
+    model = Decoder(small())
+    empty = KVCache(model.config, 2, 6)
+    with pytest.raises(ValueError, match="fill it with one token or more"):
+        KVCache(model.config, 4, 3, prompt=empty)
+    with pytest.raises(ValueError, match="5 rows that continue 2 prompts: give a multiple of 2"):
+        KVCache(model.config, 5, 3, prompt=empty)
+    sparse = small(**SPARSE)
+    with pytest.raises(ValueError, match="cannot share a prompt under NativeSparseAttention"):
+        KVCache(sparse, 4, 3, prompt=KVCache(sparse, 1, 6))
+
+    cache = branched(model, torch.zeros(1, 5, dtype=torch.int64), 2, 4)
+    assert not cache.takes_clock
+    with pytest.raises(ValueError, match="give one token at a time"):
+        model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
+
+
+def test_ranks_that_share_rows_refuse_shared_prompts():
+    model = Decoder(small())
+    RowSharing(Shard("ulysses", 0, 2)).wrap(model, compiled=False)
+    prompts = SharedPrompts([(3, 2, 1)])
+    with pytest.raises(ValueError, match="leave out --context_parallel_size"):
+        shared_loss(model, prompts, draw_tokens(prompts))

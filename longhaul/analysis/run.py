@@ -1,0 +1,503 @@
+"""An analysis from its settings to its results, part by part.
+
+Each part is a function of a model, samples and settings, so that the planner runs the same ones on
+fake tensors. `Analysis` runs those that are not on the disk yet, and keeps each there.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from data.progress import Reached, counted
+from longhaul.analysis import autoencoder
+from longhaul.analysis.activations import Consume, require_finite, stream
+from longhaul.analysis.activations import run as forward
+from longhaul.analysis.autoencoder import Autoencoder, Match, Trainer, dictionary_match
+from longhaul.analysis.config import AnalysisConfig, Measures
+from longhaul.analysis.distance import CHUNK, LayerDistances, measured
+from longhaul.analysis.parts import Partial, Parts, flattened, nested
+from longhaul.analysis.patching import Effects, Pairs, Patching, copy_pairs, joined
+from longhaul.analysis.precision import (
+    Cost,
+    PrecisionCost,
+    PrecisionTable,
+    activation_costs,
+    at_precision,
+    compare_effects,
+)
+from longhaul.analysis.samples import Rows, Samples
+from longhaul.analysis.statistics import LayerStatistics
+from model import Decoder, ModelConfig
+
+MOST_TOKENS = 1_000_000  # of the texts in which copies are looked for
+
+
+class Source(Protocol):
+    """Rows of tokens, such as Samples."""
+
+    context_length: int
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def rows(self, first: int, last: int) -> Rows:
+        """Rows first .. last - 1."""
+
+
+class Peak(Protocol):
+    """A meter of memory, after it was read."""
+
+    peak_bytes: int | None  # None if nobody measures
+
+
+Meter = Callable[[Decoder], contextlib.AbstractContextManager[Peak]]
+
+
+class Totals(Protocol):
+    """What is summed over batches, for a layer."""
+
+    def state_dict(self) -> dict:
+        """All of it, for a file."""
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from that."""
+
+
+def over_batches(
+    what: str,
+    samples: Source,
+    batch_size: int,
+    totals: Mapping[int, Totals],
+    add: Callable[[Rows], None],
+    partial: Partial | None,
+) -> None:
+    """Call add(rows), which adds to the totals by layer, for each batch.
+
+    partial: from which it continues, and which it keeps up; without one nothing is shown.
+    """
+    firsts = range(0, len(samples), batch_size)
+    if partial is None:
+        for first in firsts:
+            add(batch(samples, first, batch_size))
+        return
+
+    done = _continue(totals, partial.load())
+    left = counted(firsts[done:], what, len(firsts) - done)
+    for number, first in enumerate(left, done + 1):
+        add(batch(samples, first, batch_size))
+        if partial.is_due():
+            states = {str(layer): of_layer.state_dict() for layer, of_layer in totals.items()}
+            partial.save(flattened({"batches": number} | states))
+
+
+def _continue(totals: Mapping[int, Totals], stored: Mapping[str, Tensor]) -> int:
+    """Fill the totals, and return how many batches they have."""
+    if not stored:
+        return 0
+    found = nested(stored)
+    for layer, of_layer in totals.items():
+        of_layer.load_state_dict(found[str(layer)])
+    return found["batches"]
+
+
+def batch(samples: Source, first: int, batch_size: int) -> Rows:
+    """The batch that begins with row `first`; the last one may be smaller."""
+    return samples.rows(first, min(first + batch_size, len(samples)))
+
+
+# ---- statistics
+
+
+def statistics(
+    model: Decoder,
+    samples: Source,
+    measures: Measures,
+    batch_size: int,
+    partial: Partial | None = None,
+) -> dict[int, LayerStatistics]:
+    """The totals of each layer's residual stream over all samples."""
+    device = model.embed.weight.device
+    width = model.config.hidden_size
+    totals = {layer: LayerStatistics(width, device) for layer in measures.chosen(model.config)}
+
+    def consume(layer: int, site: str, x_BtD: Tensor) -> None:
+        totals[layer].add(x_BtD)
+
+    def add(rows: Rows) -> None:
+        read(model, rows, tuple(totals), consume, measures.chunk)
+
+    over_batches("statistics", samples, batch_size, totals, add, partial)
+    return totals
+
+
+def read(
+    model: Decoder, rows: Rows, layers: Sequence[int], consume: Consume, chunk: int = 0
+) -> None:
+    """The residual streams of rows, layer by layer."""
+    stream(
+        model,
+        rows.tokens_BT,
+        layers,
+        ("residual",),
+        consume,
+        doc_ids=rows.doc_ids_BT,
+        chunk=chunk,
+    )
+
+
+def check_finite(
+    found: dict[int, LayerStatistics],
+    model: Decoder,
+    samples: Source,
+    measures: Measures,
+    batch_size: int,
+) -> None:
+    """ValueError if the numbers of a layer overflowed: it names the first layer of all in which
+    those of a batch do, which need not be among those that were looked at.
+    """
+    if all(totals.result().finite for totals in found.values()):
+        return
+    for first in range(0, len(samples), batch_size):
+        require_finite(model, batch(samples, first, batch_size), measures.chunk)
+
+
+# ---- how far back heads look
+
+
+def distances(
+    model: Decoder,
+    samples: Source,
+    measures: Measures,
+    batch_size: int,
+    partial: Partial | None = None,
+) -> dict[int, LayerDistances]:
+    """The totals of each layer's attention by distance over all samples."""
+    device = model.embed.weight.device
+    tokens = len(samples) * samples.context_length
+    every = 1
+    if measures.queries:
+        every = max(1, round(tokens / max(measures.queries, CHUNK)))
+    totals = {
+        layer: LayerDistances(model.config, device, every)
+        for layer in measures.chosen(model.config)
+    }
+
+    def add(rows: Rows) -> None:
+        with measured(model, totals):
+            forward(model, rows.tokens_BT, doc_ids=rows.doc_ids_BT, chunk=measures.chunk)
+
+    over_batches("distances", samples, batch_size, totals, add, partial)
+    return totals
+
+
+# ---- patching
+
+
+def prompt_pairs(samples: Samples, measures: Measures, seed: int) -> Pairs:
+    """Prompts from the copies in the samples' split. ValueError if it has none."""
+    texts = samples.texts(measures.prompt_length, MOST_TOKENS)
+    return copy_pairs(texts, measures.prompt_length, measures.prompts, seed)
+
+
+def patching(model: Decoder, pairs: Pairs, measures: Measures, rows: int) -> Patching:
+    """What patches the prompts, layer by layer. ValueError if the model does not tell clean from
+    corrupt ones.
+    """
+    return Patching(model, pairs, rows=rows, most_spans=measures.spans, chunk=measures.chunk)
+
+
+# ---- sparse autoencoders
+
+
+def activations(
+    model: Decoder, samples: Source, layer: int, first: int, batch_size: int, chunk: int
+) -> Tensor:
+    """The residual stream after a layer, [N, D], over the batch that begins with row `first`."""
+    found: list[Tensor] = []
+
+    def consume(layer: int, site: str, x_BtD: Tensor) -> None:
+        found.append(x_BtD.flatten(0, -2))
+
+    read(model, batch(samples, first, batch_size), (layer,), consume, chunk)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def train_autoencoder(
+    model: Decoder,
+    samples: Source,
+    measures: Measures,
+    layer: int,
+    batch_size: int,
+    seed: int = 0,
+    file: Path | None = None,
+) -> Trainer:
+    """The autoencoder of a layer, trained on the samples again and again; it continues from `file`
+    and keeps that up. Without one nothing is shown.
+    """
+    settings = settings_of(measures, seed)
+    trainer = Trainer(model.config.hidden_size, settings, model.embed.weight.device)
+    firsts = range(0, len(samples), batch_size)
+
+    def part(number: int) -> Tensor:
+        first = firsts[number % len(firsts)]
+        return activations(model, samples, layer, first, batch_size, measures.chunk)
+
+    if file is None:
+        autoencoder.fit(trainer, part)
+        return trainer
+    with Reached(f"autoencoder of layer {layer}", settings.tokens) as reached:
+        autoencoder.fit(trainer, part, file, lambda trainer: reached.at(trainer.tokens))
+    return trainer
+
+
+def settings_of(measures: Measures, seed: int = 0) -> autoencoder.Settings:
+    """Those of an autoencoder and its training."""
+    return autoencoder.Settings(
+        width=measures.sae_width, k=measures.sae_k, tokens=measures.sae_tokens, seed=seed
+    )
+
+
+def autoencoder_record(trainer: Trainer) -> dict:
+    """What became of the training."""
+    dead = trainer.dead().double().mean().item()
+    return {
+        "latents": len(trainer.idle_M),
+        "k": trainer.settings.k,
+        "tokens": trainer.tokens,
+        "unexplained": trainer.losses[-1],
+        "dead": dead,
+        "losses": trainer.losses,
+    }
+
+
+# ---- what a precision costs
+
+
+def costs(
+    model: Decoder,
+    dtype: str,
+    samples: Source,
+    measures: Measures,
+    batch_size: int,
+    autoencoders: Mapping[int, Autoencoder],
+    what: str = "",
+) -> dict[int, Cost]:
+    """What another precision costs the residual stream of each layer over all samples. `what` is
+    shown while it runs.
+    """
+    firsts = range(0, len(samples), batch_size)
+    shown = counted(firsts, what, len(firsts)) if what else firsts
+    return activation_costs(
+        model,
+        at_precision(model, dtype),
+        (batch(samples, first, batch_size) for first in shown),
+        measures.chosen(model.config),
+        autoencoders,
+        measures.chunk,
+    )
+
+
+# ---- all parts
+
+
+Part = Callable[[], dict]  # makes the record of a part
+
+
+class Analysis:
+    """The parts of an analysis, each run unless it is on the disk.
+
+    pairs   the prompts that are patched, if any
+    load    makes the model in a precision by its name in torch
+    meter   measures the peak of memory while a part runs
+    """
+
+    def __init__(
+        self,
+        cfg: AnalysisConfig,
+        config: ModelConfig,
+        samples: Source,
+        pairs: Pairs | None,
+        load: Callable[[str], Decoder],
+        parts: Parts,
+        meter: Meter,
+    ):
+        self.cfg = cfg
+        self.config = config
+        self.samples = samples
+        self.pairs = pairs
+        self.load = load
+        self.parts = parts
+        self.meter = meter
+
+    @functools.cached_property
+    def model(self) -> Decoder:
+        """The model in the precision of --dtype."""
+        return self.load(self.cfg.dtype)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that are looked at."""
+        return self.cfg.chosen(self.config)
+
+    def run(self) -> dict[str, dict]:
+        """The records of all parts: {"result", "seconds", "peak_bytes"} of each."""
+        for name, part in self.todo().items():
+            if self.parts.known(name) is None:
+                self._do(name, part)
+        return {name: self.parts.record(name) for name in self.todo()}
+
+    def todo(self) -> dict[str, Part]:
+        """All parts by name, in their order."""
+        found: dict[str, Part] = {}
+        dtype = self.cfg.dtype
+        # first, because it refuses a model that does not tell its prompts apart
+        if not self.cfg.skip_patching:
+            found |= self._of_layers("patching", self._patching, dtype)
+        found["statistics"] = self._statistics
+        found["distances"] = self._distances
+        if not self.cfg.skip_sae:
+            found |= self._of_layers("sae", self._autoencoder, dtype, self.cfg.seed)
+        if self.cfg.compare:
+            found |= self._of_precisions()
+        return found
+
+    def _of_precisions(self) -> dict[str, Part]:
+        """The parts of --compare."""
+        found: dict[str, Part] = {}
+        seed = self.cfg.seed
+        if not self.cfg.skip_sae:
+            found |= self._of_layers("sae-floor", self._autoencoder, self.cfg.dtype, seed + 1)
+        for dtype in self.cfg.compared():
+            found[f"costs-{dtype}"] = functools.partial(self._costs, dtype)
+            if not self.cfg.skip_sae:
+                found |= self._of_layers(f"sae-{dtype}", self._autoencoder, dtype, seed)
+            if not self.cfg.skip_patching:
+                found |= self._of_layers(f"patching-{dtype}", self._patching, dtype)
+        return found | {"precision": self._precision}
+
+    def _of_layers(self, kind: str, part: Callable[..., dict], *args: object) -> dict[str, Part]:
+        """A part for each layer: part(name, layer, *args)."""
+        found: dict[str, Part] = {}
+        for layer in self.layers:
+            name = name_of(kind, layer)
+            found[name] = functools.partial(part, name, layer, *args)
+        return found
+
+    def _at(self, dtype: str) -> Decoder:
+        """The model as it computes in a precision."""
+        return self.model if dtype == self.cfg.dtype else at_precision(self.model, dtype)
+
+    def _do(self, name: str, part: Part) -> None:
+        begin = time.monotonic()
+        with self.meter(self.model) as peak:
+            result = part()
+        record = {
+            "result": result,
+            "seconds": time.monotonic() - begin,
+            "peak_bytes": peak.peak_bytes,
+        }
+        self.parts.keep(name, record)
+
+    def _statistics(self) -> dict:
+        partial = self.parts.partial("statistics")
+        found = statistics(self.model, self.samples, self.cfg, self.cfg.batch_size, partial)
+        check_finite(found, self.model, self.samples, self.cfg, self.cfg.batch_size)
+        return {str(layer): totals.result().record() for layer, totals in found.items()}
+
+    def _distances(self) -> dict:
+        partial = self.parts.partial("distances")
+        found = distances(self.model, self.samples, self.cfg, self.cfg.batch_size, partial)
+        records = {}
+        for layer, totals in found.items():
+            profiles = totals.result()
+            records[str(layer)] = {name: one.record() for name, one in profiles.items()}
+        return records
+
+    @functools.cache  # noqa: B019  (as long as the analysis itself)
+    def _prompts(self, dtype: str) -> Patching:
+        assert self.pairs is not None, "patching is not skipped"
+        return patching(self._at(dtype), self.pairs, self.cfg, self.cfg.batch_size)
+
+    def _patching(self, name: str, layer: int, dtype: str) -> dict:
+        prompts = self._prompts(dtype)
+        with Reached(name, len(prompts.pairs.clean_BT)) as reached:
+            effect_2C = prompts.layer(layer, lambda done, _: reached.at(done))
+        return prompts.table([layer], effect_2C[None]).record()
+
+    def _autoencoder(self, name: str, layer: int, dtype: str, seed: int) -> dict:
+        self.parts.begin()
+        trainer = train_autoencoder(
+            self._at(dtype),
+            self.samples,
+            self.cfg,
+            layer,
+            self.cfg.batch_size,
+            seed,
+            self.parts.file(name, "partial"),
+        )
+        self.parts.keep_tensors(name, dict(trainer.autoencoder.state_dict()))
+        return autoencoder_record(trainer)
+
+    def _costs(self, dtype: str) -> dict:
+        cfg = self.cfg
+        autoencoders = {}
+        if not cfg.skip_sae:
+            for layer in self.layers:
+                autoencoders[layer] = self._stored_autoencoder("sae", layer)
+        what = f"costs of {dtype}"
+        found = costs(self.model, dtype, self.samples, cfg, cfg.batch_size, autoencoders, what)
+        return {str(layer): cost._asdict() for layer, cost in found.items()}
+
+    def _stored_autoencoder(self, kind: str, layer: int) -> Autoencoder:
+        """A finished autoencoder."""
+        device = self.model.embed.weight.device
+        found = Autoencoder(self.config.hidden_size, settings_of(self.cfg), device)
+        found.load_state_dict(self.parts.tensors(name_of(kind, layer)))
+        return found
+
+    def _precision(self) -> dict:
+        """The table of all precisions, from the parts before."""
+        floors = {}
+        if not self.cfg.skip_sae:
+            floors = self._matches("sae-floor")
+        found = [self._cost_of(dtype) for dtype in self.cfg.compared()]
+        table = PrecisionTable(tuple(found), floors)
+        return table.record() | {"lines": table.lines()}
+
+    def _cost_of(self, dtype: str) -> PrecisionCost:
+        records = self.parts.record(f"costs-{dtype}")["result"]
+        layers = {int(layer): Cost(**record) for layer, record in records.items()}
+        matches = {}
+        if not self.cfg.skip_sae:
+            matches = self._matches(f"sae-{dtype}")
+        circuits = None
+        if not self.cfg.skip_patching:
+            effects = [self._effects(kind) for kind in ("patching", f"patching-{dtype}")]
+            circuits = compare_effects(*effects)
+        return PrecisionCost(dtype, layers, matches, circuits)
+
+    def _matches(self, kind: str) -> dict[int, Match]:
+        """How much of the dictionaries of float32 others have."""
+        return {
+            layer: dictionary_match(
+                self._stored_autoencoder("sae", layer).directions,
+                self._stored_autoencoder(kind, layer).directions,
+            )
+            for layer in self.layers
+        }
+
+    def _effects(self, kind: str) -> Effects:
+        """The table of all layers."""
+        tables = [self.parts.record(name_of(kind, layer))["result"] for layer in self.layers]
+        return joined(tables)
+
+
+def name_of(kind: str, layer: int) -> str:
+    """The name of a layer's part."""
+    return f"{kind}-{layer:02}"

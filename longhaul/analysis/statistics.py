@@ -1,0 +1,225 @@
+"""Statistics of activations, streamed: what comes in parts has the figures of the whole.
+
+Nothing but totals is kept; the largest is [D, D]. A tile of tokens is centred in float64, and its
+central moments are merged into the totals (Chan, Golub and LeVeque 1983; Pebay, SAND2008-6212).
+Sums of powers would lose the digits of a kurtosis as soon as the mean is larger than the deviation.
+Letters: N tokens, n those of a tile, D model width.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import Device, platform
+
+FP16_MAX = 65_504.0
+TILE_ELEMENTS = 2**20  # 8 MiB in float64, of which three or four exist at a time
+
+
+class Statistics(NamedTuple):
+    """Figures of the N x D numbers of an activation.
+
+    rms             root of the mean square
+    max_abs         the largest magnitude; inf or nan after an overflow, and then the rest is nan
+    kurtosis        fourth central moment over the squared variance: 3 for normal numbers, and up
+                    to N x D for a single outlier; nan if all numbers are equal
+    effective_rank  exp(entropy) of the eigenvalues of the covariance [D, D], as shares of their
+                    sum: between 1 and D (Roy and Vetterli 2007); 0 if all tokens are equal
+    fp16_headroom   65,504 / max_abs: how many times larger the numbers could be in float16
+    """
+
+    tokens: int
+    rms: float
+    max_abs: float
+    kurtosis: float
+    effective_rank: float
+    fp16_headroom: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether no number overflowed."""
+        return math.isfinite(self.max_abs)
+
+    def record(self) -> dict:
+        """The figures by name, as JSON takes them: null for what is not a finite number."""
+        figures = self._asdict()
+        return {name: x if math.isfinite(x) else None for name, x in figures.items()}
+
+
+class LayerStatistics:
+    """Totals of an activation of width D, from as many parts as there are.
+
+    moments  [4] of all numbers: their mean m, and the sums of (x - m)^2, (x - m)^3 and (x - m)^4
+    mean_D   of each channel
+    scatter_DD  the sum over tokens of (x - mean)(x - mean)^T
+
+    The totals are float64, on `device`. Nothing waits for the device before `result`.
+    """
+
+    def __init__(self, width: int, device: Device = "cpu"):
+        self.tokens = 0
+        self.max_abs = torch.zeros((), device=device, dtype=torch.float64)
+        self.moments = torch.zeros(4, device=device, dtype=torch.float64)
+        self.mean_D = torch.zeros(width, device=device, dtype=torch.float64)
+        self.scatter_DD = torch.zeros(width, width, device=device, dtype=torch.float64)
+
+    @property
+    def width(self) -> int:
+        return len(self.mean_D)
+
+    def add(self, x: Tensor) -> None:
+        """Take in the numbers of x [..., D], of any floating dtype.
+
+        ValueError for another width.
+        """
+        if x.shape[-1] != self.width:
+            raise ValueError(
+                f"an activation of width {x.shape[-1]}, and statistics of width {self.width}: make "
+                "statistics of the same width"
+            )
+        if x.device == self.mean_D.device:
+            self._add_tiles(x.detach().reshape(-1, self.width))
+        else:  # so that [D, D] travels once, not for each tile
+            part = LayerStatistics(self.width, x.device)
+            part.add(x)
+            self.merge(part)
+
+    def _add_tiles(self, x_ND: Tensor) -> None:
+        size = max(1, TILE_ELEMENTS // self.width)
+        for start in platform().tiles(range(0, len(x_ND), size)):
+            self._add_tile(x_ND[start : start + size])
+
+    def _add_tile(self, x_nD: Tensor) -> None:
+        x_nD = x_nD.double()
+        mean_D = x_nD.mean(0)
+        scatter_DD = _scatter(x_nD, mean_D)
+        moments = _moments(x_nD, mean_D.mean())
+        max_abs = torch.maximum(x_nD.amax(), -x_nD.amin())  # both keep a nan
+        self._fold(len(x_nD), max_abs, moments, mean_D, scatter_DD)
+
+    def merge(self, other: "LayerStatistics") -> None:
+        """Take in what another one has taken in: of other parts, or of another rank."""
+        if other.width != self.width:
+            raise ValueError(
+                f"statistics of width {other.width} and of width {self.width}: merge those of one "
+                "activation"
+            )
+        totals = (other.max_abs, other.moments, other.mean_D, other.scatter_DD)
+        self._fold(other.tokens, *(x.to(self.mean_D.device) for x in totals))
+
+    def _fold(
+        self, tokens: int, max_abs: Tensor, moments: Tensor, mean_D: Tensor, scatter_DD: Tensor
+    ) -> None:
+        """Totals of both sets of tokens, in place."""
+        if not tokens:
+            return
+        total = self.tokens + tokens
+        between_D = mean_D - self.mean_D
+        weight = self.tokens / total * tokens
+        self.scatter_DD.add_(scatter_DD).addr_(between_D, between_D, alpha=weight)
+        self.mean_D.add_(between_D, alpha=tokens / total)
+
+        numbers = self.tokens * self.width
+        self.moments = merged_moments(self.moments, numbers, moments, tokens * self.width)
+        self.max_abs = torch.maximum(self.max_abs, max_abs)
+        self.tokens = total
+
+    def result(self) -> Statistics:
+        """The figures of all that was taken in. ValueError if that is nothing."""
+        if not self.tokens:
+            raise ValueError("statistics of no token: add an activation first")
+        max_abs = self.max_abs.item()
+        if not math.isfinite(max_abs):
+            return Statistics(self.tokens, math.nan, max_abs, math.nan, math.nan, 0.0)
+
+        mean, second, _, fourth = self.moments.tolist()
+        numbers = self.tokens * self.width
+        return Statistics(
+            tokens=self.tokens,
+            rms=math.sqrt(mean**2 + second / numbers),
+            max_abs=max_abs,
+            kurtosis=numbers * fourth / second**2 if second else math.nan,
+            effective_rank=effective_rank(self.scatter_DD),
+            fp16_headroom=FP16_MAX / max_abs if max_abs else math.inf,
+        )
+
+    def state_dict(self) -> dict:
+        """All totals, for a file: no copies, so they change with the next part."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned. ValueError for another width."""
+        width = len(state["mean_D"])
+        if width != self.width:
+            raise ValueError(
+                f"saved statistics of width {width}, and {self.width} is expected: continue with "
+                "the model that they are of"
+            )
+        device = self.mean_D.device
+        self.tokens = state["tokens"]
+        self.max_abs = state["max_abs"].to(device, copy=True)
+        self.moments = state["moments"].to(device, copy=True)
+        self.mean_D = state["mean_D"].to(device, copy=True)
+        self.scatter_DD = state["scatter_DD"].to(device, copy=True)
+
+
+# ---- formulas
+
+
+def _scatter(x_nD: Tensor, mean_D: Tensor) -> Tensor:
+    centred_nD = x_nD - mean_D
+    return centred_nD.T @ centred_nD
+
+
+def _moments(x_nD: Tensor, mean: Tensor) -> Tensor:
+    """`LayerStatistics.moments` of a tile, whose mean is given."""
+    x = (x_nD - mean).flatten()
+    squared = x.square()
+    return torch.stack([mean, squared.sum(), squared @ x, squared @ squared])
+
+
+def merged_moments(a: Tensor, count_a: int, b: Tensor, count_b: int) -> Tensor:
+    """The mean and the sums of the second to fourth power about it [4], over two sets of numbers.
+
+    With p = a's share of the numbers, q = b's, n their count and d = mean_b - mean_a:
+
+        M2 = M2a + M2b + n p q d^2
+        M3 = M3a + M3b + n p q (p - q) d^3 + 3 d (p M2b - q M2a)
+        M4 = M4a + M4b + n p q (p^2 - p q + q^2) d^4 + 6 d^2 (p^2 M2b + q^2 M2a)
+             + 4 d (p M3b - q M3a)
+
+    Source: Pebay, SAND2008-6212, equations 1.5 and 1.6.
+    """
+    count = count_a + count_b
+    p = count_a / count
+    q = count_b / count
+    mean_a, second_a, third_a, fourth_a = a
+    mean_b, second_b, third_b, fourth_b = b
+
+    d = mean_b - mean_a
+    squared = d * d
+    mean = mean_a + q * d
+    second = second_a + second_b + count * p * q * squared
+
+    third = third_a + third_b + count * p * q * (p - q) * squared * d
+    third = third + 3 * d * (p * second_b - q * second_a)
+
+    fourth = fourth_a + fourth_b + count * p * q * (p * p - p * q + q * q) * squared * squared
+    fourth = fourth + 6 * squared * (p * p * second_b + q * q * second_a)
+    fourth = fourth + 4 * d * (p * third_b - q * third_a)
+    return torch.stack([mean, second, third, fourth])
+
+
+def effective_rank(covariance_DD: Tensor) -> float:
+    """exp(-sum of p log p) with p the eigenvalues as shares of their sum; any scale of the
+    covariance gives the same. 0 if all of them are 0.
+    """
+    values_D = torch.linalg.eigvalsh(covariance_DD.double()).clamp(min=0)
+    total = values_D.sum()
+    if total == 0:
+        return 0.0
+    share_D = values_D / total
+    entropy = -torch.special.xlogy(share_D, share_D).sum()
+    return entropy.exp().item()

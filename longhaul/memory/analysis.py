@@ -1,0 +1,419 @@
+"""The memory of an analysis, predicted: the functions of longhaul/analysis run on fake tensors, one
+part after the other; and a meter of what a part really takes.
+
+Every layer is like the others, so a peak is affine in their number and in the number of those that
+are looked at. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from longhaul.analysis import run
+from longhaul.analysis.autoencoder import Autoencoder
+from longhaul.analysis.config import AnalysisConfig, Measures
+from longhaul.analysis.patching import Pairs, Patching
+from longhaul.analysis.samples import Rows
+from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
+from longhaul.memory.plan import flag_of
+from longhaul.memory.platforms import predicting
+from longhaul.memory.tracker import NO_STORAGE, Tracker
+from longhaul.memory.workspace import Workspaces
+from model import GIB, Decoder, ModelConfig
+
+Say = Callable[[str], None]  # takes a line for the screen
+FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
+MOST_BLOCKS = 2**14  # of 1,024 tokens: 16 million
+CHUNK = 4096  # tokens of a part, if rows shall pass in parts
+
+
+# ---- what a part really takes
+
+
+class PeakTracker(Tracker):
+    """A tracker that keeps the bytes alive and their peak, and no history of them."""
+
+    def __init__(self, target: str, fake: bool = False):
+        super().__init__(Workspaces(target), fake)
+        self.live = 0
+        self.peak = 0
+
+    def _event(self, size: int, identity: int) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        if size < 0 and identity != NO_STORAGE and identity not in self.held:
+            self.trace.storages.pop(identity, None)
+
+    def _record(self, func, args, outputs) -> None:
+        if _on_meta(outputs):  # nothing is allocated
+            return
+        super()._record(func, args, outputs)
+        for _, extra, _ in self.trace.workspaces:
+            self.peak = max(self.peak, self.live + extra)
+        self.trace.workspaces.clear()
+
+
+def _on_meta(outputs: object) -> bool:
+    """Whether an operator has made tensors on the meta device."""
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return any(tensor.device.type == "meta" for tensor in tensors)
+
+
+@dataclass
+class Meter:
+    """The peak of the part that has ended, weights included."""
+
+    peak_bytes: int | None = None
+
+
+@contextlib.contextmanager
+def meter(model: Decoder, device: torch.device) -> Iterator[Meter]:
+    """What CUDA's allocator reports, or a tracker's count of all storages on a CPU."""
+    found = Meter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield found
+        found.peak_bytes = torch.cuda.max_memory_allocated(device)
+        return
+
+    tracker = PeakTracker("cpu")
+    for parameter in model.parameters():
+        tracker.register(parameter, "parameter")
+    with tracker:
+        yield found
+    found.peak_bytes = tracker.peak
+
+
+# ---- what it should take
+
+
+@dataclass(frozen=True)
+class Analysed:
+    """What is analysed: all that decides a peak. `config` has the precision."""
+
+    config: ModelConfig
+    measures: Measures
+    batch_size: int
+    context_length: int
+
+    def words(self, model: str = "") -> str:
+        """What is analysed, in words."""
+        layers = len(self.measures.chosen(self.config))
+        name = f"{model}, " if model else ""
+        parts = f" in parts of {self.measures.chunk:,}" if self.measures.chunk else ""
+        return (
+            f"{name}{layers} layer(s), {self.batch_size} x {self.context_length:,} tokens{parts}, "
+            f"{self.config.compute_dtype}"
+        )
+
+    def shallow(self, layers: int, chosen: int) -> "Analysed":
+        """The same with other numbers of layers."""
+        return dataclasses.replace(
+            self,
+            config=dataclasses.replace(self.config, num_layers=layers),
+            measures=dataclasses.replace(
+                self.measures, layers=",".join(str(layer) for layer in range(chosen))
+            ),
+        )
+
+
+class FakeSamples:
+    """Two batches of rows without values; every row is one document."""
+
+    def __init__(self, rows: int, context_length: int):
+        self.count = 2 * rows
+        self.context_length = context_length
+
+    def __len__(self) -> int:
+        return self.count
+
+    def rows(self, first: int, last: int) -> Rows:
+        """Rows of zeros."""
+        shape = (last - first, self.context_length)
+        return Rows(torch.zeros(shape, dtype=torch.long, device="cpu"), None)
+
+
+class FakePrompts(Patching):
+    """Prompts without values, which a model tells apart all the same."""
+
+    def _mean_difference(self, tokens_BT: Tensor) -> float:
+        super()._mean_difference(tokens_BT)
+        return float(tokens_BT is self.pairs.clean_BT)
+
+
+@contextlib.contextmanager
+def on_fake_tensors(
+    config: ModelConfig, target: str, every_tile: bool = False
+) -> Iterator[tuple[PeakTracker, Decoder]]:
+    """A tracker and the model, its weights in config.compute_dtype, as if on the target.
+
+    every_tile: run all tiles of a loop, instead of the first two and the last one.
+    """
+    with torch.device("meta"):
+        skeleton = Decoder(config).to(config.dtype)
+    tracker = PeakTracker(target, fake=True)
+    fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_tensors, predicting(target, tracker, every_tile), tracker:
+        model = skeleton.to_empty(device="cpu")
+        model.tie_weights()
+        for parameter in model.parameters():
+            tracker.register(parameter, "parameter")
+        yield tracker, model
+
+
+def simulated(asked: Analysed, target: str, part: Callable) -> int:
+    """Live bytes at the peak of a part: part(model, samples, asked)."""
+    rows = min(asked.batch_size, asked.measures.num_samples)
+    # the activations of all parts of a row are kept
+    every_tile = asked.measures.chunk > 0 and part in (autoencoder, costs)
+    with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
+        samples = FakeSamples(rows, asked.context_length)
+        part(model, samples, asked)
+        return tracker.peak
+
+
+def statistics(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """The part of that name."""
+    run.statistics(model, samples, asked.measures, asked.batch_size)
+
+
+def autoencoder(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """The training of one autoencoder: a part of the activations, then a step with dead latents."""
+    few = dataclasses.replace(asked.measures, sae_tokens=1)
+    trainer = run.train_autoencoder(model, samples, few, 0, asked.batch_size)
+    x_ND = run.activations(model, samples, 0, 0, asked.batch_size, asked.measures.chunk)
+    step = min(trainer.settings.step_tokens, len(x_ND))
+    trainer.step(x_ND[torch.arange(step)], revive=True)
+
+
+def distances(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """The part of that name, with every query."""
+    every = dataclasses.replace(asked.measures, queries=0)
+    run.distances(model, samples, every, asked.batch_size)
+
+
+def patching(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """A layer's patches of one batch of prompts, at two spans and at the replaced tokens."""
+    measures = asked.measures
+    rows = min(asked.batch_size, measures.prompts)
+    prompts_BT = torch.zeros((rows, measures.prompt_length), dtype=torch.long, device="cpu")
+    token_B = torch.zeros(rows, dtype=torch.long, device="cpu")
+    pairs = Pairs(prompts_BT, prompts_BT.clone(), token_B, token_B.clone())
+    found = FakePrompts(model, pairs, rows=asked.batch_size, most_spans=2, chunk=measures.chunk)
+    found.layer(0)
+
+
+def costs(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """What is compared: the largest precision, which needs most."""
+    measures = asked.measures
+    width = model.config.hidden_size
+    autoencoders = {}
+    if not measures.skip_sae:
+        for layer in measures.chosen(model.config):
+            autoencoders[layer] = Autoencoder(width, run.settings_of(measures), "cpu")
+    dtype = measures.compared()[0]
+    run.costs(model, dtype, samples, measures, asked.batch_size, autoencoders)
+
+
+PARTS: dict[str, Callable] = {
+    "patching": patching,
+    "statistics": statistics,
+    "distances": distances,
+    "sae": autoencoder,
+    "costs": costs,
+}
+
+
+def names(measures: Measures) -> list[str]:
+    """The parts that are measured."""
+    skipped = {
+        "patching": measures.skip_patching,
+        "sae": measures.skip_sae,
+        "costs": not measures.compare,
+    }
+    return [name for name in PARTS if not skipped.get(name)]
+
+
+@functools.cache
+def peak(asked: Analysed, target: str, name: str) -> int:
+    """Live bytes at the peak of a part, weights included."""
+    part = PARTS[name]
+    layers = asked.config.num_layers
+    chosen = len(asked.measures.chosen(asked.config))
+    if layers <= LAYERS:
+        return simulated(asked, target, part)
+
+    if name == "costs" and chosen == layers:  # it holds an activation of each, from layer to layer
+        base = simulated(asked.shallow(LAYERS, LAYERS), target, part)
+        fewer = simulated(asked.shallow(FEWER, FEWER), target, part)
+        return base + (layers - LAYERS) * (base - fewer)
+
+    base = simulated(asked.shallow(LAYERS, 1), target, part)
+    per_layer = base - simulated(asked.shallow(FEWER, 1), target, part)
+    found = base + (layers - LAYERS) * per_layer
+    if chosen > 1:
+        per_chosen = simulated(asked.shallow(LAYERS, 2), target, part) - base
+        found += (chosen - 1) * per_chosen
+    return found
+
+
+def peaks(asked: Analysed, target: str) -> dict[str, int]:
+    """Live bytes at the peak of each part."""
+    return {name: peak(asked, target, name) for name in names(asked.measures)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an analysis needs on a device."""
+
+    peaks: dict[str, int]
+    target: str
+
+    @property
+    def largest(self) -> str:
+        """The part with the highest peak."""
+        return max(self.peaks, key=lambda name: self.peaks[name])
+
+    @property
+    def gib(self) -> float:
+        """What the device must hold: live bytes, and what no tensor shows."""
+        hidden = PROCESS_GIB if self.target == "cpu" else CUDA_CONTEXT_GIB
+        return self.least_gib + hidden
+
+    @property
+    def least_gib(self) -> float:
+        """Live bytes at the highest peak."""
+        return self.peaks[self.largest] / GIB
+
+    def table(self) -> str:
+        """The peaks, a line each."""
+        rows = []
+        for name, size in self.peaks.items():
+            mark = "  (highest)" if name == self.largest else ""
+            rows.append(f"  {name:<20}{size / GIB:>9.2f} GiB{mark}")
+        return "\n".join(rows)
+
+    def line(self) -> str:
+        """The plan in words."""
+        each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in self.peaks.items())
+        return f"{self.gib:.2f} GiB planned; tensors at the peak of each part (GiB): {each}"
+
+    def check(self, available_gib: float) -> None:
+        """ValueError if that is more than there is."""
+        if self.gib > available_gib:
+            raise ValueError(
+                f"{self.largest} needs {self.gib:.1f} GiB, and {available_gib:.1f} are available: "
+                "give a smaller --batch_size, or --chunk 4096, or see python profile_memory.py "
+                "--advise --task analysis"
+            )
+
+
+def plan(cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str) -> Plan:
+    """The plan of an analysis on "cpu" or "cuda"."""
+    asked = Analysed(config, measures_of(cfg), cfg.batch_size, context_length)
+    return Plan(peaks(asked, target), target)
+
+
+def measures_of(cfg: Measures) -> Measures:
+    """What is measured, without the other settings."""
+    return Measures(**{spec.name: getattr(cfg, spec.name) for spec in dataclasses.fields(Measures)})
+
+
+# ---- what fits a card
+
+
+def smaller(rows: int) -> list[int]:
+    """Batches to try: as asked, then halves."""
+    found = [rows]
+    while found[-1] > 1:
+        found.append(found[-1] // 2)
+    return found
+
+
+def spread(layers: int, count: int) -> list[int]:
+    """`count` layers from the first to the last, evenly."""
+    return sorted({round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)})
+
+
+def with_layers(measures: Measures, config: ModelConfig, count: int) -> Measures:
+    """Only so many layers of those that were chosen."""
+    chosen = measures.chosen(config)
+    kept = [chosen[index] for index in spread(len(chosen), min(count, len(chosen)))]
+    return dataclasses.replace(measures, layers=",".join(str(layer) for layer in kept))
+
+
+def candidates(asked: Analysed) -> Iterator[Analysed]:
+    """All layers with ever smaller batches, then half of the layers, and so on: what is looked at
+    is the last thing to give up.
+    """
+    for count in smaller(len(asked.measures.chosen(asked.config))):
+        fewer = asked.measures
+        if count < len(fewer.chosen(asked.config)):
+            fewer = with_layers(fewer, asked.config, count)
+        for rows in smaller(asked.batch_size):
+            yield dataclasses.replace(asked, measures=fewer, batch_size=rows)
+
+
+def holds(asked: Analysed, gib: float, say: Say) -> bool:
+    """Whether a card of so many GiB holds it; says what it needs."""
+    found = Plan(peaks(asked, "cuda"), "cuda")
+    fits = found.gib <= gib
+    say(f"{asked.words():<60}{found.gib:>9.2f} GiB  {'fits' if fits else 'too small'}")
+    return fits
+
+
+def by_layers(asked: Analysed, gib: float, say: Say) -> Analysed | None:
+    """The first candidate that a card holds."""
+    return next((one for one in candidates(asked) if holds(one, gib, say)), None)
+
+
+def by_context(asked: Analysed, gib: float, say: Say) -> Analysed | None:
+    """The longest context, a multiple of 1,024 tokens, that a card holds."""
+
+    def at(blocks: int) -> Analysed:
+        return dataclasses.replace(asked, context_length=1024 * blocks)
+
+    if not holds(at(1), gib, say):
+        return None
+    fitting = 1
+    exceeding = 2
+    while exceeding <= MOST_BLOCKS and holds(at(exceeding), gib, say):
+        fitting = exceeding
+        exceeding *= 2
+    while exceeding > fitting + max(1, fitting // 64):
+        middle = (fitting + exceeding) // 2
+        if holds(at(middle), gib, say):
+            fitting = middle
+        else:
+            exceeding = middle
+    return at(fitting)
+
+
+# ---- its command
+
+
+def command(asked: Analysed, checkpoint: str, data: str, dtype: str, device: str) -> str:
+    """The shell command of an analysis: what differs from the defaults."""
+    words = ["python -m scripts.run_full_analysis"]
+    words.append(f"--checkpoint {shlex.quote(checkpoint) if checkpoint else 'DIR'}")
+    if data:
+        words.append(f"--data {shlex.quote(data)}")
+    words += [
+        f"--context_length {asked.context_length}",
+        f"--batch_size {asked.batch_size}",
+        f"--dtype {dtype}",
+        f"--device {device}",
+    ]
+    for spec in dataclasses.fields(asked.measures):
+        value = getattr(asked.measures, spec.name)
+        if value != spec.default:
+            words.append(flag_of(spec, value))
+    return " ".join([*words, "--out analysis"])

@@ -1,0 +1,207 @@
+"""Planned peaks of an analysis against real parts under the tracker, and what is said of them."""
+
+import dataclasses
+import functools
+import re
+import shlex
+
+import pytest
+import torch
+
+import profile_memory
+from longhaul import cli
+from longhaul.analysis.config import AnalysisConfig, Measures
+from longhaul.analysis.samples import Rows
+from longhaul.memory import analysis
+from model import Decoder, ModelConfig
+from scripts import run_full_analysis
+from tests.test_analysis_run import made  # noqa: F401  (a fixture)
+
+CPU = torch.device("cpu")
+FEW = Measures(
+    sae_tokens=3000, prompts=4, prompt_length=200, spans=4, compare="float32,bfloat16", queries=0
+)
+SETTINGS = {
+    "standard": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3), FEW),
+    "nsa": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3, attention_type="nsa"), FEW),
+    "parts": (
+        ModelConfig.preset("tiny", vocab_size=500, num_layers=3),
+        dataclasses.replace(FEW, chunk=128),
+    ),
+}
+
+
+class RandomSamples(analysis.FakeSamples):
+    """Rows of random tokens: one document each, as a plan assumes."""
+
+    def rows(self, first: int, last: int) -> Rows:
+        make = torch.Generator().manual_seed(first)
+        shape = (last - first, self.context_length)
+        return Rows(torch.randint(0, 500, shape, generator=make), None)
+
+
+@pytest.fixture(autouse=True)
+def without_a_refusal(monkeypatch):
+    """Random weights do not tell prompts apart, which is not what is tested here."""
+    monkeypatch.setattr("longhaul.analysis.patching.LEAST_DIFFERENCE", 0.0)
+
+
+def asked(name: str) -> analysis.Analysed:
+    config, measures = SETTINGS[name]
+    return analysis.Analysed(config, measures, 2, 700)
+
+
+# --------------------------------------------------------------------------- planned and real
+
+
+# a plan that reads every tile of every head takes seconds
+PARTS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "distances" else ())
+    for name in analysis.PARTS
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_each_part_is_planned_within_five_percent(name, part):
+    what = asked(name)
+    planned = analysis.peak(what, "cpu", part)
+    model = Decoder(what.config)
+    with analysis.meter(model, CPU) as meter:
+        analysis.PARTS[part](model, RandomSamples(2, what.context_length), what)
+    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("layers, within", [("", 1e-3), ("0,1,2,4,6", 0.05)])
+@pytest.mark.parametrize("part", PARTS)
+def test_few_layers_extrapolate_to_what_all_layers_take(part, layers, within):
+    what = asked("standard")
+    config = dataclasses.replace(what.config, num_layers=7)
+    measures = dataclasses.replace(what.measures, layers=layers)
+    deep = dataclasses.replace(what, config=config, measures=measures)
+    expected = analysis.simulated(deep, "cpu", analysis.PARTS[part])
+    assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=within)
+
+
+def test_the_meter_keeps_no_history():
+    tracker = analysis.PeakTracker("cpu")
+    with tracker:
+        for _ in range(50):
+            x = torch.zeros(1000)
+            y = x + 1
+            del x, y
+    assert tracker.peak == 8000 and tracker.live == 0
+    assert not tracker.trace.events and not tracker.trace.storages
+
+
+@pytest.mark.slow
+def test_131072_tokens_take_no_more_than_training_on_them():
+    from longhaul.config import TrainConfig
+    from longhaul.memory.simulate import simulate
+
+    T = 131_072
+    cfg = TrainConfig(
+        model_size="tiny",
+        context_length=T,
+        dtype="fp32",
+        device="cpu",
+        gradient_checkpointing="full",
+    )
+    trained, _ = simulate(cfg, target="cpu").peak()
+    measures = Measures(prompt_length=T, chunk=4096)
+    what = analysis.Analysed(cfg.model(), measures, 1, T)
+    for name, size in analysis.peaks(what, "cpu").items():
+        assert size < trained, name
+
+
+# --------------------------------------------------------------------------- what is said
+
+SMALL = "--task analysis --model_size tiny --context_length 512 --batch_size 4 --skip_sae"
+
+
+def said(words: str, capsys, code: int = 0) -> str:
+    assert profile_memory.main(words.split()) == code
+    return capsys.readouterr().out
+
+
+def test_the_plan_has_a_line_for_each_part(capsys, tmp_path):
+    text = said(f"{SMALL} --device cpu --json {tmp_path}/plan.json", capsys)
+    for name in ("patching", "statistics", "distances", "device"):
+        assert re.search(rf"^  {name} +\d+\.\d\d GiB", text, re.M)
+    assert "sae" not in text and text.count("(highest)") == 1
+    assert "4 layer(s), 4 x 512 tokens, bfloat16" in text
+
+
+@pytest.mark.parametrize("more", ["--advise --vram 0.7", "--solve levers --vram 80"])
+def test_the_command_of_a_comparison_is_one_that_the_program_takes(more, capsys):
+    words = f"{SMALL} --skip_patching --layers 0 --compare float32,bfloat16 {more}"
+    profile_memory.main(words.split())
+    text = capsys.readouterr().out
+    assert "instead of fp32" not in text and "bfloat16 " not in text.replace(",bfloat16", "")
+    line = text.splitlines()[-1].removeprefix("run: ")
+    found = cli.parse(AnalysisConfig, shlex.split(line)[3:], "")
+    assert found.dtype == "float32" and found.precisions() == ("float32", "bfloat16")
+
+
+@pytest.mark.slow
+def test_solve_names_the_layers_and_the_batch(capsys):
+    what = analysis.Analysed(
+        ModelConfig.preset("tiny", compute_dtype="float32"), Measures(skip_sae=True), 4, 512
+    )
+    sizes = {
+        rows: analysis.Plan(
+            analysis.peaks(dataclasses.replace(what, batch_size=rows), "cuda"), "cuda"
+        ).gib
+        for rows in (4, 2)
+    }
+    room = (sizes[4] + sizes[2]) / 2
+    words = f"{SMALL} --dtype fp32 --solve levers --vram {room}"
+    text = said(words, capsys, 2)
+    assert re.search(r"4 layer\(s\), 4 x 512 tokens, float32 +\d\.\d\d GiB  too small", text)
+    assert re.search(r"4 layer\(s\), 2 x 512 tokens, float32 +\d\.\d\d GiB  fits", text)
+    assert "--batch_size 2" in text.splitlines()[-1]
+    assert said(f"{SMALL} --solve levers --vram 80", capsys)
+    assert said(f"{SMALL} --solve levers --vram 0.6", capsys, 3).endswith("nothing fits\n")
+
+
+@pytest.mark.slow
+def test_solve_finds_the_longest_context(capsys):
+    holds = functools.partial(
+        analysis.Analysed, ModelConfig.preset("tiny"), Measures(skip_sae=True), 1
+    )
+    room = analysis.Plan(analysis.peaks(holds(4096), "cuda"), "cuda").gib
+    found = analysis.by_context(holds(1024), room + 1e-6, lambda line: None)
+    assert found.context_length == 4096
+    assert analysis.by_context(holds(1024), 0.5, lambda line: None) is None
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--layers 4", "--layers 4 is no layer of the model: choose from 0, 1, 2, 3"),
+        ("--solve world_size", "use --solve levers or --solve context"),
+        ("--nproc 2", "one process analyses a model"),
+        ("--measure", "the report of an analysis has what was measured"),
+        ("--html page.html", "drop --html"),
+        ("--num_samples 0", "give at least 1"),
+    ],
+)
+def test_a_plan_of_what_cannot_be_is_refused(more, message, capsys):
+    assert profile_memory.main([*SMALL.split(), *more.split()]) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.count("\n") == 1
+
+
+def test_the_printed_command_runs(made, tmp_path, capsys):  # noqa: F811
+    words = (
+        f"--advise --task analysis --checkpoint {made}/model --data {made}/data --vram 8 "
+        "--context_length 40 --batch_size 2 --num_samples 6 --prompts 4 --prompt_length 24 "
+        "--sae_tokens 100 --layers 0,2 --dtype float32"
+    )
+    line = said(words, capsys).splitlines()[-1].removeprefix("run: ")
+    assert "--layers 0,2" in line and line.startswith("python -m scripts.run_full_analysis ")
+    given = shlex.split(line)[3:]
+    given[given.index("--device") + 1] = "cpu"  # as on a machine with that card
+    given[given.index("--out") + 1] = str(tmp_path / "out")
+    assert run_full_analysis.main(given) == 0
+    assert (tmp_path / "out" / "report.html").exists()

@@ -23,6 +23,7 @@ K head dimension, D model width, F feed-forward width, V vocabulary. Activations
 """
 
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -458,19 +459,28 @@ def efficient_attention(
 
     ValueError if the heads are not a multiple of 16 bytes.
     """
-    K = q_BHTK.shape[-1]
-    multiple = 16 // q_BHTK.element_size()
-    if K % multiple:
-        raise ValueError(
-            f"head_dim={K} in {q_BHTK.dtype} on CUDA: its attention kernels take a multiple of "
-            f"{multiple}, and no other one is linear in the length: choose such a head_dim"
-        )
+    check_efficient(q_BHTK)
     if enable_gqa:
-        group = q_BHTK.shape[1] // k_BGSK.shape[1]
-        k_BGSK = k_BGSK.repeat_interleave(group, dim=1)
-        v_BGSK = v_BGSK.repeat_interleave(group, dim=1)
+        k_BGSK = for_each_query_head(k_BGSK, q_BHTK.shape[1])
+        v_BGSK = for_each_query_head(v_BGSK, q_BHTK.shape[1])
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+
+def check_efficient(q: Tensor) -> None:
+    """ValueError for heads [..., K] that PyTorch's memory-efficient CUDA kernel does not take."""
+    K = q.shape[-1]
+    multiple = 16 // q.element_size()
+    if K % multiple:
+        raise ValueError(
+            f"head_dim={K} in {q.dtype} on CUDA: its attention kernels take a multiple of "
+            f"{multiple}, and no other one is linear in the length: choose such a head_dim"
+        )
+
+
+def for_each_query_head(x_BGSK: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, H, S, K] for a kernel that takes no grouped heads."""
+    return x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], dim=1)
 
 
 _platforms = [Platform()]
@@ -873,6 +883,345 @@ def packed_flash_attention(
     )
 
 
+# ---- attention over a part of the keys
+
+# PyTorch's public attention returns no log-sum-exp. These operators do; it runs on them itself.
+
+
+def attention_kernel(q_BTHK: Tensor) -> str:
+    """The kernel of these queries whatever their number: "cpu", "flash" (FlashAttention-2) or
+    "efficient" (PyTorch's memory-efficient one). ValueError for heads on CUDA that have none, as
+    those in fp64.
+    """
+    if platform().device(q_BTHK).type != "cuda":
+        return "cpu"
+    if platform().takes_flash(q_BTHK):
+        return "flash"
+    if q_BTHK.dtype == torch.float64:
+        raise ValueError(
+            "attention in parts has no float64 kernel on CUDA: choose float32, or a CPU"
+        )
+    check_efficient(q_BTHK)
+    return "efficient"
+
+
+def attention_part(
+    kernel: str, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """(o [B, T, H, K], log-sum-exp [B, H, T] in fp32) of the queries over these keys, with memory
+    linear in T and S.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+    aten = torch.ops.aten
+    if kernel == "cudnn":
+        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
+        )
+        lse = lse.view(lse.shape[:3])  # [B, H, T, 1]
+    elif kernel == "flash":
+        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
+    elif kernel == "efficient":
+        k, v = (for_each_query_head(x, q.shape[1]) for x in (k, v))
+        o, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
+        )
+        lse = lse[:, :, : q.shape[2]]  # its length is a multiple of 32
+    else:
+        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+    return o.transpose(1, 2), lse
+
+
+def merge_parts(
+    o_BTHK: Tensor, lse_BHT: Tensor, other_BTHK: Tensor, other_BHT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(o, log-sum-exp) over all keys, from those over two parts of them.
+
+    The outputs are averaged with their shares of the sum of exponentials.
+    """
+    total_BHT = torch.logaddexp(lse_BHT, other_BHT)
+    share_BTH1 = (other_BHT - total_BHT).exp().transpose(1, 2)[..., None]
+    dtype = wide(o_BTHK.dtype)
+    merged_BTHK = torch.lerp(o_BTHK.to(dtype), other_BTHK.to(dtype), share_BTH1)
+    return merged_BTHK.to(o_BTHK.dtype), total_BHT
+
+
+def attention_part_backward(
+    kernel: str,
+    grad_BTHK: Tensor,
+    q_BTHK: Tensor,
+    o_BTHK: Tensor,
+    lse_BHT: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) from these keys, for queries whose output over all their keys is (o, lse).
+
+    With these two, a probability exp(s - lse) and its gradient are those over all keys, so that the
+    parts add up to the gradients.
+    """
+    grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BTHK, q_BTHK, k_BSGK, v_BSGK, o_BTHK))
+    if kernel == "cudnn":
+        grads = _backward_cudnn(grad, q, k, v, o, lse_BHT, causal)
+    elif kernel == "flash":
+        grads = _backward_flash(grad, q, k, v, o, lse_BHT, causal)
+    elif kernel == "efficient":
+        grads = _backward_efficient(grad, q, k, v, o, lse_BHT, causal)
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, o, lse_BHT, 0.0, causal
+        )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+# The CUDA operators also take the state of the random numbers of dropout, of which there is none.
+
+
+def _backward_cudnn(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        o,
+        lse.contiguous()[..., None],
+        philox_seed=state,
+        philox_offset=state,
+        attn_bias=None,
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=causal,
+    )
+
+
+def _backward_flash(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        o,
+        lse.contiguous(),
+        cum_seq_q=None,
+        cum_seq_k=None,
+        max_q=q.shape[2],
+        max_k=k.shape[2],
+        dropout_p=0.0,
+        is_causal=causal,
+        philox_seed=seed,
+        philox_offset=offset,
+    )
+
+
+def _backward_efficient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    H, T = q.shape[1:3]
+    G = k.shape[1]
+    state = torch.zeros((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        for_each_query_head(k, H),
+        for_each_query_head(v, H),
+        attn_bias=None,
+        out=o,
+        logsumexp=F.pad(lse, (0, -T % 32), value=math.inf).contiguous(),
+        philox_seed=state,
+        philox_offset=state,
+        dropout_p=0.0,
+        grad_input_mask=[True, True, True, False],
+        is_causal=causal,
+    )
+    dk, dv = (x.unflatten(1, (G, H // G)).sum(dim=2) for x in (dk, dv))
+    return dq, dk, dv
+
+
+# ---- prompts that several responses share
+
+
+# Not a tuple and not frozen, as Documents.
+@dataclass(eq=False)
+class SharedPrompts:
+    """What the B*T flattened tokens hold: each prompt once, with all responses to it behind it,
+
+        prompt | response | ... | response | next prompt | response | ...
+
+    A response attends to its prompt and causally to itself, and its positions continue the
+    prompt's. So it is computed as if it stood behind its prompt in a row of its own.
+
+    lengths  for each prompt, its number of tokens and those of its responses: at least one
+             response, and at least one token of each. Padding at the end of a row belongs to its
+             last response, whose own tokens do not see it.
+    """
+
+    lengths: Sequence[Sequence[int]]
+
+    def __post_init__(self):
+        if not self.lengths:
+            raise ValueError("shared prompts without a prompt: give the lengths of at least one")
+        for index, (prompt, *responses) in enumerate(self.lengths):
+            if not responses:
+                raise ValueError(
+                    f"prompt {index} of {prompt} tokens has no response: give at least one, or "
+                    "leave the prompt out"
+                )
+            if min(prompt, *responses) < 1:
+                raise ValueError(
+                    f"prompt {index} of {prompt} tokens with responses of {responses}: each needs "
+                    "at least one token: leave out what is empty"
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and responses."""
+        return sum(sum(group) for group in self.lengths)
+
+    def positions(self, shape: tuple[int, int]) -> Tensor:
+        """[B, T] on the host: each response continues its prompt."""
+        parts = []
+        for prompt, *responses in self.lengths:
+            parts.append(torch.arange(prompt))
+            parts += [torch.arange(prompt, prompt + response) for response in responses]
+        return torch.cat(parts).view(shape)
+
+    def scored(self) -> tuple[Tensor, Tensor]:
+        """For every token of the responses, in order: the flattened position whose logits score it,
+        and its own. Both are on the host.
+
+        The logits of a prompt's last token score the first token of each of its responses.
+        """
+        scoring = []
+        own = []
+        for prompt, *responses in self.spans():
+            last = torch.tensor([prompt.stop - 1])
+            for response in responses:
+                tokens = torch.arange(response.start, response.stop)
+                scoring += [last, tokens[:-1]]
+                own.append(tokens)
+        return torch.cat(scoring), torch.cat(own)
+
+    def spans(self) -> Iterator[list[slice]]:
+        """For each prompt, where it and its responses are among the flattened tokens."""
+        start = 0
+        for group in self.lengths:
+            ends = list(itertools.accumulate(group, initial=start))
+            yield [slice(*pair) for pair in itertools.pairwise(ends)]
+            start = ends[-1]
+
+
+def shared_prompt_attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, prompts: SharedPrompts
+) -> Tensor:
+    """Full causal attention of every prompt and response, each response behind its prompt.
+
+    A prompt's keys are read by all of its responses in one call. It saves nothing of the size of a
+    prompt for each response.
+    """
+    flat = [x.flatten(0, 1)[None] for x in (q_BTHK, k_BTGK, v_BTGK)]
+    return _SharedPromptAttention.apply(*flat, prompts).view_as(q_BTHK)
+
+
+class _SharedPromptAttention(torch.autograd.Function):
+    """All inputs are [1, N, heads, K]. Prompts and responses attend to themselves; then what the
+    responses read of their prompt is merged into that.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, prompts: SharedPrompts) -> Tensor:
+        kernel = attention_kernel(q)
+        _, N, H, _ = q.shape
+        o = torch.empty_like(q)
+        lse = q.new_empty((1, H, N), dtype=wide(q.dtype))
+
+        for spans in prompts.spans():
+            prompt, *responses = spans
+            for span in spans:
+                parts = attention_part(kernel, q[:, span], k[:, span], v[:, span], causal=True)
+                o[:, span], lse[:, :, span] = parts
+
+            behind = slice(prompt.stop, responses[-1].stop)
+            past, past_lse = attention_part(
+                kernel, q[:, behind], k[:, prompt], v[:, prompt], causal=False
+            )
+            lengths = [span.stop - span.start for span in responses]
+            pasts = zip(past.split(lengths, 1), past_lse.split(lengths, 2), strict=True)
+            for span, part in zip(responses, pasts, strict=True):
+                o[:, span], lse[:, :, span] = merge_parts(o[:, span], lse[:, :, span], *part)
+
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.prompts = prompts
+        ctx.kernel = kernel
+        return o
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        saved = ctx.saved_tensors
+        grad = grad.contiguous()
+        gradients = []
+        for spans in ctx.prompts.spans():
+            gradients += _gradients_of_group(ctx.kernel, grad, saved, spans)
+        dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*gradients, strict=True))
+        return dq, dk, dv, None
+
+
+def _gradients_of_group(
+    kernel: str, grad: Tensor, saved: tuple[Tensor, ...], spans: list[slice]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(dq, dk, dv) of a prompt and of each of its responses."""
+    q, k, v, o, lse = saved
+
+    def gradients(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        of_queries = (grad[:, queries], q[:, queries], o[:, queries], lse[:, :, queries])
+        return attention_part_backward(kernel, *of_queries, k[:, keys], v[:, keys], causal)
+
+    prompt, *responses = spans
+    behind = slice(prompt.stop, responses[-1].stop)
+    past_dq, past_dk, past_dv = gradients(behind, prompt, causal=False)
+    own = [gradients(span, span, causal=True) for span in spans]
+
+    (_, prompt_dk, prompt_dv), *of_responses = own
+    prompt_dk += past_dk
+    prompt_dv += past_dv
+    shares = past_dq.split([span.stop - span.start for span in responses], dim=1)
+    for (dq, _, _), share in zip(of_responses, shares, strict=True):
+        dq += share
+    return own
+
+
+def attention_behind_prompts(
+    q_B1HK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, k_CPGK: Tensor, v_CPGK: Tensor
+) -> Tensor:
+    """Attention of one token of each row over the row's own keys and those of its prompt. Each of C
+    prompts belongs to B/C rows, which are next to each other.
+
+    The query heads of a group, and for a prompt those of all its rows, are queries of one head. So
+    all prompts take one call, and no kernel repeats keys.
+    """
+    B, _, H, K = q_B1HK.shape
+    G = k_BSGK.shape[2]
+    kernel = attention_kernel(q_B1HK)
+    q_BQGK = q_B1HK.reshape(B, G, H // G, K).transpose(1, 2)
+    o_BQGK, lse_BGQ = attention_part(kernel, q_BQGK, k_BSGK, v_BSGK, causal=False)
+
+    q_CNGK = q_BQGK.unflatten(0, (len(k_CPGK), -1)).flatten(1, 2)
+    past_CNGK, past_CGN = attention_part(kernel, q_CNGK, k_CPGK, v_CPGK, causal=False)
+    past_BQGK = past_CNGK.reshape(q_BQGK.shape)
+    past_BGQ = past_CGN.unflatten(2, (-1, H // G)).transpose(1, 2).flatten(0, 1)
+    o_BQGK, _ = merge_parts(o_BQGK, lse_BGQ, past_BQGK, past_BGQ)
+    return o_BQGK.transpose(1, 2).reshape(q_B1HK.shape)
+
+
 class Clock:
     """Where decoding is, in tensors on the device: so a step of one token has the same shapes for
     all tokens, and a CUDA graph can repeat it.
@@ -918,7 +1267,8 @@ class Clock:
 class LayerCache:
     """Keys and values of one layer, [B, max_length, G, K], filled from the left.
 
-    With a clock, one token at a time is put at the clock's position, and `length` stays.
+    With a clock, one token at a time is put at the clock's position, and `length` stays. With a
+    `prompt`, the rows continue those of that cache.
     """
 
     takes_clock = True
@@ -928,6 +1278,7 @@ class LayerCache:
         self.v_BSGK = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
         self.clock: Clock | None = None
+        self.prompt: LayerCache | None = None
 
     def start_clock(self, clock: Clock) -> None:
         """Decode by this clock from now on."""
@@ -1001,6 +1352,10 @@ class KVCache:
     """What every layer keeps while decoding, as its attention kind says, allocated once.
 
     Standard attention keeps 2 * L * B * max_length * G * K elements, NSA about 1/16 more.
+
+    prompt  a cache whose rows are prompts of one length, which the rows of this one continue, each
+            by max_length tokens of its own: equally many to a prompt, next to each other. Its keys
+            and values are read where they are, so it must not change any more.
     """
 
     def __init__(
@@ -1010,6 +1365,7 @@ class KVCache:
         max_length: int,
         device: Device = "cpu",
         dtype: torch.dtype | None = None,
+        prompt: "KVCache | None" = None,
     ):
         if batch_size < 1 or max_length < 1:
             raise ValueError(
@@ -1022,16 +1378,47 @@ class KVCache:
         dtype = dtype or config.dtype
         make = functools.partial(self.kind.cache, config, self.shape, device, dtype)
         self.layers = [make() for _ in range(config.num_layers)]
+        self.prompt_length = 0
+        if prompt is not None:
+            self._continue(prompt)
+
+    def _continue(self, prompt: "KVCache") -> None:
+        self.kind.check_shared_prompts()
+        rows, *_ = self.shape
+        prompts, *_ = prompt.shape
+        if rows % prompts:
+            raise ValueError(
+                f"{rows} rows that continue {prompts} prompts: give a multiple of {prompts} rows"
+            )
+        if prompt.length < 1 or prompt.clock:
+            raise ValueError(
+                f"a prompt's cache of {prompt.length} tokens: fill it with one token or more, and "
+                "do not start its clock"
+            )
+        self.prompt_length = prompt.length
+        for layer, of_prompt in zip(self.layers, prompt.layers, strict=True):
+            layer.prompt = of_prompt
 
     @property
     def length(self) -> int:
-        """Positions stored so far, before the clock started."""
-        return self.layers[0].length
+        """Positions stored so far, before the clock started; those of a shared prompt included."""
+        return self.prompt_length + self.layers[0].length
+
+    def rewind(self, length: int) -> None:
+        """Forget what follows the first `length` positions. ValueError for an attention that keeps
+        more than keys and values of single positions.
+        """
+        if not self.kind.prompt_in_parts:
+            raise ValueError(f"a cache of {self.kind.__name__} cannot be rewound: make a new one")
+        own = max(0, length - self.prompt_length)
+        for layer in self.layers:
+            layer.length = min(layer.length, own)
 
     @property
     def takes_clock(self) -> bool:
         """Whether `start_clock` can be called."""
-        return self.kind.decodes_by_clock and self.layers[0].takes_clock
+        by_clock = self.kind.decodes_by_clock and self.layers[0].takes_clock
+        return by_clock and not self.prompt_length
 
     def start_clock(self) -> Clock:
         """From now on each forward is of one token, by a clock on the device."""
@@ -1040,6 +1427,66 @@ class KVCache:
         for layer in self.layers:
             layer.start_clock(self.clock)
         return self.clock
+
+
+class LayerHistory:
+    """Keys and values of one layer, one tensor [B, T, G, K] of each for every forward so far."""
+
+    clock = None
+    prompt = None
+
+    def __init__(self, keys: tuple[Tensor, ...] = (), values: tuple[Tensor, ...] = ()):
+        self.keys = keys
+        self.values = values
+        self.newest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Positions before the newest forward."""
+        return sum(k_BTGK.shape[1] for k_BTGK in self.keys)
+
+    def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, those of the newest forward included."""
+        if self.newest is None:  # a checkpoint that runs the layer again makes the same ones
+            self.newest = (k_BTGK, v_BTGK)
+        return torch.cat([*self.keys, k_BTGK], 1), torch.cat([*self.values, v_BTGK], 1)
+
+    def extended(self) -> "LayerHistory":
+        """The history with the newest forward."""
+        k_BTGK, v_BTGK = self.newest
+        return LayerHistory((*self.keys, k_BTGK), (*self.values, v_BTGK))
+
+
+class GradientCache:
+    """A KV cache that gradients pass through: keys and values stay the tensors that the forwards
+    made, and attention concatenates them for as long as it needs them.
+
+    A forward does not change what the cache holds, so a checkpoint can run it again. The next
+    forward takes `extended()`. ValueError for an attention that keeps more than keys and values of
+    single positions.
+    """
+
+    clock = None
+    prompt_length = 0
+
+    def __init__(self, config: ModelConfig):
+        if not attention_kind(config).prompt_in_parts:
+            raise ValueError(
+                f"{config.attention_type} attention keeps more than keys and values, and its cache "
+                "passes no gradients: take --attention_type standard"
+            )
+        self.layers = [LayerHistory() for _ in range(config.num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Positions before the newest forward."""
+        return self.layers[0].length
+
+    def extended(self) -> "GradientCache":
+        """The cache with the tokens of the newest forward, for the one after it."""
+        longer = copy.copy(self)
+        longer.layers = [layer.extended() for layer in self.layers]
+        return longer
 
 
 # ---- attention kinds
@@ -1067,6 +1514,8 @@ class Attention(nn.Module):
     starts_fresh: tuple[str, ...] = ()
     # Modes of context parallelism that cannot serve it, with the reason.
     refused_exchanges: dict[str, str] = {"gather_kv": "which is not full causal attention"}
+    # Why responses cannot share a prompt, if they cannot.
+    refused_prompts: str = "which is not full causal attention"
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -1145,6 +1594,15 @@ class Attention(nn.Module):
         """ValueError if the kernels that are asked for cannot run with these sizes, or not on the
         device.
         """
+
+    @classmethod
+    def check_shared_prompts(cls) -> None:
+        """ValueError if responses cannot share a prompt."""
+        if cls.refused_prompts:
+            raise ValueError(
+                f"responses cannot share a prompt under {cls.__name__}, {cls.refused_prompts}: "
+                "choose attention_type standard"
+            )
 
     @classmethod
     def warning(cls, config: ModelConfig, device: Device) -> str | None:
@@ -1249,17 +1707,26 @@ class StandardAttention(Attention):
     decodes_by_clock = True
     is_qwen3 = True
     refused_exchanges: dict[str, str] = {}
+    refused_prompts = ""
 
     def attend_document(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
         return standard_attention(q_BTHK, k_BSGK, v_BSGK)
 
-    def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents) -> Tensor:
+    def packed(
+        self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents | SharedPrompts
+    ) -> Tensor:
+        if isinstance(documents, SharedPrompts):
+            return shared_prompt_attention(*inputs, documents)
         if documents.bounds is None or not platform().takes_flash(inputs[0]):
             return super().packed(inputs, rope, documents)
         flat = [x.flatten(0, 1) for x in inputs]
         return packed_flash_attention(*flat, documents).view_as(inputs[0])
 
     def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: LayerCache) -> Tensor:
+        if cache.prompt is not None:
+            q_B1HK, *keys_and_values = inputs
+            own = cache.append(*keys_and_values)
+            return attention_behind_prompts(q_B1HK, *own, *cache.prompt.stored())
         if cache.clock is None:
             return super().decode(inputs, rope, cache)
         q_B1HK, k_B1GK, v_B1GK = inputs
@@ -1300,7 +1767,33 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-# ---- the vocabulary head
+# ---- the vocabulary: tokens in, and what is made of hidden states
+
+
+class SoftTokens(NamedTuple):
+    """Mixtures of tokens: row [b, t] stands for sum_k weight[b, t, k] * embedding[index[b, t, k]].
+
+    index_BTK None: the weights are those of the whole vocabulary, K = V.
+    """
+
+    weight_BTK: Tensor
+    index_BTK: Tensor | None = None
+
+
+def mix(soft: SoftTokens, table_VD: Tensor) -> Tensor:
+    """The embeddings [B, T, D] of soft tokens, in the dtype of the table; with an index, nothing
+    of size [B, T, K, D] exists.
+    """
+    weight_BTK = soft.weight_BTK.to(table_VD.dtype)
+    if soft.index_BTK is None:
+        return weight_BTK @ table_VD
+    mixed_ND = F.embedding_bag(
+        soft.index_BTK.flatten(0, 1),
+        table_VD,
+        per_sample_weights=weight_BTK.flatten(0, 1),
+        mode="sum",
+    )
+    return mixed_ND.unflatten(0, weight_BTK.shape[:2])
 
 
 class LMHead(nn.Module):
@@ -1369,6 +1862,8 @@ class Decoder(nn.Module):
         doc_ids: Tensor | OnHost | None = None,
         cache: KVCache | None = None,
         num_valid: Tensor | float | None = None,
+        head: Callable | None = None,
+        prompts: SharedPrompts | None = None,
     ) -> Tensor:
         """Logits [B, T, V] in the compute dtype, or with labels the scalar loss in fp32.
 
@@ -1380,8 +1875,14 @@ class Decoder(nn.Module):
         num_valid   divisor of the summed loss, by default the number of labels that are not -100.
                     A training step over several ranks and micro-batches passes the global count, so
                     that the loss is one mean and not a mean of means.
+        head        what to compute instead: (hidden_ND, weight_VD, labels_N) -> tensors, such as
+                    figures of each token; without labels, (hidden_ND, weight_VD) -> tensors
+        prompts     instead of doc_ids: which tokens are prompts, and which are responses that share
+                    them
         """
-        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache).flatten(0, 1)
+        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache, prompts).flatten(0, 1)
+        if labels_BT is None and head is not None:
+            return self.lm_head(hidden_ND, head)
         if labels_BT is None:
             return self.lm_head(hidden_ND, logits).unflatten(0, tokens_BT.shape)
 
@@ -1392,6 +1893,8 @@ class Decoder(nn.Module):
             )
         if self.validate:
             check_labels(labels_BT.flatten(), self.config.vocab_size, IGNORE)
+        if head is not None:
+            return self.lm_head(hidden_ND, head, labels_BT.flatten())
         if num_valid is None:
             num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
         loss = self.loss_function(*tokens_BT.shape)
@@ -1402,21 +1905,34 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         positions: Tensor | None = None,
         doc_ids: Tensor | OnHost | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | GradientCache | None = None,
+        prompts: SharedPrompts | None = None,
     ) -> Tensor:
-        """Normalised hidden states [B, T, D]; the arguments are those of `forward`."""
+        """Normalised hidden states [B, T, D]; the arguments are those of `forward`.
+
+        tokens_BT may also be embeddings [B, T, D], such as those that `embedded` returns.
+        """
+        kind = attention_kind(self.config)
+        shape = tokens_BT.shape[:2]
         _check_tokens(tokens_BT, positions, doc_ids, cache)
         cu_seqlens = None
         if doc_ids is not None:
             cu_seqlens = document_boundaries(doc_ids)
+        if prompts is not None:
+            kind.check_shared_prompts()
+            _check_prompts(prompts, shape, doc_ids, cache)
+            if positions is None:
+                positions = prompts.positions(shape)
 
         rope = self._rope(tokens_BT, positions, cu_seqlens, cache)
-        documents = None
-        if cache is None:
-            kind = attention_kind(self.config)
-            documents = kind.documents(self.config, cu_seqlens, tokens_BT.shape, tokens_BT.device)
+        documents = prompts
+        if cache is None and prompts is None:
+            documents = kind.documents(self.config, cu_seqlens, shape, tokens_BT.device)
 
-        x_BTD = self.embed(tokens_BT).to(self.config.dtype)
+        x_BTD = tokens_BT
+        if not tokens_BT.is_floating_point():
+            x_BTD = self.embed(tokens_BT)  # not `embedded`, which FSDP2 takes for a forward
+        x_BTD = x_BTD.to(self.config.dtype)
         for index, layer in enumerate(self.layers):
             layer_cache = cache.layers[index] if cache else None
             x_BTD = layer(x_BTD, rope, documents, layer_cache)
@@ -1424,16 +1940,28 @@ class Decoder(nn.Module):
             cache.clock.tick()
         return self.norm(x_BTD)
 
+    def embedded(self, tokens: Tensor | SoftTokens) -> Tensor:
+        """Embeddings [B, T, D] of token ids [B, T] or of soft tokens, in the compute dtype."""
+        if isinstance(tokens, SoftTokens):
+            return mix(tokens, self.embed.weight).to(self.config.dtype)
+        return self.embed(tokens).to(self.config.dtype)
+
+    def apply_head(self, hidden_ND: Tensor, function: Callable, *args):
+        """function(hidden_ND, weight_VD, *args) with the whole output weight, for callers that
+        have hidden states: a tensor or a pytree of tensors.
+        """
+        return self.lm_head(hidden_ND, function, *args)
+
     def _rope(
         self,
         tokens_BT: Tensor,
         positions: Tensor | None,
         cu_seqlens: Tensor | None,
-        cache: KVCache | None,
+        cache: KVCache | GradientCache | None,
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of the tokens."""
         if positions is None and cu_seqlens is not None:
-            positions = document_positions(cu_seqlens, tokens_BT.shape)
+            positions = document_positions(cu_seqlens, tokens_BT.shape[:2])
         if positions is not None:
             return self.rotary.at(positions.to(tokens_BT.device, non_blocking=True))
         if cache and cache.clock:
@@ -1536,28 +2064,55 @@ def _check_tokens(
     tokens_BT: Tensor,
     positions: Tensor | None,
     doc_ids: Tensor | OnHost | None,
-    cache: KVCache | None,
+    cache: KVCache | GradientCache | None,
 ) -> None:
     """ValueError for shapes that do not fit each other."""
     shape = tuple(tokens_BT.shape)
-    if tokens_BT.ndim != 2 or shape[1] == 0:
+    if tokens_BT.is_floating_point():  # embeddings
+        shape = shape[:-1]
+    if len(shape) != 2 or shape[1] == 0:
         raise ValueError(f"tokens have shape {shape}: give [batch, tokens] with at least one token")
     if cache is not None and doc_ids is not None:
         raise ValueError(
             "cache and doc_ids together: decode one document per row, or drop the cache"
+        )
+    if cache is not None and cache.prompt_length and shape[1] > 1:
+        raise ValueError(
+            f"{shape[1]} tokens of each row behind a shared prompt: give one token at a time"
         )
     if cache is not None and cache.clock and shape[1] > 1:
         raise ValueError(
             f"{shape[1]} tokens for a cache whose clock runs: give one token, or fill the cache "
             "before start_clock"
         )
-    if doc_ids is not None and doc_ids.shape != tokens_BT.shape:
+    if doc_ids is not None and tuple(doc_ids.shape) != shape:
         raise ValueError(
             f"doc_ids are {tuple(doc_ids.shape)} and tokens {shape}: give one id per token"
         )
     if positions is not None and tuple(positions.shape) not in (shape, (1, shape[1])):
         raise ValueError(
             f"positions are {tuple(positions.shape)} and tokens {shape}: give [B, T] or [1, T]"
+        )
+
+
+def _check_prompts(
+    prompts: SharedPrompts,
+    shape: tuple[int, int],
+    doc_ids: Tensor | OnHost | None,
+    cache: KVCache | GradientCache | None,
+) -> None:
+    """ValueError for prompts that do not fit the other arguments."""
+    if doc_ids is not None:
+        raise ValueError("prompts and doc_ids together: a prompt begins a document: drop doc_ids")
+    if cache is not None:
+        raise ValueError(
+            "prompts and cache together: to decode, give a KVCache with prompt=, and no prompts"
+        )
+    tokens = math.prod(shape)
+    if prompts.tokens != tokens:
+        raise ValueError(
+            f"prompts and responses have {prompts.tokens} tokens, and {tokens} are given: give "
+            f"lengths that add up to {tokens}"
         )
 
 
@@ -2571,6 +3126,7 @@ class NativeSparseAttention(Attention):
     decodes_by_clock = True
     starts_fresh = ("sparse",)
     refused_exchanges = {"gather_kv": "whose queries choose blocks over the whole row"}
+    refused_prompts = "whose queries choose blocks over the whole row"
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

@@ -10,20 +10,27 @@ import installed  # noqa: F401  (first: a missing package is answered in one lin
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from longhaul import cli, dist
+from longhaul.analysis.config import Measures
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds
-from longhaul.memory import advise, page, reconcile, report
+from longhaul.memory import advise, analysis, page, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
+from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.device import Demand, card
+from longhaul.memory.fit import Verdict
+from longhaul.memory.needs import largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
+from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
 
@@ -33,15 +40,17 @@ DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_me
 
 
 @dataclass(frozen=True)
-class ProfileConfig(TrainConfig):
-    """The trainer's flags and the profiler's own.
+class Profiler:
+    """The profiler's own flags, next to those of a program that trains (`SETTINGS`).
 
     `--device cpu` predicts a run on a CPU, any other device a run on CUDA.
     """
 
+    SETTINGS: ClassVar[type[TrainConfig]]
+
     dtype: str = flag(
         "bf16",
-        "compute precision; fp16 only with --advise --task analysis",
+        "compute precision; fp16 only with --task analysis",
         ("precision",),
         tuple(DTYPES),
         group="memory and speed",
@@ -82,7 +91,11 @@ class ProfileConfig(TrainConfig):
         False, "say what to change so that --task fits --gpu or --vram", group="profiler"
     )
     task: str = flag(
-        "train", "the task to run, with --advise", (), tuple(SCRIPTS), group="profiler"
+        "train",
+        "the task to run, whose flags are then known",
+        (),
+        tuple(SCRIPTS),
+        group="profiler",
     )
     gpu: str = flag("", "name of the card, with --solve and --advise", group="profiler")
     gpu_memory_gib: float = flag(
@@ -100,7 +113,8 @@ class ProfileConfig(TrainConfig):
     )
     gpus: int = flag(
         0,
-        f"most GPUs, with --solve; 0: as many as --nproc, or {MOST_GPUS} for world_size",
+        f"most GPUs, with --solve; 0: as many as --nproc, or {MOST_GPUS} for world_size; "
+        "with --advise the GPUs that share the model, 0: one",
         at_least=0,
         at_most=MOST_RANKS,
         group="profiler",
@@ -119,9 +133,9 @@ class ProfileConfig(TrainConfig):
                 "--compile: compiled layers are not simulated; the eager step is an upper bound: "
                 "drop --compile"
             )
-        if self.half == "fp16" and not (self.advise and self.task == "analysis"):
+        if self.half == "fp16" and self.task != "analysis":
             raise ValueError(
-                "--dtype fp16 works only with --advise --task analysis: gradients underflow in "
+                "--dtype fp16 works only with --task analysis: gradients underflow in "
                 "fp16 and longhaul has no loss scaler: use bf16 or fp32"
             )
 
@@ -132,29 +146,120 @@ class ProfileConfig(TrainConfig):
 
     def training(self) -> TrainConfig:
         """The trainer's settings."""
-        values = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(TrainConfig)}
+        specs = dataclasses.fields(self.SETTINGS)
+        values = {spec.name: getattr(self, spec.name) for spec in specs}
         values["dtype"] = "bf16" if self.half == "fp16" else self.half
-        return TrainConfig(**values)
+        return self.SETTINGS(**values)
 
     def model(self) -> ModelConfig:
         """The trainer's model."""
         return self.training().model()
 
 
+@dataclass(frozen=True)
+class ProfileConfig(Profiler, TrainConfig):
+    """The flags of train.py and the profiler's."""
+
+    SETTINGS: ClassVar[type[TrainConfig]] = TrainConfig
+
+
+@dataclass(frozen=True)
+class ProfileIntuitor(Profiler, IntuitorConfig):
+    """The flags of scripts.intuitor and the profiler's."""
+
+    SETTINGS: ClassVar[type[TrainConfig]] = IntuitorConfig
+
+
+@dataclass(frozen=True)
+class ProfileGrade(Profiler, GradeConfig):
+    """The flags of scripts.grade and the profiler's."""
+
+    SETTINGS: ClassVar[type[TrainConfig]] = GradeConfig
+
+
+@dataclass(frozen=True)
+class ProfileAnalysis(Profiler, Measures, TrainConfig):
+    """What scripts.run_full_analysis measures, of a model that the flags of train.py describe, and
+    the profiler's flags.
+    """
+
+    SETTINGS: ClassVar[type[TrainConfig]] = TrainConfig
+
+    init_from: str = flag(
+        "",
+        "folder of the model: a run or step-* folder of longhaul, or a Hugging Face Qwen3 model",
+        aliases=("checkpoint", "init_from_hf"),
+        group="model",
+    )
+
+    def __post_init__(self):
+        if self.compare:  # it begins with the model in float32
+            object.__setattr__(self, "dtype", "fp32")
+        super().__post_init__()
+        self.check_model(self.model())
+        for name in ("measure", "snapshot", "html", "length_schedule"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"--{name} is about training; the report of an analysis has what was measured "
+                    f"next to what was planned: drop --{name}"
+                )
+        if self.nproc > 1 or self.gpus > 1:
+            raise ValueError("one process analyses a model: drop --nproc and --gpus")
+
+    def analysed(self) -> Analysed:
+        """What is planned."""
+        request = advise.request(
+            self.task, self.training(), self.dtype, measures=analysis.measures_of(self)
+        )
+        return request.analysed
+
+
+CONFIGS = {  # others have the flags of train.py
+    "intuitor": ProfileIntuitor,
+    "grade": ProfileGrade,
+    "analysis": ProfileAnalysis,
+}
+
+
+def flags_of(words: Sequence[str]) -> type[Profiler]:
+    """The flags that a command line may have, by its --task."""
+    chosen = "train"
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--task":
+            chosen = following
+        elif word.startswith("--task="):
+            chosen = word.removeprefix("--task=")
+    return CONFIGS.get(chosen, ProfileConfig)
+
+
 def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
-        cfg = cli.parse(ProfileConfig, args, __doc__.splitlines()[0], start.completed)
+        words = sys.argv[1:] if args is None else args
+        cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         if cfg.length_schedule:
             return predict_stages(cfg)
+        check_gpu(cfg)
         if cfg.advise:
             return give_advice(cfg)
+        if isinstance(cfg, ProfileAnalysis):
+            return plan_analysis(cfg) if cfg.solve == "none" else solve_analysis(cfg)
         if cfg.solve != "none":
             return solve(cfg)
         return predict(cfg)
     except ValueError as error:
         print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def check_gpu(cfg: Profiler):
+    """ValueError if --solve or --advise shall fit a CPU."""
+    if cfg.device == "cpu" and (cfg.advise or cfg.solve != "none"):
+        flag = "--advise" if cfg.advise else "--solve"
+        raise ValueError(
+            f"{flag} looks for what fits a GPU, and `python {cfg.PROGRAM} --plan` says what a CPU "
+            "holds: drop --device cpu"
+        )
 
 
 def predict_stages(cfg: ProfileConfig) -> int:
@@ -188,7 +293,7 @@ def predicted(cfg: ProfileConfig) -> dict:
     """
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
-    training = cfg.training()
+    training = largest(cfg.training(), cfg.nproc)
 
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
@@ -211,7 +316,7 @@ def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
     """The step as an HTML page."""
     device = "a CPU" if demand is None else "a GPU (CUDA)"
     title = (
-        f"{cfg.model_size}, {cfg.batch_size} x {cfg.context_length:,} tokens, "
+        f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens, "
         f"one of {cfg.nproc} rank(s) on {device}"
     )
     facts = {}
@@ -256,13 +361,47 @@ def write(path: str, result: dict | list):
         raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
 
 
-def solve(cfg: ProfileConfig) -> int:
-    """Find what fits; print the candidates and a command."""
+def room_gib(cfg: Profiler) -> float:
+    """Memory of the card that --solve looks at."""
     gib = cfg.gpu_memory_gib
     if not cfg.gpu and not gib:
         gib = DEFAULT_GIB
-    room = card(cfg.gpu, gib, cfg.cc).gib
+    return card(cfg.gpu, gib, cfg.cc).gib
 
+
+def plan_analysis(cfg: ProfileAnalysis) -> int:
+    """Predict the parts of an analysis."""
+    target = "cpu" if cfg.device == "cpu" else "cuda"
+    asked = cfg.analysed()
+    plan = analysis.Plan(analysis.peaks(asked, target), target)
+    print(
+        f"predicted for {target}: {asked.words(cfg.model_size)}; tensors at the peak of each part"
+    )
+    print(plan.table())
+    print(f"  {'device':<20}{plan.gib:>9.2f} GiB, with the process or the CUDA context")
+    if cfg.json:
+        write(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
+    return 0
+
+
+def solve_analysis(cfg: ProfileAnalysis) -> int:
+    """Find the layers and the batch of an analysis, or its context, that a card holds."""
+    if cfg.solve == "world_size":
+        raise ValueError("one process analyses a model: use --solve levers or --solve context")
+    room = room_gib(cfg)
+    search = analysis.by_context if cfg.solve == "context" else analysis.by_layers
+    found = search(cfg.analysed(), room, say)
+    if found is None:
+        say("nothing fits")
+        return Verdict.NOTHING.exit_code
+    say(analysis.command(found, cfg.init_from, cfg.data, found.config.compute_dtype, "cuda"))
+    unchanged = found == cfg.analysed()
+    return (Verdict.FITS if unchanged else Verdict.AFTER_CHANGES).exit_code
+
+
+def solve(cfg: ProfileConfig) -> int:
+    """Find what fits; print the candidates and a command."""
+    room = room_gib(cfg)
     gpus = cfg.gpus or cfg.nproc
     if cfg.solve == "world_size" and not cfg.gpus:
         gpus = max(cfg.nproc, MOST_GPUS)
@@ -278,10 +417,13 @@ def give_advice(cfg: ProfileConfig) -> int:
     """Print what to change so that the task fits the card."""
     if cfg.nproc > 1:
         raise ValueError(
-            "--advise is about one GPU: drop --nproc, or use --solve world_size to find the ranks "
-            "that fit"
+            "--advise counts cards by --gpus: give that instead of --nproc, or use --solve "
+            "world_size to find the ranks that fit"
         )
-    request = advise.request(cfg.task, cfg.training(), cfg.dtype)
+    measures = Measures()
+    if isinstance(cfg, ProfileAnalysis):
+        measures = analysis.measures_of(cfg)
+    request = advise.request(cfg.task, cfg.training(), cfg.dtype, cfg.gpus or 1, measures)
     on = card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc)
     found = advise.advise(request, on, host_available_bytes() / GIB)
 

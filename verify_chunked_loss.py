@@ -9,6 +9,9 @@ The exit code is 0 if every check passes, 1 if one fails and 2 for bad input.
    and the time. The loss in one pass keeps its gradients instead, and must be as exact.
 3. The negative control: the loop over chunks of cross_entropy that many recipes recommend. Autograd
    keeps all of its logits, so it must fail the check of the bytes kept.
+
+With --policy it verifies the statistics of post-training instead: how far the probability of a
+token is from float64, with logits of bf16 and with those that longhaul/posttrain/policy.py takes.
 """
 
 import installed  # noqa: F401  (first: a missing package is answered in one line)
@@ -25,6 +28,7 @@ from flags import Parser
 from longhaul.dist import World, named_device
 from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.memory.plan import available_gib
+from longhaul.vocab import vocab_stats
 from model import GIB, IGNORE, Decoder, ModelConfig, linear_cross_entropy
 
 # tokens: (GiB of logits, whether the loss must be chunked)
@@ -40,13 +44,14 @@ SAVED_LIMIT = 12  # bytes per token beyond the inputs
 # the result to its dtype makes.
 FACTOR = 1.05
 FLOOR = {torch.bfloat16: 2e-3, torch.float16: 3e-4, torch.float32: 1e-6}
+PEAKED = 6.0  # standard deviation of the logits with --policy
 TOKEN_FLOOR = 1e-5  # nats: the rounding of a token's loss in fp32
 
 
 def main(args: list[str] | None = None) -> int:
     """Run all checks; the exit code."""
     given = parsed(args)
-    checks = [*check_rule(), *check_computation(given)]
+    checks = check_policy(given) if given.policy else [*check_rule(), *check_computation(given)]
 
     failed = checks.count(False)
     print(f"\n{len(checks) - failed} passed, {failed} failed")
@@ -64,6 +69,11 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
         choices=("bfloat16", "float16", "float32"),
         default="bfloat16",
         help="dtype of the hidden states and the weight",
+    )
+    parser.add_argument(
+        "--policy",
+        action="store_true",
+        help="verify the probabilities that train a policy instead of the loss",
     )
     for name, default, words in (
         ("--seq_len", 512, "number of tokens in the comparison"),
@@ -208,6 +218,58 @@ def token_bound(plain_error: float, V: int) -> float:
     """
     remains = min(0.8, 12 / V**0.5)
     return max(remains * plain_error, TOKEN_FLOOR)
+
+
+# ---- the probabilities that train a policy
+
+PROBABILITY_MEAN = 1e-4  # the largest mean and single error of a probability
+PROBABILITY_MAX = 2e-3
+
+
+def check_policy(given: argparse.Namespace) -> list[bool]:
+    """Errors of probabilities against float64 at targets of all ranks. The logits are as large as
+    those of a trained model: the likeliest tokens have probabilities of up to nearly 1.
+    """
+    N = given.seq_len
+    dtype = getattr(torch, given.dtype)
+    hidden_ND, weight_VD, labels_N = problem(N, given.hidden_size, given.vocab_size, dtype, "cpu")
+    hidden_ND = (hidden_ND * PEAKED).to(given.device)
+    weight_VD = weight_VD.to(given.device)
+
+    exact_NV = (hidden_ND.double() @ weight_VD.double().T).log_softmax(1)
+    labels_N = likely_labels(exact_NV, labels_N.clamp(min=0).to(given.device))
+    exact_N = exact_NV.gather(1, labels_N[:, None])[:, 0].exp()
+    ours_N = vocab_stats(hidden_ND.float(), weight_VD, labels_N).logprob.exp()
+    rounded_NV = (hidden_ND @ weight_VD.T).float().log_softmax(1)
+    rounded_N = rounded_NV.gather(1, labels_N[:, None])[:, 0].exp()
+
+    print(f"Computed: {N} tokens, vocabulary {given.vocab_size:,}, {given.dtype} on {given.device}")
+    print(f"  {'error of a probability':<34}{'mean':>10}{'largest':>10}")
+    errors = {}
+    for name, found_N in (("full logits", rounded_N), ("fp32 in tiles", ours_N)):
+        error_N = (found_N.double() - exact_N).abs()
+        errors[name] = float(error_N.mean()), float(error_N.max())
+        print(f"  {name:<34}{errors[name][0]:>10.1e}{errors[name][1]:>10.1e}")
+
+    mean, largest = errors["fp32 in tiles"]
+    return [
+        verdict(mean <= PROBABILITY_MEAN, f"the mean error is at most {PROBABILITY_MEAN:g}"),
+        verdict(largest <= PROBABILITY_MAX, f"the largest error is at most {PROBABILITY_MAX:g}"),
+        verdict(
+            dtype == torch.float32 or mean < errors["full logits"][0] / 4,
+            "it is less than a quarter of that of logits in the dtype of the weights",
+        ),
+    ]
+
+
+def likely_labels(logprob_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Of every four tokens three with a likely label, as a policy draws them: the first, second or
+    third of its distribution.
+    """
+    likeliest_N3 = logprob_NV.topk(3, dim=1).indices
+    place_N = torch.arange(len(labels_N), device=labels_N.device) % 4
+    likely_N = likeliest_N3.gather(1, place_N.clamp(max=2)[:, None])[:, 0]
+    return torch.where(place_N < 3, likely_N, labels_N)
 
 
 # ---- the losses: hidden [N, D], weight [V, D], labels [N] -> a mean over valid tokens, or [N]

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 Answer = TypeVar("Answer")
 Bytes = bytes | memoryview
@@ -87,13 +88,33 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace a file durably and atomically: a reader finds either the old or the new one."""
-    text = json.dumps(content, indent=1) + "\n"
-    temporary = path.with_name(f".tmp-{path.name}")
+    """Replace a file durably and atomically: a reader finds either the old or the new one.
 
-    write_bytes(temporary, text.encode())
+    NaN and infinities are written as null.
+    """
+    text = json.dumps(without_nan(content), indent=1, allow_nan=False) + "\n"
+    with replacing(path) as temporary:
+        write_bytes(temporary, text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write durably, which then takes the place of `path`, atomically."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    yield temporary
     rename(temporary, path)
     fsync(path.parent)
+
+
+def without_nan(value: Any) -> Any:
+    """A value for JSON, which has neither NaN nor infinity: they become None, also inside."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_text(path: Path) -> str:
@@ -139,10 +160,11 @@ class Digests:
         self.pool = ThreadPoolExecutor(HASHING_THREADS)
         self.size = 0
         self._digests: list[Future[str]] = []
-        self._chunks: list[Bytes] = []  # of the block that is not full yet
+        self._block = hashlib.sha256()  # the one that is not full yet
+        self._chunks: list[Bytes] = []  # what of it is not hashed yet
 
     def feed(self, content: Bytes) -> None:
-        """Add these bytes, which must not change before `result` returns."""
+        """Add these bytes, which must not change before `catch_up` or `result` returns."""
         while len(content):
             room = BLOCK - self.size % BLOCK
             chunk = content[:room]
@@ -152,22 +174,28 @@ class Digests:
             if self.size % BLOCK == 0:
                 self._submit()
 
+    def catch_up(self) -> None:
+        """Return once all that was fed is hashed; nothing of it is held any longer."""
+        for digest in self._digests:
+            digest.result()
+        self._digest(self._block, self._chunks)
+
     def result(self) -> dict:
         """{"bytes": size, "blocks": [digest of each block]}."""
-        if self._chunks:
+        if self.size % BLOCK:
             self._submit()
         return {"bytes": self.size, "blocks": [digest.result() for digest in self._digests]}
 
     def _submit(self) -> None:
-        self._digests.append(self.pool.submit(self._digest, self._chunks))
+        self._digests.append(self.pool.submit(self._digest, self._block, self._chunks))
+        self._block = hashlib.sha256()
         self._chunks = []
 
         # wait, so that no more blocks than there are threads are kept in memory
         if len(self._digests) > HASHING_THREADS:
             self._digests[-1 - HASHING_THREADS].result()
 
-    def _digest(self, chunks: list[Bytes]) -> str:
-        block = hashlib.sha256()
+    def _digest(self, block: "hashlib._Hash", chunks: list[Bytes]) -> str:
         while chunks:
             block.update(chunks.pop(0))
         return block.hexdigest()

@@ -11,7 +11,7 @@ library sees the file, in at most 60 MB of memory.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -56,6 +56,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+WEIGHTS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Span(NamedTuple):
@@ -81,6 +82,13 @@ def opened(path: Path) -> Iterator[safe_open]:
             yield source
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read ({error}): download or copy it again") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file; ValueError as `opened` raises it."""
+    with opened(path) as source:
+        names = source.keys()
+        return {name: source.get_tensor(name) for name in names}
 
 
 def check_header(path: Path) -> None:
@@ -154,23 +162,50 @@ def _are_sizes(value: object) -> bool:
 # ---- writing
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict:
+class Later(NamedTuple):
+    """A tensor that is read, or copied to the host, when it is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | Later]) -> dict:
     """Write tensors of any device, force the file to the disk, return its size and digests.
 
     One tensor at a time is copied to the host. Threads hash the bytes while they are written, so
-    that they need not be read again.
+    that they need not be read again. A `Later` is hashed and let go before the next one is read.
     """
-    # large elements first, so that each tensor begins at a multiple of its element size
-    by_element_size = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    tensors = {name: tensors[name] for name in by_element_size}
-
+    tensors = _large_elements_first(tensors)
     digests = durable.Digests()
     with digests.pool, open(path, "wb", buffering=0) as file:
         _append(file, digests, _header(tensors))
         for tensor in tensors.values():
             _append(file, digests, _host_bytes(tensor))
+            if isinstance(tensor, Later):
+                digests.catch_up()
         durable.fsync(path)
         return digests.result()
+
+
+def write_one_by_one(path: Path, tensors: Mapping[str, Later], metadata: dict[str, str]) -> None:
+    """Write tensors of which one at a time is in memory."""
+    tensors = _large_elements_first(tensors)
+    with open(path, "wb", buffering=0) as file:
+        durable.write(file, _header(tensors, metadata))
+        for later in tensors.values():
+            durable.write(file, _host_bytes(later))
+
+
+def _large_elements_first(tensors: Mapping[str, Tensor | Later]) -> dict[str, Tensor | Later]:
+    """In an order in which each tensor begins at a multiple of its element size."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    return {name: tensors[name] for name in order}
 
 
 def _append(file: BinaryIO, digests: durable.Digests, content: durable.Bytes) -> None:
@@ -181,15 +216,17 @@ def _append(file: BinaryIO, digests: durable.Digests, content: durable.Bytes) ->
         durable.write(file, chunk)
 
 
-def _host_bytes(tensor: Tensor) -> memoryview:
+def _host_bytes(tensor: Tensor | Later) -> memoryview:
     """The bytes of a tensor, which are copied if it is on a device or not contiguous."""
+    if isinstance(tensor, Later):
+        tensor = tensor.read()
     host = tensor.detach().contiguous().cpu()
     return memoryview(host.flatten().view(torch.uint8).numpy())
 
 
-def _header(tensors: dict[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor | Later], metadata: dict[str, str] | None = None) -> bytes:
     """The length and the JSON text, padded with spaces to a multiple of eight bytes."""
-    table = {}
+    table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
         begin = end

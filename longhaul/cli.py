@@ -5,8 +5,9 @@ A flag wins over the file of --config, and the file wins over the default of the
 
 import argparse
 import difflib
+import math
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,11 +28,13 @@ def flag(
     group: str = "",
     at_least: float | None = None,
     at_most: float | None = None,
+    without: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
-    at_least, at_most: the smallest and the largest number allowed, for the dataclass to check.
+    without: a value, and the flags that stand for it, each without a value of its own. at_least,
+    at_most: the smallest and the largest number allowed, which `check_ranges` checks.
     """
     metadata = dict(
         help=help,
@@ -42,6 +45,7 @@ def flag(
         group=group,
         at_least=at_least,
         at_most=at_most,
+        without=without,
     )
     if many:
         return field(default_factory=lambda: tuple(default), metadata=metadata)
@@ -58,15 +62,20 @@ def parse(
 
     `complete` may add settings to those that flags and file give, before the defaults count.
     """
-    parser = build_parser(cls, description)
-    given = vars(parser.parse_args(args))
-    settings = {}
-    if given.get("config"):
-        settings = read_toml(cls, given["config"], parser)
+    return cls(**complete(given(cls, args, description)))
 
-    for name, value in given.items():
+
+def given(cls: type, args: list[str] | None = None, description: str = "") -> dict[str, Any]:
+    """The settings that flags and the file of --config give, without the defaults."""
+    parser = build_parser(cls, description)
+    typed = vars(parser.parse_args(args))
+    settings = {}
+    if typed.get("config"):
+        settings = read_toml(cls, typed["config"], parser)
+
+    for name, value in typed.items():
         settings[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**complete(settings))
+    return settings
 
 
 # ---- flags
@@ -86,12 +95,18 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
     )
     sentences = getattr(cls, "GROUPS", {})
     groups = {}
-    for spec in fields(cls):
+    for spec in _given_fields(cls):
         title = spec.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title, sentences.get(title))
         _add_flag(groups[title], spec)
     return parser
+
+
+def _given_fields(cls: type) -> list[Field]:
+    """The fields that are flags: all but those of `cls.LEFT_OUT`, which keep their defaults."""
+    left_out = getattr(cls, "LEFT_OUT", ())
+    return [spec for spec in fields(cls) if spec.name not in left_out]
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -116,6 +131,15 @@ def _add_flag(group: argparse._ArgumentGroup, spec: Field) -> None:
         help=f"{spec.metadata['help']} (default: {_default_of(spec)})",
         **_values_of(spec),
     )
+    for name in spec.metadata["without"][1:]:
+        group.add_argument(
+            f"--{name}",
+            dest=spec.name,
+            action="store_const",
+            const=spec.metadata["without"][0],
+            default=argparse.SUPPRESS,
+            help=f"the same as --{spec.name} {spec.metadata['without'][0]}",
+        )
 
 
 def _values_of(spec: Field) -> dict[str, Any]:
@@ -166,7 +190,7 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     Errors name the file and the key.
     """
     table = _table(path, parser)
-    fields_by_name = {name: spec for spec in fields(cls) for name in _names_of(spec)}
+    fields_by_name = {name: spec for spec in _given_fields(cls) for name in _names_of(spec)}
 
     values = {}
     keys = {}
@@ -241,3 +265,44 @@ def _checked_list(value: Any, given: str, parser: Parser) -> tuple[str, ...]:
 
 
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+# ---- ranges
+
+
+def check_ranges(cfg: Any) -> None:
+    """ValueError if a field of a dataclass of flags is outside its at_least or at_most."""
+    for spec in fields(cfg):
+        least = spec.metadata["at_least"]
+        most = spec.metadata["at_most"]
+        value = getattr(cfg, spec.name)
+        if least is not None and not least <= value < math.inf:
+            raise ValueError(
+                f"--{spec.name} {value} is out of range: give a number of at least {least}"
+            )
+        if most is not None and value > most:
+            raise ValueError(
+                f"--{spec.name} {value} is out of range: give a number of at most {most}"
+            )
+
+
+# ---- lists of words
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words between commas."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def known_words(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The words between commas; ValueError if there is none, or one that is not known."""
+    found = words_of(text)
+    if not found:
+        raise ValueError(f"{flag} names nothing: give some of {','.join(known)}")
+    for word in found:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0)[0]
+            raise ValueError(
+                f"{flag} {word[:40]} is unknown: did you mean {near}? (all are {','.join(known)})"
+            )
+    return found

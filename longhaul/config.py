@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import lengths
-from longhaul.cli import flag
+from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.parallel import context
@@ -23,6 +23,12 @@ from model import ATTENTIONS, CHOICES, PRESETS, ModelConfig, NSAConfig, attentio
 TOKENS_PER_TILE = 4096
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+# What --evals may name, in the order in which it is measured.
+EVALS = ("loss", "position", "gain", "retrieval")
+# What --eval_tasks may name: those of longhaul/evals/tasks.py, in their order.
+EVAL_TASKS = ("single", "multikey", "multivalue", "copy", "tracking2", "tracking4")
+SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval, if --eval_lengths does not say
 
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
 # commands use.
@@ -39,6 +45,8 @@ DTYPE_SPELLINGS = {
 @dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run, validated once and never changed; the help of a field has its unit."""
+
+    PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
 
     # Printed by --help: a sentence for each group of flags, and commands to start from.
     GROUPS: ClassVar[dict[str, str]] = {
@@ -162,6 +170,12 @@ class TrainConfig:
         "documents no longer than the first stage's length; 0: as documents come",
         at_least=0,
         at_most=1,
+        group="data",
+    )
+    whole_documents: bool = flag(
+        False,
+        "pack rows only from documents of at most --context_length tokens, in a length schedule "
+        "those of each stage; longer ones are left out instead of cut",
         group="data",
     )
     documents: str = flag(
@@ -519,15 +533,46 @@ class TrainConfig:
     )
     eval_every: int = flag(
         100,
-        "steps between validations, each with a text sample in TensorBoard; 0: never",
+        "steps between evaluations, each with a text sample in TensorBoard; 0: never",
         aliases=("eval_steps",),
         at_least=0,
         group="run",
     )
+    evals: str = flag(
+        "loss,position",
+        f"what --eval_every measures, of {', '.join(EVALS)}: the validation loss, the loss by "
+        "position, the gain of the full context on a short one, retrieval",
+        group="run",
+    )
+    eval_tasks: str = flag(
+        ",".join(EVAL_TASKS),
+        "--evals retrieval: which tasks are asked, one or more of the default",
+        group="run",
+    )
     eval_rows: int = flag(
         8,
-        "rows per validation, over all ranks",
+        "rows of each corpus's validation split that are measured, over all ranks",
         at_least=1,
+        group="run",
+    )
+    eval_lengths: str = flag(
+        "",
+        "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024 to "
+        "the context length",
+        group="run",
+    )
+    eval_items: int = flag(
+        32,
+        "--evals retrieval: items of each task at each length",
+        at_least=1,
+        at_most=10**6,
+        group="run",
+    )
+    eval_seconds: float = flag(
+        0.0,
+        "seconds after which an evaluation leaves out what it has not measured yet, but never the "
+        "losses; 0: no limit",
+        at_least=0,
         group="run",
     )
     log_every: int = flag(
@@ -561,6 +606,8 @@ class TrainConfig:
 
         self._check_activation_levers(config)
         self._check_optimizer_levers()
+        if self.eval_every:
+            self._check_evals()
         if self.context_ranks > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
@@ -620,19 +667,7 @@ class TrainConfig:
 
     def _check_ranges(self) -> None:
         """ValueError for a number outside its range."""
-        for spec in dataclasses.fields(self):
-            least = spec.metadata["at_least"]
-            most = spec.metadata["at_most"]
-            value = getattr(self, spec.name)
-            if least is not None and not least <= value < math.inf:
-                raise ValueError(
-                    f"--{spec.name} {value} is out of range: give a number of at least {least}"
-                )
-            if most is not None and value > most:
-                raise ValueError(
-                    f"--{spec.name} {value} is out of range: give a number of at most {most}"
-                )
-
+        check_ranges(self)
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -651,6 +686,25 @@ class TrainConfig:
             raise ValueError(
                 f"--adam_eps {self.adam_eps} is out of range: give a number above 0 and at most 1"
             )
+
+    def _check_evals(self) -> None:
+        """ValueError for no measure or task, an unknown one, and lengths that are no numbers."""
+        known_words("--evals", self.evals, EVALS)
+        known_words("--eval_tasks", self.eval_tasks, EVAL_TASKS)
+        self._given_eval_lengths()
+
+    def check_eval_lengths(self) -> None:
+        """ValueError for a length beyond the context; not of a stage, which may be shorter."""
+        given = self._given_eval_lengths()
+        if given and given[-1] > self.context_length:
+            raise ValueError(
+                f"--eval_lengths {self.eval_lengths} has {given[-1]}, and --context_length is "
+                f"{self.context_length}: give at most {self.context_length}"
+            )
+
+    def _given_eval_lengths(self) -> tuple[int, ...]:
+        """The numbers of --eval_lengths, rising; ValueError for another word."""
+        return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
     def _check_activation_levers(self, model: ModelConfig) -> None:
         """ValueError for levers of layers that exclude each other."""
@@ -729,6 +783,10 @@ class TrainConfig:
                 "add --grad_clip 0"
             )
 
+    def scheduled(self, step: int) -> dict[str, float]:
+        """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
+        return {}
+
     def warnings(self) -> list[str]:
         """What a run with these settings should be told: settings without effect, a warmup that is
         longer than the run, sparse attention over rows that are too short for it.
@@ -757,7 +815,13 @@ class TrainConfig:
     def ineffective_settings(self) -> list[str]:
         """Names of settings that were changed from their default and that the others make void."""
         only_warmup = self.warmup_steps >= self.max_steps
+        asks_nothing = self.eval_every > 0 and "retrieval" not in self.eval_names()
+        costly = set(self.eval_names()) - {"loss", "position"}
         ineffective = dict(
+            eval_tasks=asks_nothing,
+            eval_lengths=asks_nothing,
+            eval_items=asks_nothing,
+            eval_seconds=self.eval_every > 0 and not costly,
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
             documents=bool(self.data),
@@ -812,6 +876,27 @@ class TrainConfig:
             batch_size=self.batch_size * ratio,
             global_batch_size=self.global_batch_size * ratio,
         )
+
+    def eval_names(self) -> tuple[str, ...]:
+        """What an evaluation measures."""
+        return words_of(self.evals)
+
+    def retrieval_tasks(self) -> tuple[str, ...]:
+        """What an evaluation asks."""
+        return words_of(self.eval_tasks)
+
+    def retrieval_lengths(self) -> tuple[int, ...]:
+        """Tokens of the rows of retrieval; a stage of a length schedule has those that fit."""
+        given = self._given_eval_lengths()
+        if given:
+            return tuple(length for length in given if length <= self.context_length)
+
+        return lengths.doublings(SHORTEST_EVAL, self.context_length)
+
+    @property
+    def document_lengths(self) -> range | None:
+        """The lengths of the documents that are read, in tokens; None: all."""
+        return range(1, self.context_length + 1) if self.whole_documents else None
 
     def stage_of(self, step: int) -> "Stage":
         """The stage in which the step after `step` steps is; after the last one, the last."""
@@ -870,6 +955,20 @@ class TrainConfig:
         low_precision = self.dtype == "bf16" and without_masters
         tokens = self.context_length // self.context_ranks
         return config.loss_path(self.batch_size, tokens, low_precision)
+
+    def loss_in_words(self, config: ModelConfig, ranks: int) -> str:
+        """What is minimised, and what its logits would need."""
+        shape = (self.batch_size, self.context_length // self.context_ranks)
+        return (
+            f"{self.loss_path(config, ranks)} (full logits would be "
+            f"{config.logits_gib(*shape):.2f} GiB per rank and micro-batch; threshold "
+            f"{config.logits_threshold_gib:g} GiB)"
+        )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row of a micro-batch."""
+        return self.context_length
 
     @property
     def context_ranks(self) -> int:

@@ -247,6 +247,13 @@ def all_sum(value: Tensor) -> Tensor:
     return value
 
 
+def all_max(value: Tensor) -> Tensor:
+    """The maximum over all ranks, in place; for one process the value itself."""
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX)
+    return value
+
+
 def any_rank(flag: bool, group=None) -> bool:
     """Whether `flag` is set on any rank. All ranks of the group must ask at the same time."""
     return sum_over_ranks(int(flag), group) > 0

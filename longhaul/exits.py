@@ -25,6 +25,8 @@ STORAGE = 6  # StorageError's
 WORLD = 7  # ranks: a wrong number of them, or one that was lost
 PREEMPTED = 75  # asked to stop, and saved
 
+LAUNCHER = os.getppid()  # torchrun, if it started this process
+
 
 class Halt(Exception):
     """The end of a run that is under way, for a reason that a user can act on."""
@@ -69,7 +71,8 @@ def last_words(message: str) -> None:
     # what only repeats the message may fail, as on a full disk: the exit code must not change
     with contextlib.suppress(OSError):
         _write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), message)
-    if not _will_restart():
+    # without a launcher there is no report to wait for, and another process is the parent now
+    if os.getppid() == LAUNCHER and not _will_restart():
         with contextlib.suppress(OSError):
             _say_after_torchrun(message)
 
@@ -95,7 +98,7 @@ def _say_after_torchrun(message: str) -> None:
     """
     program = str(Path(__file__).with_name("epilogue.py"))
     subprocess.Popen(
-        [sys.executable, "-I", "-S", program, str(os.getppid()), message],
+        [sys.executable, "-I", "-S", program, str(LAUNCHER), message],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -104,10 +104,14 @@ def train_flops(config: ModelConfig, tokens: int, pairs: float) -> float:
 
 
 def step_operations(cfg: TrainConfig, config: ModelConfig, ranks: int) -> Operations:
-    """Operations of one optimizer step over all ranks, recomputation included."""
+    """Operations of one optimizer step over all ranks, recomputation included; of post-training
+    those of the update, as if a row were documents of `context_length` tokens.
+    """
     rows = cfg.rows_per_step(ranks)
-    tokens = rows * cfg.context_length
-    products, attention = train_operations(config, tokens, rows * pairs(config, cfg.context_length))
+    documents = rows * cfg.row_tokens / cfg.context_length
+    products, attention = train_operations(
+        config, rows * cfg.row_tokens, documents * pairs(config, cfg.context_length)
+    )
 
     forwards = 0  # of attention, beyond the first
     if cfg.gradient_checkpointing == "full":

@@ -9,6 +9,11 @@ from model import Decoder, KVCache, ModelConfig, attention_kind
 
 Step = Callable[[], Tensor]
 
+# How text is sampled unless somebody chooses. An exported folder says the same to other programs.
+TEMPERATURE = 0.8
+TOP_K = 50
+TOP_P = 1.0
+
 # Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
 
@@ -64,9 +69,9 @@ def generate(
     prompt: list[int],
     max_new_tokens: int,
     *,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+    top_p: float = TOP_P,
     seed: int = 0,
     stop_id: int | None = None,
     vocab_size: int | None = None,
@@ -122,10 +127,14 @@ def cast_matrices(model: Decoder):
 
 def prefill(model: Decoder, tokens_1T: Tensor, cache: KVCache):
     """Fill the cache with a prompt, without computing logits."""
-    in_parts = attention_kind(model.config).prompt_in_parts
-    chunk = PREFILL_CHUNK if in_parts else tokens_1T.shape[1]
-    for part_1T in tokens_1T.split(chunk, dim=1):
+    for part_1T in tokens_1T.split(prompt_part(model.config, tokens_1T.shape[1]), dim=1):
         model.hidden(part_1T, cache=cache)
+
+
+def prompt_part(config: ModelConfig, length: int) -> int:
+    """Tokens of a prompt of `length` that a forward takes at most."""
+    in_parts = attention_kind(config).prompt_in_parts
+    return min(PREFILL_CHUNK, length) if in_parts else length
 
 
 def _choose(

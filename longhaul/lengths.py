@@ -88,3 +88,24 @@ def thetas(lengths: Sequence[Length], first: float, proportional: bool) -> list[
         ratio = length.tokens / before.tokens if proportional else 1.0
         found.append(length.theta or found[-1] * ratio)
     return found
+
+
+# ---- the lengths of an evaluation
+
+
+def numbers(flag: str, words: str) -> tuple[int, ...]:
+    """The numbers of `words`, rising; ValueError naming the flag for another word."""
+    found = words.split(",")
+    for word in found:
+        if not re.fullmatch(r"[1-9]\d{0,11}", word.strip()):
+            raise ValueError(
+                f"{flag} {words[:60]} has {word[:20]!r}: give numbers of tokens, such as 4096,8192"
+            )
+    return tuple(sorted({int(word) for word in found}))
+
+
+def doublings(shortest: int, longest: int) -> tuple[int, ...]:
+    """`shortest`, twice that, and so on up to `longest`; only `longest` if it is shorter."""
+    first = min(shortest, longest)
+    count = (longest // first).bit_length()
+    return tuple(first * 2**power for power in range(count))

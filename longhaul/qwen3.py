@@ -3,9 +3,8 @@
     decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)   # fields of ModelConfig
     to_hf(decoder, "exported")      # read by transformers 4.51 and later, and by 5
 
-Weights move one tensor at a time, in their own dtype: at most one tensor (reading) or one file
-(writing) exists twice. Whatever is wrong with a folder is a ValueError of one line, and is found in
-the headers before a weight is read.
+Weights move one tensor at a time, in their own dtype: no more than one exists twice. Whatever is
+wrong with a folder is a ValueError of one line, and is found before a weight is copied.
 """
 
 import functools
@@ -15,14 +14,14 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
-from files.tensors import opened
+from files.tensors import WEIGHTS, Later, opened, write_one_by_one
 from files.untrusted import read_json, refuse_pickle
 from model import Decoder, ModelConfig, attention_kind
 
@@ -33,8 +32,6 @@ SHARD_BYTES = 5 * 10**9  # the size of a file at which Hugging Face's tools star
 LARGEST = 2**40
 LARGEST_SIZE = 2**20
 LARGEST_VOCABULARY = 2**24
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # Our names of the model's parts and fields, and Hugging Face's.
 PARTS = dict(
@@ -85,14 +82,37 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-def from_hf(folder: str | Path, **overrides) -> Decoder:
-    """A Decoder on the CPU with the folder's weights, stored and computing in the folder's dtype.
+def from_hf(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    **overrides,
+) -> Decoder:
+    """A Decoder on `device` with the folder's weights, stored in `dtype` or, like those of the
+    folder, each in its own, and computing in the folder's.
 
     `overrides` replace fields of ModelConfig. To train with fp32 master weights, call `.float()`.
     ValueError: not a Qwen3 model; settings that this decoder does not compute; missing, unknown,
     misshapen or unreadable tensors; pickled weights.
     """
-    folder = Path(folder)
+    decoder, weights = stored_model(Path(folder), **overrides)
+    for name, weight in weights.items():
+        parameter = decoder.get_parameter(name)
+        parameter.data = parameter.data.to(weight.dtype)
+    if dtype is not None:
+        decoder.to(dtype)
+    decoder.to_empty(device=device)
+    decoder.tie_weights()
+    for part in attention_kind(decoder.config).starts_fresh:
+        decoder.init_weights(part=f".{part}.")
+    _fill(decoder, weights)
+    return decoder
+
+
+def stored_model(folder: Path, **overrides) -> tuple[Decoder, dict[str, Later]]:
+    """The model of `from_hf` on meta, and the folder's weights by their names in it, each of which
+    is read when it is asked for.
+    """
     fields = read_config(folder)
     stored = _stored(folder)
     _check_size(fields, stored, folder)
@@ -100,15 +120,7 @@ def from_hf(folder: str | Path, **overrides) -> Decoder:
 
     with torch.device("meta"):
         decoder = Decoder(ModelConfig(**fields | overrides))
-    _check(decoder, stored, folder)
-    for name, parameter in _carried(decoder).items():
-        parameter.data = parameter.data.to(stored[hf_name(name)].dtype)
-    decoder.to_empty(device="cpu")
-    decoder.tie_weights()
-    for part in attention_kind(decoder.config).starts_fresh:
-        decoder.init_weights(part=f".{part}.")
-    _fill(decoder, stored, folder)
-    return decoder
+    return decoder, _weights(decoder, stored, folder)
 
 
 def load_into(decoder: Decoder, folder: str | Path) -> None:
@@ -133,9 +145,7 @@ def load_into(decoder: Decoder, folder: str | Path) -> None:
 
 def overwrite(decoder: Decoder, folder: Path) -> None:
     """`load_into` for a decoder whose settings were compared with the folder's before."""
-    stored = _stored(folder)
-    _check(decoder, stored, folder)
-    _fill(decoder, stored, folder)
+    _fill(decoder, _weights(decoder, _stored(folder), folder))
 
 
 def check_geometry(config: ModelConfig, folder: Path) -> dict:
@@ -290,12 +300,12 @@ def _stored_in(path: Path) -> dict[str, Stored]:
         for name in source.keys():  # noqa: SIM118 (a reader of safetensors cannot be iterated over)
             header = source.get_slice(name)
             dtype = header.get_dtype()
-            if dtype not in DTYPES:
+            if dtype not in WEIGHTS:
                 raise ValueError(
                     f"{path}: {_printable(name)} is stored as {dtype}: "
-                    f"convert it to one of {', '.join(DTYPES)}"
+                    f"convert it to one of {', '.join(WEIGHTS)}"
                 )
-            stored[name] = Stored(path, tuple(header.get_shape()), DTYPES[dtype])
+            stored[name] = Stored(path, tuple(header.get_shape()), WEIGHTS[dtype])
     return stored
 
 
@@ -386,11 +396,9 @@ def _printable(name: str) -> str:
     return name[:200].encode("unicode_escape").decode()
 
 
-@torch.no_grad()
-def _fill(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
-    for name, parameter in _carried(decoder).items():
-        parameter.copy_(_shard_of(_read(stored, hf_name(name)), parameter))
-
+def _weights(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> dict[str, Later]:
+    """The weights of the decoder's parameters, by their names; ValueError unless they fit it."""
+    _check(decoder, stored, folder)
     if decoder.config.tie_embeddings and "lm_head.weight" in stored:
         head = _read(stored, "lm_head.weight")
         if not torch.equal(head, _read(stored, hf_name("embed.weight"))):
@@ -399,10 +407,33 @@ def _fill(decoder: Decoder, stored: dict[str, Stored], folder: Path) -> None:
                 "set tie_word_embeddings to false in config.json"
             )
 
+    weights = {}
+    for name in _carried(decoder):
+        theirs = hf_name(name)
+        read = functools.partial(_read, stored, theirs)
+        weights[name] = Later(stored[theirs].shape, stored[theirs].dtype, read)
+    return weights
+
 
 def _read(stored: dict[str, Stored], name: str) -> torch.Tensor:
-    with opened(stored[name].path) as source:
-        return source.get_tensor(name)
+    """A tensor in the pages of its file, which is opened for this tensor only, because the pages of
+    an open one stay in memory.
+    """
+    path, shape, dtype = stored[name]
+    with opened(path) as source:
+        tensor = source.get_tensor(name)
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{path}: {_printable(name)} changed while the folder was read: run the command again"
+        )
+    return tensor
+
+
+@torch.no_grad()
+def _fill(decoder: Decoder, weights: dict[str, Later]) -> None:
+    for name, weight in weights.items():
+        parameter = decoder.get_parameter(name)
+        parameter.copy_(_shard_of(weight.read(), parameter))
 
 
 def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -423,34 +454,59 @@ def _widest(dtypes: Iterable[torch.dtype]) -> str:
 # ---- writing
 
 
-def to_hf(
-    decoder: Decoder,
+def to_hf(decoder: Decoder, folder: str | Path, **settings: Any) -> None:
+    """Write `decoder` (whole, unsharded) as a Hugging Face folder; `settings` as in `write_hf`."""
+    weights = {}
+    for name, parameter in decoder.named_parameters():
+        weights[name] = Later(tuple(parameter.shape), parameter.dtype, parameter.detach)
+    write_hf(decoder.config, weights, folder, **settings)
+
+
+def write_hf(
+    config: ModelConfig,
+    weights: Mapping[str, Later],
     folder: str | Path,
+    *,
     shard_bytes: int = SHARD_BYTES,
     context: int = 0,
     eod_id: int | None = None,
+    sampling: Mapping[str, Any] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write `decoder` (whole, unsharded) as a Hugging Face folder, which appears by a rename.
+    """Write a Hugging Face folder, which appears by a rename. One weight at a time is in memory.
 
+    `weights`: the parameters of a Decoder of `config`, by their names.
     `context`: as in `hf_config`. `eod_id`: the end-of-document id, at which generation stops.
+    `sampling`: what generation_config.json says besides, such as a temperature. It may name other
+    tokens than the end of document to begin and to pad a text.
+    `files`: {name: content} of what else belongs into the folder, such as the tokenizer.
     ValueError if the folder holds anything.
     """
     folder = Path(folder).resolve()
-    config = hf_config(decoder, context)
+    settings = _settings(config, (weight.dtype for weight in weights.values()), context)
     if eod_id is not None:
-        config["eos_token_id"] = eod_id
+        settings |= dict(
+            bos_token_id=sampling.get("bos_token_id", eod_id),
+            eos_token_id=eod_id,
+        )
     if folder.exists() and not _is_empty(folder):
         raise ValueError(f"{folder} exists and is not an empty folder: choose another output")
 
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    tensors = {hf_name(name): parameter.detach() for name, parameter in decoder.named_parameters()}
-    _write_weights(tensors, temporary, shard_bytes)
-    _write_json(config, temporary / "config.json")
-    if eod_id is not None:
-        _write_json(dict(eos_token_id=eod_id), temporary / "generation_config.json")
-    os.replace(temporary, folder)
+    try:
+        named = {hf_name(name): weight for name, weight in weights.items()}
+        _write_weights(named, temporary, shard_bytes)
+        _write_json(settings, temporary / "config.json")
+        if eod_id is not None:
+            ends = dict(bos_token_id=eod_id, eos_token_id=eod_id, pad_token_id=eod_id)
+            _write_json(ends | dict(sampling), temporary / "generation_config.json")
+        for name, content in files.items():
+            (temporary / name).write_bytes(content)
+        os.replace(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_empty(folder: Path) -> bool:
@@ -461,20 +517,35 @@ def _write_json(content: dict, path: Path) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def require_counterpart(config: ModelConfig) -> None:
+    """ValueError if no Qwen3 computes what this model does."""
+    if not attention_kind(config).is_qwen3:
+        raise ValueError(
+            f"attention_type={config.attention_type!r} has no Qwen3 counterpart: "
+            "export a model of standard attention"
+        )
+
+
 def hf_config(decoder: Decoder, context: int = 0) -> dict:
     """config.json in the spelling of transformers 4, which 5 reads too.
 
     `context`: tokens that the model can read, 0 for what its rotary settings say. With yarn it is
     what they say in any case, because transformers 4.51 takes the factor from it.
     """
-    config = decoder.config
-    if not attention_kind(config).is_qwen3:
-        raise ValueError(
-            f"attention_type={config.attention_type!r} has no Qwen3 counterpart: "
-            "export a model of standard attention"
-        )
-    if not context or config.rope_scaling == "yarn":
-        context = round(config.rope_original_context * config.rope_factor)
+    return _settings(decoder.config, (p.dtype for p in decoder.parameters()), context)
+
+
+def readable_context(config: ModelConfig, context: int) -> int:
+    """`context` as the files of a folder say it: in any case what the rotary settings say if it is
+    0 or they are of yarn.
+    """
+    if context and config.rope_scaling != "yarn":
+        return context
+    return round(config.rope_original_context * config.rope_factor)
+
+
+def _settings(config: ModelConfig, dtypes: Iterable[torch.dtype], context: int) -> dict:
+    require_counterpart(config)
     scaling = None
     if config.rope_scaling != "none":
         scaling = dict(rope_type=config.rope_scaling, factor=config.rope_factor)
@@ -488,18 +559,18 @@ def hf_config(decoder: Decoder, context: int = 0) -> dict:
         rms_norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
         rope_scaling=scaling,
-        max_position_embeddings=context,
+        max_position_embeddings=readable_context(config, context),
         hidden_act="silu",
         attention_bias=False,
         attention_dropout=0.0,
         use_sliding_window=False,
         sliding_window=None,
         initializer_range=config.init_std,
-        torch_dtype=_widest(p.dtype for p in decoder.parameters()),
+        torch_dtype=_widest(dtypes),
     )
 
 
-def _write_weights(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: int) -> None:
+def _write_weights(tensors: dict[str, Later], folder: Path, shard_bytes: int) -> None:
     shards = _shards(tensors, shard_bytes)
     files = ["model.safetensors"]
     if len(shards) > 1:
@@ -508,12 +579,8 @@ def _write_weights(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: 
 
     weight_map = {}
     for file, names in zip(files, shards, strict=True):
-        # No name for the copies: only one file's may exist at a time.
-        save_file(
-            {name: tensors[name].cpu().contiguous() for name in names},
-            folder / file,
-            metadata={"format": "pt"},
-        )
+        chosen = {name: tensors[name] for name in names}
+        write_one_by_one(folder / file, chosen, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
 
     if len(shards) > 1:
@@ -522,7 +589,7 @@ def _write_weights(tensors: dict[str, torch.Tensor], folder: Path, shard_bytes: 
         _write_json(index, folder / "model.safetensors.index.json")
 
 
-def _shards(tensors: dict[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
+def _shards(tensors: dict[str, Later], shard_bytes: int) -> list[list[str]]:
     """Names of the tensors of each file: as many in turn as fit into `shard_bytes`."""
     shards: list[list[str]] = [[]]
     size = 0

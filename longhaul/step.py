@@ -4,8 +4,9 @@ profiling and tests all use these two functions, so none of them can drift from 
 Letters: B rows of a micro-batch, T context length, R rows that the loader gives to this rank.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,44 @@ from longhaul.config import TrainConfig
 from longhaul.parallel import apply
 from model import IGNORE, Decoder, ModelConfig, OnHost
 
-MicroBatch = dict[str, Tensor | OnHost]  # keyword arguments of Decoder.forward
+MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
 ONE_PROCESS = dist.World()
+
+
+class Objective(Protocol):
+    """What a step minimises: sum of `loss` over all micro-batches of all ranks.
+
+    Pretraining's is `NextToken`; longhaul/posttrain/ has those of post-training.
+    """
+
+    def weight(self, micro: MicroBatch) -> Tensor:
+        """What a micro-batch adds to the divisor of the loss, such as its valid tokens: a whole
+        number, 0-d.
+        """
+
+    def loss(self, model: Decoder, micro: MicroBatch, divisor: Tensor) -> Tensor:
+        """The micro-batch's share of the loss, 0-d: its sum / divisor, which is the sum of all
+        weights over micro-batches and ranks, and at least 1.
+        """
+
+    def tokens(self, micro: MicroBatch, ranks: int) -> int:
+        """Tokens of the micro-batch, padding included, and of those that the other ones of so many
+        ranks run at the same time; the host knows them without waiting for the device.
+        """
+
+
+class NextToken:
+    """The mean cross-entropy of the next token. A micro-batch is Decoder.forward's arguments."""
+
+    def weight(self, micro: MicroBatch) -> Tensor:
+        return (micro["labels_BT"] != IGNORE).sum()
+
+    def loss(self, model: Decoder, micro: MicroBatch, divisor: Tensor) -> Tensor:
+        return model(**micro, num_valid=divisor)
+
+    def tokens(self, micro: MicroBatch, ranks: int) -> int:
+        return ranks * micro["tokens_BT"].numel()  # all rows have the context length
 
 
 @dataclass
@@ -32,6 +68,7 @@ class TrainState:
     device: torch.device
     world: dist.World
     mesh: DeviceMesh | None = None  # of the data-parallel ranks; None for one process
+    objective: Objective = field(default_factory=NextToken)
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen, padding included
     # whether a first step has checked its labels, at the cost of a host synchronisation
@@ -107,12 +144,32 @@ def fill(
 ) -> TrainState:
     """Memory and weights for a skeleton, and its optimizer: the second half of `build`."""
     device = torch.device(device)
-    if device.type != "meta":
-        model.to_empty(device=device)
-        model.tie_weights()
-        model.init_weights(cfg.seed)
+    materialise(model, cfg.seed, device)
     optimizer = optim.build_optimizer(model, cfg)
     return TrainState(cfg, model, optimizer, device, world, mesh)
+
+
+def materialise(model: Decoder, seed: int, device: torch.device):
+    """Memory and random weights for a skeleton; on meta it stays one."""
+    if device.type == "meta":
+        return
+    model.to_empty(device=device)
+    model.tie_weights()
+    model.init_weights(seed)
+
+
+def frozen(
+    cfg: TrainConfig,
+    model_config: ModelConfig,
+    device: torch.device | str,
+    mesh: DeviceMesh | None = None,
+) -> Decoder:
+    """A model that is read and never trained, such as a policy's reference, with the levers of
+    `build` and no optimizer.
+    """
+    model = skeleton(cfg, model_config, mesh)
+    materialise(model, cfg.seed, torch.device(device))
+    return model.requires_grad_(False)
 
 
 # ---- a batch
@@ -143,10 +200,10 @@ def _on_device(array, device: torch.device) -> Tensor:
 
 
 def count_valid(batch: list[MicroBatch], state: TrainState) -> Tensor:
-    """Positions with a target in all micro-batches of all ranks, which divides the summed loss.
-    There is no host synchronisation.
+    """The weights of all micro-batches of all ranks, which divide the summed loss; pretraining's
+    are positions with a target. There is no host synchronisation.
     """
-    local = torch.stack([(micro["labels_BT"] != IGNORE).sum() for micro in batch]).sum()
+    local = torch.stack([state.objective.weight(micro) for micro in batch]).sum()
     total = dist.all_sum(local.to(state.device))
     return total // state.cfg.context_ranks  # ranks that share rows have counted the same ones
 
@@ -159,7 +216,8 @@ def train_step(
 ) -> StepResult | None:
     """One optimizer step over the micro-batches of `batch`.
 
-    The loss is the sum over every rank's and micro-batch's tokens / global number of valid tokens.
+    The loss is the sum over every rank's and micro-batch's tokens / global number of valid tokens,
+    or what another objective makes of them.
     FSDP2 averages gradients over ranks, so each rank's share is multiplied by their number before
     the backward. `must_stop()` is asked between micro-batches; if it is true, the step is given up,
     nothing has changed, and None is returned.
@@ -187,7 +245,7 @@ def gradients(
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
-        loss = model(**micro, num_valid=divisor)
+        loss = state.objective.loss(model, micro, divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
         sums.add()
@@ -225,8 +283,8 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     state.optimizer.zero_grad(set_to_none=True)
 
     state.step += 1
-    local_tokens = sum(micro["tokens_BT"].numel() for micro in batch)
-    state.tokens += local_tokens * (state.world.size // cfg.context_ranks)
+    ranks = state.world.size // cfg.context_ranks
+    state.tokens += sum(state.objective.tokens(micro, ranks) for micro in batch)
     return StepResult(
         loss=loss,
         grad_norm=norm,
@@ -294,26 +352,3 @@ def accumulation(state: TrainState, micro_batches: int) -> PlainSums | PairwiseS
     if state.cfg.pairwise_accumulation and state.world.size == 1 and pairs:
         return PairwiseSums(state.model)
     return PlainSums()
-
-
-# ---- validation
-
-
-@torch.no_grad()
-def evaluate(
-    state: TrainState, batches: Iterable[list[MicroBatch]], must_stop: MustStop | None = None
-) -> tuple[float, int] | None:
-    """Mean loss in nats over all valid tokens of `batches` and of all ranks, and their number; None
-    if `must_stop()` gave it up.
-    """
-    total = torch.zeros((), device=state.device, dtype=torch.float64)
-    count = torch.zeros((), device=state.device, dtype=torch.int64)
-    for batch in batches:
-        for micro in batch:
-            if must_stop is not None and must_stop():
-                return None
-            total += state.model(**micro, num_valid=1.0).double()
-        count += count_valid(batch, state)
-    apply.reshard(state.model)
-    valid = int(count)
-    return float(dist.all_sum(total)) / max(valid, 1), valid

@@ -193,6 +193,17 @@ class Step(NamedTuple):
     hidden_cE: Tensor  # which of the other keys a query does not see
 
 
+def starts(first: int, stop: int, size: int) -> list[int]:
+    """Where parts of `size` of the queries first..stop-1 begin.
+
+    A planner visits a few of the whole parts, of which the last one has the most keys, and what is
+    left behind it, which may have fewer logits.
+    """
+    found = range(first, stop, size)
+    whole = max(0, stop - first) // size
+    return [*platform().tiles(found[:whole]), *found[whole:]]
+
+
 def compressed_steps(
     start: int,
     stop: int,
@@ -210,7 +221,7 @@ def compressed_steps(
     size = min(STEP_QUERIES, max(16, fitting // 16 * 16))
     first = max(start, cfg.cmp_block - 1)
 
-    for x in platform().tiles(range(first, stop, size)):
+    for x in starts(first, stop, size):
         y = min(x + size, stop)
         edge = cfg.compressed_blocks(x + 1)
         seen = cfg.compressed_blocks(y)
@@ -238,7 +249,7 @@ def band_steps(
 
     `first` is the position of the first key given.
     """
-    for x in platform().tiles(range(start, stop, BAND_QUERIES)):
+    for x in starts(start, stop, BAND_QUERIES):
         y = min(x + BAND_QUERIES, stop)
         low = max(0, x - width + 1)
         t_c1 = torch.arange(x, y, device=device)[:, None]
@@ -284,13 +295,28 @@ def steps_forward(
     """
     o_CMK = torch.zeros_like(q_CMK)
     for step in steps:
-        p_RS = _probabilities(q_CMK, k_SK, step, buffers)
-        o_RK = buffers.rounded("high", p_RS) @ v_SK[step.keys]
-        o_cMK = o_CMK[step.queries]
-        o_cMK.copy_(o_RK.view_as(o_cMK))
-        if on_probabilities is not None:
-            on_probabilities(step, p_RS)
+        _step_forward(q_CMK, k_SK, v_SK, step, buffers, on_probabilities, out_CMK=o_CMK)
     return o_CMK
+
+
+def _step_forward(
+    q_CMK: Tensor,
+    k_SK: Tensor,
+    v_SK: Tensor,
+    step: Step,
+    buffers: Buffers,
+    on_probabilities: Callable[[Step, Tensor], None] | None,
+    out_CMK: Tensor,
+) -> None:
+    """One step of `steps_forward`. When it ends, nothing holds its buffers: one that has to grow in
+    the next step is freed first.
+    """
+    p_RS = _probabilities(q_CMK, k_SK, step, buffers)
+    o_RK = buffers.rounded("high", p_RS) @ v_SK[step.keys]
+    o_cMK = out_CMK[step.queries]
+    o_cMK.copy_(o_RK.view_as(o_cMK))
+    if on_probabilities is not None:
+        on_probabilities(step, p_RS)
 
 
 def steps_backward(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import check_sparse_inputs, platform, sparse_documents
+from model import check_sparse_inputs, sparse_documents
 from nsa.branches import (
     BranchKV,
     Buffers,
@@ -29,6 +29,7 @@ from nsa.branches import (
     choose,
     compressed_steps,
     fill_early,
+    starts,
     steps_backward,
     steps_forward,
 )
@@ -132,7 +133,7 @@ def _chunks(T: int, cfg: Sizes) -> list[tuple[int, int]]:
     size = max(1, blocks) * cfg.sel_block
 
     chunks = [(0, dense)]
-    for start in platform().tiles(range(dense, T, size)):
+    for start in starts(dense, T, size):
         chunks.append((start, min(start + size, T)))
     return chunks
 

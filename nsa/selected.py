@@ -253,8 +253,9 @@ def _cut_tiles(
 ) -> _Tiles:
     """Sorts the pairs by block and gives each block as many tiles as its pairs need.
 
-    On CUDA the number of tiles is an upper bound, so that the host never waits for the device. So
-    it is on meta tensors, which the memory planner uses and which have no values.
+    There are slots for the most tiles that so many pairs can need, so that memory does not depend
+    on the values. On CUDA there are as many tiles, so that the host never waits for the device, and
+    on meta tensors, which have no values.
     """
     C, P = block_CP.shape
     R = max(1, TILE_ROWS // M)
@@ -268,15 +269,16 @@ def _cut_tiles(
     end_J = tiles_J.cumsum(0)
     first_J = F.pad(end_J, (1, 0))[:-1]
 
-    if block_CP.is_cuda or block_CP.is_meta:
-        count = C * P // R + min(J, C * P)
-    else:
-        count = -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
+    most = C * P // R + min(J, C * P)
+    count = most
+    if not (block_CP.is_cuda or block_CP.is_meta):
+        needed = int(end_J[-1])
+        count = min(most, -(-needed // TILES_STEP) * TILES_STEP)
 
     pair = torch.arange(C * P, device=device)
     position = pair - start_J[sorted_block]  # among the pairs of its block
     slot = first_J[sorted_block] * R + position
-    query_S = torch.full((count * R,), C, device=device)
+    query_S = torch.full((most * R,), C, device=device)
     query_S.index_copy_(0, slot, order // P)
     slot_P = torch.empty_like(order)
     slot_P.index_copy_(0, order, slot)
@@ -291,7 +293,7 @@ def _tile_groups(tiles: _Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """(block of each tile, slots, query of each slot) of a few tiles at a time."""
     starts = range(0, len(tiles.block_N), TILES_AT_ONCE)
     for x in platform().tiles(starts):
-        y = x + TILES_AT_ONCE
+        y = min(x + TILES_AT_ONCE, len(tiles.block_N))
         slots = slice(x * tiles.R, y * tiles.R)
         yield tiles.block_N[x:y], slots, tiles.query_S[slots]
 
@@ -356,6 +358,28 @@ def _add_tiles(
         total_JSK.index_add_(0, block_N, part_NSK.float())
 
 
+def _tiles_forward(
+    q_CMK: Tensor,
+    k_JSK: Tensor,
+    v_JSK: Tensor,
+    tiles: _Tiles,
+    buffers: Buffers,
+) -> tuple[Tensor, Tensor]:
+    """(o_SMK, lse_SM) of the slots of all tiles, with any content behind the last one."""
+    _, M, K = q_CMK.shape
+    slots = len(tiles.query_S)
+    o_SMK = q_CMK.new_empty(slots, M, K)
+    lse_SM = q_CMK.new_empty(slots, M, dtype=torch.float32)
+
+    q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
+    for block_N, part, query_S in _tile_groups(tiles):
+        q_NRK = _queries_of(q_CMK, query_S, tiles)
+        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N], buffers)
+        o_SMK[part] = o.view(-1, M, K)
+        lse_SM[part] = lse.view(-1, M)
+    return o_SMK, lse_SM
+
+
 # ---- the branch
 
 
@@ -373,21 +397,11 @@ def selected_forward(
     if cfg.sel_count == cfg.forced:
         return forced_o_CMK, forced_lse_CM
 
-    _, M, K = q_CMK.shape
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
     dynamic_CP = block_idx_Cn[:, cfg.forced :]
-    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), M)
-    slots = len(tiles.query_S)
-    o_SMK = q_CMK.new_empty(slots, M, K)
-    lse_SM = forced_lse_CM.new_empty(slots, M)
-
-    q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
-    for block_N, part, query_S in _tile_groups(tiles):
-        q_NRK = _queries_of(q_CMK, query_S, tiles)
-        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N], buffers)
-        o_SMK[part] = o.view(-1, M, K)
-        lse_SM[part] = lse.view(-1, M)
+    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), q_CMK.shape[1])
+    o_SMK, lse_SM = _tiles_forward(q_CMK, k_JSK, v_JSK, tiles, buffers)
 
     # Merge: the first part is the forced blocks, the others are the dynamic ones.
     lse_parts = [forced_lse_CM[:, None], lse_SM[tiles.slot_CP]]

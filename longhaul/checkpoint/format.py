@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from files import durable
+from files.tensors import Later
 from longhaul import dist, exits, optimizers
 from model import Decoder, ModelConfig, NSAConfig
 
@@ -70,15 +71,17 @@ def checkpoint_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The range [start, end) along the first dimension of a tensor that this process holds."""
+    """The range [start, end) along the first dimension of a tensor that this process holds, or
+    reads when it is written.
+    """
 
-    local: torch.Tensor
+    local: torch.Tensor | Later
     start: int
     shape: tuple[int, ...]  # of the whole tensor
 
     @property
     def end(self) -> int:
-        return self.start + len(self.local)
+        return self.start + self.local.shape[0]
 
 
 def shard_of(tensor: torch.Tensor, like: torch.Tensor | None = None) -> Shard:
@@ -170,6 +173,8 @@ class Checkpoint:
     threads: int | None = None
     torch: str | None = None
     skipped: tuple[int, ...] = ()  # steps that changed no weight
+    # what the source of the batches keeps (longhaul/run/pretraining.py)
+    source: dict = dataclasses.field(default_factory=dict)
 
     def holds(self, name: str, start: int, end: int) -> bool:
         """Whether the files have all rows from `start` to `end` of a tensor."""
@@ -226,7 +231,7 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
 
     optional = {
         name: manifest[name]
-        for name in ("identity", "rows_per_step", "threads", "torch")
+        for name in ("identity", "rows_per_step", "threads", "torch", "source")
         if name in manifest
     }
     _check_optional(optional)
@@ -247,7 +252,7 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
 
 
 def _check_optional(values: dict):
-    kinds = {"identity": dict, "torch": str}
+    kinds = {"identity": dict, "torch": str, "source": dict}
     for name, value in values.items():
         if name in kinds:
             _require(isinstance(value, kinds[name]), name, value)

@@ -4,13 +4,17 @@
 hashes that were written. A checkpoint that fails this check is renamed `.corrupt`, never deleted.
 """
 
+import functools
+import hashlib
+from collections.abc import Set
 from pathlib import Path
 
 import torch
 
-from data.load_tokenizer import find_tokenizer
+from data.load_tokenizer import find_tokenizer, hash_of_ids
+from data.tokenizer import SENTENCEPIECE
 from files import durable
-from files.tensors import opened
+from files.tensors import WEIGHTS, Later, opened
 from files.untrusted import parse_json, refuse_pickle
 from longhaul import optimizers
 from longhaul.checkpoint.format import (
@@ -152,12 +156,38 @@ def tokenizer_beside(checkpoint: Checkpoint) -> Path:
     return find_tokenizer(run) or run / "tokenizer.model"
 
 
-def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, given: str):
-    """CheckpointError if a tokenizer with this hash is not the one that the model was trained with;
-    `given` names it. A converted checkpoint does not know its tokenizer.
+def has_other_ids(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None) -> bool:
+    """Whether a tokenizer, of this hash and in this file, is not the one that the model was trained
+    with. A sentencepiece model and the tokenizer.json that an export makes of it are the same.
+
+    A converted checkpoint knows its tokenizer only by the file next to it, if there is one.
     """
-    trained_with = (checkpoint.identity or {}).get("tokenizer")
-    if trained_with and sha256 != trained_with:
+    known = _known_hashes(checkpoint)
+    if not known or sha256 in known:
+        return False
+    return tokenizer is None or hash_of_ids(tokenizer) not in known
+
+
+def _known_hashes(checkpoint: Checkpoint) -> set[str]:
+    """The hashes that say which ids the model was trained on; none if nothing says it."""
+    beside = find_tokenizer(checkpoint.folder.parent)
+    if not checkpoint.identity:
+        return {hash_of_ids(beside)} if beside else set()
+
+    trained_with = checkpoint.identity.get("tokenizer")
+    if trained_with is None:
+        return set()
+    model = checkpoint.folder.parent / SENTENCEPIECE
+    if model.is_file() and hashlib.sha256(model.read_bytes()).hexdigest() == trained_with:
+        return {trained_with, hash_of_ids(model)}
+    return {trained_with}
+
+
+def check_tokenizer(checkpoint: Checkpoint, sha256: str | None, tokenizer: Path | None, given: str):
+    """CheckpointError if a tokenizer, of this hash and in this file, is not the one that the model
+    was trained with; `given` names it.
+    """
+    if has_other_ids(checkpoint, sha256, tokenizer):
         raise CheckpointError(
             f"{given} has a different tokenizer from the data that {checkpoint.folder} was trained "
             f"on: prepare or generate text with --tokenizer {tokenizer_beside(checkpoint)}"
@@ -179,12 +209,16 @@ def load_state(state: TrainState, checkpoint: Checkpoint):
 
 
 def load_model(
-    checkpoint: Checkpoint, device: torch.device | str = "cpu", dtype: str | None = None
+    checkpoint: Checkpoint,
+    device: torch.device | str = "cpu",
+    dtype: str | None = None,
+    kernels: str | None = None,
 ) -> Decoder:
-    """The checkpoint's model without its optimizer, on `device`; `dtype` overrides its compute
-    dtype.
+    """The checkpoint's model without its optimizer, on `device`; `dtype` and `kernels` override
+    its own.
     """
-    overrides = {"compute_dtype": dtype} if dtype else {}
+    given = {"compute_dtype": dtype, "kernels": kernels}
+    overrides = {name: value for name, value in given.items() if value}
     with checkpoint_errors(checkpoint.folder), torch.device("meta"):
         model = Decoder(model_config(checkpoint, **overrides))
         named = model.named_parameters()
@@ -194,6 +228,61 @@ def load_model(
     model.tie_weights()
     _read_into(named_shards(model), checkpoint)
     return model
+
+
+def stored_weights(checkpoint: Checkpoint) -> dict[str, Later]:
+    """The checkpoint's parameters by their names in a model, whole and in the dtype in which they
+    are stored, whatever number of ranks wrote them; each is read when it is asked for.
+
+    CheckpointError unless the files hold all of them.
+    """
+    with checkpoint_errors(checkpoint.folder), torch.device("meta"):
+        model = Decoder(model_config(checkpoint))
+        shapes = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
+        check_model(checkpoint, shapes)
+
+    dtypes = _stored_dtypes(checkpoint, shapes.keys())
+    weights = {}
+    for name, shape in shapes.items():
+        read = functools.partial(_read_whole, checkpoint, name, dtypes[name])
+        weights[name.removeprefix("model.")] = Later(shape, dtypes[name], read)
+    return weights
+
+
+def _stored_dtypes(checkpoint: Checkpoint, names: Set[str]) -> dict[str, torch.dtype]:
+    """The dtype of each of these tensors, from the headers; CheckpointError for one that no weight
+    has.
+    """
+    found = {}
+    for file, recorded in checkpoint.files.items():
+        with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
+            for name in recorded.ranges.keys() & names:
+                stored_as = source.get_slice(name).get_dtype()
+                if stored_as not in WEIGHTS:
+                    raise ValueError(f"{name} is stored as {stored_as}, no dtype of a weight")
+                if found.setdefault(name, stored_as) != stored_as:
+                    raise ValueError(f"{name} is stored as {found[name]} and as {stored_as}")
+    return {name: WEIGHTS[stored_as] for name, stored_as in found.items()}
+
+
+def _read_whole(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor from all files that hold a part of it. Each file is opened for this tensor only,
+    because the pages of an open one stay in memory.
+    """
+    whole = None
+    for file, recorded in checkpoint.files.items():
+        if name not in recorded.ranges:
+            continue
+        shape = recorded.shapes[name]
+        start, end = recorded.ranges[name]
+        with checkpoint_errors(checkpoint.folder), opened(checkpoint.folder / file) as source:
+            part = source.get_tensor(name)
+        if len(part) == shape[0]:
+            return part
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
+        whole[start:end] = part
+    return whole
 
 
 def check_weights(checkpoint: Checkpoint, model: Decoder):

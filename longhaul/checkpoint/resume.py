@@ -1,8 +1,8 @@
 """Which run a folder or a checkpoint belongs to, and what has changed since it was written.
 
 A run is identified by what decides its results: the model's geometry, the context length, the seed,
-the data and the tokenizer. Settings of the group `optimisation` may change only with
---override_settings; all others may, and each change is printed.
+the data and the tokenizer. Settings of the groups `optimisation` and `policy` may
+change only with --override_settings; all others may, and each change is printed.
 """
 
 import dataclasses
@@ -36,14 +36,20 @@ COMMAND_SETTINGS = {
     "skip_rows",
 }
 
-OPTIMISATION_SETTINGS = {
-    spec.name
-    for spec in dataclasses.fields(TrainConfig)
-    if spec.metadata["group"] == "optimisation" and spec.name != "max_steps"
-}
+# groups of settings that decide what a step does to the weights
+FIXED_GROUPS = ("optimisation", "policy")
 
 # files of a job that was killed before it had written run.json
 LEFTOVERS = (".lock", ".tmp-run.json")
+
+
+def fixed_settings(cfg: TrainConfig) -> set[str]:
+    """The settings that a resume may change only with --override_settings."""
+    return {
+        spec.name
+        for spec in dataclasses.fields(cfg)
+        if spec.metadata["group"] in FIXED_GROUPS and spec.name != "max_steps"
+    }
 
 
 # ---- the run that a folder holds
@@ -71,6 +77,8 @@ def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
         # runs without them, and those from before there were any, have recorded none
         "length_schedule": cfg.length_schedule or None,
         "short_fraction": cfg.short_fraction or None,
+        "whole_documents": cfg.whole_documents or None,
+        "program": cfg.PROGRAM if cfg.PROGRAM != TrainConfig.PROGRAM else None,
     }
 
 
@@ -144,18 +152,19 @@ def read_record(folder: Path) -> dict | None:
 def continued(folder: Path, cfg: TrainConfig) -> Checkpoint:
     """The checkpoint in `folder`, found complete and trained with the settings of `cfg`."""
     checkpoint = described(folder)
-    check_complete(checkpoint)
+    check_complete(checkpoint, cfg)
     check_settings(checkpoint, cfg)
     return checkpoint
 
 
-def check_complete(checkpoint: Checkpoint):
-    """CheckpointError if a manifest lacks what a resume needs. Nothing is made up: the learning
-    rate and every random draw are functions of the step and these settings.
+def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
+    """CheckpointError if a manifest lacks what a resume of the program of `cfg` needs. Nothing is
+    made up: the learning rate, every random draw and what a policy learns from are functions of the
+    step and these settings.
     """
     needed = ("identity", "rows_per_step", "threads", "torch")
     lacking = [name for name in needed if getattr(checkpoint, name) is None]
-    lacking += sorted((OPTIMISATION_SETTINGS | {"seed"}) - checkpoint.config.keys())
+    lacking += sorted((fixed_settings(cfg) | {"seed"}) - checkpoint.config.keys())
     if lacking:
         raise CheckpointError(
             f"{checkpoint.folder / MANIFEST} lacks {', '.join(lacking)}: use another checkpoint"
@@ -170,7 +179,7 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
     words = [
         f"--{name}: recorded {old}, now {new}"
         for name, (old, new) in changed.items()
-        if name in OPTIMISATION_SETTINGS
+        if name in fixed_settings(cfg)
     ]
     if words and not cfg.override_settings and checkpoint.step < cfg.max_steps:
         raise ValueError(
@@ -276,16 +285,25 @@ def changes(checkpoint: Checkpoint | None, cfg: TrainConfig) -> list[str]:
     for name, (old, new) in changed_settings(checkpoint, cfg).items():
         effect = ""
         if name == "max_steps" and isinstance(old, int):
-            effect = _learning_rates(checkpoint, cfg, old)
+            effect = _jumps(checkpoint, cfg, old)
         lines.append(f"changed since the checkpoint: {name} {old} -> {new}{effect}")
     return lines
 
 
-def _learning_rates(checkpoint: Checkpoint, cfg: TrainConfig, max_steps: int) -> str:
-    """How the learning rate jumps because the run was planned with other `max_steps`; empty if it
-    does not.
+def _jumps(checkpoint: Checkpoint, cfg: TrainConfig, max_steps: int) -> str:
+    """How the learning rate, and whatever else a schedule sets, jumps because the run was planned
+    with other `max_steps`; empty if nothing does.
     """
     planned = dataclasses.replace(cfg, max_steps=max_steps)
-    before = f"{optim.learning_rate(checkpoint.step - 1, planned):.3g}"
-    after = f"{optim.learning_rate(checkpoint.step, cfg):.3g}"
-    return "" if before == after else f" (learning rate {before} -> {after})"
+    before = _scheduled(planned, checkpoint.step - 1)
+    after = _scheduled(cfg, checkpoint.step)
+    words = [
+        f"{name} {before[name]} -> {after[name]}" for name in after if before[name] != after[name]
+    ]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _scheduled(cfg: TrainConfig, step: int) -> dict[str, str]:
+    """What schedules set in a step, to three digits."""
+    found = {"learning rate": optim.learning_rate(step, cfg)} | cfg.scheduled(step)
+    return {name: f"{value:.3g}" for name, value in found.items()}

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from files import durable, tensors
 from files.durable import StorageError
+from files.tensors import Later
 from longhaul import dist, step
 from longhaul.checkpoint.format import (
     FORMAT,
@@ -121,6 +122,17 @@ def size_of(cfg: TrainConfig, model_config: ModelConfig) -> int:
 def save(state: TrainState, folder: Path, extra: dict) -> Path:
     """Write step-NNNNNNNN of `state` into `folder` by all ranks; returns its path."""
     return write(snapshot(state, extra), folder)
+
+
+def save_weights(
+    state: TrainState, weights: Mapping[str, Later], folder: Path, extra: dict
+) -> Path:
+    """The same by one process, with these weights instead of the state's: one at a time is in
+    memory, and the model may be on meta.
+    """
+    shards = {f"model.{name}": Shard(weight, 0, weight.shape) for name, weight in weights.items()}
+    shot = dataclasses.replace(snapshot(state, extra), shards=shards)
+    return write(shot, folder)
 
 
 def write(shot: Snapshot, folder: Path, group: ProcessGroup | None = None) -> Path:

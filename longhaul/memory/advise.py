@@ -1,29 +1,30 @@
 """What to change so that a task fits a card, the smallest loss of quality first.
 
 Each change adds to those before it: logits in chunks, half precision, smaller micro-batches, the
-ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers at once, the CPU.
-Each is printed with its predicted bytes. The figures are the profiler's own: for training the
-closed form, confirmed by a replay of the simulated step through the allocator; for analysis a
-simulated forward. `empty_cache` is never advised, because the allocator gives back free memory
+ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers, the CPU. Each is
+printed with its predicted bytes. The figures are the profiler's own: for training the closed form,
+confirmed by a replay of the simulated step through the allocator; for analysis the highest peak of
+its simulated parts. `empty_cache` is never advised, because the allocator gives back free memory
 before it fails. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.memory import fit
-from longhaul.memory.deep import profile
-from longhaul.memory.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Demand, Placement
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, estimate
+from longhaul.memory import analysis, fit
+from longhaul.memory.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
+from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.fit import Lever, Rung, Verdict
-from longhaul.memory.inference import forward_peak
+from longhaul.memory.needs import needs
 from longhaul.memory.plan import command
-from model import GIB, ModelConfig
+from longhaul.memory.reserve import demand
+from longhaul.posttrain.config import PolicyConfig
+from model import GIB, ModelConfig, attention_kind
 
 DTYPES = {
     "fp32": "fp32",
@@ -43,21 +44,12 @@ SCRIPTS = {
     "intuitor": "scripts/intuitor.py",
     "analysis": "scripts/run_full_analysis.py",
 }
-# Decoders next to the policy, in the compute precision
-FROZEN = {"train": (), "grade": ("reference", "reward model"), "intuitor": ("reference",)}
-SAE_WIDTH = 2  # latents of a sparse autoencoder per model width
-SAE_BYTES = 16  # per parameter of one: fp32 weight, gradient and Adam's two moments
-LAYERS_AT_ONCE = 3  # of an analysis that holds the activations of a few layers only
+# Decoders next to a policy of train.py's settings, in the compute precision
+FROZEN = {"train": (), "grade": ("reference", "reward model"), "intuitor": ()}
+FEW_LAYERS = 3  # of an analysis that looks at a few only
 MOST_GPUS = (2, 4, 8, 16, 32, 64)  # tried if one card is not enough
+EVERYTHING = Measures()  # that an analysis measures unless it is told otherwise
 CPU = "the CPU"
-COUNTED = {
-    "grade": "the figures count the policy's training step, the reference and a reward model of "
-    "its size; they leave out soft tokens and the cache of generation",
-    "intuitor": "the figures count the policy's training step and the reference; they leave out "
-    "the cache of generation",
-    "analysis": "the figures count the simulated forward, one activation per layer, and the "
-    f"training of an autoencoder of width {SAE_WIDTH}",
-}
 VERDICTS = {
     Verdict.FITS: "fits",
     Verdict.AFTER_CHANGES: "fits after these changes",
@@ -75,9 +67,9 @@ class Request:
     task: str
     cfg: TrainConfig
     dtype: str  # fp32, bf16 or fp16
-    sae: bool = True  # analysis: train the sparse autoencoders
-    layers: int = 0  # analysis: layers whose activations are held at once; 0: all
+    measures: Measures = EVERYTHING  # of an analysis
     device: str = "cuda"
+    ranks: int = 1  # cards that share the model
 
     def __post_init__(self):
         if self.task not in SCRIPTS:
@@ -96,21 +88,44 @@ class Request:
         return dataclasses.replace(self.cfg.model(), compute_dtype=TORCH_NAMES[self.dtype])
 
     @property
+    def simulated(self) -> bool:
+        """Whether its step is simulated for want of a closed form."""
+        return isinstance(self.cfg, PolicyConfig)
+
+    @property
     def logits(self) -> bool:
         """Whether whole logits exist."""
+        if self.simulated or self.task == "analysis":
+            return False
         return self.config.loss_path(self.cfg.batch_size, self.cfg.context_length) == "standard"
+
+    @property
+    def analysed(self) -> analysis.Analysed:
+        """What an analysis looks at."""
+        cfg = self.cfg
+        return analysis.Analysed(self.config, self.measures, cfg.batch_size, cfg.context_length)
+
+    def measure(self, **settings) -> "Request":
+        """The request with other measures of an analysis."""
+        return dataclasses.replace(self, measures=dataclasses.replace(self.measures, **settings))
 
     def change(self, **settings) -> "Request":
         """The request with other settings of the trainer."""
         return dataclasses.replace(self, cfg=dataclasses.replace(self.cfg, **settings))
 
 
-def request(task: str, cfg: TrainConfig, dtype: str = "") -> Request:
+def request(
+    task: str,
+    cfg: TrainConfig,
+    dtype: str = "",
+    ranks: int = 1,
+    measures: Measures = EVERYTHING,
+) -> Request:
     """A request from a command line's `dtype` ("float16" or "fp16"); empty: the trainer's."""
     short = DTYPES.get(dtype or cfg.dtype, dtype)
     if short in ("fp32", "bf16"):
         cfg = dataclasses.replace(cfg, dtype=short)
-    return Request(task, cfg, short)
+    return Request(task, cfg, short, measures, ranks=ranks)
 
 
 # ---- what it takes
@@ -122,32 +137,25 @@ def breakdown(asked: Request) -> dict[str, int]:
         return _analysis(asked)
 
     config = asked.config
-    found = estimate(asked.cfg, config)
+    found = needs(dataclasses.replace(asked.cfg, device=asked.device), config, asked.ranks)
     parts = {
         "parameters and optimizer": found.static,
         found.peak_stage: found.peak - found.static,
     }
-    for name in FROZEN[asked.task]:
+    frozen = () if isinstance(asked.cfg, PolicyConfig) else FROZEN[asked.task]
+    for name in frozen:
         parts[f"frozen {name}"] = config.num_params() * config.dtype.itemsize
     return parts
 
 
 def _analysis(asked: Request) -> dict[str, int]:
+    """The weights, and what the part with the highest peak adds to them."""
     config = asked.config
-    batch = asked.cfg.batch_size
-    tokens = asked.cfg.context_length
-    element = config.dtype.itemsize
-    width = config.hidden_size
-
-    weights = config.num_params() * element
-    layers = asked.layers or config.num_layers
-    autoencoder = SAE_BYTES * 2 * width * SAE_WIDTH * width
-    return {
-        "weights": weights,
-        "forward": forward_peak(config, batch, tokens, asked.logits) - weights,
-        "activations of the layers": layers * batch * tokens * width * element,
-        "autoencoder, one layer": autoencoder if asked.sae else 0,
-    }
+    weights = config.num_params() * config.dtype.itemsize
+    target = "cpu" if asked.device == "cpu" else "cuda"
+    peaks = analysis.peaks(asked.analysed, target)
+    largest = max(peaks, key=lambda name: peaks[name])
+    return {"weights": weights, f"highest part: {largest}": peaks[largest] - weights}
 
 
 def live(asked: Request) -> int:
@@ -166,8 +174,8 @@ def placement(asked: Request, card: Card, host_gib: float) -> Placement:
         return Placement.FITS if fits else Placement.TOO_SMALL
     if needed + CUDA_CONTEXT_GIB > card.gib:
         return Placement.TOO_SMALL
-    if asked.task == "train":
-        return Demand.of(profile(asked.cfg).trace).placement(int(card.gib * GIB))
+    if asked.task == "train" or asked.simulated:
+        return demand(asked.cfg, asked.ranks).placement(int(card.gib * GIB))
     return Placement.FITS
 
 
@@ -177,16 +185,18 @@ def placement(asked: Request, card: Card, host_gib: float) -> Placement:
 def ladder(asked: Request, card: Card) -> Iterator[Rung]:
     """The request as asked, then with one more change at a time."""
     levers = [Lever("logits in chunks", chunked_logits)]
-    if asked.dtype == "fp32" and card.cc >= HALF_SINCE:
+    if asked.measures.compare:
+        pass  # what is compared begins with the model in float32
+    elif asked.dtype == "fp32" and card.cc >= HALF_SINCE:
         levers.append(Lever("bf16 instead of fp32", in_bf16))
     elif asked.dtype == "fp32" and asked.task == "analysis":
         levers.append(Lever("fp16 instead of fp32", in_fp16))
 
     levers += [batch_lever(size) for size in smaller_batches(asked.cfg.batch_size)]
     if asked.task == "analysis":
-        layers = min(LAYERS_AT_ONCE, asked.config.num_layers)
+        levers.append(Lever(f"rows in parts of {analysis.CHUNK:,}", in_parts))
         levers.append(Lever("no sparse autoencoder (--skip-sae)", without_sae))
-        levers.append(layers_lever(layers))
+        levers.append(Lever(f"{FEW_LAYERS} layers (--layers)", few_layers))
     else:
         levers += [training_lever(lever) for lever in fit.LEVERS]
     levers.append(Lever(CPU, on_cpu))
@@ -235,17 +245,25 @@ def training_lever(lever: Lever) -> Lever:
     return Lever(lever.name, pull)
 
 
+def in_parts(asked: Request) -> Request:
+    """Rows over the KV cache, if they are long enough and their attention allows it."""
+    allowed = attention_kind(asked.cfg).prompt_in_parts
+    if asked.measures.chunk or not allowed or asked.cfg.context_length <= analysis.CHUNK:
+        return asked
+    return asked.measure(chunk=analysis.CHUNK)
+
+
 def without_sae(asked: Request) -> Request:
-    return dataclasses.replace(asked, sae=False)
+    return asked.measure(skip_sae=True)
 
 
-def layers_lever(layers: int) -> Lever:
-    """Only the activations of so many layers at once."""
-
-    def pull(asked: Request) -> Request:
-        return dataclasses.replace(asked, layers=layers)
-
-    return Lever(f"{layers} layers at once (--layers)", pull)
+def few_layers(asked: Request) -> Request:
+    """Only a few of the layers, from the first to the last."""
+    measures = asked.measures
+    if len(measures.chosen(asked.config)) <= FEW_LAYERS:
+        return asked
+    fewer = analysis.with_layers(measures, asked.config, FEW_LAYERS)
+    return dataclasses.replace(asked, measures=fewer)
 
 
 def on_cpu(asked: Request) -> Request:
@@ -283,8 +301,8 @@ class Advice:
 
     @property
     def command(self) -> str:
-        """What to run; empty if nothing fits or the task's script does not exist."""
-        if self.answer is None or not built(self.asked.task):
+        """What to run; empty if nothing fits."""
+        if self.answer is None:
             return ""
         return run(self.answer, self.steps[-1].placement is Placement.EXPANDABLE)
 
@@ -308,10 +326,11 @@ class Advice:
 
     def _title(self) -> str:
         cfg = self.asked.cfg
+        cards = f"{self.asked.ranks} x " if self.asked.ranks > 1 else ""
         return (
             f"{self.asked.task}: {cfg.model_size} ({self.asked.config.num_params():,} parameters), "
-            f"{cfg.batch_size} x {cfg.context_length:,} tokens, {self.asked.dtype}, "
-            f"on {self.card.name} ({self.card.gib:g} GiB, capability {self.card.cc / 10})"
+            f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, {self.asked.dtype}, "
+            f"on {cards}{self.card.name} ({self.card.gib:g} GiB, capability {self.card.cc / 10})"
         )
 
     def as_json(self) -> dict:
@@ -349,10 +368,7 @@ def advise(asked: Request, card: Card, host_gib: float = 0.0) -> Advice:
 
 
 def _notes(asked: Request, card: Card) -> list[str]:
-    notes = []
-    if not built(asked.task):
-        script = SCRIPTS[asked.task]
-        notes.append(f"{script} does not exist yet, so no command is given: {COUNTED[asked.task]}")
+    notes: list[str] = []
     if card.cc >= HALF_SINCE:
         return notes
 
@@ -380,7 +396,7 @@ def _if_nothing_fits(steps: list[Step], asked: Request, card: Card) -> list[str]
     rungs = [rung for rung in ladder(asked, card) if rung.lever != CPU]
     least = rungs[-1].request.cfg
     for ranks in MOST_GPUS:
-        needed = estimate(least, least.model(), ranks).peak / GIB + CUDA_CONTEXT_GIB
+        needed = needs(least, least.model(), ranks).peak / GIB + CUDA_CONTEXT_GIB
         if needed <= card.gib:
             return [*notes, f"with all changes, {ranks} such GPUs are enough (FSDP2)"]
     return [
@@ -393,29 +409,12 @@ def _if_nothing_fits(steps: list[Step], asked: Request, card: Card) -> list[str]
 # ---- the command
 
 
-def built(task: str) -> bool:
-    """Whether the task's script exists."""
-    return (Path(__file__).parents[2] / SCRIPTS[task]).exists()
-
-
 def run(asked: Request, expandable: bool = False) -> str:
     """The command that runs the request."""
-    if asked.task == "train":
+    if asked.task == "train" or asked.simulated:
         before = EXPANDABLE_SEGMENTS if expandable else ""
-        return before + command(asked.cfg, World())
+        return before + command(asked.cfg, World(size=asked.ranks, local_size=asked.ranks))
 
-    module = SCRIPTS[asked.task].removesuffix(".py").replace("/", ".")
-    words = ["python -m", module, "--checkpoint DIR", f"--batch_size {asked.cfg.batch_size}"]
-    if asked.task == "analysis":
-        words += [f"--dtype {TORCH_NAMES[asked.dtype]}", f"--device {asked.device}"]
-        if not asked.sae:
-            words.append("--skip-sae")
-        if asked.layers:
-            chosen = ",".join(str(layer) for layer in spread(asked.config.num_layers, asked.layers))
-            words.append(f'--layers "{chosen}"')
-    return " ".join(words)
-
-
-def spread(layers: int, count: int) -> list[int]:
-    """`count` layers from the first to the last, evenly."""
-    return sorted({round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)})
+    return analysis.command(
+        asked.analysed, asked.cfg.init_from, asked.cfg.data, TORCH_NAMES[asked.dtype], asked.device
+    )

@@ -271,6 +271,11 @@ class Replay:
     peak_reserved: int  # in segments
     segments: str  # "classic" or "expandable"
 
+    def scaled(self, scale: float) -> "Replay":
+        """The peaks of a step that needs so many times as much."""
+        peaks = (self.peak_live, self.peak_allocated, self.peak_reserved)
+        return Replay(*(int(scale * peak) for peak in peaks), self.segments)
+
     @property
     def fragmentation(self) -> float:
         """The part of the reserved memory that is never live, from 0 to 1."""
@@ -326,11 +331,13 @@ class _Run:
 def step_events(trace: Trace) -> list[Event]:
     """The events of the step itself.
 
-    They end where a parameter, buffer or optimizer state is freed, because the step is over and
-    the model is dropped.
+    They end where a parameter, buffer or optimizer state is freed that was there before the step,
+    because the step is over and the model is dropped. The keys and values of a rollout are buffers
+    of the step itself.
     """
+    before = {event.storage for event in trace.events if not event.time}
     for index, event in enumerate(trace.events):
-        freed = event.time and event.bytes < 0
+        freed = event.bytes < 0 and event.time and event.storage in before
         if freed and trace.storages[event.storage].category in PERMANENT:
             return trace.events[:index]
     return trace.events

@@ -20,6 +20,7 @@ from itertools import groupby
 
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
+from longhaul.memory.stages import ROLLOUT, VALIDATION
 from longhaul.memory.trace import CATEGORIES, Event, Trace
 
 FEWER, LAYERS = 4, 5  # layers of the two simulations: the trace that is unrolled has LAYERS
@@ -28,6 +29,7 @@ EDGES = (0, 1, -2, -1)  # layers in which a peak may lie
 
 Sizes = dict[str, int]  # category -> bytes
 Place = int | str  # a layer of EDGES, "middle", or "" outside of the layers
+Moment = tuple[str, int, Place]  # stage, number of the forward in it, place
 Name = tuple  # what a storage shares with its twins in the other layers
 
 
@@ -97,20 +99,21 @@ def _affine(low: dict[str, int], high: dict[str, int], layers: int) -> dict[str,
     return found
 
 
-def _largest_by_stage(peaks: dict[tuple[str, Place], Sizes]) -> dict[str, Sizes]:
+def _largest_by_stage(peaks: dict[Moment, Sizes]) -> dict[str, Sizes]:
     """Of each stage, the sizes at the place whose peak is largest."""
     best: dict[str, Sizes] = {}
-    for (stage, _), sizes in peaks.items():
+    for (stage, _, _), sizes in peaks.items():
         if sum(sizes.values()) > sum(best.get(stage, {}).values()):
             best[stage] = sizes
     return best
 
 
-def _peaks(trace: Trace, layers: int) -> dict[tuple[str, Place], Sizes]:
-    """(stage, place) -> bytes by category at the largest moment."""
+def _peaks(trace: Trace, layers: int) -> dict[Moment, Sizes]:
+    """(stage, forward, place) -> bytes by category at the largest moment."""
     workspaces = {time: size for time, size, _ in trace.workspaces}
+    forwards = _forwards(trace)
     sizes = dict.fromkeys(CATEGORIES, 0)
-    found: dict[tuple[str, Place], tuple[int, Sizes]] = {}
+    found: dict[Moment, tuple[int, Sizes]] = {}
 
     for time, events in groupby(trace.events, key=lambda event: event.time):
         for event in events:
@@ -119,11 +122,28 @@ def _peaks(trace: Trace, layers: int) -> dict[tuple[str, Place], Sizes]:
 
         workspace = workspaces.get(time, 0)
         total = sum(sizes.values()) + workspace
+        forward = bisect.bisect_right(forwards, time)
         for place in _places(trace.module_at(time), layers):
-            key = trace.stage_at(time), place
+            key = trace.stage_at(time), forward, place
             if key not in found or total > found[key][0]:
                 found[key] = total, sizes | {"workspace": workspace}
     return {key: at_peak for key, (_, at_peak) in found.items()}
+
+
+def _forwards(trace: Trace) -> list[int]:
+    """The times at which the layers begin anew in a stage of several forwards. Each of these grows
+    with the layers in its own way, so that of few layers another one may be the largest.
+    """
+    starts = []
+    before = -1
+    for time, module in trace.modules:
+        layer = layer_of(module)
+        if layer is None:
+            continue
+        if layer < before and trace.stage_at(time) in (ROLLOUT, VALIDATION):
+            starts.append(time)
+        before = layer
+    return starts
 
 
 def _places(module: str, layers: int) -> list[Place]:

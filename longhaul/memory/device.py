@@ -117,10 +117,12 @@ class Demand:
     ranks: int
     classic: Replay
     expandable: Replay
+    scale: float = 1.0  # what the step needs, as a multiple of what its trace does
 
     @classmethod
-    def of(cls, trace: Trace, ranks: int = 1) -> "Demand":
-        return cls(trace, ranks, *replays(trace))
+    def of(cls, trace: Trace, ranks: int = 1, scale: float = 1.0) -> "Demand":
+        classic, expandable = (found.scaled(scale) for found in replays(trace))
+        return cls(trace, ranks, classic, expandable, scale)
 
     @property
     def least_bytes(self) -> int:
@@ -148,20 +150,21 @@ class Demand:
             return Placement.FITS
         if self.classic.peak_live + beyond > device_bytes:
             return Placement.TOO_SMALL
-        if runs_within(self.trace, device_bytes, self.ranks):
+        if runs_within(self.trace, device_bytes, self.ranks, self.scale):
             return Placement.FITS
         if self.expandable.peak_reserved + beyond <= device_bytes:
             return Placement.EXPANDABLE
         return Placement.TOO_SMALL
 
 
-def runs_within(trace: Trace, device_bytes: int, ranks: int = 1) -> bool:
-    """Whether classic segments hold the step on a device of that size.
+def runs_within(trace: Trace, device_bytes: int, ranks: int = 1, scale: float = 1.0) -> bool:
+    """Whether classic segments hold the step on a device of that size; it needs `scale` times what
+    the trace does.
 
     The allocator gives back free segments before it fails, so that less than `peak_reserved` may
     be enough.
     """
-    capacity = device_bytes - sum(beyond_the_allocator(ranks).values())
+    capacity = int((device_bytes - sum(beyond_the_allocator(ranks).values())) / scale)
     if capacity <= 0:
         return False
     try:

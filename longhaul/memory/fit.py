@@ -19,11 +19,15 @@ from data.mixture import open_corpora
 from data.progress import duration
 from longhaul.config import TrainConfig
 from longhaul.memory.plan import Plan, command, plan
+from longhaul.memory.stages import ROLLOUT
+from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
 from model import PRESETS, ModelConfig, attention_kind
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
 AS_ASKED = "as asked"
 FEW_STEPS = 20  # a proposal with fewer teaches a model nothing
+# settings of post-training that count tokens
+LENGTHS = ("context_length", "max_response_length", "v_max_response_length", "max_new_tokens")
 # a run from which a model learns something
 IN_MINUTES = dict(context_length=1024, max_steps=200, warmup_steps=20)
 
@@ -84,7 +88,11 @@ def ladder(cfg: TrainConfig) -> Iterator[Rung]:
 
 
 def chunked_loss(cfg: TrainConfig) -> TrainConfig:
-    """With --loss auto the loss is already in tiles, unless the logits are small."""
+    """With --loss auto the loss is already in tiles, unless the logits are small; a policy's always
+    is.
+    """
+    if isinstance(cfg, PolicyConfig):
+        return cfg
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
     if cfg.model().loss_path(*shape) != "standard":
         return cfg
@@ -104,6 +112,13 @@ def one_row(cfg: TrainConfig) -> TrainConfig:
 
     micro_batches = cfg.gradient_accumulation_steps * cfg.batch_size
     return dataclasses.replace(cfg, batch_size=1, gradient_accumulation_steps=micro_batches)
+
+
+def one_prompt(cfg: TrainConfig) -> TrainConfig:
+    """A rollout that answers one prompt at a time, which takes more forwards."""
+    if not isinstance(cfg, IntuitorConfig) or cfg.prompts_at_once == 1:
+        return cfg
+    return dataclasses.replace(cfg, rollout_prompts=1)
 
 
 def tiled_mlp(cfg: TrainConfig) -> TrainConfig:
@@ -136,14 +151,23 @@ def head_groups(cfg: TrainConfig) -> TrainConfig:
     return dataclasses.replace(cfg, attention_head_groups=groups)
 
 
+def no_unread_reference(cfg: TrainConfig) -> TrainConfig:
+    """Without a reference that only the log reads, for the KL of a policy that is not held back."""
+    if not isinstance(cfg, IntuitorConfig) or cfg.reads_reference:
+        return cfg
+    return dataclasses.replace(cfg, keep_reference=False)
+
+
 LEVERS = (
     Lever("chunked loss", chunked_loss),
     Lever("checkpointing", checkpointing),
     Lever("micro-batches of one row", one_row),
+    Lever("a rollout of one prompt", one_prompt),
     Lever("tiled MLP", tiled_mlp),
     Lever("offloaded activations", offloaded_activations),
     Lever("offloaded optimizer", offloaded_optimizer),
     Lever("head groups", head_groups),
+    Lever("no reference", no_unread_reference),
 )
 
 
@@ -222,6 +246,11 @@ def _proposals(request: Plan) -> Iterator[Plan]:
 def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainConfig]]:
     """What to do with the settings, from the least change to the largest."""
     asked = request.asked
+    if isinstance(asked, PolicyConfig):
+        if request.estimate.peak_stage == ROLLOUT:
+            yield one_prompt
+        yield from _smaller_policies(asked)
+        return
     yield checkpointing
 
     presets = list(PRESETS)
@@ -241,6 +270,25 @@ def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainCo
             if size != asked.model_size:
                 changes |= _preset(asked, size, vocabulary)
             yield functools.partial(_with_rows_of_one, changes=changes)
+
+
+def _smaller_policies(asked: PolicyConfig) -> Iterator[Callable[[TrainConfig], TrainConfig]]:
+    """The levers one after another, then shorter contexts with all of them.
+
+    Each plan is a simulation of seconds, so there are few.
+    """
+    rungs = list(ladder(asked))
+    for rung in rungs[1:]:
+        yield lambda cfg, request=rung.request: request
+    for share in (2, 4, 8, 16):
+        yield functools.partial(shorter_by, levers=rungs[-1].request, share=share)
+
+
+def shorter_by(cfg: TrainConfig, levers: TrainConfig, share: int) -> TrainConfig:
+    """The request with these levers, and prompts and responses by a share as long."""
+    lengths = {name: getattr(cfg, name) for name in LENGTHS if hasattr(cfg, name)}
+    shorter = {name: -(-length // share) for name, length in lengths.items()}
+    return dataclasses.replace(levers, **shorter)
 
 
 def _with_rows_of_one(cfg: TrainConfig, changes: dict) -> TrainConfig:

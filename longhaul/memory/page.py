@@ -5,9 +5,10 @@ tables are there; the script only shows the text of a tooltip below the picture,
 the arrow keys. Sizes are bytes; GiB = 2^30 bytes.
 """
 
-from collections.abc import Container, Iterable
 from html import escape
 
+from longhaul.html import STYLE as BASE
+from longhaul.html import table
 from longhaul.memory.allocator import Replay
 from longhaul.memory.device import TOTALS, waterfall
 from longhaul.memory.device import replays as replays_of
@@ -26,31 +27,9 @@ from longhaul.memory.trace import CATEGORIES, Trace
 
 TENSORS = 40  # groups of tensors in the table
 
-STYLE = """
-:root {
-  --paper: #fff; --ink: #1b1f24; --faint: #5b6570; --line: #d5dae0; --band: #eef1f4;
-  --mark: #b3261e; color-scheme: light dark;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #14171a; --ink: #e8eaed; --faint: #a3acb6; --line: #363c43; --band: #22272c;
-    --mark: #ff8a80;
-  }
-}
-body {
-  margin: 0 auto; padding: 1.2rem 1.5rem 3rem; max-width: 1240px;
-  background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
-}
-h1 { font-size: 1.45rem; margin: 0 0 .2rem; }
-h2 { font-size: 1.12rem; margin: 2rem 0 .5rem; }
-p { margin: .3rem 0; max-width: 75ch; }
-.faint, caption { color: var(--faint); }
-caption { text-align: left; padding-bottom: .3rem; }
-svg { width: 100%; height: auto; display: block; font: 13px system-ui, sans-serif; }
-svg text { fill: var(--ink); }
-svg .faint { fill: var(--faint); }
-svg:focus-visible { outline: 3px solid #56b4e9; }
+STYLE = (
+    BASE
+    + """
 .hover { fill: transparent; }
 .hover:hover, .hover.on { fill: var(--ink); fill-opacity: .16; }
 .key {
@@ -65,20 +44,10 @@ svg:focus-visible { outline: 3px solid #56b4e9; }
   font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace;
   background: var(--band); border-radius: 6px; padding: .6rem .8rem;
 }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td {
-  padding: .25rem .6rem; border-bottom: 1px solid var(--line);
-  text-align: left;
-}
 td:nth-child(4), td:last-child { overflow-wrap: anywhere; }
 .kind { white-space: nowrap; }
-thead th { border-bottom: 2px solid var(--line); }
-.n { text-align: right; white-space: nowrap; }
-code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-.sum th, .sum td { font-weight: 650; }
-.peak th, .peak td { color: var(--mark); font-weight: 650; }
 """
+)
 SCRIPT = """
 (function () {
   var details = document.getElementById("details");
@@ -115,36 +84,6 @@ SCRIPT = """
 
 
 # ---- tables
-
-
-def table(
-    caption: str,
-    head: list[str],
-    rows: Iterable[tuple[str, list[str]]],
-    words: Container[int] = (0,),
-) -> str:
-    """rows: (class of the row, cells); the columns in `words` hold words, the others numbers."""
-    names = "".join(_cell("th", "col", name, index in words) for index, name in enumerate(head))
-    body = "".join(_row(kind, cells, words) for kind, cells in rows)
-    return (
-        f'<div class="wide"><table><caption>{caption}</caption>'
-        f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _row(kind: str, cells: list[str], words: Container[int]) -> str:
-    """A row whose first cell is its heading."""
-    found = [_cell("th", "row", cells[0], 0 in words)]
-    for index, value in enumerate(cells[1:], 1):
-        found.append(_cell("td", "", value, index in words))
-    return f'<tr class="{kind}">{"".join(found)}</tr>'
-
-
-def _cell(tag: str, scope: str, value: str, words: bool) -> str:
-    attributes = f' scope="{scope}"' if scope else ""
-    if not words:
-        attributes += ' class="n"'
-    return f"<{tag}{attributes}>{value}</{tag}>"
 
 
 def swatch(category: str) -> str:

@@ -8,6 +8,7 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 
 from html import escape
 
+from longhaul.html import element, nice, title
 from longhaul.memory.allocator import MIB, Replay
 from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, sampled
 from longhaul.memory.trace import CATEGORIES, Storage, Trace
@@ -90,22 +91,7 @@ def line(group: dict) -> str:
     return f"{size}  {group['category']}  {tensor}  {module}  {group['op']}"
 
 
-# ---- elements
-
-
-def element(tag: str, content: str = "", **attributes: object) -> str:
-    """An SVG element; in the names of attributes `_` stands for `-`, and `class_` for class."""
-    words = [tag]
-    for name, value in attributes.items():
-        name = name.rstrip("_").replace("_", "-")
-        words.append(f'{name}="{value:g}"' if isinstance(value, float) else f'{name}="{value}"')
-    opening = " ".join(words)
-    return f"<{opening}>{content}</{tag}>" if content else f"<{opening}/>"
-
-
-def title(words: str) -> str:
-    """The tooltip of the element that it lies in."""
-    return element("title", escape(words))
+# ---- coordinates
 
 
 class Scale:
@@ -180,12 +166,6 @@ def axis(scale: Scale) -> str:
 
 def _label(words: str, y: float) -> str:
     return element("text", words, x=LEFT - 8, y=y, text_anchor="end", class_="faint")
-
-
-def nice(raw: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is at least `raw`."""
-    power = 10 ** (len(str(int(raw))) - 1) if raw >= 1 else 0.01
-    return next(factor * power for factor in (1, 2, 5, 10, 20, 50, 100) if factor * power >= raw)
 
 
 # ---- phases and stages

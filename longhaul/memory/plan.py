@@ -1,6 +1,7 @@
 """What a run needs, compared with what this machine has, before anything is allocated.
 
-Memory comes from the closed form in estimate.py, so that a plan is instant. On a GPU, a plan whose
+Memory comes from the closed form in estimate.py, so that a plan is instant; a step of post-training
+is simulated (needs.py). On a GPU, a plan whose
 live bytes fit is also simulated, because what the allocator reserves for them decides (reserve.py).
 The time on a CPU comes from a measurement of half a second on this machine (flops.py).
 """
@@ -20,8 +21,10 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory import reserve
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate, estimate
+from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
+from longhaul.memory.needs import needs
 from longhaul.parallel import context
+from longhaul.posttrain.config import PolicyConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
 
@@ -298,6 +301,8 @@ def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[
     """Numbers of ranks that may share a row, ascending; only one number if the user gave it."""
     if cfg.context_parallel_size:
         return [cfg.context_parallel_size]
+    if isinstance(cfg, PolicyConfig):
+        return [1]
 
     ranks = world.size // cfg.dp_replicate
     sizes = context.allowed_sizes(
@@ -338,8 +343,8 @@ def _with_ranks_per_row(
     kernels = config
     if device.type == "cpu":  # where "auto" never is the Triton twin, which keeps more
         kernels = dataclasses.replace(config, kernels="torch")
-    needs = estimate(on_device, kernels, world.size)
-    return Plan(cfg, run, config, world, device, needs, available, sharing)
+    needed = needs(on_device, kernels, world.size)
+    return Plan(cfg, run, config, world, device, needed, available, sharing)
 
 
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
@@ -372,7 +377,7 @@ def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     """The shell command of a configuration: the settings that differ from the defaults, and those
     that --init_from would otherwise decide. `timeout`: the seconds that torchrun must wait.
     """
-    words = [_launcher(world)]
+    words = [_launcher(world, cfg.PROGRAM)]
     if timeout:
         words.insert(0, f"{dist.TIMEOUT}={timeout}")
     named = start.ALWAYS_NAMED if cfg.init_from else ()
@@ -399,15 +404,15 @@ def shutdown_timeout(cfg: TrainConfig, ranks: int, step_seconds: float) -> int:
     return max(told, dist.enough_seconds(micro_batch, 0.0))
 
 
-def _launcher(world: World) -> str:
+def _launcher(world: World, program: str) -> str:
     if world.size == 1:
-        return "python train.py"
+        return f"python {program}"
 
     machines = ""
     if world.size > world.local_size:
         nodes = world.size // world.local_size
         machines = f"--nnodes={nodes} --node_rank=N --master_addr=HOST "
-    return f"torchrun {machines}--nproc_per_node={world.local_size} train.py"
+    return f"torchrun {machines}--nproc_per_node={world.local_size} {program}"
 
 
 def flag_of(spec: dataclasses.Field, value: object) -> str:

@@ -139,4 +139,15 @@ def _fused(z_NV, target_N, *vectors_N) -> None:
     """The compiled bodies write into their arguments and allocate nothing."""
 
 
-FUSED = {"fold_logsumexp": _fused, "logits_to_gradient": _fused}
+def _fused_fold(*args: object) -> Tensor:
+    """The sums of a tile, which replace those before it."""
+    state_SN = args[4]
+    return torch.empty_like(state_SN)
+
+
+FUSED = {
+    "fold_logsumexp": _fused,
+    "logits_to_gradient": _fused,
+    "fold_stats": _fused_fold,
+    "stats_gradient": _fused,
+}

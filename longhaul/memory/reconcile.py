@@ -5,6 +5,7 @@ GiB = 2^30 bytes.
 """
 
 import collections
+import functools
 
 import torch
 
@@ -13,9 +14,11 @@ from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
 from longhaul.memory.device import Demand, waterfall
 from longhaul.memory.measure import peak_bytes
+from longhaul.memory.rehearsal import rehearsal
 from longhaul.memory.simulate import CPU, row_batch, tensors_of, trace_real_run
 from longhaul.memory.stages import StagePeaks, telling
 from longhaul.memory.trace import Trace
+from longhaul.memory.tracker import Tracker
 from model import GIB
 
 CUDA = torch.device("cuda")
@@ -28,7 +31,7 @@ def measure(cfg: TrainConfig) -> dict:
     """Two real steps, twice: peaks by stage as the tracker sees them, and the allocator's own peak;
     bytes.
     """
-    trace = trace_real_run(cfg, lambda: row_batch(cfg))
+    trace = trace_real_run(cfg, functools.partial(row_batch, cfg))
     peak, _ = trace.peak()
     return {
         "stages": trace.peak_by_stage(),
@@ -43,17 +46,29 @@ def allocator_peak(cfg: TrainConfig) -> int:
     recorded on top.
     """
     state = step.build(cfg, cfg.model(), "cpu")
-    batch = row_batch(cfg)
-    step.train_step(state, batch)
-
     resident = list(state.model.parameters())
+    more = rehearsal(cfg, ranks=1, every=True)
+    if more is not None:
+        more.skeletons(cfg.model(), None)
+        more.begin(Tracker(), state)
+        for model in more.frozen.values():
+            resident += model.parameters()
+        make_batch = more.batch
+    else:
+        batch = row_batch(cfg)
+        resident += tensors_of(batch)
+        make_batch = functools.partial(list, batch)
+    step.train_step(state, make_batch())
+
     for values in state.optimizer.state.values():
         resident += values.values()
-    resident += tensors_of(batch)
     storages = [tensor.untyped_storage() for tensor in resident]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # a tied weight once
 
-    return sum(sizes.values()) + peak_bytes(lambda: step.train_step(state, batch), CPU)
+    def second_step():
+        step.train_step(state, make_batch())
+
+    return sum(sizes.values()) + peak_bytes(second_step, CPU)
 
 
 def _count_storages(trace: Trace) -> dict[str, int]:

@@ -12,6 +12,7 @@ from longhaul.memory.deep import Profile
 from longhaul.memory.device import TOTALS, Demand, waterfall
 from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.timeline import alike, of_step, used_categories
+from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
 
@@ -53,12 +54,12 @@ def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None)
 def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """What was predicted, and for which device."""
     config = cfg.model()
-    loss = cfg.loss_path(config, ranks)
+    loss = "over tiles" if isinstance(cfg, PolicyConfig) else cfg.loss_path(config, ranks)
     device = "a CPU" if demand is None else "a GPU (CUDA)"
     return (
         f"predicted for {device}, one of {ranks} rank(s): {cfg.model_size} "
         f"({config.num_params():,} parameters, {config.num_layers} layers), "
-        f"{cfg.batch_size} x {cfg.context_length:,} tokens, "
+        f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, "
         f"{cfg.attention_type} attention, {cfg.dtype}, "
         f"checkpointing {cfg.gradient_checkpointing}, loss {loss}; live GiB"
     )

@@ -1,20 +1,22 @@
 """What the CUDA caching allocator reserves for a training step: what decides whether it fits.
 
 The step is simulated (simulate.py) and its trace replayed through the allocator (allocator.py),
-which takes one to three seconds. Sizes are bytes.
+which takes one to three seconds. Of a long response of GRADE a short one is replayed, and what is
+reserved for it grows as the live bytes do. Sizes are bytes.
 """
 
+import dataclasses
 import functools
-import multiprocessing
 import os
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-
-import torch
 
 from longhaul.config import TrainConfig
+from longhaul.memory import soft
 from longhaul.memory.allocator import OutOfMemory, replay
 from longhaul.memory.deep import whole_trace
+from longhaul.memory.device import Demand
+from longhaul.memory.needs import alone, largest, needs
+from longhaul.memory.trace import Trace
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GROWS = -1  # a capacity: the segments are expandable
@@ -37,25 +39,38 @@ def reserved(cfg: TrainConfig, ranks: int, capacity: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _reserved(cfg: TrainConfig, ranks: int, capacity: int) -> int:
-    if not torch.distributed.is_initialized():
-        return replayed(cfg, ranks, capacity)
-
-    # a process has one default group, and the simulation of several ranks needs a fake one
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=fresh) as pool:
-        return pool.submit(replayed, cfg, ranks, capacity).result()
+    return alone(replayed, cfg, ranks, capacity)
 
 
 def replayed(cfg: TrainConfig, ranks: int, capacity: int) -> int:
     """`reserved`, computed in this process; GROWS as capacity: the segments are expandable, and no
     capacity bounds them.
     """
-    trace = whole_trace(cfg, ranks)
+    trace, scale = stand_in(cfg, ranks)
     if capacity == GROWS:
-        return replay(trace, expandable=True).peak_reserved
+        return int(scale * replay(trace, expandable=True).peak_reserved)
 
     # classic segments that are free are given back before the allocator fails
     try:
-        return replay(trace, capacity=capacity).peak_reserved
+        return int(scale * replay(trace, capacity=int(capacity / scale)).peak_reserved)
     except OutOfMemory:
-        return max(replay(trace).peak_reserved, capacity + 1)
+        return max(int(scale * replay(trace).peak_reserved), capacity + 1)
+
+
+def stand_in(cfg: TrainConfig, ranks: int) -> tuple[Trace, float]:
+    """A trace of the step on CUDA, and by what its bytes must be multiplied: 1, unless a short
+    response of GRADE stands for a long one, of which every token would be simulated.
+    """
+    cfg = largest(cfg, ranks)
+    if not soft.is_long(cfg):
+        return whole_trace(cfg, ranks), 1.0
+    live = needs(dataclasses.replace(cfg, device="cuda"), cfg.model(), ranks).peak
+    trace = whole_trace(soft.shortened(cfg), ranks)
+    of_trace, _ = trace.peak()
+    return trace, live / of_trace
+
+
+def demand(cfg: TrainConfig, ranks: int) -> Demand:
+    """What one rank's step asks of its GPU."""
+    trace, scale = stand_in(cfg, ranks)
+    return Demand.of(trace, ranks, scale)

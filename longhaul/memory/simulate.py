@@ -8,7 +8,8 @@ second step, which is like all that follow: the first one has no optimizer state
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from data.loader import Batch
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.platforms import predicting
+from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.stages import label, telling
 from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 from longhaul.run.health import deterministic
-from model import OnHost
+from model import Decoder, OnHost
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
 CPU = torch.device("cpu")
@@ -57,14 +59,38 @@ def simulate(
     """The trace of the second step of one rank.
 
     layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
-    identical, instead of the first two and the last one. ValueError if a micro-batch has more
-    tokens than 32-bit positions count.
+    identical, instead of the first two and the last one, and all micro-batches of post-training
+    instead of two. ValueError if a micro-batch has more tokens than 32-bit positions count.
     """
-    if cfg.batch_size * cfg.context_length > MOST_TOKENS:
+    if cfg.batch_size * cfg.row_tokens > MOST_TOKENS:
         raise ValueError(
             f"--context_length {cfg.context_length} with --batch_size {cfg.batch_size}: a "
             f"micro-batch has at most {MOST_TOKENS:,} tokens: give a shorter context"
         )
+    more = rehearsal(cfg, ranks, every_tile)
+    with on_fake_tensors(cfg, ranks, target, layers, every_tile, more) as (tracker, state):
+        if more is not None:
+            trace = trace_second_step(tracker, state, more.batch, more.frozen)
+        else:
+            trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks))
+    num_layers = state.model.config.num_layers
+    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers)
+    return trace
+
+
+@contextlib.contextmanager
+def on_fake_tensors(
+    cfg: TrainConfig,
+    ranks: int,
+    target: str,
+    layers: int = 0,
+    every_tile: bool = False,
+    more: Rehearsal | None = None,
+) -> Iterator[tuple[Tracker, step.TrainState]]:
+    """A tracker, and what `step.build` makes on rank 0 of `ranks`, as if on the target, with what
+    post-training adds: operators inside the `with` block allocate nothing. `layers` and
+    `every_tile` are those of `simulate`.
+    """
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)
@@ -77,33 +103,51 @@ def simulate(
         context_mesh = dist.context_mesh(world, CPU, cfg.context_ranks)
         tracker = Tracker(Workspaces(target), fake=True)
         skeleton = step.skeleton(cfg, config, mesh, context_mesh)
+        if more is not None:
+            more.skeletons(config, mesh)
 
         fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
         on_target = predicting(target, tracker, every_tile)
         repeats = deterministic(cfg.deterministic and target == "cuda")
         with fake_tensors, on_target, repeats, tracker:
             state = step.fill(skeleton, cfg, "cpu", world, mesh)
-            trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks))
-    trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=config.num_layers)
-    return trace
+            if more is not None:
+                more.begin(tracker, state)
+            yield tracker, state
 
 
 def trace_real_run(
-    cfg: TrainConfig, make_batch: MakeBatch, world: dist.World = step.ONE_PROCESS
+    cfg: TrainConfig, make_batch: MakeBatch | None = None, world: dist.World = step.ONE_PROCESS
 ) -> Trace:
-    """The same trace from a real run on this machine's CPU."""
+    """The same trace from a real run on this machine's CPU; a step of post-training makes its own
+    batches.
+    """
     tracker = Tracker(Workspaces("cpu"))
     mesh = dist.data_mesh(world, CPU, cfg.dp_replicate)
+    more = rehearsal(cfg, world.size, every=True)
+    if more is not None:
+        more.skeletons(cfg.model(), mesh)
     with tracker:
         state = step.build(cfg, cfg.model(), "cpu", world, mesh)
-        trace = trace_second_step(tracker, state, make_batch)
+        if more is not None:
+            more.begin(tracker, state)
+            trace = trace_second_step(tracker, state, more.batch, more.frozen)
+        else:
+            trace = trace_second_step(tracker, state, make_batch)
     layers = state.model.config.num_layers
     trace.config = dict(vars(cfg), ranks=world.size, target="cpu", layers=layers)
     return trace
 
 
-def trace_second_step(tracker: Tracker, state: step.TrainState, make_batch: MakeBatch) -> Trace:
-    """Run two steps under the tracker and return the trace of the second."""
+def trace_second_step(
+    tracker: Tracker,
+    state: step.TrainState,
+    make_batch: MakeBatch,
+    frozen: Mapping[str, Decoder] = MappingProxyType({}),
+) -> Trace:
+    """Run two steps under the tracker and return the trace of the second; `frozen` are the models
+    that the objective only reads, by name.
+    """
     gradients: set[int] = set()
 
     def find_gradients(stage: str) -> None:
@@ -113,7 +157,7 @@ def trace_second_step(tracker: Tracker, state: step.TrainState, make_batch: Make
             gradients.update(tracker.register(dist.local_shard(grad), "backward") for grad in found)
 
     state.listeners.append(find_gradients)
-    with telling(tracker, state):
+    with telling(tracker, state, frozen):
         step.train_step(state, make_batch())
 
         tracker.begin({})
@@ -156,7 +200,7 @@ def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
         for value in micro.values():
             if isinstance(value, OnHost):
                 yield value.tensor
-            elif value is not None:
+            elif isinstance(value, torch.Tensor):
                 yield value
 
 

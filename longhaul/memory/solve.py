@@ -21,13 +21,15 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory import fit
-from longhaul.memory.deep import whole_trace
 from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
+from longhaul.memory.needs import needs
 from longhaul.memory.plan import command, flag_of, shutdown_timeout
+from longhaul.memory.reserve import demand
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
+from longhaul.posttrain.config import PolicyConfig
 from model import GIB, attention_kind
 
 SMALLEST = 1024  # tokens: no shorter context is an answer
@@ -55,6 +57,8 @@ class Candidate:
 
     @cached_property
     def closed(self) -> Estimate:
+        if isinstance(self.cfg, PolicyConfig):
+            return needs(self.cfg, self.cfg.model(), self.ranks)
         return estimate(self.cfg, self.cfg.model(), self.ranks, inside=False)
 
     @property
@@ -108,11 +112,6 @@ def beyond(ranks: int) -> int:
     return sum(beyond_the_allocator(ranks).values())
 
 
-def demand(cfg: TrainConfig, ranks: int) -> Demand:
-    """What one rank's step asks of its device, simulated."""
-    return Demand.of(whole_trace(cfg, ranks), ranks)
-
-
 class Search:
     """Looks at candidates and says what it finds; `room` is what a device holds, in bytes."""
 
@@ -137,8 +136,10 @@ class Search:
         return self.placement is not Placement.TOO_SMALL
 
     def leave(self, others: Iterable[Candidate]) -> None:
-        """Show candidates that need not be simulated."""
+        """Show candidates that need not be simulated, if a closed form knows their sizes."""
         for one in others:
+            if isinstance(one.cfg, PolicyConfig):
+                continue
             too_large = one.least_bytes > self.room
             self.say(one.row(None, Placement.TOO_SMALL if too_large else "not simulated"))
 
@@ -199,7 +200,7 @@ def wider(rung: Candidate, gpus: int) -> list[Candidate]:
             found.append(Candidate(shared, ranks, f"{name}, {ranks} ranks that share rows"))
 
     cheaper = attention_kind(cfg).cheaper
-    if cheaper:
+    if cheaper and not isinstance(cfg, PolicyConfig):  # whose prompts sparse attention cannot share
         sparse = dataclasses.replace(cfg, attention_type=cheaper)
         for ranks in numbers:
             found.append(Candidate(sparse, ranks, f"{name}, {ranks} rank(s), sparse attention"))
@@ -207,6 +208,8 @@ def wider(rung: Candidate, gpus: int) -> list[Candidate]:
 
 
 def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
+    if isinstance(cfg, PolicyConfig):
+        return False
     sizes = allowed_sizes(
         cfg.context_parallel_mode,
         cfg.attention_type,
@@ -304,8 +307,13 @@ def _by_context(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None
     """The candidate with the longest context; of equal ones the fastest.
 
     The closed form bounds every candidate's context. The longest is found by simulation; others are
-    simulated only if their bound is longer than what was found.
+    simulated only if their bound is longer than what was found. A policy has no closed form: the
+    candidate with all levers on all GPUs has its longest context.
     """
+    if isinstance(cfg, PolicyConfig):
+        all_levers = rungs(cfg, worlds(cfg, gpus)[-1])[-1]
+        return _longest_of(search, all_levers)
+
     shortest = dataclasses.replace(cfg, context_length=SMALLEST)
     climbed = rungs(shortest, worlds(cfg, gpus)[0])
     bounds = []
@@ -375,8 +383,9 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     """(tokens, demand) of the longest context whose device GiB are within `room`, up to half a
     percent of `room`.
 
-    A multiple of 1,024 tokens; 1,024 if even that is too long. Every aim is simulated. After four
-    aims the distance is halved, because the allocator reserves in steps. ValueError if a batch of
+    A multiple of 1,024 tokens; the smallest that has room for a prompt if even that is too long.
+    Every aim is simulated. After four aims the distance is halved, because the allocator reserves
+    in steps; while everything has fit, the next aim is a sixteenth longer. ValueError if a batch of
     rows of 1,024 tokens has more tokens than can be simulated.
     """
     if cfg.batch_size * SMALLEST > MOST_TOKENS:
@@ -387,12 +396,19 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
     one = Candidate(cfg, ranks, "")
     room_bytes = room * GIB
     known: dict[int, Demand] = {}
-    fits = 0
-    exceeds = MOST_TOKENS // cfg.batch_size // SMALLEST * SMALLEST + SMALLEST
+    # of a policy a prompt and its longest response are a context, and other responses more tokens
+    shortest = SMALLEST
+    if isinstance(cfg, PolicyConfig):
+        shortest += cfg.longest_response // SMALLEST * SMALLEST
+    most = MOST_TOKENS // cfg.batch_size - (cfg.row_tokens - cfg.context_length)
+    fits = shortest - SMALLEST
+    exceeds = most // SMALLEST * SMALLEST + SMALLEST
     while exceeds > fits + SMALLEST:
         aim = (fits + exceeds) // 2
         if len(known) < AIMS:
             aim = _aim(one, known, room_bytes)
+        elif exceeds not in known:
+            aim = min(aim, fits + fits // 16)
         aim = min(max(aim // SMALLEST * SMALLEST, fits + SMALLEST), exceeds - SMALLEST)
 
         known[aim] = demand(one.at(aim).cfg, ranks)
@@ -403,7 +419,7 @@ def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
         fits = aim
         if least >= NEARLY_ALL * room_bytes:
             break
-    return max(fits, SMALLEST), known[max(fits, SMALLEST)]
+    return max(fits, shortest), known[max(fits, shortest)]
 
 
 def _aim(one: Candidate, known: dict[int, Demand], room: float) -> int:
@@ -417,12 +433,28 @@ def _aim(one: Candidate, known: dict[int, Demand], room: float) -> int:
     if fits is not None and exceeds is not None:
         share = (room - sizes[fits]) / (sizes[exceeds] - sizes[fits])
         return int(fits + share * (exceeds - fits))
+    if isinstance(one.cfg, PolicyConfig):
+        return _aim_of_policy(one, sizes, room)
 
     reserved = RESERVED
     if known:
         last = list(known)[-1]
         reserved = (sizes[last] - beyond(one.ranks)) / one.at(last).closed.peak
     return bound(one, _with_reserved(reserved), room)
+
+
+def _aim_of_policy(one: Candidate, sizes: dict[int, int], room: float) -> int:
+    """The context that should fill `room`: on the straight line through the last two simulations,
+    or through the only one and zero.
+    """
+    if not sizes:
+        return one.context
+    *before, (context, size) = sizes.items()
+    start, least = before[-1] if before else (0, 0)
+    growth = (size - least) / (context - start)
+    if growth <= 0:
+        return 2 * context
+    return int(context + (room - size) / growth)
 
 
 def _with_reserved(times_live: float) -> Callable[[Candidate], float]:

@@ -8,7 +8,8 @@ nodes into the graph, and those hold memory.
 import bisect
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -18,7 +19,16 @@ from longhaul.memory.trace import Trace
 from longhaul.memory.tracker import Tracker
 from longhaul.step import TrainState
 
-FORWARD = ("start", "embedding", "layer forward", "norm forward", "loss forward")
+FORWARD = (
+    "start",
+    "reference forward",
+    "reward forward",
+    "embedding",
+    "layer forward",
+    "norm forward",
+    "loss forward",
+)
+ROLLOUT, VALIDATION = "rollout", "validation"  # in which modules have no stages of their own
 # parts of a layer, and the stage that begins when the backward reaches the part's output
 PARTS = {
     "attention_norm": "",
@@ -68,10 +78,18 @@ def in_backward() -> bool:
 
 
 @contextlib.contextmanager
-def telling(listener: Listener, state: TrainState) -> Iterator[None]:
-    """Steps of `state` inside the `with` block tell the listener where they are."""
+def telling(
+    listener: Listener,
+    state: TrainState,
+    frozen: Mapping[str, torch.nn.Module] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Steps of `state` inside the `with` block tell the listener where they are; `frozen` are the
+    models that its objective only reads, by name.
+    """
     hooks = _Hooks(listener)
     handles = list(hooks.on_model(state.model))
+    for name, model in frozen.items():
+        handles += hooks.on_frozen(model, name)
     state.listeners.append(listener.enter)
     try:
         yield
@@ -99,10 +117,19 @@ class _Hooks:
         yield from self._on(model.norm, "norm", "norm forward", "norm backward")
         yield from self._on(model.lm_head, "lm_head", "loss forward", "loss backward")
 
+    def on_frozen(self, model: torch.nn.Module, owner: str) -> Iterator:
+        modules = {"embed": model.embed, "norm": model.norm, "lm_head": model.lm_head}
+        modules |= {f"layers.{index}": layer for index, layer in enumerate(model.layers)}
+        for name, module in modules.items():
+            yield from self._on(module, name, f"{owner} forward", f"{owner} backward")
+
     def _on(self, module: torch.nn.Module, name: str, forward: str, backward: str) -> Iterator:
         def starts(*_) -> None:
-            self.outer.append((self.listener.stage, self.listener.module))
-            self.listener.enter("recompute" if in_backward() else forward, name)
+            stage = self.listener.stage
+            self.outer.append((stage, self.listener.module))
+            if stage not in (ROLLOUT, VALIDATION):
+                stage = "recompute" if in_backward() else forward
+            self.listener.enter(stage, name)
 
         def ends(module, inputs, output) -> None:
             has_gradient = isinstance(output, torch.Tensor) and output.requires_grad
@@ -110,7 +137,7 @@ class _Hooks:
                 output.register_hook(lambda _: self.listener.enter(backward, name))
 
             stage, outer_module = self.outer.pop()
-            if self.outer or in_backward():
+            if self.outer or in_backward() or stage in (ROLLOUT, VALIDATION):
                 self.listener.enter(stage, outer_module)
             else:
                 self.listener.enter(forward)
@@ -151,7 +178,9 @@ def kept_for_the_backward(trace: Trace) -> set[int]:
         times[event.storage] = event.time
 
     starts = [time for time, _ in trace.stages]
-    starts_of_backward = [time for time, stage in trace.stages if stage == "loss backward"]
+    starts_of_backward = [
+        time for time, stage in trace.stages if stage in ("loss backward", "reward backward")
+    ]
     kept = set()
     for identity, storage in trace.storages.items():
         if storage.stage in FORWARD:

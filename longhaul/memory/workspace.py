@@ -17,13 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 import model
+from longhaul import vocab
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.tracker import Tracker
 from nsa import engine
 
 LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
-OURS = {op._qualname: op for op in LOSS + SPARSE}
+STATISTICS = (vocab.stats_op, vocab.stats_backward_op)
+OURS = {op._qualname: op for op in LOSS + SPARSE + STATISTICS}
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 
 

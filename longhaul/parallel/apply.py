@@ -4,6 +4,7 @@ Each lever is a function that takes the model. The order is fixed, from the insi
 context parallelism, head groups and tiles, checkpointing, FSDP2.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ def apply(
     context_mesh: "DeviceMesh | None" = None,
 ) -> Decoder:
     """Every lever that `cfg` (TrainConfig) asks for. The model may be on meta."""
+    model.compiled = cfg.compile
     if cfg.compile:
         compile_layers(model)
     if context_mesh is not None:
@@ -49,6 +51,17 @@ def compile_layers(model: Decoder) -> None:
     for layer in model.layers:
         layer.attention.packed = torch.compiler.disable(layer.attention.packed)
         layer.forward = torch.compile(layer.forward)
+
+
+def eager(model: Decoder) -> AbstractContextManager:
+    """Inside, compiled layers run eagerly, for what is not training.
+
+    Dynamo keeps at most eight graphs of a layer. Rows of evaluations have many lengths: they would
+    take those places, and layers of a later stage would no longer be compiled.
+    """
+    if not getattr(model, "compiled", False):
+        return nullcontext()  # without dynamo, whose import takes seconds
+    return torch.compiler.set_stance("force_eager")
 
 
 def share_rows(model: Decoder, mesh: "DeviceMesh", mode: str, compiled: bool) -> None:
@@ -90,4 +103,6 @@ def shard(model: Decoder, mesh: "DeviceMesh", compute_dtype: torch.dtype) -> Non
     # Embedding, final norm and head stay together in the root group: a tied weight in two groups is
     # an error on torch 2.13 and is silently untied on 2.11.
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    register_fsdp_forward_method(model, "hidden")  # a prompt's hidden states need no logits
+    # a prompt's hidden states need no logits, and soft tokens pass through the parts one by one
+    for method in ("hidden", "embedded", "apply_head"):
+        register_fsdp_forward_method(model, method)

@@ -20,7 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model import ATTENTIONS, platform
+from model import (
+    ATTENTIONS,
+    attention_part,
+    attention_part_backward,
+    merge_parts,
+    platform,
+)
 
 MODES = ("auto", "ulysses", "gather_kv")
 
@@ -143,6 +149,16 @@ class Shard:
         """This rank's tokens [B, t] of whole rows."""
         return torch.cat([x_BT[:, span] for span in self.spans(x_BT.shape[1])], dim=1)
 
+    def join(self, x_SBt: Tensor, tokens: int) -> Tensor:
+        """The inverse of `cut` for figures [S, B, t] of every rank's tokens: [S, B, T] on all."""
+        whole_SBT = x_SBt.new_zeros(*x_SBt.shape[:2], tokens)
+        spans = self.spans(tokens)
+        parts = x_SBt.split([span.stop - span.start for span in spans], dim=2)
+        for span, part in zip(spans, parts, strict=True):
+            whole_SBT[:, :, span] = part
+        torch.distributed.all_reduce(whole_SBT, group=self.group)
+        return whole_SBT
+
 
 # ---- ulysses
 
@@ -248,6 +264,19 @@ def _pieces_of_row(
         before += span.stop - span.start
 
 
+def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
+    """Either "cpu", "flash" (FlashAttention-2) or "cudnn", for the queries of these pieces.
+
+    cuDNN is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, by published measurements, but
+    builds a plan for each new shape. So it serves rows of one document only, whose pieces have the
+    same shapes in every step.
+    """
+    if platform().device(q_BtHK).type != "cuda":
+        return "cpu"
+    whole_rows = parts[0].rows == slice(None)
+    return "cudnn" if whole_rows and platform().prefers_cudnn(q_BtHK) else "flash"
+
+
 def gathered_attention(
     q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts: list[Piece]
 ) -> Tensor:
@@ -307,7 +336,7 @@ class _GatheredAttention(torch.autograd.Function):
             for keys, causal in ((past, False), (own, True)):
                 if keys.start < keys.stop:
                     kv_2BSGK = kv_2BTGK[:, rows, keys]
-                    part_BnHK, *dkv = _backward(ctx.kernel, *saved, *kv_2BSGK, causal)
+                    part_BnHK, *dkv = attention_part_backward(ctx.kernel, *saved, *kv_2BSGK, causal)
                     dq_BnHK = dq_BnHK + part_BnHK.float()
                     for total_BTGK, share_BSGK in zip(dkv_2BTGK, dkv, strict=True):
                         total_BTGK[rows, keys] += share_BSGK
@@ -323,17 +352,16 @@ def _over_past_and_own(
 ) -> tuple[Tensor, Tensor]:
     """(o [B, n, H, K], log-sum-exp [B, H, n]) of a piece's queries.
 
-    Causal attention over the keys in `own`, merged with full attention over those in `past`: the
-    two outputs are averaged with their shares of the sum of exponentials.
+    Causal attention over the keys in `own`, merged with full attention over those in `past`.
     """
-    o_BnHK, lse_BHn = _forward(kernel, q_BnHK, k_BTGK[:, own], v_BTGK[:, own], causal=True)
+    o_BnHK, lse_BHn = attention_part(kernel, q_BnHK, k_BTGK[:, own], v_BTGK[:, own], causal=True)
     if past.start == past.stop:
         return o_BnHK, lse_BHn
 
-    o_past, lse_past = _forward(kernel, q_BnHK, k_BTGK[:, past], v_BTGK[:, past], causal=False)
-    total = torch.logaddexp(lse_BHn, lse_past)
-    share = (lse_past - total).exp().transpose(1, 2)[..., None]
-    return torch.lerp(o_BnHK.float(), o_past.float(), share).to(o_BnHK.dtype), total
+    past_BnHK, lse_past = attention_part(
+        kernel, q_BnHK, k_BTGK[:, past], v_BTGK[:, past], causal=False
+    )
+    return merge_parts(o_BnHK, lse_BHn, past_BnHK, lse_past)
 
 
 def _gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
@@ -364,111 +392,3 @@ def _scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
 def _collective(name: str, before: str) -> Callable:
     """torch.distributed.<name>, or the name that it had before torch 2.13."""
     return getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
-
-
-# ---- the kernels of attention
-
-# torch's public attention returns no log-sum-exp. These operators do; it runs on them itself.
-
-
-def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
-    """Either "cpu", "flash" (FlashAttention-2) or "cudnn", for the queries of these pieces.
-
-    cuDNN is 1.7 to 2.3 times as fast as FlashAttention-2 on Hopper, by published measurements, but
-    builds a plan for each new shape. So it serves rows of one document only, whose pieces have the
-    same shapes in every step.
-    """
-    if platform().device(q_BtHK).type != "cuda":
-        return "cpu"
-    whole_rows = parts[0].rows == slice(None)
-    return "cudnn" if whole_rows and platform().prefers_cudnn(q_BtHK) else "flash"
-
-
-def _forward(
-    kernel: str, q_BnHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """(o [B, n, H, K], log-sum-exp [B, H, n] in fp32), with memory linear in n and S."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BnHK, k_BSGK, v_BSGK))
-    aten = torch.ops.aten
-    if kernel == "cudnn":
-        o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal
-        )
-        lse = lse.view(lse.shape[:3])  # [B, H, n, 1]
-    elif kernel == "flash":
-        o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
-    else:
-        o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    return o.transpose(1, 2), lse
-
-
-def _backward(
-    kernel: str,
-    grad_BnHK: Tensor,
-    q_BnHK: Tensor,
-    o_BnHK: Tensor,
-    lse_BHn: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from these keys, for queries whose output over all their keys is (o, lse)."""
-    grad, q, k, v, o = (x.transpose(1, 2) for x in (grad_BnHK, q_BnHK, k_BSGK, v_BSGK, o_BnHK))
-    if kernel == "cudnn":
-        grads = _backward_cudnn(grad, q, k, v, o, lse_BHn, causal)
-    elif kernel == "flash":
-        grads = _backward_flash(grad, q, k, v, o, lse_BHn, causal)
-    else:
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, o, lse_BHn, 0.0, causal
-        )
-    return tuple(x.transpose(1, 2) for x in grads)
-
-
-# Both CUDA operators also take the state of the random numbers of dropout, of which there is none.
-
-
-def _backward_cudnn(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        o,
-        lse.contiguous()[..., None],
-        philox_seed=state,
-        philox_offset=state,
-        attn_bias=None,
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=causal,
-    )
-
-
-def _backward_flash(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    offset = torch.zeros((), dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        o,
-        lse.contiguous(),
-        cum_seq_q=None,
-        cum_seq_k=None,
-        max_q=q.shape[2],
-        max_k=k.shape[2],
-        dropout_p=0.0,
-        is_causal=causal,
-        philox_seed=seed,
-        philox_offset=offset,
-    )

@@ -20,6 +20,7 @@ from model import (
     IGNORE,
     Decoder,
     OnHost,
+    SharedPrompts,
     attention_kind,
     document_boundaries,
     document_positions,
@@ -77,8 +78,17 @@ class RowSharing:
         doc_ids: Tensor | OnHost | None = None,
         cache: Any = None,
         num_valid: Tensor | float | None = None,
+        head: Callable[..., Tensor] | None = None,
+        prompts: SharedPrompts | None = None,
     ) -> Tensor:
-        """This rank's share of the loss of whole rows: the shares of the group add up to it."""
+        """This rank's share of the loss of whole rows: the shares of the group add up to it. With a
+        `head`, its figures of all tokens, on every rank. ValueError for shared prompts.
+        """
+        if prompts is not None:
+            raise ValueError(
+                "ranks that share rows cannot share prompts as well: leave out "
+                "--context_parallel_size"
+            )
         if labels_BT is None:
             return forward(tokens_BT, positions=positions, doc_ids=doc_ids, cache=cache)
 
@@ -93,9 +103,13 @@ class RowSharing:
         self.rows = self.describe(model, cu_seqlens, shape, positions_BT)
         try:
             own = [self.shard.cut(x_BT) for x_BT in (tokens_BT, labels_BT, positions_BT)]
-            return forward(*own, num_valid=num_valid)
+            if head is None:
+                return forward(*own, num_valid=num_valid)
+            figures = forward(*own, head=head)
         finally:
             self.rows = None
+        figures_SBt = figures.unflatten(-1, own[0].shape)
+        return self.shard.join(figures_SBt, shape[1]).flatten(1)
 
     def describe(
         self, model: Decoder, cu_seqlens: Tensor, shape: tuple[int, int], positions_BT: Tensor

@@ -38,6 +38,7 @@ class Signals:
         self.when_asked_again: Callable[[int, str], None] = lambda code, words: None
         self.time = 0.0
         self.training = False
+        self.ending = False  # the run has stopped as it was asked to: what comes now asks no more
 
     def __enter__(self) -> "Signals":
         self.read_end, self.write_end = os.pipe()
@@ -65,7 +66,7 @@ class Signals:
     def _watch(self):
         while byte := os.read(self.read_end, 1):
             number = byte[0]
-            if number not in self.before:
+            if number not in self.before or self.ending:
                 continue
             if self.received is None:
                 self.received = signal.Signals(number).name
@@ -282,6 +283,9 @@ class Guard:
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None):
         code, words = self._ending(error)
+        halted = code == exits.PREEMPTED and self.signals.training
+        # from now on, a launcher that repeats its signal asks no more
+        self.signals.ending = halted
         try:
             if kind is not SystemExit and (self.world.rank == 0 or code == exits.WORLD):
                 self._record(code, words)
@@ -290,9 +294,9 @@ class Guard:
                 self.lock.release()
             if self.heartbeat is not None:
                 self.heartbeat.close()
-            self.signals.__exit__()
+            if not halted:
+                self.signals.__exit__()
 
-        halted = code == exits.PREEMPTED and self.signals.training
         if halted:
             # all ranks are here, so rank 0 speaks for all and none has to wait for its words
             if self.world.rank == 0:
@@ -303,6 +307,7 @@ class Guard:
         if self.world.size > 1 and (halted or error is None):
             dist.end(code)
         if halted:
+            self.signals.__exit__()
             sys.exit(code)
         if error is not None and words:
             dist.refuse(f"{self.program}: error: {words}", code=code)

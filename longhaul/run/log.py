@@ -1,14 +1,14 @@
 """What a run reports: metrics.jsonl, TensorBoard, progress, tokens/s, MFU and memory.
 
 metrics.jsonl has an object per line, of two kinds: one of every step, which has the key "loss", and
-one of every validation, which has "validation_loss" instead. Progress is a bar on a terminal, and
-plain lines in a file or pipe.
+one of every validation, which has "validation_loss" instead. eval.jsonl has an object for every
+evaluation, with all its figures. Progress is a bar on a terminal, and plain lines in a file or a
+pipe.
 
 Only rank 0 reports. If the disk refuses the log, rank 0 says so once, and training goes on.
 """
 
 import json
-import math
 import os
 import resource
 import sys
@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from numpy.typing import NDArray
 
 from data.loader import Batch
 from data.progress import duration
+from files import durable
+from longhaul.evals.measures import Report
 from longhaul.flops import keys_read, train_flops
 from model import GIB, ModelConfig
 
@@ -37,6 +40,10 @@ PEAK_FLOPS = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
+
+
+# Figures of post-training that progress shows.
+OF_A_POLICY = ("reward", "reward_label", "accuracy", "truncated", "kl")
 
 
 # ---- figures
@@ -82,6 +89,14 @@ def perplexity(loss: float) -> float:
     return float(torch.tensor(loss, dtype=torch.float64).exp())
 
 
+def of_a_policy(record: dict) -> str:
+    """The figures by which a policy is watched, with a comma behind each; nothing for pretraining,
+    whose records have none of them.
+    """
+    found = [f"{name} {record[name]:.3f}, " for name in OF_A_POLICY if name in record]
+    return "".join(found)
+
+
 # ---- progress on screen
 
 
@@ -103,7 +118,8 @@ class Bar:
     def step(self, record: dict):
         """Move on to the step of this record."""
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
+            f"loss {record['loss']:.3f}, {of_a_policy(record)}"
+            f"{record['tokens_per_s']:,.0f} tokens/s, "
             f"{record['mem_gib']:.2f} GiB",
             refresh=False,
         )
@@ -130,7 +146,8 @@ class Lines:
         """Print the step of this record, and the time that remains."""
         step = record["step"]
         self.say(
-            f"step {step} of {self.last_step}: loss {record['loss']:.4f}, lr {record['lr']:.3g}, "
+            f"step {step} of {self.last_step}: loss {record['loss']:.4f}, "
+            f"{of_a_policy(record)}lr {record['lr']:.3g}, "
             f"{record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB, "
             f"{self._time_left(step)} left"
         )
@@ -180,7 +197,9 @@ class Logger:
         on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
         progress = Bar if on_terminal else Lines
         self.progress = progress(first_step, last_step)
-        self.file = self._attempt(_open_lines, folder, first_step)
+        self.file = self._attempt(_open_lines, folder / "metrics.jsonl", first_step)
+        self.evaluations = folder / "eval.jsonl"
+        self._attempt(truncate_log, self.evaluations, first_step)
         self.board = self._attempt(_open_board, folder, first_step)
         self.text(first_step, "config", config_text)
 
@@ -218,11 +237,31 @@ class Logger:
             of_each = ", ".join(f"{one.name} {one.loss:.4f}" for one in found)
             self.say(f"  validation loss: {of_each}")
 
+    def figures(self, step: int, name: str, found: dict[str, float]):
+        """Report other figures of a validation: a line of metrics.jsonl, the scalars, a line."""
+        if not self.active:
+            return
+        named = {f"{name}_{key}": value for key, value in found.items()}
+        self._append({"step": step} | named | {"time": time.time()})
+        self.scalars(step, {f"{name}/{key}": value for key, value in found.items()})
+        words = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        self.say(f"step {step}: {name}: {words}")
+
+    def evaluation(self, step: int, report: Report):
+        """Report what else was measured: a line of eval.jsonl, the scalars, lines on screen."""
+        if not self.active:
+            return
+        record = {"step": step, "time": time.time()} | report.record()
+        self._attempt(_append_line, self.evaluations, _line(record))
+        self.scalars(step, report.scalars())
+        self.picture(step, "retrieval/scores", report.heatmap)
+        for line in "\n".join(report.lines(loss=False)).splitlines():
+            self.say(f"  {line}")
+
     def _append(self, record: dict):
         """Write a line of metrics.jsonl."""
         if self.file is not None:
-            line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
-            self._attempt(os.write, self.file, line.encode())
+            self._attempt(os.write, self.file, _line(record))
 
     def scalars(self, step: int, values: dict):
         """TensorBoard scalars; None and text are left out."""
@@ -231,6 +270,11 @@ class Logger:
         for name, value in values.items():
             if isinstance(value, (int, float)):
                 self._attempt(self.board.add_scalar, name, value, step)
+
+    def picture(self, step: int, name: str, image: NDArray | None):
+        """An image [H, W, 3] in TensorBoard, unless it is None."""
+        if self.active and self.board is not None and image is not None:
+            self._attempt(self.board.add_image, name, image.transpose(2, 0, 1), step)
 
     def text(self, step: int, name: str, text: str):
         """A text in TensorBoard, unless it is empty."""
@@ -271,19 +315,21 @@ class Logger:
             return None
 
 
-def _without_nan(record: dict) -> dict:
-    """NaN and infinity as None, because JSON has neither."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
+def _line(record: dict) -> bytes:
+    """A record as a line of JSON."""
+    return (json.dumps(durable.without_nan(record), allow_nan=False) + "\n").encode()
 
 
-def _open_lines(folder: Path, first_step: int) -> int:
+def _open_lines(path: Path, first_step: int) -> int:
     """A descriptor at the end of metrics.jsonl; a line is one write."""
-    path = folder / "metrics.jsonl"
     truncate_log(path, first_step)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
+def _append_line(path: Path, line: bytes):
+    """Add a line in one write; the file begins with its first one."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(line)
 
 
 def _open_board(folder: Path, first_step: int):
@@ -293,8 +339,8 @@ def _open_board(folder: Path, first_step: int):
 
 
 def truncate_log(path: Path, last_step: int):
-    """Drop the steps after `last_step` from metrics.jsonl, atomically: a killed run has logged more
-    steps than it saved.
+    """Drop the steps after `last_step` from a file of records, atomically: a killed run has logged
+    more steps than it saved.
     """
     if not path.exists():
         return

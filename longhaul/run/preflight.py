@@ -29,11 +29,14 @@ from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import Stage, TrainConfig
+from longhaul.evals.measures import Asked, Measures
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig, attention_kind
 
 Command = Callable[[TrainConfig], str]  # the shell command of a configuration
+# the rows of a run, in their order
+Rows = Callable[[TrainConfig, Sequence[Corpus], dist.World], Order]
 
 # below this share of the model's vocabulary the data's tokenizer is probably another one
 SAME_TOKENIZER = 0.9
@@ -95,7 +98,12 @@ class Ready:
 
 
 def preflight(
-    cfg: TrainConfig, world: dist.World, device: torch.device, command: Command, guard: Guard
+    cfg: TrainConfig,
+    world: dist.World,
+    device: torch.device,
+    command: Command,
+    guard: Guard,
+    rows: Rows,
 ) -> Ready:
     """Check everything, take the run's folder, and return what training needs."""
     folder = Path(cfg.output_dir)
@@ -112,7 +120,8 @@ def preflight(
     cfg = with_recorded_batch(cfg, checkpoint, world)
     cfg = resume.with_skips(checkpoint, cfg)
 
-    loader = training_rows(cfg, corpora, world)
+    loader = rows(cfg, corpora, world)
+    dist.on_rank0(lambda: check_evals(cfg, config, corpora), world)
     if checkpoint is not None:
         resume.check_position(checkpoint, loader, cfg)
     stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
@@ -246,9 +255,9 @@ def training_rows(cfg: TrainConfig, corpora: Sequence[Corpus], world: dist.World
 
     documents = np.concatenate([one.dataset.split("train").lengths for one in corpora])
     for before, after in itertools.pairwise(cfg.stages()):
-        staged.require_longer_documents(
-            documents, before.cfg.context_length, after.cfg.context_length
-        )
+        tokens = after.cfg.context_length
+        read = documents[documents <= tokens] if cfg.whole_documents else documents
+        staged.require_longer_documents(read, before.cfg.context_length, tokens)
     stages = []
     for stage in cfg.stages():
         rows = rows_of(stage, cfg, corpora, world)
@@ -264,6 +273,7 @@ def rows_of(stage: Stage, cfg: TrainConfig, corpora: Sequence[Corpus], world: di
         stage.cfg.rows_per_step(world.size),
         seed=cfg.seed,
         split=documents_by_length(cfg, stage),
+        whole=cfg.whole_documents,
     )
 
 
@@ -279,6 +289,19 @@ def documents_by_length(cfg: TrainConfig, stage: Stage) -> mixture.Split | None:
         share = Fraction(str(cfg.short_fraction))
         return mixture.Split(shortest, share, "--short_fraction")
     return None
+
+
+def check_evals(cfg: TrainConfig, config: ModelConfig, corpora: Sequence[Corpus]):
+    """ValueError if evaluations would measure at the longest context what they cannot."""
+    if not cfg.eval_every:
+        return
+    cfg.check_eval_lengths()
+    asked = Asked.of(cfg.stages()[-1].cfg, config.vocab_size)
+    costly = set(asked.names) - {"loss", "position"}
+    try:
+        Measures(corpora, dataclasses.replace(asked, names=tuple(costly))).require()
+    except ValueError as error:
+        raise ValueError(f"--evals {cfg.evals}: {error}") from None
 
 
 # ---- the checkpoint to continue
@@ -319,9 +342,11 @@ def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> s
             "a step-* folder"
         )
     checkpoint = load.verified(named)
-    resume.check_complete(checkpoint)
-    folders = (checkpoint.config.get("data", ""), cfg.data)
-    resume.check_same_run(checkpoint.identity, identity, f"--resume {named}", folders)
+    # first, because a run of another program lacks settings of this one, too
+    if checkpoint.identity is not None:
+        folders = (checkpoint.config.get("data", ""), cfg.data)
+        resume.check_same_run(checkpoint.identity, identity, f"--resume {named}", folders)
+    resume.check_complete(checkpoint, cfg)
 
     folder = Path(cfg.output_dir)
     steps = folder.glob("step-????????")
@@ -388,13 +413,12 @@ def announce(ready: Ready):
     for words in warnings:
         print(f"warning: {words}")
 
-    shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
-    print(
-        f"loss: {cfg.loss_path(ready.config, ready.world.size)} (full logits would be "
-        f"{ready.config.logits_gib(*shape):.2f} GiB per rank and micro-batch; threshold "
-        f"{ready.config.logits_threshold_gib:g} GiB)"
-    )
+    print(f"loss: {cfg.loss_in_words(ready.config, ready.world.size)}")
     print("\n".join(ready.loader.summary(cfg.max_steps)), flush=True)
+    if cfg.whole_documents:
+        for stage in cfg.stages():
+            for line in mixture.left_out(ready.corpora, stage.cfg.context_length):
+                print(line)
 
 
 def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):

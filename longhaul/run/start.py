@@ -8,6 +8,7 @@ contradicts the geometry is refused.
 """
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 
 from data import hugging_face
 from data.dataset import Dataset
+from data.load_tokenizer import hash_of_ids
 from files.untrusted import refuse_pickle
-from longhaul import qwen3
+from longhaul import lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig, read_pairs
@@ -60,6 +62,20 @@ class Start:
     config: ModelConfig
     context: int  # tokens of a row, for a run that does not say
     checkpoint: Checkpoint | None  # None for a Hugging Face folder
+
+
+def digest(folder: Path) -> str:
+    """SHA-256 of what decides a model: the manifest of a checkpoint, which has the hashes of its
+    files, or the configuration and the weights of another folder.
+    """
+    files = [folder / format.MANIFEST]
+    if not files[0].exists():
+        files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as opened:
+            total.update(hashlib.file_digest(opened, "sha256").digest())
+    return total.hexdigest()
 
 
 # ---- reading
@@ -235,8 +251,14 @@ def _rope_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, A
         found["rope_factor"] = config.rope_factor
     given = {name: value for name, value in settings.items() if name in found}
 
-    theta = settings.get("rope_theta") or config.rope_theta
+    theta = settings.get("rope_theta") or _theta_of_schedule(settings) or config.rope_theta
     return found | given | dict(rope_theta=theta)
+
+
+def _theta_of_schedule(settings: dict[str, Any]) -> float | None:
+    """The rotary base that the first stage of --length_schedule names, if it does."""
+    stages = lengths.parse(settings.get("length_schedule") or "")
+    return stages[0].theta if stages else None
 
 
 def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -278,8 +300,8 @@ def check_tokenizer(start: Start, dataset: Dataset):
     if not start.checkpoint.identity:
         check_same_ids(start.folder.parent, dataset)
         return
-    trained_on = start.checkpoint.identity.get("tokenizer")
-    if trained_on and trained_on != dataset.tokenizer_sha256:
+    given = (dataset.tokenizer_sha256, dataset.tokenizer_path)
+    if load.has_other_ids(start.checkpoint, *given):
         raise ValueError(
             f"the data in {dataset.path} has another tokenizer than the data of {start.folder}: "
             f"prepare it with --tokenizer {load.tokenizer_beside(start.checkpoint)}, or give the "
@@ -290,8 +312,9 @@ def check_tokenizer(start: Start, dataset: Dataset):
 def check_same_ids(folder: Path, dataset: Dataset):
     """ValueError if a Hugging Face folder has a tokenizer, and it is not that of the data."""
     theirs = hugging_face.hash_of_folder(folder)
-    ours = dataset.tokenizer_sha256
-    if theirs and ours and theirs != ours:
+    if theirs is None or dataset.tokenizer_path is None:
+        return
+    if theirs != hash_of_ids(dataset.tokenizer_path):
         raise ValueError(
             f"the data in {dataset.path} has another tokenizer than --init_from {folder}, so the "
             "weights mean nothing for its ids: run `python -m data.prepare --input YOUR_TEXT "

@@ -1,14 +1,12 @@
 """SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to
 time what is not exact.
 
-One KV head, G=4 query
-heads, K=128; seconds of process CPU time
-(other jobs do not count), the two sides taking turns; extra memory is the peak resident set of a
-fresh process above what
-stood after its inputs existed.
+One KV head with 4 query heads of 128. Times are seconds of process CPU time, to which other jobs do
+not count, with the two sides taking turns. Extra memory is the peak resident set of a fresh process
+above what it had once its inputs existed.
 
-    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32] [--what forward
-    training decode memory] [--png FILE]
+    python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32]
+        [--what forward training decode memory] [--png FILE]
 """
 
 import argparse

@@ -50,7 +50,7 @@ TABLE = record.Table(
     "A training step with a lever over one without",
     {
         "lever": "text",
-        "beside": "text",
+        "compared with": "text",
         "tokens": "count",
         "step ms": "ms",
         "time": "ratio",
@@ -146,10 +146,10 @@ def main(args: list[str] | None = None) -> int:
         run.row(
             TABLE,
             lever=name,
-            beside=base,
             tokens=cfg.tokens,
             time=clock.ratio(times, name, base),
             **{
+                "compared with": base,
                 "step ms": clock.milliseconds(times[name]),
                 "loss off by": errors[name][0],
                 "gradient norm off by": errors[name][1],

@@ -1,5 +1,5 @@
-"""The profiler's tracker beside torch.distributed._tools' MemTracker, over the same two steps on
-fake tensors: time and what each finds.
+"""The profiler's tracker compared with torch.distributed._tools' MemTracker, over two steps on fake
+tensors: time and what each finds.
 
 Refuses to print times where the two disagree by more than 2% on the peak. MemTracker knows no
 kernel's workspace, so ours runs

@@ -1,5 +1,5 @@
-"""A training step beside a plain loop over transformers' Qwen3ForCausalLM: same weights, data,
-dtype and optimizer.
+"""A training step compared with a plain loop over transformers' Qwen3ForCausalLM: same weights,
+data, dtype and optimizer.
 
     python -m benchmarks.train_step [--sizes tiny 30M] [--context_length 2048] [--dtypes bf16 fp32]
     [--steps 6]

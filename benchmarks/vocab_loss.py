@@ -1,19 +1,15 @@
 """Every way to compute the loss over a large vocabulary: time, extra memory and error, forward and
 backward, in one interleaved run.
 
-    python -m benchmarks.vocab_loss [--cases 512x2048 512x2048i 2560x1024 512x8192] [--vocab_size
-    151936] [--rounds 3] [--out FOLDER]
+    python -m benchmarks.vocab_loss [--cases 512x2048 512x2048i 2560x1024 512x8192]
+        [--vocab_size 151936] [--rounds 3] [--out FOLDER]
 
 A case is width x tokens; an i behind it ignores half of the labels. Time is process CPU time on one
-thread (CUDA: events), the median over
-rounds of fresh inputs, and its ratio to longhaul's own choice the median of the rounds' ratios;
-extra memory is the peak of all
-allocations beyond the two gradients; errors are against float64 on the first tokens (loss absolute
-in nats, gradients relative). Ours is
-timed only if its loss is within 1e-3 nats and its gradients at most 1.5 times as wrong as the
-standard's; others if they compute the
-same function at all. Imports verify_chunked_loss.py, longhaul.memory.measure, longhaul.cli,
-model.py and benchmarks.clock and .record.
+thread (on CUDA: events), the median over rounds of fresh inputs; its ratio to longhaul's own choice
+is the median of the rounds' ratios. Extra memory is the peak of all allocations beyond the two
+gradients. Errors are against float64 on the first tokens: of the loss absolute, in nats, and of
+gradients relative. Ours is timed only if its loss is within 1e-3 nats and its gradients are at most
+1.5 times as wrong as the standard's; others are timed if they compute the same function at all.
 """
 
 import functools
@@ -311,7 +307,7 @@ def main(args: list[str] | None = None):
         "--only",
         nargs="+",
         default=[],
-        help="names of variants beside longhaul and the standard loss",
+        help="names of variants next to longhaul and the standard loss",
     )
     parser.add_argument(
         "--out", default="runs/vocab_loss", help="folder of results.json and results.md"

@@ -3,31 +3,43 @@
     python -m scripts.convert_qwen3 --input HF_DIR --output DIR           # writes DIR/step-00000000
     python -m scripts.convert_qwen3 --checkpoint RUN_OR_STEP --output HF_DIR
 
+What is exported is complete: configuration, weights, generation settings and the run's tokenizer.
 Training needs no conversion first: `train.py --init_from HF_DIR` reads the folder itself. Bad input
 ends with one line and exit code 2; an existing output is never overwritten.
 """
 
+import argparse
 import shutil
 from pathlib import Path
 
 import torch
 
-from data.dataset import open_dataset
-from data.hugging_face import SETTINGS, TOKENIZER
-from data.load_tokenizer import find_tokenizer, load_tokenizer
+from data.dataset import Dataset, open_dataset
+from data.export_tokenizer import EXTRAS, exported
+from data.hugging_face import (
+    SETTINGS,
+    TOKENIZER,
+    HuggingFaceTokenizer,
+    end_id,
+    read_settings,
+)
+from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
+from files import durable
+from files.tensors import Later
 from flags import Parser
 from longhaul import qwen3
-from longhaul.checkpoint.format import Checkpoint
-from longhaul.checkpoint.load import load_model, newest, verified
-from longhaul.checkpoint.save import save
+from longhaul.checkpoint.format import Checkpoint, model_config
+from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
+from longhaul.checkpoint.save import save_weights
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.generate import TEMPERATURE, TOP_K, TOP_P
 from longhaul.run import start
 from longhaul.step import TrainState
-from model import Decoder
 
 DTYPES = ("keep", "float32", "bfloat16", "float16")
+NONE = "none"  # as --tokenizer
 
 
 def build_parser() -> Parser:
@@ -51,6 +63,17 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dtype", default="keep", choices=DTYPES, help="dtype of the written weights"
     )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="of an export: sentencepiece model, tokenizer.json or a folder with one, instead of "
+        f"the run's own; {NONE}: weights only",
+    )
+    parser.add_argument(
+        "--eod",
+        metavar="TOKEN",
+        help="of an export: the token that ends a document, if the tokenizer's folder does not say",
+    )
     return parser
 
 
@@ -59,73 +82,160 @@ def main(args: list[str] | None = None):
     parser = build_parser()
     given = parser.parse_args(args)
     try:
-        path = convert(given.input, given.checkpoint, Path(given.output), given.dtype)
+        path = convert(given)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"wrote {path}")
 
 
-def convert(source: str | None, checkpoint: str | None, output: Path, dtype: str = "keep") -> Path:
-    """Import `source` or export `checkpoint` into `output`; returns what was written."""
+def convert(given: argparse.Namespace) -> Path:
+    """Import or export as the flags say; returns what was written."""
+    output = Path(given.output)
     empty = output.is_dir() and not any(output.iterdir())
     if output.exists() and not empty:
         raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
-    if source is not None:
-        return import_hf(Path(source), output, dtype)
-    return export_hf(Path(checkpoint), output, dtype)
+
+    if given.checkpoint is not None:
+        return export_hf(Path(given.checkpoint), output, given.dtype, given.tokenizer, given.eod)
+    for name in ("tokenizer", "eod"):
+        if getattr(given, name):
+            raise ValueError(f"--{name} is for an export, and --input is an import: drop --{name}")
+    return import_hf(Path(given.input), output, given.dtype)
+
+
+# ---- from Hugging Face
 
 
 def import_hf(source: Path, output: Path, dtype: str) -> Path:
-    """Write step-00000000, a checkpoint without optimizer state, to generate, evaluate, export."""
-    model = with_dtype(qwen3.from_hf(source), dtype)
+    """Write step-00000000, a checkpoint without optimizer state, to generate, evaluate, export.
+
+    One weight at a time is in memory. The folder appears by a rename, so it never lacks its
+    tokenizer.
+    """
+    model, weights = qwen3.stored_model(source)
+    weights = {name: cast(weight, dtype) for name, weight in weights.items()}
     cfg = TrainConfig(**start.completed({"init_from": str(source)}))
     state = TrainState(cfg, model, None, torch.device("cpu"), World())
-    written = save(state, output, extra={"imported_from": str(source)})
-    copy_tokenizer(source, output)
-    return written
+    with durable.building(output) as folder:
+        written = save_weights(state, weights, folder, extra={"imported_from": str(source)})
+        for name in (TOKENIZER, SETTINGS, *EXTRAS):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+                durable.fsync(folder / name)
+    return output / written.name
 
 
-def export_hf(source: Path, output: Path, dtype: str) -> Path:
+# ---- to Hugging Face
+
+
+def export_hf(
+    source: Path, output: Path, dtype: str, tokenizer: str | None = None, eod: str | None = None
+) -> Path:
     """Write a Hugging Face folder of a checkpoint, or of a run's newest, whose hashes are verified
     first.
+
+    tokenizer: its path, if not the run's own, or "none". eod: the token that ends a document, if
+    nothing next to the tokenizer says it.
     """
     checkpoint = verified(newest(source))
-    qwen3.to_hf(
-        with_dtype(load_model(checkpoint), dtype),
+    config = model_config(checkpoint)
+    qwen3.require_counterpart(config)
+
+    context = qwen3.readable_context(config, start.trained_context(checkpoint))
+    found = tokenizer_of(checkpoint, tokenizer, eod)
+    files = {} if found is None else exported(found, config.vocab_size, context)
+    qwen3.write_hf(
+        config,
+        {name: cast(weight, dtype) for name, weight in stored_weights(checkpoint).items()},
         output,
-        context=start.trained_context(checkpoint),
-        eod_id=end_of_document(checkpoint),
+        context=context,
+        eod_id=end_of_document(checkpoint, eod) if found is None else found.eod_id,
+        sampling=sampling(found, config.vocab_size),
+        files=files,
     )
-    copy_tokenizer(checkpoint.folder.parent, output)
     return output
 
 
-def copy_tokenizer(source: Path, target: Path):
-    """Copy the Hugging Face tokenizer of a folder, if it has one."""
-    for name in (TOKENIZER, SETTINGS):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-def end_of_document(checkpoint: Checkpoint) -> int | None:
-    """The id that ends a document, from the run's tokenizer or from its data if they are still
-    there; None if neither is.
+def sampling(tokenizer: AnyTokenizer | None, vocab_size: int) -> dict:
+    """How scripts.generate samples, for generation_config.json: only ids of the tokenizer. With the
+    tokens that the folder of a Hugging Face tokenizer names to begin and to pad a text.
     """
-    tokenizer = find_tokenizer(checkpoint.folder.parent)
-    if tokenizer is not None:
-        return load_tokenizer(tokenizer).eod_id
+    usual = dict(do_sample=True, temperature=TEMPERATURE, top_k=TOP_K, top_p=TOP_P)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        usual |= tokenizer.begin_and_pad()
+    if tokenizer is None or tokenizer.vocab_size == vocab_size:
+        return usual
+    return usual | dict(suppress_tokens=list(range(tokenizer.vocab_size, vocab_size)))
 
+
+def cast(weight: Later, dtype: str) -> Later:
+    """The weight in this dtype, or as it is for "keep"."""
+    if dtype == "keep":
+        return weight
+    wanted = getattr(torch, dtype)
+    return Later(weight.shape, wanted, lambda: weight.read().to(wanted))
+
+
+def tokenizer_of(checkpoint: Checkpoint, given: str | None, eod: str | None) -> AnyTokenizer | None:
+    """The tokenizer that is given, or else that of the run or of its data; None for "none".
+
+    ValueError if there is none, or not the one that the model was trained with.
+    """
+    if given == NONE:
+        return None
+    run = checkpoint.folder.parent
+    path = given or find_tokenizer(run) or tokenizer_of_data(checkpoint)
+    if path is None:
+        raise ValueError(
+            f"{run} has no tokenizer: give --tokenizer PATH, or --tokenizer {NONE} to export the "
+            "weights only"
+        )
+    eod = eod or end_token(run, Path(path))
+    tokenizer = load_tokenizer(path, eod)
+    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, f"--tokenizer {path}")
+    return tokenizer
+
+
+def end_token(run: Path, tokenizer: Path) -> str | None:
+    """The token that ended the documents of the run, if it says so and the tokenizer is of Hugging
+    Face, whose folder may name another.
+    """
+    is_hugging_face = tokenizer.suffix == ".json" or (tokenizer / TOKENIZER).is_file()
+    named = read_settings(run / SETTINGS).get("eos_token")
+    return named if is_hugging_face and isinstance(named, str) else None
+
+
+def end_of_document(checkpoint: Checkpoint, eod: str | None = None) -> int | None:
+    """The id of `eod`, or the one that ends a document, from the run's tokenizer or from its data
+    if they are still there; None if nothing says it.
+    """
+    run = checkpoint.folder.parent
+    path = find_tokenizer(run) or tokenizer_of_data(checkpoint)
+    if path is None and eod:
+        raise ValueError(
+            f"--eod {eod} is a token, and {run} has no tokenizer that knows its id: drop --eod"
+        )
+    if path is None:
+        dataset = data_of(checkpoint)
+        return dataset.eod_id if dataset else None
+    if path.suffix == ".json":
+        return end_id(path, eod)
+    return load_tokenizer(path, eod).eod_id
+
+
+def tokenizer_of_data(checkpoint: Checkpoint) -> Path | None:
+    """The tokenizer in the folder of the run's data, if that is still there."""
+    dataset = data_of(checkpoint)
+    return dataset.tokenizer_path if dataset else None
+
+
+def data_of(checkpoint: Checkpoint) -> Dataset | None:
+    """The data that the run was trained on, if it is still there and the same."""
     data = Path(str(checkpoint.config.get("data")))
     if not checkpoint.identity or not (data / MANIFEST).is_file():
         return None
     dataset = open_dataset(data)
-    same_data = dataset.fingerprint == checkpoint.identity.get("dataset")
-    return dataset.eod_id if same_data else None
-
-
-def with_dtype(model: Decoder, dtype: str) -> Decoder:
-    """The model with weights of this dtype, or as it is for "keep"."""
-    return model if dtype == "keep" else model.to(getattr(torch, dtype))
+    return dataset if dataset.fingerprint == checkpoint.identity.get("dataset") else None
 
 
 if __name__ == "__main__":

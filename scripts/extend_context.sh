@@ -59,7 +59,7 @@ evaluate() {  # the loss of checkpoint $2 at both lengths, once; $1 says when
     for length in "$short" "$long"; do
         file=$out/evaluation-$1-$length.txt
         [ -s "$file" ] || {
-            python -m scripts.evaluate --checkpoint "$2" --data "$data" --context_length "$length" --batches "${BATCHES:-32}" > "$file.part"
+            python -m scripts.evaluate --checkpoint "$2" --data "$data" --evals loss --context_length "$length" --batches "${BATCHES:-32}" > "$file.part"
             mv "$file.part" "$file"
         }
         cat "$file"
@@ -84,17 +84,20 @@ evaluate after "$out/run"
 
 echo "== export"
 if [ ! -d "$out/hf" ]; then
-    convert "$out/hf" --checkpoint "$out/run"
-    for file in tokenizer.json tokenizer_config.json vocab.json merges.txt special_tokens_map.json; do
-        [ ! -f "$hf/$file" ] || cp "$hf/$file" "$out/hf.part/"
-    done
+    tokenizer=()
+    if [ -f "$hf/tokenizer.json" ]; then
+        tokenizer=(--tokenizer "$hf/tokenizer.json")  # whose chat template the data has not
+    elif ! compgen -G "$out/run/tokenizer.*" > /dev/null; then
+        tokenizer=(--tokenizer none)
+    fi
+    convert "$out/hf" --checkpoint "$out/run" "${tokenizer[@]}"
     mv "$out/hf.part" "$out/hf"
 fi
 
 echo
 echo "validation loss, nats per token   before   after"
 for length in "$short" "$long"; do
-    figures=$(awk '$1 == "loss" { print $2 }' "$out/evaluation-before-$length.txt" "$out/evaluation-after-$length.txt")
+    figures=$(awk '$1 == "validation" && $2 == "loss" { print $3 }' "$out/evaluation-before-$length.txt" "$out/evaluation-after-$length.txt")
     # shellcheck disable=SC2086
     printf '  at %9s tokens             %s   %s\n' "$length" $figures
 done

@@ -18,9 +18,17 @@ from flags import Parser
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.dist import World, named_device
-from longhaul.generate import cache_bytes, cast_matrices, check_sampling, generate
+from longhaul.generate import (
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    cache_bytes,
+    cast_matrices,
+    check_sampling,
+    generate,
+)
 from longhaul.memory.plan import available_gib
-from model import GIB, ModelConfig
+from model import GIB, ModelConfig, attention_kind
 
 
 def build_parser() -> Parser:
@@ -48,15 +56,15 @@ def build_parser() -> Parser:
         help="most new tokens; with --prompt, fewer if the document ends earlier",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the most probable token"
+        "--temperature", type=float, default=TEMPERATURE, help="0: always the most probable token"
     )
     parser.add_argument(
-        "--top_k", type=int, default=50, help="sample among the k most probable tokens; 0: all"
+        "--top_k", type=int, default=TOP_K, help="sample among the k most probable tokens; 0: all"
     )
     parser.add_argument(
         "--top_p",
         type=float,
-        default=1.0,
+        default=TOP_P,
         help="sample among the most probable tokens whose probabilities add up to this; 1: all",
     )
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal text")
@@ -121,7 +129,7 @@ def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> AnyTokenizer:
             f"{run} has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt"
         )
     tokenizer = load_tokenizer(path)
-    check_tokenizer(checkpoint, tokenizer.sha256, str(tokenizer.path))
+    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
     return tokenizer
 
 
@@ -138,7 +146,11 @@ def sampled(
     """
     if given.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens {given.max_new_tokens} is no text: give at least 1")
-    check_length(model_config(checkpoint), len(prompt) + given.max_new_tokens, device)
+    config = model_config(checkpoint)
+    check_length(config, len(prompt) + given.max_new_tokens, device)
+    slow = attention_kind(config).warning(config, device)
+    if slow:
+        print(f"warning: {slow}", file=sys.stderr)
     model = load_model(checkpoint, device, given.dtype)
     if device.type == "cuda":
         cast_matrices(model)

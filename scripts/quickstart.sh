@@ -41,7 +41,7 @@ torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --con
     --max_steps 200 --lr 2e-3 --warmup_steps 20 --eval_every 100 --save_every 100 --output_dir "$out"
 
 echo "== evaluate"
-python -m scripts.evaluate --checkpoint "$out"
+python -m scripts.evaluate --checkpoint "$out" --evals loss,position
 
 echo "== generate"
 python -m scripts.generate --checkpoint "$out" --prompt "def main(" --max_new_tokens 60
@@ -50,6 +50,7 @@ echo
 echo "done in $(( $(date +%s) - started )) s. The checkpoint is $(ls -d "$out"/step-???????? | tail -n 1), the numbers are in $out/metrics.jsonl."
 next_commands
 echo "  generate    python -m scripts.generate --checkpoint $out --prompt 'import torch'"
+echo "  measure     python -m scripts.evaluate --checkpoint $out --output $out/evaluation     (context gain and retrieval, too)"
 echo "  curves      tensorboard --logdir $out/tensorboard     (then open http://localhost:6006; Ctrl-C ends it)"
 echo "  your text   python -m data.prepare --input README.md longhaul --output mydata     (or your own files and folders)"
 echo "              torchrun --nproc_per_node=2 train.py --data mydata --model_size tiny --context_length 256 --max_steps 100 --warmup_steps 10 --output_dir runs/mine"

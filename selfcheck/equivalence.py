@@ -5,10 +5,9 @@ every way to spread over ranks.
     python -m selfcheck.equivalence --what levers pairs --device cuda # on one GPU
 
 A small model trains 8 steps in fp32 on packed documents with uneven numbers of targets, plainly and
-with the lever. Verdict: loss within 2e-6,
-gradient norm within 1e-5 relative. Levers that round (states of 16 or 8 bits, Muon) train 500
-steps: the mean loss of the last 50 may lie
-above AdamW's by the bound in the table. Exit code 1 where a verdict is bad.
+with the lever. The losses must agree within 2e-6, the gradient norms within 1e-5 relative. Levers
+that round (states of 16 or 8 bits, Muon) train 500 steps, and the mean loss of the last 50 may lie
+above AdamW's by the bound in the table. The exit code is 1 if a verdict is bad.
 """
 
 import itertools
@@ -249,7 +248,7 @@ def report(name: str, result: list[list[float]], truth: list[list[float]]) -> bo
 
 
 def curves(device: str, steps: int = 500) -> bool:
-    """Levers that round: the end of a loss curve beside AdamW's."""
+    """Levers that round: the end of a loss curve compared with AdamW's."""
 
     def end(changes):
         return sum(train(dist.World(), Case("", changes), steps, device)[0][-50:]) / 50

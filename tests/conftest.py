@@ -33,8 +33,18 @@ def _place(item: pytest.Item) -> tuple[bool, int]:
     return is_fast, file
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_core():
+    """`dist.start` counts one core, also in the fixtures of a module, which are made before those
+    of a test.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "cores", lambda: 1)
+        torch.set_num_threads(1)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch):
-    """One thread in this process, also after `dist.start`, which counts the cores."""
-    monkeypatch.setattr(dist, "cores", lambda: 1)
+def one_thread(one_core):
+    """One thread in this process, whatever the test before has set."""
     torch.set_num_threads(1)

@@ -19,7 +19,13 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"model", "fused", "nsa", "files", "flags", "installed", "longhaul.epilogue"},
     {"data", "longhaul.exits"},
-    {"longhaul.dist", "longhaul.cli", "longhaul.lengths", "longhaul.staging"},
+    {
+        "longhaul.dist",
+        "longhaul.cli",
+        "longhaul.html",
+        "longhaul.lengths",
+        "longhaul.staging",
+    },
     {
         "longhaul.config",
         "longhaul.generate",
@@ -30,8 +36,15 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "longhaul.vocab",
     },
     {"longhaul.flops", "longhaul.step"},
-    {"longhaul.checkpoint", "longhaul.run"},
+    {
+        "longhaul.analysis",
+        "longhaul.checkpoint",
+        "longhaul.evals",
+        "longhaul.posttrain",
+        "longhaul.run",
+    },
     {"longhaul.memory"},
+    {"longhaul.training"},
     {"train", "profile_memory", "verify_chunked_loss"},
     {"scripts"},
     {"benchmarks", "selfcheck"},
@@ -39,10 +52,14 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
 # model.py takes its twins where they are, inside functions; the rest are pairs of one level.
 LAZY = {("model", "fused"), ("model", "nsa")}
 SAME_LEVEL = LAZY | {
+    ("longhaul.analysis", "longhaul.checkpoint"),
+    ("longhaul.analysis", "longhaul.evals"),
     ("nsa", "model"),  # the twin shares the checks and the layout of the plain version
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),
     ("longhaul.run", "longhaul.checkpoint"),
+    ("longhaul.run", "longhaul.evals"),
+    ("longhaul.posttrain", "longhaul.run"),
 }
 # optional extras of the data preparation
 OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
@@ -57,6 +74,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "data": {"numpy", "sentencepiece", "tqdm"} | OPTIONAL,
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),
+    "longhaul.html": set(),
     "longhaul.staging": {"torch"},
     "longhaul.lengths": set(),
     "longhaul.exits": set(),

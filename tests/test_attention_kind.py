@@ -153,7 +153,7 @@ def test_sampling_is_greedy_decoding_of_the_full_forward():
         ids.append(token)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
     cfg = TrainConfig(**TINY, dtype="fp32", gradient_checkpointing=checkpointing)
     predicted = simulate(cfg, target="cpu").peak()[0]

@@ -22,7 +22,7 @@ import train
 import verify_chunked_loss
 from data import prepare, report
 from flags import underscored
-from scripts import convert_qwen3, evaluate, generate
+from scripts import convert_qwen3, evaluate, generate, run_full_analysis
 from selfcheck import equivalence, fault_matrix, fuzz, mutations
 
 SECONDS = 15
@@ -36,6 +36,7 @@ TRAIN = (
 PROFILE = "--model_size tiny --context_length 512"
 GENERATE = "--checkpoint {run} --prompt x --device cpu"
 EVALUATE = "--checkpoint {run} --device cpu"
+ANALYSIS = "--checkpoint {run} --device cpu --out {new} --num_samples 1"
 
 # What each door is given if a row says nothing else.
 DOORS = {
@@ -45,6 +46,7 @@ DOORS = {
     "generate": (generate.main, GENERATE),
     "ids": (generate.main, "--checkpoint {run} --device cpu"),
     "evaluate": (evaluate.main, EVALUATE),
+    "analysis": (run_full_analysis.main, ANALYSIS),
     "convert": (convert_qwen3.main, ""),
     "prepare": (prepare.main, "--input {text} --output {new} --workers 1"),
     "embedded": (prepare.main, ""),
@@ -299,6 +301,16 @@ ids --ids x
 ids --ids
 ids --ids 1 2 --tokenizer {other_tokenizer}
 ids
+analysis --layers 9
+analysis --layers 0,0
+analysis --num_samples 0
+analysis --num_samples 100000
+analysis --context_length 1
+analysis --device cuda:99
+analysis --dtype int8
+analysis --compare float32
+analysis --chunk -1
+analysis --out {data}
 evaluate --batches 0
 evaluate --batches -1
 evaluate --batches x
@@ -312,6 +324,35 @@ evaluate --checkpoint {folder}
 evaluate --data /nonexistent
 evaluate --data {text}
 evaluate --data {other}
+evaluate --evals
+evaluate --evals los
+evaluate --evals ,
+evaluate --evals gain --context_length 8
+evaluate --evals retrieval --lengths 8
+evaluate --evals loss --lengths 64
+evaluate --evals loss --tasks single
+evaluate --lengths 8
+evaluate --lengths 0
+evaluate --lengths 64,x
+evaluate --lengths 999999999
+evaluate --tasks singel
+evaluate --items 0
+evaluate --items x
+evaluate --chunk -1
+evaluate --chunk x
+evaluate --dtype int8
+evaluate --output {text}
+evaluate --output {text}/below
+evaluate --json {folder}
+evaluate --png {folder}
+evaluate --png {new} --evals loss
+evaluate --output {new} --json {new}
+evaluate --json {new} --png {new}
+evaluate --against /nonexistent
+evaluate --against {folder}
+evaluate --against {other_run}
+evaluate --checkpoint {hf}
+evaluate --checkpoint {hf} --data {other}
 convert --output {new}
 convert --input /nonexistent --output {new}
 convert --input {folder} --output {new}
@@ -406,6 +447,11 @@ def names(tmp_path_factory) -> dict[str, Path]:
 
     made["new"] = made["run"]
     train.main(shlex.split(TRAIN.format(**made)))
+    other = {**made, "new": folder / "other_run", "data": made["other"]}
+    train.main(shlex.split(TRAIN.replace("600", "500").format(**other)))
+    made["other_run"] = other["new"]
+    convert_qwen3.main(["--checkpoint", str(made["run"]), "--output", str(folder / "hf")])
+    made["hf"] = folder / "hf"
     made["new"] = folder / "new"
 
     made["folder"].mkdir()

@@ -5,7 +5,17 @@ import torch
 
 from longhaul.generate import CapturedSteps, cuda_graph
 from longhaul.parallel import context
-from model import Decoder, Documents, KVCache, ModelConfig, StandardAttention, standard_attention
+from model import (
+    Decoder,
+    Documents,
+    KVCache,
+    ModelConfig,
+    SharedPrompts,
+    StandardAttention,
+    attention_part_backward,
+    shared_prompt_attention,
+    standard_attention,
+)
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: PyTorch sees none"
@@ -100,11 +110,53 @@ def test_gathered_keys_in_two_parts(kernel):
     dq = 0
     parts = []
     for keys, is_causal in ((slice(0, 128), False), (slice(128, 192), True)):
-        share, *dkv = context._backward(kernel, dy, q, o, lse, k[:, keys], v[:, keys], is_causal)
+        share, *dkv = attention_part_backward(
+            kernel, dy, q, o, lse, k[:, keys], v[:, keys], is_causal
+        )
         dq = dq + share.float()
         parts.append(dkv)
     dk, dv = (torch.cat(pair, dim=1) for pair in zip(*parts, strict=True))
     assert_near([o, dq, dk, dv], exact(q, k, v, dy, causal(64, 192)), torch.bfloat16)
+
+
+@dtypes
+def test_responses_that_share_a_prompt(dtype):
+    prompts = SharedPrompts([(100, 33, 1, 29), (20, 10)])
+    visible = torch.zeros(193, 193, dtype=torch.bool)
+    for prompt, *responses in prompts.spans():
+        for span in (prompt, *responses):
+            tokens = span.stop - span.start
+            visible[span, span] = causal(tokens, tokens)
+        for span in responses:
+            visible[span, prompt] = True
+
+    def shared(q, k, v):
+        return shared_prompt_attention(q, k, v, prompts)
+
+    tensors = inputs(193, 193, dtype)
+    assert_near(results(shared, *tensors), exact(*tensors, visible), dtype)
+
+
+@dtypes
+def test_rows_that_continue_a_prompt(dtype):
+    config = ModelConfig.preset(
+        "tiny",
+        vocab_size=64,
+        num_layers=2,
+        head_dim=64,
+        compute_dtype=str(dtype).removeprefix("torch."),
+    )
+    decoder = Decoder(config).to(DEVICE)
+    tokens = torch.randint(64, (3, 45), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    tokens[:, :40] = tokens[0, :40]
+    with torch.no_grad():
+        prompt = KVCache(config, 1, 40, DEVICE)
+        decoder(tokens[:1, :40], cache=prompt)
+        cache = KVCache(config, 3, 5, DEVICE, prompt=prompt)
+        steps = [decoder(token_B1, cache=cache) for token_B1 in tokens[:, 40:].split(1, dim=1)]
+        expected = decoder(tokens)[:, 40:]
+    error = (torch.cat(steps, dim=1) - expected).abs().max() / expected.abs().max()
+    assert error < BOUND[dtype]
 
 
 @dtypes

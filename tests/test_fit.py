@@ -12,6 +12,7 @@ from longhaul.memory import advise, fit, plan, solve
 from longhaul.memory.device import card
 from longhaul.memory.estimate import estimate
 from longhaul.memory.fit import Verdict
+from longhaul.posttrain.config import IntuitorConfig
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
 RUNGS = [
@@ -76,6 +77,16 @@ def test_the_loss_in_tiles_is_no_rung_where_auto_takes_it_already():
     assert [rung.lever for rung in fit.ladder(asked)][:2] == ["as asked", "checkpointing"]
 
 
+def test_a_reference_that_only_the_log_reads_is_the_last_to_go():
+    asked = IntuitorConfig(kl_coef=0.0)
+    assert asked.needs_reference
+    *_, last = fit.ladder(asked)
+    assert last.lever == "no reference" and not last.request.needs_reference
+    for changes in (dict(kl_coef=0.1), dict(kl_coef=0.0, reward="self_certainty_offline")):
+        *_, last = fit.ladder(IntuitorConfig(**changes))
+        assert last.lever == "head groups" and last.request.needs_reference
+
+
 def test_a_lever_that_other_settings_exclude_gives_no_rung():
     """Updates in the backward pass allow only one micro-batch."""
     asked = TrainConfig(batch_size=4, optimizer_in_backward=True, grad_clip=0.0, device="cpu")
@@ -92,9 +103,14 @@ def test_a_lever_that_other_settings_exclude_gives_no_rung():
 @pytest.mark.parametrize(
     "changes, ranks",
     [
-        (dict(optimizer_in_backward=True, grad_clip=0.0, batch_size=4), 1),
-        (dict(context_parallel_size=4), 4),  # `tiny` has 2 KV heads, which do not divide over 4
-        (dict(attention_head_groups=8, gradient_checkpointing="full"), 1),
+        # `tiny` has 2 KV heads, which do not divide over 4
+        (dict(context_parallel_size=4), 4),
+        pytest.param(
+            dict(optimizer_in_backward=True, grad_clip=0.0, batch_size=4), 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            dict(attention_head_groups=8, gradient_checkpointing="full"), 1, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

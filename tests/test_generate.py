@@ -3,7 +3,6 @@ scripts.evaluate as a user runs them.
 """
 
 import contextlib
-import dataclasses
 import shutil
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from longhaul.generate import (
     filtered,
     generate,
 )
-from model import Decoder, KVCache, ModelConfig, NSAConfig
+from model import Decoder, KVCache, ModelConfig, NSAConfig, StandardAttention
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
 
@@ -232,27 +231,11 @@ def test_scripts_generate_streams_the_prompt_and_its_continuation(run, capsys):
     )
 
 
-def test_scripts_evaluate_prints_the_loss_beside_the_unigram_entropy(run, capsys):
-    evaluate_script.main(["--checkpoint", str(run), "--batches", "2", "--device", "cpu"])
-    out = capsys.readouterr().out
-    assert "validation over" in out and "unigram entropy" in out and "bits per byte" in out
-    loss = float(out.split("loss")[1].split()[0])
-    assert 5 < loss < 7
-
-
-def test_evaluation_is_of_one_process_whatever_shared_the_rows_of_the_run(run, capsys, monkeypatch):
-    def losses() -> str:
-        evaluate_script.main(["--checkpoint", str(run), "--batches", "2", "--device", "cpu"])
-        return capsys.readouterr().out
-
-    plain = losses()
-    recorded = evaluate_script.recorded_settings
-
-    def with_two_ranks_per_row(checkpoint):
-        return dataclasses.replace(recorded(checkpoint), context_parallel_size=2)
-
-    monkeypatch.setattr(evaluate_script, "recorded_settings", with_two_ranks_per_row)
-    assert losses() == plain
+def test_scripts_generate_says_that_an_attention_is_slow_on_the_device(run, capsys, monkeypatch):
+    monkeypatch.setattr(StandardAttention, "warning", lambda config, device: f"slow on {device}")
+    flags = ["--checkpoint", str(run), "--ids", "1", "--max_new_tokens", "1", "--device", "cpu"]
+    generate_script.main(flags)
+    assert "warning: slow on cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -361,4 +344,4 @@ def test_bits_per_byte_of_data_without_bytes_are_called_unknown(run, tmp_path, c
     capsys.readouterr()
     evaluate_script.main(["--checkpoint", str(tmp_path / "run"), "--device", "cpu"])
     out = capsys.readouterr().out
-    assert "bits per byte    unknown: the data does not say" in out and "nan" not in out
+    assert "bits per byte      unknown: the data does not say" in out and "nan" not in out

@@ -75,6 +75,36 @@ def test_after_ctrl_c_the_very_last_line_under_torchrun_says_what_was_saved(tmp_
     assert any("Traceback" in line for line in lines), "torchrun has no report any more"
 
 
+ORPHAN = """
+import os, time
+from longhaul import exits
+
+print("ready", flush=True)
+while os.getppid() == exits.LAUNCHER:
+    time.sleep(0.01)
+exits.last_words("the end")
+"""
+
+
+def test_nothing_waits_for_a_launcher_that_was_killed(tmp_path):
+    """Its place as the parent is taken by a process that may never end."""
+    launcher = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, ORPHAN],
+        cwd=ROOT,
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "x"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.kill()
+    # the pipe closes when nobody holds it any more
+    assert process.communicate(timeout=10)[1] == "the end\n"
+
+
 def epilogue(process: int) -> subprocess.Popen:
     program = [sys.executable, "-I", "-S", "longhaul/epilogue.py", str(process), "the end"]
     return subprocess.Popen(program, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -215,7 +245,7 @@ def test_everything_that_is_imported_is_packaged():
     packaged = settings["tool"]["setuptools"]
     assert set(packaged["py-modules"]) == {"flags", "installed", "model"}
     needed = settings["project"]["dependencies"]
-    assert (ROOT / "requirements.txt").read_text().split() == [*needed, "pytest>=8"]
+    assert (ROOT / "requirements.txt").read_text().split() == [*needed, "pytest>=9"]
     assert settings["project"]["requires-python"] == ">=3.11"
 
     found = {pattern.rstrip("*") for pattern in packaged["packages"]["find"]["include"]}

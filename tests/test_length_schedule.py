@@ -17,7 +17,7 @@ from data.loader import Loader
 from data.mixture import Corpus, Fraction, order
 from data.staged import APART, Stage, Staged, require_longer_documents
 from data.writer import write_dataset
-from longhaul import dist, lengths
+from longhaul import dist, lengths, training
 from longhaul.checkpoint import resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig
@@ -25,6 +25,7 @@ from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
+from longhaul.run import start
 from selfcheck.faults import runs
 
 CPU = torch.device("cpu")
@@ -248,7 +249,7 @@ def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(corpus, tmp_pa
 
 def test_a_stage_is_freed_before_the_next_one_is_built(corpus, tmp_path, monkeypatch):
     alive = []
-    build = train.build
+    build = training.build
 
     def counting(ready):
         alive.append([kept() is not None for kept in models])
@@ -257,9 +258,16 @@ def test_a_stage_is_freed_before_the_next_one_is_built(corpus, tmp_path, monkeyp
         return state
 
     models: list[weakref.ref] = []
-    monkeypatch.setattr(train, "build", counting)
+    monkeypatch.setattr(training, "build", counting)
     run(corpus, tmp_path / "run", "--async_save")
     assert alive == [[], [False], [False, False]]
+
+
+def test_the_first_stage_may_change_the_base_of_the_weights_it_starts_from(finished):
+    for schedule, theta in (("32:1,64:1", 4e6), ("64:1:8e6", 8e6)):
+        given = {"init_from": str(finished), "length_schedule": schedule}
+        cfg = TrainConfig(**start.completed(given))
+        assert cfg.stages()[0].cfg.rope_theta == theta
 
 
 def test_a_completed_run_has_nothing_to_do(finished, corpus, capsys):
@@ -272,6 +280,23 @@ def test_another_schedule_is_another_run(finished, corpus, capsys):
         run(corpus, finished, "--length_schedule", "8:2,32:4")
     assert stop.value.code == 2
     assert "length_schedule: recorded 8:2,16:2,32:2, now 8:2,32:4" in capsys.readouterr().err
+
+
+def test_whole_documents_are_those_of_each_stage_and_of_one_run(corpus, tmp_path, capsys):
+    flags = ("--short_fraction", "0", "--whole_documents", "--eval_every", "6", "--save_every", "3")
+    flags += ("--keep_last", "9")
+    run(corpus, tmp_path / "run", *flags)
+    said = capsys.readouterr().out
+    for tokens in (8, 16, 32):
+        assert f"they are in documents of more than {tokens} tokens (--whole_documents)" in said
+
+    resumed = ("--resume", str(tmp_path / "run" / "step-00000003"))
+    run(corpus, tmp_path / "again", *flags, *resumed)
+    assert runs.final_bits(tmp_path / "again") == runs.final_bits(tmp_path / "run")
+    with pytest.raises(SystemExit) as stop:
+        run(corpus, tmp_path / "run", "--short_fraction", "0")
+    assert stop.value.code == 2
+    assert "whole_documents: recorded True, now None" in capsys.readouterr().err
 
 
 # ---- what it needs

@@ -179,7 +179,9 @@ def test_the_ladder_pulls_exact_levers_one_by_one_and_solve_prints_the_hosts_sha
         model_overrides=("num_layers=4", "num_heads=4", "num_kv_heads=2"),
     )
     names = [rung.lever for rung in fit.ladder(cfg)]
-    no_change = "chunked loss", "micro-batches of one row"  # the loss is in tiles, the batch a row
+    # the loss is in tiles, the batch a row, and pretraining has neither rollout nor reference
+    no_change = "chunked loss", "micro-batches of one row", "a rollout of one prompt"
+    no_change += ("no reference",)
     levers = [lever.name for lever in fit.LEVERS if lever.name not in no_change]
     assert names == [fit.AS_ASKED, *levers]
     answer = solve.solve(cfg, "levers", 4.5, 1)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from files import durable
 from longhaul.run import log
 from longhaul.run.health import recent_losses
 
@@ -100,3 +101,12 @@ def test_a_validation_that_is_not_finite_is_null(logger, tmp_path):
     logger().validation(1, [log.Validation("a", 1.0, math.nan, 7)])
     (found,) = records(tmp_path)
     assert found["validation_loss"] is None and found["validation_perplexity"] is None
+
+
+def test_files_of_json_have_null_for_what_is_no_number(tmp_path):
+    path = tmp_path / "eval.json"
+    durable.write_json(path, {"loss": math.nan, "by_position": [{"interval": (-math.inf, 1.5)}]})
+    assert json.loads(path.read_text()) == {
+        "loss": None,
+        "by_position": [{"interval": [None, 1.5]}],
+    }

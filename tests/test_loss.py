@@ -408,6 +408,7 @@ def test_gradcheck_passes_in_float64(options, reduction):
     assert torch.autograd.gradcheck(loss, (h.requires_grad_(), w.requires_grad_()))
 
 
+@pytest.mark.slow
 def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels():
     options = dict(z_loss=1e-3, vocab_tile=300)
 

@@ -191,6 +191,7 @@ def test_recomputation_under_checkpointing_gives_the_same_gradients():
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_a_full_graph_compile_equals_eager_at_several_lengths_with_ignored_labels():
     options = dict(z_loss=1e-3, vocab_tile=300)
 

@@ -2,11 +2,9 @@
 in front of.
 
 Elsewhere: targets across shards, one divisor for all, documents under sharing (test_context);
-weights of a seed for every world size, NaN on one
-rank, gradients of all world sizes (test_parallel); a tied weight stored once (test_checkpoint);
-attention's forward once (test_activations);
-learning rate after a resume, words under torchrun (test_train, test_supervise); the order of sums
-(test_parallel).
+weights of a seed for every world size, NaN on one rank, gradients of all world sizes and the order
+of sums (test_parallel); a tied weight stored once (test_checkpoint); attention's forward once
+(test_activations); learning rate after a resume, words under torchrun (test_train, test_supervise).
 """
 
 import torch

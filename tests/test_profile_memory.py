@@ -13,7 +13,7 @@ import pytest
 
 import profile_memory
 from longhaul.config import TrainConfig
-from longhaul.memory import solve
+from longhaul.memory import reserve, solve
 from longhaul.memory.deep import profile
 from longhaul.memory.device import EXPANDABLE_SEGMENTS
 from longhaul.memory.fit import Verdict
@@ -97,6 +97,16 @@ def test_the_html_page_shows_every_layer(tmp_path, capsys):
     assert "command: <code>python train.py --model_size tiny" in text
 
 
+def test_the_html_page_of_a_policy_has_its_stages(tmp_path, capsys):
+    path = tmp_path / "page.html"
+    policy = ["--task", "intuitor", "--vocab_size", "1000", "--max_response_length", "30"]
+    args = [*SMALL, *policy, "--model_overrides", "num_layers=1", "--html", str(path)]
+    assert profile_memory.main(args) == 0
+    text = path.read_text()
+    assert "rollout" in text and "reference forward" in text
+    assert "-m scripts.intuitor --model_size tiny" in text
+
+
 @pytest.fixture(scope="module", autouse=True)
 def each_demand_once():
     """A simulation takes seconds, and several tests and commands ask for the same."""
@@ -152,7 +162,7 @@ def test_ranks_that_fit_only_with_a_lever_are_named_with_its_flag():
 
 def test_the_number_of_gpus_follows_from_the_ranks(monkeypatch, capsys):
     args = [*SMALL, "--solve", "world_size", "--gpu", "H100"]
-    monkeypatch.setattr(solve, "whole_trace", functools.lru_cache(solve.whole_trace))
+    monkeypatch.setattr(reserve, "whole_trace", functools.lru_cache(reserve.whole_trace))
     assert profile_memory.main([*args, "--nproc", "16"]) == 0
     assert "world_size: 16 GPU(s)" in capsys.readouterr().out
     assert profile_memory.main(args) == 0

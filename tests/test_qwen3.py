@@ -244,6 +244,14 @@ def test_the_dtype_is_kept_both_ways_and_sets_the_compute_dtype(tmp_path, dtype)
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == dtype
 
 
+def test_weights_are_stored_in_the_dtype_that_is_asked_for(tmp_path):
+    saved(tmp_path)
+    decoder = qwen3.from_hf(tmp_path, dtype=torch.bfloat16)
+    assert decoder.config.compute_dtype == "float32"
+    whole = qwen3.from_hf(tmp_path).bfloat16()
+    assert_same_tensors(dict(decoder.named_parameters()), dict(whole.named_parameters()))
+
+
 def test_a_folder_of_mixed_dtypes_keeps_each(tmp_path):
     saved(tmp_path / "hf", dtype=torch.bfloat16)
     tensors = tensors_of(tmp_path / "hf")
@@ -348,6 +356,14 @@ def test_weights_load_into_a_sharded_decoder(tmp_path):
     whole = dict(qwen3.from_hf(tmp_path).named_parameters())
     for gathered in run_ranks(load_sharded, 2, str(tmp_path)):
         assert_same_tensors(gathered, whole)
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(tmp_path):
+    saved(tmp_path)
+    _, weights = qwen3.stored_model(tmp_path)
+    saved(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="norm.weight changed while the folder was read: run"):
+        weights["norm.weight"].read()
 
 
 def test_an_imported_decoder_trains(tmp_path):
@@ -570,7 +586,8 @@ def test_the_command_imports_to_a_checkpoint_and_exports_the_same_bits(tmp_path)
         done.stderr
     )
     assert_same_logits(load_model(verified(tmp_path / "run" / "step-00000000")), reference)
-    done = convert("--checkpoint", tmp_path / "run", "--output", tmp_path / "back")
+    words = ["--checkpoint", tmp_path / "run", "--tokenizer", "none"]
+    done = convert(*words, "--output", tmp_path / "back")
     assert done.returncode == 0, done.stderr
     assert_same_tensors(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "back"))
 
@@ -588,6 +605,8 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
             str(tmp_path / "half"),
             "--dtype",
             "bfloat16",
+            "--tokenizer",
+            "none",
         ]
     )
     whole, half = tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "half")

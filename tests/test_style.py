@@ -6,6 +6,7 @@ docs/STYLE.md says what to write instead.
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from pathlib import Path
@@ -188,6 +189,24 @@ def test_an_f_string_is_one_token_in_every_version_of_python(tmp_path):
     path = tmp_path / "code.py"
     path.write_text("x = f'{a} and {b + f(c):>{width}}'\n")
     assert tokens_and_lines(path) == (3, 1)
+
+
+def prose_of(path: Path) -> str:
+    """Comments and texts of a Python file, all of another one."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = {tokenize.NAME, tokenize.OP}
+    return "\n".join(token.string for token in tokens if token.type not in code)
+
+
+def test_prose_says_next_to_and_not_beside():
+    others = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/*.sh")]
+    banned = re.compile(r"\bbeside\b", re.IGNORECASE)
+    files = [path for path in [*SOURCES, *others] if banned.search(path.read_text("utf-8"))]
+    found = {path.name for path in files if banned.search(prose_of(path))}
+    assert found == {"STYLE.md"}, "it says what to write instead"
 
 
 def test_a_line_of_the_product_holds_about_eight_tokens():

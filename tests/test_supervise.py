@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from files import durable, tensors
-from files.tensors import write_tensors
+from files.tensors import Later, write_tensors
 from longhaul import dist, exits, step
 from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
 from longhaul.config import TrainConfig
@@ -141,8 +141,9 @@ def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path):
 # ---- storage
 
 
+@pytest.mark.parametrize("later", [False, True])
 def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, later
 ):
     monkeypatch.setattr(durable, "CHUNK", 24)
     monkeypatch.setattr(durable, "BLOCK", 64)
@@ -154,7 +155,10 @@ def test_what_is_written_by_pieces_is_safetensors_with_the_digests_of_its_bytes(
         "d": torch.randn(4, 6).t(),
         "e": torch.randn(2, 0),
     }
-    written = write_tensors(tmp_path / "x.safetensors", tensors)
+    given = tensors
+    if later:
+        given = {name: Later(x.shape, x.dtype, x.detach) for name, x in tensors.items()}
+    written = write_tensors(tmp_path / "x.safetensors", given)
     assert written == durable.describe(tmp_path / "x.safetensors")
     assert len(written["blocks"]) == -(-written["bytes"] // 64)
 

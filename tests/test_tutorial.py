@@ -14,7 +14,7 @@ from data import prepare
 from longhaul import cli
 from longhaul.config import TrainConfig
 from profile_memory import ProfileConfig
-from scripts import generate
+from scripts import evaluate, generate
 
 ROOT = Path(__file__).parent.parent
 CODE = ("data", "files", "fused", "longhaul", "nsa", "scripts", "README.md")
@@ -31,8 +31,11 @@ def commands_of(name: str) -> list[str]:
 
 
 def run_by_ci(command: str) -> bool:
-    """Whether .ci/run gives this command itself: the quickstart and the tests."""
-    return bool(re.match(r"(bash scripts/(quickstart|test)\.sh|source )", command))
+    """Whether .ci/run gives this command itself; a test of its own runs the proof in a shorter
+    form.
+    """
+    scripts = r"(quickstart|test|long_context_proof)\.sh"
+    return bool(re.match(rf"(bash scripts/{scripts}|source )", command))
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +80,14 @@ def test_the_tutorial_runs_from_top_to_bottom(clone):
 
 
 README_COMMANDS = [command for command in commands_of("README.md") if not run_by_ci(command)]
+DEMOS = [command for command in README_COMMANDS if "--demo" in command]  # tests/test_demos.py
 FOR_GPUS = [command for command in README_COMMANDS if "--context_length 131072" in command]
-FOR_A_CPU = [command for command in README_COMMANDS if command not in FOR_GPUS]
+FOR_A_CPU = [command for command in README_COMMANDS if command not in FOR_GPUS + DEMOS]
 
 
 @pytest.mark.slow
 def test_the_recipes_for_a_cpu_run_one_after_the_other(clone):
-    assert len(FOR_A_CPU) == 5
+    assert len(FOR_A_CPU) == 6 and len(DEMOS) == 2
     for command in FOR_A_CPU:
         run(command, clone)
 
@@ -128,6 +132,7 @@ def test_the_quickstart_ends_with_commands_whose_flags_exist():
         "train.py": lambda words: cli.parse(TrainConfig, words),
         "profile_memory.py": lambda words: cli.parse(ProfileConfig, words),
         "data.prepare": prepare.parse,
+        "scripts.evaluate": evaluate.build_parser().parse_args,
         "scripts.generate": generate.build_parser().parse_args,
         "tensorboard": lambda words: words.remove("--logdir"),
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from longhaul import dist, optim
+from longhaul import dist, optim, training
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
@@ -103,7 +103,7 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
     )
     room = (asked.needed_gib + with_checkpointing.needed_gib) / 2
-    found = train.fitting(planner.dataclasses.replace(asked, available_gib=room))
+    found = training.fitting(planner.dataclasses.replace(asked, available_gib=room))
     assert (
         found.cfg.gradient_checkpointing == "full"
         and found.fits
@@ -115,12 +115,12 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         4,
     )
     with pytest.raises(ValueError, match="closest command|nothing of longhaul"):
-        train.fitting(planner.dataclasses.replace(asked, available_gib=0.5))
+        training.fitting(planner.dataclasses.replace(asked, available_gib=0.5))
 
 
 def test_without_fit_auto_a_lever_is_never_pulled():
     cfg = TrainConfig(model_size="tiny", context_length=8192, device="cpu")
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
     with pytest.raises(ValueError, match="each rank needs .* GiB and .* GiB are available"):
-        train.fitting(planner.dataclasses.replace(asked, available_gib=asked.needed_gib - 0.01))
+        training.fitting(planner.dataclasses.replace(asked, available_gib=asked.needed_gib - 0.01))
     assert shlex.split(planner.command(cfg, dist.World()))[-1] == "cpu"

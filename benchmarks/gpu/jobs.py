@@ -4,7 +4,7 @@ of its own.
 machine.py    what is here and what is missing, before anything else
 smoke.py      each Triton kernel once, each in its own process, and a step of one layer
 attention.py  dense and sparse attention against their peers: forward, training, decoding
-step.py       whole training steps, and transformers' beside them
+step.py       whole training steps, and those of transformers next to them
 loss.py       the vocabulary loss against its peers
 decoding.py   tokens per second after a long prompt, with CUDA graphs and without
 profiles.py   kernel by kernel, where the time goes

@@ -47,7 +47,7 @@ SIZES = (
     (26, "4B", "standard", 0, False, 300),
     (27, "0.6B", "nsa", 0, False, 120),
     (28, "0.6B", "standard", 0, False, 300),
-)  # importance, model, attention, tokens (0: the longest that fits), beside transformers, seconds
+)  # importance, model, attention, tokens (0: the longest that fits), next to transformers, seconds
 TOY = ((3, "tiny", "standard", 256, True, 60), (4, "tiny", "nsa", 256, False, 60))
 TABLE = Table(
     "step",

@@ -177,7 +177,7 @@ def _lie(data: Path, ids: np.ndarray):
 
 
 def mismatch(trials: int, folder: Path) -> str:
-    """Row 33: another tokenizer beside the ids, and a run continued on ids of another."""
+    """Row 33: another tokenizer next to the ids, and a run continued on ids of another."""
     model = shared_tokenizer(folder)
     (folder / "text").mkdir()
     for seed in range(30):
@@ -217,7 +217,7 @@ def mismatch(trials: int, folder: Path) -> str:
     (folder / "one" / "tokenizer.model").write_bytes(kept)
     trains(folder / "one", folder / "third", "--vocab_size", "300")
     return (
-        "2 for a run on ids of another tokenizer, and for another model beside the ids; "
+        "2 for a run on ids of another tokenizer, and for another model next to the ids; "
         "restored, it trains"
     )
 

@@ -186,12 +186,12 @@ def not_finite(trials: int, folder: Path) -> str:
         f"exit.json says {record}",
     )
     flags = command_in(record["remedy"])
-    beside = Path(flags[flags.index("--output_dir") + 1])
-    two_ranks(flags, folder / "back.log", 0, watched_rows(beside))
+    way_back = Path(flags[flags.index("--output_dir") + 1])
+    two_ranks(flags, folder / "back.log", 0, watched_rows(way_back))
     expected = [row for row in range(16, 12 * ROWS_PER_STEP + 8) if not 20 <= row < 28]
     require(
-        sum(rows_seen(beside).values(), []) == expected,
-        f"the way back went over {rows_seen(beside)}",
+        sum(rows_seen(way_back).values(), []) == expected,
+        f"the way back went over {rows_seen(way_back)}",
     )
     return (
         "no rank stepped, rows written down; budget of 2: exit code 5, and its command trained "

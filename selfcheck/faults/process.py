@@ -20,6 +20,7 @@ import data.dataset
 from files import durable
 from longhaul import step
 from longhaul.checkpoint import load
+from longhaul.evals import score
 from longhaul.parallel import apply
 from selfcheck.faults import crash, runs
 from selfcheck.faults.rows import Row, require
@@ -220,7 +221,10 @@ PHASES = {  # where the run is when the signal comes: (flags, what holds it ther
         ["--gradient_accumulation_steps", "4"],
         lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),
     ),
-    "validation": (["--eval_every", "4"], lambda marker: held(step, "evaluate", marker, 0.3)),
+    "evaluation": (
+        ["--eval_every", "4"],
+        lambda marker: held(score.ModelScorer, "score", marker, 0.3),
+    ),
     "save": ([], lambda marker: held(durable, "fsync", marker, 0.3, 6)),
     "compilation": (["--compile", "--max_steps", "2"], compiling),
     "background save": (["--async_save"], lambda marker: held(durable, "fsync", marker, 0.3, 6)),
@@ -571,7 +575,7 @@ ROWS: list[Row] = [
     Row(5, "one of 2 ranks stopped", "timeout, stack dump, 7", stopped_rank, slow=True),
     Row(
         6,
-        "SIGTERM in step, validation, save, data preparation, compilation",
+        "SIGTERM in step, evaluation, save, data preparation, compilation",
         "one save, 75",
         terminated,
         slow=True,

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-import train
 from data import loader
 from files import tensors
-from longhaul import optim, step
+from longhaul import optim, step, training
 from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import verified
 from selfcheck.faults import runs
@@ -437,7 +436,7 @@ def dying_after(last: int):
 
 def dying_at_an_edge():
     """Die when a stage is saved, before the next one is built."""
-    train.free_memory = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    training.free_memory = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
 ROWS: list[Row] = [

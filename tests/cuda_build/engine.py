@@ -121,6 +121,8 @@ def _pass_on(node, received: dict, buffers: dict) -> None:
     results = list(results) if isinstance(results, tuple) else [results]
     for (child, number), result in zip(node.next_functions, results):
         if child is not None and result is not None:
+            # what was broadcast is summed, as the engine does for every node
+            result = result.sum_to_size(child._input_metadata[number].shape)
             _add(buffers[child], number, result)
 
 

@@ -11,7 +11,12 @@ from model import (
     Documents,
     ModelConfig,
     OnHost,
+    SharedPrompts,
     StandardAttention,
+    attention_behind_prompts,
+    attention_kernel,
+    attention_part,
+    attention_part_backward,
     document_boundaries,
     platform,
     sdpa,
@@ -23,6 +28,7 @@ from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads
 VARLEN = "torch_attn::_varlen_attn"
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+EFFICIENT = "aten::_scaled_dot_product_efficient_attention"
 
 
 def packed_documents(*lengths: int) -> Documents:
@@ -147,15 +153,50 @@ def test_gathered_keys_take_cudnn_only_where_shapes_are_fixed():
             assert choose_kernel(q, packed) == "flash"
 
 
-@pytest.mark.parametrize("kernel, operator", [("flash", FLASH), ("cudnn", CUDNN)])
+@pytest.mark.parametrize(
+    "kernel, operator", [("flash", FLASH), ("cudnn", CUDNN), ("efficient", EFFICIENT)]
+)
 def test_the_operators_of_gathered_keys_are_called_as_their_signatures_say(kernel, operator):
-    from longhaul.parallel import context
-
     with card(HOPPER) as run, torch.no_grad():
         q, k = heads(24, 8), heads(40, 2)
-        o, lse = context._forward(kernel, q, k, k, causal=False)
-        grads = context._backward(kernel, o, q, o, lse, k, k, causal=False)
+        o, lse = attention_part(kernel, q, k, k, causal=False)
+        grads = attention_part_backward(kernel, o, q, o, lse, k, k, causal=False)
     assert run.kernels == [operator, operator + "_backward"]
     assert o.shape == q.shape
     assert lse.shape == (1, 8, 24)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, kernel",
+    [
+        (HOPPER, torch.bfloat16, FLASH),
+        (TURING, torch.float16, EFFICIENT),
+        (HOPPER, torch.float32, EFFICIENT),
+    ],
+)
+def test_a_shared_prompt_is_read_in_one_call(capability, dtype, kernel, monkeypatch):
+    """The prompt and two responses by themselves, and what both responses read of the prompt."""
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine.run_backward)
+    with card(capability) as run:
+        q, k, v = (heads(31, count, dtype=dtype) for count in (8, 2, 2))
+        o = attention().packed((q, k, v), (), SharedPrompts([(20, 5, 6)]))
+        o.backward(torch.empty_like(o))
+    assert run.kernels == [kernel] * 4 + [kernel + "_backward"] * 4
+    assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("dtype, kernel", [(torch.bfloat16, FLASH), (torch.float32, EFFICIENT)])
+def test_rows_behind_prompts_take_two_calls_and_repeat_no_keys(dtype, kernel):
+    with card(HOPPER) as run, torch.no_grad():
+        q, k = (heads(tokens, n, dtype=dtype, rows=6) for tokens, n in ((1, 8), (9, 2)))
+        prompt = heads(70, 2, dtype=dtype, rows=3)
+        assert attention_behind_prompts(q, k, k, prompt, prompt).shape == q.shape
+    assert run.kernels == [kernel] * 2
+
+
+def test_parts_of_attention_have_no_float64_kernel():
+    with card(HOPPER), pytest.raises(ValueError, match="no float64 kernel on CUDA: choose float32"):
+        attention_kernel(heads(4, 2, dtype=torch.float64))
+    with card(HOPPER), pytest.raises(ValueError, match="take a multiple of 4.*: choose such a"):
+        attention_kernel(heads(4, 2, size=6, dtype=torch.float32))

@@ -13,10 +13,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.staging import Staging, slabs
-from model import Decoder, running_on
+from model import Decoder, OnHost, running_on
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import HOPPER, Card
 
@@ -36,6 +37,8 @@ LEVERS = {
     "adamw_bf16": dict(optimizer="adamw_bf16"),
     "adamw_8bit": dict(optimizer="adamw_8bit", master_weights="none"),
     "muon": dict(optimizer="muon"),
+    "sparse": dict(attention_type="nsa", kernels="auto"),
+    "sparse, checkpointing": FULL | dict(attention_type="nsa", kernels="auto"),
     "in backward": IN_BACKWARD,
     "8 bits in backward": IN_BACKWARD | dict(optimizer="adamw_8bit", master_weights="none"),
 }
@@ -56,6 +59,10 @@ class Waits(TorchDispatchMode):
             self.note(name)
         if name == "aten::_local_scalar_dense":
             return args[0].dtype == torch.bool or 1
+        if name == "aten::_pin_memory":
+            result = args[0].clone()
+            self.pinned.add(result.untyped_storage()._cdata)
+            return result
         result = func(*args, **kwargs)
         if name in COPIES:
             self.copied(name, result, args, kwargs)
@@ -135,14 +142,13 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(optimizers, "_code", functools.cache(optimizers._code))
     monkeypatch.setattr(Decoder, "init_weights", lambda *_: None)
 
-    def second_step(**changes) -> tuple[Waits, step.TrainState]:
+    def second_step(prepare=lambda rows: rows, **changes) -> tuple[Waits, step.TrainState]:
         cfg = TrainConfig(
             model_size="4B",
             model_overrides=("num_layers=2",),
             context_length=4096,
-            kernels="torch",
             device="cuda",
-            **changes,
+            **{"kernels": "torch"} | changes,
         )
         pinned = set()
         skeleton = step.skeleton(cfg, cfg.model())
@@ -155,12 +161,22 @@ def on_cuda(monkeypatch):
             state.checked = True  # the first step checks its labels
             first, second = Waits(pinned), Waits(pinned)
             for waits in (first, second):
-                rows = batch(cfg)
+                rows = prepare(batch(cfg))
                 with waits:
                     assert step.train_step(state, rows) is not None
         return second, state
 
     return second_step
+
+
+def packed(rows: list[step.MicroBatch]) -> list[step.MicroBatch]:
+    """The same with two documents in a row."""
+    for micro in rows:
+        tokens = micro["tokens_BT"].shape[1]
+        ids = torch.ones(1, tokens, dtype=torch.int32)
+        ids[:, : tokens // 3] = 0
+        micro["doc_ids"] = OnHost(ids)
+    return rows
 
 
 def batch(cfg: TrainConfig) -> list[step.MicroBatch]:
@@ -195,6 +211,15 @@ FINITE = "longhaul/optimizers.py: elif square.is_meta or square.isfinite():"
 @pytest.mark.parametrize("lever", LEVERS)
 def test_a_step_waits_for_the_device_once(lever, on_cuda):
     waits, _ = on_cuda(**LEVERS[lever])
+    assert [line for line in waits.lines if not line.startswith(FIGURES)] == []
+    assert len(waits.lines) == 1
+
+
+@pytest.mark.parametrize("attention", ["standard", "nsa"])
+def test_a_step_of_packed_rows_waits_for_the_device_once(attention, on_cuda, monkeypatch):
+    boundaries = torch.tensor([0, 1365, 4096])  # fake ids have no values that could be compared
+    monkeypatch.setattr(model, "document_boundaries", lambda ids: boundaries)
+    waits, _ = on_cuda(packed, attention_type=attention, kernels="auto")
     assert [line for line in waits.lines if not line.startswith(FIGURES)] == []
     assert len(waits.lines) == 1
 

@@ -16,17 +16,18 @@ from typing import ClassVar
 
 import torch
 
+from footprint import page
+from footprint.device import Demand, card
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds
-from longhaul.memory import advise, analysis, page, reconcile, report
+from longhaul.memory import advise, analysis, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
-from longhaul.memory.device import Demand, card
 from longhaul.memory.fit import Verdict
 from longhaul.memory.needs import largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout

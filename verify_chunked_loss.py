@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flags import Parser
+from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
-from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.memory.plan import available_gib
 from longhaul.vocab import vocab_stats
 from model import GIB, IGNORE, Decoder, ModelConfig, linear_cross_entropy

@@ -15,13 +15,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.clock import seconds
+from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory.deep import profile
 from longhaul.memory.platforms import predicting
 from longhaul.memory.simulate import fake_batch
-from longhaul.memory.tracker import Tracker
 from model import GIB
 
 TOLERANCE = 0.02  # of the peak: MemTracker rounds to 512 bytes and cannot add gradients in place

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import clock, record
+from footprint.measure import peak_bytes, saved_bytes
 from longhaul import cli, dist, step
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.posttrain import grade
 from longhaul.posttrain.grade import GradeObjective, GradeSettings
 from longhaul.posttrain.reward import RewardModel

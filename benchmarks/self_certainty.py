@@ -15,8 +15,8 @@ import statistics
 import torch
 
 from benchmarks.clock import seconds
+from footprint.measure import peak_bytes
 from longhaul.cli import Parser
-from longhaul.memory.measure import peak_bytes
 from longhaul.vocab import vocab_stats
 
 

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import clock
 from benchmarks.record import Run, Table, attempt, where
+from footprint.measure import peak_bytes
 from longhaul.cli import Parser
-from longhaul.memory.measure import peak_bytes
 from model import IGNORE, ModelConfig, linear_cross_entropy
 from verify_chunked_loss import gradients, naive_loop, standard_loss
 

@@ -1201,7 +1201,7 @@ PLANNER = (
     ),
     Fault(
         "planner: blocks are multiples of 256 bytes",
-        "longhaul/memory/allocator.py",
+        "footprint/allocator.py",
         "STEP = 512",
         "STEP = 256",
         (
@@ -1212,7 +1212,7 @@ PLANNER = (
     ),
     Fault(
         "planner: two ranks have no NCCL",
-        "longhaul/memory/device.py",
+        "footprint/device.py",
         "ranks > 1",
         "ranks > 2",
         (
@@ -1264,7 +1264,7 @@ PLANNER = (
     ),
     Fault(
         "planner: the workspace is not in the peak",
-        "longhaul/memory/trace.py",
+        "footprint/trace.py",
         "workspaces[time] = max(workspaces.get(time, 0), size)",
         "workspaces[time] = 0",
         (

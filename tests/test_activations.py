@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from footprint.measure import saved_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.measure import saved_bytes
 from longhaul.parallel import checkpointing, tiling
 from model import MLP, KVCache, ModelConfig, Platform, running_on
 

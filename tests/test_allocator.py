@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from longhaul.config import TrainConfig
-from longhaul.memory.allocator import MIB, Allocator, OutOfMemory, replay, step_events
-from longhaul.memory.device import (
+from footprint.allocator import MIB, Allocator, OutOfMemory, replay, step_events
+from footprint.device import (
     Demand,
     Placement,
     beyond_the_allocator,
@@ -17,8 +16,9 @@ from longhaul.memory.device import (
     runs_within,
     waterfall,
 )
+from footprint.trace import Event, Storage, Trace
+from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
-from longhaul.memory.trace import Event, Storage, Trace
 from model import GIB
 
 

@@ -17,12 +17,11 @@ from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
-    {"model", "fused", "nsa", "files", "flags", "installed", "longhaul.epilogue"},
+    {"model", "fused", "nsa", "files", "footprint", "flags", "installed", "longhaul.epilogue"},
     {"data", "longhaul.exits"},
     {
         "longhaul.dist",
         "longhaul.cli",
-        "longhaul.html",
         "longhaul.lengths",
         "longhaul.staging",
     },
@@ -68,13 +67,13 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "nsa": {"torch", "triton"},
     "fused": {"torch", "triton"},
     "files": {"torch", "safetensors"},
+    "footprint": {"torch"},
     "flags": set(),
     "installed": set(),
     "longhaul.epilogue": set(),
     "data": {"numpy", "sentencepiece", "tqdm"} | OPTIONAL,
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),
-    "longhaul.html": set(),
     "longhaul.staging": {"torch"},
     "longhaul.lengths": set(),
     "longhaul.exits": set(),

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from footprint.measure import peak_bytes, saved_bytes
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
-from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.parallel import context
 from model import attention_part, attention_part_backward, sdpa
 from tests.ranks import run_ranks

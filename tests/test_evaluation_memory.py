@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from footprint.measure import peak_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.memory import evaluation
 from longhaul.memory import simulate as training
-from longhaul.memory.measure import peak_bytes
 from longhaul.memory.reconcile import allocator_peak
 from model import GIB
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from data.progress import duration
+from footprint.device import card
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import advise, fit, plan, solve
-from longhaul.memory.device import card
 from longhaul.memory.estimate import estimate
 from longhaul.memory.fit import Verdict
 from longhaul.posttrain.config import IntuitorConfig

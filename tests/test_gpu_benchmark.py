@@ -35,8 +35,8 @@ from benchmarks.gpu import (
 from benchmarks.gpu.children import End
 from benchmarks.gpu.jobs import AGAIN, Job, Place, named, processes
 from benchmarks.gpu.schedule import Schedule, replay
+from footprint.allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from longhaul.memory import history, reconcile
-from longhaul.memory.allocator import LARGE_SEGMENT, SMALL_SEGMENT
 from tests import nsa_oracle as oracle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

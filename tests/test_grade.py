@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from data.order import mix
+from footprint.measure import peak_bytes
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
-from longhaul.memory.measure import peak_bytes
 from longhaul.posttrain import grade
 from longhaul.posttrain.grade import GradeObjective, GradeSettings
 from longhaul.posttrain.reward import RewardModel

@@ -5,11 +5,11 @@ closed form, and the ladder of the 4B.
 import pytest
 import torch
 
+from footprint.device import Demand
 from longhaul.config import TrainConfig
 from longhaul.memory import fit, solve
 from longhaul.memory import plan as planner
 from longhaul.memory.deep import profile
-from longhaul.memory.device import Demand
 from longhaul.memory.estimate import estimate
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate

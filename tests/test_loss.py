@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import model
-from longhaul.memory.measure import peak_bytes, saved_bytes
+from footprint.measure import peak_bytes, saved_bytes
 from model import linear_cross_entropy
 from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
 from verify_chunked_loss import relative as rel

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import model
-from longhaul.memory.measure import peak_bytes, saved_bytes
+from footprint.measure import peak_bytes, saved_bytes
 from model import linear_cross_entropy
 from tests.test_loss import CPU, OPTIONS, SCALES, dense, huge_logits, inputs, truth
 from verify_chunked_loss import gradients, standard_loss

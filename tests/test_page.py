@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 
 import pytest
 
+from footprint import timeline
+from footprint.allocator import MIB, replay
+from footprint.page import page, write
+from footprint.picture import COLOURS, STACK, Scale, amount, areas, gib, nice
+from footprint.trace import CATEGORIES, Event, Storage, Trace
 from longhaul.config import TrainConfig
-from longhaul.memory import timeline
-from longhaul.memory.allocator import MIB, replay
-from longhaul.memory.page import page, write
-from longhaul.memory.picture import COLOURS, STACK, Scale, amount, areas, gib, nice
 from longhaul.memory.simulate import simulate
-from longhaul.memory.trace import CATEGORIES, Event, Storage, Trace
 from model import GIB
 from tests.traces import by_category
 

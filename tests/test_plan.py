@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from data.progress import duration
+from footprint.measure import peak_bytes, saved_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -30,7 +31,6 @@ from longhaul.flops import (
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer
-from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.run.log import PEAK_FLOPS
 from longhaul.staging import PINNED
 from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache

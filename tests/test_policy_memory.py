@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from longhaul.memory.measure import peak_bytes
+from footprint.measure import peak_bytes
 from longhaul.vocab import vocab_stats
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import profile_memory
+from footprint.device import EXPANDABLE_SEGMENTS
 from longhaul.config import TrainConfig
 from longhaul.memory import reserve, solve
 from longhaul.memory.deep import profile
-from longhaul.memory.device import EXPANDABLE_SEGMENTS
 from longhaul.memory.fit import Verdict
 from model import GIB
 

@@ -9,14 +9,16 @@ import torch
 
 import profile_memory
 from data.prompts import Prompt
+from footprint.allocator import replay
+from footprint.device import Demand
+from footprint.measure import peak_bytes
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory import advise, fit, reserve, soft, solve
 from longhaul.memory import plan as planner
-from longhaul.memory.allocator import replay
 from longhaul.memory.deep import profile
-from longhaul.memory.device import Demand
-from longhaul.memory.measure import peak_bytes
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.needs import needs
 from longhaul.memory.reconcile import allocator_peak
@@ -29,8 +31,6 @@ from longhaul.memory.rehearsal import (
     table_lengths,
 )
 from longhaul.memory.simulate import simulate, trace_real_run
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from longhaul.posttrain import grade, policy, rollout
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.posttrain.policy import Group, Response

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from footprint.allocator import replay
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory import reserve
-from longhaul.memory.allocator import replay
 from longhaul.memory.deep import whole_trace
 from model import GIB
 

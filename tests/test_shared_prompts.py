@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from footprint.measure import peak_bytes, saved_bytes
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.generate import prefill
-from longhaul.memory.measure import peak_bytes, saved_bytes
 from longhaul.memory.simulate import on_fake_tensors, trace_second_step
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 from longhaul.parallel.context import Shard
 from longhaul.parallel.share_rows import RowSharing

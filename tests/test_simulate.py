@@ -13,9 +13,9 @@ import time
 import pytest
 import torch
 
+from footprint.allocator import replay
 from longhaul import dist
 from longhaul.config import TrainConfig
-from longhaul.memory.allocator import replay
 from longhaul.memory.deep import profile
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.report import top_tensors

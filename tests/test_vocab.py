@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from longhaul.memory.measure import peak_bytes
+from footprint.measure import peak_bytes
 from longhaul.vocab import gumbel_topk, topk_logits, vocab_stats
 from tests.test_loss import SCALES, huge_logits
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from footprint import workspace
 from longhaul.config import TrainConfig
-from longhaul.memory import workspace
 from longhaul.memory.estimate import estimate
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate

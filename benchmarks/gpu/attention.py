@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks import attention, clock
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
+from footprint.measure import peak_bytes
 from longhaul.flops import pairs
-from longhaul.memory.measure import peak_bytes
 from model import ModelConfig, NSAConfig, standard_attention
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine

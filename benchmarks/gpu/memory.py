@@ -13,15 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, free
+from footprint.device import CUBLAS_WORKSPACES, CUDA_CONTEXT, Demand, waterfall
+from footprint.measure import peak_bytes
+from footprint.workspace import DECLARED
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory import history, reconcile
 from longhaul.memory.deep import profile
-from longhaul.memory.device import CUBLAS_WORKSPACES, CUDA_CONTEXT, Demand, waterfall
-from longhaul.memory.measure import peak_bytes
 from longhaul.memory.reserve import expandable_segments
 from longhaul.memory.simulate import row_batch
-from longhaul.memory.workspace import DECLARED, Workspaces
+from longhaul.memory.workspace import Workspaces
 from model import GIB
 
 MIB = 2**20

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from longhaul.html import element, title
+from footprint.html import element, title
 
 Number = float | None  # None: there is no number
 Points = Sequence[tuple[float, Number]]

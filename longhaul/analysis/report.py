@@ -8,10 +8,10 @@ import re
 from collections.abc import Mapping
 from html import escape
 
+from footprint.html import STYLE, table
 from longhaul.analysis.charts import cells, short
 from longhaul.analysis.charts import lines as curves
 from longhaul.analysis.patching import PATCHED, Effects, joined
-from longhaul.html import STYLE, table
 
 GIB = 2**30
 NAME = 19  # columns of a line's name on screen

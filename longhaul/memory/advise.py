@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import analysis, fit
-from longhaul.memory.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.fit import Lever, Rung, Verdict
 from longhaul.memory.needs import needs

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from footprint.tracker import NO_STORAGE, Tracker
 from longhaul.analysis import run
 from longhaul.analysis.autoencoder import Autoencoder
 from longhaul.analysis.config import AnalysisConfig, Measures
@@ -25,7 +26,6 @@ from longhaul.analysis.samples import Rows
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.tracker import NO_STORAGE, Tracker
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Decoder, ModelConfig
 

@@ -18,10 +18,10 @@ import re
 from dataclasses import dataclass
 from itertools import groupby
 
+from footprint.trace import CATEGORIES, Event, Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
 from longhaul.memory.stages import ROLLOUT, VALIDATION
-from longhaul.memory.trace import CATEGORIES, Event, Trace
 
 FEWER, LAYERS = 4, 5  # layers of the two simulations: the trace that is unrolled has LAYERS
 MIDDLE = 2  # the layer of that trace that is repeated

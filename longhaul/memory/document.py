@@ -5,11 +5,11 @@ GiB = 2^30 bytes, GB = 10^9 bytes.
     python -m longhaul.memory.document > docs/MEMORY.md
 """
 
+from footprint.device import SIZES, Demand, Placement, waterfall
+from footprint.timeline import alike, of_step, used_categories
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import profile
-from longhaul.memory.device import SIZES, Demand, Placement, waterfall
 from longhaul.memory.estimate import estimate, saved_per_layer
-from longhaul.memory.timeline import alike, of_step, used_categories
 from model import GIB, ModelConfig
 
 CONTEXT = 131072

@@ -17,9 +17,9 @@ from functools import cached_property
 
 import torch
 
+from footprint.workspace import processors
 from longhaul.config import TrainConfig
 from longhaul.memory.inside import attention_workspace
-from longhaul.memory.workspace import processors
 from longhaul.staging import PINNED
 from model import (
     ModelConfig,

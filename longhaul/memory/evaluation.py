@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
@@ -17,8 +19,6 @@ from longhaul.evals.score import Item, ModelScorer
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.simulate import CPU, fake_batch, on_fake_tensors
 from longhaul.memory.stages import label, telling
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 from model import GIB, attention_kind
 

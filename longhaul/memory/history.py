@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from footprint.allocator import STEPS, Allocator
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.allocator import STEPS, Allocator
 from longhaul.memory.simulate import row_batch
 
 GROWS = ("segment_alloc", "segment_map")

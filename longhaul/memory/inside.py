@@ -9,8 +9,8 @@ import functools
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from footprint.tracker import Tracker
 from longhaul.memory.platforms import predicting
-from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 from model import ModelConfig, RotaryCache, attention_kind, takes_triton
 

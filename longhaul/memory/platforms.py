@@ -12,8 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from footprint.tracker import Tracker
 from fused import elementwise
-from longhaul.memory.tracker import Tracker
 from model import Platform, running_on
 
 

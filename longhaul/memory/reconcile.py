@@ -9,16 +9,16 @@ import functools
 
 import torch
 
+from footprint.device import Demand, waterfall
+from footprint.measure import peak_bytes
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile
-from longhaul.memory.device import Demand, waterfall
-from longhaul.memory.measure import peak_bytes
 from longhaul.memory.rehearsal import rehearsal
 from longhaul.memory.simulate import CPU, row_batch, tensors_of, trace_real_run
 from longhaul.memory.stages import StagePeaks, telling
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from model import GIB
 
 CUDA = torch.device("cuda")

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.prompts import Prompt
+from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
 from longhaul.memory.stages import ROLLOUT, VALIDATION
-from longhaul.memory.tracker import Tracker
 from longhaul.parallel import apply
 from longhaul.posttrain import grade, policy, reward, rollout
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig, PolicyConfig

@@ -6,12 +6,12 @@ hold it. GiB = 2^30 bytes.
 
 import dataclasses
 
+from footprint.device import TOTALS, Demand, waterfall
+from footprint.timeline import alike, of_step, used_categories
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory.deep import Profile
-from longhaul.memory.device import TOTALS, Demand, waterfall
 from longhaul.memory.estimate import PROCESS_GIB
-from longhaul.memory.timeline import alike, of_step, used_categories
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 

@@ -10,13 +10,13 @@ import functools
 import os
 from collections.abc import Mapping
 
+from footprint.allocator import OutOfMemory, replay
+from footprint.device import Demand
+from footprint.trace import Trace
 from longhaul.config import TrainConfig
 from longhaul.memory import soft
-from longhaul.memory.allocator import OutOfMemory, replay
 from longhaul.memory.deep import whole_trace
-from longhaul.memory.device import Demand
 from longhaul.memory.needs import alone, largest, needs
-from longhaul.memory.trace import Trace
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GROWS = -1  # a capacity: the segments are expandable

@@ -16,13 +16,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from data.loader import Batch
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.memory.platforms import predicting
 from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.stages import label, telling
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from longhaul.memory.workspace import Workspaces
 from longhaul.run.health import deterministic
 from model import Decoder, OnHost

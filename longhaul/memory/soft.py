@@ -19,10 +19,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from footprint.trace import Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import EDGES, Profile, Sizes, layer_of, profile
 from longhaul.memory.rehearsal import MICRO_BATCHES, table_bytes
-from longhaul.memory.trace import Trace
 from longhaul.posttrain.config import GradeConfig
 
 SHORT = (5, 6, 7)  # tokens of the responses that are simulated: the first two if bytes are affine

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from footprint.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory import fit
-from longhaul.memory.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
 from longhaul.memory.needs import needs

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
+from footprint.trace import Trace
+from footprint.tracker import Tracker
 from longhaul.dist import local_shard
-from longhaul.memory.trace import Trace
-from longhaul.memory.tracker import Tracker
 from longhaul.step import TrainState
 
 FORWARD = (

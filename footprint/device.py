@@ -9,9 +9,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from longhaul.memory.allocator import MIB, OutOfMemory, Replay, replay
-from longhaul.memory.trace import Trace
-from model import GIB
+from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay
+from footprint.trace import Trace
 
 # Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; cuBLAS
 # and cuBLASLt take 32 MiB each on sm90; NCCL: buffers and channels of one communicator over NVLink.

@@ -7,13 +7,13 @@ the arrow keys. Sizes are bytes; GiB = 2^30 bytes.
 
 from html import escape
 
-from longhaul.html import STYLE as BASE
-from longhaul.html import table
-from longhaul.memory.allocator import Replay
-from longhaul.memory.device import TOTALS, waterfall
-from longhaul.memory.device import replays as replays_of
-from longhaul.memory.picture import COLOURS, amount, gib, picture, shape
-from longhaul.memory.timeline import (
+from footprint.allocator import Replay
+from footprint.device import TOTALS, waterfall
+from footprint.device import replays as replays_of
+from footprint.html import STYLE as BASE
+from footprint.html import table
+from footprint.picture import COLOURS, amount, gib, picture, shape
+from footprint.timeline import (
     Moment,
     alike,
     alive_at,
@@ -23,7 +23,7 @@ from longhaul.memory.timeline import (
     stages_at_peak,
     used_categories,
 )
-from longhaul.memory.trace import CATEGORIES, Trace
+from footprint.trace import CATEGORIES, Trace
 
 TENSORS = 40  # groups of tensors in the table
 

@@ -16,9 +16,10 @@ as one block. Sizes are bytes; GiB = 2^30 bytes.
 import bisect
 from dataclasses import dataclass
 
-from longhaul.memory.trace import Event, Trace
+from footprint.trace import Event, Trace
 
 MIB = 2**20
+GIB = 2**30
 STEP = 512  # every block is a multiple of it
 # The largest request of the small pool. In the large pool, a remainder up to this size is not split
 # off.

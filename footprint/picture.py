@@ -8,11 +8,10 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 
 from html import escape
 
-from longhaul.html import element, nice, title
-from longhaul.memory.allocator import MIB, Replay
-from longhaul.memory.timeline import Moment, alike, alive_at, columns, largest, sampled
-from longhaul.memory.trace import CATEGORIES, Storage, Trace
-from model import GIB
+from footprint.allocator import GIB, MIB, Replay
+from footprint.html import element, nice, title
+from footprint.timeline import Moment, alike, alive_at, columns, largest, sampled
+from footprint.trace import CATEGORIES, Storage, Trace
 
 COLOURS = {
     "parameter": "#0072b2",

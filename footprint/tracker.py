@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from longhaul.memory.trace import Event, Storage, Trace
+from footprint.trace import Event, Storage, Trace
 
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 ADD = torch.ops.aten.add.Tensor

@@ -1,4 +1,4 @@
-"""What our HTML pages share: their style, tables, and the elements of pictures (SVG).
+"""What HTML pages share: their style, tables, and the elements of pictures (SVG).
 
 A page needs no network and no other file.
 """

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from longhaul.memory.allocator import ends_a_moment, largest_workspaces, step_events
-from longhaul.memory.trace import CATEGORIES, Storage, Trace
+from footprint.allocator import ends_a_moment, largest_workspaces, step_events
+from footprint.trace import CATEGORIES, Storage, Trace
 
 Sizes = dict[str, int]  # category -> bytes
 

@@ -1,0 +1,130 @@
+"""What the kernels of PyTorch hold inside, beyond what they return: memory that a tracker of
+tensors cannot see. Sizes are bytes.
+
+Declared from their sources, for the CPU and for CUDA.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class KernelWorkspaces:
+    """workspace(func, args, outputs) for a tracker: bytes held inside a kernel of PyTorch on the
+    target device, "cpu" or "cuda".
+    """
+
+    def __init__(self, target: str, threads: int = 0):
+        self.target = target
+        self.threads = threads or torch.get_num_threads()
+
+    def __call__(self, func, args, outputs) -> int:
+        declared = DECLARED[self.target].get(func._schema.name)
+        return declared(self.threads, *args) if declared else 0
+
+
+def _tiles_cpu(q_BHTK: Tensor, k_BGSK: Tensor) -> tuple[int, int]:
+    """Queries and keys of a tile of the CPU's attention, as in its source
+    (aten/native/cpu/FlashAttentionKernel.cpp).
+    """
+    T, S = q_BHTK.shape[2], k_BGSK.shape[2]
+    queries = 32
+    if T >= 192:
+        queries = 64
+    if T >= 768:
+        queries = 256
+    return min(T, queries), min(S, 512)
+
+
+def flash_forward_cpu(threads: int, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
+    """Per thread: a tile of scores, running maxima and sums, results, all fp32; and the scores in
+    the inputs' dtype if that is shorter.
+    """
+    queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
+    wide = 4 * queries * (keys + 2 + q_BHTK.shape[3])
+
+    short = 0
+    if q_BHTK.element_size() < 4:
+        short = q_BHTK.element_size() * queries * (keys + keys % 2)
+    return threads * (wide + short)
+
+
+def flash_backward_cpu(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
+    """Per thread: a tile of scores and one of their gradients, fp32, and both in the inputs' dtype
+    if that is shorter.
+    """
+    queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
+    short = q_BHTK.element_size() if q_BHTK.element_size() < 4 else 0
+    return threads * 2 * queries * keys * (4 + short)
+
+
+def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
+    """FlashAttention-2: dq summed in fp32, do . o per query in fp32, queries in tiles of 128, and
+    with grouped heads dk and dv for each query head.
+    """
+    B, H, T, K = q_BHTK.shape
+    _, G, S, _ = k_BGSK.shape
+    queries = math.ceil(T / 128) * 128
+    keys = B * S if G != H else 0
+    return _flash_backward(B * queries, B * H, H, K, keys, k_BGSK.element_size())
+
+
+def flash_backward_of_documents(
+    threads: int,
+    do_ZHK: Tensor,
+    q_ZHK: Tensor,
+    k_SGK: Tensor,
+    v_SGK: Tensor,
+    o_ZHK: Tensor,
+    lse_HZ: Tensor,
+    end_D: Tensor,
+    *_,
+) -> int:
+    """The same for documents one after another: each adds up to a tile of queries."""
+    Z, H, K = q_ZHK.shape
+    S, G, _ = k_SGK.shape
+    documents = len(end_D) - 1
+    keys = S if G != H else 0
+    return _flash_backward(Z + 128 * documents, documents * H, H, K, keys, k_SGK.element_size())
+
+
+def _flash_backward(
+    queries: int, blocks: int, H: int, K: int, keys_of_grouped_heads: int, element: int
+) -> int:
+    """With deterministic sums each of several groups of processors has a dq of its own, so that
+    `blocks` (heads of all rows) times their number occupy the device.
+    """
+    copies = 1
+    if torch.are_deterministic_algorithms_enabled():
+        copies = math.ceil(processors() / blocks)
+    width = math.ceil(K / 32) * 32
+    dq_and_products = 4 * H * queries * (copies * width + 1)
+    dk_and_dv = 2 * element * keys_of_grouped_heads * H * K
+    return dq_and_products + dk_and_dv
+
+
+def processors() -> int:
+    """Streaming multiprocessors of the GPU; without one, those of an H100 or H200."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties().multi_processor_count
+    return 132
+
+
+Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
+FLASH = "aten::_scaled_dot_product_flash_attention"
+CUDNN = "aten::_scaled_dot_product_cudnn_attention"
+DECLARED: dict[str, dict[str, Declared]] = {
+    "cpu": {
+        FLASH + "_for_cpu": flash_forward_cpu,
+        FLASH + "_for_cpu_backward": flash_backward_cpu,
+    },
+    "cuda": {
+        FLASH + "_backward": flash_backward_cuda,
+        # cuDNN's frontend declares the same four: dq and sums per query in fp32, and with grouped
+        # heads dk and dv of each query head
+        CUDNN + "_backward": flash_backward_cuda,
+        "aten::_flash_attention_backward": flash_backward_of_documents,
+    },
+}

@@ -184,7 +184,9 @@ def test_an_overflow_is_found_where_it_happens(chunk, overflowing, rows_BT):
     rows = (rows_BT, None)
     half = at_precision(overflowing, "float16")
     assert overflow(half, rows, chunk) == (1, "mlp")
-    with pytest.raises(ValueError, match="float16 overflows in the MLP of layer 1.*bfloat16$"):
+    with pytest.raises(
+        ValueError, match="float16 overflows in the MLP of layer 1.*: use bfloat16 in --dtype or"
+    ):
         require_finite(half, rows, chunk)
 
     require_finite(overflowing, rows, chunk)

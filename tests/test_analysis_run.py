@@ -24,6 +24,7 @@ from flags import underscored
 from longhaul import qwen3
 from longhaul.analysis import parts as parts_of
 from longhaul.analysis import run as running
+from longhaul.analysis.patching import Patching
 from longhaul.analysis.samples import Samples
 from model import Decoder
 from scripts import run_full_analysis
@@ -212,8 +213,9 @@ def test_an_unfinished_part_continues_with_the_batches_that_are_done(made, tmp_p
             run_full_analysis.main(words)
         except Stop:
             stops += 1
-    assert stops == 2
-    assert asked == [0, 2, 4, 4, 0, 2, 2, 4]  # statistics, then distances; a stop repeats its own
+    # a life begins with the first rows; then statistics and distances, each batch once but for the
+    # one that a life ended in
+    assert asked == [0, 0, 2, 0, 2, 4, 0, 4, 0, 0, 0, 2, 0, 2, 4, 0, 4]
     assert without_costs(read(tmp_path / "parts")) == expected
     assert not list((tmp_path / "parts" / "parts").glob("*.partial"))
 
@@ -237,6 +239,16 @@ def test_a_run_that_is_killed_continues_with_the_same_result(made, tmp_path):
     assert run_full_analysis.main(words) == 0
     expected = without_costs(read(tmp_path / "whole"))
     assert without_costs(read(tmp_path / "killed")) == expected
+
+
+def test_fewer_prompts_than_asked_for_are_said(made, tmp_path, capsys):
+    few = "--skip_sae --layers 2 --prompts 999"
+    words = command(made, tmp_path / "out", few)
+    del words[words.index("--prompts") : words.index("--prompts") + 2]
+    assert run_full_analysis.main(words) == 0
+    found = read(tmp_path / "out")["parts"]["patching-02"]["result"]["pairs"]
+    assert 0 < found < 999
+    assert f"prompts            found {found} of 999 pairs\n" in capsys.readouterr().out
 
 
 def test_a_finished_analysis_is_printed_and_not_run(made, done, monkeypatch, capsys):
@@ -337,25 +349,91 @@ def test_a_model_that_tells_nothing_apart_gets_no_circuit_scores(made, tmp_path,
     assert "What makes it copy" not in (tmp_path / "out" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
-    "more",
-    ["", "--skip_patching", "--skip_patching --layers 2", "--skip_patching --chunk 64"],
-)
-def test_an_overflow_in_fp16_names_the_layer_and_leaves_nothing(
-    made, more, tmp_path, capsys, monkeypatch
-):
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory) -> Path:
+    """The model with an MLP in layer 1 that passes 65,504."""
+    folder = tmp_path_factory.mktemp("overflowing")
     model = planted_model()
     with torch.no_grad():
         model.layers[1].mlp.down_proj.weight.fill_(3e4)
         for name in ("gate_proj", "up_proj"):
             getattr(model.layers[1].mlp, name).weight.fill_(1.0)
-    qwen3.to_hf(model, tmp_path / "model")
+    qwen3.to_hf(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["", "--skip_patching", "--skip_patching --layers 2", "--skip_patching --chunk 64"],
+)
+@pytest.mark.parametrize("where", ["first rows", "later rows"])
+def test_an_overflow_in_fp16_names_the_layer_and_leaves_nothing(
+    made, overflowing, more, where, tmp_path, capsys, monkeypatch
+):
+    if where == "later rows":
+        monkeypatch.setattr(running, "require_finite", after_one_call(running.require_finite))
     words = command(made, tmp_path / "out", f"--skip_sae --dtype float16 {more}")
-    words[1] = str(tmp_path / "model")
+    words[1] = str(overflowing)
     monkeypatch.setattr(parts_of, "EVERY", 0.0)
     line = refused(words, capsys)
-    assert "overflows in the MLP of layer 1" in line and line.endswith(": use --dtype bfloat16")
+    assert "overflows in the MLP of layer 1" in line
+    assert line.endswith(": use bfloat16 in --dtype or --compare")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_is_refused_before_its_first_part(
+    made, overflowing, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(running.Analysis, "_do", None)
+    words = command(made, tmp_path / "out", "--skip_patching --compare float32,float16")
+    words[1] = str(overflowing)
+    assert "float16 overflows in the MLP of layer 1" in refused(words, capsys)
+
+    of_float32 = Patching._mean_difference
+
+    def told_apart_in_float32(self, tokens_BT):
+        in_float32 = self.model.config.compute_dtype == "float32"
+        return of_float32(self, tokens_BT) if in_float32 else 0.0
+
+    monkeypatch.setattr(Patching, "_mean_difference", told_apart_in_float32)
+    words = command(made, tmp_path / "out", f"{SAE} --compare float32,bfloat16")
+    assert "less than 0.1 apart" in refused(words, capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "where, more",
+    [
+        ("first rows", "--dtype float16"),
+        ("later rows", "--dtype float16"),
+        ("first rows", "--compare float32,float16"),
+    ],
+)
+def test_an_overflow_behind_the_layers_that_are_looked_at_is_said(
+    made, overflowing, where, more, tmp_path, capsys, monkeypatch
+):
+    if where == "later rows":  # as if the first rows gave no sign of it
+        monkeypatch.setattr(running, "require_finite", after_one_call(running.require_finite))
+    words = command(made, tmp_path / "out", f"--skip_sae --skip_patching --layers 0 {more}")
+    words[1] = str(overflowing)
+    assert run_full_analysis.main(words) == 0
+    sentence = "float16 overflows in the MLP of layer 1, whose activations pass 65,504"
+    assert f"note               {sentence}" in capsys.readouterr().out
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"{sentence}; no figure here depends on it" in page
+    figures = read(tmp_path / "out")["parts"]["statistics"]["result"]
+    assert figures.keys() == {"0"} and figures["0"]["fp16_headroom"] > 1
+
+
+def after_one_call(function):
+    """The function, whose first call says nothing."""
+    calls = []
+
+    def called(*args):
+        calls.append(args)
+        return function(*args) if len(calls) > 1 else ""
+
+    return called
 
 
 def test_two_runs_do_not_share_a_folder(made, tmp_path, capsys):

@@ -7,7 +7,7 @@ import torch
 
 from longhaul.analysis import statistics
 from longhaul.analysis.activations import SITES, stream
-from longhaul.analysis.statistics import LayerStatistics, Statistics, effective_rank
+from longhaul.analysis.statistics import LayerStatistics, Magnitude, Statistics, effective_rank
 from tests.test_analysis_activations import L, T, collected, decoder, documents, rows
 
 EXACT = 1e-6
@@ -126,11 +126,19 @@ def test_equal_numbers_have_no_spread():
 def test_an_overflow_shows_and_stays(bad):
     x_ND = numbers("normal")
     x_ND[500, 2] = bad
-    found = streamed(x_ND, [400, 200, 400]).result()
-    assert not found.finite and found.fp16_headroom == 0.0
+    totals = streamed(x_ND, [400, 200, 400])
+    found = totals.result()
+    assert not totals.is_finite() and found.fp16_headroom == 0.0
     assert math.isnan(found.rms) and math.isnan(found.effective_rank)
     assert found.record()["max_abs"] is None
-    assert streamed(numbers("normal"), [1000]).result().finite
+    assert streamed(numbers("normal"), [1000]).is_finite()
+
+    magnitude = Magnitude()
+    magnitude.add(-numbers("normal").abs())
+    assert magnitude.max_abs == numbers("normal").abs().max() and magnitude.is_finite()
+    magnitude.add(x_ND.half())
+    magnitude.add(numbers("normal"))
+    assert not magnitude.is_finite()
 
 
 def test_what_does_not_fit_is_refused():

@@ -160,21 +160,25 @@ def overflow(model: Decoder, rows: Rows, chunk: int = 0) -> tuple[int, str] | No
     return min(found, key=lambda place: place[0]) if found else None
 
 
-def require_finite(model: Decoder, rows: Rows, chunk: int = 0) -> None:
-    """ValueError that names the first layer at which an activation is not finite."""
+def require_finite(model: Decoder, rows: Rows, chunk: int = 0, deepest: int | None = None) -> str:
+    """ValueError that names the first layer at which an activation is not finite.
+
+    deepest: the last layer that is looked at. On what lies behind it no figure depends: then what
+    overflows there is returned in words, which are empty if nothing does.
+    """
     place = overflow(model, rows, chunk)
     if place is None:
-        return
+        return ""
     layer, site = place
     dtype = model.config.compute_dtype
     where = {"residual": "the residual stream after layer", "mlp": "the MLP of layer"}.get(
         site, "the attention of layer"
     )
+    words = f"{where} {layer} is not finite in {dtype}"
+    remedy = "check the weights of this checkpoint"
     if dtype == "float16":
-        raise ValueError(
-            f"{dtype} overflows in {where} {layer}, whose activations pass 65,504: use --dtype "
-            "bfloat16"
-        )
-    raise ValueError(
-        f"{where} {layer} is not finite in {dtype}: check the weights of this checkpoint"
-    )
+        words = f"{dtype} overflows in {where} {layer}, whose activations pass 65,504"
+        remedy = "use bfloat16 in --dtype or --compare"
+    if deepest is not None and layer > deepest:
+        return words
+    raise ValueError(f"{words}: {remedy}")

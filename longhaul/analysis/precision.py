@@ -58,8 +58,8 @@ EXPECTED_TOP = TOP - 1
 
 
 def at_precision(model: Decoder, dtype: str) -> Decoder:
-    """A decoder that computes in `dtype` with the parameters of an unsharded one, which they share:
-    only what is cast on use takes memory.
+    """A decoder that computes in `dtype` with the parameters and the tables of positions of an
+    unsharded one, which they share: only what is cast on use takes memory.
     """
     if dtype not in CHOICES["compute_dtype"]:
         raise ValueError(f"precision {dtype!r} is unknown: choose from {', '.join(PRECISIONS)}")
@@ -68,6 +68,7 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
         twin = Decoder(config)
     twin.load_state_dict(model.state_dict(), assign=True)
     twin.tie_weights()
+    twin.rotary = model.rotary
     return twin.requires_grad_(False)
 
 

@@ -65,8 +65,15 @@ def lines(result: dict) -> list[str]:
         rows.append(_line(f"autoencoder {layer}", _autoencoder_words(figures)))
     if "precision" in found:
         rows += found["precision"]["lines"]
+    rows += [_line("note", words) for words in notes(result)]
     rows.append(_line("memory", memory_words(result)))
     return rows
+
+
+def notes(result: dict) -> list[str]:
+    """What a reader should know of the parts besides their figures, a sentence each."""
+    found = dict.fromkeys(part["note"] for part in result["parts"].values() if part["note"])
+    return [f"{words}; no figure here depends on it" for words in found]
 
 
 def effects(patched: dict[int, dict]) -> Effects:
@@ -149,7 +156,8 @@ def page(result: dict) -> str:
 def sections(result: dict) -> dict[str, str]:
     """The headings of the page, and what stands below them."""
     of_parts = results(result)
-    found = {"Residual stream by layer": _statistics(of_parts["statistics"])}
+    said = "".join(f"<p>{escape(words)}.</p>" for words in notes(result))
+    found = {"Residual stream by layer": said + _statistics(of_parts["statistics"])}
     found["How far back heads look"] = _distances(of_parts["distances"])
     patched = by_layer(result, "patching")
     if patched:

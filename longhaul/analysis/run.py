@@ -32,10 +32,11 @@ from longhaul.analysis.precision import (
     compare_effects,
 )
 from longhaul.analysis.samples import Rows, Samples
-from longhaul.analysis.statistics import LayerStatistics
+from longhaul.analysis.statistics import LayerStatistics, Magnitude
 from model import Decoder, ModelConfig
 
 MOST_TOKENS = 1_000_000  # of the texts in which copies are looked for
+PROBE = 4096  # tokens of the first rows, which show at once whether a precision overflows
 
 
 class Source(Protocol):
@@ -120,11 +121,15 @@ def statistics(
     measures: Measures,
     batch_size: int,
     partial: Partial | None = None,
-) -> dict[int, LayerStatistics]:
-    """The totals of each layer's residual stream over all samples."""
+) -> dict[int, LayerStatistics | Magnitude]:
+    """The totals of each layer's residual stream over all samples. Of the last layer, which every
+    overflow reaches, the magnitude is there even if it is not among those that are looked at.
+    """
     device = model.embed.weight.device
     width = model.config.hidden_size
-    totals = {layer: LayerStatistics(width, device) for layer in measures.chosen(model.config)}
+    last = model.config.num_layers - 1
+    totals: dict[int, LayerStatistics | Magnitude] = {last: Magnitude(device)}
+    totals |= {layer: LayerStatistics(width, device) for layer in measures.chosen(model.config)}
 
     def consume(layer: int, site: str, x_BtD: Tensor) -> None:
         totals[layer].add(x_BtD)
@@ -152,19 +157,27 @@ def read(
 
 
 def check_finite(
-    found: dict[int, LayerStatistics],
+    found: Mapping[int, LayerStatistics | Magnitude],
     model: Decoder,
     samples: Source,
     measures: Measures,
     batch_size: int,
-) -> None:
-    """ValueError if the numbers of a layer overflowed: it names the first layer of all in which
-    those of a batch do, which need not be among those that were looked at.
+) -> str:
+    """ValueError if the numbers of a layer that is looked at overflowed: it names the first layer
+    of all in which they do, which need not be one of those. What overflows behind them is returned
+    in words, which are empty if nothing does.
     """
-    if all(totals.result().finite for totals in found.values()):
-        return
+    if all(totals.is_finite() for totals in found.values()):
+        return ""
+    layers = measures.chosen(model.config)
+    may_refuse = not all(found[layer].is_finite() for layer in layers)
+    words = ""
     for first in range(0, len(samples), batch_size):
-        require_finite(model, batch(samples, first, batch_size), measures.chunk)
+        rows = batch(samples, first, batch_size)
+        words = require_finite(model, rows, measures.chunk, layers[-1]) or words
+        if words and not may_refuse:
+            break
+    return words
 
 
 # ---- how far back heads look
@@ -334,6 +347,7 @@ class Analysis:
         self.load = load
         self.parts = parts
         self.meter = meter
+        self.notes: dict[str, str] = {}  # of parts
 
     @functools.cached_property
     def model(self) -> Decoder:
@@ -346,17 +360,34 @@ class Analysis:
         return self.cfg.chosen(self.config)
 
     def run(self) -> dict[str, dict]:
-        """The records of all parts: {"result", "seconds", "peak_bytes"} of each."""
-        for name, part in self.todo().items():
-            if self.parts.known(name) is None:
-                self._do(name, part)
-        return {name: self.parts.record(name) for name in self.todo()}
+        """The records of all parts: {"result", "seconds", "peak_bytes", "note"} of each."""
+        todo = self.todo()
+        left = [name for name in todo if self.parts.known(name) is None]
+        if left:
+            self._check()
+        for name in left:
+            self._do(name, todo[name])
+        return {name: self.parts.record(name) for name in todo}
+
+    def _check(self) -> None:
+        """Refuse in the first seconds what a part would refuse after hours. ValueError if the first
+        rows overflow in a precision, in layers that are looked at, and if the model does not tell
+        its prompts apart in each.
+        """
+        tokens_BT, doc_ids_BT = batch(self.samples, 0, self.cfg.batch_size)
+        rows = tokens_BT[:, :PROBE], doc_ids_BT[:, :PROBE]
+        for dtype in self.cfg.precisions() or (self.cfg.dtype,):
+            model = self._at(dtype)
+            words = require_finite(model, rows, self.cfg.chunk, self.layers[-1])
+            if words:
+                self.notes["statistics" if dtype == self.cfg.dtype else f"costs-{dtype}"] = words
+            if not self.cfg.skip_patching:
+                self._prompts(dtype)
 
     def todo(self) -> dict[str, Part]:
         """All parts by name, in their order."""
         found: dict[str, Part] = {}
         dtype = self.cfg.dtype
-        # first, because it refuses a model that does not tell its prompts apart
         if not self.cfg.skip_patching:
             found |= self._of_layers("patching", self._patching, dtype)
         found["statistics"] = self._statistics
@@ -389,6 +420,7 @@ class Analysis:
             found[name] = functools.partial(part, name, layer, *args)
         return found
 
+    @functools.cache  # noqa: B019  (as long as the analysis itself)
     def _at(self, dtype: str) -> Decoder:
         """The model as it computes in a precision."""
         return self.model if dtype == self.cfg.dtype else at_precision(self.model, dtype)
@@ -401,14 +433,17 @@ class Analysis:
             "result": result,
             "seconds": time.monotonic() - begin,
             "peak_bytes": peak.peak_bytes,
+            "note": self.notes.pop(name, ""),
         }
         self.parts.keep(name, record)
 
     def _statistics(self) -> dict:
         partial = self.parts.partial("statistics")
         found = statistics(self.model, self.samples, self.cfg, self.cfg.batch_size, partial)
-        check_finite(found, self.model, self.samples, self.cfg, self.cfg.batch_size)
-        return {str(layer): totals.result().record() for layer, totals in found.items()}
+        words = check_finite(found, self.model, self.samples, self.cfg, self.cfg.batch_size)
+        if words:
+            self.notes["statistics"] = words
+        return {str(layer): found[layer].result().record() for layer in self.layers}
 
     def _distances(self) -> dict:
         partial = self.parts.partial("distances")

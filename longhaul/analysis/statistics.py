@@ -37,11 +37,6 @@ class Statistics(NamedTuple):
     effective_rank: float
     fp16_headroom: float
 
-    @property
-    def finite(self) -> bool:
-        """Whether no number overflowed."""
-        return math.isfinite(self.max_abs)
-
     def record(self) -> dict:
         """The figures by name, as JSON takes them: null for what is not a finite number."""
         figures = self._asdict()
@@ -96,8 +91,7 @@ class LayerStatistics:
         mean_D = x_nD.mean(0)
         scatter_DD = _scatter(x_nD, mean_D)
         moments = _moments(x_nD, mean_D.mean())
-        max_abs = torch.maximum(x_nD.amax(), -x_nD.amin())  # both keep a nan
-        self._fold(len(x_nD), max_abs, moments, mean_D, scatter_DD)
+        self._fold(len(x_nD), magnitude(x_nD), moments, mean_D, scatter_DD)
 
     def merge(self, other: "LayerStatistics") -> None:
         """Take in what another one has taken in: of other parts, or of another rank."""
@@ -125,6 +119,10 @@ class LayerStatistics:
         self.moments = merged_moments(self.moments, numbers, moments, tokens * self.width)
         self.max_abs = torch.maximum(self.max_abs, max_abs)
         self.tokens = total
+
+    def is_finite(self) -> bool:
+        """Whether no number overflowed."""
+        return math.isfinite(self.max_abs.item())
 
     def result(self) -> Statistics:
         """The figures of all that was taken in. ValueError if that is nothing."""
@@ -165,7 +163,37 @@ class LayerStatistics:
         self.scatter_DD = state["scatter_DD"].to(device, copy=True)
 
 
+class Magnitude:
+    """The largest magnitude of an activation, from as many parts as there are: inf or nan after an
+    overflow.
+    """
+
+    def __init__(self, device: Device = "cpu"):
+        self.max_abs = torch.zeros((), device=device, dtype=torch.float64)
+
+    def add(self, x: Tensor) -> None:
+        """Take in the numbers of x, of any shape and floating dtype."""
+        self.max_abs = torch.maximum(self.max_abs, magnitude(x).double())
+
+    def is_finite(self) -> bool:
+        """Whether no number overflowed."""
+        return math.isfinite(self.max_abs.item())
+
+    def state_dict(self) -> dict:
+        """All of it, for a file."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned."""
+        self.max_abs = state["max_abs"].to(self.max_abs.device, copy=True)
+
+
 # ---- formulas
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """The largest magnitude, 0-d; nan if there is one. No copy of x is made."""
+    return torch.maximum(x.amax(), -x.amin())  # both keep a nan
 
 
 def _scatter(x_nD: Tensor, mean_D: Tensor) -> Tensor:

@@ -239,14 +239,14 @@ def test_a_run_of_ranks_that_share_rows_resumes_on_one_rank_with_the_same_rows(
     shared = ["--context_parallel_size", "2", "--context_parallel_mode", mode]
     folder = tmp_path / "run"
     two = start(command(data, folder, *args, "--max_steps", "3", *shared), TORCHRUN)
-    output, _ = two.communicate(timeout=120)
+    output, _ = two.communicate(timeout=300)
     assert two.returncode == 0, output
     assert f"2 ranks share each row by {mode}" in output
     assert "validation loss" in output
 
     train.main(command(data, folder, *args, "--max_steps", "6"))
     again = start(command(data, folder, *args, "--max_steps", "9", *shared[:2]), TORCHRUN)
-    assert again.wait(120) == 0, again.communicate()[0]
+    assert again.wait(300) == 0, again.communicate()[0]
 
     whole = tmp_path / "whole"
     train.main(command(data, whole, *args, "--max_steps", "9"))

@@ -354,19 +354,22 @@ def test_kill_9_at_twenty_random_moments_of_four_processes_leaves_the_same_bytes
     output = tmp_path / "d"
     killed = 0
     continued = 0
-    while killed < 20 or not output.exists():
+    while killed < 20 or continued < 5 or not output.exists():
+        assert killed < 100
         if output.exists():
             assert contents_of(output) == expected
             shutil.rmtree(output)
         process = subprocess.Popen([*command, str(output)], cwd=ROOT, stdout=subprocess.PIPE)
-        if killed < 20:
+        if killed < 20 or continued < 5:
             time.sleep(draw.random() * duration)
             process.send_signal(signal.SIGKILL)
         said, _ = process.communicate()
-        killed += process.returncode == -signal.SIGKILL
+        is_killed = process.returncode == -signal.SIGKILL
+        killed += is_killed
         continued += b"continuing after" in said
+        if is_killed:
+            duration *= 1.03  # a machine that has become slower since
     assert contents_of(output) == expected
-    assert continued >= 5
     assert not list(tmp_path.glob(".tmp-*"))
 
 

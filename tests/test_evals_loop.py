@@ -576,12 +576,12 @@ def started(script: str, marker: Path, call: int, words: list[str]) -> subproces
 
 def killed(process: subprocess.Popen, marker: Path, number: int) -> int:
     """The exit code of a script that gets a signal, with all its ranks, at its marker."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert marker.exists(), marker.with_suffix(".log").read_text()[-2000:]
     os.killpg(process.pid, number)
-    return process.wait(60)
+    return process.wait(300)
 
 
 @pytest.mark.slow
@@ -609,7 +609,7 @@ def test_two_ranks_killed_in_an_evaluation_resume_to_the_bits_of_a_run_without_o
     dataset, tmp_path
 ):
     def finish(words: list[str], marker: Path):
-        code = started(TWO_RANKS, marker, 0, words).wait(100)
+        code = started(TWO_RANKS, marker, 0, words).wait(300)
         assert code == 0, marker.with_suffix(".log").read_text()[-2000:]
 
     without = tmp_path / "without"

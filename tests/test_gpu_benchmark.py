@@ -246,8 +246,8 @@ def is_running(pid):
 
 
 def all_gone(pids):
-    """Whether the processes end within 5 s: the system needs a moment after a kill."""
-    deadline = time.monotonic() + 5
+    """Whether the processes end within a minute: the system needs a moment after a kill."""
+    deadline = time.monotonic() + 60
     while any(is_running(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
@@ -274,21 +274,28 @@ def test_each_process_ends_in_its_own_way_and_the_others_go_on(tmp_path):
     assert words["by hand"][0].startswith("ended by SIGKILL") and not words["by hand"][1]
     assert words["lost"] == ("lost its device", True)
     assert words["bug"] == ("ended with exit code 1", False)
-    assert words["endless"] == ("killed after 1 s", False)
+    assert re.fullmatch(r"killed after [1-9]\d* s", words["endless"][0]) and not words["endless"][1]
     assert [name for name, end in ends.items() if end.timed_out] == ["endless"]
     assert (tmp_path / "well/log.txt").read_text() == "well\n"
     assert "ValueError: no" in (tmp_path / "bug/log.txt").read_text()
 
 
-def test_a_killed_process_takes_along_what_it_started(tmp_path):
+def test_a_killed_process_takes_along_what_it_started(tmp_path, monkeypatch):
+    """Its time is over as soon as it has started the other."""
     pids = tmp_path / "pids"
+    clock = time.monotonic
+
+    def hurried():
+        return clock() + (1000 if pids.exists() and pids.read_text() else 0)
+
     code = (
         "import os, subprocess, sys, time; "
         "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']); "
         f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); time.sleep(99)"
     )
-    run_orders([order(tmp_path, "family", code, limit=0.8)])
-    assert all_gone(pids.read_text().split())
+    monkeypatch.setattr(time, "monotonic", hurried)
+    ends = run_orders([order(tmp_path, "family", code)])
+    assert ends["family"].timed_out and all_gone(pids.read_text().split())
 
 
 def test_a_process_that_is_started_ahead_begins_when_it_is_told(tmp_path):
@@ -361,7 +368,7 @@ def test_a_crash_a_hang_and_a_kill_cost_one_job_each(crashes):
     assert ended["first"] == ended["last"] == "well" and crashes.code == 1
     assert ended["illegal"] == "lost its device"
     assert ended["fault"] == "ended by SIGSEGV"
-    assert ended["endless"] == "killed after 12 s"
+    assert re.fullmatch(r"killed after (1[2-9]|[2-9]\d) s", ended["endless"])
     assert ended["by hand"].startswith("ended by SIGKILL")
     assert ended["bug"] == "ended with exit code 1"
     assert all_gone(crashes.pids.read_text().split())

@@ -26,10 +26,13 @@ ANALYSIS = [
 @pytest.mark.parametrize(
     "card, code, change",
     [
-        (["--gpu", "RTX 3060 Ti"], 2, "bf16 instead of fp32"),
-        (["--gpu", "RTX 3070"], 2, "bf16 instead of fp32"),
-        (["--gpu", "RTX 3080"], 2, "bf16 instead of fp32"),
-        (["--vram", "8", "--cc", "70"], 2, "fp16 instead of fp32"),
+        # what is instead of fp32 is simulated too, 7 CPU-seconds for each precision
+        pytest.param(["--gpu", "RTX 3060 Ti"], 2, "bf16 instead of fp32", marks=pytest.mark.slow),
+        pytest.param(["--gpu", "RTX 3070"], 2, "bf16 instead of fp32", marks=pytest.mark.slow),
+        pytest.param(["--gpu", "RTX 3080"], 2, "bf16 instead of fp32", marks=pytest.mark.slow),
+        pytest.param(
+            ["--vram", "8", "--cc", "70"], 2, "fp16 instead of fp32", marks=pytest.mark.slow
+        ),
         (["--gpu", "RTX 3090"], 0, ""),
         (["--gpu", "RTX 4090"], 0, ""),
         (["--gpu", "V100 16GB"], 0, ""),

@@ -164,17 +164,26 @@ def test_levers_on_one_process_change_nothing(single, changes):
     assert_same(train(dist.World(), changes), single[True])
 
 
-SHARDED = {  # processes start once per size and run all of its settings
-    2: [
-        dict(batch_size=2),
-        dict(batch_size=1),
-        dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
-        dict(batch_size=1, loss="one_pass"),
-        dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"),
-        dict(batch_size=2, model_overrides=("tie_embeddings=False",), loss="one_pass"),
-        dict(dp_replicate=2),
-    ],
-    4: [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")],
+# {name: (ranks, settings)}: processes start once per name and run all of its settings
+SHARDED = {
+    "2 ranks": (
+        2,
+        [
+            dict(batch_size=2),
+            dict(batch_size=2, gradient_checkpointing="full", loss="chunked"),
+            dict(batch_size=2, model_overrides=("tie_embeddings=False",), loss="one_pass"),
+            dict(dp_replicate=2),
+        ],
+    ),
+    "2 ranks more": (
+        2,
+        [
+            dict(batch_size=1),
+            dict(batch_size=1, loss="one_pass"),
+            dict(batch_size=1, model_overrides=("tie_embeddings=False",), loss="chunked"),
+        ],
+    ),
+    "4 ranks": (4, [dict(batch_size=1), dict(batch_size=1, dp_replicate=2, loss="chunked")]),
 }
 
 
@@ -204,25 +213,26 @@ def train_each(world: dist.World, settings: list[dict]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def sharded():
-    return functools.cache(lambda size: run_ranks(train_each, size, SHARDED[size]))
+    return functools.cache(lambda name: run_ranks(train_each, *SHARDED[name]))
 
 
 @pytest.mark.parametrize(
-    "size, index",
+    "name, index",
     [
         pytest.param(
-            size,
+            name,
             index,
-            id=f"{size} ranks {each[index]}",
-            marks=pytest.mark.slow if size != 2 else (),
+            id=f"{name} {changes}",
+            marks=() if name == "2 ranks" else pytest.mark.slow,
         )
-        for size, each in SHARDED.items()
-        for index in range(len(each))
+        for name, (_, settings) in SHARDED.items()
+        for index, changes in enumerate(settings)
     ],
 )
-def test_ranks_change_nothing(single, sharded, size, index):
-    tied = "tie_embeddings=False" not in SHARDED[size][index].get("model_overrides", ())
-    for results in sharded(size):
+def test_ranks_change_nothing(single, sharded, name, index):
+    changes = SHARDED[name][1][index]
+    tied = "tie_embeddings=False" not in changes.get("model_overrides", ())
+    for results in sharded(name):
         assert_same(results[index], single[tied])
 
 

@@ -3,6 +3,7 @@ layers, ranks, stages.
 """
 
 import functools
+import itertools
 import json
 import os
 import platform
@@ -59,8 +60,9 @@ def single_thread():
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("changes", few_fast(SETTINGS, 5), ids=str)
+@pytest.mark.parametrize(
+    "changes, dtype", few_fast(itertools.product(SETTINGS, ["fp32", "bf16"]), 11), ids=str
+)
 def test_the_predicted_peak_is_what_the_allocator_records(changes, dtype):
     cfg = TrainConfig(**TINY | dict(dtype=dtype) | changes)
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(
@@ -120,19 +122,22 @@ def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
 
 
 @pytest.mark.parametrize(
-    "changes, ranks",
+    "changes, ranks, target",
     few_fast(
         [
-            ({}, 1),
-            (dict(gradient_checkpointing="full", attention_type="nsa"), 1),
-            (dict(gradient_checkpointing="full"), 4),
-            (dict(loss="standard", dtype="fp32"), 2),
+            (changes, ranks, target)
+            for changes, ranks in (
+                ({}, 1),
+                (dict(gradient_checkpointing="full", attention_type="nsa"), 1),
+                (dict(gradient_checkpointing="full"), 4),
+                (dict(loss="standard", dtype="fp32"), 2),
+            )
+            for target in ("cpu", "cuda")
         ],
-        every=3,
+        every=7,
     ),
     ids=str,
 )
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(changes, ranks, target):
     cfg = TrainConfig(
         model_size="tiny", context_length=1200, model_overrides=("num_layers=9",), **changes

@@ -54,15 +54,13 @@ def asked(name: str) -> analysis.Analysed:
 # --------------------------------------------------------------------------- planned and real
 
 
-# a plan that reads every tile of every head takes seconds
-PARTS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "distances" else ())
-    for name in analysis.PARTS
-]
+def slow_if(names, is_slow) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("name", SETTINGS)
+# a plan that reads every tile of every head takes seconds, as does one of many parts of a row
+@pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part == "distances"))
+@pytest.mark.parametrize("name", slow_if(SETTINGS, lambda name: name == "parts"))
 def test_each_part_is_planned_within_five_percent(name, part):
     what = asked(name)
     planned = analysis.peak(what, "cpu", part)
@@ -73,7 +71,7 @@ def test_each_part_is_planned_within_five_percent(name, part):
 
 
 @pytest.mark.parametrize("layers, within", [("", 1e-3), ("0,1,2,4,6", 0.05)])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part != "statistics"))
 def test_few_layers_extrapolate_to_what_all_layers_take(part, layers, within):
     what = asked("standard")
     config = dataclasses.replace(what.config, num_layers=7)
@@ -132,6 +130,7 @@ def test_the_plan_has_a_line_for_each_part(capsys, tmp_path):
     assert "4 layer(s), 4 x 512 tokens, bfloat16" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["--advise --vram 0.7", "--solve levers --vram 80"])
 def test_the_command_of_a_comparison_is_one_that_the_program_takes(more, capsys):
     words = f"{SMALL} --skip_patching --layers 0 --compare float32,bfloat16 {more}"
@@ -192,6 +191,7 @@ def test_a_plan_of_what_cannot_be_is_refused(more, message, capsys):
     assert message in line and line.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_printed_command_runs(made, tmp_path, capsys):  # noqa: F811
     words = (
         f"--advise --task analysis --checkpoint {made}/model --data {made}/data --vram 8 "

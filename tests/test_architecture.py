@@ -258,6 +258,7 @@ print("trained and generated")
 """
 
 
+@pytest.mark.slow
 def test_model_py_alone_in_an_empty_folder_trains_and_generates_with_both_attentions(tmp_path):
     shutil.copy(ROOT / "model.py", tmp_path / "model.py")
     done = subprocess.run(

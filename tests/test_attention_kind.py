@@ -19,6 +19,7 @@ from longhaul.memory.simulate import simulate
 from model import Decoder, KVCache, ModelConfig
 from tests import oracle
 from tests.ranks import run_ranks
+from tests.tiers import few_fast
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
 SHAPE = {
@@ -153,7 +154,8 @@ def test_sampling_is_greedy_decoding_of_the_full_forward():
         ids.append(token)
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
     cfg = TrainConfig(**TINY, dtype="fp32", gradient_checkpointing=checkpointing)
     predicted = simulate(cfg, target="cpu").peak()[0]
@@ -161,7 +163,9 @@ def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"gradient_checkpointing": "full"}, {"loss": "standard"}], ids=str
+    "changes",
+    few_fast([{"gradient_checkpointing": "full"}, {}, {"loss": "standard"}], 3),
+    ids=str,
 )
 def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes):
     cfg = TrainConfig(**TINY, model_overrides=("num_layers=3",), **changes)

@@ -6,6 +6,7 @@ from longhaul.parallel import tiling
 from selfcheck import equivalence
 
 
+@pytest.mark.slow
 def test_levers_are_equal_and_the_table_says_so(capsys):
     assert equivalence.main(["--what", "levers", "--steps", "2"]) == 0
     printed = capsys.readouterr().out

@@ -61,7 +61,7 @@ GRID += [
 ]
 
 
-@pytest.mark.parametrize("changes, ranks", few_fast(GRID, 8), ids=str)
+@pytest.mark.parametrize("changes, ranks", few_fast(GRID, 16), ids=str)
 def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes, ranks):
     cfg = TrainConfig(**DEFAULTS | changes)
     simulated, _ = simulate(cfg, ranks).peak()

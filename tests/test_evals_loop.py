@@ -523,6 +523,7 @@ def differences(world: dist.World, folder: str, settings: list[dict]) -> list[in
     return found
 
 
+@pytest.mark.slow
 def test_evaluations_change_no_bit_whatever_ranks_share(dataset):
     folder = str(dataset.path)
     alone = [changes | dict(context_parallel_size=1) for changes in SETTINGS]

@@ -14,6 +14,7 @@ from longhaul.memory import evaluation
 from longhaul.memory import simulate as training
 from longhaul.memory.reconcile import allocator_peak
 from model import GIB
+from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -58,7 +59,17 @@ def allocated(cfg: TrainConfig, tokens: int, chunk: int = 0) -> int:
 
 @pytest.mark.parametrize(
     "name, chunk",
-    [("standard", 0), ("standard", 400), ("nsa", 0), ("tiles", 400), ("bf16", 0), ("bf16", 400)],
+    few_fast(
+        [
+            ("standard", 0),
+            ("standard", 400),
+            ("nsa", 0),
+            ("bf16", 0),
+            ("tiles", 400),
+            ("bf16", 400),
+        ],
+        2,
+    ),
 )
 def test_every_stage_is_predicted_to_the_byte(name, chunk):
     cfg = with_settings(name)
@@ -69,14 +80,17 @@ def test_every_stage_is_predicted_to_the_byte(name, chunk):
 
 @pytest.mark.parametrize(
     "name, tokens, chunk",
-    [
-        ("standard", TOKENS, 0),
-        ("standard", TOKENS, 400),
-        ("tiles", TOKENS, 0),
-        ("nsa", 777, 0),  # one chunk of queries, whose last step is shorter than the others
-        ("nsa", 2048, 0),
-        ("nsa", 3000, 0),
-    ],
+    few_fast(
+        [
+            ("standard", TOKENS, 0),
+            ("standard", TOKENS, 400),
+            ("tiles", TOKENS, 0),
+            ("nsa", 777, 0),  # one chunk of queries, whose last step is shorter than the others
+            ("nsa", 2048, 0),
+            ("nsa", 3000, 0),
+        ],
+        3,
+    ),
 )
 def test_the_predicted_peak_is_what_the_allocator_records(name, tokens, chunk):
     cfg = with_settings(name, model_overrides=("num_layers=2",))
@@ -84,8 +98,17 @@ def test_the_predicted_peak_is_what_the_allocator_records(name, tokens, chunk):
     assert found == pytest.approx(allocated(cfg, tokens, chunk), rel=1e-4)
 
 
-@pytest.mark.parametrize("ranks, target", [(1, "cpu"), (2, "cpu"), (2, "cuda")])
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    "trained, ranks, target",
+    few_fast(
+        (
+            (trained, *where)
+            for trained in (False, True)
+            for where in ((1, "cpu"), (2, "cpu"), (2, "cuda"))
+        ),
+        5,
+    ),
+)
 def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(ranks, target, trained):
     cfg = with_settings("standard", model_overrides=("num_layers=9",))
     asked = dict(ranks=ranks, target=target, trained=trained)
@@ -93,6 +116,7 @@ def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(ranks, targe
     assert evaluation.peak(cfg, TOKENS, **asked) == full.peak()[0]
 
 
+@pytest.mark.slow
 def test_the_parts_that_a_simulation_leaves_out_change_nothing():
     asked = dict(chunk=300, target="cpu")
     few = evaluation.simulate(TINY, 3000, **asked)
@@ -143,14 +167,17 @@ SHARED = dict(context_parallel_size=2)
 
 @pytest.mark.parametrize(
     "name, lean, ranks, target",
-    [
-        ("standard", dict(optimizer="adamw_8bit"), 1, "cuda"),
-        ("bf16", dict(offload_optimizer=True), 1, "cuda"),
-        ("standard", dict(model_overrides=("num_layers=2", "tie_embeddings=False")), 2, "cuda"),
-        ("nsa", dict(optimizer="adamw_8bit"), 1, "cpu"),
-        ("standard", SHARED | dict(context_parallel_mode="gather_kv"), 2, "cpu"),
-        ("tiles", SHARED | dict(attention_head_groups=1), 2, "cuda"),
-    ],
+    few_fast(
+        [
+            ("bf16", dict(offload_optimizer=True), 1, "cuda"),
+            ("standard", dict(optimizer="adamw_8bit"), 1, "cuda"),
+            ("standard", dict(model_overrides=("num_layers=2", "tie_embeddings=False")), 2, "cuda"),
+            ("nsa", dict(optimizer="adamw_8bit"), 1, "cpu"),
+            ("standard", SHARED | dict(context_parallel_mode="gather_kv"), 2, "cpu"),
+            ("tiles", SHARED | dict(attention_head_groups=1), 2, "cuda"),
+        ],
+        4,
+    ),
 )
 def test_an_evaluation_in_the_loop_takes_less_than_the_leanest_step(name, lean, ranks, target):
     T = 64

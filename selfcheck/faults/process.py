@@ -552,7 +552,7 @@ ROWS: list[Row] = [
         "kill -9 at random moments",
         "bit-identical finals",
         killed_at_random,
-        100,
+        50,
         1000,
         slow=True,
     ),

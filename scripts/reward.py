@@ -11,12 +11,14 @@ import installed  # noqa: F401  (first: a missing package is answered in one lin
 import argparse
 import json
 import random
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from data.fields import TextField
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
+from files import durable
 from flags import Parser
 from longhaul import qwen3, step
 from longhaul.checkpoint.load import check_tokenizer
@@ -29,6 +31,7 @@ from longhaul.run import start
 from longhaul.run.start import Start
 
 FEWEST = 10  # texts that a head is trained and judged on
+FP32 = 4  # bytes of a weight that is saved
 LARGEST = 100  # learning rate and weight decay
 
 
@@ -84,6 +87,8 @@ def run(given: argparse.Namespace):
     config = cfg.model()
     qwen3.require_counterpart(config)
 
+    durable.require_free(Path(given.output), FP32 * config.num_params())
+
     tokenizer = tokenizer_of(origin, given.tokenizer, config.vocab_size)
     texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
     random.Random(given.seed).shuffle(texts)
@@ -103,7 +108,7 @@ def run(given: argparse.Namespace):
 
 
 def check(given: argparse.Namespace):
-    """ValueError for numbers out of range, and for an output that holds anything."""
+    """ValueError for numbers out of range, and for an output that cannot be made."""
     if not 0 < given.held_out < 1:
         raise ValueError(
             f"--held_out {given.held_out:g} is out of range: give a share above 0 and below 1"
@@ -116,12 +121,22 @@ def check(given: argparse.Namespace):
             raise ValueError(
                 f"--{name} {getattr(given, name):g} is out of range: give 0 to {LARGEST}"
             )
-    output = Path(given.output)
+    require_writable(Path(given.output))
+
+
+def require_writable(output: Path):
+    """ValueError unless `output` can be made where it does not exist yet, or is an empty folder."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
     above = next(folder for folder in output.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ValueError(f"--output {output} lies below {above}, which is a file: choose another")
+    try:
+        tempfile.TemporaryFile(dir=above).close()
+    except OSError as error:
+        raise ValueError(
+            f"--output {output} cannot be written ({above}: {error.strerror}): choose another"
+        ) from None
 
 
 def require_variety(learned: list[Labelled], given: argparse.Namespace):

@@ -162,6 +162,7 @@ def test_a_line_that_is_wrong_is_named(folder, tmp_path, capsys, line, said):
         ("--lr 100 --weight_decay 100 --steps 60", "not finite: give a --lr below 100, or less"),
         ("--output {1}/one.jsonl/out", "one.jsonl, which is a file: choose another"),
         ("--output {1}", "exists and is not an empty folder: choose another"),
+        ("--output /proc/nope", "--output /proc/nope cannot be written (/proc: "),
         ("--checkpoint {0}/nothing", "error: --checkpoint {0}/nothing holds neither"),
         ("--text_field words.all", "there is no string field 'words.all'"),
     ],
@@ -175,6 +176,15 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
     if "--data" not in given:
         given += ["--data", str(tmp_path / "one.jsonl")]
     refused(folder, tmp_path, capsys, said.format(folder), *given)
+
+
+def test_a_disk_without_room_is_found_before_anything_is_computed(
+    folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("files.durable.free_bytes", lambda folder: 100)
+    data = str(folder / "texts.jsonl")
+    needed = 4 * ModelConfig(**SHAPE).num_params()
+    refused(folder, tmp_path, capsys, f"needs about {needed:,} bytes, and 100 are", "--data", data)
 
 
 def test_a_body_that_is_not_finite_makes_no_reward(folder, tmp_path, capsys):

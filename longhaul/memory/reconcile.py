@@ -46,13 +46,13 @@ def allocator_peak(cfg: TrainConfig) -> int:
     recorded on top.
     """
     state = step.build(cfg, cfg.model(), "cpu")
-    resident = list(state.model.parameters())
+    models = [state.model]
+    resident = []
     more = rehearsal(cfg, ranks=1, every=True)
     if more is not None:
         more.skeletons(cfg.model(), None)
         more.begin(Tracker(), state)
-        for model in more.frozen.values():
-            resident += model.parameters()
+        models += more.frozen.values()
         make_batch = more.batch
     else:
         batch = row_batch(cfg)
@@ -62,6 +62,9 @@ def allocator_peak(cfg: TrainConfig) -> int:
 
     for values in state.optimizer.state.values():
         resident += values.values()
+    for model in models:
+        tables = (model.rotary.cos, model.rotary.sin)  # none if no row was without positions
+        resident += [*model.parameters(), *(table for table in tables if table is not None)]
     storages = [tensor.untyped_storage() for tensor in resident]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}  # a tied weight once
 

@@ -183,7 +183,8 @@ class Grade(Rehearsal):
 
     def __init__(self, cfg: GradeConfig, ranks: int, every: bool):
         super().__init__(cfg, ranks, every)
-        self.settings = cfg.settings(eod_id=0)
+        # a run always leaves out the ids that are padding, though there may be none
+        self.settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
         one = torch.zeros(1, dtype=torch.long)
         prompts = [one for _ in range(cfg.batch_size)]
         numbers = range(cfg.batch_size)
@@ -240,7 +241,13 @@ class Grade(Rehearsal):
         B = min(self.cfg.batch_size, -(-self.cfg.eval_rows // self.ranks))
         prompts_BP = plain((B, self.cfg.longest_prompt), torch.long)
         seed_B = plain((B,), torch.long)
-        tokens_BT = grade.respond(self.state.model, prompts_BP, seed_B, self.cfg.max_new_tokens)
+        tokens_BT = grade.respond(
+            self.state.model,
+            prompts_BP,
+            seed_B,
+            self.settings.max_new_tokens,
+            self.settings.vocab_size,
+        )
         with torch.no_grad():
             counts_BT = grade.counted(tokens_BT, self.settings.eod_id)
             self.rewards.forward_hard(prompts_BP, tokens_BT, counts_BT)

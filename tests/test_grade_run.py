@@ -28,6 +28,7 @@ from longhaul.posttrain.grade import METHODS
 from longhaul.run import start as starting
 from scripts import grade
 from selfcheck.faults import runs
+from tests.killed import killed_and_resumed
 from tests.test_train import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
@@ -37,20 +38,24 @@ MODEL = (
     "num_kv_heads=2 head_dim=16 ffn_size=48"
 )
 SMALL = (
-    "--context_length 32 --max_new_tokens 12 --gumbel_topk 24 --global_batch_size 4 "
+    "--context_length 32 --max_new_tokens 6 --gumbel_topk 24 --global_batch_size 4 "
     "--batch_size 2 --lr 1e-3"
 )
+VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Prompts in `reviews`, a first model in `base`, and a reward model of its body in `reward`."""
+    """Prompts of one length in `reviews` and of several in `asked`, a first model in `base`, and a
+    reward model of its body in `reward`.
+    """
     folder = tmp_path_factory.mktemp("grade")
     made = ["--output", str(folder / "reviews"), "--reviews", "300", "--val_fraction", "0.1"]
     assert reviews.main(made) == 0
     flags = f"{MODEL} --data {folder}/reviews --output_dir {folder}/base --max_steps 8 --lr 3e-3"
     train.main(f"{flags} --warmup_steps 2 --batch_size 8 --eval_every 0".split())
     save_reward(folder / "base", folder / "reward")
+    prompts_of_lengths(folder / "asked", [n % 6 + 2 for n in range(60)], val_fraction=0.2)
     return folder
 
 
@@ -71,8 +76,27 @@ def words(folder: Path, out: Path, more: str = "") -> list[str]:
     return runs.last_given(flags.split())
 
 
+def asked(folder: Path, out: Path, more: str) -> list[str]:
+    """The flags of a run with prompts of several lengths."""
+    return words(folder, out, f"--data {folder}/asked --batch_size 1 {more}")
+
+
 def run(folder: Path, out: Path, more: str = ""):
     grade.main(words(folder, out, more))
+
+
+def prompts_of_lengths(out: Path, lengths: list[int], val_fraction: float = 0.0):
+    """A dataset of prompts of so many tokens."""
+    draw = np.random.default_rng(0)
+    words = [token for token in range(reviews.VOCABULARY) if token != reviews.END]
+    texts = [np.array([*draw.choice(words, length), reviews.END]) for length in lengths]
+    write_dataset(
+        [TokenizedDocument(tokens) for tokens in texts],
+        out,
+        vocab_size=reviews.VOCABULARY,
+        eod_id=reviews.END,
+        val_fraction=val_fraction,
+    )
 
 
 def records(out: Path) -> list[dict]:
@@ -92,7 +116,23 @@ def same_bits(first: Path, second: Path) -> bool:
 def whole(folder) -> Path:
     """A run of 4 steps that nothing disturbed, validated twice."""
     out = folder / "whole"
-    run(folder, out, "--max_steps 4 --eval_every 2 --eval_rows 6 --save_every 2")
+    grade.main(asked(folder, out, f"{VALIDATED} --save_every 2"))
+    return out
+
+
+def on_ranks(folder: Path, ranks: int) -> Path:
+    """The same run on so many ranks, which is made once."""
+    out = folder / f"whole-{ranks}"
+    if not out.exists():
+        launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+        done = subprocess.run(
+            [*launcher, "-m", "scripts.grade", *asked(folder, out, VALIDATED)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
@@ -102,7 +142,7 @@ def test_each_step_says_reward_kl_and_what_the_mixtures_leave_out(whole):
     for record in steps:
         assert 0 < record["reward"] < 1
         assert 0 < record["topk_mass"] <= 1 + 1e-6
-        assert 0 < record["response_length"] <= 12
+        assert 0 < record["response_length"] <= 6
         expected = 0.1 * record["kl"] - record["reward"]
         assert record["loss"] == pytest.approx(expected, abs=1e-5)
     assert steps[0]["kl"] < 1e-6 < steps[-1]["kl"]
@@ -119,18 +159,19 @@ def test_the_reward_of_drawn_responses_to_validation_prompts_is_logged(whole):
 
 @pytest.mark.slow
 def test_a_run_that_lost_its_newest_checkpoint_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
-    run(folder, tmp_path, "--max_steps 4 --save_every 2")
+    args = asked(folder, tmp_path, "--max_steps 4 --save_every 2")
+    grade.main(args)
     (newest,) = tmp_path.glob("step-00000004")
     for path in sorted(newest.rglob("*")):
         path.unlink()
     newest.rmdir()
-    run(folder, tmp_path, "--max_steps 4 --save_every 2")
+    grade.main(args)
     assert same_bits(tmp_path, whole)
 
 
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
-    args = words(folder, tmp_path, "--max_steps 4 --save_every 1")
+    args = asked(folder, tmp_path, "--max_steps 4 --save_every 1")
     process = subprocess.Popen(
         [sys.executable, "-m", "scripts.grade", *args],
         cwd=ROOT,
@@ -143,7 +184,7 @@ def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
     process.kill()
     process.wait()
 
-    run(folder, tmp_path, "--max_steps 4 --save_every 1")
+    grade.main(args)
     assert same_bits(tmp_path, whole)
 
 
@@ -154,28 +195,28 @@ def test_the_flag_of_the_first_version_keeps_all_activations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_learn_the_same(folder, whole, tmp_path, ranks):
-    validated = "--eval_every 2 --eval_rows 6"
-    args = words(folder, tmp_path / "run", f"--batch_size 1 --max_steps 4 {validated}")
-    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launcher, "-m", "scripts.grade", *args],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_ranks_learn_the_same(folder, whole, ranks):
+    """Also from prompts of several lengths, of which they count the tokens alike."""
+    out = on_ranks(folder, ranks)
     one = [record for record in records(whole) if "loss" in record]
-    two = [record for record in records(tmp_path / "run") if "loss" in record]
+    two = [record for record in records(out) if "loss" in record]
+    assert [record["tokens"] for record in two] == [record["tokens"] for record in one]
     for name in ("loss", "reward", "kl", "grad_norm", "topk_mass"):
         expected = [record[name] for record in one]
         assert [record[name] for record in two] == pytest.approx(expected, abs=2e-5)
     one, many = (
         [record["val_reward_mean"] for record in records(out) if "val_reward_mean" in record]
-        for out in (whole, tmp_path / "run")
+        for out in (whole, out)
     )
     assert many == pytest.approx(one, abs=2e-5) and len(many) == 3
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_end_with_the_same_bits(folder, tmp_path):
+    out = tmp_path / "killed"
+    args = asked(folder, out, f"{VALIDATED} --save_every 1")
+    killed_and_resumed("scripts.grade", args, 2, out)
+    assert runs.same_end(out, on_ranks(folder, 2)) and len(runs.final_bits(out)) == 2
 
 
 def test_a_run_that_is_extended_says_how_tau_jumps():
@@ -228,14 +269,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
 
 
 def test_prompts_of_several_lengths_are_refused_before_the_first_step(folder, tmp_path, capsys):
-    texts = [np.array([*range(2, 8 - n % 2), reviews.END]) for n in range(12)]
-    write_dataset(
-        [TokenizedDocument(tokens) for tokens in texts],
-        tmp_path / "data",
-        vocab_size=reviews.VOCABULARY,
-        eod_id=reviews.END,
-        val_fraction=0,
-    )
+    prompts_of_lengths(tmp_path / "data", [6 - n % 2 for n in range(12)])
     with pytest.raises(SystemExit) as stop:
         run(folder, tmp_path / "run", f"--data {tmp_path}/data")
     assert stop.value.code == 2

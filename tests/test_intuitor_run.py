@@ -26,6 +26,7 @@ from longhaul.posttrain import demo
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from scripts import evaluate, intuitor
 from selfcheck.faults import runs
+from tests.killed import killed_and_resumed
 from tests.test_train import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
@@ -35,6 +36,7 @@ MODEL = (
     "head_dim=16 ffn_size=48 tie_embeddings=false"
 )
 SMALL = "--max_response_length 10 --group_size 4 --global_batch_size 4 --batch_size 2 --lr 1e-3"
+VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,18 @@ def same_bits(first: Path, second: Path) -> bool:
 def whole(folder) -> Path:
     """A run of 4 steps that nothing disturbed, validated twice."""
     out = folder / "whole"
-    run(folder, out, "--max_steps 4 --eval_every 2 --eval_rows 6 --save_every 2")
+    run(folder, out, f"{VALIDATED} --save_every 2")
+    return out
+
+
+def on_ranks(folder: Path, ranks: int) -> Path:
+    """The same run on so many ranks, which is made once."""
+    out = folder / f"whole-{ranks}"
+    if not out.exists():
+        launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+        done = start(words(folder, out, f"{VALIDATED} --batch_size 1"), launcher)
+        said, _ = done.communicate()
+        assert done.returncode == 0, said
     return out
 
 
@@ -173,14 +186,10 @@ def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole, tmp_path, ranks):
-    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-    more = "--batch_size 1 --max_steps 4 --eval_every 2 --eval_rows 6"
-    done = start(words(folder, tmp_path / "run", more), launcher)
-    assert done.wait() == 0, done.communicate()[0]
-
+def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole, ranks):
+    out = on_ranks(folder, ranks)
     one = [record for record in records(whole) if "loss" in record]
-    many = [record for record in records(tmp_path / "run") if "loss" in record]
+    many = [record for record in records(out) if "loss" in record]
     for name in ("accuracy", "response_tokens", "truncated", "tokens"):
         assert [record[name] for record in many] == [record[name] for record in one]
     for name in ("loss", "reward", "kl", "grad_norm"):
@@ -189,9 +198,17 @@ def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole, tmp_p
     validated = ("validation_accuracy", "validation_self_certainty")
     one, many = (
         [record[name] for record in records(out) for name in validated if name in record]
-        for out in (whole, tmp_path / "run")
+        for out in (whole, out)
     )
     assert many == pytest.approx(one, abs=2e-5) and len(many) == 6
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_end_with_the_same_bits(folder, tmp_path):
+    out = tmp_path / "killed"
+    args = words(folder, out, f"{VALIDATED} --batch_size 1 --save_every 1")
+    killed_and_resumed("scripts.intuitor", args, 2, out)
+    assert runs.same_end(out, on_ranks(folder, 2)) and len(runs.final_bits(out)) == 2
 
 
 def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(

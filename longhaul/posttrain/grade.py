@@ -539,11 +539,15 @@ class GradeObjective:
         return torch.tensor(len(micro["prompts_BP"]))
 
     def tokens(self, micro: MicroBatch, ranks: int) -> int:
-        """Tokens of all responses with their prompts; of prompts of several lengths those of this
-        rank, times the ranks.
+        """Tokens of all responses with their prompts, which differ: a micro-batch of a run says
+        what all ranks have ("all_tokens"), any other is taken to be like those of the other ranks.
         """
         B, P = micro["prompts_BP"].shape
-        return ranks * B * self._responses * (P + self.settings.max_new_tokens)
+        return int(micro.get("all_tokens", ranks * self.tokens_of([P] * B)))
+
+    def tokens_of(self, prompts: Sequence[int]) -> int:
+        """Tokens of all responses to prompts of these lengths, with the prompts."""
+        return self._responses * sum(P + self.settings.max_new_tokens for P in prompts)
 
     @property
     def _responses(self) -> int:

@@ -14,7 +14,7 @@ from data.dataset import Dataset
 from data.load_tokenizer import load_tokenizer
 from data.mixture import Corpus
 from data.order import parse_ranges
-from data.prompts import Prompts, read_prompt, require_fitting, require_one_length
+from data.prompts import Prompt, Prompts, read_prompt, require_fitting, require_one_length
 from longhaul import dist, step
 from longhaul.exits import BAD_INPUT, Halt
 from longhaul.posttrain import grade, intuitor, reward, rollout
@@ -268,7 +268,8 @@ class GradeSource:
     def load(self, index: int) -> tuple[None, list[MicroBatch]]:
         """This rank's prompts of a step, each with the seed of its noise."""
         world = self.ready.world
-        own = self.rows.prompts(index, world.rank, world.size)
+        of_ranks = [self.rows.prompts(index, rank, world.size) for rank in range(world.size)]
+        own = of_ranks[world.rank]
         first = world.rank * len(own)
         micro_batches = grade.micro_batches(
             [torch.from_numpy(prompt.tokens) for prompt in own],
@@ -279,7 +280,16 @@ class GradeSource:
             self.settings,
             self.ready.device,
         )
+        for number, micro in enumerate(micro_batches):
+            micro["all_tokens"] = torch.tensor(self._tokens_at(number, of_ranks))  # on the host
         return None, micro_batches
+
+    def _tokens_at(self, number: int, of_ranks: Sequence[Sequence[Prompt]]) -> int:
+        """The tokens of all ranks' micro-batches at a place."""
+        size = self.cfg.batch_size
+        part = slice(number * size, (number + 1) * size)
+        prompts = [prompt for own in of_ranks for prompt in own[part]]
+        return self.objective.tokens_of([len(prompt.tokens) for prompt in prompts])
 
     def record(self, record: dict, loaded: None, result: StepResult, seconds: float):
         found = self.objective.figures()

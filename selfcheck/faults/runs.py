@@ -136,9 +136,13 @@ def start(args: list[str], log: Path, before: Callable = lambda: None) -> Child:
 
 
 def start_ranks(
-    args: list[str], log: Path, size: int, before: Callable = lambda: None
+    args: list[str],
+    log: Path,
+    size: int,
+    before: Callable = lambda: None,
+    main: Callable = train.main,
 ) -> list[Child]:
-    """The same on `size` ranks, each with a file of its own."""
+    """The same on `size` ranks, each with a file of its own; `main` may be another program's."""
     port = free_port()
     worlds = [
         dict(
@@ -152,16 +156,16 @@ def start_ranks(
         for rank in range(size)
     ]
     return [
-        Child(log.with_name(f"{log.name}-{rank}"), _train, args, before, world)
+        Child(log.with_name(f"{log.name}-{rank}"), _train, args, before, world, main)
         for rank, world in enumerate(worlds)
     ]
 
 
-def _train(args: list[str], before: Callable, world: dict):
+def _train(args: list[str], before: Callable, world: dict, main: Callable = train.main):
     os.environ.update({name: str(value) for name, value in world.items()})
     longhaul.dist.cores = lambda: 1
     before()
-    train.main(last_given(args))
+    main(last_given(args))
 
 
 def finish(args: list[str], log: Path, code: int = 0, before: Callable = lambda: None) -> Child:

@@ -363,6 +363,7 @@ COMPILE = """
 """
 
 
+@pytest.mark.slow
 def test_both_kernels_compile_for_an_h100_without_having_one(tmp_path):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU.
 

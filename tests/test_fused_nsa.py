@@ -30,7 +30,7 @@ from tests.test_nsa import (
     relative,
     sizes_of,
 )
-from tests.tiers import few_fast
+from tests.tiers import few_fast, slow
 
 triton = pytest.importorskip(
     "triton",
@@ -46,7 +46,6 @@ SMALL_SIZES = dict(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=4, window=8
 SMALL = NSAConfig(**SMALL_SIZES)  # sparse from 16 tokens on
 SMALL_TILES = attention.TileSizes(rows=32, key_rows=16, blocks=16, segment_rows=32)
 BOUNDS = {torch.float32: (1e-5, 3e-5), torch.float16: (2e-3, 4e-3)}  # forward, gradients
-SLOW = pytest.mark.slow
 # NumPy, which interprets the kernels, warns of infinities that they expect.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
@@ -118,9 +117,7 @@ def compare(tensors, cfg=SMALL):
 # ---- against the oracle
 
 
-@pytest.mark.parametrize(
-    "T", [1, 4, 17, *(pytest.param(T, marks=SLOW) for T in (3, 5, 16, 33, 50))]
-)
+@pytest.mark.parametrize("T", [1, 4, 17, *map(slow, (3, 5, 16, 33, 50))])
 def test_every_branch_gradient_and_choice_matches_float64(T):
     compare(make(T, G=1, M=4))
 

@@ -244,7 +244,7 @@ def test_every_method_trains(folder, tmp_path, method):
     [
         ("--max_new_tokens 32", "--max_new_tokens 32 leaves no token of"),
         pytest.param(
-            "--max_new_tokens 28",
+            "--context_length 10",
             "prompt of 7 tokens, and the context leaves 4",
             marks=pytest.mark.slow,
         ),
@@ -268,6 +268,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_prompts_of_several_lengths_are_refused_before_the_first_step(folder, tmp_path, capsys):
     prompts_of_lengths(tmp_path / "data", [6 - n % 2 for n in range(12)])
     with pytest.raises(SystemExit) as stop:

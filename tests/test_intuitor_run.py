@@ -28,6 +28,7 @@ from scripts import evaluate, intuitor
 from selfcheck.faults import runs
 from tests.killed import killed_and_resumed
 from tests.test_train import TORCHRUN
+from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 MODEL = (
@@ -129,6 +130,7 @@ def test_a_checkpoint_has_the_folder_of_the_reference(whole, folder):
     assert source(whole, 4)["reference"] == str(folder / "base" / "step-00000012")
 
 
+@pytest.mark.slow
 def test_the_kl_is_logged_as_long_as_a_reference_is_held(folder, tmp_path, capsys):
     run(folder, tmp_path / "held", "--kl_coef 0 --max_steps 2")
     assert all(record["kl"] > -1e-6 for record in records(tmp_path / "held"))
@@ -211,6 +213,7 @@ def test_ranks_that_are_killed_end_with_the_same_bits(folder, tmp_path):
     assert runs.same_end(out, on_ranks(folder, 2)) and len(runs.final_bits(out)) == 2
 
 
+@pytest.mark.slow
 def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(
     folder, whole, tmp_path, capsys
 ):
@@ -252,7 +255,7 @@ def without_validation(tmp_path_factory) -> Path:
     "flags, said",
     [
         ("--max_response_length 16", "--max_response_length 16 leaves no token of"),
-        ("--max_response_length 13", "prompt of 6 tokens, and the context leaves 3"),
+        slow("--max_response_length 13", "prompt of 6 tokens, and the context leaves 3"),
         ("--group_size 1", "--group_size 1 is out of range: give a number of at least 2"),
         ("--temperature 0", "--temperature 0 is out of range: give 1e-06 to 1000"),
         ("--temperature inf", "--temperature inf is out of range"),
@@ -263,7 +266,7 @@ def without_validation(tmp_path_factory) -> Path:
         ("--length_schedule 8:1,16:1", "unknown flag --length_schedule"),
         ("--attention_type nsa", "--attention_type nsa cannot share a prompt"),
         ("--kl_coef -1", "--kl_coef -1.0 is out of range"),
-        ("--global_batch_size 100000", "fewer than the 100,000 of one step"),
+        slow("--global_batch_size 100000", "fewer than the 100,000 of one step"),
         ("--checkpoint {}/nothing", "nothing"),
         ("--vocab_size 16", "--vocab_size 16"),
     ],
@@ -306,6 +309,7 @@ def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
     assert "step 1: the logits of token 0 of response 0 to prompt" in line
 
 
+@pytest.mark.slow
 def test_a_resume_may_not_change_what_the_policy_learns_from(folder, whole, capsys):
     with pytest.raises(SystemExit):
         run(folder, whole, "--max_steps 5 --reward random")

@@ -15,7 +15,7 @@ from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.staging import PINNED
 from model import GIB
-from tests.tiers import few_fast
+from tests.tiers import few_fast, slow
 
 RUNGS = [
     dict(gradient_checkpointing="selective"),
@@ -30,7 +30,7 @@ RUNGS = [
 ]
 
 
-@pytest.mark.parametrize("changes", few_fast(RUNGS, 5), ids=str)
+@pytest.mark.parametrize("changes", few_fast(RUNGS, len(RUNGS)), ids=str)
 def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     torch.set_num_threads(1)
     cfg = TrainConfig(**dict(model_size="tiny", context_length=2048, dtype="fp32") | changes)
@@ -40,11 +40,8 @@ def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(mlp_tiles=7),
-        pytest.param(
-            dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8")),
-            marks=pytest.mark.slow,
-        ),
+        slow(dict(mlp_tiles=7)),
+        slow(dict(attention_head_groups=8, model_overrides=("num_heads=8", "num_kv_heads=8"))),
     ],
     ids=str,
 )

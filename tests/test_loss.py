@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import model
 from footprint.measure import peak_bytes, saved_bytes
 from model import linear_cross_entropy
+from tests.tiers import few_fast
 from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
 from verify_chunked_loss import relative as rel
 
@@ -61,6 +62,8 @@ def chunked(h, w, y, **options):
     return gradients(functools.partial(linear_cross_entropy, **options), h, w, y)
 
 
+# compiling takes seconds
+KERNELS = pytest.mark.parametrize("kernels", few_fast(["torch", "compiled"], 2))
 OPTIONS = [
     {},
     dict(z_loss=1e-3),
@@ -70,7 +73,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernels):
     h, w, y = inputs()
@@ -84,7 +87,7 @@ def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernel
 
 
 @pytest.mark.parametrize("regime", ["flat", "diffuse", "peaked"])
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 def test_bf16_errors_are_at_most_105_percent_of_the_standard_losses_own(regime, kernels):
     h, w, y = inputs(1024, 128, 4099, torch.bfloat16, regime)
     want = truth(h, w, y)
@@ -121,7 +124,7 @@ def huge_logits(scale: float, dtype: torch.dtype):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 def test_gradients_of_huge_logits_are_those_of_torch(scale, dtype, kernels):
     """The logarithm of the sum is small next to such logits, and their sum would round it away."""
     h, w, y = huge_logits(scale, dtype)
@@ -141,7 +144,7 @@ def token_losses(h, w, y, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 def test_the_labels_logit_stays_in_fp32_so_a_tokens_loss_is_better_than_the_standard_one(
     dtype, kernels
 ):
@@ -235,7 +238,7 @@ def test_a_certain_target_keeps_the_relative_precision_of_its_loss(gap):
     assert abs(loss - want) / want < bound and rel(dh, want_h) < bound
 
 
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 def test_no_valid_token_gives_zero_loss_and_exact_zero_gradients_still_attached(kernels):
     h, w, y = inputs()
     loss, dh, dw = chunked(h, w, torch.full_like(y, -100), kernels=kernels)
@@ -271,6 +274,7 @@ def test_ignored_rows_with_huge_logits_give_no_nan_where_they_are_not_packed_awa
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_transposed_hidden_compiles_and_the_operators_pass_their_checks():
     _, _, y = inputs(32, 16, 64)
     y = y[:16] % 64

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import model
 from footprint.measure import peak_bytes, saved_bytes
 from model import linear_cross_entropy
-from tests.test_loss import CPU, OPTIONS, SCALES, dense, huge_logits, inputs, truth
+from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
 from verify_chunked_loss import gradients, standard_loss
 from verify_chunked_loss import relative as rel
 
@@ -36,7 +36,7 @@ def blocks(h, w) -> int:
 # ---- the same function
 
 
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@KERNELS
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_fp32_is_within_1e6_of_float64_for_any_tiling_and_option(options, kernels):
     h, w, y = inputs()

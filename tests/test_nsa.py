@@ -30,6 +30,7 @@ from nsa import branches as nsa_branches
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
+from tests.tiers import slow
 
 SMALL_SIZES = dict(cmp_block=8, cmp_stride=4, sel_block=16, sel_count=5, window=24)
 SMALL = NSAConfig(**SMALL_SIZES)  # sparse from 80 tokens on
@@ -140,7 +141,9 @@ def test_small_blocks_match_float64_in_every_branch_gradient_and_choice(attentio
     assert_selection(chosen, truth_in, SMALL, 1e-5)
 
 
-@pytest.mark.parametrize("T", [1, 31, 32, 33, 63, 64, 65, 128, 1023, 1024, 1025, 1399, 2177])
+@pytest.mark.parametrize(
+    "T", [1, 31, 32, 33, 63, 64, 65, 128, 1023, 1024, 1025, slow(1399), slow(2177)]
+)
 def test_default_blocks_match_float64_in_every_branch_gradient_and_choice(T):
     cfg = NSAConfig()
     tensors = inputs(T, G=1, M=4, K=32, cfg=cfg)
@@ -187,7 +190,7 @@ def test_other_block_sizes_match_float64(attention, sizes):
 
 
 @pytest.mark.parametrize(
-    "T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), (1500, NSAConfig(), 128)]
+    "T, cfg, K", [(333, SMALL, 32), (333, SMALL, 64), slow(1500, NSAConfig(), 128)]
 )
 def test_bf16_is_within_its_rounding_and_ranks_in_fp32(T, cfg, K):
     tensors = inputs(T, G=1, M=4, K=K, cfg=cfg, dtype=torch.bfloat16)
@@ -670,8 +673,15 @@ def test_no_row_gives_no_result(two_threads):
 # ---- the custom operators
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("documents", [None, [30, 90]])
+@pytest.mark.parametrize(
+    "dtype, documents",
+    [
+        (torch.float32, None),
+        (torch.bfloat16, [30, 90]),
+        slow(torch.float32, [30, 90]),
+        slow(torch.bfloat16, None),
+    ],
+)
 def test_opcheck_passes_for_forward_and_backward(dtype, documents):
     cu = None if documents is None else boundaries(documents)
     sizes = sizes_of(SMALL)
@@ -684,7 +694,7 @@ def test_opcheck_passes_for_forward_and_backward(dtype, documents):
     torch.library.opcheck(nsa_engine.nsa_backward, (do, *plain, *saved, cu, sizes))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [True, slow(False)])
 def test_fullgraph_compile_gives_the_eager_result(dynamic):
     compiled = torch.compile(
         lambda *x: nsa_engine.nsa_attention(*x, SMALL) * 2,

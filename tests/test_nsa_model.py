@@ -21,6 +21,7 @@ from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig, NSAConfig, attention_kind
+from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
 SIZES = dict(
@@ -28,7 +29,9 @@ SIZES = dict(
 )  # sparse from 80 tokens on
 KINDS = pytest.mark.parametrize(
     "kind",
-    [{}, dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")],
+    few_fast(
+        [{}, dict(kv="separate"), dict(cmp_kind="mean"), dict(kv="separate", cmp_kind="mean")], 3
+    ),
     ids=str,
 )
 
@@ -432,10 +435,12 @@ def random_tokens_loss(core, steps=80) -> float:
     return sum(losses[-steps // 4 :]) / (steps // 4)
 
 
+@pytest.mark.slow
 def test_training_on_random_tokens_stays_above_their_entropy():
     assert random_tokens_loss(nsa.nsa_attention) > math.log(16) - 0.01
 
 
+@pytest.mark.slow
 def test_the_leak_guard_notices_a_window_that_sees_one_token_ahead():
     def leaky(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, *more):
         return nsa.nsa_attention(

@@ -9,6 +9,11 @@ from collections.abc import Iterable
 import pytest
 
 
+def slow(*values):
+    """A case of a parametrised test that is marked slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def few_fast(cases: Iterable, every: int) -> list:
     """Cases of a parametrised test: the first and each `every`-th after it are fast, the others are
     marked slow. A tuple is the values of one case.
@@ -16,6 +21,5 @@ def few_fast(cases: Iterable, every: int) -> list:
     params = []
     for index, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        marks = () if index % every == 0 else pytest.mark.slow
-        params.append(pytest.param(*values, marks=marks))
+        params.append(pytest.param(*values) if index % every == 0 else slow(*values))
     return params

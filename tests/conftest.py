@@ -18,7 +18,25 @@ if not torch.cuda.is_available():
 
 
 # The test files that take longest, first. Whoever runs them last keeps the others waiting.
-LONG_FILES = ("test_context", "test_simulate", "test_parallel", "test_fused_nsa", "test_train")
+LONG_FILES = (
+    "test_fault_matrix",
+    "test_simulate",
+    "test_gpu_benchmark",
+    "test_context",
+    "test_hosts",
+    "test_rehearsal",
+    "test_grade_run",
+    "test_tutorial",
+    "test_fused_nsa",
+    "test_parallel",
+    "test_analysis_memory",
+    "test_analysis_run",
+    "test_memory_posttrain",
+    "test_nsa_model",
+    "test_intuitor_run",
+    "test_train",
+    "test_nsa",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):

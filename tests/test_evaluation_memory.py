@@ -200,6 +200,7 @@ def test_evaluating_takes_no_more_than_training_as_the_allocator_records_it():
 # --------------------------------------------------------------------------- whole rows or parts
 
 
+@pytest.mark.slow
 def test_rows_pass_whole_if_they_fit_else_in_the_largest_parts_that_do():
     T = 32_768
     whole = evaluation.planned(TINY, T, CPU)

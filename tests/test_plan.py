@@ -358,6 +358,7 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
     assert fit.fitted(enough).plan.cfg.context_parallel_size == 2
 
 
+@pytest.mark.slow
 def test_triton_kernels_for_a_gpu_are_planned_on_a_machine_without_one():
     """In a process without Triton's interpreter, which the other tests may have."""
     pytest.importorskip("triton", reason="triton is not installed: its kernels are not planned for")

@@ -18,6 +18,7 @@ from longhaul.memory import reserve, solve
 from longhaul.memory.deep import profile
 from longhaul.memory.fit import Verdict
 from model import GIB
+from tests.tiers import slow
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "PLANNING.md").read_text()
 COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", DOCUMENT, re.M)
@@ -231,7 +232,7 @@ def test_the_longest_context_fills_the_device_or_the_next_does_not_fit(attention
         ),
         (["--gpu", "H200", "--model_size", "tiny"], 0, "verdict: fits\n"),
         (["--vram", "0.4", "--model_size", "8B"], 3, "verdict: does not fit\n"),
-        (["--gpu", "RTX 3060 Ti", *ANALYSIS], 2, "bf16 instead of fp32"),
+        slow(["--gpu", "RTX 3060 Ti", *ANALYSIS], 2, "bf16 instead of fp32"),
     ],
 )
 def test_advice_says_what_to_change_and_exits_with_the_verdict(

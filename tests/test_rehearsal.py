@@ -189,17 +189,18 @@ def test_a_vocabulary_with_padding_is_predicted_to_the_byte(changes, monkeypatch
     assert predicted == real
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         dict(max_new_tokens=9),
-        pytest.param(dict(gradient_accumulation_steps=2), marks=pytest.mark.slow),
-        pytest.param(dict(max_new_tokens=32, context_length=41), marks=pytest.mark.slow),
-        pytest.param(dict(method="gumbel_legacy"), marks=pytest.mark.slow),
-        pytest.param(dict(method="reinforce", max_new_tokens=32), marks=pytest.mark.slow),
-        pytest.param(dict(method="ste", gradient_checkpointing="none"), marks=pytest.mark.slow),
-        pytest.param(dict(model_overrides=("num_layers=4",)), marks=pytest.mark.slow),
-        pytest.param(dict(vocab_size=32_000, device="cuda", dtype="bf16"), marks=pytest.mark.slow),
+        dict(gradient_accumulation_steps=2),
+        dict(max_new_tokens=32, context_length=41),
+        dict(method="gumbel_legacy"),
+        dict(method="reinforce", max_new_tokens=32),
+        dict(method="ste", gradient_checkpointing="none"),
+        dict(model_overrides=("num_layers=4",)),
+        dict(vocab_size=32_000, device="cuda", dtype="bf16"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import torch
 from footprint.measure import peak_bytes
 from longhaul.vocab import gumbel_topk, topk_logits, vocab_stats
 from tests.test_loss import SCALES, huge_logits
+from tests.tiers import slow
 
 NAMES = ("logprob", "lse", "entropy", "self_certainty", "kl_ref", "kl_from_ref")
 
@@ -150,7 +151,7 @@ def test_equal_policies_have_no_divergence():
     assert stats.kl_ref.abs().max() < 1e-6 and stats.kl_from_ref.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("kernels", ["torch", "compiled"])
+@pytest.mark.parametrize("kernels", ["torch", slow("compiled")])
 def test_bf16_errors_are_at_most_105_percent_of_those_of_full_bf16_logits(kernels):
     h, w, y, reference = inputs(300, 1000, 32, torch.bfloat16)
     got, want = (
@@ -164,6 +165,7 @@ def test_bf16_errors_are_at_most_105_percent_of_those_of_full_bf16_logits(kernel
         ).norm(), name
 
 
+@pytest.mark.slow
 def test_works_inside_a_full_graph_compile():
     h, w, y, reference = inputs()
     h.requires_grad_()

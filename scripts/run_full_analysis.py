@@ -80,7 +80,7 @@ def run(
         found = len(pairs.clean_BT)
         if found < cfg.prompts:
             print(f"{'prompts':<19}found {found} of {cfg.prompts} pairs")
-    plan = planner.plan(cfg, config, samples.context_length, device.type)
+    plan = planner.plan(cfg, config, samples.context_length, device.type, samples.longest)
     plan.check(available_gib(device, World()))
     print(f"{opened.folder}: {config.num_params():,} parameters, {cfg.dtype} on {device}")
     print_folded(f"{'memory':<19}{plan.line()}")
@@ -105,14 +105,14 @@ def run(
 def load_in(opened: Opened, dtype: str, device: torch.device) -> Decoder:
     """The model on `device`, its weights and what it computes in a precision by its name in torch.
 
-    Weights are converted on the host, so that the device never holds them in another precision.
+    Each weight is converted as it is read, so that they never exist in another precision as a
+    whole.
     """
     wanted = getattr(torch, dtype)
     if opened.checkpoint is None:
         return qwen3.from_hf(opened.folder, device, wanted, compute_dtype=dtype)
     kernels = opened.config.kernels
-    model = load_model(opened.checkpoint, "cpu", dtype, kernels)
-    return model.to(wanted).to(device)
+    return load_model(opened.checkpoint, device, dtype, kernels, wanted)
 
 
 def the_data(cfg: AnalysisConfig, opened: Opened) -> Dataset:

@@ -40,6 +40,17 @@ class RandomSamples(analysis.FakeSamples):
         return Rows(torch.randint(0, 500, shape, generator=make), None)
 
 
+class PackedSamples(RandomSamples):
+    """Rows of documents of many lengths, the longest of them twice."""
+
+    LENGTHS = (100, 300, 37, 193, 70, 120, 300, 280)
+
+    def rows(self, first: int, last: int) -> Rows:
+        tokens_BT = super().rows(first, last).tokens_BT
+        doc_ids_T = torch.arange(len(self.LENGTHS)).repeat_interleave(torch.tensor(self.LENGTHS))
+        return Rows(tokens_BT, doc_ids_T.view(-1, self.context_length)[: len(tokens_BT)])
+
+
 @pytest.fixture(autouse=True)
 def without_a_refusal(monkeypatch):
     """Random weights do not tell prompts apart, which is not what is tested here."""
@@ -67,6 +78,16 @@ def test_each_part_is_planned_within_five_percent(name, part):
     model = Decoder(what.config)
     with analysis.meter(model, CPU) as meter:
         analysis.PARTS[part](model, RandomSamples(2, what.context_length), what)
+    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("part", ["statistics", "sae"])
+def test_packed_rows_in_parts_are_planned_within_five_percent(part):
+    what = dataclasses.replace(asked("parts"), longest=300).shallow(1, 1)
+    planned = analysis.peak(what, "cpu", part)
+    model = Decoder(what.config)
+    with analysis.meter(model, CPU) as meter:
+        analysis.PARTS[part](model, PackedSamples(2, what.context_length), what)
     assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 

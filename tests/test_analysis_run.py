@@ -141,6 +141,14 @@ def test_the_plan_of_each_part_is_within_five_percent_of_what_it_took(done):
         assert planned == pytest.approx(measured[name], rel=0.05), name
 
 
+def test_the_longest_document_of_the_rows_is_known(made):
+    for context in (16, 40, 90):
+        samples = Samples(open_dataset(made / "data").split("val"), context, 3)
+        doc_ids_BT = samples.rows(0, 3).doc_ids_BT
+        counts = [ids.unique(return_counts=True)[1].max().item() for ids in doc_ids_BT]
+        assert samples.longest == max(counts)
+
+
 def test_the_page_needs_nothing_else_and_has_every_section(done):
     page = (done / "report.html").read_text()
     headings = re.findall("<h2>(.*?)</h2>", page)

@@ -11,6 +11,7 @@ from longhaul.checkpoint import load, save
 from longhaul.checkpoint.format import CheckpointError, checksum, named_shards, shard_of
 from longhaul.checkpoint.load import load_model, verified
 from longhaul.config import TrainConfig
+from longhaul.memory.analysis import PeakTracker
 
 CFG = TrainConfig(
     model_size="tiny",
@@ -40,6 +41,17 @@ def test_a_model_config_without_sparse_fields_is_a_standard_model(saved):
     manifest["checksum"] = checksum(manifest)
     (saved / "manifest.json").write_text(json.dumps(manifest))
     assert load_model(verified(saved)).config == CFG.model()
+
+
+def test_weights_in_16_bits_are_never_fp32_as_a_whole(saved):
+    expected = load_model(verified(saved)).bfloat16().state_dict()
+    with PeakTracker("cpu") as tracker:
+        model = load_model(verified(saved), dtype="bfloat16", weights=torch.bfloat16)
+    assert tracker.peak <= 2 * model.num_params() + 4 * max(p.numel() for p in model.parameters())
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected[name])
 
 
 def test_overlapping_ranges_are_not_a_whole_tensor(saved):

@@ -48,6 +48,14 @@ class Samples:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document of a row, or part of one."""
+        tokens = self.count * self.context_length
+        of_rows = np.arange(0, tokens + 1, self.context_length)
+        of_documents = self._ends[self._ends < tokens]
+        return int(np.diff(np.union1d(of_rows, of_documents)).max())
+
     def rows(self, first: int, last: int) -> Rows:
         """Rows first .. last - 1."""
         pairs = [self._row(index) for index in range(first, last)]

@@ -213,9 +213,10 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: str | None = None,
     kernels: str | None = None,
+    weights: torch.dtype | None = None,
 ) -> Decoder:
     """The checkpoint's model without its optimizer, on `device`; `dtype` and `kernels` override
-    its own.
+    its own. The parameters are fp32, or `weights`: each is converted as it is read.
     """
     given = {"compute_dtype": dtype, "kernels": kernels}
     overrides = {name: value for name, value in given.items() if value}
@@ -224,7 +225,7 @@ def load_model(
         named = model.named_parameters()
         check_model(checkpoint, {f"model.{name}": tuple(p.shape) for name, p in named})
 
-    model.to_empty(device=device)
+    model.to(weights).to_empty(device=device)
     model.tie_weights()
     _read_into(named_shards(model), checkpoint)
     return model

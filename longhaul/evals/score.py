@@ -7,6 +7,7 @@ can be tested on one whose answers are known. Letters: B rows, T tokens, N = B*T
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,8 +168,11 @@ def text_sizes(item: Item) -> list[list[int]]:
     B, T = item.tokens_BT.shape
     if item.doc_ids is None:
         return [[T]] * B
-    runs = [doc_ids_T.unique_consecutive(return_counts=True)[1] for doc_ids_T in item.doc_ids]
-    return [counts.tolist() for counts in runs]
+    sizes = []
+    for doc_ids_T in np.asarray(item.doc_ids):
+        starts = np.flatnonzero(np.diff(doc_ids_T)) + 1
+        sizes.append(np.diff(starts, prepend=0, append=T).tolist())
+    return sizes
 
 
 def score_all(

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -97,12 +98,17 @@ def meter(model: Decoder, device: torch.device) -> Iterator[Meter]:
 
 @dataclass(frozen=True)
 class Analysed:
-    """What is analysed: all that decides a peak. `config` has the precision."""
+    """What is analysed: all that decides a peak. `config` has the precision.
+
+    longest  tokens of the longest document of a row; 0: each row is one document. Rows that pass in
+             parts pass document by document, so that this decides their peak
+    """
 
     config: ModelConfig
     measures: Measures
     batch_size: int
     context_length: int
+    longest: int = 0
 
     def words(self, model: str = "") -> str:
         """What is analysed, in words."""
@@ -126,11 +132,18 @@ class Analysed:
 
 
 class FakeSamples:
-    """Two batches of rows without values; every row is one document."""
+    """Two batches of rows without values, of documents of `longest` tokens; by default every row is
+    one document.
+    """
 
-    def __init__(self, rows: int, context_length: int):
+    def __init__(self, rows: int, context_length: int, longest: int = 0):
         self.count = 2 * rows
         self.context_length = context_length
+        # an array, because sizes of documents are read from it, and no fake tensor has values
+        self.doc_ids_BT = None
+        if longest:
+            doc_ids_T = np.arange(context_length) // longest
+            self.doc_ids_BT = np.tile(doc_ids_T, (rows, 1))
 
     def __len__(self) -> int:
         return self.count
@@ -138,7 +151,8 @@ class FakeSamples:
     def rows(self, first: int, last: int) -> Rows:
         """Rows of zeros."""
         shape = (last - first, self.context_length)
-        return Rows(torch.zeros(shape, dtype=torch.long, device="cpu"), None)
+        tokens_BT = torch.zeros(shape, dtype=torch.long, device="cpu")
+        return Rows(tokens_BT, self.doc_ids_BT)
 
 
 class FakePrompts(Patching):
@@ -174,8 +188,9 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     rows = min(asked.batch_size, asked.measures.num_samples)
     # the activations of all parts of a row are kept
     every_tile = asked.measures.chunk > 0 and part in (autoencoder, costs)
+    longest = asked.longest if asked.measures.chunk else 0
+    samples = FakeSamples(rows, asked.context_length, longest)
     with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
-        samples = FakeSamples(rows, asked.context_length)
         part(model, samples, asked)
         return tracker.peak
 
@@ -316,9 +331,11 @@ class Plan:
             )
 
 
-def plan(cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str) -> Plan:
-    """The plan of an analysis on "cpu" or "cuda"."""
-    asked = Analysed(config, measures_of(cfg), cfg.batch_size, context_length)
+def plan(
+    cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str, longest: int = 0
+) -> Plan:
+    """The plan of an analysis on "cpu" or "cuda". `longest` as in Analysed."""
+    asked = Analysed(config, measures_of(cfg), cfg.batch_size, context_length, longest)
     return Plan(peaks(asked, target), target)
 
 

@@ -47,6 +47,7 @@ class TrainConfig:
     """All settings of a run, validated once and never changed; the help of a field has its unit."""
 
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
+    UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out
 
     # Printed by --help: a sentence for each group of flags, and commands to start from.
     GROUPS: ClassVar[dict[str, str]] = {

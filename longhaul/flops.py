@@ -142,11 +142,15 @@ def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str)
     return seconds / ranks
 
 
-def time_words(seconds: float, steps: int, device: str) -> str:
-    """What a step and a run take: about 170 s a step, 47 h for 1,000 steps."""
+def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> str:
+    """What a step and a run take: about 170 s a step, 47 h for 1,000 steps; and what that leaves
+    out.
+    """
     count = "1 step" if steps == 1 else f"{steps:,} steps"
     words = f"about {duration(seconds)} a step, {duration(seconds * steps)} for {count}"
-    return words if device == "cpu" else f"{words} (roofline: an order of magnitude)"
+    if device != "cpu":
+        words += " (roofline: an order of magnitude)"
+    return f"{words}, {untimed}" if untimed else words
 
 
 # ---- what this machine's CPU reaches

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def demo(module: str, folder: Path) -> list[dict]:
+def demo(module: str, folder: Path, *more: str) -> list[dict]:
     """The records of a demo that ran to its end."""
     done = subprocess.run(
-        [sys.executable, "-m", module, "--demo", "--output_dir", str(folder)],
+        [sys.executable, "-m", module, "--demo", "--output_dir", str(folder), *more],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -26,12 +26,24 @@ def demo(module: str, folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_a_policy_that_learns_from_its_certainty_is_right_more_often(tmp_path):
-    records = demo("scripts.intuitor", tmp_path / "demo")
-    validated = [record for record in records if "validation_accuracy" in record]
-    first, last = validated[0], validated[-1]
+    first, last = first_and_last(demo("scripts.intuitor", tmp_path / "demo"))
     assert (first["step"], last["step"]) == (0, 90)
     assert last["validation_accuracy"] >= first["validation_accuracy"] + 0.2
     assert last["validation_self_certainty"] > first["validation_self_certainty"] + 0.3
+
+    # the control, from the same first model: rewards that say nothing teach nothing
+    (tmp_path / "demo-made").rename(tmp_path / "random-made")
+    flags = ("--reward", "random", "--eval_every", "90")
+    alike, drawn = first_and_last(demo("scripts.intuitor", tmp_path / "random", *flags))
+    assert alike["validation_accuracy"] == first["validation_accuracy"]
+    assert drawn["step"] == 90 and drawn["kl"] > 0
+    assert abs(drawn["validation_accuracy"] - first["validation_accuracy"]) <= 0.05
+
+
+def first_and_last(records: list[dict]) -> tuple[dict, dict]:
+    """The first validation of a run of Intuitor, and the last one."""
+    first, *_, last = [record for record in records if "validation_accuracy" in record]
+    return first, last
 
 
 @pytest.mark.slow

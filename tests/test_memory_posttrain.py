@@ -29,6 +29,14 @@ def test_the_document_holds_the_row_of_so_many_tokens(tokens):
     assert f"\n{head}\n{rule}\n" in TEXT and f"\n{row}\n" in TEXT
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name, times", [("256 tokens", 4), ("256 tokens, embeddings frozen", 20)])
+def test_mixtures_over_a_cache_take_so_many_times_less_than_the_published_form(name, times):
+    """Of 64 tokens, above the weights; simulated in the test of the table already."""
+    legacy, step = (posttrain.step_of(64, posttrain.STEPS[one]) for one in ("legacy", name))
+    assert legacy.peak - legacy.static >= times * (step.peak - step.static)
+
+
 def planning_commands() -> list[str]:
     """The commands of profile_memory.py in the blocks of the document's first part."""
     first, _ = TEXT.split("## Memory\n")

@@ -1,6 +1,7 @@
 """The simulated step of post-training: rollout, reference and update, against real ones."""
 
 import dataclasses
+import re
 import shlex
 
 import numpy as np
@@ -243,7 +244,7 @@ def test_a_long_soft_response_reserves_as_much_more_as_it_needs():
     assert found.classic.peak_live == pytest.approx(needs(on_a_gpu, LONG.model()).peak, rel=1e-6)
     assert found.scale > 1
     assert max(found.trace.peak()) < found.classic.peak_live <= found.classic.peak_reserved
-    assert soft.shortened(LONG).longest_prompt == LONG.longest_prompt
+    assert soft.shortened(LONG, 5).longest_prompt == LONG.longest_prompt
 
 
 @pytest.mark.slow
@@ -388,6 +389,7 @@ def test_a_plan_names_the_stages_of_the_simulated_step():
     table = found.table()
     assert "rollout" in table and "reference forward" in table and "optimizer" in table
     assert found.estimate.peak == simulate(SMALL, target="cpu").peak()[0]
+    assert re.search("time .* for 100 steps, without the time of sampling", table)
 
 
 def test_a_rollout_that_does_not_fit_names_its_lever():

@@ -29,7 +29,7 @@ def needs(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
     if not isinstance(cfg, PolicyConfig):
         return estimate(cfg, config, ranks)
 
-    return alone(_simulated, _of_memory(largest(cfg, ranks)), ranks)
+    return alone(_simulated, of_memory(largest(cfg, ranks)), ranks)
 
 
 def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
@@ -40,7 +40,7 @@ def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
     return max(each, key=lambda one: needs(one, one.model(), ranks).peak)
 
 
-def _of_memory(cfg: PolicyConfig) -> PolicyConfig:
+def of_memory(cfg: PolicyConfig) -> PolicyConfig:
     """The settings without those that decide no byte, so that equal needs are simulated once."""
     default = type(cfg)()
     names = ("output_dir", "data", "seed", "max_steps", "lr", "resume", "skip_rows", "demo", "plan")

@@ -121,7 +121,7 @@ class Plan:
         """The time of a step and of the whole run, in words."""
         if self.stages:
             return f"about {duration(self.total_seconds)} for {self.cfg.max_steps:,} steps"
-        return time_words(self.seconds, self.cfg.max_steps, self.device.type)
+        return time_words(self.seconds, self.cfg.max_steps, self.device.type, self.cfg.UNTIMED)
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""

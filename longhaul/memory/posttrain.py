@@ -17,8 +17,8 @@ from flags import RaisingParser
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.document import BF16, FP32, table
-from longhaul.memory.estimate import INT64, saved_per_layer
-from longhaul.memory.simulate import simulate
+from longhaul.memory.estimate import INT64, Estimate, saved_per_layer
+from longhaul.memory.needs import needs
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 
 GROUP = 8  # responses to a prompt
@@ -202,7 +202,8 @@ longhaul's norms of queries and keys."""
 
 
 TOKENS, TOPK = 64, 256  # of a response and of a mixture, as noted
-SIMULATED = 16  # tokens of the response that is simulated, which takes a second for each
+SHORTER = 16
+PROMPT = 32
 VOCABULARY, WIDTH = 32_000, 4096
 
 
@@ -239,14 +240,17 @@ def three_models() -> str:
     """What the notes say of three models of 4B, and what the sizes are."""
     config = TrainConfig(model_size="4B").model()
     parameters = config.num_params()
-    prompt = 32
-    kept = [saved_per_layer(config, prompt + index, BF16) for index in range(TOKENS)]
+    kept = [saved_per_layer(config, PROMPT + index, BF16) for index in range(TOKENS)]
     inputs = BF16 * TOKENS * config.hidden_size
     keys = 2 * BF16 * TOKENS * config.num_kv_heads * config.head_dim
+    kept_by_cache = config.num_layers * (inputs + keys)
+    of_reference = config.num_layers * keys * (PROMPT + TOKENS) // TOKENS
+    half = 3 * BF16 * parameters  # of three models, and of the policy's gradients and two moments
+    together = 2 * half + kept_by_cache + of_reference
     rows = [
         ["weights of three models, fp32", "48 GB", in_gigabytes(3 * FP32 * parameters)],
-        ["the same in bf16", "24 GB", in_gigabytes(3 * BF16 * parameters)],
-        ["gradients and two moments of the policy, bf16", "-", in_gigabytes(3 * BF16 * parameters)],
+        ["the same in bf16", "24 GB", in_gigabytes(half)],
+        ["gradients and two moments of the policy, bf16", "-", in_gigabytes(half)],
         [
             "activations, each token a forward of the whole prefix",
             "20 GB",
@@ -255,12 +259,17 @@ def three_models() -> str:
         [
             "inputs of all layers, keys and values: cache and checkpointing",
             "5 GB",
-            in_gigabytes(config.num_layers * (inputs + keys)),
+            in_gigabytes(kept_by_cache),
         ],
+        [
+            "keys and values of the reference, which keeps nothing else",
+            "2 GB",
+            in_gigabytes(of_reference),
+        ],
+        ["all of it, in bf16 with cache and checkpointing", "25-35 GB", in_gigabytes(together)],
     ]
-    return table(
-        ["three models of 4B, a prompt of 32 tokens, 64 tokens", "as noted", "computed"], rows
-    )
+    head = [f"three models of 4B, a prompt of {PROMPT} tokens, {TOKENS} tokens"]
+    return table([*head, "as noted", "computed"], rows)
 
 
 def in_mb(size: int) -> str:
@@ -289,21 +298,27 @@ def grade_step() -> str:
     """The simulated step, above weights and optimizer states."""
     rows = []
     for name, settings in STEPS.items():
-        cfg = GradeConfig(
-            model_size="tiny",
-            vocab_size=VOCABULARY,
-            context_length=SIMULATED + 32,
-            max_new_tokens=SIMULATED,
-            dtype="fp32",
-            **settings,
-        )
-        trace = simulate(cfg)
-        peak, time = trace.peak()
-        states = [one.size for one in trace.at(time) if one.category in ("parameter", "optimizer")]
-        rows.append([name, in_mb(peak - sum(states)), trace.stage_at(time)])
+        steps = [step_of(tokens, settings) for tokens in (SHORTER, TOKENS)]
+        sizes = [in_mb(step.peak - step.static) for step in steps]
+        rows.append([name, *sizes, steps[-1].peak_stage])
     words = """Live memory above the weights of the three models and the optimizer states, simulated
-for a GPU: V = 32,000, D = 256, 4 layers, a prompt of 32 tokens and 16 of the response, fp32."""
-    return words + "\n\n" + table(["step", "above weights and states", "peak in"], rows)
+for a GPU: V = 32,000, D = 256, 4 layers, a prompt of 32 tokens, fp32. The responses follow from
+those of five to seven tokens, as in a plan."""
+    head = ["step", f"{SHORTER} tokens of the response", f"{TOKENS} tokens", "their peak in"]
+    return words + "\n\n" + table(head, rows)
+
+
+def step_of(tokens: int, settings: dict) -> Estimate:
+    """What a step of the small model needs whose responses have so many tokens."""
+    cfg = GradeConfig(
+        model_size="tiny",
+        vocab_size=VOCABULARY,
+        context_length=PROMPT + tokens,
+        max_new_tokens=tokens,
+        dtype="fp32",
+        **settings,
+    )
+    return needs(cfg, cfg.model())
 
 
 STEPS: dict[str, dict] = {

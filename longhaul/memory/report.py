@@ -69,7 +69,7 @@ def run_time(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """How long a step and the run take, in words."""
     device = "cpu" if demand is None else "cuda"
     seconds = step_seconds(cfg, cfg.model(), ranks, device)
-    return time_words(seconds, cfg.max_steps, device)
+    return time_words(seconds, cfg.max_steps, device, cfg.UNTIMED)
 
 
 def _stage_rows(profile: Profile) -> list[str]:

@@ -16,7 +16,7 @@ from footprint.trace import Trace
 from longhaul.config import TrainConfig
 from longhaul.memory import soft
 from longhaul.memory.deep import whole_trace
-from longhaul.memory.needs import alone, largest, needs
+from longhaul.memory.needs import alone, largest, needs, of_memory
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GROWS = -1  # a capacity: the segments are expandable
@@ -64,10 +64,11 @@ def stand_in(cfg: TrainConfig, ranks: int) -> tuple[Trace, float]:
     cfg = largest(cfg, ranks)
     if not soft.is_long(cfg):
         return whole_trace(cfg, ranks), 1.0
-    live = needs(dataclasses.replace(cfg, device="cuda"), cfg.model(), ranks).peak
-    trace = whole_trace(soft.shortened(cfg), ranks)
-    of_trace, _ = trace.peak()
-    return trace, live / of_trace
+    cfg = of_memory(dataclasses.replace(cfg, device="cuda"))
+    live = needs(cfg, cfg.model(), ranks).peak
+    *_, (_, short) = soft.profiles(cfg, ranks, "cuda")
+    of_trace, _ = short.trace.peak()
+    return short.trace, live / of_trace
 
 
 def demand(cfg: TrainConfig, ranks: int) -> Demand:

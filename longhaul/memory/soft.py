@@ -14,6 +14,7 @@ reward's forward takes less than what this says.
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -35,11 +36,15 @@ def profiles(cfg: GradeConfig, ranks: int, target: str) -> list[tuple[GradeConfi
     found = []
     for tokens in SHORT if copies else SHORT[:2]:
         short = shortened(cfg, tokens)
-        found.append((short, profile(short, ranks, target)))
+        found.append((short, _profile(short, ranks, target)))
     return found
 
 
-def shortened(cfg: GradeConfig, tokens: int = SHORT[-1]) -> GradeConfig:
+# what `profiles` has simulated is then replayed through the allocator
+_profile = functools.lru_cache(maxsize=len(SHORT))(profile)
+
+
+def shortened(cfg: GradeConfig, tokens: int) -> GradeConfig:
     """The step with responses of so many tokens to prompts as long as before."""
     context = cfg.longest_prompt + tokens
     return dataclasses.replace(cfg, max_new_tokens=tokens, context_length=context)

@@ -164,7 +164,7 @@ def solve(
 
     unchanged = (best.cfg, best.ranks) == (cfg, least) and search.placement is Placement.FITS
     verdict = Verdict.FITS if unchanged else Verdict.AFTER_CHANGES
-    search.say(f"time: {time_words(best.seconds, cfg.max_steps, 'cuda')}")
+    search.say(f"time: {time_words(best.seconds, cfg.max_steps, 'cuda', cfg.UNTIMED)}")
     search.say(_command(best, search.placement))
     return Answer("\n".join(search.lines), verdict)
 

@@ -194,6 +194,7 @@ class IntuitorConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m scripts.intuitor"
     NSA_LACKS: ClassVar[str] = "cannot share a prompt among responses yet"
+    UNTIMED: ClassVar[str] = "without the time of sampling"
     EXAMPLES: ClassVar[str] = """examples:
   python -m scripts.intuitor --demo
   python -m scripts.intuitor --checkpoint runs/mine --data prompts --reward self_certainty --plan
@@ -352,6 +353,7 @@ class GradeConfig(PolicyConfig):
 
     PROGRAM: ClassVar[str] = "-m scripts.grade"
     NSA_LACKS: ClassVar[str] = "has no cache yet that gradients pass through"
+    UNTIMED: ClassVar[str] = "as if the tokens of a response were computed at once"
     EXAMPLES: ClassVar[str] = """examples:
   python -m scripts.grade --demo
   python -m scripts.grade --checkpoint runs/mine --reward_checkpoint rewards/mine --data prompts

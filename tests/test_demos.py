@@ -34,9 +34,10 @@ def test_a_policy_that_learns_from_its_certainty_is_right_more_often(tmp_path):
     # the control, from the same first model: rewards that say nothing teach nothing
     (tmp_path / "demo-made").rename(tmp_path / "random-made")
     flags = ("--reward", "random", "--eval_every", "90")
-    alike, drawn = first_and_last(demo("scripts.intuitor", tmp_path / "random", *flags))
-    assert alike["validation_accuracy"] == first["validation_accuracy"]
-    assert drawn["step"] == 90 and drawn["kl"] > 0
+    control = demo("scripts.intuitor", tmp_path / "random", *flags)
+    alike, drawn = first_and_last(control)
+    assert (alike["validation_accuracy"], drawn["step"]) == (first["validation_accuracy"], 90)
+    assert max(record.get("kl", 0) for record in control) > 5e-4  # the policy did move
     assert abs(drawn["validation_accuracy"] - first["validation_accuracy"]) <= 0.05
 
 

@@ -21,7 +21,7 @@ from longhaul.memory import advise, fit, reserve, soft, solve
 from longhaul.memory import plan as planner
 from longhaul.memory.deep import profile
 from longhaul.memory.needs import largest as largest_method
-from longhaul.memory.needs import needs
+from longhaul.memory.needs import needs, resident
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.rehearsal import (
     Rehearsal,
@@ -214,6 +214,27 @@ def test_long_soft_responses_follow_from_short_ones(changes):
     assert list(found.stages) == list(whole)
     for stage, size in found.stages.items():
         assert size == pytest.approx(whole[stage], rel=0.01), stage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        changed(model_overrides=("num_layers=1",)),
+        changed(
+            model_overrides=("num_layers=1",), dtype="bf16", offload_optimizer=True, device="auto"
+        ),
+        dataclasses.replace(GRADE, model_overrides=("num_layers=1",)),
+        dataclasses.replace(GRADE, model_overrides=("num_layers=1",), freeze_embeddings=True),
+    ],
+)
+def test_what_every_stage_holds_is_known_without_a_simulation(cfg, ranks):
+    found = resident(cfg, cfg.model(), ranks)
+    exact = needs(cfg, cfg.model(), ranks).static
+    assert found <= exact
+    if not getattr(cfg, "freeze_embeddings", False):
+        assert found == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.slow

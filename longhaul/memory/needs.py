@@ -14,7 +14,7 @@ import torch
 from longhaul.config import TrainConfig
 from longhaul.memory import soft
 from longhaul.memory.deep import profile
-from longhaul.memory.estimate import Estimate, estimate
+from longhaul.memory.estimate import Estimate, Rank, estimate, static
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from model import ModelConfig
 
@@ -30,6 +30,24 @@ def needs(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
         return estimate(cfg, config, ranks)
 
     return alone(_simulated, of_memory(largest(cfg, ranks)), ranks)
+
+
+def resident(cfg: PolicyConfig, config: ModelConfig, ranks: int = 1) -> int:
+    """What every stage of a policy's step holds, by the closed form: its weights and optimizer
+    states, its reference and its reward model, which is taken to be of the policy's shape or, where
+    another is named, to be nothing.
+    """
+    terms = static(Rank(cfg, config, ranks, inside=False))
+    states = 0 if _frozen(cfg) else terms["optimizer states"]
+    frozen = int(cfg.needs_reference)
+    if isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint:
+        frozen += 1
+    return (1 + frozen) * terms["weights"] + states
+
+
+def _frozen(cfg: PolicyConfig) -> bool:
+    """Whether a part of the policy has no optimizer states."""
+    return isinstance(cfg, GradeConfig) and cfg.freeze_embeddings
 
 
 def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:

@@ -24,7 +24,7 @@ from longhaul.flops import step_seconds, time_words
 from longhaul.memory import fit
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
-from longhaul.memory.needs import needs
+from longhaul.memory.needs import needs, resident
 from longhaul.memory.plan import command, flag_of, shutdown_timeout
 from longhaul.memory.reserve import demand
 from longhaul.memory.simulate import MOST_TOKENS
@@ -76,6 +76,13 @@ class Candidate:
         sure = SURE.get(self.cfg.attention_type, SURE_OF_OTHERS)
         return int(self.closed.peak * sure) + beyond(self.ranks)
 
+    @property
+    def resident(self) -> int:
+        """What the device of a policy holds all the time, which needs no simulation."""
+        if not isinstance(self.cfg, PolicyConfig):
+            return 0
+        return resident(self.cfg, self.cfg.model(), self.ranks) + beyond(self.ranks)
+
     def at(self, context: int) -> "Candidate":
         """The same with another context."""
         cfg = dataclasses.replace(self.cfg, context_length=context)
@@ -85,6 +92,14 @@ class Candidate:
         """By what `levers` chooses: the attention as asked, then the time of all ranks."""
         other_attention = attention_kind(self.cfg) is not attention_kind(asked)
         return other_attention, self.seconds * self.ranks, self.ranks
+
+    def short_row(self, words: str) -> str:
+        """A line of the table for what every stage holds."""
+        device = f">{self.resident / GIB:.2f}"
+        return (
+            f"{self.name:<58}{self.context:>12,}{'':>10}{device:>12}{'':>10}{self.seconds:>10.3g}  "
+            f"{words}"
+        )
 
     def row(self, needs: Demand | None, words: str) -> str:
         """A line of the table; without a simulation, sizes are those of the closed form."""
@@ -129,6 +144,9 @@ class Search:
         """Whether the device holds the candidate; simulated unless it is far too large."""
         needs = None
         self.placement = Placement.TOO_SMALL
+        if one.resident > self.room:
+            self.say(one.short_row(self.placement))
+            return False
         if one.least_bytes <= self.room:
             needs = demand(one.cfg, one.ranks)
             self.placement = needs.placement(self.room)

@@ -30,11 +30,11 @@ def test_every_reader_refuses_damaged_files_in_one_line(target):
     [target for target in TARGETS if target.name != "safetensors"],
     ids=lambda target: target.name,
 )
-def test_every_reader_refuses_thousands_of_damaged_files(target):
+def test_every_reader_refuses_many_damaged_files(target):
     """`python -m selfcheck.fuzz` gives each ten thousand. Row 46 of the fault matrix does so with
     those of safetensors.
     """
-    result = fuzz.fuzz(target, 2_500)
+    result = fuzz.fuzz(target, 1_500)
     assert result.fine, (result.failures, result.peak_mb)
 
 

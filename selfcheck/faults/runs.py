@@ -178,7 +178,7 @@ def finish(args: list[str], log: Path, code: int = 0, before: Callable = lambda:
 
 def wait_for(
     condition: Callable[[], bool],
-    seconds: float = 60,
+    seconds: float = 300,
     words: str = "what was waited for did not come",
 ):
     """Until `condition()` holds; Failed after `seconds`."""

@@ -348,7 +348,7 @@ def test_a_model_that_tells_nothing_apart_gets_no_circuit_scores(made, tmp_path,
     with torch.no_grad():
         model.layers[2].attention.o_proj.weight.zero_()
     qwen3.to_hf(model, tmp_path / "model")
-    words = command(made, tmp_path / "out")
+    words = command(made, tmp_path / "out", "--skip_sae")
     words[1] = str(tmp_path / "model")
     line = refused(words, capsys)
     assert "less than 0.1 apart" in line and line.endswith("or --skip_patching")

@@ -634,15 +634,6 @@ def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):
     )
 
 
-@pytest.mark.slow
-def test_a_wrong_flag_under_torchrun_ends_with_its_remedy():
-    output, _ = start(["--learning_rat", "1"], TORCHRUN).communicate(timeout=300)
-    last = output.splitlines()[-1]
-    assert last.endswith(
-        "unknown flag --learning_rat: did you mean --learning_rate? (--help lists all)"
-    ), output
-
-
 def test_a_smaller_model_is_proposed_with_room_for_the_datas_vocabulary(capsys, monkeypatch):
     monkeypatch.setattr(planner, "available_gib", lambda device, world: 16.0)
     with pytest.raises(SystemExit):

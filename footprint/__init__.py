@@ -1,3 +1,13 @@
-"""The memory of a training step: recorded, replayed through the allocator, shown. Imports torch
-only.
+"""The peak memory of any PyTorch training step, before it runs. Imports torch only.
+
+    from footprint import predict
+    report = predict(build, step, target="cuda")
+
+See docs/FOOTPRINT.md.
 """
+
+from footprint.prediction import Recording, measure, observe, predict
+from footprint.refusal import Refused
+from footprint.report import Report
+
+__all__ = ["Recording", "Refused", "Report", "measure", "observe", "predict"]

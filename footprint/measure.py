@@ -1,10 +1,13 @@
 """What the allocator itself records while a function runs."""
 
+import gc
 import os
 from collections.abc import Callable
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+LAST = "the last step"  # the name of its record
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
@@ -63,3 +66,28 @@ def saved_bytes(function: Callable[[], object]) -> int:
         result = function()
     del result  # no storage is freed, and its address used again, before the function has ended
     return sum(sizes.values())
+
+
+def peak_of_last(first: Callable[[], object], last: Callable[[object], object]) -> int:
+    """Peak of the bytes that the CPU allocator has given out while `last(first())` runs, with what
+    `first` has left.
+    """
+    gc.collect()  # what earlier runs have left is not freed while the profiler runs
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        state = first()
+        with record_function(LAST):
+            last(state)
+    del state
+
+    events = record.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == LAST)
+    live = 0
+    peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() != "[memory]":
+            continue
+        live += event.nbytes()
+        if event.start_ns() >= begin:
+            peak = max(peak, live)
+    return peak

@@ -44,7 +44,11 @@ PHASES = {
     "norm forward": "forward",
     "loss forward": "loss",
     "loss backward": "loss",
+    "forward": "forward",
+    "loss": "loss",
     "gradient norm": "optimizer",
+    "gradients": "optimizer",
+    "end": "optimizer",
     "optimizer": "optimizer",
 }
 
@@ -172,8 +176,14 @@ def _label(words: str, y: float) -> str:
 
 def bands(trace: Trace, scale: Scale) -> str:
     """Two rows below the areas: the phases, and the stages."""
-    phases = [(time, PHASES.get(name, BACKWARD)) for time, name in trace.stages]
+    phases = [(time, phase(name)) for time, name in trace.stages]
     return _band(phases, scale, FLOOR + 6, 20, 13) + _band(trace.stages, scale, FLOOR + 28, 16, 11)
+
+
+def phase(stage: str) -> str:
+    """The phase that a stage belongs to."""
+    usual = "forward" if stage.endswith(" forward") else BACKWARD
+    return PHASES.get(stage, usual)
 
 
 def _band(starts: list[tuple[int, str]], scale: Scale, y: int, height: int, size: int) -> str:

@@ -12,6 +12,7 @@ from footprint.allocator import ends_a_moment, largest_workspaces, step_events
 from footprint.trace import CATEGORIES, Storage, Trace
 
 Sizes = dict[str, int]  # category -> bytes
+NUMBER = re.compile(r"(^|\.)\d+(?=\.|$)")  # of a module in a list
 
 
 class Moment(NamedTuple):
@@ -128,7 +129,7 @@ def alike(storages: list[Storage], count: int) -> list[dict]:
     """
     groups: dict[Alike, int] = {}
     for storage in storages:
-        module = re.sub(r"^layers\.\d+", "layers.*", storage.module)
+        module = NUMBER.sub(r"\1*", storage.module, count=1)
         key = Alike(
             storage.size,
             storage.category,

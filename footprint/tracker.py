@@ -18,7 +18,13 @@ from footprint.trace import Event, Storage, Trace
 
 READ_VALUE = torch.ops.aten._local_scalar_dense.default
 ADD = torch.ops.aten.add.Tensor
-FUSED_ADAMW = torch.ops.aten._fused_adamw_.default
+# They work in place, but their imitations on fake tensors allocate.
+FUSED_OPTIMIZERS = (
+    torch.ops.aten._fused_adamw_.default,
+    torch.ops.aten._fused_adam_.default,
+    torch.ops.aten._fused_adagrad_.default,
+    torch.ops.aten._fused_sgd_.default,
+)
 EMPTY = torch.ops.aten.empty.memory_format
 # files of PyTorch whose frames lie between __torch_dispatch__ and what called the operator
 DISPATCH_FILES = (
@@ -64,7 +70,7 @@ class Tracker(TorchDispatchMode):
 
     workspace(func, args, outputs): bytes that the operator holds inside beyond what it returns.
     fake: tensors have no values, so the tracker answers when the program asks for one, and it
-    leaves out the fused optimizer, whose imitation allocates.
+    leaves out fused optimizers, whose imitations allocate.
     """
 
     def __init__(self, workspace: Callable[..., int] = no_workspace, fake: bool = False):
@@ -93,17 +99,29 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
         self._notice_resizing()
+        self.locate()
         if self.fake and func is READ_VALUE:
             return self._value(args[0])
-        if self.fake and func is FUSED_ADAMW:
+        if self.fake and func in FUSED_OPTIMIZERS:
             return None
 
         if func is ADD and called_by_the_engine():
             outputs = sum_of_gradients(*args)
         else:
-            outputs = func(*args, **(kwargs or {}))
+            outputs = self.run(func, args, kwargs or {})
         self._record(func, args, outputs)
+        self.follow(func, args, kwargs or {}, outputs)
         return outputs
+
+    def locate(self) -> None:
+        """For a subclass that finds out itself, before each operator, where the step is."""
+
+    def run(self, func, args, kwargs):
+        """What the operator returns; for a subclass that knows better than a fake tensor."""
+        return func(*args, **kwargs)
+
+    def follow(self, func, args, kwargs, outputs) -> None:
+        """For a subclass that looks at what an operator has returned."""
 
     def _value(self, value: torch.Tensor) -> bool | int:
         """No label is out of range, every token counts, every norm is finite: any() is False, other

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from benchmarks.gpu import kernels
+from footprint.cuda import FusedRMSNorm
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory.platforms import FusedRMSNorm
 from longhaul.memory.simulate import fake_batch
 from model import Platform, running_on
 

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from footprint.cuda import FusedRMSNorm
 from footprint.tracker import Tracker
 from fused import elementwise
 from model import Platform, running_on
@@ -75,23 +76,6 @@ class FakeCuda(FakeCpu):
 
     def from_host(self, x: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(x)  # fake tensors are all on the CPU, where no copy would be made
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """What the fused kernel of CUDA allocates: the result, one fp32 number per vector that it keeps
-    with x, and in the backward the gradients.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(x, weight, scale)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
 
 
 @contextlib.contextmanager

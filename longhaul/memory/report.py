@@ -6,8 +6,9 @@ hold it. GiB = 2^30 bytes.
 
 import dataclasses
 
-from footprint.device import TOTALS, Demand, waterfall
-from footprint.timeline import alike, of_step, used_categories
+from footprint.device import Demand
+from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
+from footprint.timeline import alike, of_step
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory.deep import Profile
@@ -23,26 +24,18 @@ def top_tensors(profile: Profile, count: int = 12) -> list[dict]:
     return [group | {"shape": list(group["shape"])} for group in groups]
 
 
-def waterfalls(demand: Demand) -> dict[str, dict[str, int]]:
-    """Live to device in bytes, for both kinds of segments."""
-    return {
-        "classic": dict(waterfall(demand.classic, demand.ranks)),
-        "expandable": dict(waterfall(demand.expandable, demand.ranks)),
-    }
-
-
 # ---- for the screen
 
 
 def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     """The profile for the screen; `demand` is None for a CPU, which has no caching allocator."""
     rows = [_title(cfg, ranks, demand)]
-    rows += _stage_rows(profile)
+    rows += stage_rows(profile.stages, profile.peak_stage)
     rows.append("")
-    rows += _tensor_rows(profile)
+    rows += tensor_rows(top_tensors(profile))
     rows.append("")
     if demand:
-        rows += _device_rows(demand)
+        rows += device_rows(demand)
         rows.append(f"cards: {demand.cards_text()}")
     else:
         peak = profile.peak / GIB
@@ -70,45 +63,6 @@ def run_time(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
     device = "cpu" if demand is None else "cuda"
     seconds = step_seconds(cfg, cfg.model(), ranks, device)
     return time_words(seconds, cfg.max_steps, device, cfg.UNTIMED)
-
-
-def _stage_rows(profile: Profile) -> list[str]:
-    """Category x stage, each stage at its largest moment."""
-    used = used_categories(profile.stages)
-    head = "".join(f"{name:>12}" for name in [*used, "total"])
-    rows = [f"{'stage at its peak':<20}{head}"]
-    for stage, sizes in profile.stages.items():
-        values = [sizes.get(name, 0) for name in used]
-        values.append(sum(sizes.values()))
-        figures = "".join(f"{value / GIB:>12.3f}" for value in values)
-        mark = "  <- peak" if stage == profile.peak_stage else ""
-        rows.append(f"{stage:<20}{figures}{mark}")
-    return rows
-
-
-def _tensor_rows(profile: Profile) -> list[str]:
-    rows = ["largest tensors at the peak:"]
-    for group in top_tensors(profile):
-        size = group["count"] * group["bytes"] / GIB
-        shape = "x".join(str(length) for length in group["shape"])
-        rows.append(
-            f"  {size:>8.3f} GiB {group['count']:>3} x {group['category']:<12}"
-            f"{group['dtype']:<9} {shape:<22} {group['module']} ({group['op']})"
-        )
-    return rows
-
-
-def _device_rows(demand: Demand) -> list[str]:
-    """The waterfall for both kinds of segments."""
-    both = waterfalls(demand)
-    classic = both["classic"]
-    expandable = both["expandable"]
-    rows = [f"{'GiB per rank':<22}{'classic segments':>18}{'expandable':>14}"]
-    for name in classic:
-        sign = "=" if name in TOTALS else "+"
-        figures = f"{classic[name] / GIB:>18.2f}{expandable[name] / GIB:>14.2f}"
-        rows.append(f"{sign} {name:<20}{figures}")
-    return rows
 
 
 # ---- for --json

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from data.loader import Batch
+from footprint.prediction import fake_process_group
 from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import dist, step
@@ -30,23 +31,6 @@ from model import Decoder, OnHost
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
 CPU = torch.device("cpu")
 MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
-
-
-@contextlib.contextmanager
-def fake_process_group(ranks: int) -> Iterator[None]:
-    """A process group of `ranks` in which this process is rank 0 and no other exists; nothing for
-    one rank.
-    """
-    if ranks == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def simulate(

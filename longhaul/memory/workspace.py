@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import model
 from footprint.tracker import Tracker
-from footprint.workspace import KernelWorkspaces
+from footprint.workspace import KernelWorkspaces, signature
 from longhaul import vocab
 from longhaul.memory.platforms import Bodies
 from nsa import engine
@@ -62,7 +62,7 @@ class Workspaces(KernelWorkspaces):
     def __call__(self, func, args, outputs) -> int:
         name = func._schema.name
         if is_ours(name):
-            key = name, str(tree_map(_signature, args))
+            key = name, str(tree_map(signature, args))
             if key not in self.known:
                 self.known[key] = self._inside(name, args) * self._streams_at_once(name, args)
             return self.known[key]
@@ -94,10 +94,6 @@ class Workspaces(KernelWorkspaces):
         k_BTGK = args[1] if name.endswith("forward") else args[2]
         B, _, G, _ = k_BTGK.shape
         return min(self.threads, B * G)
-
-
-def _signature(value):
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _on_meta(value):

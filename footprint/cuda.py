@@ -1,0 +1,149 @@
+"""How a step differs on CUDA from the same step on a CPU, on which fake tensors lie.
+
+Each rule names its source in PyTorch. What no rule covers is listed by `not_modelled`, by the
+operators that the step has run.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from footprint.trace import Trace
+
+aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256  # of FlashAttention
+
+# part of an operator's name -> what the prediction leaves out if the step runs it
+NOT_MODELLED = {
+    "convolution": "workspaces of cuDNN's convolutions, which it chooses by their time",
+    "lstm": "reserved memory and workspaces of cuDNN's recurrent layers",
+    "gru": "reserved memory and workspaces of cuDNN's recurrent layers",
+    "batch_norm": "what cuDNN's batch norm reserves for the backward",
+    "_grouped_mm": "workspaces of grouped products",
+    "sort": "scratch memory of sorting and of top-k",
+    "topk": "scratch memory of sorting and of top-k",
+    "embedding_dense_backward": "scratch memory of the embedding's backward, which sorts tokens",
+    "index_put": "scratch memory of index_put, which sorts indices",
+}
+AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
+
+
+class CudaOperators(TorchFunctionMode):
+    """Functions of PyTorch that allocate something else on CUDA."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        rule = RULES.get(func)
+        if rule is None:
+            return func(*args, **(kwargs or {}))
+        return rule(*args, **(kwargs or {}))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """FlashAttention in half precision without a mask, else the memory-efficient kernel, else the
+    plain products (aten/native/transformers/cuda/sdp_utils.cpp).
+    """
+    half = q.dtype in HALF and q.shape[-1] <= WIDEST_HEAD
+    if half and attn_mask is None and q.dim() == 4:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+
+    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
+    if grouped or q.dim() != 4:
+        math = aten._scaled_dot_product_attention_math
+        return math(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    efficient = aten._scaled_dot_product_efficient_attention
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    bias = _bias(attn_mask, q, k)
+    return efficient(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)[0]
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A mask of booleans becomes numbers (aten/native/transformers/attention.cpp)."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        numbers = torch.zeros_like(mask, dtype=q.dtype)
+        mask = numbers.masked_fill_(mask.logical_not(), float("-inf"))
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """One kernel that keeps a mask of booleans (aten/native/Dropout.cpp); a CPU keeps numbers."""
+    if not training or inplace or not 0 < p < 1:
+        return aten.dropout(x, p, training)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def rms_norm(
+    x: Tensor, normalized_shape, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """One kernel that keeps a number per vector (aten/native/layer_norm.cpp)."""
+    return FusedRMSNorm.apply(x, weight)
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """What the fused kernel allocates: the result, one fp32 number per vector that it keeps with x,
+    and in the backward the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
+        scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(x, weight, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+RULES: dict[Callable, Callable] = {
+    F.scaled_dot_product_attention: attention,
+    F.dropout: dropout,
+    F.rms_norm: rms_norm,
+}
+
+
+@contextlib.contextmanager
+def gpu_optimizers() -> Iterator[None]:
+    """Optimizers take the implementation over lists of tensors unless they are told otherwise, as
+    they do for parameters on CUDA (torch/optim/optimizer.py, _default_to_fused_or_foreach).
+    """
+
+    def choose(optimizer: Optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            undecided = "foreach" in group and group["foreach"] is None
+            if undecided and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
+
+    handle = register_optimizer_step_pre_hook(choose)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def not_modelled(trace: Trace, autocast: bool) -> list[str]:
+    """What of this step the prediction for CUDA leaves out."""
+    ran = {storage.op for storage in trace.storages.values()}
+    found = [words for part, words in NOT_MODELLED.items() if any(part in op for op in ran)]
+    if autocast:
+        found.append(AUTOCAST)
+    return list(dict.fromkeys(found))

@@ -1,0 +1,234 @@
+"""Where a training step is: which phase runs, and which of the user's modules.
+
+Nothing is hooked to a model that could hold memory. PyTorch's global hooks say when any module's
+forward starts and ends and when any optimizer steps; a hook on a module's output says when the
+backward reaches it; and whether the autograd engine runs can be asked before every operator.
+"""
+
+import bisect
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+from footprint.operators import CORRECTED
+from footprint.tracker import Tracker
+from footprint.values import KnownValues
+
+# Phases outside of modules: before the first forward of a step, after a forward, after a backward,
+# after the optimizer
+START = "start"
+LOSS = "loss"
+GRADIENTS = "gradients"
+END = "end"
+# The others
+FORWARD = "forward"
+RECOMPUTE = "recompute"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+DEPTH = 2  # of the modules that a stage's name tells apart
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running: a forward then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def shortened(module: str, depth: int) -> str:
+    """A module's name as far as `depth`, with * for the numbers of modules in a list:
+    "layers.3.mlp.up" is "layers.*" at depth 1 and "layers.*.mlp" at depth 2.
+    """
+    parts: list[str] = []
+    for part in module.split("."):
+        is_number = part.isdecimal()
+        if not is_number and len([one for one in parts if one != "*"]) == depth:
+            break
+        parts.append("*" if is_number else part)
+    return ".".join(parts)
+
+
+def stage_name(phase: str, module: str, depth: int) -> str:
+    """The stage of a phase and a module, such as "layers.* forward"."""
+    if phase in (FORWARD, RECOMPUTE, BACKWARD):
+        return f"{shortened(module, depth)} {phase}".strip()
+    return phase
+
+
+class StepTracker(Tracker):
+    """A tracker that finds out itself where any training step is, and that knows its parameters,
+    gradients and optimizers.
+    """
+
+    def __init__(self, workspace, fake: bool, known: KnownValues, depth: int = DEPTH):
+        super().__init__(workspace, fake)
+        self.known = known
+        self.depth = depth
+        self.phases: list[tuple[int, str]] = [(0, START)]  # (time, the phase that starts then)
+        self.phase = START
+
+        self.names = weakref.WeakKeyDictionary()  # module -> its name
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        # modules whose forwards run now: the name, and whether it started in a backward
+        self.running: list[tuple[str, bool]] = []
+        self.in_optimizer = 0
+        self.outside = START  # the phase outside of modules
+        self.graph_task = -1
+        self.reached = ""  # the module that the backward has reached
+        self.gradients: set[int] = set()
+        self.handles: list = []
+        self.autocast = False  # whether any operator ran under autocast
+        self.first_peak = 0  # bytes, before the step that is recorded
+
+    # ---- where it is
+
+    def locate(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self.graph_task:
+            if task != -1 and self.graph_task == -1:
+                self.reached = ""
+            if task == -1:
+                self.outside = GRADIENTS
+            self.graph_task = task
+        phase, module = self._place(task != -1)
+        self._enter_phase(phase, module)
+
+    def _place(self, backward: bool) -> tuple[str, str]:
+        if self.in_optimizer:
+            return OPTIMIZER, ""
+        if self.running:
+            name, started_in_backward = self.running[-1]
+            if not backward:
+                return FORWARD, name
+            if started_in_backward:
+                return RECOMPUTE, name
+        if backward:
+            return BACKWARD, self.reached
+        return self.outside, ""
+
+    def _enter_phase(self, phase: str, module: str) -> None:
+        stage = stage_name(phase, module, self.depth)
+        if phase != self.phase:
+            self.phases.append((self.time + 1, phase))
+            self.phase = phase
+        if stage != self.stage or module != self.module:
+            self.enter(stage, module)
+
+    def begin(self, config: dict) -> None:
+        super().begin(config)
+        self.phases = [(0, START)]
+        self.phase = START
+        self.outside = START
+
+    def begin_step(self) -> dict[int, str]:
+        """Record from here; returns which phase made what is alive (id of a storage -> phase)."""
+        self.locate()
+        phases = self.phases
+        made = {event.storage: event.time for event in self.trace.events if event.bytes > 0}
+        self.first_peak, _ = self.trace.peak()
+        self.begin({})
+        return {identity: phase_at(phases, made[identity]) for identity in self.trace.storages}
+
+    def run(self, func, args, kwargs):
+        self.autocast = self.autocast or torch.is_autocast_enabled("cpu")
+        corrected = CORRECTED.get(func) if self.fake else None
+        return (corrected or func)(*args, **kwargs)
+
+    def follow(self, func, args, kwargs, outputs) -> None:
+        if self.fake:
+            self.known.follow(func, args, kwargs, outputs)
+
+    # ---- modules, optimizers, gradients
+
+    def adopt(self, model: nn.Module, prefix: str = "") -> None:
+        """Name the modules of a model, and watch the gradients of its parameters."""
+        if model in self.names:
+            return
+        self.roots.append(model)
+        for name, module in model.named_modules(prefix=prefix):
+            self.names.setdefault(module, name)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = parameter.register_post_accumulate_grad_hook(self._note_gradient)
+                self.handles.append(hook)
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.gradients.add(self.register(local(parameter.grad), "backward"))
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Hooks on all modules and optimizers, inside the `with` block."""
+        self.handles += [
+            register_module_forward_pre_hook(self._forward_starts),
+            register_module_forward_hook(self._forward_ends, always_call=True),
+            register_optimizer_step_pre_hook(self._optimizer_starts),
+            register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        try:
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+            self.handles.clear()
+
+    def _forward_starts(self, module: nn.Module, args) -> None:
+        if module not in self.names:
+            self.adopt(module, "" if not self.roots else type(module).__name__)
+        self.running.append((self.names[module], in_backward()))
+        self.locate()
+
+    def _forward_ends(self, module: nn.Module, args, output) -> None:
+        name, _ = self.running.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                leaf.register_hook(self._reaches(name))
+        if not self.running and not in_backward():
+            self.outside = LOSS
+        self.locate()
+
+    def _reaches(self, name: str):
+        def reached(_) -> None:
+            self.reached = name
+            self.locate()
+
+        return reached
+
+    def _optimizer_starts(self, optimizer: Optimizer, args, kwargs) -> None:
+        self.adopt_optimizer(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._note_gradient(parameter)
+        self.in_optimizer += 1
+        self.locate()
+
+    def _optimizer_ends(self, optimizer: Optimizer, args, kwargs) -> None:
+        self.in_optimizer -= 1
+        self.outside = END
+        self.locate()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def phase_at(phases: list[tuple[int, str]], time: int) -> str:
+    """The phase that runs at `time`."""
+    return phases[bisect.bisect_right(phases, time, key=lambda start: start[0]) - 1][1]

@@ -1,0 +1,248 @@
+"""The memory of any training step, predicted before it runs.
+
+`predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
+storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
+is like all that follow. `observe` records the same of a real run on this machine's CPU, and
+`measure` asks the CPU's allocator.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from footprint.cuda import CudaOperators, gpu_optimizers
+from footprint.measure import peak_of_last
+from footprint.owners import adopt, label
+from footprint.places import DEPTH, StepTracker
+from footprint.refusal import Refused, place_of
+from footprint.report import Report
+from footprint.values import KnownValues, Reading, branches
+from footprint.workspace import KernelWorkspaces
+
+State = TypeVar("State")
+TARGETS = ("cpu", "cuda")
+# in what PyTorch says to a program that wants a GPU where there is none
+NEEDS_CUDA = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+    "CUDA is not available",
+    "not linked with support for cuda",
+)
+NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
+
+
+def predict(
+    build: Callable[[], State],
+    step: Callable[[State], object],
+    target: str = "cuda",
+    world_size: int = 1,
+    depth: int = DEPTH,
+    answers: Mapping[str, object] = NO_ANSWERS,
+) -> Report:
+    """The memory of `step(build())` on the target, "cpu" or "cuda", of one of `world_size` ranks.
+
+    build() makes the model and the optimizer, on the CPU, and returns them in any form; step takes
+    what it returned and runs one training step. depth: of the module names in stages. answers: the
+    values that a step reads from tensors and decides by, by the line that reads them, such as
+    {"train.py:12": False}.
+
+    Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
+    """
+    check_target(target)
+    tracker = _tracker(target, fake=True, depth=depth)
+    with fake_process_group(world_size), _on_fake_tensors(tracker, target, answers):
+        trace_two_steps(tracker, build, step)
+    return Report.of(tracker, target, world_size)
+
+
+def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
+    """The same report of two real steps on this machine's CPU."""
+    tracker = _tracker("cpu", fake=False, depth=DEPTH)
+    with tracker:
+        trace_two_steps(tracker, build, step)
+    return Report.of(tracker, "cpu", 1)
+
+
+def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
+    """Peak bytes of the second of two real steps, as the CPU's allocator records them."""
+
+    def first_step() -> State:
+        state = build()
+        step(state)
+        return state
+
+    return peak_of_last(first_step, step)
+
+
+def check_target(target: str) -> None:
+    """Refused for a target that is not known."""
+    if target not in TARGETS:
+        raise Refused(f"target {target!r} is unknown: choose one of {', '.join(TARGETS)}")
+
+
+def _tracker(target: str, fake: bool, depth: int) -> StepTracker:
+    return StepTracker(KernelWorkspaces(target), fake, KnownValues(), depth)
+
+
+# ---- the step
+
+
+def trace_two_steps(
+    tracker: StepTracker, build: Callable[[], State], step: Callable[[State], object]
+) -> None:
+    """Build and run two steps under the tracker, whose trace is then that of the second."""
+    with tracker.watching():
+        state = build()
+        adopt(tracker, state)
+        step(state)
+
+        origins = tracker.begin_step()
+        step(state)
+        tracker.locate()
+    label(tracker, state, origins)
+
+
+class Recording:
+    """Predicts a script that cannot be split into build and step.
+
+        with Recording("cuda") as recording:
+            main()  # builds a model and trains it
+        print(recording.report)
+
+    Everything inside the `with` block runs on fake tensors, and the block ends by itself when an
+    optimizer has stepped twice: what lies between the two steps is recorded. Of several optimizers
+    the first one to step counts.
+    """
+
+    def __init__(
+        self, target: str = "cuda", depth: int = DEPTH, answers: Mapping[str, object] = NO_ANSWERS
+    ):
+        check_target(target)
+        self.target = target
+        self.answers = answers
+        self.tracker = _tracker(target, fake=True, depth=depth)
+        self.optimizer: Optimizer | None = None  # whose steps are counted
+        self.origins: dict[int, str] | None = None  # since its first step
+        self.report: Report | None = None
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Recording":
+        self.stack.enter_context(_on_fake_tensors(self.tracker, self.target, self.answers))
+        self.stack.enter_context(self.tracker.watching())
+        handle = register_optimizer_step_post_hook(self._stepped)
+        self.stack.callback(handle.remove)
+        return self
+
+    def _stepped(self, optimizer: Optimizer, args, kwargs) -> None:
+        if self.optimizer is None:
+            self.optimizer = optimizer
+        if optimizer is not self.optimizer:
+            return
+        if self.origins is None:
+            self.origins = self.tracker.begin_step()
+            return
+        adopt(self.tracker, self.tracker.roots)
+        label(self.tracker, None, self.origins)
+        self.report = Report.of(self.tracker, self.target, 1)
+        raise Enough
+
+    def __exit__(self, kind, error, raised) -> bool:
+        if kind is Enough:
+            self.stack.close()
+            return True
+        self.stack.__exit__(kind, error, raised)
+        if kind is None:
+            raise Refused(
+                "no optimizer has stepped twice inside the `with` block, so there is no step to "
+                "record: run two steps of a torch.optim optimizer, or use predict(build, step)"
+            )
+        return False
+
+
+class Enough(BaseException):
+    """Ends a script whose step has been recorded."""
+
+
+# ---- fake tensors
+
+
+@contextlib.contextmanager
+def _on_fake_tensors(
+    tracker: StepTracker, target: str, answers: Mapping[str, object]
+) -> Iterator[None]:
+    """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_refusing())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        if target == "cuda":
+            stack.enter_context(gpu_optimizers())
+            stack.enter_context(CudaOperators())
+        stack.enter_context(Reading(tracker.known, answers))
+        stack.enter_context(tracker)
+        yield
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """What fake tensors cannot do is refused in one line."""
+    try:
+        yield
+    except DynamicOutputShapeException as error:
+        raise Refused(_words(error, "has a result whose shape depends on values")) from error
+    except DataDependentOutputException as error:
+        raise Refused(_words(error, "reads a value that a tensor does not have")) from error
+    except UnsupportedOperatorException as error:
+        raise Refused(_words(error, "does not say what it returns for shapes alone")) from error
+    except TypeError as error:
+        if "Unknown" not in str(error):
+            raise
+        raise branches(place_of(error.__traceback__)) from error
+    except (AssertionError, RuntimeError, UserWarning) as error:
+        if not any(words in str(error) for words in NEEDS_CUDA):
+            raise
+        where = place_of(error.__traceback__)
+        raise Refused(
+            f"{where}: the step asks for a CUDA device, which this machine does not have: build "
+            "and run it on the CPU, target='cuda' says which device is predicted"
+        ) from error
+
+
+def _words(error: RuntimeError, reason: str) -> str:
+    where = place_of(error.__traceback__)
+    return (
+        f"{where}: {error.func} {reason}, so its memory cannot be predicted: use an operator "
+        "whose results have a fixed shape, or give it a fake implementation "
+        "(torch.library.register_fake)"
+    )
+
+
+@contextlib.contextmanager
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """A process group of `ranks` in which this process is rank 0 and no other exists; nothing for
+    one rank.
+    """
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

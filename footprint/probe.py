@@ -1,0 +1,44 @@
+"""What an operator of this machine's CPU holds inside, found by running it once.
+
+oneDNN chooses layouts and scratch memory of convolutions for the processor, which no declaration
+can know.
+"""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+from footprint.measure import peak_bytes
+
+LARGEST = 2**28  # bytes of the inputs of an operator that is run
+PROBED = ("aten::convolution", "aten::convolution_backward")
+
+
+def is_probed(func, args) -> bool:
+    """Whether the operator is run to be measured."""
+    given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return func._schema.name in PROBED and sum(leaf.nbytes for leaf in given) <= LARGEST
+
+
+def inside_bytes(func, args) -> int:
+    """Most bytes that the operator holds beyond what it returns."""
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+        real = tree_map(_real, tuple(args))
+        func(*real)  # oneDNN prepares itself on the first call
+        peak = peak_bytes(lambda: func(*real), torch.device("cpu"))
+        results = [leaf for leaf in tree_leaves(func(*real)) if isinstance(leaf, Tensor)]
+    return peak - sum(result.nbytes for result in results)
+
+
+def _real(value):
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype).as_strided(value.shape, _dense(value))
+
+
+def _dense(value: Tensor) -> tuple[int, ...]:
+    """The strides, if the tensor is dense: else those of a contiguous one."""
+    if torch.ops.aten.is_non_overlapping_and_dense(value):
+        return value.stride()
+    return torch.empty(value.shape, device="meta").stride()

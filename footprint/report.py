@@ -1,0 +1,126 @@
+"""What is known of a step's memory: as numbers, as tables, as JSON and as a page. Sizes are bytes;
+GiB = 2^30 bytes.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from footprint.allocator import GIB
+from footprint.cuda import not_modelled as left_out
+from footprint.device import Demand
+from footprint.page import page, write
+from footprint.places import StepTracker
+from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
+from footprint.timeline import Sizes, alike, moments, of_step, stages_at_peak
+from footprint.trace import Trace
+
+LISTED = 40  # groups of tensors in `largest`
+SHOWN = 12  # of them in the table
+
+
+@dataclass
+class Report:
+    """The memory of one rank's training step, the second one, which is like all that follow."""
+
+    trace: Trace
+    target: str  # "cpu" or "cuda"
+    world_size: int
+    first_peak: int  # most bytes alive while the model is built and the first step runs
+    not_modelled: list[str] = field(default_factory=list)  # what the prediction leaves out
+
+    @classmethod
+    def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
+        trace = of_step(tracker.trace)
+        missing = left_out(trace, tracker.autocast) if target == "cuda" else []
+        return cls(trace, target, world_size, tracker.first_peak, missing)
+
+    @cached_property
+    def peak(self) -> int:
+        """Most bytes alive during the step, workspaces of operators included."""
+        return self.trace.peak()[0]
+
+    @cached_property
+    def peak_stage(self) -> str:
+        """The stage in which the peak lies, such as "layers.* backward"."""
+        return self.trace.stage_at(self.trace.peak()[1])
+
+    @cached_property
+    def by_stage(self) -> dict[str, int]:
+        """Most bytes alive within each stage, in the order in which stages first start."""
+        return self.trace.peak_by_stage()
+
+    @cached_property
+    def stages(self) -> dict[str, Sizes]:
+        """Stage -> category -> bytes, at the stage's largest moment."""
+        return stages_at_peak(self.trace, moments(self.trace))
+
+    @cached_property
+    def largest(self) -> list[dict]:
+        """The largest tensors alive at the peak; those that differ only by the number of their
+        layer are one entry with a "count".
+        """
+        return alike(self.trace.at(self.trace.peak()[1]), LISTED)
+
+    @cached_property
+    def demand(self) -> Demand | None:
+        """What the step asks of a GPU; None for a CPU, which has no caching allocator."""
+        return Demand.of(self.trace, self.world_size) if self.target == "cuda" else None
+
+    @property
+    def reserved(self) -> int | None:
+        """Most bytes that the CUDA caching allocator reserves, with classic segments; None for a
+        CPU.
+        """
+        return self.demand.classic.peak_reserved if self.demand else None
+
+    # ---- to read
+
+    def __str__(self) -> str:
+        device = "a GPU (CUDA)" if self.demand else "a CPU"
+        rows = [f"predicted for {device}, one of {self.world_size} rank(s); live GiB"]
+        rows += stage_rows(self.stages, self.peak_stage)
+        rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
+        if self.demand:
+            rows += device_rows(self.demand)
+            rows.append(f"cards: {self.demand.cards_text()}")
+        else:
+            rows.append(f"live peak {self.peak / GIB:.3f} GiB")
+        if self.not_modelled:
+            rows.append(f"not in the prediction: {'; '.join(self.not_modelled)}")
+        return "\n".join(rows)
+
+    def json(self) -> dict:
+        """Everything as plain values, which `json.dump` writes."""
+        found = {
+            "peak_live_bytes": self.peak,
+            "peak_stage": self.peak_stage,
+            "first_step_peak_bytes": self.first_peak,
+            "categories": self.stages[self.peak_stage],
+            "stages": self.by_stage,
+            "top_tensors": [group | {"shape": list(group["shape"])} for group in self.largest],
+            "target": self.target,
+            "ranks": self.world_size,
+            "not_modelled": self.not_modelled,
+        }
+        if self.demand is None:
+            return found
+        return found | {
+            "peak_reserved_bytes": self.demand.classic.peak_reserved,
+            "peak_reserved_expandable_bytes": self.demand.expandable.peak_reserved,
+            "waterfall": waterfalls(self.demand),
+            "cards": dict(self.demand.cards),
+        }
+
+    def html(self, path: str, title: str = "Memory of a training step") -> None:
+        """Write the step's timeline and tables as one HTML page; ValueError if the file cannot be
+        written.
+        """
+        note = f"predicted for {'a GPU (CUDA)' if self.demand else 'a CPU'}: nothing was run"
+        facts = {}
+        replays = None
+        if self.demand:
+            facts["cards"] = self.demand.cards_text()
+            replays = self.demand.classic, self.demand.expandable
+        if self.not_modelled:
+            facts["not in the prediction"] = "; ".join(self.not_modelled)
+        write(path, page(self.trace, title, note, self.world_size, self.stages, replays, facts))

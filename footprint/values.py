@@ -1,0 +1,209 @@
+"""What a step may do with the value of a tensor that has none.
+
+Fake tensors have shapes but no values. A number that is only logged or that scales a loss is an
+`Unknown`: arithmetic gives another one, and its text is that of 1. A decision that depends on it is
+refused with the line of the user's file, unless the user has given the answer for that line.
+
+Values that do not depend on weights or on random numbers are known: of small tensors made by
+`arange`, `linspace`, `ones`, `tensor` and so on a real twin is computed next to the fake one.
+"""
+
+import sys
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from footprint.refusal import Refused, lines, place
+
+# torch draws until no number is out of bounds, which it asks there
+INITIALISATION = torch.nn.init.__file__
+MOST_KNOWN = 2**16  # elements of a tensor whose values are computed
+READS = {
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+}
+# functions that an Unknown may be an argument of: their results have the same shape whatever it is
+COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
+for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
+    COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+# operators whose results do not depend on the values of the tensor that they are given
+LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+
+
+# ---- numbers without a value
+
+
+class Unknown:
+    """A number that a step reads from a tensor without a value. It can be computed with and
+    printed, as if it were 1, but nothing can be decided by it.
+    """
+
+    def __init__(self, origin: str):
+        self.origin = origin  # where it was read
+
+    def _refuse(self, *_):
+        raise branches(self.origin)
+
+    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __index__ = __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
+    __hash__ = object.__hash__
+
+    def __float__(self) -> float:
+        return 1.0
+
+    def __repr__(self) -> str:
+        return "1.0"
+
+    def __format__(self, form: str) -> str:
+        return format(1.0, form) if form[-1:] in "eEfFgG%" else format("1.0", form)
+
+    def _same(self, *_) -> "Unknown":
+        return Unknown(self.origin)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _same
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _same
+
+
+def branches(where: str) -> Refused:
+    """The refusal of a step that decides by a value."""
+    line = where.removesuffix(")").split(" ")[-1]
+    return Refused(
+        f"{where}: the step reads a tensor's value and decides by it, but tensors have no values "
+        f"while memory is predicted: give the value with answers={{{line!r}: ...}}, or do without "
+        "the decision"
+    )
+
+
+# ---- values that are known
+
+
+class KnownValues:
+    """Real twins of small fake tensors, as far as they follow from constants."""
+
+    def __init__(self):
+        self.twins: dict[int, tuple[weakref.ref, Tensor]] = {}  # id of a fake tensor -> its twin
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The tensor with its values; None if they are not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        reference, twin = self.twins.get(id(tensor), (None, None))
+        return twin if reference is not None and reference() is tensor else None
+
+    def follow(self, func, args, kwargs, outputs) -> None:
+        """Compute the same operator on the twins, if all of its inputs have one."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        computable = self._is_computable(func, given, results)
+        if not computable:
+            self._forget_written(func, args, kwargs)
+            return
+
+        with unset_fake_temporarily(), torch.no_grad():
+            real_args, real_kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
+            computed = func(*real_args, **real_kwargs)
+        leaves = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]
+        for fake, twin in zip(results, leaves, strict=True):
+            self._keep(fake, twin)
+
+    def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return False
+        if func.namespace != "aten" or "empty" in func._schema.name:
+            return False
+        if any(tensor.numel() > MOST_KNOWN for tensor in results + given):
+            return False
+        return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
+
+    def _real(self, value):
+        if not isinstance(value, Tensor):
+            return value
+        real = self.of(value)
+        return torch.empty(value.shape, dtype=value.dtype) if real is None else real
+
+    def _keep(self, fake: Tensor, twin: Tensor) -> None:
+        identity = id(fake)
+        if isinstance(fake, FakeTensor) and fake.dtype == twin.dtype:
+            reference = weakref.ref(fake, lambda _: self.twins.pop(identity, None))
+            self.twins[identity] = reference, twin
+
+    def _forget_written(self, func, args, kwargs) -> None:
+        """What an operator writes into no longer has the twin's values, nor have its views."""
+        if not func._schema.is_mutable or not self.twins:
+            return
+        arguments = func._schema.arguments
+        written = set()
+        for position, argument in enumerate(arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    written.add(leaf.untyped_storage()._cdata)
+        for identity, (reference, _) in list(self.twins.items()):
+            fake = reference()
+            if fake is not None and fake.untyped_storage()._cdata in written:
+                del self.twins[identity]
+
+
+def _is_like(func) -> bool:
+    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in LIKE
+
+
+def _one_for_unknown(value):
+    return 1.0 if isinstance(value, Unknown) else value
+
+
+# ---- reading
+
+
+class Reading(TorchFunctionMode):
+    """Answers when Python code asks a fake tensor for its value."""
+
+    def __init__(self, known: KnownValues, answers: Mapping[str, object]):
+        super().__init__()
+        self.known = known
+        self.answers = answers  # "file.py:12" -> the value that is read there
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in READS and isinstance(args[0], FakeTensor):
+            return self.value(func, args[0])
+        unknown = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
+        if unknown:
+            if getattr(func, "__name__", "") not in COMPUTES:
+                raise branches(unknown[0].origin)
+            args, kwargs = tree_map(_one_for_unknown, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def value(self, func, tensor: Tensor):
+        """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
+        real = self.known.of(tensor)
+        if real is not None:
+            return func(real)
+
+        answer = self._answered()
+        if answer is not None:
+            return answer
+        where = place()
+        if func is Tensor.item and tensor.dtype != torch.bool:
+            return Unknown(where)
+        if func is Tensor.__float__:
+            return 1.0
+        raise branches(where)
+
+    def _answered(self) -> object:
+        """What the user has said is read here; None if nothing."""
+        if sys._getframe(3).f_code.co_filename == INITIALISATION:
+            return False
+        return next((self.answers[line] for line in lines() if line in self.answers), None)

@@ -1,0 +1,298 @@
+"""footprint/: its predictions of hand-written steps against the CPU allocator's own record, what it
+tells apart, what it refuses, and that it needs torch only.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from footprint import Recording, Refused, measure, observe, predict
+from footprint.places import shortened
+from tests.footprint_models import STEPS, Transformer, images, mlp, tokens, train
+from tests.tiers import few_fast
+
+ROOT = Path(__file__).parent.parent
+TOLERANCE = 1e-3  # of the peak; a checkpoint's state of the random numbers is no tensor of a step
+TRANSFORMER = STEPS["transformer"]
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    torch.set_num_threads(1)
+
+
+# ---- the peak
+
+
+@pytest.mark.parametrize("name", few_fast(STEPS, 4))
+def test_the_predicted_peak_is_what_the_allocator_records(name):
+    build, step = STEPS[name]
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", few_fast(["AdamW foreach", "checkpointing, reentrant"], 2))
+def test_fake_tensors_show_every_stage_as_the_real_step_does(name):
+    build, step = STEPS[name]
+    assert predict(build, step, "cpu").by_stage == observe(build, step).by_stage
+
+
+def test_what_is_read_for_a_log_changes_nothing_and_a_known_value_decides():
+    def step(state):
+        model, optimizer = state
+        drop = torch.linspace(0, 0.1, 3).tolist()
+        inputs, _ = tokens()
+        mask = torch.ones(2, 3)
+        loss = model(inputs).mean() * (drop[1] if mask.all() else 1000)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return f"{loss.item():.2f} {float(loss):.3f} {2 * loss.item() + 1}"
+
+    build, _ = TRANSFORMER
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), rel=TOLERANCE)
+
+
+# ---- what it is
+
+
+def test_parameters_gradients_states_inputs_and_activations_are_told_apart():
+    build, step = TRANSFORMER
+    model, _ = build()
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    report = predict(build, step, "cpu")
+
+    at_update = report.stages["optimizer"]
+    count = len(list(model.parameters()))
+    assert at_update["parameter"] == at_update["gradient"] == parameters
+    assert at_update["optimizer"] == 2 * parameters + 4 * count
+    inputs, _ = tokens()
+    row = inputs.untyped_storage().nbytes()
+    assert report.stages["head forward"]["input"] == row
+    assert report.stages["layers.* forward"]["activation"] > parameters
+    assert "activation" not in report.stages["start"]
+
+
+def test_a_users_optimizer_is_recognised_by_its_methods():
+    build, step = STEPS["a user's optimizer"]
+    sizes = predict(build, step, "cpu").stages["start"]
+    assert sizes["optimizer"] == sizes["parameter"]
+
+
+def test_the_steady_peak_is_that_of_the_second_step():
+    build, step = TRANSFORMER
+    report = predict(build, step, "cpu")
+    assert report.peak == report.first_peak + report.stages["start"]["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "name, depth, short",
+    [
+        ("layers.3.mlp.up", 1, "layers.*"),
+        ("layers.3.mlp.up", 2, "layers.*.mlp"),
+        ("model.layers.11", 2, "model.layers.*"),
+        ("head", 2, "head"),
+        ("", 2, ""),
+    ],
+)
+def test_stages_are_named_by_the_modules_as_far_as_a_depth(name, depth, short):
+    assert shortened(name, depth) == short
+
+
+def test_the_depth_of_stages_is_chosen():
+    build, step = TRANSFORMER
+    shallow = predict(build, step, "cpu", depth=1)
+    assert "layers.* backward" in shallow.by_stage
+    assert not any(".mlp" in stage for stage in shallow.by_stage)
+    assert shallow.peak == predict(build, step, "cpu").peak
+
+
+# ---- a script
+
+
+def script():
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(10**6):
+        train((model, optimizer), tokens)
+
+
+def test_a_script_that_cannot_be_split_is_recorded_and_ends_by_itself():
+    with Recording("cpu") as recording:
+        script()
+    report = recording.report
+    assert report.peak == predict(*TRANSFORMER, "cpu").peak
+    assert report.stages["optimizer"]["optimizer"] > report.stages["optimizer"]["parameter"]
+
+
+def test_a_script_without_two_steps_is_refused():
+    with pytest.raises(Refused, match="no optimizer has stepped twice"), Recording("cpu"):
+        mlp()
+
+
+# ---- CUDA
+
+
+def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_updated_at_once():
+    build, step = STEPS["transformer with dropout"]
+    on_cpu, on_cuda = predict(build, step, "cpu"), predict(build, step)
+    assert on_cpu.reserved is None
+    assert on_cuda.reserved >= on_cuda.peak
+    assert on_cuda.peak < on_cpu.peak
+    assert on_cuda.stages["optimizer"]["temporary"] > on_cpu.stages["optimizer"]["temporary"]
+    operators = {storage.op for storage in on_cuda.trace.storages.values()}
+    assert "aten.native_dropout.default" in operators
+    assert "aten._scaled_dot_product_efficient_attention.default" in operators
+
+
+def test_what_is_not_modelled_is_said():
+    build, step = STEPS["convolutions"]
+    report = predict(build, step)
+    assert any("cuDNN's convolutions" in words for words in report.not_modelled)
+    assert "not in the prediction: " in str(report)
+
+
+# ---- what is written
+
+
+def test_a_report_is_text_json_and_a_page(tmp_path):
+    report = predict(*TRANSFORMER)
+    assert "<- peak" in str(report) and "= device" in str(report)
+    found = json.loads(json.dumps(report.json()))
+    assert found["peak_live_bytes"] == report.peak == max(found["stages"].values())
+    assert found["peak_reserved_bytes"] == report.reserved
+
+    report.html(str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "layers.*.mlp" in page and "<svg" in page
+    with pytest.raises(ValueError, match="cannot be written"):
+        report.html("/nowhere/page.html")
+
+
+# ---- refusals
+
+
+def forward(state):
+    model, _ = state
+    return model(tokens()[0])
+
+
+def decides(state):
+    if forward(state).mean() < 3:
+        return
+
+
+def decides_by_a_number(state):
+    return 1 if forward(state).mean().item() > 3 else 2
+
+
+def counts(state):
+    return torch.zeros(forward(state).argmax().item())
+
+
+def selects(state):
+    logits = forward(state)
+    return logits[logits > 0]
+
+
+def wants_cuda(state):
+    return forward(state).cuda()
+
+
+def casts_on_cuda(state):
+    with torch.autocast("cuda", torch.bfloat16):
+        return forward(state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the CUDA device")
+@pytest.mark.parametrize("step", [wants_cuda, casts_on_cuda])
+def test_a_step_that_asks_for_cuda_without_one_is_refused(step):
+    refused(step, "build and run it on the CPU")
+
+
+@pytest.mark.parametrize(
+    "step, words",
+    [
+        (decides, "answers={'test_footprint.py:"),
+        (decides_by_a_number, "answers={'test_footprint.py:"),
+        (counts, "decides by it"),
+        (selects, "shape depends on values"),
+    ],
+)
+def test_what_has_no_value_is_refused_with_the_line_of_the_users_file(step, words):
+    refused(step, words)
+
+
+def refused(step, words: str):
+    build, _ = TRANSFORMER
+    with pytest.raises(Refused) as error:
+        predict(build, step, "cpu")
+    text = str(error.value)
+    first = step.__code__.co_firstlineno
+    lines = range(first, first + 4)
+    assert any(text.startswith(f"test_footprint.py:{line}") for line in lines), text
+    assert words in text
+    assert "\n" not in text
+
+
+def test_an_answer_decides():
+    build, _ = TRANSFORMER
+    line = f"test_footprint.py:{decides.__code__.co_firstlineno + 1}"
+    predict(build, decides, "cpu", answers={line: True})
+
+
+def test_compiled_models_and_unknown_targets_are_refused():
+    def compiled():
+        model = mlp()
+        return torch.compile(model), torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(Refused, match="without torch.compile"):
+        predict(compiled, functools.partial(train, batch=images), "cpu")
+    with pytest.raises(Refused, match="choose one of cpu, cuda"):
+        predict(*TRANSFORMER, "tpu")
+
+
+# ---- alone
+
+ALONE = """
+import importlib.abc, sys
+
+OF_TORCH = "torch torchgen functorch typing_extensions sympy mpmath filelock fsspec jinja2 networkx"
+
+class NothingElse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        python = top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if not python and top not in {*OF_TORCH.split(), "markupsafe", "footprint"}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, NothingElse())
+sys.path.insert(0, sys.argv[1])
+import torch
+from footprint import predict
+
+def build():
+    model = nn.Linear(100, 10)
+    return model, torch.optim.AdamW(model.parameters())
+
+def step(state):
+    model, optimizer = state
+    model(torch.randn(5, 100)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+report = predict(build, step)
+report.html(sys.argv[1] + "/page.html")
+print(report.peak > 3 * 4040)
+"""
+
+
+def test_the_package_alone_in_an_empty_folder_needs_torch_only(tmp_path):
+    (tmp_path / "footprint").symlink_to(ROOT / "footprint")
+    command = [sys.executable, "-I", "-c", ALONE, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n", done.stderr

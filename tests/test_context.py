@@ -401,6 +401,7 @@ def losses_of_each(world: dist.World) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_targets_cross_the_edges_of_shards_and_documents_do_not_leak():
     for results in run_ranks(losses_of_each, 2):
         for changes, got in zip(KINDS, results):

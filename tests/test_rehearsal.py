@@ -36,6 +36,7 @@ from longhaul.posttrain import grade, policy, rollout
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.posttrain.policy import Group, Response
 from model import GIB
+from tests.tiers import slow
 
 CPU = torch.device("cpu")
 SMALL = IntuitorConfig(
@@ -112,6 +113,7 @@ def test_what_is_reserved_is_that_of_the_update_too():
     assert replay(trace).peak_live == pytest.approx(peak, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_micro_batches_that_do_not_run_are_counted():
     cfg = changed(gradient_accumulation_steps=5, model_overrides=("num_layers=1",))
     short = simulate(cfg, target="cpu").peak_by_stage()
@@ -331,7 +333,9 @@ def test_rotary_tables_are_as_long_as_the_first_step_makes_them():
         assert table_bytes(cfg) == sum(8 * model.rotary.cos.numel() for model in made._models())
 
 
-@pytest.mark.parametrize("cfg", [changed(context_length=1000, max_response_length=100), GRADE])
+@pytest.mark.parametrize(
+    "cfg", [slow(changed(context_length=1000, max_response_length=100)), GRADE]
+)
 def test_the_predicted_peak_is_what_the_allocator_records(cfg):
     predicted, _ = simulate(cfg, target="cpu").peak()
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-4)

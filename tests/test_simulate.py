@@ -61,7 +61,7 @@ def single_thread():
 
 
 @pytest.mark.parametrize(
-    "changes, dtype", few_fast(itertools.product(SETTINGS, ["fp32", "bf16"]), 11), ids=str
+    "changes, dtype", few_fast(itertools.product(SETTINGS, ["fp32", "bf16"]), 20), ids=str
 )
 def test_the_predicted_peak_is_what_the_allocator_records(changes, dtype):
     cfg = TrainConfig(**TINY | dict(dtype=dtype) | changes)
@@ -134,7 +134,7 @@ def test_the_tracker_sees_in_a_real_run_what_it_predicts(changes):
             )
             for target in ("cpu", "cuda")
         ],
-        every=7,
+        every=8,
     ),
     ids=str,
 )

@@ -102,6 +102,35 @@ def test_few_layers_extrapolate_to_what_all_layers_take(part, layers, within):
     assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=within)
 
 
+@pytest.mark.parametrize("name", ["standard", "parts"])
+def test_a_comparison_holds_the_activations_of_one_layer(name):
+    what = asked(name)
+    peaks = []
+    for layers in ("2", "0,1,2"):
+        measures = dataclasses.replace(what.measures, layers=layers, skip_sae=True)
+        found = dataclasses.replace(what, measures=measures)
+        peaks.append(analysis.simulated(found, "cpu", analysis.costs))
+    one, all_layers = peaks
+    activation = 700 * what.config.hidden_size * 4
+    assert all_layers - one < 0.01 * activation
+
+
+def test_a_comparison_in_parts_grows_by_a_second_cache_alone():
+    measures = dataclasses.replace(FEW, chunk=512, skip_sae=True)
+    what = dataclasses.replace(asked("parts"), measures=measures).shallow(2, 2)
+
+    def bytes_per_token(part) -> float:
+        sizes = [
+            analysis.simulated(dataclasses.replace(what, context_length=T), "cpu", part)
+            for T in (8192, 16_384)
+        ]
+        return (sizes[1] - sizes[0]) / 8192
+
+    config = what.config
+    cache = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim  # bfloat16
+    assert bytes_per_token(analysis.costs) <= bytes_per_token(analysis.statistics) + 1.05 * cache
+
+
 def test_the_meter_keeps_no_history():
     tracker = analysis.PeakTracker("cpu")
     with tracker:
@@ -127,7 +156,7 @@ def test_131072_tokens_take_no_more_than_training_on_them():
         gradient_checkpointing="full",
     )
     trained, _ = simulate(cfg, target="cpu").peak()
-    measures = Measures(prompt_length=T, chunk=4096)
+    measures = Measures(prompt_length=T, chunk=4096, compare="float32,bfloat16")
     what = analysis.Analysed(cfg.model(), measures, 1, T)
     for name, size in analysis.peaks(what, "cpu").items():
         assert size < trained, name

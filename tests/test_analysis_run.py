@@ -122,7 +122,7 @@ def test_the_precision_table_has_its_noise_floor(done):
     for figures in layers.values():
         assert figures["match"]["mean"] > figures["noise_floor"]["mean"]
         assert 0 <= figures["jaccard"] <= 1
-    assert table["precisions"]["bfloat16"]["patching"]["of"] == 8
+    assert table["precisions"]["bfloat16"]["patching"]["of"] == 1  # of the planted head alone
 
 
 def test_all_figures_are_on_the_screen(made, done, capsys):
@@ -226,6 +226,38 @@ def test_an_unfinished_part_continues_with_the_batches_that_are_done(made, tmp_p
     assert asked == [0, 0, 2, 0, 2, 4, 0, 4, 0, 0, 0, 2, 0, 2, 4, 0, 4]
     assert without_costs(read(tmp_path / "parts")) == expected
     assert not list((tmp_path / "parts" / "parts").glob("*.partial"))
+
+
+def test_patches_and_costs_continue_with_the_batches_that_are_done(made, tmp_path, monkeypatch):
+    more = "--skip_sae --layers 2 --compare float32,bfloat16"
+    words = command(made, tmp_path / "whole", more)
+    assert run_full_analysis.main(words) == 0
+    expected = without_costs(read(tmp_path / "whole"))
+
+    begun = []
+
+    def ends_every_third(name, function):
+        def called(*args):
+            begun.append(name)
+            if len(begun) % 3 == 0:
+                raise Stop
+            return function(*args)
+
+        return called
+
+    monkeypatch.setattr(parts_of, "EVERY", 0.0)
+    monkeypatch.setattr(Patching, "add", ends_every_third("patches", Patching.add))
+    monkeypatch.setattr(running, "compare_rows", ends_every_third("costs", running.compare_rows))
+    words = command(made, tmp_path / "parts", more)
+    stops = 0
+    while not (tmp_path / "parts" / "analysis.json").exists():
+        try:
+            run_full_analysis.main(words)
+        except Stop:
+            stops += 1
+    # two batches of prompts in each precision, three of rows, and those that a life ended in
+    assert (begun.count("patches"), begun.count("costs"), stops) == (5, 5, 3)
+    assert without_costs(read(tmp_path / "parts")) == expected
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ model width, V vocabulary.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,6 @@ TOP = 8  # largest effects, of which precisions are compared
 REPLACED = "replaced"  # the column of the tokens that differ
 
 Site = tuple[int, str, str]  # layer, attention or mlp, column
-Tell = Callable[[int, int], None]  # rows done, and rows in all
 
 
 # ---- pairs of prompts
@@ -163,6 +163,21 @@ def logit_differences(
     return figures_1N.view(R, T)[:, -1]
 
 
+@dataclass
+class Gains:
+    """What patching a layer has added to the logit difference, summed over pairs of prompts."""
+
+    sums_2C: Tensor  # float64, on the host
+
+    def state_dict(self) -> dict:
+        """All of it, for a file."""
+        return vars(self)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned."""
+        self.sums_2C = state["sums_2C"].clone()
+
+
 class Patching:
     """Patches the pairs of prompts, one layer after another.
 
@@ -195,16 +210,29 @@ class Patching:
             self._require_finite()
         check_difference(self.clean, self.corrupt)
 
-    def layer(self, layer: int, tell: Tell = lambda done, total: None) -> Tensor:
+    def layer(self, layer: int) -> Tensor:
         """The effects of a layer's attention and MLP, float64 [2, C] on the host."""
-        B = len(self.pairs.clean_BT)
-        starts = range(0, B, self.rows)
-        sums_2C = torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64)
-        for done, start in enumerate(starts):
-            part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
-            sums_2C += self._gains(part, layer)
-            tell(min(B, (done + 1) * self.rows), B)
-        return sums_2C / B / (self.clean - self.corrupt)
+        gains = self.gains()
+        for start in self.starts():
+            self.add(gains, layer, start)
+        return self.effect(gains)
+
+    def starts(self) -> range:
+        """The first pair of each forward."""
+        return range(0, len(self.pairs.clean_BT), self.rows)
+
+    def gains(self) -> "Gains":
+        """Those of no pair."""
+        return Gains(torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64))
+
+    def add(self, gains: "Gains", layer: int, start: int) -> None:
+        """Add what patching a layer gains to the pairs of the forward that begins with `start`."""
+        part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
+        gains.sums_2C += self._gains(part, layer)
+
+    def effect(self, gains: "Gains") -> Tensor:
+        """The effects [2, C] of a layer, once all its pairs were added."""
+        return gains.sums_2C / len(self.pairs.clean_BT) / (self.clean - self.corrupt)
 
     def effects(self, layers: Sequence[int]) -> "Effects":
         """The table of these layers."""
@@ -321,16 +349,15 @@ class Effects:
         shape = len(self.layers), len(PATCHED), len(self.columns)
         return torch.tensor(self.values, dtype=torch.float64).view(shape)
 
+    def by_site(self) -> list[tuple[Site, float]]:
+        """Each place and its effect."""
+        sites = itertools.product(self.layers, PATCHED, self.columns)
+        return list(zip(sites, self.values, strict=True))
+
     def top(self, count: int = TOP) -> list[Site]:
         """The places with the largest absolute effects, the largest first."""
-        C = len(self.columns)
-        order = self.effect_L2C.abs().flatten().argsort(descending=True, stable=True)
-        places = []
-        for index in order[:count].tolist():
-            row, column = divmod(index, C)
-            layer, site = divmod(row, len(PATCHED))
-            places.append((self.layers[layer], PATCHED[site], self.columns[column]))
-        return places
+        order = sorted(self.by_site(), key=lambda place: -abs(place[1]))
+        return [site for site, _ in order[:count]]
 
     def record(self) -> dict:
         """The table for JSON."""

@@ -16,18 +16,21 @@ in float16, which overflows above 65,504 instead.
 Letters: B rows, T tokens of a row, t of a part of it, N tokens, D model width, L layers.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from longhaul.analysis.activations import Rows, require_finite, stream
+from longhaul.analysis.activations import Rows, hooked, require_finite, run
 from longhaul.analysis.autoencoder import Autoencoder, Match, jaccard
-from longhaul.analysis.patching import TOP, Effects
-from model import CHOICES, Decoder
+from longhaul.analysis.patching import REPLACED, TOP, Effects, Site
+from model import CHOICES, Decoder, LayerCache, Rope, attention_kind
 
 REFERENCE = "float32"
 PRECISIONS = (REFERENCE, "bfloat16", "float16")
@@ -96,16 +99,24 @@ class Cost(NamedTuple):
     jaccard: float | None
 
 
-class _Sums:
-    """What is added up over the tokens of a layer, float64 on the device."""
+SUMMED = ("tokens", "error", "size", "jaccard")
 
-    def __init__(self, device: torch.device):
+
+class Sums:
+    """What is added up over the tokens of a layer, float64 on the device, with an autoencoder or
+    without.
+    """
+
+    def __init__(self, device: torch.device, autoencoder: Autoencoder | None = None):
+        self.autoencoder = autoencoder
         self.error = torch.zeros((), dtype=torch.float64, device=device)
         self.size = torch.zeros((), dtype=torch.float64, device=device)
         self.jaccard = torch.zeros((), dtype=torch.float64, device=device)
         self.tokens = 0
 
-    def add(self, reference_ND: Tensor, x_ND: Tensor, sae: Autoencoder | None) -> None:
+    def add(self, reference_ND: Tensor, x_ND: Tensor) -> None:
+        """Take in the activations of some tokens in both precisions."""
+        sae = self.autoencoder
         tiles = zip(reference_ND.split(TILE), x_ND.split(TILE), strict=True)
         for reference_nD, x_nD in tiles:
             difference_nD = x_nD.float() - reference_nD.float()
@@ -116,59 +127,91 @@ class _Sums:
                 codes = sae.encode(reference_nD), sae.encode(x_nD)
                 self.jaccard += len(x_nD) * jaccard(*codes, len(sae.decoder))
 
-    def cost(self, with_jaccard: bool) -> Cost:
+    def cost(self) -> Cost:
+        """The figures of all tokens that were taken in."""
         relative_rms = (self.error / self.size).sqrt().item()
-        shared = (self.jaccard / self.tokens).item() if with_jaccard else None
-        return Cost(relative_rms, shared)
+        if self.autoencoder is None:
+            return Cost(relative_rms, None)
+        return Cost(relative_rms, (self.jaccard / self.tokens).item())
+
+    def state_dict(self) -> dict:
+        """All of it, for a file: no copies, so they change with the next tokens."""
+        return {name: getattr(self, name) for name in SUMMED}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from what `state_dict` returned."""
+        device = self.error.device
+        self.tokens = state["tokens"]
+        self.error = state["error"].to(device, copy=True)
+        self.size = state["size"].to(device, copy=True)
+        self.jaccard = state["jaccard"].to(device, copy=True)
 
 
-def activation_costs(
-    reference: Decoder,
-    other: Decoder,
-    parts: Iterable[Rows],
-    layers: Sequence[int],
-    autoencoders: Mapping[int, Autoencoder] | None = None,
-    chunk: int = 0,
-) -> dict[int, Cost]:
-    """The relative RMS and the Jaccard index of each layer over parts of the tokens.
-
-    The reference's activations of these layers are held for a part at a time. ValueError if the
-    other precision overflows.
-    """
-    autoencoders = autoencoders or {}
-    device = reference.embed.weight.device
-    sums = {layer: _Sums(device) for layer in layers}
-    for rows in parts:
-        compare_part(reference, other, rows, sums, autoencoders, chunk)
-        sizes = torch.stack([total.error for total in sums.values()])
-        if not sizes.isfinite().all():
-            require_finite(reference, rows, chunk)
-            require_finite(other, rows, chunk)
-    return {layer: total.cost(layer in autoencoders) for layer, total in sums.items()}
+def sums_of(
+    layers: Sequence[int], autoencoders: Mapping[int, Autoencoder], device: torch.device
+) -> dict[int, Sums]:
+    """What is added up for each of these layers."""
+    return {layer: Sums(device, autoencoders.get(layer)) for layer in layers}
 
 
-def compare_part(
-    reference: Decoder,
-    other: Decoder,
-    rows: Rows,
-    sums: Mapping[int, _Sums],
-    autoencoders: Mapping[int, Autoencoder],
-    chunk: int = 0,
+def compare_rows(
+    reference: Decoder, other: Decoder, rows: Rows, sums: Mapping[int, Sums], chunk: int = 0
 ) -> None:
-    """Add a part of the tokens to the sums of each layer: a forward of either model."""
-    waiting: dict[int, list[Tensor]] = {layer: [] for layer in sums}
+    """Add rows to the sums of each layer. ValueError if the other precision overflows.
 
-    def keep(layer: int, _: str, x_BtD: Tensor) -> None:
-        waiting[layer].append(x_BtD)
+    Both models go from layer to layer in step, so that one layer's activations exist at a time.
+    """
+    step = InStep(other)
 
-    def compare(layer: int, _: str, x_BtD: Tensor) -> None:
-        reference_BtD = waiting[layer].pop(0)
-        sums[layer].add(reference_BtD.flatten(0, 1), x_BtD.flatten(0, 1), autoencoders.get(layer))
+    def compare(layer: int, inputs: tuple, x_BtD: Tensor) -> None:
+        other_BtD = step.layer(layer, *inputs)
+        if layer in sums:
+            sums[layer].add(x_BtD.flatten(0, 1), other_BtD.flatten(0, 1))
 
-    tokens_BT, doc_ids = rows
-    layers = list(sums)
-    stream(reference, tokens_BT, layers, ["residual"], keep, doc_ids=doc_ids, chunk=chunk)
-    stream(other, tokens_BT, layers, ["residual"], compare, doc_ids=doc_ids, chunk=chunk)
+    with contextlib.ExitStack() as hooks:
+        for layer, block in enumerate(reference.layers):
+            hooks.enter_context(hooked(block, functools.partial(compare, layer)))
+        run(reference, rows[0], doc_ids=rows[1], chunk=chunk)
+
+    sizes = torch.stack([total.error for total in sums.values()])
+    if not sizes.isfinite().all():
+        require_finite(reference, rows, chunk)
+        require_finite(other, rows, chunk)
+
+
+class InStep:
+    """A decoder that follows another one's forward, layer by layer: the embeddings, positions and
+    documents are those that the other one was given, its activations and its cache its own.
+    """
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self.kind = attention_kind(model.config)
+        self.x_BtD: Tensor | None = None  # what the next layer reads
+        # by the other model's caches, with which they go
+        self.caches: WeakKeyDictionary[LayerCache, LayerCache] = WeakKeyDictionary()
+
+    def layer(self, layer: int, x_BtD: Tensor, rope: Rope, documents, cache) -> Tensor:
+        """What this model's layer makes of its own activations, after that layer of the other one,
+        whose inputs are given.
+        """
+        if layer == 0:
+            self.x_BtD = x_BtD.to(self.model.config.dtype)
+        own = None if cache is None else self._cache(cache, x_BtD.shape[1])
+        block = self.model.layers[layer]
+        self.x_BtD = block(self.x_BtD, rope, documents, own)
+        return self.x_BtD
+
+    def _cache(self, cache: LayerCache, tokens: int) -> LayerCache:
+        """The own cache next to one that has just taken in so many tokens."""
+        if cache not in self.caches:
+            config = self.model.config
+            keys = cache.k_BSGK
+            shape = tuple(keys.shape)
+            self.caches[cache] = self.kind.cache(config, shape, keys.device, config.dtype)
+        own = self.caches[cache]
+        own.length = cache.length - tokens
+        return own
 
 
 # ---- patching
@@ -183,11 +226,27 @@ class Circuits(NamedTuple):
 
 
 def compare_effects(reference: Effects, other: Effects) -> Circuits:
-    """The agreement of the effects of two precisions on the same prompts."""
+    """The agreement of the effects of two precisions on the same prompts.
+
+    Only what can differ has a rank: not an effect that is exactly 0 in both, and not the column of
+    the replaced tokens, whose positions have their own columns.
+    """
     delta = (other.effect_L2C - reference.effect_L2C).abs().max().item()
-    of = min(TOP, len(reference.values))
-    shared = set(reference.top(of)) & set(other.top(of))
+    first = _ranked(reference)
+    second = _ranked(other)
+    of = min(TOP, sum(first[site] > 0 or second[site] > 0 for site in first))
+    shared = set(_largest(first, of)) & set(_largest(second, of))
     return Circuits(delta, len(shared), of)
+
+
+def _ranked(effects: Effects) -> dict[Site, float]:
+    """The sizes of the effects by place, without the column of the replaced tokens."""
+    return {site: abs(value) for site, value in effects.by_site() if site[-1] != REPLACED}
+
+
+def _largest(sizes: Mapping[Site, float], count: int) -> list[Site]:
+    """The places of the largest sizes; of equal ones the first."""
+    return sorted(sizes, key=lambda site: -sizes[site])[:count]
 
 
 # ---- the table
@@ -310,6 +369,6 @@ def _unexpected(cost: PrecisionCost) -> list[str]:
     if circuits is not None and circuits.overlap < min(EXPECTED_TOP, circuits.of):
         words.append(
             f"{cost.dtype}: {circuits.overlap} of the {circuits.of} largest effects are the same, "
-            f"expected {EXPECTED_TOP} or more"
+            f"expected {min(EXPECTED_TOP, circuits.of)} or more"
         )
     return words

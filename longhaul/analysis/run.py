@@ -27,9 +27,10 @@ from longhaul.analysis.precision import (
     Cost,
     PrecisionCost,
     PrecisionTable,
-    activation_costs,
     at_precision,
     compare_effects,
+    compare_rows,
+    sums_of,
 )
 from longhaul.analysis.samples import Rows, Samples
 from longhaul.analysis.statistics import LayerStatistics, Magnitude
@@ -72,26 +73,24 @@ class Totals(Protocol):
 
 def over_batches(
     what: str,
-    samples: Source,
-    batch_size: int,
+    firsts: Sequence[int],
     totals: Mapping[int, Totals],
-    add: Callable[[Rows], None],
+    add: Callable[[int], None],
     partial: Partial | None,
 ) -> None:
-    """Call add(rows), which adds to the totals by layer, for each batch.
+    """Call add(first), which adds to the totals by layer, for each batch, whose first row is given.
 
     partial: from which it continues, and which it keeps up; without one nothing is shown.
     """
-    firsts = range(0, len(samples), batch_size)
     if partial is None:
         for first in firsts:
-            add(batch(samples, first, batch_size))
+            add(first)
         return
 
     done = _continue(totals, partial.load())
     left = counted(firsts[done:], what, len(firsts) - done)
     for number, first in enumerate(left, done + 1):
-        add(batch(samples, first, batch_size))
+        add(first)
         if partial.is_due():
             states = {str(layer): of_layer.state_dict() for layer, of_layer in totals.items()}
             partial.save(flattened({"batches": number} | states))
@@ -105,6 +104,11 @@ def _continue(totals: Mapping[int, Totals], stored: Mapping[str, Tensor]) -> int
     for layer, of_layer in totals.items():
         of_layer.load_state_dict(found[str(layer)])
     return found["batches"]
+
+
+def firsts_of(samples: Source, batch_size: int) -> range:
+    """The first row of each batch."""
+    return range(0, len(samples), batch_size)
 
 
 def batch(samples: Source, first: int, batch_size: int) -> Rows:
@@ -134,10 +138,11 @@ def statistics(
     def consume(layer: int, site: str, x_BtD: Tensor) -> None:
         totals[layer].add(x_BtD)
 
-    def add(rows: Rows) -> None:
+    def add(first: int) -> None:
+        rows = batch(samples, first, batch_size)
         read(model, rows, tuple(totals), consume, measures.chunk)
 
-    over_batches("statistics", samples, batch_size, totals, add, partial)
+    over_batches("statistics", firsts_of(samples, batch_size), totals, add, partial)
     return totals
 
 
@@ -172,7 +177,7 @@ def check_finite(
     layers = measures.chosen(model.config)
     may_refuse = not all(found[layer].is_finite() for layer in layers)
     words = ""
-    for first in range(0, len(samples), batch_size):
+    for first in firsts_of(samples, batch_size):
         rows = batch(samples, first, batch_size)
         words = require_finite(model, rows, measures.chunk, layers[-1]) or words
         if words and not may_refuse:
@@ -201,11 +206,12 @@ def distances(
         for layer in measures.chosen(model.config)
     }
 
-    def add(rows: Rows) -> None:
+    def add(first: int) -> None:
+        rows = batch(samples, first, batch_size)
         with measured(model, totals):
             forward(model, rows.tokens_BT, doc_ids=rows.doc_ids_BT, chunk=measures.chunk)
 
-    over_batches("distances", samples, batch_size, totals, add, partial)
+    over_batches("distances", firsts_of(samples, batch_size), totals, add, partial)
     return totals
 
 
@@ -255,7 +261,7 @@ def train_autoencoder(
     """
     settings = settings_of(measures, seed)
     trainer = Trainer(model.config.hidden_size, settings, model.embed.weight.device)
-    firsts = range(0, len(samples), batch_size)
+    firsts = firsts_of(samples, batch_size)
 
     def part(number: int) -> Tensor:
         first = firsts[number % len(firsts)]
@@ -294,26 +300,25 @@ def autoencoder_record(trainer: Trainer) -> dict:
 
 def costs(
     model: Decoder,
-    dtype: str,
+    other: Decoder,
     samples: Source,
     measures: Measures,
     batch_size: int,
     autoencoders: Mapping[int, Autoencoder],
-    what: str = "",
+    partial: Partial | None = None,
 ) -> dict[int, Cost]:
-    """What another precision costs the residual stream of each layer over all samples. `what` is
-    shown while it runs.
+    """What the precision of `other`, which has the same weights, costs the residual stream of each
+    layer over all samples.
     """
-    firsts = range(0, len(samples), batch_size)
-    shown = counted(firsts, what, len(firsts)) if what else firsts
-    return activation_costs(
-        model,
-        at_precision(model, dtype),
-        (batch(samples, first, batch_size) for first in shown),
-        measures.chosen(model.config),
-        autoencoders,
-        measures.chunk,
-    )
+    sums = sums_of(measures.chosen(model.config), autoencoders, model.embed.weight.device)
+
+    def add(first: int) -> None:
+        rows = batch(samples, first, batch_size)
+        compare_rows(model, other, rows, sums, measures.chunk)
+
+    what = f"costs of {other.config.compute_dtype}"
+    over_batches(what, firsts_of(samples, batch_size), sums, add, partial)
+    return {layer: of_layer.cost() for layer, of_layer in sums.items()}
 
 
 # ---- all parts
@@ -461,9 +466,10 @@ class Analysis:
 
     def _patching(self, name: str, layer: int, dtype: str) -> dict:
         prompts = self._prompts(dtype)
-        with Reached(name, len(prompts.pairs.clean_BT)) as reached:
-            effect_2C = prompts.layer(layer, lambda done, _: reached.at(done))
-        return prompts.table([layer], effect_2C[None]).record()
+        gains = prompts.gains()
+        add = functools.partial(prompts.add, gains, layer)
+        over_batches(name, prompts.starts(), {layer: gains}, add, self.parts.partial(name))
+        return prompts.table([layer], prompts.effect(gains)[None]).record()
 
     def _autoencoder(self, name: str, layer: int, dtype: str, seed: int) -> dict:
         self.parts.begin()
@@ -485,8 +491,16 @@ class Analysis:
         if not cfg.skip_sae:
             for layer in self.layers:
                 autoencoders[layer] = self._stored_autoencoder("sae", layer)
-        what = f"costs of {dtype}"
-        found = costs(self.model, dtype, self.samples, cfg, cfg.batch_size, autoencoders, what)
+        partial = self.parts.partial(f"costs-{dtype}")
+        found = costs(
+            self.model,
+            self._at(dtype),
+            self.samples,
+            cfg,
+            cfg.batch_size,
+            autoencoders,
+            partial,
+        )
         return {str(layer): cost._asdict() for layer, cost in found.items()}
 
     def _stored_autoencoder(self, kind: str, layer: int) -> Autoencoder:

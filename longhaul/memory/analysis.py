@@ -23,6 +23,7 @@ from longhaul.analysis import run
 from longhaul.analysis.autoencoder import Autoencoder
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.patching import Pairs, Patching
+from longhaul.analysis.precision import at_precision
 from longhaul.analysis.samples import Rows
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
@@ -187,7 +188,7 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     """Live bytes at the peak of a part: part(model, samples, asked)."""
     rows = min(asked.batch_size, asked.measures.num_samples)
     # the activations of all parts of a row are kept
-    every_tile = asked.measures.chunk > 0 and part in (autoencoder, costs)
+    every_tile = asked.measures.chunk > 0 and part is autoencoder
     longest = asked.longest if asked.measures.chunk else 0
     samples = FakeSamples(rows, asked.context_length, longest)
     with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
@@ -234,8 +235,8 @@ def costs(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
     if not measures.skip_sae:
         for layer in measures.chosen(model.config):
             autoencoders[layer] = Autoencoder(width, run.settings_of(measures), "cpu")
-    dtype = measures.compared()[0]
-    run.costs(model, dtype, samples, measures, asked.batch_size, autoencoders)
+    other = at_precision(model, measures.compared()[0])
+    run.costs(model, other, samples, measures, asked.batch_size, autoencoders)
 
 
 PARTS: dict[str, Callable] = {
@@ -265,11 +266,6 @@ def peak(asked: Analysed, target: str, name: str) -> int:
     chosen = len(asked.measures.chosen(asked.config))
     if layers <= LAYERS:
         return simulated(asked, target, part)
-
-    if name == "costs" and chosen == layers:  # it holds an activation of each, from layer to layer
-        base = simulated(asked.shallow(LAYERS, LAYERS), target, part)
-        fewer = simulated(asked.shallow(FEWER, FEWER), target, part)
-        return base + (layers - LAYERS) * (base - fewer)
 
     base = simulated(asked.shallow(LAYERS, 1), target, part)
     per_layer = base - simulated(asked.shallow(FEWER, 1), target, part)

@@ -19,9 +19,10 @@ import train
 from data import reviews
 from data.dataset import open_dataset
 from data.writer import TokenizedDocument, write_dataset
-from longhaul import cli, step
-from longhaul.checkpoint import resume
+from longhaul import cli, qwen3, step
+from longhaul.checkpoint import load, resume
 from longhaul.config import TrainConfig
+from longhaul.exits import NUMERICS
 from longhaul.posttrain import grade_demo, reward
 from longhaul.posttrain.config import GradeConfig
 from longhaul.posttrain.grade import METHODS
@@ -277,6 +278,18 @@ def test_prompts_of_several_lengths_are_refused_before_the_first_step(folder, tm
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "has a prompt of 5 tokens, and the one before it 6; " in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
+    policy = load.load_model(load.verified(load.newest(folder / "base")), dtype="float32")
+    policy.norm.weight.data[0] = torch.nan
+    qwen3.to_hf(policy, tmp_path / "diverged")
+    with pytest.raises(SystemExit) as stop:
+        run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")
+    assert stop.value.code == NUMERICS
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "step 1: " in line and "not finite at tau 2, with a largest finite |logit|" in line
 
 
 # ---- the demo

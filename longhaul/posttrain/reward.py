@@ -47,17 +47,20 @@ class RewardModel(nn.Module):
         """Rewards of mixtures, differentiable in their weights; without an index these are [B, T,
         V], else nothing larger than [B, T, K] exists.
         """
-        row = [self.body.embedded(prompts_BP), self.body.embedded(soft)]
-        hidden_BTD = self.body.hidden(torch.cat(row, 1))
-        return self.head(self._mean(hidden_BTD, counts_BT)).sigmoid()
+        return self.logits(prompts_BP, soft, counts_BT).sigmoid()
 
-    def logits(self, prompts_BP: Tensor, tokens_BT: Tensor, counts_BT: Tensor) -> Tensor:
-        """What `forward_hard` takes the sigmoid of, for training."""
-        return self.head(self.features(prompts_BP, tokens_BT, counts_BT))
+    def logits(
+        self, prompts_BP: Tensor, response: Tensor | SoftTokens, counts_BT: Tensor
+    ) -> Tensor:
+        """What a reward is the sigmoid of, for training; of tokens [B, T] or mixtures."""
+        return self.head(self.features(prompts_BP, response, counts_BT))
 
-    def features(self, prompts_BP: Tensor, tokens_BT: Tensor, counts_BT: Tensor) -> Tensor:
+    def features(
+        self, prompts_BP: Tensor, response: Tensor | SoftTokens, counts_BT: Tensor
+    ) -> Tensor:
         """What the linear layer reads: mean hidden states [B, D]."""
-        hidden_BTD = self.body.hidden(torch.cat([prompts_BP, tokens_BT], 1))
+        row = [self.body.embedded(prompts_BP), self.body.embedded(response)]
+        hidden_BTD = self.body.hidden(torch.cat(row, 1))
         return self._mean(hidden_BTD, counts_BT)
 
     def head(self, mean_BD: Tensor) -> Tensor:

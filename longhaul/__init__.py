@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 # Imported under these names, from the folder that this package lies in.
-NEIGHBOURS = ("data", "files", "flags", "fused", "installed", "model", "nsa")
+NEIGHBOURS = ("data", "files", "flags", "footprint", "fused", "installed", "model", "nsa")
 
 
 def _find_neighbours():

@@ -281,6 +281,7 @@ def test_a_run_that_is_killed_continues_with_the_same_result(made, tmp_path):
     assert without_costs(read(tmp_path / "killed")) == expected
 
 
+@pytest.mark.slow
 def test_fewer_prompts_than_asked_for_are_said(made, tmp_path, capsys):
     few = "--skip_sae --layers 2 --prompts 999"
     words = command(made, tmp_path / "out", few)

@@ -1,6 +1,7 @@
 """Predict the peak memory of a training step: `python profile_memory.py --context_length 131072`.
 
-Every flag of train.py is a flag here and means the same. No GPU is needed, because the real step
+Every flag of train.py is a flag here and means the same. `--step FILE.py` and `--hf FOLDER` predict
+a step that is not longhaul's (docs/FOOTPRINT.md). No GPU is needed, because the real step
 runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: done, or the request
 fits; 2: bad input, or the request fits after changes; 3: nothing fits.
 """
@@ -23,7 +24,7 @@ from longhaul.analysis.config import Measures
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds
-from longhaul.memory import advise, analysis, reconcile, report
+from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
@@ -237,6 +238,9 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         words = sys.argv[1:] if args is None else args
+        if door.is_asked_for(words):
+            door.predicted(words, door.__doc__.splitlines()[0])
+            return 0
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         if cfg.length_schedule:
             return predict_stages(cfg)

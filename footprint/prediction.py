@@ -28,7 +28,7 @@ from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
-from footprint.values import KnownValues, Reading, branches
+from footprint.values import KnownValues, Reading, branches, undisclosed
 from footprint.workspace import KernelWorkspaces
 
 State = TypeVar("State")
@@ -188,11 +188,16 @@ def _on_fake_tensors(
         stack.enter_context(_refusing())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(undisclosed())
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
+        stack.enter_context(fake_tensors)
+        tracker.modes = [Reading(tracker.known, answers)]
         if target == "cuda":
             stack.enter_context(gpu_optimizers())
-            stack.enter_context(CudaOperators())
-        stack.enter_context(Reading(tracker.known, answers))
+            tracker.modes.insert(0, CudaOperators())
+        for mode in tracker.modes:
+            stack.enter_context(mode)
         stack.enter_context(tracker)
         yield
 

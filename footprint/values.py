@@ -8,9 +8,9 @@ Values that do not depend on weights or on random numbers are known: of small te
 `arange`, `linspace`, `ones`, `tensor` and so on a real twin is computed next to the fake one.
 """
 
+import contextlib
 import sys
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.refusal import Refused, lines, place
+from footprint.refusal import TORCH, Refused, lines, place
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
-MOST_KNOWN = 2**16  # elements of a tensor whose values are computed
+MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
+TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
 READS = {
     Tensor.item,
     Tensor.tolist,
@@ -88,17 +89,27 @@ def branches(where: str) -> Refused:
 
 
 class KnownValues:
-    """Real twins of small fake tensors, as far as they follow from constants."""
+    """Real twins of small fake tensors, as far as they follow from constants.
+
+    A twin is an attribute of the fake tensor, because modules exchange the contents of tensors that
+    nothing refers to weakly (torch.utils.swap_tensors).
+    """
 
     def __init__(self):
-        self.twins: dict[int, tuple[weakref.ref, Tensor]] = {}  # id of a fake tensor -> its twin
+        # address of a storage -> how often something unknown was written into it
+        self.writes: dict[int, int] = {}
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its values; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
-        reference, twin = self.twins.get(id(tensor), (None, None))
-        return twin if reference is not None and reference() is tensor else None
+        twin, state = getattr(tensor, TWIN, (None, None))
+        return twin if state == self._state(tensor) else None
+
+    def _state(self, tensor: Tensor) -> tuple[int, int]:
+        """The tensor's storage, and how often it was overwritten."""
+        address = tensor.untyped_storage()._cdata
+        return address, self.writes.get(address, 0)
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
@@ -132,28 +143,21 @@ class KnownValues:
         return torch.empty(value.shape, dtype=value.dtype) if real is None else real
 
     def _keep(self, fake: Tensor, twin: Tensor) -> None:
-        identity = id(fake)
         if isinstance(fake, FakeTensor) and fake.dtype == twin.dtype:
-            reference = weakref.ref(fake, lambda _: self.twins.pop(identity, None))
-            self.twins[identity] = reference, twin
+            setattr(fake, TWIN, (twin, self._state(fake)))
 
     def _forget_written(self, func, args, kwargs) -> None:
         """What an operator writes into no longer has the twin's values, nor have its views."""
-        if not func._schema.is_mutable or not self.twins:
+        if not func._schema.is_mutable:
             return
-        arguments = func._schema.arguments
-        written = set()
-        for position, argument in enumerate(arguments):
+        for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for leaf in tree_leaves(value):
                 if isinstance(leaf, Tensor):
-                    written.add(leaf.untyped_storage()._cdata)
-        for identity, (reference, _) in list(self.twins.items()):
-            fake = reference()
-            if fake is not None and fake.untyped_storage()._cdata in written:
-                del self.twins[identity]
+                    address, writes = self._state(leaf)
+                    self.writes[address] = writes + 1
 
 
 def _is_like(func) -> bool:
@@ -207,3 +211,32 @@ class Reading(TorchFunctionMode):
         if sys._getframe(3).f_code.co_filename == INITIALISATION:
             return False
         return next((self.answers[line] for line in lines() if line in self.answers), None)
+
+
+# ---- models that ask
+
+
+class _TellsTorchOnly(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        asks = sys._getframe(1).f_code.co_filename
+        return isinstance(value, FakeTensor) and asks.startswith(TORCH)
+
+
+class Undisclosed(metaclass=_TellsTorchOnly):
+    """In place of FakeTensor's public name: only PyTorch is told whether a tensor is fake."""
+
+
+@contextlib.contextmanager
+def undisclosed() -> Iterator[None]:
+    """Models inside the `with` block run as they do on real tensors.
+
+    `transformers` asks whether a tensor is fake, to read no value of it. Then it makes attention
+    masks that the real step does without, and attention takes another kernel. Here small values
+    are known, and others are refused where they are read.
+    """
+    public = torch._subclasses.FakeTensor
+    torch._subclasses.FakeTensor = Undisclosed
+    try:
+        yield
+    finally:
+        torch._subclasses.FakeTensor = public

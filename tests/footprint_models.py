@@ -69,6 +69,10 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+def in_bfloat16() -> nn.Module:
+    return Transformer().to(torch.bfloat16)
+
+
 class Squared(torch.autograd.Function):
     """relu(x)^2, which keeps only its input."""
 
@@ -203,6 +207,7 @@ STEPS = {
     "checkpointing, reentrant": on_tokens(functools.partial(Transformer, reentrant=True)),
     "checkpointing, non-reentrant": on_tokens(functools.partial(Transformer, reentrant=False)),
     "autocast bf16": on_tokens(autocast=True),
+    "converted to bf16": on_tokens(in_bfloat16),
     "accumulation of 4 with clipping": on_tokens(micro_batches=4, clip=1.0),
     "AdamW foreach": on_tokens(optimizer=with_optimizer(Transformer, ADAMW, foreach=True)),
     "AdamW fused": on_tokens(optimizer=with_optimizer(Transformer, ADAMW, fused=True)),

@@ -23,6 +23,7 @@ NOISE = 100  # bytes that are none: torchrun talks to its store
 
 def say_after_report(process: int, message: str) -> None:
     """Print the message when the process has written a report, and again if more came after it."""
+    counts: deque[int] = deque([written(process)], maxlen=QUIET)
     try:
         end = os.pidfd_open(process)
     except OSError:  # it has ended, or this kernel does not offer the call
@@ -31,7 +32,6 @@ def say_after_report(process: int, message: str) -> None:
 
     is_reporting = False
     said_at = None  # what had been written when the message was said
-    counts: deque[int] = deque([written(process)], maxlen=QUIET)
     while not select.select([end], [], [], EVERY)[0]:
         counts.append(max(written(process), counts[-1]))
         grown = counts[-1] - counts[0]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests. Installs what they need into .venv first.
-#   bash scripts/test.sh           the fast tests: at most 5 minutes on 2 cores
+#   bash scripts/test.sh           the fast tests
 #   bash scripts/test.sh --all     every test, as CI runs them
 # Further arguments go to pytest: bash scripts/test.sh --all tests/test_model.py -k rotary
 # WORKERS=4 runs four test files at a time instead of two.

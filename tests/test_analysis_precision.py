@@ -293,18 +293,28 @@ def effects(values) -> Effects:
 def test_only_effects_that_can_differ_have_a_rank():
     one = effects([0.9, 0.0, 0.0, 0.4])
     other = effects([0.8, 0.0, 0.0, 0.3])
-    assert compare_effects(one, other) == Circuits(pytest.approx(0.1), 2, 2)
+    assert compare_effects(one, other) == Circuits(pytest.approx(0.1), 1, 1)
 
     # the replaced tokens' effects are those of other columns once more
     replaced = [dataclasses.replace(x, columns=("0", "replaced")) for x in (one, other)]
-    assert compare_effects(*replaced) == Circuits(pytest.approx(0.1), 1, 1)
+    assert compare_effects(*replaced) == Circuits(pytest.approx(0.1), 0, 0)
     assert compare_effects(effects([0.0] * 4), effects([0.0] * 4)) == Circuits(0.0, 0, 0)
 
 
 def test_circuits_are_compared_by_their_places():
     one = effects([0.9, 0.1, -0.5, 0.0])
     other = effects([0.8, 0.1, -0.5, 0.3])
-    assert compare_effects(one, other) == Circuits(pytest.approx(0.3), 4, 4)
+    assert compare_effects(one, other) == Circuits(pytest.approx(0.3), 2, 2)
+
+    # all places together are always the same ones
+    turned = effects([0.1, 0.9, 0.8, 0.01])
+    assert compare_effects(effects([0.9, 0.1, 0.2, 0.3]), turned) == Circuits(
+        pytest.approx(0.8), 0, 2
+    )
+    # a place without an effect is not among the largest
+    alone = effects([0.9, 0.0, 0.0, 0.0])
+    several = effects([0.8, 0.7, 0.1, 0.1])
+    assert compare_effects(alone, several).overlap == 1
 
     long = [np.linspace(1, 0, 20), np.linspace(0, 1, 20)]
     first, last = (dataclasses.replace(effects(x), columns=tuple("abcdefghij")) for x in long)

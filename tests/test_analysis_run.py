@@ -7,6 +7,7 @@ data are random texts that repeat themselves.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def test_the_precision_table_has_its_noise_floor(done):
     for figures in layers.values():
         assert figures["match"]["mean"] > figures["noise_floor"]["mean"]
         assert 0 <= figures["jaccard"] <= 1
-    assert table["precisions"]["bfloat16"]["patching"]["of"] == 1  # of the planted head alone
+    assert table["precisions"]["bfloat16"]["patching"]["of"] == 0  # the planted head is alone
 
 
 def test_all_figures_are_on_the_screen(made, done, capsys):
@@ -167,6 +168,14 @@ def test_the_page_needs_nothing_else_and_has_every_section(done):
 
 
 # --------------------------------------------------------------------------- what is on the disk
+
+
+def test_a_folder_of_another_version_is_refused(made, done, tmp_path, capsys):
+    folder = shutil.copytree(done, tmp_path / "old")
+    settings = json.loads((folder / "settings.json").read_text())
+    (folder / "settings.json").write_text(json.dumps(settings | {"format": 1}))
+    assert run_full_analysis.main(command(made, folder, f"{SAE} --compare float32,bf16")) == 2
+    assert "an analysis by another version of longhaul: name another" in capsys.readouterr().err
 
 
 class Stop(Exception):

@@ -51,4 +51,4 @@ def first_and_last(records: list[dict]) -> tuple[dict, dict]:
 def test_a_policy_that_learns_through_the_reward_also_pleases_the_lexicon(tmp_path):
     demo("scripts.grade", tmp_path / "demo")
     score = json.loads((tmp_path / "demo" / "test.json").read_text())
-    assert score["reward"] > 0.85 and score["gold"] > 0.88  # 0.51 and -0.08 before
+    assert score["reward"] > 0.8 and score["gold"] > 0.85  # 0.51 and -0.08 before

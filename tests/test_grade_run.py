@@ -1,6 +1,7 @@
 """scripts.grade as a user runs it: figures, resume, ranks, validation, refusals."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -121,19 +122,19 @@ def whole(folder) -> Path:
     return out
 
 
+@functools.cache
 def on_ranks(folder: Path, ranks: int) -> Path:
     """The same run on so many ranks, which is made once."""
     out = folder / f"whole-{ranks}"
-    if not out.exists():
-        launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-        done = subprocess.run(
-            [*launcher, "-m", "scripts.grade", *asked(folder, out, VALIDATED)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*launcher, "-m", "scripts.grade", *asked(folder, out, VALIDATED)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     return out
 
 
@@ -238,6 +239,8 @@ def test_every_method_trains(folder, tmp_path, method):
     run(folder, tmp_path, f"--method {method} --max_steps 1")
     (record,) = [record for record in records(tmp_path) if "loss" in record]
     assert 0 < record["reward"] < 1
+    responses = GradeConfig().group_size if method == "reinforce" else 1
+    assert record["tokens"] == 4 * responses * (reviews.PROMPT + 6)  # of two micro-batches
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """scripts.intuitor as a user runs it: figures, resume, ranks, validation, refusals."""
 
+import functools
 import json
 import os
 import shutil
@@ -86,14 +87,14 @@ def whole(folder) -> Path:
     return out
 
 
+@functools.cache
 def on_ranks(folder: Path, ranks: int) -> Path:
     """The same run on so many ranks, which is made once."""
     out = folder / f"whole-{ranks}"
-    if not out.exists():
-        launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-        done = start(words(folder, out, f"{VALIDATED} --batch_size 1"), launcher)
-        said, _ = done.communicate()
-        assert done.returncode == 0, said
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
+    done = start(words(folder, out, f"{VALIDATED} --batch_size 1"), launcher)
+    said, _ = done.communicate()
+    assert done.returncode == 0, said
     return out
 
 

@@ -2,6 +2,7 @@
 
 import installed
 
+import contextlib
 import os
 import re
 import signal
@@ -111,12 +112,20 @@ def epilogue(process: int) -> subprocess.Popen:
 
 
 def wait_until_it_watches(waiting: subprocess.Popen):
-    """An epilogue watches a process once it holds a handle of it."""
-    files = Path(f"/proc/{waiting.pid}/fd")
-    while not any("pidfd" in os.readlink(file) for file in files.iterdir()):
+    """An epilogue watches a process once it holds a handle of it: it has counted what was written
+    before.
+    """
+    while not holds_a_handle(waiting.pid):
         assert waiting.poll() is None
         time.sleep(0.01)
-    time.sleep(0.1)  # it counts what was written before
+
+
+def holds_a_handle(process: int) -> bool:
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            if "pidfd" in os.readlink(file):
+                return True
+    return False
 
 
 def test_the_epilogue_waits_for_the_process_and_no_longer():

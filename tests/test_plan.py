@@ -265,13 +265,25 @@ def test_a_plan_says_what_a_step_and_the_run_take():
     assert plan.seconds == sum(step_operations(on_gpu, on_gpu.model(), 1)) / 400e12
 
 
-def test_a_step_on_this_cpu_takes_about_as_long_as_planned(monkeypatch):
-    """Within a factor of two on an idle machine; of three here, where other tests may run. Both
-    times are those of this process alone, in case the others take turns with it.
-    """
+@pytest.fixture
+def process_time(monkeypatch):
+    """Times are those of this process alone, with one thread, and so is the measured speed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     monkeypatch.setattr(time, "perf_counter", time.process_time)
+    forget_speeds()
+    yield
+    forget_speeds()
+    torch.set_num_threads(threads)
+
+
+def forget_speeds():
     flops._products_speed.cache_clear()
     flops._attention_speed.cache_clear()
+
+
+def test_a_step_on_this_cpu_takes_about_as_much_cpu_time_as_planned(process_time):
+    """Within a factor of two on an idle machine; of three here, where other tests may run."""
     cfg = TrainConfig(model_size="tiny", context_length=2048, device="cpu")
     planned = step_seconds(cfg, cfg.model(), 1, "cpu")
     state = step.build(cfg, cfg.model(), "cpu")

@@ -25,6 +25,7 @@ from files.tensors import read_tensors, write_tensors
 from files.untrusted import read_json
 
 SETTINGS = "settings.json"
+FORMAT = 2  # of the parts' files
 RESULT = "analysis.json"
 REPORT = "report.html"
 NUMBER = "#"  # behind the name of what was a whole number and no tensor
@@ -40,7 +41,7 @@ class Parts:
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
         self.folder = folder
-        self.settings = settings
+        self.settings = {"format": FORMAT} | settings
         self._lock = contextlib.ExitStack()
         self._is_held = False
         self._check()
@@ -58,6 +59,11 @@ class Parts:
             )
 
         recorded = read_json(folder / SETTINGS)
+        if recorded.get("format") != FORMAT:
+            raise ValueError(
+                f"--out {folder} holds an analysis by another version of longhaul: name another "
+                "folder"
+            )
         for name, value in self.settings.items():
             if recorded.get(name) != value:
                 raise ValueError(

@@ -171,7 +171,7 @@ class Gains:
 
     def state_dict(self) -> dict:
         """All of it, for a file."""
-        return vars(self)
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned."""

@@ -222,26 +222,27 @@ class Circuits(NamedTuple):
 
     max_delta: float  # the largest |difference|
     overlap: int  # places that are among the largest in both
-    of: int
+    of: int  # the largest that are compared; 0 if there are too few to choose from
 
 
 def compare_effects(reference: Effects, other: Effects) -> Circuits:
     """The agreement of the effects of two precisions on the same prompts.
 
-    Only what can differ has a rank: not an effect that is exactly 0 in both, and not the column of
-    the replaced tokens, whose positions have their own columns.
+    Only what can differ has a rank: not an effect that is exactly 0, and not the column of the
+    replaced tokens, whose positions have their own columns. At most half of the places that have a
+    rank in either precision are called the largest, since all of them always agree.
     """
     delta = (other.effect_L2C - reference.effect_L2C).abs().max().item()
     first = _ranked(reference)
     second = _ranked(other)
-    of = min(TOP, sum(first[site] > 0 or second[site] > 0 for site in first))
+    of = min(TOP, len(first.keys() | second.keys()) // 2)
     shared = set(_largest(first, of)) & set(_largest(second, of))
     return Circuits(delta, len(shared), of)
 
 
 def _ranked(effects: Effects) -> dict[Site, float]:
-    """The sizes of the effects by place, without the column of the replaced tokens."""
-    return {site: abs(value) for site, value in effects.by_site() if site[-1] != REPLACED}
+    """The sizes of the effects that have a rank, by place."""
+    return {site: abs(value) for site, value in effects.by_site() if value and site[-1] != REPLACED}
 
 
 def _largest(sizes: Mapping[Site, float], count: int) -> list[Site]:
@@ -345,10 +346,10 @@ def _number(value: float | None) -> str:
 
 
 def _patching_line(dtype: str, circuits: Circuits) -> str:
-    return (
-        f"{dtype:<10}patching: largest change of an effect {circuits.max_delta:.4f}, "
-        f"{circuits.overlap} of the {circuits.of} largest effects are the same"
-    )
+    words = f"{dtype:<10}patching: largest change of an effect {circuits.max_delta:.4f}, "
+    if not circuits.of:
+        return words + "too few effects to compare the largest"
+    return words + f"{circuits.overlap} of the {circuits.of} largest effects are the same"
 
 
 def _unexpected(cost: PrecisionCost) -> list[str]:

@@ -255,10 +255,10 @@ def _precision(found: dict) -> str:
 def _circuits(dtype: str, found: dict | None) -> str:
     if found is None:
         return ""
-    return (
-        f"{dtype}: the largest change of an effect of patching is {found['max_delta']:.4f}, and "
-        f"{found['overlap']} of the {found['of']} largest effects are the same."
-    )
+    words = f"{dtype}: the largest change of an effect of patching is {found['max_delta']:.4f}"
+    if not found["of"]:
+        return f"{words}; there are too few effects to compare the largest."
+    return f"{words}, and {found['overlap']} of the {found['of']} largest effects are the same."
 
 
 def _autoencoders(layers: dict[int, dict]) -> str:

@@ -80,7 +80,8 @@ def over_batches(
 ) -> None:
     """Call add(first), which adds to the totals by layer, for each batch, whose first row is given.
 
-    partial: from which it continues, and which it keeps up; without one nothing is shown.
+    partial: from which it continues, and where it saves its progress; without one nothing is
+    shown.
     """
     if partial is None:
         for first in firsts:

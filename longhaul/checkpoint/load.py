@@ -225,7 +225,9 @@ def load_model(
         named = model.named_parameters()
         check_model(checkpoint, {f"model.{name}": tuple(p.shape) for name, p in named})
 
-    model.to(weights).to_empty(device=device)
+    if weights is not None:
+        model.to(weights)
+    model.to_empty(device=device)
     model.tie_weights()
     _read_into(named_shards(model), checkpoint)
     return model

@@ -131,9 +131,9 @@ def _of_words(reward: RewardModel, tokens_BT: Tensor, label_B: Tensor) -> tuple[
 def _of_mixtures(
     reward: RewardModel, tokens_BT: Tensor, label_B: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Logits and labels of reviews of which each is mixed with another one, in equal measure
-    everywhere (mixup, arXiv 1710.09412): s a + (1 - s) b of embeddings, counts and labels, with s
-    uniform in [0, 1].
+    """Logits and labels of reviews whose responses are mixed with those of others: s a + (1 - s) b
+    of the embeddings at every token, the counts and the label, with a share s that is uniform in
+    [0, 1] for each review (mixup, arXiv 1710.09412). Each keeps its prompt.
     """
     B = len(tokens_BT)
     device = reward.weight.device

@@ -15,10 +15,15 @@ LARGEST = 2**28  # bytes of the inputs of an operator that is run
 PROBED = ("aten::convolution", "aten::convolution_backward")
 
 
-def is_probed(func, args) -> bool:
-    """Whether the operator is run to be measured."""
+def is_probed(func) -> bool:
+    """Whether the operator has to be run to be measured."""
+    return func._schema.name in PROBED
+
+
+def is_small(args) -> bool:
+    """Whether the operator's inputs are small enough for that."""
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    return func._schema.name in PROBED and sum(leaf.nbytes for leaf in given) <= LARGEST
+    return sum(leaf.nbytes for leaf in given) <= LARGEST
 
 
 def inside_bytes(func, args) -> int:

@@ -31,7 +31,9 @@ class Report:
     @classmethod
     def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
         trace = of_step(tracker.trace)
-        missing = left_out(trace, tracker.autocast) if target == "cuda" else []
+        missing = tracker.workspace.not_modelled()
+        if target == "cuda":
+            missing += left_out(trace, tracker.autocast)
         return cls(trace, target, world_size, tracker.first_peak, missing)
 
     @cached_property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from footprint.probe import inside_bytes, is_probed
+from footprint.probe import LARGEST, inside_bytes, is_probed, is_small
 
 
 class KernelWorkspaces:
@@ -23,17 +23,29 @@ class KernelWorkspaces:
         self.target = target
         self.threads = threads or torch.get_num_threads()
         self.probed: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
+        self.not_probed: set[str] = set()  # operators whose inputs were too large to run them
 
     def __call__(self, func, args, outputs) -> int:
         declared = DECLARED[self.target].get(func._schema.name)
         if declared:
             return declared(self.threads, *args)
-        if self.target == "cpu" and is_probed(func, args):
-            key = str(func), str(tree_map(signature, tuple(args)))
-            if key not in self.probed:
-                self.probed[key] = inside_bytes(func, args)
-            return self.probed[key]
-        return 0
+        if self.target != "cpu" or not is_probed(func):
+            return 0
+        if not is_small(args):
+            self.not_probed.add(str(func))
+            return 0
+
+        key = str(func), str(tree_map(signature, tuple(args)))
+        if key not in self.probed:
+            self.probed[key] = inside_bytes(func, args)
+        return self.probed[key]
+
+    def not_modelled(self) -> list[str]:
+        """What is left out, in words."""
+        return [
+            f"scratch memory of {name} with inputs above {LARGEST // 2**20} MiB"
+            for name in sorted(self.not_probed)
+        ]
 
 
 def signature(value):

@@ -13,7 +13,7 @@ import torch
 
 import profile_memory
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, measure, observe, predict
+from footprint import Recording, Refused, measure, observe, predict, probe
 from footprint.places import shortened
 from tests.footprint_models import STEPS, Transformer, images, mlp, tokens, train
 from tests.tiers import few_fast
@@ -182,6 +182,14 @@ def test_what_is_not_modelled_is_said():
     report = predict(build, step)
     assert any("cuDNN's convolutions" in words for words in report.not_modelled)
     assert "not in the prediction: " in str(report)
+
+
+def test_a_convolution_that_is_too_large_to_be_run_is_said(monkeypatch):
+    build, step = STEPS["convolutions"]
+    assert not predict(build, step, target="cpu").not_modelled
+    monkeypatch.setattr(probe, "LARGEST", 0)
+    left_out = predict(build, step, target="cpu").not_modelled
+    assert any("scratch memory of aten.convolution.default" in words for words in left_out)
 
 
 # ---- what is written

@@ -17,7 +17,7 @@ from profile_memory import ProfileConfig
 from scripts import evaluate, generate
 
 ROOT = Path(__file__).parent.parent
-CODE = ("data", "files", "fused", "longhaul", "nsa", "scripts", "README.md")
+CODE = ("data", "files", "footprint", "fused", "longhaul", "nsa", "scripts", "README.md")
 DOORS = ("train.py", "profile_memory.py", "verify_chunked_loss.py")
 MODULES = ("flags.py", "installed.py", "model.py")
 FITS_AFTER_CHANGES = {"--advise": 2, "--solve": 2}

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from footprint.cuda import CudaOperators, gpu_optimizers
 from footprint.measure import peak_of_last
+from footprint.outside import random_states
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
 from footprint.refusal import Refused, place_of
@@ -71,7 +72,7 @@ def predict(
 def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
     """The same report of two real steps on this machine's CPU."""
     tracker = _tracker("cpu", fake=False, depth=DEPTH)
-    with tracker:
+    with random_states(tracker), tracker:
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, "cpu", 1)
 
@@ -196,6 +197,8 @@ def _on_fake_tensors(
         if target == "cuda":
             stack.enter_context(gpu_optimizers())
             tracker.modes.insert(0, CudaOperators())
+        else:
+            stack.enter_context(random_states(tracker))
         for mode in tracker.modes:
             stack.enter_context(mode)
         stack.enter_context(tracker)

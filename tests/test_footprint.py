@@ -19,7 +19,7 @@ from tests.footprint_models import STEPS, Transformer, images, mlp, tokens, trai
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
-TOLERANCE = 1e-3  # of the peak; a checkpoint's state of the random numbers is no tensor of a step
+TOLERANCE = 12  # bytes
 TRANSFORMER = STEPS["transformer"]
 
 
@@ -34,10 +34,10 @@ def single_thread():
 @pytest.mark.parametrize("name", few_fast(STEPS, 4))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = STEPS[name]
-    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), rel=TOLERANCE)
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", few_fast(["AdamW foreach", "checkpointing, reentrant"], 2))
+@pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))
 def test_fake_tensors_show_every_stage_as_the_real_step_does(name):
     build, step = STEPS[name]
     assert predict(build, step, "cpu").by_stage == observe(build, step).by_stage
@@ -56,7 +56,7 @@ def test_what_is_read_for_a_log_changes_nothing_and_a_known_value_decides():
         return f"{loss.item():.2f} {float(loss):.3f} {2 * loss.item() + 1}"
 
     build, _ = TRANSFORMER
-    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), rel=TOLERANCE)
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
 PUBLIC = [
@@ -155,6 +155,18 @@ def test_a_script_without_two_steps_is_refused():
 
 
 # ---- CUDA
+
+
+def test_a_checkpoint_saves_random_states_in_a_cpus_memory_and_not_on_a_gpu():
+    build, step = STEPS["checkpointing, non-reentrant"]
+    on_cpu, on_cuda = (
+        [storage.size for storage in predict(build, step, target).trace.storages.values()]
+        for target in ("cpu", "cuda")
+    )
+    state = torch.get_rng_state().nbytes
+    layers = 3
+    assert on_cpu.count(state) == 2 * layers  # the saved one, and the one around a recomputation
+    assert on_cuda.count(state) == 0
 
 
 def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_updated_at_once():

@@ -27,6 +27,7 @@ from footprint.measure import peak_of_last
 from footprint.outside import random_states
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
+from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
 from footprint.values import KnownValues, Reading, branches, undisclosed
@@ -64,7 +65,7 @@ def predict(
     """
     check_target(target)
     tracker = _tracker(target, fake=True, depth=depth)
-    with fake_process_group(world_size), _on_fake_tensors(tracker, target, answers):
+    with _rank_of(world_size), _on_fake_tensors(tracker, target, answers):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, target, world_size)
 
@@ -95,7 +96,8 @@ def check_target(target: str) -> None:
 
 
 def _tracker(target: str, fake: bool, depth: int) -> StepTracker:
-    return StepTracker(KernelWorkspaces(target), fake, KnownValues(), depth)
+    workspaces = GlooWorkspaces if fake and target == "cpu" else KernelWorkspaces
+    return StepTracker(workspaces(target), fake, KnownValues(), depth)
 
 
 # ---- the step
@@ -237,6 +239,16 @@ def _words(error: RuntimeError, reason: str) -> str:
         "whose results have a fixed shape, or give it a fake implementation "
         "(torch.library.register_fake)"
     )
+
+
+@contextlib.contextmanager
+def _rank_of(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of `ranks` for the wrappers of PyTorch; nothing for one rank."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_process_group(ranks))
+        if ranks > 1:
+            stack.enter_context(data_parallel())
+        yield
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from footprint.refusal import TORCH, Refused, lines, place
@@ -127,6 +128,19 @@ class KnownValues:
         for fake, twin in zip(results, leaves, strict=True):
             self._keep(fake, twin)
 
+    def selected(self, func, args) -> Tensor | None:
+        """A fake tensor of the shape that `nonzero` has for known values; None for anything else.
+        A device mesh finds its rank by it.
+        """
+        if func is not torch.ops.aten.nonzero.default:
+            return None
+        twin = self.of(args[0])
+        if twin is None:
+            return None
+        with unset_fake_temporarily():
+            count = int(torch.count_nonzero(twin))
+        return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
+
     def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
@@ -194,7 +208,8 @@ class Reading(TorchFunctionMode):
         """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
         real = self.known.of(tensor)
         if real is not None:
-            return func(real)
+            with _disable_current_modes():  # the tracker would answer for a tensor without values
+                return func(real)
 
         answer = self._answered()
         if answer is not None:

@@ -4,10 +4,14 @@ Each entry of STEPS makes (build, step) as a user would write them.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 128
@@ -213,4 +217,66 @@ STEPS = {
     "AdamW fused": on_tokens(optimizer=with_optimizer(Transformer, ADAMW, fused=True)),
     "SGD with momentum": on_tokens(optimizer=with_optimizer(Transformer, SGD)),
     "a user's optimizer": on_tokens(optimizer=with_optimizer(Transformer, Lion)),
+}
+
+
+# ---- steps of several ranks
+
+
+def llama() -> nn.Module:
+    """Llama of `transformers`, of two layers, whose forward returns logits only."""
+    import transformers
+
+    sizes = dict(hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, intermediate_size=512, num_key_value_heads=2, **sizes
+    )
+    return Logits(transformers.LlamaForCausalLM(config).train())
+
+
+class Logits(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+        self.layers = inner.model.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(input_ids=tokens, use_cache=False).logits
+
+
+def sharded(make: Callable[[], nn.Module]) -> nn.Module:
+    """FSDP2, each layer in a group of its own."""
+    model = make()
+    for layer in getattr(model, "layers", []):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def sharded_and_replicated(make: Callable[[], nn.Module]) -> nn.Module:
+    """HSDP: replicas of shards, on a mesh of its own."""
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make()
+    for layer in getattr(model, "layers", []):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def replicated(make: Callable[[], nn.Module]) -> nn.Module:
+    return DistributedDataParallel(make())
+
+
+def over_ranks(spread, make, batch=tokens):
+    step = functools.partial(train, batch=batch, clip=1.0)
+    return with_optimizer(functools.partial(spread, make)), step
+
+
+OVER_RANKS = {
+    "FSDP2, transformer": over_ranks(sharded, Transformer),
+    "FSDP2, mlp": over_ranks(sharded, mlp, images),
+    "FSDP2, Llama": over_ranks(sharded, llama),
+    "HSDP, transformer": over_ranks(sharded_and_replicated, Transformer),
+    "DDP, transformer": over_ranks(replicated, Transformer),
+    "DDP, mlp": over_ranks(replicated, mlp, images),
+    "DDP, Llama": over_ranks(replicated, llama),
 }

@@ -97,6 +97,20 @@ def test_parameters_gradients_states_inputs_and_activations_are_told_apart():
     assert "activation" not in report.stages["start"]
 
 
+def test_values_that_follow_from_constants_are_those_of_a_real_step():
+    def step(state):
+        counted = torch.arange(6).view(2, 3) * 2
+        found.extend([counted.tolist(), counted[1, 2].item(), int(counted.sum())])
+        found.extend([bool((counted > 10).any()), bool((counted > 9).any()), bool(counted[0, 0])])
+        found.append((counted % 4 == 2).nonzero().tolist())
+
+    build, _ = TRANSFORMER
+    found: list = []
+    predict(build, step, "cpu")
+    del found[7:]  # of the second step
+    assert found == [[[0, 2, 4], [6, 8, 10]], 10, 30, False, True, False, [[0, 1], [1, 0], [1, 2]]]
+
+
 def test_a_users_optimizer_is_recognised_by_its_methods():
     build, step = STEPS["a user's optimizer"]
     sizes = predict(build, step, "cpu").stages["start"]

@@ -43,6 +43,14 @@ NEEDS_CUDA = (
     "CUDA is not available",
     "not linked with support for cuda",
 )
+# In what PyTorch says about process groups -> what to do
+GROUPS = {
+    "initialize the default process group twice": (
+        "there is a process group of world_size ranks: leave init_process_group out of build"
+    ),
+    "Default process group has not been initialized": "it needs ranks: give world_size above 1",
+    "Error initializing torch.distributed": "it needs ranks: give world_size above 1",
+}
 NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -64,6 +72,8 @@ def predict(
     Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
     """
     check_target(target)
+    if world_size < 1:
+        raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(target, fake=True, depth=depth)
     with _rank_of(world_size), _on_fake_tensors(tracker, target, answers):
         trace_two_steps(tracker, build, step)
@@ -222,6 +232,11 @@ def _refusing() -> Iterator[None]:
         if "Unknown" not in str(error):
             raise
         raise branches(place_of(error.__traceback__)) from error
+    except ValueError as error:
+        remedy = next((remedy for words, remedy in GROUPS.items() if words in str(error)), None)
+        if remedy is None:
+            raise
+        raise Refused(f"{place_of(error.__traceback__)}: {remedy}") from error
     except (AssertionError, RuntimeError, UserWarning) as error:
         if not any(words in str(error) for words in NEEDS_CUDA):
             raise

@@ -1,17 +1,101 @@
-"""footprint/: its predictions for one of several ranks against ranks that run."""
+"""footprint/: its predictions for one of several ranks against gloo ranks that run, and what it
+refuses there.
+"""
 
+import functools
+
+import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from footprint import measure, observe
+from footprint import Refused, observe, predict
 from longhaul import dist
-from tests.footprint_models import OVER_RANKS
+from tests.footprint_models import OVER_RANKS, Transformer, tokens, train, with_optimizer
+from tests.ranks import run_ranks
+
+BUILD, STEP = OVER_RANKS["FSDP2, transformer"]
+PARAMETERS = sum(parameter.nbytes for parameter in Transformer().parameters())
 
 
-def recorded_each(world: dist.World, names: list[str]) -> list[tuple[dict, int]]:
-    """For each name what the tracker sees in every stage, and what the allocator records."""
+@pytest.fixture(autouse=True)
+def single_thread():
     torch.set_num_threads(1)
-    found = []
-    for name in names:
-        build, step = OVER_RANKS[name]
-        found.append((observe(build, step).by_stage, measure(build, step)))
-    return found
+
+
+# ---- ranks that run
+
+
+def observed_each(world: dist.World, names: list[str]) -> list[int]:
+    """The peak of each step as the tracker sees it."""
+    torch.set_num_threads(1)
+    return [observe(*OVER_RANKS[name]).peak for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, spread", [(2, ("FSDP2", "DDP")), (4, ("HSDP",))])
+def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, spread):
+    """gloo's threads may hold a buffer longer than the step does, so that lower stages differ."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    names = [name for name in OVER_RANKS if name.startswith(spread)]
+    predicted = [predict(*OVER_RANKS[name], "cpu", world_size=ranks).peak for name in names]
+    assert run_ranks(observed_each, ranks, names) == [predicted] * ranks
+
+
+# ---- what a rank holds
+
+
+def test_fsdp2_shards_parameters_gradients_and_states_and_gathers_them_layer_by_layer():
+    report = predict(BUILD, STEP, "cpu", world_size=2)
+    at_update = report.stages["optimizer"]
+    for category in ("parameter", "gradient"):
+        assert at_update[category] == PARAMETERS // 2
+    assert at_update["optimizer"] == pytest.approx(PARAMETERS, rel=1e-3)
+    assert "unsharded" not in at_update
+    assert 0 < report.stages["layers.* forward"]["unsharded"] < PARAMETERS
+    of_eight = predict(BUILD, STEP, "cpu", world_size=8).stages["optimizer"]
+    assert of_eight["parameter"] == PARAMETERS // 8
+
+
+def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
+    alone = predict(with_optimizer(Transformer), STEP, "cpu")
+    build, step = OVER_RANKS["DDP, transformer"]
+    report = predict(build, step, "cpu", world_size=2)
+    buckets = report.by_stage["end"] - alone.by_stage["end"]
+    assert buckets == pytest.approx(PARAMETERS, rel=1e-3)
+    assert report.stages["optimizer"]["parameter"] == PARAMETERS
+    assert predict(build, step, "cpu", world_size=8).peak == report.peak
+
+
+# ---- refusals
+
+
+def with_a_hook():
+    model = DistributedDataParallel(Transformer())
+    model.register_comm_hook(None, lambda *_: None)
+    return model
+
+
+def with_a_group():
+    torch.distributed.init_process_group("gloo")
+    return Transformer()
+
+
+@pytest.mark.parametrize(
+    "model, ranks, words",
+    [
+        (with_a_hook, 2, "communication hooks are not predicted"),
+        (with_a_group, 2, "leave init_process_group out of build"),
+        (lambda: DistributedDataParallel(Transformer()), 1, "give world_size above 1"),
+        (Transformer, 0, "world_size 0 is out of range"),
+    ],
+)
+def test_what_cannot_work_over_ranks_is_refused_in_one_line(model, ranks, words):
+    with pytest.raises(Refused, match=words) as error:
+        predict(with_optimizer(model), functools.partial(train, batch=tokens), "cpu", ranks)
+    assert "\n" not in str(error.value)
+
+
+def test_fsdp2_of_one_rank_without_a_group_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(Refused, match="give world_size above 1"):
+        predict(BUILD, STEP, "cpu")

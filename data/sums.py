@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 import flags
+from data import synthetic
 from data.dataset import Dataset
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
@@ -44,9 +45,6 @@ VOCABULARY = END + 1
 LENGTH = 16  # tokens of a document
 NUMBERS = range(100)
 OFF = 5  # a guess is off by so much at most
-
-EXIT_BAD_INPUT = 2
-EXIT_STORAGE = 6
 
 
 def worked_out(first: int, second: int) -> list[int]:
@@ -88,26 +86,7 @@ def documents(worked: float, seed: int) -> Iterator[TokenizedDocument]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = _parser().parse_args(arguments)
-        dataset = write(options)
-    except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            f"cannot write: {error}: check the free space and the permissions, then run the same "
-            "command again",
-            EXIT_STORAGE,
-        )
-    for name, split in dataset.splits.items():
-        print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
-    print(f"train with --data {dataset.path} --vocab_size {VOCABULARY}")
-    return 0
-
-
-def _fail(message: object, code: int) -> int:
-    print(f"data.sums: {message}", file=sys.stderr)
-    return code
+    return synthetic.run(_parser(), write, arguments)
 
 
 def write(options: argparse.Namespace) -> Dataset:

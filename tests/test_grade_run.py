@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -31,6 +30,7 @@ from longhaul.run import start as starting
 from scripts import grade
 from selfcheck.faults import runs
 from tests.killed import killed_and_resumed
+from tests.policy_runs import records, same_bits
 from tests.test_train import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
@@ -99,19 +99,6 @@ def prompts_of_lengths(out: Path, lengths: list[int], val_fraction: float = 0.0)
         eod_id=reviews.END,
         val_fraction=val_fraction,
     )
-
-
-def records(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
-
-
-def same_bits(first: Path, second: Path) -> bool:
-    mine, theirs = weights(first), weights(second)
-    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -28,6 +27,7 @@ from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from scripts import evaluate, intuitor
 from selfcheck.faults import runs
 from tests.killed import killed_and_resumed
+from tests.policy_runs import records, same_bits
 from tests.test_train import TORCHRUN
 from tests.tiers import slow
 
@@ -64,19 +64,6 @@ def words(folder: Path, out: Path, more: str = "") -> list[str]:
 
 def run(folder: Path, out: Path, more: str = ""):
     intuitor.main(words(folder, out, more))
-
-
-def records(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(sorted(out.glob("step-*/rank-*"))[-1])
-
-
-def same_bits(first: Path, second: Path) -> bool:
-    mine, theirs = weights(first), weights(second)
-    return all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 @pytest.fixture(scope="module")

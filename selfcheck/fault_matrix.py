@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from flags import Parser
-from selfcheck.faults import corruption, data, numerics, process, resume, security, storage
+from selfcheck.faults import corruption, data, numerics, process, resume, runs, security, storage
 from selfcheck.faults.rows import Failed, Row
 
 GROUPS: dict[str, list[Row]] = {
@@ -113,6 +113,7 @@ def main(args: list[str] | None = None):
     except ValueError as error:
         print(f"fault_matrix: error: {error}", file=sys.stderr)
         sys.exit(2)
+    runs.measure_speed()
     failed = [
         row.number
         for row in rows

@@ -15,11 +15,13 @@ import pytest
 
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
+from selfcheck.faults.runs import dataset
+from tests.ranks import free_port
 
 ROOT = Path(__file__).parent.parent
 FLAGS = shlex.split(
-    "--device cpu --model_size tiny --context_length 256 --max_steps 30 --save_every 10 "
-    "--warmup_steps 4 --eval_every 0 --dtype fp32 --timeout 8"
+    "--device cpu --model_size tiny --vocab_size 64 --context_length 256 --max_steps 30 "
+    "--save_every 10 --warmup_steps 4 --eval_every 0 --dtype fp32 --timeout 8"
 )
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 
@@ -55,7 +57,13 @@ def hosts():
             ip("netns", "del", name)
 
 
-def start(host: str, rank: int, folder: Path) -> subprocess.Popen:
+@pytest.fixture
+def flags(tmp_path) -> list[str]:
+    """FLAGS, and a small dataset."""
+    return [*FLAGS, "--data", str(dataset(tmp_path / "data", rows=400))]
+
+
+def start(host: str, rank: int, flags: list[str], folder: Path) -> subprocess.Popen:
     """torchrun on one of the two hosts, as a user with two machines would call it, on one core, so
     that sums have the same order.
     """
@@ -65,7 +73,7 @@ def start(host: str, rank: int, folder: Path) -> subprocess.Popen:
         f"--master_addr={ADDRESSES[0]} --master_port=29511 train.py"
     )
     return subprocess.Popen(
-        [*place.split(), sys.executable, *torchrun.split(), *FLAGS, "--output_dir", str(folder)],
+        [*place.split(), sys.executable, *torchrun.split(), *flags, "--output_dir", str(folder)],
         cwd=ROOT,
         text=True,
         env=os.environ | dict(GLOO_SOCKET_IFNAME="cable"),
@@ -84,9 +92,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, tmp_path):
+def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, flags, tmp_path):
     folder = tmp_path / "run"
-    jobs = [start(host, rank, folder) for rank, host in enumerate(hosts)]
+    jobs = [start(host, rank, flags, folder) for rank, host in enumerate(hosts)]
     wait_for(lambda: (folder / "step-00000010").exists(), jobs)
     ip("-n", hosts[1], "link", "set", "cable", "down")
     began = time.monotonic()
@@ -96,14 +104,14 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, tmp_path):
     assert json.loads((folder / "exit.json").read_text())["code"] == 7
 
     ip("-n", hosts[1], "link", "set", "cable", "up")
-    jobs = [start(host, rank, folder) for rank, host in enumerate(hosts)]
+    jobs = [start(host, rank, flags, folder) for rank, host in enumerate(hosts)]
     words = [job.communicate(timeout=300)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0] and "resumed" in words[0]
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
 
     alone = tmp_path / "one machine"
-    torchrun = "-m torch.distributed.run --nproc_per_node=2 --master_port=29512 train.py"
-    command = ["taskset", "--cpu-list", "0", sys.executable, *torchrun.split(), *FLAGS]
+    torchrun = f"-m torch.distributed.run --nproc_per_node=2 --master_port={free_port()} train.py"
+    command = ["taskset", "--cpu-list", "0", sys.executable, *torchrun.split(), *flags]
     command += ["--output_dir", str(alone)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     assert losses(folder) == losses(alone) and len(losses(alone)) == 30
@@ -143,16 +151,16 @@ def slurm(tmp_path):
         SLURM_JOB_NUM_NODES="1",
         SLURM_JOB_ID="7",
         SLURM_GPUS_ON_NODE="1",
-        PORT="29513",
+        PORT=str(free_port()),
     )
 
 
 @pytest.mark.slow
 def test_under_slurm_a_job_that_was_stopped_goes_back_into_the_queue_and_one_that_failed_does_not(
-    slurm, tmp_path
+    slurm, flags, tmp_path
 ):
     folder, calls = tmp_path / "run", tmp_path / "bin" / "scontrol.calls"
-    command = ["bash", "scripts/slurm.sh", *FLAGS, f"--output-dir={folder}"]
+    command = ["bash", "scripts/slurm.sh", *flags, f"--output-dir={folder}"]
     job = subprocess.Popen(
         command, cwd=ROOT, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -27,6 +27,9 @@ import longhaul.step  # noqa: F401
 import train
 from data.writer import write_dataset
 from flags import underscored
+from longhaul import cli
+from longhaul.config import TrainConfig
+from longhaul.flops import step_seconds
 from selfcheck.faults.rows import require
 from tests.ranks import free_port
 
@@ -70,6 +73,14 @@ def dataset(folder: Path, rows: int = 40) -> Path:
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     """Flags of a small run of the data in `folder`."""
     return [*SMALL, "--data", str(folder), "--output_dir", str(out), *more]
+
+
+def measure_speed():
+    """Measure here what the plan of each small run would measure anew in its own process: half of
+    the CPU time that a run takes.
+    """
+    cfg = cli.parse(TrainConfig, SMALL)
+    step_seconds(cfg, cfg.model(), 1, "cpu")
 
 
 def last_given(args: list[str]) -> list[str]:

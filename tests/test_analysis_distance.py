@@ -41,7 +41,7 @@ def profiles(model: Decoder, tokens_BT: torch.Tensor, every: int = 1, **how) -> 
     """{layer: {part: Profile}}"""
     totals = {layer: LayerDistances(model.config, every=every) for layer in LAYERS}
     with measured(model, totals):
-        run(model, tokens_BT, **how)
+        run(model, tokens_BT, max(LAYERS), **how)
     return {layer: of_layer.result() for layer, of_layer in totals.items()}
 
 
@@ -297,7 +297,7 @@ def totals_of(tokens_BT: torch.Tensor, model: Decoder, start: dict | None = None
     if start is not None:
         totals.load_state_dict(start)
     with measured(model, {1: totals}):
-        run(model, tokens_BT)
+        run(model, tokens_BT, max(LAYERS))
     return totals
 
 

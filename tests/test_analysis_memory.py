@@ -10,6 +10,7 @@ import torch
 
 import profile_memory
 from longhaul import cli
+from longhaul.analysis import run
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.samples import Rows
 from longhaul.memory import analysis
@@ -91,15 +92,28 @@ def test_packed_rows_in_parts_are_planned_within_five_percent(part):
     assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
-@pytest.mark.parametrize("layers, within", [("", 1e-3), ("0,1,2,4,6", 0.05)])
+@pytest.mark.parametrize("layers", ["", "0,1,2,4"])
 @pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part != "statistics"))
-def test_few_layers_extrapolate_to_what_all_layers_take(part, layers, within):
+def test_few_layers_extrapolate_to_what_all_layers_take(part, layers):
     what = asked("standard")
     config = dataclasses.replace(what.config, num_layers=7)
     measures = dataclasses.replace(what.measures, layers=layers)
     deep = dataclasses.replace(what, config=config, measures=measures)
     expected = analysis.simulated(deep, "cpu", analysis.PARTS[part])
-    assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=within)
+    assert analysis.peak(deep, "cpu", part) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_autoencoder_of_any_layer_is_planned_within_five_percent(layer):
+    """Its forward ends at its layer. Behind an early one a plan once counted too much."""
+    measures = Measures(sae_tokens=1, layers=str(layer))
+    what = analysis.Analysed(SETTINGS["standard"][0], measures, 4, 1024)
+    planned = analysis.peak(what, "cpu", "sae")
+    model = Decoder(what.config)
+    with analysis.meter(model, CPU) as meter:
+        samples = RandomSamples(4, what.context_length)
+        run.train_autoencoder(model, samples, measures, layer, what.batch_size)
+    assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["standard", "parts"])

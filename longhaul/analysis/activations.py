@@ -6,6 +6,8 @@ the memory of a forward. Letters: B rows, T tokens of a row, t of a part of it, 
 """
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -48,6 +50,16 @@ def module_at(model: Decoder, layer: int, site: str) -> nn.Module:
     """The module whose output is the activation."""
     block = model.layers[layer]
     return {"residual": block, "attention": block.attention, "mlp": block.mlp}[site]
+
+
+def up_to(model: Decoder, layer: int) -> Decoder:
+    """The model without the layers behind this one. It shares the others, and their hooks."""
+    config = dataclasses.replace(model.config, num_layers=layer + 1)
+    first = copy.copy(model)
+    first._modules = dict(model._modules)
+    first.layers = model.layers[: layer + 1]
+    first.config = config
+    return first
 
 
 # ---- hooks
@@ -98,7 +110,8 @@ def stream(
     chunk: int = 0,
 ) -> None:
     """Call consume(layer, site, x_BtD) with the activations of one forward, in the order in which
-    they are made. `consume` may read them, and must not change them.
+    they are made. `consume` may read them, and must not change them. The forward ends after the
+    last of these layers.
 
     chunk: rows, and the documents of packed rows, pass one after another in parts of so many tokens
     over the KV cache. Then x is [1, t, D], and only the cache grows with the row. Otherwise the
@@ -114,7 +127,7 @@ def stream(
         for layer in layers:
             for site in sites:
                 hooks.enter_context(_read(model, layer, site, consume))
-        run(model, tokens_BT, doc_ids=doc_ids, chunk=chunk)
+        run(model, tokens_BT, max(layers), doc_ids=doc_ids, chunk=chunk)
 
 
 def _read(
@@ -127,10 +140,12 @@ def _read(
 
 
 def run(
-    model: Decoder, tokens_BT: Tensor, *, doc_ids: Tensor | None = None, chunk: int = 0
+    model: Decoder, tokens_BT: Tensor, last: int, *, doc_ids: Tensor | None = None, chunk: int = 0
 ) -> None:
-    """One forward for what hooks make of it: without gradients, and without the vocabulary."""
-    scorer = ModelScorer(model, model.embed.weight.device, chunk)
+    """One forward up to layer `last`, for what hooks make of it: without gradients, and without
+    the vocabulary.
+    """
+    scorer = ModelScorer(up_to(model, last), model.embed.weight.device, chunk)
     asks_nothing = torch.full_like(tokens_BT, IGNORE)
     scorer.figures(Item(tokens_BT, asks_nothing, doc_ids=doc_ids), _no_figures)
 

@@ -171,7 +171,7 @@ def compare_rows(
     with contextlib.ExitStack() as hooks:
         for layer, block in enumerate(reference.layers):
             hooks.enter_context(hooked(block, functools.partial(compare, layer)))
-        run(reference, rows[0], doc_ids=rows[1], chunk=chunk)
+        run(reference, rows[0], max(sums), doc_ids=rows[1], chunk=chunk)
 
     sizes = torch.stack([total.error for total in sums.values()])
     if not sizes.isfinite().all():

@@ -210,7 +210,8 @@ def distances(
     def add(first: int) -> None:
         rows = batch(samples, first, batch_size)
         with measured(model, totals):
-            forward(model, rows.tokens_BT, doc_ids=rows.doc_ids_BT, chunk=measures.chunk)
+            last = max(totals)
+            forward(model, rows.tokens_BT, last, doc_ids=rows.doc_ids_BT, chunk=measures.chunk)
 
     over_batches("distances", firsts_of(samples, batch_size), totals, add, partial)
     return totals

@@ -2,7 +2,8 @@
 part after the other; and a meter of what a part really takes.
 
 Every layer is like the others, so a peak is affine in their number and in the number of those that
-are looked at. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
+are looked at. Layers behind the last of those only hold their weights. Sizes are bytes unless a
+name says GiB; GiB = 2^30 bytes.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
-from model import GIB, Decoder, ModelConfig
+from model import GIB, Block, Decoder, ModelConfig
 
 Say = Callable[[str], None]  # takes a line for the screen
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
@@ -122,14 +123,20 @@ class Analysed:
         )
 
     def shallow(self, layers: int, chosen: int) -> "Analysed":
-        """The same with other numbers of layers."""
+        """The same with other numbers of layers, the last of which are looked at."""
         return dataclasses.replace(
             self,
             config=dataclasses.replace(self.config, num_layers=layers),
             measures=dataclasses.replace(
-                self.measures, layers=",".join(str(layer) for layer in range(chosen))
+                self.measures,
+                layers=",".join(str(layer) for layer in range(layers - chosen, layers)),
             ),
         )
+
+    @property
+    def last(self) -> int:
+        """The deepest layer that is looked at."""
+        return max(self.measures.chosen(self.config))
 
 
 class FakeSamples:
@@ -204,8 +211,9 @@ def statistics(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
 def autoencoder(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
     """The training of one autoencoder: a part of the activations, then a step with dead latents."""
     few = dataclasses.replace(asked.measures, sae_tokens=1)
-    trainer = run.train_autoencoder(model, samples, few, 0, asked.batch_size)
-    x_ND = run.activations(model, samples, 0, 0, asked.batch_size, asked.measures.chunk)
+    layer = asked.last
+    trainer = run.train_autoencoder(model, samples, few, layer, asked.batch_size)
+    x_ND = run.activations(model, samples, layer, 0, asked.batch_size, asked.measures.chunk)
     step = min(trainer.settings.step_tokens, len(x_ND))
     trainer.step(x_ND[torch.arange(step)], revive=True)
 
@@ -258,10 +266,31 @@ def names(measures: Measures) -> list[str]:
     return [name for name in PARTS if not skipped.get(name)]
 
 
+# the forward of these ends at the last layer that is looked at; statistics see every overflow
+ENDS_EARLY = ("distances", "sae", "costs")
+
+
 @functools.cache
 def peak(asked: Analysed, target: str, name: str) -> int:
     """Live bytes at the peak of a part, weights included."""
-    part = PARTS[name]
+    if name not in ENDS_EARLY:
+        return _from_few_layers(asked, target, PARTS[name])
+
+    layers = asked.last + 1
+    first = dataclasses.replace(asked, config=dataclasses.replace(asked.config, num_layers=layers))
+    behind = asked.config.num_layers - layers
+    return _from_few_layers(first, target, PARTS[name]) + behind * layer_bytes(asked.config)
+
+
+def layer_bytes(config: ModelConfig) -> int:
+    """The parameters of a layer in the compute dtype."""
+    with torch.device("meta"):
+        block = Block(config).to(config.dtype)
+    return sum(parameter.nbytes for parameter in block.parameters())
+
+
+def _from_few_layers(asked: Analysed, target: str, part: Callable) -> int:
+    """The peak of a part whose forward runs all layers."""
     layers = asked.config.num_layers
     chosen = len(asked.measures.chosen(asked.config))
     if layers <= LAYERS:

@@ -239,8 +239,7 @@ def main(args: list[str] | None = None) -> int:
     try:
         words = sys.argv[1:] if args is None else args
         if door.is_asked_for(words):
-            door.predicted(words, door.__doc__.splitlines()[0])
-            return 0
+            return door.main(words, say)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
         if cfg.length_schedule:
             return predict_stages(cfg)

@@ -31,8 +31,11 @@ NOT_MODELLED = {
     "topk": "scratch memory of sorting and of top-k",
     "embedding_dense_backward": "scratch memory of the embedding's backward, which sorts tokens",
     "index_put": "scratch memory of index_put, which sorts indices",
+    "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
+    "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
+RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
 
 
 class CudaOperators(TorchFunctionMode):
@@ -58,6 +61,7 @@ def attention(
     """FlashAttention in half precision without a mask, else the memory-efficient kernel, else the
     plain products (aten/native/transformers/cuda/sdp_utils.cpp).
     """
+    q, k, v, attn_mask = (_as_autocast(tensor) for tensor in (q, k, v, attn_mask))
     half = q.dtype in HALF and q.shape[-1] <= WIDEST_HEAD
     if half and attn_mask is None and q.dim() == 4:
         flash = aten._scaled_dot_product_flash_attention
@@ -71,6 +75,13 @@ def attention(
     keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     bias = _bias(attn_mask, q, k)
     return efficient(q, k, v, bias, keeps, dropout_p, is_causal, scale=scale)[0]
+
+
+def _as_autocast(tensor: Tensor | None) -> Tensor | None:
+    """The tensor in the precision of autocast, which runs attention in it (autocast_mode.h)."""
+    if tensor is None or tensor.dtype != torch.float32 or not torch.is_autocast_enabled("cpu"):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -114,7 +125,22 @@ class FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
+def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
+    """The function behind nn.MultiheadAttention, with the attention and the dropout of CUDA. It is
+    written in Python, inside which PyTorch has modes for functions off.
+    """
+    names = {"scaled_dot_product_attention": attention, "dropout": dropout}
+    originals = {name: getattr(F, name) for name in names}
+    vars(F).update(names)
+    try:
+        return MULTI_HEAD(*args, **kwargs)
+    finally:
+        vars(F).update(originals)
+
+
+MULTI_HEAD = F.multi_head_attention_forward
 RULES: dict[Callable, Callable] = {
+    MULTI_HEAD: multi_head_attention,
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     F.rms_norm: rms_norm,
@@ -140,10 +166,12 @@ def gpu_optimizers() -> Iterator[None]:
         handle.remove()
 
 
-def not_modelled(trace: Trace, autocast: bool) -> list[str]:
+def not_modelled(trace: Trace, autocast: bool, ranks: int = 1) -> list[str]:
     """What of this step the prediction for CUDA leaves out."""
     ran = {storage.op for storage in trace.storages.values()}
     found = [words for part, words in NOT_MODELLED.items() if any(part in op for op in ran)]
     if autocast:
         found.append(AUTOCAST)
+    if ranks > 1:
+        found.append(RANKS)
     return list(dict.fromkeys(found))

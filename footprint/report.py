@@ -33,7 +33,7 @@ class Report:
         trace = of_step(tracker.trace)
         missing = tracker.workspace.not_modelled()
         if target == "cuda":
-            missing += left_out(trace, tracker.autocast)
+            missing += left_out(trace, tracker.autocast, world_size)
         return cls(trace, target, world_size, tracker.first_peak, missing)
 
     @cached_property

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import profile_memory
 from benchmarks import footprint as benchmark
 from footprint import Recording, Refused, measure, observe, predict, probe
 from footprint.places import shortened
-from tests.footprint_models import STEPS, Transformer, images, mlp, tokens, train
+from tests.footprint_models import STEPS, Transformer, images, mlp, on_tokens, tokens, train
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
@@ -205,6 +204,37 @@ def test_what_is_recomputed_in_the_backward_takes_the_operators_of_cuda_too(name
     assert "aten._scaled_dot_product_efficient_attention.default" in recomputed
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_takes_the_kernel_of_its_precision_under_autocast_too(autocast):
+    build, step = on_tokens(autocast=autocast)
+    operators = {storage.op for storage in predict(build, step).trace.storages.values()}
+    kernel = "flash" if autocast else "efficient"
+    assert f"aten._scaled_dot_product_{kernel}_attention.default" in operators
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multi_head_attention_takes_the_kernels_of_cuda(weights):
+    def build():
+        model = torch.nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def step(state):
+        model, optimizer = state
+        x = torch.randn(2, 32, 64)
+        model(x, x, x, need_weights=weights)[0].sum().backward()
+        optimizer.step()
+
+    attention = torch.nn.functional.scaled_dot_product_attention
+    report = predict(build, step)
+    operators = {storage.op for storage in report.trace.storages.values()}
+    assert ("aten.native_dropout.default" in operators) == weights
+    efficient = "aten._scaled_dot_product_efficient_attention.default"
+    assert (efficient in operators) == (not weights)
+    left_out = any("memory-efficient attention" in words for words in report.not_modelled)
+    assert left_out == (not weights)
+    assert torch.nn.functional.scaled_dot_product_attention is attention
+
+
 def test_what_is_not_modelled_is_said():
     build, step = STEPS["convolutions"]
     report = predict(build, step)
@@ -318,69 +348,6 @@ def test_compiled_models_and_unknown_targets_are_refused():
         predict(compiled, functools.partial(train, batch=images), "cpu")
     with pytest.raises(Refused, match="choose one of cpu, cuda"):
         predict(*TRANSFORMER, "tpu")
-
-
-# ---- the command
-
-MINE = """
-import torch
-from torch import nn
-
-def build():
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    return model, torch.optim.AdamW(model.parameters())
-
-def step(state):
-    model, optimizer = state
-    model(torch.randn(32, 64)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_the_command_predicts_a_file_and_writes_json_and_page(tmp_path, capsys):
-    (tmp_path / "mine.py").write_text(MINE)
-    args = ["--step", str(tmp_path / "mine.py"), "--device", "cpu"]
-    files = ["--json", str(tmp_path / "out.json"), "--html", str(tmp_path / "page.html")]
-    assert profile_memory.main(args + files) == 0
-    assert "predicted for a CPU" in capsys.readouterr().out
-    parameters = 4 * (64 * 256 + 256 + 2560 + 10)
-    peak = json.loads((tmp_path / "out.json").read_text())["peak_live_bytes"]
-    assert 4 * parameters <= peak < 6 * parameters
-    assert "<svg" in (tmp_path / "page.html").read_text()
-
-
-def test_the_command_predicts_a_hugging_face_configuration(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    config = transformers.LlamaConfig(vocab_size=512, **sizes, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path)
-    args = ["--hf", str(tmp_path), "--seq", "64", "--batch", "2", "--json"]
-    peaks = []
-    for more in ([], ["--checkpointing"], ["--dtype", "bf16"]):
-        assert profile_memory.main([*args, str(tmp_path / "out.json"), *more]) == 0
-        peaks.append(json.loads((tmp_path / "out.json").read_text())["peak_live_bytes"])
-    assert "model.layers.* backward" in capsys.readouterr().out
-    plain, checkpointed, half = peaks
-    assert checkpointed < plain
-    assert half < 0.7 * plain
-
-
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["--step", "nowhere.py"], "is no Python file"),
-        (["--step", __file__], "has no function 'build'"),
-        (["--hf", "nowhere"], "there is no config.json"),
-        (["--step", "x.py", "--hf", "y"], "give one"),
-        (["--step", "x.py", "--depth", "0"], "--depth 0 is out of range"),
-    ],
-)
-def test_bad_input_of_the_command_is_one_line_and_exit_code_2(args, words, capsys):
-    assert profile_memory.main(args) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
 
 
 # ---- alone

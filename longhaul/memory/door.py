@@ -1,27 +1,40 @@
 """`profile_memory.py --step FILE.py` or `--hf FOLDER`: the memory of a step that is not longhaul's.
 
-The file defines build() and step(state), as footprint.predict takes them. Of a Hugging Face folder
-only the configuration is read: no weights, and no code that lies there.
+The file defines build() and step(state), as footprint.predict takes them; if step has parameters
+`batch` and `seq`, the flags of that name set them. Of a Hugging Face folder only the configuration
+is read. See docs/FOOTPRINT.md.
 """
 
 import functools
-import importlib
 import importlib.util
+import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from footprint import Report, predict
+from footprint.device import card
+from footprint.owners import holdings
 from longhaul import cli
 from longhaul.cli import flag
+from longhaul.memory.fit import Verdict
+from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS, Training
+from longhaul.memory.search import Say, advise, solve
 
 OPENS = ("step", "hf")  # flags that lead here
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
+SIZES = ("batch", "seq")
+SOLVES = {"context": "seq", "batch": "batch"}  # --solve -> the flag that it sets
+MOST = 2**31 - 1  # rows, tokens
+MOST_RANKS = 2**16
+DEFAULT_GIB = 80.0  # of the card that --solve looks at
+MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 
 @dataclass(frozen=True)
@@ -34,17 +47,64 @@ class StepConfig:
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
     html: str = flag("", "HTML file to write: the step's timeline and tables on one page")
     json: str = flag("", "JSON file to write, with every result")
-    seq: int = flag(512, "tokens of a row, with --hf", at_least=1, at_most=2**31 - 1)
-    batch: int = flag(1, "rows of a step, with --hf", at_least=1, at_most=2**31 - 1)
+    seq: int = flag(
+        512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
+    )
+    batch: int = flag(
+        1, "rows of a rank; with --step the argument batch of step", at_least=1, at_most=MOST
+    )
     dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(DTYPES))
     autocast: str = flag("none", "compute precision, with --hf", choices=("none", "bf16"))
-    optimizer: str = flag("adamw", "with --hf", choices=("adamw", "adamw_fused", "sgd"))
+    optimizer: str = flag("adamw", "with --hf", choices=OPTIMIZERS)
     checkpointing: bool = flag(False, "recompute activations in the backward, with --hf")
+    fsdp: int = flag(
+        1,
+        "ranks that share the model (FSDP2); with --step build() shards it",
+        at_least=1,
+        at_most=MOST_RANKS,
+    )
+    solve: str = flag(
+        "none", "what to find: the longest row or the most rows", (), ("none", "context", "batch")
+    )
+    advise: bool = flag(False, "say what to change so that the step fits --gpu or --vram")
+    gpu: str = flag("", "name of the card, with --solve and --advise")
+    gpu_memory_gib: float = flag(
+        0.0,
+        f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
+        ("vram",),
+    )
+    cc: int = flag(
+        0,
+        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
+        at_least=0,
+        at_most=999,
+    )
+    gpus: int = flag(
+        MANY, "most GPUs that share the model, with --advise", at_least=1, at_most=MOST_RANKS
+    )
 
     def __post_init__(self):
         cli.check_ranges(self)
         if bool(self.step) == bool(self.hf):
             raise ValueError("--step FILE.py and --hf FOLDER say what is predicted: give one")
+        if self.advise and self.solve != "none":
+            raise ValueError("--solve and --advise answer different questions: give one")
+        if self.device == "cpu" and (self.advise or self.solve != "none"):
+            asked = "--advise" if self.advise else "--solve"
+            raise ValueError(f"{asked} looks for what fits a GPU: drop --device cpu")
+
+    def training(self) -> Training:
+        """How the model of --hf is trained."""
+        return Training(
+            self.hf,
+            self.seq,
+            self.batch,
+            self.dtype,
+            self.autocast,
+            self.optimizer,
+            self.checkpointing,
+            self.fsdp,
+        )
 
 
 def is_asked_for(words: list[str]) -> bool:
@@ -53,35 +113,116 @@ def is_asked_for(words: list[str]) -> bool:
     return any(f"--{name}" in names for name in OPENS)
 
 
-def predicted(words: list[str], description: str) -> Report:
-    """Predict what a command line asks for, print its tables and write its files."""
-    cfg = cli.parse(StepConfig, words, description)
-    build, step = of_file(cfg.step) if cfg.step else of_hugging_face(cfg)
-    report = predict(build, step, cfg.device, depth=cfg.depth)
-    print(report)
+def main(words: list[str], say: Say) -> int:
+    """Answer a command line, say it line by line, and write its files; the exit code."""
+    typed = cli.given(StepConfig, words, __doc__.splitlines()[0])
+    cfg = StepConfig(**typed)
+    predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face
+
+    if cfg.solve == "none" and not cfg.advise:
+        report = predicted(cfg)
+        say(str(report))
+        _write(cfg, report, {})
+        return Verdict.FITS.exit_code
+
+    if cfg.advise:
+        found = advise(cfg, card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc), predicted, say)
+    else:
+        gib = cfg.gpu_memory_gib or (0.0 if cfg.gpu else DEFAULT_GIB)
+        found = solve(cfg, SOLVES[cfg.solve], card(cfg.gpu, gib, cfg.cc), predicted, say)
+    if found.report:
+        say(f"\n{found.report}\n")
+    say(found.words)
+    _write(cfg, found.report, found.as_json())
+    return found.verdict.exit_code
+
+
+def _write(cfg: StepConfig, report: Report, more: dict) -> None:
+    """The page and the results, with `more`; ValueError if a file cannot be written."""
     if cfg.html:
         report.html(cfg.html, cfg.step or cfg.hf)
-    if cfg.json:
-        write(cfg.json, report)
-    return report
-
-
-def write(path: str, report: Report) -> None:
-    """The results as JSON; ValueError if the file cannot be written."""
+    if not cfg.json:
+        return
+    found = report.json() | more
     try:
-        Path(path).write_text(json.dumps(report.json(), indent=1), encoding="utf-8")
+        Path(cfg.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
+        raise ValueError(
+            f"--json {cfg.json} cannot be written ({error}): name another file"
+        ) from None
+
+
+def of_hugging_face(cfg: StepConfig) -> Report:
+    """The prediction of a Hugging Face folder."""
+    build, step = cfg.training().functions()
+    return predict(build, step, cfg.device, cfg.fsdp, cfg.depth)
 
 
 # ---- a file
 
 
-def of_file(words: str) -> tuple[Callable, Callable]:
-    """The functions of "FILE.py" or "FILE.py:build,step"."""
+def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
+    """What predicts the functions of "FILE.py" or "FILE.py:build,step"; `typed`: the flags of the
+    command line.
+    """
+    build, step = _functions(cfg.step)
+    parameters = inspect.signature(step).parameters
+    solved = SOLVES.get(cfg.solve)
+    _check_flags(cfg, typed, solved, parameters)
+    sizes = [name for name in SIZES if name in parameters and (name in typed or name == solved)]
+
+    def predicted(cfg: StepConfig) -> Report:
+        given = {name: getattr(cfg, name) for name in sizes}
+        checked = functools.partial(_built, build, cfg.fsdp)
+        one_step = functools.partial(step, **given)
+        return predict(checked, one_step, cfg.device, cfg.fsdp, cfg.depth)
+
+    return predicted
+
+
+def _check_flags(cfg: StepConfig, typed: Set[str], solved: str | None, parameters) -> None:
+    """ValueError for a flag that would change nothing."""
+    if cfg.advise:
+        raise ValueError(
+            "--advise changes what --hf describes, and a file decides for itself: use --solve "
+            "batch, or change the file"
+        )
+    for name in OF_HF:
+        if name in typed:
+            raise ValueError(f"--{name} is for --hf; with --step, build() decides it: drop it")
+    for name in SIZES:
+        if (name in typed or name == solved) and name not in parameters:
+            asked = f"--{name}" if name in typed else f"--solve {cfg.solve}"
+            raise ValueError(
+                f"{asked}: step() of {cfg.step} has no parameter {name!r}: define step(state, "
+                f"{name}=...)"
+            )
+
+
+def _built(build: Callable[[], object], ranks: int) -> object:
+    """What build() returns; ValueError if it is for one rank and there are several."""
+    state = build()
+    if ranks > 1 and not any(_is_shared(value) for value in holdings(state)):
+        raise ValueError(
+            f"--fsdp {ranks}: build() shares its model with no other rank: call fully_shard on it, "
+            "or wrap it in DistributedDataParallel"
+        )
+    return state
+
+
+def _is_shared(value: object) -> bool:
+    if not isinstance(value, nn.Module):
+        return False
+    if any(isinstance(module, DistributedDataParallel) for module in value.modules()):
+        return True
+    return any(isinstance(parameter, DTensor) for parameter in value.parameters())
+
+
+def _functions(words: str) -> tuple[Callable, Callable]:
+    """build and step."""
     path, _, names = words.partition(":")
     build, _, step = (names or "build,step").partition(",")
-    module = load(path)
+    module = _load(path)
     for name in (build, step):
         if not callable(getattr(module, name, None)):
             raise ValueError(
@@ -91,7 +232,7 @@ def of_file(words: str) -> tuple[Callable, Callable]:
     return getattr(module, build), getattr(module, step)
 
 
-def load(path: str) -> ModuleType:
+def _load(path: str) -> ModuleType:
     """A Python file as a module; its errors are its own."""
     if not Path(path).is_file() or not path.endswith(".py"):
         raise ValueError(f"--step {path} is no Python file: give the path of one")
@@ -99,76 +240,3 @@ def load(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-# ---- a configuration of Hugging Face
-
-
-def of_hugging_face(cfg: StepConfig) -> tuple[Callable, Callable]:
-    """The build and the step of the model that a folder's config.json describes."""
-    config = _configuration(cfg.hf)
-    model_class = _model_class(config)
-    make = functools.partial(_batch, model_class.__name__, config, cfg)
-    return functools.partial(_build, model_class, config, cfg), functools.partial(_step, make, cfg)
-
-
-def _configuration(folder: str):
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"--hf {folder}: there is no config.json: give the folder of a model")
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--hf needs transformers: pip install transformers")
-    transformers = importlib.import_module("transformers")
-    return transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
-
-
-def _model_class(config) -> type[nn.Module]:
-    """The class that the configuration names."""
-    transformers = importlib.import_module("transformers")
-    names = config.architectures or []
-    known = [name for name in names if hasattr(transformers, name)]
-    if not known:
-        raise ValueError(
-            f"--hf: config.json names no architecture that transformers has ({names}): set "
-            '"architectures", such as ["LlamaForCausalLM"]'
-        )
-    return getattr(transformers, known[0])
-
-
-def _build(model_class: type[nn.Module], config, cfg: StepConfig):
-    model = model_class(config).to(DTYPES[cfg.dtype]).train()
-    if cfg.checkpointing:
-        model.gradient_checkpointing_enable()
-    if cfg.optimizer == "sgd":
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fused = True if cfg.optimizer == "adamw_fused" else None
-    return model, torch.optim.AdamW(model.parameters(), fused=fused)
-
-
-def _batch(name: str, config, cfg: StepConfig) -> dict[str, Tensor]:
-    """What a model of this name is trained on."""
-    if name.endswith("ForImageClassification"):
-        size = config.image_size
-        pixels = torch.randn(cfg.batch, config.num_channels, size, size, dtype=DTYPES[cfg.dtype])
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (cfg.batch,))}
-
-    ids = torch.randint(config.get_text_config().vocab_size, (cfg.batch, cfg.seq))
-    if name.endswith("ForSequenceClassification"):
-        return {"input_ids": ids, "labels": torch.randint(config.num_labels, (cfg.batch,))}
-    kinds = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
-    if name.endswith(kinds):
-        return {"input_ids": ids, "labels": ids}
-    raise ValueError(
-        f"--hf: what {name} is trained on is not known here: write build() and step(state) into a "
-        "file and give --step FILE.py"
-    )
-
-
-def _step(make: Callable[[], dict[str, Tensor]], cfg: StepConfig, state) -> None:
-    model, optimizer = state
-    with torch.autocast("cpu", torch.bfloat16, enabled=cfg.autocast == "bf16"):
-        loss = model(**make()).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()

@@ -1,0 +1,186 @@
+"""The training step of a model that a Hugging Face config.json describes: no weights are read, and
+no code that lies in its folder.
+"""
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from longhaul import optimizers
+from longhaul.optim import MOMENTS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "sgd")
+RATE = 1e-4  # the learning rate, on which no memory depends
+ELSEWISE = "write build() and step(state) into a file and give --step FILE.py"
+# endings of the classes that are trained on what follows a token, or on what stands in its place
+LANGUAGE = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
+
+# in the names of tables of learned positions
+POSITIONS = ("position", "pos_emb", "wpe")
+
+
+class TooLong(ValueError):
+    """A row of more tokens than the model has learned positions for."""
+
+    def __init__(self, tokens: int, positions: int):
+        super().__init__(
+            f"--seq {tokens} is longer than the model's {positions} learned positions: give at "
+            f"most --seq {positions}"
+        )
+        self.positions = positions
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained: the flags of `profile_memory.py --hf`."""
+
+    folder: str
+    seq: int = 512  # tokens of a row
+    batch: int = 1  # rows of a rank
+    dtype: str = "fp32"  # of the parameters, a key of DTYPES
+    autocast: str = "none"  # or "bf16"
+    optimizer: str = "adamw"  # one of OPTIMIZERS
+    checkpointing: bool = False
+    ranks: int = 1  # that share the model by FSDP2
+
+    def functions(self) -> tuple[Callable, Callable]:
+        """build() and step(state), as footprint.predict takes them; ValueError if the model cannot
+        be made or if it is not known what it is trained on.
+        """
+        config = _configuration(self.folder)
+        model_class = _model_class(config)
+        make = functools.partial(_batch, model_class, config, self)
+        return (
+            functools.partial(_build, model_class, config, self),
+            functools.partial(_step, make, self.autocast == "bf16"),
+        )
+
+
+def _configuration(folder: str):
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"--hf {folder}: there is no config.json: give the folder of a model")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--hf needs transformers: pip install transformers")
+    transformers = importlib.import_module("transformers")
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--hf {folder}: transformers cannot use config.json ({str(error).splitlines()[0]}): "
+            f"mend it, or {ELSEWISE}"
+        ) from None
+
+
+def _model_class(config) -> type[nn.Module]:
+    """The class that the configuration names."""
+    transformers = importlib.import_module("transformers")
+    names = config.architectures or []
+    known = [name for name in names if hasattr(transformers, name)]
+    if not known:
+        raise ValueError(
+            f"--hf: config.json names no architecture that transformers has ({names}): set "
+            '"architectures", such as ["LlamaForCausalLM"]'
+        )
+    return getattr(transformers, known[0])
+
+
+# ---- the model and its optimizer
+
+
+def _build(model_class: type[nn.Module], config, training: Training):
+    model = model_class(config).to(DTYPES[training.dtype]).train()
+    _check_positions(model, config, training.seq)
+    if training.checkpointing:
+        _checkpoint(model)
+    if training.ranks > 1:
+        _shard(model)
+    return model, _optimizer(model, training.optimizer)
+
+
+def _check_positions(model: nn.Module, config, tokens: int) -> None:
+    """TooLong if a table of positions has fewer than `tokens`.
+
+    Some tables have rows in front that no position uses: the one of the padding and those before.
+    """
+    most = getattr(config, "max_position_embeddings", tokens)
+    for name, module in model.named_modules():
+        is_table = any(part in name.split(".")[-1] for part in POSITIONS)
+        if not isinstance(module, nn.Embedding) or not is_table:
+            continue
+        unused = 0 if module.padding_idx is None else module.padding_idx + 1
+        positions = min(module.num_embeddings - unused, most)
+        if positions < tokens:
+            raise TooLong(tokens, positions)
+
+
+def _checkpoint(model: nn.Module) -> None:
+    model.config.use_cache = False  # the two exclude each other
+    # the name since version 5, and before it
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    try:
+        (enable or model.gradient_checkpointing_enable)()
+    except ValueError as error:
+        raise ValueError(f"--checkpointing: {error} Drop --checkpointing.") from None
+
+
+def _shard(model: nn.Module) -> None:
+    """FSDP2: each layer is a group of its own, as the model's class names its layers."""
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module)
+    fully_shard(model)
+
+
+def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    if name == "adamw_8bit":
+        groups = [dict(params=list(model.parameters()), weight_decay=0.01)]
+        return optimizers.AdamW(groups, MOMENTS[name], (0.9, 0.999), 1e-8, RATE)
+    fused = True if name == "adamw_fused" else None
+    return torch.optim.AdamW(model.parameters(), fused=fused)
+
+
+# ---- the step
+
+
+def _batch(model_class: type[nn.Module], config, training: Training) -> dict[str, Tensor]:
+    """What a model of this class is trained on."""
+    name = model_class.__name__
+    rows = training.batch
+    reads = getattr(model_class, "main_input_name", "")
+    if reads == "pixel_values" and name.endswith("ForImageClassification"):
+        shape = rows, config.num_channels, config.image_size, config.image_size
+        pixels = torch.randn(shape, dtype=DTYPES[training.dtype])
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (rows,))}
+
+    if reads == "input_ids":
+        ids = torch.randint(config.get_text_config().vocab_size, (rows, training.seq))
+        if name.endswith(LANGUAGE):
+            return {"input_ids": ids, "labels": ids}
+        if name.endswith("ForSequenceClassification"):
+            return {"input_ids": ids, "labels": torch.randint(config.num_labels, (rows,))}
+        if name.endswith("ForTokenClassification"):
+            labels = torch.randint(config.num_labels, (rows, training.seq))
+            return {"input_ids": ids, "labels": labels}
+    raise ValueError(f"--hf: what {name} is trained on is not known here: {ELSEWISE}")
+
+
+def _step(make: Callable[[], dict[str, Tensor]], autocast: bool, state) -> None:
+    model, optimizer = state
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**make()).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

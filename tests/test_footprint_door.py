@@ -1,0 +1,231 @@
+"""`profile_memory.py --step FILE.py` and `--hf FOLDER`: what they predict, what fits a card, what
+to change, and bad input.
+"""
+
+import json
+
+import pytest
+import torch
+
+import profile_memory
+from longhaul.memory.search import _Bounds
+
+MINE = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model, torch.optim.AdamW(model.parameters())
+
+def step(state, batch=32):
+    model, optimizer = state
+    model(torch.randn(batch, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+PARAMETERS = 64 * 256 + 256 + 2560 + 10
+SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    return pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.fixture(scope="module")
+def llama(transformers, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(vocab_size=512, **SIZES, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def answer(tmp_path):
+    """Runs the command; its exit code and its JSON."""
+    path = tmp_path / "out.json"
+
+    def run(*args) -> tuple[int, dict]:
+        code = profile_memory.main([*map(str, args), "--json", str(path)])
+        return code, json.loads(path.read_text())
+
+    return run
+
+
+# ---- predictions
+
+
+def test_a_file_is_predicted_and_its_json_and_page_are_written(mine, answer, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code, found = answer("--step", mine, "--device", "cpu", "--html", page)
+    assert code == 0
+    assert "predicted for a CPU" in capsys.readouterr().out
+    assert 4 * 4 * PARAMETERS <= found["peak_live_bytes"] < 6 * 4 * PARAMETERS
+    assert "<svg" in page.read_text()
+
+
+def test_the_batch_of_a_file_is_an_argument_of_its_step(mine, answer):
+    few, many = (answer("--step", mine, *more)[1] for more in ([], ["--batch", 1032]))
+    row = 4 * 256  # the result of the first layer, which the second keeps
+    assert many["stages"]["forward"] - few["stages"]["forward"] >= 1000 * row
+
+
+def test_a_configuration_is_predicted_with_its_flags(llama, answer, capsys):
+    args = ["--hf", llama, "--seq", "64", "--batch", "2"]
+    changes = ([], ["--checkpointing"], ["--dtype", "bf16"], ["--autocast", "bf16"])
+    plain, checkpointed, half, autocast = (
+        answer(*args, *more)[1]["peak_live_bytes"] for more in changes
+    )
+    assert "model.layers.* backward" in capsys.readouterr().out
+    assert checkpointed < plain
+    assert half < 0.7 * plain
+    assert half < autocast < plain
+
+
+def test_8_bit_states_and_ranks_shrink_what_they_should(llama, answer):
+    args = ["--hf", llama, "--seq", "64"]
+    plain = answer(*args)[1]["categories"]
+    small = answer(*args, "--optimizer", "adamw_8bit")[1]["categories"]
+    ranks = answer(*args, "--fsdp", "2")[1]
+    assert small["parameter"] == plain["parameter"]
+    assert small["optimizer"] < 0.3 * plain["optimizer"]
+
+    assert ranks["ranks"] == 2
+    assert ranks["categories"]["parameter"] == pytest.approx(plain["parameter"] / 2, rel=0.01)
+    assert ranks["categories"]["unsharded"] > 0
+    assert any("FSDP2 gathers ahead" in words for words in ranks["not_modelled"])
+
+
+# ---- what fits
+
+
+def test_the_most_rows_that_fit_fit_and_one_more_does_not(mine, answer, capsys):
+    code, found = answer("--step", mine, "--solve", "batch", "--vram", "0.7")
+    rows = found["answer"]["batch"]
+    assert code == 0
+    assert f"the largest --batch that fits: {rows:,}" in capsys.readouterr().out
+    placements = {one["name"]: one["placement"] for one in found["tried"]}
+    assert placements[f"--batch {rows}"].startswith("fits")
+    assert placements[f"--batch {rows + 1}"] == "too small"
+    assert answer("--step", mine, "--batch", rows)[1]["peak_live_bytes"] == found["peak_live_bytes"]
+
+
+def test_the_longest_row_ends_where_the_models_positions_do(transformers, answer, capsys, tmp_path):
+    sizes = dict(vocab_size=512, n_embd=64, n_layer=2, n_head=4, n_positions=200)
+    config = transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(tmp_path)
+    code, found = answer("--hf", tmp_path, "--seq", 64, "--solve", "context", "--gpu", "H100")
+    assert (code, found["answer"]["seq"]) == (0, 200)
+    assert "(the model has no more positions)" in capsys.readouterr().out
+
+    assert profile_memory.main(["--hf", str(tmp_path), "--seq", "201"]) == 2
+    assert "give at most --seq 200" in capsys.readouterr().err
+
+
+def test_advice_is_a_step_that_fits_and_is_predicted_alike(llama, answer, capsys):
+    args = ["--hf", llama, "--seq", 256, "--batch", 64]
+    code, found = answer(*args, "--advise", "--vram", "0.8")
+    said = capsys.readouterr().out
+    assert code == 2 and "fits after these changes" in said
+    changed = found["answer"]
+    assert changed["autocast"] == "bf16" and changed["optimizer"] == "adamw_fused"
+    sizes = [one["peak_live_bytes"] for one in found["tried"] if one["placement"] != "too small"]
+    assert sizes == [found["peak_live_bytes"]]
+
+    flags = ["--autocast", "bf16", "--optimizer", "adamw_fused", "--batch", changed["batch"]]
+    flags += ["--checkpointing"] if changed["checkpointing"] else []
+    assert answer(*args, *flags)[1]["peak_live_bytes"] == found["peak_live_bytes"]
+
+
+def test_advice_for_what_fits_and_for_what_cannot(mine, llama, answer, capsys):
+    args = ["--hf", llama, "--seq", 64, "--advise"]
+    assert answer(*args, "--gpu", "H100")[0] == 0
+    assert "fits as asked" in capsys.readouterr().out
+    assert answer(*args, "--optimizer", "sgd", "--gpus", 1, "--vram", "0.5")[0] == 3
+    assert "no change is enough" in capsys.readouterr().out
+    assert answer("--step", mine, "--solve", "batch", "--vram", "0.5")[0] == 3
+    assert "not even --batch 1 fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "needs",
+    [
+        lambda size: size / 1000,
+        lambda size: max(0.5, size / 1000),  # the peak moves to another stage
+        lambda size: (size / 1000) ** 2,
+        lambda size: 0.9 + size / 10_000,
+        lambda size: 0.01 + (size // 100) / 10,  # in steps
+    ],
+)
+@pytest.mark.parametrize("first", [1, 512, 100_000])
+def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
+    bounds = _Bounds(1, nearly=False)
+    aim, trials = first, 0
+    while aim is not None:
+        bounds.add(aim, needs(aim), needs(aim) <= 1)
+        trials += 1
+        aim = bounds.next()
+    assert needs(bounds.low) <= 1 < needs(bounds.low + 1)
+    assert trials <= 25
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["--step", "nowhere.py"], "is no Python file"),
+        (["--step", __file__], "has no function 'build'"),
+        (["--step", "MINE", "--seq", "8"], "define step(state, seq=...)"),
+        (["--step", "MINE", "--solve", "context"], "define step(state, seq=...)"),
+        (["--step", "MINE", "--dtype", "bf16"], "build() decides it: drop it"),
+        (["--step", "MINE", "--advise", "--vram", "8"], "use --solve batch"),
+        (["--step", "MINE", "--fsdp", "2"], "call fully_shard on it"),
+        (["--hf", "nowhere"], "there is no config.json"),
+        (["--step", "x.py", "--hf", "y"], "give one"),
+        (["--step", "x.py", "--depth", "0"], "--depth 0 is out of range"),
+        (["--hf", "x", "--advise"], "--gpu NAME or --vram GIB sets the card"),
+        (["--hf", "x", "--advise", "--device", "cpu"], "drop --device cpu"),
+        (["--hf", "x", "--advise", "--solve", "batch"], "answer different questions"),
+        (["--hf", "x", "--fsdp", "0"], "--fsdp 0 is out of range"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(args, words, mine, capsys):
+    args = [mine if word == "MINE" else word for word in args]
+    assert profile_memory.main(args) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        ('{"model_type": "llama"}', "names no architecture"),
+        ('{"model_type": "nowhere"}', "give --step FILE.py"),
+        ("{", "give --step FILE.py"),
+        ('{"model_type": "bert", "architectures": ["BertForMultipleChoice"]}', "give --step"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_one_line(
+    config, words, transformers, tmp_path, capsys
+):
+    (tmp_path / "config.json").write_text(config)
+    assert profile_memory.main(["--hf", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -77,8 +77,9 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
 
 def measure_speed():
     """Measure here what the plan of each small run would measure anew in its own process: half of
-    the CPU time that a run takes.
+    the CPU time that a run takes. On one thread: those that are started here, no child would have.
     """
+    torch.set_num_threads(1)
     cfg = cli.parse(TrainConfig, SMALL)
     step_seconds(cfg, cfg.model(), 1, "cpu")
 

@@ -14,5 +14,7 @@ if [ "${1:-}" = --all ]; then
     tier=()
     shift
 fi
+# hundreds of processes are started: each would compile longhaul again, 0.4 s of CPU time
+unset PYTHONDONTWRITEBYTECODE
 exec python -m pytest -p tests.progress -q --no-header \
     -n "${WORKERS:-2}" --dist loadfile --no-loadscope-reorder "${tier[@]}" "$@"

@@ -52,6 +52,12 @@ def flag(
     return field(default=default, metadata=metadata)
 
 
+def changed_flag(cls: type, name: str, **changes: Any) -> Any:
+    """The flag of that name in another dataclass, with these arguments of `flag` changed."""
+    spec = next(spec for spec in fields(cls) if spec.name == name)
+    return flag(**{"default": spec.default, **spec.metadata, **changes})
+
+
 def parse(
     cls: type[Config],
     args: list[str] | None = None,

@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from longhaul.cli import flag
+from longhaul.cli import changed_flag, flag
 from longhaul.config import TrainConfig
 from longhaul.generate import COLDEST, HOTTEST
 from longhaul.posttrain.grade import METHODS, GradeSettings
@@ -53,100 +53,55 @@ class PolicyConfig(TrainConfig):
         **TrainConfig.GROUPS,
     }
 
-    init_from: str = flag(
-        "",
-        "folder of the policy's first weights, which are the reference's, too: a run or step-* "
-        "folder of longhaul, or a Hugging Face Qwen3 model",
+    init_from: str = changed_flag(
+        TrainConfig,
+        "init_from",
+        help="folder of the policy's first weights, which are the reference's, too: a run or "
+        "step-* folder of longhaul, or a Hugging Face Qwen3 model",
         aliases=("checkpoint", "init_from_hf"),
-        group="model",
     )
-    context_length: int = flag(
-        4096,
-        "tokens of a prompt and its response together, at most",
-        aliases=("seq_len", "max_seq_len", "sequence_length"),
-        at_least=2,
-        group="model",
+    context_length: int = changed_flag(
+        TrainConfig,
+        "context_length",
+        help="tokens of a prompt and its response together, at most",
     )
-    data: str = flag(
-        "",
-        "folder of a dataset whose documents are prompts; in one with a loss mask, the tokens that "
-        "are learned are the answer to the prompt before them (docs/POSTTRAIN.md)",
-        aliases=("data_dir", "dataset"),
-        group="data",
+    data: str = changed_flag(
+        TrainConfig,
+        "data",
+        help="folder of a dataset whose documents are prompts; in one with a loss mask, the tokens "
+        "that are learned are the answer to the prompt before them (docs/POSTTRAIN.md)",
     )
-    batch_size: int = flag(
-        1,
-        "prompts per micro-batch on each rank; activation memory grows with it",
-        aliases=("micro_batch_size", "per_device_batch_size"),
-        at_least=1,
-        group="data",
+    batch_size: int = changed_flag(
+        TrainConfig,
+        "batch_size",
+        help="prompts per micro-batch on each rank; activation memory grows with it",
     )
-    global_batch_size: int = flag(
-        0,
-        "prompts per optimizer step over all ranks; "
+    global_batch_size: int = changed_flag(
+        TrainConfig,
+        "global_batch_size",
+        help="prompts per optimizer step over all ranks; "
         "0: batch_size x gradient_accumulation_steps x ranks",
         aliases=("train_prompt_bsz",),
-        at_least=0,
-        group="data",
     )
-    eval_rows: int = flag(
-        64,
-        "prompts of the validation split that are answered by --eval_every, over all ranks",
-        at_least=1,
-        group="run",
+    eval_rows: int = changed_flag(
+        TrainConfig,
+        "eval_rows",
+        default=64,
+        help="prompts of the validation split that are answered by --eval_every, over all ranks",
     )
-    max_steps: int = flag(
-        100,
-        "optimizer steps in the whole run",
-        aliases=("steps", "train_steps"),
-        at_least=1,
-        at_most=10**12,
-        group="optimisation",
-    )
-    lr: float = flag(
-        1e-6,
-        "peak learning rate",
-        aliases=("learning_rate",),
-        at_least=0,
-        at_most=1000,
-        group="optimisation",
-    )
-    warmup_steps: int = flag(
-        0,
-        "steps over which the learning rate rises linearly to its peak",
-        aliases=("warmup",),
-        at_least=0,
-        group="optimisation",
-    )
-    weight_decay: float = flag(
-        0.0,
-        "decoupled weight decay of matrices; norms and biases do not decay",
-        aliases=("wd",),
-        at_least=0,
-        at_most=1000,
-        group="optimisation",
-    )
-    schedule: str = flag(
-        "constant",
-        "learning rate after the warmup: cosine decay to the end, "
-        "wsd (constant, then a linear decay), or constant",
-        aliases=("lr_schedule",),
-        choices=("cosine", "wsd", "constant"),
-        group="optimisation",
-    )
-    grad_clip: float = flag(
-        1.0,
-        "scale gradients down to this global norm if theirs is larger; 0: no clipping",
-        aliases=("max_grad_norm",),  # --clip is the policy's
-        at_least=0,
-        group="optimisation",
-    )
-    loss_spike: float = flag(
-        0.0,
-        "report a loss that is this many robust standard deviations above the median of the "
+    max_steps: int = changed_flag(TrainConfig, "max_steps", default=100)
+    lr: float = changed_flag(TrainConfig, "lr", default=1e-6)
+    warmup_steps: int = changed_flag(TrainConfig, "warmup_steps", default=0)
+    weight_decay: float = changed_flag(TrainConfig, "weight_decay", default=0.0)
+    schedule: str = changed_flag(TrainConfig, "schedule", default="constant")
+    # --clip is the policy's
+    grad_clip: float = changed_flag(TrainConfig, "grad_clip", aliases=("max_grad_norm",))
+    loss_spike: float = changed_flag(
+        TrainConfig,
+        "loss_spike",
+        default=0.0,
+        help="report a loss that is this many robust standard deviations above the median of the "
         "last 64 steps; 0: never, since a policy's loss has no level of its own",
-        at_least=0,
-        group="numerics",
     )
     demo: bool = flag(
         False,
@@ -397,15 +352,13 @@ class GradeConfig(PolicyConfig):
         at_least=2,
         group="policy",
     )
-    gradient_checkpointing: str = flag(
-        "full",
-        "run layers, and what each token does with the vocabulary, again in the backward pass "
+    gradient_checkpointing: str = changed_flag(
+        TrainConfig,
+        "gradient_checkpointing",
+        default="full",
+        help="run layers, and what each token does with the vocabulary, again in the backward pass "
         "instead of keeping it; none keeps all",
-        aliases=("activation_checkpointing",),
-        choices=("none", "full", "selective"),
-        bare="full",
         without=("none", "no_checkpoint"),
-        group="memory and speed",
     )
     freeze_embeddings: bool = flag(
         False,

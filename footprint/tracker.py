@@ -25,7 +25,6 @@ FUSED_OPTIMIZERS = (
     torch.ops.aten._fused_adagrad_.default,
     torch.ops.aten._fused_sgd_.default,
 )
-EMPTY = torch.ops.aten.empty.memory_format
 # files of PyTorch whose frames lie between __torch_dispatch__ and what called the operator
 DISPATCH_FILES = (
     "_dynamo/eval_frame.py",
@@ -85,9 +84,9 @@ class Tracker(TorchDispatchMode):
 
         self.alive: dict[int, tuple] = {}  # address of a storage -> its weak reference, its id
         self.held: dict[int, int] = {}  # id of a storage alive -> its bytes now
-        self.resizable: dict[int, weakref.ref] = {}  # id -> a storage that FSDP2 may resize
         self.host: dict[int, tuple] = {}  # address -> weak reference and bytes, in host memory
         self.making_host_tensors = False
+        self.undo: list[Callable] = []  # the methods that were patched
 
     # ---- the mode
 
@@ -98,7 +97,6 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "prim":  # asks for a property, allocates nothing
             return func(*args, **(kwargs or {}))
 
-        self._notice_resizing()
         self.locate()
         if self.fake and func is READ_VALUE:
             return self._value(args[0])
@@ -112,6 +110,25 @@ class Tracker(TorchDispatchMode):
         self._record(func, args, outputs)
         self.follow(func, args, kwargs or {}, outputs)
         return outputs
+
+    def __enter__(self):
+        """FSDP2 frees whole parameters and takes them back by resizing the flat tensors that they
+        lie in, which is no operator.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def seen(storage: torch.UntypedStorage, size: int):
+            resized = resize(storage, size)
+            self._resized(storage)
+            return resized
+
+        self.undo.append(resize)
+        torch.UntypedStorage.resize_ = seen
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self.undo.pop()
+        return super().__exit__(*error)
 
     def locate(self) -> None:
         """For a subclass that finds out itself, before each operator, where the step is."""
@@ -135,9 +152,7 @@ class Tracker(TorchDispatchMode):
     def _record(self, func, args, outputs) -> None:
         for tensor in tree_iter(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                identity = self.register(tensor, func)
-                if func is EMPTY and tensor.ndim == 1:
-                    self.resizable[identity] = weakref.ref(tensor.untyped_storage())
+                self.register(tensor, func)
 
         extra = self.workspace(func, args, outputs)
         if extra:
@@ -177,27 +192,20 @@ class Tracker(TorchDispatchMode):
         self._event(size, identity)
 
     def _end_storage(self, address: int, identity: int) -> None:
-        self.resizable.pop(identity, None)
-        self._notice_resizing()
         if address in self.alive and self.alive[address][1] == identity:
             del self.alive[address]
         self._event(-self.held.pop(identity, 0), identity)
 
-    def _notice_resizing(self) -> None:
-        """FSDP2 frees whole parameters and takes them back by resizing the flat tensor that they
-        lie in, which is no operator: look at the sizes before anything else happens.
-        """
-        for identity, reference in self.resizable.copy().items():
-            storage = reference()
-            if storage is not None and storage.nbytes() != self.held[identity]:
-                self._resized(identity, storage.nbytes())
-
-    def _resized(self, identity: int, size: int) -> None:
-        change = size - self.held[identity]
-        self.held[identity] = size
-        storage = self.trace.storages[identity]
-        storage.size = max(size, storage.size)
-        storage.category = "unsharded"
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        known = self.alive.get(storage._cdata)
+        if known is None:
+            return
+        _, identity = known
+        change = storage.nbytes() - self.held[identity]
+        self.held[identity] = storage.nbytes()
+        record = self.trace.storages[identity]
+        record.size = max(storage.nbytes(), record.size)
+        record.category = "unsharded"
         self._event(change, identity)
 
     def _event(self, size: int, identity: int) -> None:
@@ -236,7 +244,6 @@ class Tracker(TorchDispatchMode):
 
     def enter(self, stage: str, module: str = "") -> None:
         """What is allocated from now on belongs to `stage` and `module`."""
-        self._notice_resizing()
         if stage != self.stage:
             self.trace.stages.append((self.time + 1, stage))
         if module != self.module:
@@ -246,7 +253,6 @@ class Tracker(TorchDispatchMode):
 
     def begin(self, config: dict) -> None:
         """Forget what is gone, date what is alive to time 0, and record from here."""
-        self._notice_resizing()
         storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
         events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
         for storage in storages.values():

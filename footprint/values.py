@@ -114,10 +114,8 @@ class KnownValues:
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        computable = self._is_computable(func, given, results)
-        if not computable:
+        if not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
 
@@ -141,12 +139,15 @@ class KnownValues:
             count = int(torch.count_nonzero(twin))
         return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
 
-    def _is_computable(self, func, given: list[Tensor], results: list[Tensor]) -> bool:
+    def _is_computable(self, func, args, kwargs, results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
         if func.namespace != "aten" or "empty" in func._schema.name:
             return False
-        if any(tensor.numel() > MOST_KNOWN for tensor in results + given):
+        if any(tensor.numel() > MOST_KNOWN for tensor in results):
+            return False
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.numel() > MOST_KNOWN for tensor in given):
             return False
         return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
 
@@ -192,17 +193,23 @@ class Reading(TorchFunctionMode):
         super().__init__()
         self.known = known
         self.answers = answers  # "file.py:12" -> the value that is read there
+        self.gave_unknown = False  # whether there can be any
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
-        unknown = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
+        unknown = self._unknown_in(args, kwargs)
         if unknown:
             if getattr(func, "__name__", "") not in COMPUTES:
                 raise branches(unknown[0].origin)
             args, kwargs = tree_map(_one_for_unknown, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _unknown_in(self, args, kwargs) -> list[Unknown]:
+        if not self.gave_unknown:
+            return []
+        return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
 
     def value(self, func, tensor: Tensor):
         """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
@@ -216,6 +223,7 @@ class Reading(TorchFunctionMode):
             return answer
         where = place()
         if func is Tensor.item and tensor.dtype != torch.bool:
+            self.gave_unknown = True
             return Unknown(where)
         if func is Tensor.__float__:
             return 1.0

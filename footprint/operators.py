@@ -2,12 +2,14 @@
 return.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+HALF = (torch.float16, torch.bfloat16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
@@ -47,7 +49,34 @@ def layer_norm_backward(
     return tuple(found)
 
 
+def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm's result, means and deviations. Those of x in half precision are in fp32: on a GPU
+    always, on a CPU if the weights are. Their imitations have the dtype of x.
+
+    aten/native/cpu/mixed_data_type.h, aten/native/cuda/layer_norm_kernel.cu and Normalization.cu.
+    """
+    result, means, deviations = func(x, *args)
+    weights = next((value for value in args if isinstance(value, Tensor)), None)
+    wide = target == "cuda" or (weights is not None and weights.dtype == torch.float32)
+    if x.dtype not in HALF or not wide:
+        return result, means, deviations
+    found = (torch.empty_like(values, dtype=torch.float32) for values in (means, deviations))
+    return result, *found
+
+
+NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten.native_batch_norm.default,
+)
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
 }
+
+
+def corrected(func, target: str) -> Callable:
+    """What returns on fake tensors what the operator does on the target, "cpu" or "cuda"."""
+    if func in NORMS:
+        return functools.partial(with_statistics, target, func)
+    return CORRECTED.get(func, func)

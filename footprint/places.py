@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from footprint.operators import CORRECTED
+from footprint.operators import corrected
 from footprint.tracker import Tracker
 from footprint.values import KnownValues
 
@@ -74,6 +74,7 @@ class StepTracker(Tracker):
 
     def __init__(self, workspace, fake: bool, known: KnownValues, depth: int = DEPTH):
         super().__init__(workspace, fake)
+        self.target = workspace.target
         self.known = known
         self.depth = depth
         self.phases: list[tuple[int, str]] = [(0, START)]  # (time, the phase that starts then)
@@ -156,7 +157,7 @@ class StepTracker(Tracker):
         known = self.known.selected(func, args)
         if known is not None:
             return known
-        return CORRECTED.get(func, func)(*args, **kwargs)
+        return corrected(func, self.target)(*args, **kwargs)
 
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:

@@ -32,7 +32,7 @@ from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
 from footprint.values import KnownValues, Reading, branches, undisclosed
-from footprint.workspace import KernelWorkspaces
+from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 State = TypeVar("State")
 TARGETS = ("cpu", "cuda")
@@ -107,7 +107,8 @@ def check_target(target: str) -> None:
 
 
 def _tracker(target: str, fake: bool, depth: int) -> StepTracker:
-    workspaces = GlooWorkspaces if fake and target == "cpu" else KernelWorkspaces
+    on_cpu = GlooWorkspaces if fake else ProbedWorkspaces
+    workspaces = KernelWorkspaces if target == "cuda" else on_cpu
     return StepTracker(workspaces(target), fake, KnownValues(), depth)
 
 

@@ -1,7 +1,7 @@
 """What an operator of this machine's CPU holds inside, found by running it once.
 
-oneDNN chooses layouts and scratch memory of convolutions for the processor, which no declaration
-can know.
+oneDNN chooses layouts and scratch memory of convolutions and of products in half precision for the
+processor, which no declaration can know.
 """
 
 import torch
@@ -11,17 +11,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from footprint.measure import peak_bytes
 
-LARGEST = 2**28  # bytes of the inputs of an operator that is run
-PROBED = ("aten::convolution", "aten::convolution_backward")
+LARGEST = 2**28  # bytes of the inputs of a convolution that is run
+MOST_PRODUCTS = 2**31  # multiplications of a product that is run
+CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+HALF = (torch.float16, torch.bfloat16)
 
 
-def is_probed(func) -> bool:
+def is_probed(func, args) -> bool:
     """Whether the operator has to be run to be measured."""
-    return func._schema.name in PROBED
+    name = func._schema.name
+    return name in CONVOLUTIONS or (name in PRODUCTS and args[-1].dtype in HALF)
 
 
-def is_small(args) -> bool:
+def is_small(func, args) -> bool:
     """Whether the operator's inputs are small enough for that."""
+    if func._schema.name in PRODUCTS:
+        a, b = args[-2:]
+        return a.numel() * b.shape[-1] <= MOST_PRODUCTS
     given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return sum(leaf.nbytes for leaf in given) <= LARGEST
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from footprint.refusal import Refused
-from footprint.workspace import KernelWorkspaces
+from footprint.workspace import ProbedWorkspaces
 
 REDUCE_SCATTER = "c10d::_reduce_scatter_base_"
 
 
-class GlooWorkspaces(KernelWorkspaces):
+class GlooWorkspaces(ProbedWorkspaces):
     """What kernels of a CPU hold, and gloo: it reduces a copy of the whole input before it scatters
     it (ProcessGroupGloo.cpp), which lives as long as the operator.
     """

@@ -11,46 +11,55 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from footprint.probe import LARGEST, inside_bytes, is_probed, is_small
+from footprint.probe import inside_bytes, is_probed, is_small
 
 
 class KernelWorkspaces:
     """workspace(func, args, outputs) for a tracker: bytes held inside a kernel of PyTorch on the
-    target device, "cpu" or "cuda".
+    target device, "cpu" or "cuda", as declared.
     """
 
     def __init__(self, target: str, threads: int = 0):
         self.target = target
         self.threads = threads or torch.get_num_threads()
+
+    def __call__(self, func, args, outputs) -> int:
+        declared = DECLARED[self.target].get(func._schema.name)
+        return declared(self.threads, *args) if declared else 0
+
+    def not_modelled(self) -> list[str]:
+        """What is left out, in words."""
+        return []
+
+
+class ProbedWorkspaces(KernelWorkspaces):
+    """As declared for a CPU; and what has to be measured, by running the operator once."""
+
+    def __init__(self, target: str, threads: int = 0):
+        super().__init__(target, threads)
         self.probed: dict[tuple[str, str], int] = {}  # (operator, shapes) -> bytes
         self.not_probed: set[str] = set()  # operators whose inputs were too large to run them
 
     def __call__(self, func, args, outputs) -> int:
-        declared = DECLARED[self.target].get(func._schema.name)
-        if declared:
-            return declared(self.threads, *args)
-        if self.target != "cpu" or not is_probed(func):
-            return 0
-        if not is_small(args):
+        if not is_probed(func, args):
+            return super().__call__(func, args, outputs)
+        if not is_small(func, args):
             self.not_probed.add(str(func))
             return 0
-
         key = str(func), str(tree_map(signature, tuple(args)))
         if key not in self.probed:
             self.probed[key] = inside_bytes(func, args)
         return self.probed[key]
 
     def not_modelled(self) -> list[str]:
-        """What is left out, in words."""
-        return [
-            f"scratch memory of {name} with inputs above {LARGEST // 2**20} MiB"
-            for name in sorted(self.not_probed)
-        ]
+        return [f"scratch memory of {name} with large inputs" for name in sorted(self.not_probed)]
 
 
 def signature(value):
     """What decides the memory of an operator about one of its arguments."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    return tuple(value.shape), value.stride(), value.dtype
 
 
 def _tiles_cpu(q_BHTK: Tensor, k_BGSK: Tensor) -> tuple[int, int]:

@@ -196,8 +196,8 @@ def on_tokens(model=Transformer, optimizer=None, **options):
     return optimizer or with_optimizer(model), functools.partial(train, batch=tokens, **options)
 
 
-def on_images(model):
-    return with_optimizer(model), functools.partial(train, batch=images)
+def on_images(model, **options):
+    return with_optimizer(model), functools.partial(train, batch=images, **options)
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -211,6 +211,7 @@ STEPS = {
     "checkpointing, reentrant": on_tokens(functools.partial(Transformer, reentrant=True)),
     "checkpointing, non-reentrant": on_tokens(functools.partial(Transformer, reentrant=False)),
     "autocast bf16": on_tokens(autocast=True),
+    "convolutions, autocast bf16": on_images(convolutions, autocast=True),
     "converted to bf16": on_tokens(in_bfloat16),
     "accumulation of 4 with clipping": on_tokens(micro_batches=4, clip=1.0),
     "AdamW foreach": on_tokens(optimizer=with_optimizer(Transformer, ADAMW, foreach=True)),

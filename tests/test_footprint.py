@@ -19,7 +19,6 @@ from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 12  # bytes
-BF16 = 2e-3  # of the peak: bf16 products may take scratch memory of their own, by the processor
 TRANSFORMER = STEPS["transformer"]
 
 
@@ -34,8 +33,7 @@ def single_thread():
 @pytest.mark.parametrize("name", few_fast(STEPS, 4))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = STEPS[name]
-    tolerance = {"rel": BF16} if "bf16" in name else {"abs": TOLERANCE}
-    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), **tolerance)
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", few_fast(["checkpointing, reentrant", "AdamW foreach"], 2))
@@ -63,14 +61,16 @@ def test_what_is_read_for_a_log_changes_nothing_and_a_known_value_decides():
 PUBLIC = [
     ("Llama", "plain"),
     ("BART", "checkpointing"),
+    ("Llama", "foreach"),
     ("ViT", "autocast"),
+    ("BERT", "fused"),
     ("T5", "plain"),
     ("Mixtral", "checkpointing"),
     ("ConvNeXt", "plain"),
 ]
 
 
-@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 3))
+@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 2))
 def test_public_architectures_are_predicted_within_the_bound_of_the_benchmark(name, variant):
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = benchmark.compare(name, variant)

@@ -59,7 +59,7 @@ def main(args: list[str] | None = None):
     words = list(sys.argv[1:] if args is None else args)
     if posttrain.asked(words, posttrain.grade_table):
         return
-    added = demo.prepared(GradeConfig, words, DEMO, MADE, make_demo)
+    added = demo.prepared(GradeConfig, words, DEMO, MADE, make_demo, check_demo)
     settings = added | cli.given(GradeConfig, words)
     if settings.get("method") == "all":
         every_method(words, settings)
@@ -108,6 +108,15 @@ def result(folder: Path) -> str:
 
 
 # ---- the demo
+
+
+def check_demo(cfg: GradeConfig):
+    """ValueError for what cannot run with the demo's models and prompts."""
+    model = grade_demo.base_config().model()
+    methods = METHODS if cfg.method == "all" else (cfg.method,)
+    for method in methods:
+        settings = dataclasses.replace(cfg, method=method).settings(reviews.END)
+        settings.check(model, model, reviews.PROMPT, cfg.context_length)
 
 
 def make_demo(folder: Path, seed: int):

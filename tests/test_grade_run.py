@@ -292,6 +292,25 @@ def short_demo(monkeypatch):
     monkeypatch.setattr(grade_demo, "REWARD_STEPS", 3)
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--gumbel_topk 105", "--gumbel_topk 105 exceeds the vocabulary of 104"),
+        ("--method all --gumbel_topk 105", "--gumbel_topk 105 exceeds the vocabulary of 104"),
+        ("--context_length 30", "prompts of 7 tokens and --max_new_tokens 25 exceed"),
+    ],
+)
+def test_what_the_demo_cannot_run_is_refused_before_its_models_are_made(
+    tmp_path, capsys, flags, said
+):
+    with pytest.raises(SystemExit) as stop:
+        grade.main(["--demo", *flags.split(), "--output_dir", str(tmp_path / "demo")])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, tmp_path, capsys):
     out = tmp_path / "demo"

@@ -29,12 +29,13 @@ def prepared(
     defaults: Mapping[str, object],
     parts: Mapping[str, str],
     make: Make,
+    check: Callable[[PolicyConfig], None] = lambda cfg: None,
 ) -> dict:
     """The settings that --demo adds to a command line, once what they name is made; {} without it.
 
     parts: the settings that name what `make` made, and where it is in the folder. It is made next
     to --output_dir, whose name it has with "-made". Nothing is made for a command line that is
-    wrong: that ends the program with one line.
+    wrong, or of which `check` raises ValueError: that ends the program with one line.
     """
     try:
         typed = cli.given(config, list(words))
@@ -42,8 +43,9 @@ def prepared(
             return {}
         made = Path(f"{typed.get('output_dir', defaults['output_dir'])}-made")
         added = dict(defaults) | {name: str(made / part) for name, part in parts.items()}
-        seed = config(**(added | typed)).seed
-        done = {"program": config.PROGRAM, "seed": seed, "done": True}
+        cfg = config(**(added | typed))
+        check(cfg)
+        done = {"program": config.PROGRAM, "seed": cfg.seed, "done": True}
         require_own(made, done)
     except ValueError as error:
         dist.refuse(f"{config.PROGRAM.removeprefix('-m ')}: error: {error}")

@@ -828,7 +828,7 @@ def test_flas_attention_is_checked_where_its_choice_need_not_be_known(install, r
             parallel_nsa=lambda *x, wrong=wrong, **y: fla_like(*x, **y, wrong=wrong),
         )
         contest = attention.check(
-            attention.Contest((16, 1), attention.MEANS, {"fla": attention.fla_nsa()}), TOY, run
+            attention.Contest((4, 1), attention.MEANS, {"fla": attention.fla_nsa()}), TOY, run
         )
         assert contest.verdicts["fla"][1] == word
 

@@ -52,6 +52,7 @@ python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.r
 | where the time goes, kernel by kernel, and whether the host is waited for | profile |
 | attention of one token next to FlashAttention; tokens per second of the 4B | attention, decode |
 | planned against measured memory by stage, workspaces, the allocator's segments | memory |
+| the same for ten models of transformers (docs/FOOTPRINT.md) | memory of transformers |
 
 """
 

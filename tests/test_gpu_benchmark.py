@@ -97,12 +97,15 @@ def test_without_a_gpu_every_part_runs_at_toy_sizes_and_says_so(toy):
         "memory",
         "stages",
         "workspaces",
+        "transformers memory",
     }
     assert {job["ended"] for job in data["jobs"]} == {"well", "see its children"}
     assert all(job["seconds"] > 0 for job in data["jobs"])
     assert {"device", "torch", "triton", "python", "commit", "date"} <= set(data["where"])
     assert len(data["tables"]["memory"]["rows"]) == 6
     assert all(abs(row["difference"]) < 0.2 for row in data["tables"]["memory"]["rows"])
+    rows = data["tables"]["transformers memory"]["rows"]
+    assert len(rows) == 2 and all(abs(row["difference"]) < 0.1 for row in rows)
 
 
 @pytest.mark.slow
@@ -926,6 +929,7 @@ def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100)
         "profile, attention",
         "decode, 4B, nsa, after 131,072 tokens",
         "smoke, kernel, fold_kernel",
+        "memory of transformers, the second half",
     ):
         assert words in names, words
     folders = {job.folder for job in jobs}

@@ -1,10 +1,10 @@
 """Measures every speed and memory claim of longhaul on one GPU, next to its peers, in one run of
 ten minutes: `python -m benchmarks.gpu --out FOLDER`.
 
-Parts: machine, smoke, attention, step, loss, decode, profile, exact, memory. The most important
-measurements of all parts come first; those for which no time is left are listed as skipped. Each
-job has a process of its own, which is killed after twice its estimated time: a kernel that reads
-out of bounds or never ends costs one job. A job that crashes runs again with
+Parts: machine, smoke, attention, step, loss, decode, profile, exact, memory, transformers. The most
+important measurements of all parts come first; those for which no time is left are listed as
+skipped. Each job has a process of its own, which is killed after twice its estimated time: a kernel
+that reads out of bounds or never ends costs one job. A job that crashes runs again with
 CUDA_LAUNCH_BLOCKING=1, which tells the line.
 
 FOLDER/results.json and results.md have every result as soon as it is known, with hardware, driver,
@@ -47,6 +47,7 @@ from benchmarks.gpu import (
     rehearsal,
     smoke,
     step,
+    transformers_memory,
 )
 from benchmarks.gpu.children import DEVICE_LOST, Child, End, Order, run_all
 from benchmarks.gpu.jobs import Job, Place, named, processes
@@ -65,6 +66,7 @@ PARTS: dict[str, ModuleType] = dict(
     profile=profiles,
     exact=exact,
     memory=memory,
+    transformers=transformers_memory,
 )
 PROGRAM = "benchmarks.gpu"
 ROOT = Path(__file__).parent.parent.parent

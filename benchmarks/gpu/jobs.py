@@ -10,6 +10,7 @@ decoding.py   tokens per second after a long prompt, with CUDA graphs and withou
 profiles.py   kernel by kernel, where the time goes
 exact.py      the tests marked gpu, and the Triton tile bodies
 memory.py     predicted against measured: stages, workspaces, the allocator's replay
+transformers_memory.py  the same for models of transformers
 
 A job's importance says what comes first. The first five jobs after machine.py answer what only a
 GPU can answer, so that a run that ends early still has them.

@@ -2,6 +2,7 @@
 no code that lies in its folder.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -51,16 +52,19 @@ class Training:
     checkpointing: bool = False
     ranks: int = 1  # that share the model by FSDP2
 
-    def functions(self) -> tuple[Callable, Callable]:
-        """build() and step(state), as footprint.predict takes them; ValueError if the model cannot
-        be made or if it is not known what it is trained on.
+    def functions(self, device: str = "cpu") -> tuple[Callable, Callable]:
+        """build() and step(state), as footprint.predict takes them on the CPU; ValueError if the
+        model cannot be made or if it is not known what it is trained on.
         """
         config = _configuration(self.folder)
         model_class = _model_class(config)
-        make = functools.partial(_batch, model_class, config, self)
+        make = functools.partial(_batch, model_class, config, self, device)
+        cast = functools.partial(
+            torch.autocast, device, torch.bfloat16, enabled=self.autocast == "bf16"
+        )
         return (
-            functools.partial(_build, model_class, config, self),
-            functools.partial(_step, make, self.autocast == "bf16"),
+            functools.partial(_build, model_class, config, self, device),
+            functools.partial(_step, make, cast),
         )
 
 
@@ -97,8 +101,10 @@ def _model_class(config) -> type[nn.Module]:
 # ---- the model and its optimizer
 
 
-def _build(model_class: type[nn.Module], config, training: Training):
-    model = model_class(config).to(DTYPES[training.dtype]).train()
+def _build(model_class: type[nn.Module], config, training: Training, device: str):
+    on_device = contextlib.nullcontext() if device == "cpu" else torch.device(device)
+    with on_device:
+        model = model_class(config).to(DTYPES[training.dtype]).train()
     _check_positions(model, config, training.seq)
     if training.checkpointing:
         _checkpoint(model)
@@ -155,31 +161,34 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
 # ---- the step
 
 
-def _batch(model_class: type[nn.Module], config, training: Training) -> dict[str, Tensor]:
+def _batch(
+    model_class: type[nn.Module], config, training: Training, device: str
+) -> dict[str, Tensor]:
     """What a model of this class is trained on."""
+    integers = functools.partial(torch.randint, device=device)
     name = model_class.__name__
     rows = training.batch
     reads = getattr(model_class, "main_input_name", "")
     if reads == "pixel_values" and name.endswith("ForImageClassification"):
         shape = rows, config.num_channels, config.image_size, config.image_size
-        pixels = torch.randn(shape, dtype=DTYPES[training.dtype])
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (rows,))}
+        pixels = torch.randn(shape, dtype=DTYPES[training.dtype], device=device)
+        return {"pixel_values": pixels, "labels": integers(config.num_labels, (rows,))}
 
     if reads == "input_ids":
-        ids = torch.randint(config.get_text_config().vocab_size, (rows, training.seq))
+        ids = integers(config.get_text_config().vocab_size, (rows, training.seq))
         if name.endswith(LANGUAGE):
             return {"input_ids": ids, "labels": ids}
         if name.endswith("ForSequenceClassification"):
-            return {"input_ids": ids, "labels": torch.randint(config.num_labels, (rows,))}
+            return {"input_ids": ids, "labels": integers(config.num_labels, (rows,))}
         if name.endswith("ForTokenClassification"):
-            labels = torch.randint(config.num_labels, (rows, training.seq))
+            labels = integers(config.num_labels, (rows, training.seq))
             return {"input_ids": ids, "labels": labels}
     raise ValueError(f"--hf: what {name} is trained on is not known here: {ELSEWISE}")
 
 
-def _step(make: Callable[[], dict[str, Tensor]], autocast: bool, state) -> None:
+def _step(make: Callable[[], dict[str, Tensor]], cast: Callable[[], torch.autocast], state) -> None:
     model, optimizer = state
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with cast():
         loss = model(**make()).loss
     loss.backward()
     optimizer.step()

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
+from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from footprint.cuda import CudaOperators, gpu_optimizers
 from footprint.measure import peak_of_last
+from footprint.network import no_network
 from footprint.outside import random_states
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
@@ -36,6 +38,14 @@ from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 State = TypeVar("State")
 TARGETS = ("cpu", "cuda")
+ON_THE_CPU = (
+    "the step asks for a CUDA device, which this machine does not have: build and run it on the "
+    "CPU, target='cuda' says which device is predicted"
+)
+KERNEL = (
+    "a kernel that is not PyTorch's cannot run, so its memory cannot be predicted: make it an "
+    "operator (torch.library.custom_op) and say what it returns (register_fake)"
+)
 # in what PyTorch says to a program that wants a GPU where there is none
 NEEDS_CUDA = (
     "Torch not compiled with CUDA enabled",
@@ -43,7 +53,17 @@ NEEDS_CUDA = (
     "No CUDA GPUs are available",
     "CUDA is not available",
     "not linked with support for cuda",
+    "requires CUDA support",
+    "found two different devices",
+    "found at least two devices",
 )
+# In what PyTorch says to code that wants the memory of a tensor -> what to do
+MEMORY = {
+    "no fake impl registered": KERNEL,
+    "active drivers": KERNEL,  # of Triton, without a GPU
+    "data pointer": KERNEL,
+    "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
+}
 # In what PyTorch says about process groups -> what to do
 GROUPS = {
     "initialize the default process group twice": (
@@ -52,6 +72,7 @@ GROUPS = {
     "Default process group has not been initialized": "it needs ranks: give world_size above 1",
     "Error initializing torch.distributed": "it needs ranks: give world_size above 1",
 }
+REMEDIES = GROUPS | MEMORY | dict.fromkeys(NEEDS_CUDA, ON_THE_CPU)
 NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -200,11 +221,14 @@ def _on_fake_tensors(
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(no_network())
         stack.enter_context(_refusing())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         stack.enter_context(undisclosed())
-        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        # a kernel that asks for the address of a tensor without memory is an error
+        with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+            fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
         stack.enter_context(fake_tensors)
         tracker.modes = [Reading(tracker.known, answers)]
@@ -234,19 +258,11 @@ def _refusing() -> Iterator[None]:
         if "Unknown" not in str(error):
             raise
         raise branches(place_of(error.__traceback__)) from error
-    except ValueError as error:
-        remedy = next((remedy for words, remedy in GROUPS.items() if words in str(error)), None)
+    except (AssertionError, RuntimeError, UserWarning, ValueError) as error:
+        remedy = next((remedy for words, remedy in REMEDIES.items() if words in str(error)), None)
         if remedy is None:
             raise
         raise Refused(f"{place_of(error.__traceback__)}: {remedy}") from error
-    except (AssertionError, RuntimeError, UserWarning) as error:
-        if not any(words in str(error) for words in NEEDS_CUDA):
-            raise
-        where = place_of(error.__traceback__)
-        raise Refused(
-            f"{where}: the step asks for a CUDA device, which this machine does not have: build "
-            "and run it on the CPU, target='cuda' says which device is predicted"
-        ) from error
 
 
 def _words(error: RuntimeError, reason: str) -> str:

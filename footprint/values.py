@@ -199,6 +199,8 @@ class Reading(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
+        if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
+            return args[0]
         unknown = self._unknown_in(args, kwargs)
         if unknown:
             if getattr(func, "__name__", "") not in COMPUTES:

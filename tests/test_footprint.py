@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -302,15 +303,45 @@ def casts_on_cuda(state):
         return forward(state)
 
 
+def mixes_devices(state):
+    model, _ = state
+    return model(tokens()[0].to("cuda"))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the CUDA device")
-@pytest.mark.parametrize("step", [wants_cuda, casts_on_cuda])
+@pytest.mark.parametrize("step", [wants_cuda, casts_on_cuda, mixes_devices])
 def test_a_step_that_asks_for_cuda_without_one_is_refused(step):
     refused(step, "build and run it on the CPU")
+
+
+@torch.library.custom_op("footprint_test::on_a_gpu", mutates_args=(), device_types="cuda")
+def on_a_gpu(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def runs_a_kernel(state):
+    return on_a_gpu(forward(state))
+
+
+def takes_an_address(state):
+    return forward(state).data_ptr()
+
+
+def leaves_torch(state):
+    return forward(state).detach().numpy()
+
+
+def downloads(state):
+    return urllib.request.urlopen("http://models.invalid/weights")
 
 
 @pytest.mark.parametrize(
     "step, words",
     [
+        (runs_a_kernel, "say what it returns (register_fake)"),
+        (takes_an_address, "say what it returns (register_fake)"),
+        (leaves_torch, "takes values out of a tensor"),
+        (downloads, "connects to models.invalid, but nothing is downloaded"),
         (decides, "answers={'test_footprint.py:"),
         (decides_by_a_number, "answers={'test_footprint.py:"),
         (counts, "decides by it"),
@@ -331,6 +362,24 @@ def refused(step, words: str):
     assert any(text.startswith(f"test_footprint.py:{line}") for line in lines), text
     assert words in text
     assert "\n" not in text
+
+
+def test_a_build_that_downloads_is_refused_and_later_connections_are_not():
+    def build():
+        return downloads(None)
+
+    with pytest.raises(Refused, match="make the model from its configuration"):
+        predict(build, lambda state: None)
+    sys.audit("socket.getaddrinfo", "models.invalid", 80, 0, 0, 0)  # what a connection begins with
+
+
+def test_memory_that_is_pinned_is_the_hosts():
+    build, _ = TRANSFORMER
+
+    def step(state):
+        torch.empty(2**20).pin_memory()
+
+    predict(build, step)
 
 
 def test_an_answer_decides():

@@ -6,7 +6,7 @@ A page needs no network and no other file.
 from collections.abc import Container, Iterable
 from html import escape
 
-STYLE = """
+PALETTE = """
 :root {
   --paper: #fff; --ink: #1b1f24; --faint: #5b6570; --line: #d5dae0; --band: #eef1f4;
   --mark: #b3261e; color-scheme: light dark;
@@ -17,6 +17,10 @@ STYLE = """
     --mark: #ff8a80;
   }
 }
+"""
+STYLE = (
+    PALETTE
+    + """
 body {
   margin: 0 auto; padding: 1.2rem 1.5rem 3rem; max-width: 1240px;
   background: var(--paper); color: var(--ink);
@@ -43,6 +47,7 @@ code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: 
 .sum th, .sum td { font-weight: 650; }
 .peak th, .peak td { color: var(--mark); font-weight: 650; }
 """
+)
 
 
 # ---- tables

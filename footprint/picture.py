@@ -9,7 +9,7 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 from html import escape
 
 from footprint.allocator import GIB, MIB, Replay
-from footprint.html import element, nice, title
+from footprint.html import PALETTE, element, nice, title
 from footprint.timeline import Moment, alike, alive_at, columns, largest, sampled
 from footprint.trace import CATEGORIES, Storage, Trace
 
@@ -62,6 +62,12 @@ BANDS = 46  # height of the two rows below the areas
 FLOOR = TOP + HEIGHT
 
 POINTS = 480  # columns of the areas
+STILL_POINTS = 160  # of a picture without tooltips
+WORDS = """
+svg { font: 13px system-ui, sans-serif; }
+text { fill: var(--ink); }
+.faint { fill: var(--faint); }
+"""
 HOVERS = 240  # columns that show a tooltip
 NAMED = 6  # tensors that a tooltip names
 
@@ -332,33 +338,73 @@ def tooltip(trace: Trace, moment: Moment, alive: list[Storage]) -> str:
 
 def picture(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
     """The timeline of the moments `found`; `replays` are classic and expandable."""
-    peak = largest(found)
-    highest = max(peak.total, *(each.peak_reserved for each in replays))
-    scale = Scale(found[0].time, found[-1].time, round(1.06 * highest))
+    scale = _scale(found, replays)
     tooltips, index = hovers(trace, found, scale)
-
-    start = amount(found[0].total)
-    summary = (
-        f"Stacked memory over the step: from {start} at its start to {amount(peak.total)} at the "
-        f"peak, in {trace.stage_at(peak.time)}."
-    )
-    note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
-    below = FLOOR + BANDS
-    parts = [
-        axis(scale),
-        areas(sampled(found, POINTS), scale),
-        bands(trace, scale),
-        marks(trace, peak, replays, scale),
-        tooltips,
-        element("text", note, x=LEFT, y=below + 14, class_="faint", font_size=12),
-    ]
     return element(
         "svg",
-        "".join(parts),
+        _drawing(trace, found, replays, scale, POINTS) + tooltips,
         id="timeline",
-        viewBox=f"0 0 {WIDTH} {below + 18}",
+        viewBox=f"0 0 {WIDTH} {FLOOR + BANDS + 18}",
         role="img",
-        aria_label=escape(summary),
+        aria_label=escape(_summary(trace, found)),
         tabindex=0,
         data_peak=index,
     )
+
+
+def still(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
+    """The same as a file of its own, smaller and without tooltips, with the key of its colours."""
+    below = FLOOR + BANDS + 40
+    paper = element("rect", width=WIDTH, height=below, fill="var(--paper)")
+    drawing = _drawing(trace, found, replays, _scale(found, replays), STILL_POINTS)
+    return element(
+        "svg",
+        element("style", PALETTE + WORDS) + paper + drawing + _key(found, below - 8),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {below}",
+        role="img",
+        aria_label=escape(_summary(trace, found)),
+    )
+
+
+def _scale(found: list[Moment], replays: tuple[Replay, Replay]) -> Scale:
+    highest = max(largest(found).total, *(each.peak_reserved for each in replays))
+    return Scale(found[0].time, found[-1].time, round(1.06 * highest))
+
+
+def _summary(trace: Trace, found: list[Moment]) -> str:
+    peak = largest(found)
+    return (
+        f"Stacked memory over the step: from {amount(found[0].total)} at its start to "
+        f"{amount(peak.total)} at the peak, in {trace.stage_at(peak.time)}."
+    )
+
+
+def _drawing(
+    trace: Trace,
+    found: list[Moment],
+    replays: tuple[Replay, Replay],
+    scale: Scale,
+    points: int,
+) -> str:
+    """All but the tooltips."""
+    note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
+    parts = [
+        axis(scale),
+        areas(sampled(found, points), scale),
+        bands(trace, scale),
+        marks(trace, largest(found), replays, scale),
+        element("text", note, x=LEFT, y=FLOOR + BANDS + 14, class_="faint", font_size=12),
+    ]
+    return "".join(parts)
+
+
+def _key(found: list[Moment], y: int) -> str:
+    """The colours of the categories that occur, in one row."""
+    used = [name for name in STACK if any(moment.sizes[CATEGORIES.index(name)] for moment in found)]
+    parts = []
+    for place, name in enumerate(used):
+        x = LEFT + place * (WIDTH - LEFT - RIGHT) // len(used)
+        parts.append(element("rect", x=x, y=y - 10, width=11, height=11, fill=COLOURS[name]))
+        parts.append(element("text", name, x=x + 16, y=y))
+    return "".join(parts)

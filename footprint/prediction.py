@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
-from torch._functorch import config as functorch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,7 +32,7 @@ from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
-from footprint.values import KnownValues, Reading, branches, undisclosed
+from footprint.values import KERNEL, KnownValues, Reading, branches, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 State = TypeVar("State")
@@ -41,10 +40,6 @@ TARGETS = ("cpu", "cuda")
 ON_THE_CPU = (
     "the step asks for a CUDA device, which this machine does not have: build and run it on the "
     "CPU, target='cuda' says which device is predicted"
-)
-KERNEL = (
-    "a kernel that is not PyTorch's cannot run, so its memory cannot be predicted: make it an "
-    "operator (torch.library.custom_op) and say what it returns (register_fake)"
 )
 # in what PyTorch says to a program that wants a GPU where there is none
 NEEDS_CUDA = (
@@ -61,7 +56,6 @@ NEEDS_CUDA = (
 MEMORY = {
     "no fake impl registered": KERNEL,
     "active drivers": KERNEL,  # of Triton, without a GPU
-    "data pointer": KERNEL,
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
 }
 # In what PyTorch says about process groups -> what to do
@@ -226,9 +220,8 @@ def _on_fake_tensors(
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         stack.enter_context(undisclosed())
-        # a kernel that asks for the address of a tensor without memory is an error
-        with functorch.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
+        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
         stack.enter_context(fake_tensors)
         tracker.modes = [Reading(tracker.known, answers)]

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from footprint.allocator import GIB
 from footprint.cuda import not_modelled as left_out
-from footprint.device import Demand
+from footprint.device import Demand, replays
 from footprint.page import page, write
+from footprint.picture import still
 from footprint.places import StepTracker
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import Sizes, alike, moments, of_step, stages_at_peak
@@ -119,10 +120,15 @@ class Report:
         """
         note = f"predicted for {'a GPU (CUDA)' if self.demand else 'a CPU'}: nothing was run"
         facts = {}
-        replays = None
+        both = None
         if self.demand:
             facts["cards"] = self.demand.cards_text()
-            replays = self.demand.classic, self.demand.expandable
+            both = self.demand.classic, self.demand.expandable
         if self.not_modelled:
             facts["not in the prediction"] = "; ".join(self.not_modelled)
-        write(path, page(self.trace, title, note, self.world_size, self.stages, replays, facts))
+        write(path, page(self.trace, title, note, self.world_size, self.stages, both, facts))
+
+    def svg(self, path: str) -> None:
+        """Write the timeline alone, as a picture; ValueError if the file cannot be written."""
+        both = (self.demand.classic, self.demand.expandable) if self.demand else replays(self.trace)
+        write(path, still(self.trace, moments(self.trace), both))

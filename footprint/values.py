@@ -23,6 +23,10 @@ from footprint.refusal import TORCH, Refused, lines, place
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
+KERNEL = (
+    "a kernel that is not PyTorch's cannot run, so its memory cannot be predicted: make it an "
+    "operator (torch.library.custom_op) and say what it returns (register_fake)"
+)
 MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
 TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
 READS = {
@@ -179,6 +183,11 @@ def _is_like(func) -> bool:
     return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in LIKE
 
 
+def _called_by_torch() -> bool:
+    """Whether what called a function mode is PyTorch: it asks for addresses to compare them."""
+    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
+
+
 def _one_for_unknown(value):
     return 1.0 if isinstance(value, Unknown) else value
 
@@ -199,6 +208,8 @@ class Reading(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
+        if func is Tensor.data_ptr and not _called_by_torch():
+            raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
         unknown = self._unknown_in(args, kwargs)

@@ -3,12 +3,24 @@ to change, and bad input.
 """
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 
 import profile_memory
 from longhaul.memory.search import _Bounds
+from tests.tiers import slow
+
+ROOT = Path(__file__).parent.parent
+HUGGING_FACE = (  # headings of examples in docs/FOOTPRINT.md that need transformers
+    "Llama on one card",
+    "How many rows of a BERT classifier",
+    "ViT: where the memory is",
+    "T5, an encoder and a decoder",
+)
 
 MINE = """
 import torch
@@ -107,6 +119,48 @@ def test_8_bit_states_and_ranks_shrink_what_they_should(llama, answer):
     assert ranks["categories"]["parameter"] == pytest.approx(plain["parameter"] / 2, rel=0.01)
     assert ranks["categories"]["unsharded"] > 0
     assert any("FSDP2 gathers ahead" in words for words in ranks["not_modelled"])
+
+
+# ---- the examples of the document
+
+FENCE = re.compile(r"(?:`([^`\n]+)`:\n\n)?```(\w+)\n(.*?)```", re.S)
+
+
+def examples() -> dict[str, str]:
+    """Heading -> text of the sections below "Five examples"."""
+    text = (ROOT / "docs" / "FOOTPRINT.md").read_text()
+    section = text.split("\n## Five examples\n")[1].split("\n## ")[0]
+    parts = (part.partition("\n") for part in section.split("\n### ")[1:])
+    return {heading: body for heading, _, body in parts}
+
+
+@pytest.mark.parametrize("heading", ["A loop of your own", *map(slow, HUGGING_FACE)])
+def test_an_example_of_the_document_prints_what_it_says(
+    heading, tmp_path, monkeypatch, capsys, request
+):
+    if heading in HUGGING_FACE:
+        request.getfixturevalue("transformers")
+    monkeypatch.chdir(tmp_path)
+    commands, expected = [], []
+    for name, kind, content in FENCE.findall(examples()[heading]):
+        if name:
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(content)
+        elif kind == "bash":
+            commands.append(content)
+        elif kind == "text":
+            expected += content.splitlines()
+    for command in commands:
+        program, script, *args = shlex.split(command)
+        assert (program, script) == ("python", "profile_memory.py")
+        assert profile_memory.main(args) in (0, 2)  # 2: fits after a change
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert commands and expected
+    assert [line for line in expected if line.strip() not in printed] == []
+
+
+def test_every_example_of_the_document_is_run():
+    assert set(examples()) == {*HUGGING_FACE, "A loop of your own"}
 
 
 # ---- what fits

@@ -46,6 +46,7 @@ class StepConfig:
     device: str = flag("cuda", "device that is predicted", choices=("cpu", "cuda"))
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
     html: str = flag("", "HTML file to write: the step's timeline and tables on one page")
+    svg: str = flag("", "SVG file to write: the timeline alone")
     json: str = flag("", "JSON file to write, with every result")
     seq: int = flag(
         512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
@@ -141,6 +142,8 @@ def _write(cfg: StepConfig, report: Report, more: dict) -> None:
     """The page and the results, with `more`; ValueError if a file cannot be written."""
     if cfg.html:
         report.html(cfg.html, cfg.step or cfg.hf)
+    if cfg.svg:
+        report.svg(cfg.svg)
     if not cfg.json:
         return
     found = report.json() | more

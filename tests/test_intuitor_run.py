@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -367,6 +368,22 @@ def test_what_a_killed_demo_had_half_made_is_made_anew(tmp_path):
     assert demo.prepared(*settings)["data"] == str(made / "asked")
     demo.prepared(*settings)
     assert tried == [3, 3]
+
+
+def test_a_second_process_of_a_demo_waits_for_a_folder_that_is_half_made(tmp_path, monkeypatch):
+    """It once refused a folder that the first process had just made, and that had no marker yet."""
+    made = tmp_path / "demo-made"
+    made.mkdir()
+    (made / "demo.json.temporary").touch()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    done = {"program": intuitor.IntuitorConfig.PROGRAM, "seed": 0, "done": True}
+    first = threading.Timer(0.5, (made / demo.MARKER).write_text, [json.dumps(done)])
+    first.start()
+    flags = ["--demo", "--output_dir", str(tmp_path / "demo")]
+    added = demo.prepared(intuitor.IntuitorConfig, flags, intuitor.DEMO, intuitor.MADE, None)
+    assert not first.is_alive()
+    assert added["data"] == str(made / intuitor.MADE["data"])
 
 
 def test_a_demo_with_another_seed_is_asked_for_another_folder(tmp_path, capsys):

@@ -36,6 +36,8 @@ def prepared(
     parts: the settings that name what `make` made, and where it is in the folder. It is made next
     to --output_dir, whose name it has with "-made". Nothing is made for a command line that is
     wrong, or of which `check` raises ValueError: that ends the program with one line.
+
+    Only the first process looks into the folder. The others would find it half made.
     """
     try:
         typed = cli.given(config, list(words))
@@ -46,7 +48,9 @@ def prepared(
         cfg = config(**(added | typed))
         check(cfg)
         done = {"program": config.PROGRAM, "seed": cfg.seed, "done": True}
-        require_own(made, done)
+        first = dist.World.from_environment().rank == 0
+        if first:
+            require_own(made, done)
     except ValueError as error:
         dist.refuse(f"{config.PROGRAM.removeprefix('-m ')}: error: {error}")
 
@@ -54,7 +58,7 @@ def prepared(
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
-    if dist.World.from_environment().rank == 0:
+    if first:
         _make(made, done, make)
     while marker(made) != done:  # if the first process fails, the launcher ends this one
         time.sleep(0.2)

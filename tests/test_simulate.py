@@ -3,6 +3,7 @@ layers, ranks, stages.
 """
 
 import functools
+import gc
 import itertools
 import json
 import os
@@ -154,8 +155,11 @@ def test_shallow_models_extrapolate_to_exactly_what_all_layers_give(changes, ran
 
 def test_the_4b_at_131072_tokens_is_predicted_within_the_budget():
     cfg = TrainConfig(context_length=131072, gradient_checkpointing="full")
+    # what other tests left on the heap is not collected in this one's time
+    gc.freeze()
     start = time.process_time()
     found = profile(cfg)
+    gc.unfreeze()
     assert time.process_time() - start < 10  # seconds; 3 measured, twice that on a busy machine
     assert found.peak_stage == "mlp backward" and 80 < found.peak / GIB < 95
     assert 60 < profile(cfg, ranks=2).peak / GIB < 67

@@ -9,7 +9,8 @@ Copied into an empty folder, this file trains and generates:
 
 The geometry is Qwen3's: pre-norm, grouped-query attention, RMSNorm on queries and keys, SwiGLU,
 rotary positions. The decoder comes first, then the two parts for long rows: the loss over tiles of
-the vocabulary, and Native Sparse Attention. ATTENTIONS, at the end, lists the kinds of attention.
+the vocabulary, Native Sparse Attention, and indexed attention. ATTENTIONS, at the end, lists the
+kinds of attention.
 
 Parallelism, checkpointing and compilation are applied from outside, and no forward communicates. A
 kind of attention only answers their questions, such as which exchanges it allows.
@@ -174,6 +175,38 @@ class NSAConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """Sizes of indexed attention: what its indexer is, and how much a query reads."""
+
+    budget: int = 2048  # tokens of the blocks that a query reads, besides its own unfinished block
+    r: int = 4  # tokens of a block, which are read together
+    heads: int = 4  # query heads of the indexer, which has one key head
+    head_dim: int = 128  # of the indexer's heads
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if type(value) is not int or value < 1:
+                raise self._refusal([name], f"{name} an integer >= 1", f"change {name}")
+        if self.budget < self.r:
+            raise self._refusal(
+                ["budget", "r"], "budget >= r, which is one block", "raise budget or lower r"
+            )
+        if self.budget % self.r:
+            raise self._refusal(["budget", "r"], "budget a multiple of r", "change one of them")
+        if self.head_dim % 2:
+            raise self._refusal(["head_dim"], "an even head_dim", "change head_dim")
+
+    def _refusal(self, names: list[str], allowed: str, remedy: str) -> ValueError:
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ValueError(f"IndexerConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that a query reads at most, besides its own."""
+        return self.budget // self.r
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Geometry and numerics of a decoder, validated once and never changed.
 
@@ -195,6 +228,7 @@ class ModelConfig:
     rope_original_context: int = 32_768  # yarn: the context that the weights were trained at
     attention_type: str = "standard"  # a name in ATTENTIONS
     nsa: NSAConfig = NSAConfig()  # read if attention_type is "nsa"
+    indexer: IndexerConfig = IndexerConfig()  # read if attention_type is "indexed"
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # "auto" never builds logits larger than this
     loss_chunk_size: int = 0  # tokens of a tile of the loss; 0: chosen by shape and device
@@ -1299,6 +1333,16 @@ class LayerCache:
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values; returns views of all of them."""
         B, T = k_BTGK.shape[:2]
+        end = self.check_room(B, T)
+        self.k_BSGK[:, self.length : end] = k_BTGK
+        self.v_BSGK[:, self.length : end] = v_BTGK
+        self.length = end
+        return self.stored()
+
+    def check_room(self, B: int, T: int) -> int:
+        """The length with T more tokens of each of B rows; ValueError if the cache has no such
+        room.
+        """
         rows, capacity = self.k_BSGK.shape[:2]
         end = self.length + T
         if rows != B:
@@ -1310,11 +1354,7 @@ class LayerCache:
                 f"the KV cache holds {capacity} positions and {end} are needed: build it with "
                 f"max_length >= {end}"
             )
-
-        self.k_BSGK[:, self.length : end] = k_BTGK
-        self.v_BSGK[:, self.length : end] = v_BTGK
-        self.length = end
-        return self.stored()
+        return end
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """Views of all keys and values so far."""
@@ -1514,13 +1554,21 @@ class Attention(nn.Module):
     starts_fresh: tuple[str, ...] = ()
     # Modes of context parallelism that cannot serve it, with the reason.
     refused_exchanges: dict[str, str] = {"gather_kv": "which is not full causal attention"}
+    # Settings of a run that cannot serve it, with the reason.
+    refused_levers: dict[str, str] = {}
     # Why responses cannot share a prompt, if they cannot.
     refused_prompts: str = "which is not full causal attention"
+    # The submodule that learns from a loss of its own, which the rest of the model does not see.
+    learner: str = ""
+    # What each layer measures in a forward that learns, for the log; `measured` has the numbers.
+    figures: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.head_dim
         self.kernels = config.kernels
+        self.losses = LayerLosses()  # in a decoder, that of the decoder
+        self.measured: Tensor | None = None
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
@@ -1645,6 +1693,11 @@ class Attention(nn.Module):
     ) -> "LayerCache | SparseCache":
         """What a layer keeps while decoding; shape [B, max_length, G, K]."""
         return LayerCache(shape, device, dtype)
+
+    @classmethod
+    def is_learner(cls, name: str) -> bool:
+        """Whether the parameter of this name learns from a loss of its own."""
+        return cls.learner in name.split(".")
 
     @classmethod
     def identity(cls, config: ModelConfig) -> dict:
@@ -1846,6 +1899,9 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = LMHead(config)
         self.rotary = RotaryCache(config)
+        self.losses = LayerLosses()
+        for layer in self.layers:
+            layer.attention.losses = self.losses
         self.validate = False  # check labels even if that costs a host synchronisation
 
         self.tie_weights()
@@ -1880,7 +1936,9 @@ class Decoder(nn.Module):
         prompts     instead of doc_ids: which tokens are prompts, and which are responses that share
                     them
         """
-        hidden_ND = self.hidden(tokens_BT, positions, doc_ids, cache, prompts).flatten(0, 1)
+        with self.losses.collected() as terms:
+            hidden_BTD = self.hidden(tokens_BT, positions, doc_ids, cache, prompts)
+        hidden_ND = hidden_BTD.flatten(0, 1)
         if labels_BT is None and head is not None:
             return self.lm_head(hidden_ND, head)
         if labels_BT is None:
@@ -1897,8 +1955,9 @@ class Decoder(nn.Module):
             return self.lm_head(hidden_ND, head, labels_BT.flatten())
         if num_valid is None:
             num_valid = (labels_BT != IGNORE).sum().clamp(min=1)
-        loss = self.loss_function(*tokens_BT.shape)
-        return self.lm_head(hidden_ND, loss, labels_BT.flatten(), num_valid)
+        function = self.loss_function(*tokens_BT.shape)
+        loss = self.lm_head(hidden_ND, function, labels_BT.flatten(), num_valid)
+        return with_gradient_of(loss, terms, num_valid)
 
     def hidden(
         self,
@@ -1970,6 +2029,15 @@ class Decoder(nn.Module):
             return cos, sin
         offset = cache.length if cache else 0
         return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset)
+
+    def figures(self) -> Tensor:
+        """What the layers measured in the newest forward that learned, the mean over them, in the
+        order of the names in `figures` of the attention kind.
+        """
+        names = attention_kind(self.config).figures
+        if not names:
+            return torch.empty(0, device=self.norm.weight.device)
+        return torch.stack([layer.attention.measured for layer in self.layers]).mean(0)
 
     # ---- which loss
 
@@ -3741,10 +3809,669 @@ class SparseCache:
         return self.compressed.append(*compressor(raw, v_raw, rotate_as, layout))
 
 
+# ---- indexed attention
+
+
+# A small indexer scores the past in blocks of r tokens. Each query reads the best blocks, and the
+# unfinished block that it is in; all heads of a layer share the choice. The indexer learns to
+# predict where attention looks, from a loss of its own that the rest of the model does not see.
+#
+# Letters: M = H/G query heads per KV head, h query heads of the indexer, E its head dimension, N
+# whole blocks of a document, C queries of a chunk.
+
+
+class LayerLosses:
+    """The losses that layers have of their own, such as an indexer's, in one forward of a decoder.
+
+    A term counts while the decoder collects them. Otherwise it is dropped: a checkpoint that runs a
+    layer again adds nothing.
+
+    warming  whether only these losses teach the model, as in the indexer's dense warm-up
+    """
+
+    def __init__(self):
+        self.warming = False
+        self._terms: list[Tensor] | None = None
+
+    def add(self, term: Tensor) -> None:
+        """A layer's sum over its tokens, 0-d."""
+        if self._terms is not None:
+            self._terms.append(term)
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[list[Tensor]]:
+        """Inside, the terms that are added are put into the list."""
+        self._terms = []
+        try:
+            yield self._terms
+        finally:
+            self._terms = None
+
+
+def with_gradient_of(loss: Tensor, terms: list[Tensor], divisor: Tensor | float) -> Tensor:
+    """The value of `loss`, with the gradient of loss + mean over the layers of term / divisor."""
+    if not terms:
+        return loss
+    own = torch.stack(terms).mean() / divisor
+    return loss + (own - own.detach())
+
+
+class Indexer(nn.Module):
+    """Makes the queries and keys by which blocks are scored.
+
+    Both are normed. Their first elements turn like the model's heads, a key like the first token of
+    its block. The input is detached, so the model does not learn from the indexer's loss.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.cfg = config.indexer
+        self.q_proj = Linear(config.hidden_size, self.cfg.heads * self.cfg.head_dim)
+        self.k_proj = Linear(config.hidden_size, self.cfg.head_dim)
+        self.q_norm = RMSNorm(self.cfg.head_dim, config.norm_eps)
+        self.k_norm = RMSNorm(self.cfg.head_dim, config.norm_eps)
+
+    def forward(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, h, E], and keys [B, T, 1, E] before rotation."""
+        x_BTD = x_BTD.detach()
+        heads = (-1, self.cfg.head_dim)
+        q_BThE = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads))
+        k_BT1E = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        return rotate_first(q_BThE, rope), k_BT1E
+
+
+def rotate_first(x_BThE: Tensor, rope: Rope) -> Tensor:
+    """Each head with as many of its first elements rotated as there are angles for."""
+    turning = 2 * rope[0].shape[-1]
+    turned = rotate(x_BThE[..., :turning], *rope)
+    return torch.cat((turned, x_BThE[..., turning:]), dim=-1)
+
+
+def pooled_keys(k_BT1E: Tensor, r: int) -> Tensor:
+    """[B, N, E]: the mean of the indexer's keys over each whole block, summed in fp32."""
+    B, T, _, E = k_BT1E.shape
+    N = T // r
+    blocks_BNrE = k_BT1E[:, : N * r].reshape(B, N, r, E)
+    return blocks_BNrE.to(wide(k_BT1E.dtype)).mean(2).to(k_BT1E.dtype)
+
+
+@dataclass(eq=False)  # not frozen, as Documents
+class BlockLayout:
+    """The documents of a batch, and the blocks of tokens in them; made once for all layers.
+
+    lengths  tokens of each document of the B*T flattened tokens; None if every row is one document
+    first    for each token of a row, or of the flattened tokens, the first one of its block
+    """
+
+    lengths: list[int] | None
+    first: Tensor
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: Tensor | None, shape: tuple[int, int], r: int, device: Device
+    ) -> "BlockLayout":
+        """The layout of (B, T) = `shape` tokens; cu_seqlens as in `Attention.documents`."""
+        B, T = shape
+        if cu_seqlens is None or len(cu_seqlens) == B + 1:
+            return cls(None, torch.arange(T, device=device) // r * r)
+
+        lengths = cu_seqlens.diff().tolist()
+        starts = cu_seqlens[:-1].tolist()
+        first = [
+            start + torch.arange(length) // r * r
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        return cls(lengths, pinned_copy(torch.cat(first), device))
+
+
+class IndexedAttention(Attention):
+    """Attention of each query over the blocks that an indexer chose, and its own unfinished one.
+
+        I[t, b] = sum over heads of relu(q_I[t] . k_I[b]) / sqrt(E)
+
+    Of the blocks that end before t in the document, the budget / r best ones are read, the lower
+    index first on a tie. A budget of at least the document's length is standard attention.
+
+    The indexer's loss is KL(p || softmax(I)) over the chosen blocks, where p is the probability
+    that attention gives each block, summed over heads and normalised. In the dense warm-up all
+    blocks count as chosen, and only the indexer learns.
+    """
+
+    settings = "indexer"
+    prompt_in_parts = False
+    starts_fresh = ("indexer",)
+    learner = "indexer"
+    figures = ("indexer_kl", "indexer_recall")
+    refused_exchanges = {
+        "ulysses": "whose heads share one choice",
+        "gather_kv": "whose queries choose blocks over the whole row",
+    }
+    refused_levers = {
+        "compile": "whose indexer's loss leaves the layer",
+        "attention_head_groups": "whose heads share one choice",
+    }
+    refused_prompts = "whose queries choose blocks over the whole row"
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.check(config)
+        self.indexer = Indexer(config)
+
+    def inputs(
+        self, x_BTD: Tensor, rope: Rope, projected: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """q, k and v; the indexer's queries, and its keys before rotation."""
+        return *super().inputs(x_BTD, rope, projected), *self.indexer(x_BTD, rope)
+
+    def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: BlockLayout) -> Tensor:
+        shape = inputs[0].shape
+        lengths = documents.lengths
+        if lengths is None:
+            lengths = [shape[1]]
+        else:
+            rope = [x.expand(shape[0], *x.shape[1:]).flatten(0, 1)[None] for x in rope]
+            inputs = [x.flatten(0, 1)[None] for x in inputs]
+
+        *others, raw_BT1E = inputs
+        k_BT1E = rotate_first(raw_BT1E, [x[:, documents.first] for x in rope])
+        parts = [x.split(lengths, dim=1) for x in (*others, k_BT1E)]
+        found = [self._attend_document(*part) for part in zip(*parts, strict=True)]
+
+        outputs, divergences, recalls = zip(*found, strict=True)
+        self._learn(divergences, [share for share in recalls if share is not None])
+        return torch.cat(outputs, dim=1).view(shape)
+
+    def _attend_document(
+        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, q_BThE: Tensor, k_BT1E: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """o, the indexer's loss [B, T], and its recall if a query of the document has a choice."""
+        cfg = self.indexer.cfg
+        k_BNE = pooled_keys(k_BT1E, cfg.r)
+        learns = torch.is_grad_enabled()
+        most = cfg.most_blocks
+        share = None
+        if learns:
+            share = indexer_recall(q_BTHK, k_BTGK, q_BThE, k_BNE, cfg.r, most)
+        if self.losses.warming:
+            most = max(most, k_BNE.shape[1])
+            q_BTHK, k_BTGK, v_BTGK = (x.detach() for x in (q_BTHK, k_BTGK, v_BTGK))
+
+        o_BTHK, kl_BT, *_ = indexed_forward(
+            q_BTHK, k_BTGK, v_BTGK, q_BThE, k_BNE, cfg.r, most, learns
+        )
+        return o_BTHK, kl_BT, share
+
+    def _learn(self, divergences: Sequence[Tensor], recalls: list[Tensor]) -> None:
+        """Add this layer's loss to those of the model, and keep what the log shows of it."""
+        if not torch.is_grad_enabled():
+            return
+        kl_BT = torch.cat(divergences, dim=1)
+        self.losses.add(kl_BT.sum())
+        recall = torch.stack(recalls).mean() if recalls else kl_BT.new_ones(())
+        self.measured = torch.stack((kl_BT.detach().mean(), recall.to(kl_BT.dtype)))
+
+    def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: "IndexedCache") -> Tensor:
+        q_BTHK, k_BTGK, v_BTGK, q_BThE, raw_BT1E = inputs
+        k_BNE = cache.append_blocks(raw_BT1E, rope)
+        keys_and_values = cache.append(k_BTGK, v_BTGK)
+        cfg = self.indexer.cfg
+        o_BTHK, *_ = indexed_forward(
+            q_BTHK, *keys_and_values, q_BThE, k_BNE, cfg.r, cfg.most_blocks, False
+        )
+        return o_BTHK
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        if config.indexer.head_dim < config.head_dim:
+            raise ValueError(
+                f"--indexer: given head_dim={config.indexer.head_dim}; allowed: at least the "
+                f"model's {config.head_dim}, whose rotary positions it shares; remedy: raise it"
+            )
+        if config.kernels == "triton":
+            raise ValueError(
+                "kernels='triton': indexed attention has no Triton kernels yet: choose "
+                "kernels='auto' or 'torch'"
+            )
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        return (
+            "indexed attention masks what it does not read instead of skipping it: its memory is "
+            "bounded, but its time grows with the square of the context"
+        )
+
+    @classmethod
+    def documents(
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        device: Device,
+    ) -> BlockLayout:
+        return BlockLayout.of(cu_seqlens, shape, config.indexer.r, device)
+
+    @classmethod
+    def cache(
+        cls,
+        config: ModelConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> "IndexedCache":
+        return IndexedCache(config.indexer, shape, device, dtype)
+
+    @classmethod
+    def added_products(cls, config: ModelConfig) -> int:
+        """Parameters of the indexer's two projections."""
+        indexer = config.indexer
+        return config.hidden_size * (indexer.heads + 1) * indexer.head_dim
+
+    @classmethod
+    def params(cls, config: ModelConfig) -> int:
+        plain = super().products(config) + 2 * config.head_dim
+        return plain + cls.added_products(config) + 2 * config.indexer.head_dim
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """The indexer's projections count 2/3: their input, detached, needs no gradient."""
+        return super().products(config) + cls.added_products(config) * 2 / 3
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """Keys of attention, and the indexer's scores in units of a key's operations.
+
+        Over forward and backward a key takes 12 H K operations. A score takes 2 h E, and if its
+        block is chosen twice as many more, for the gradients of its query and its key.
+        """
+        indexer = config.indexer
+        candidates = positions // indexer.r
+        chosen = candidates.clamp(max=indexer.most_blocks)
+        keys = chosen * indexer.r + positions % indexer.r + 1
+
+        operations = 2 * indexer.heads * indexer.head_dim * (candidates + 2 * chosen)
+        return keys + operations / (12 * config.num_heads * config.head_dim)
+
+
+# ---- indexed attention in plain PyTorch
+
+
+SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured
+
+
+# This version masks keys instead of skipping them, so its time is quadratic. It works on chunks of
+# queries, forward and backward, and saves for each query only two log-sum-exps and the rank of the
+# last block that it chose: memory is linear, and nothing of size [T, N] exists.
+
+
+def block_scores(q_BChE: Tensor, k_BNE: Tensor) -> Tensor:
+    """I [B, C, N] in fp32 or wider; no score is negative."""
+    dtype = wide(q_BChE.dtype)
+    k_BEN = k_BNE.to(dtype).mT
+    B, C, _, E = q_BChE.shape
+    total_BCN = torch.zeros((B, C, k_BNE.shape[1]), dtype=dtype, device=q_BChE.device)
+    for q_BCE in q_BChE.to(dtype).unbind(2):
+        total_BCN += (q_BCE @ k_BEN).relu_()
+    return total_BCN.mul_(E**-0.5)
+
+
+def block_ranks(scores_BCN: Tensor, query_C1: Tensor, r: int) -> Tensor:
+    """int64 [B, C, N] that orders blocks by score and, on a tie, the lower index first; -1 for a
+    block that does not end before the query.
+
+    Scores that are not negative order like the bits of their fp32 values.
+    """
+    block_N = torch.arange(scores_BCN.shape[-1], device=scores_BCN.device)
+    bits_BCN = scores_BCN.float().contiguous().view(torch.int32).long()
+    rank_BCN = (bits_BCN << 31) + (2**31 - 1 - block_N)
+    return torch.where(block_N * r + r <= query_C1, rank_BCN, -1)
+
+
+def least_rank(rank_BCN: Tensor, most: int) -> Tensor:
+    """[B, C]: a block is chosen if its rank is at least this; so `most` blocks are, or all."""
+    if rank_BCN.shape[-1] <= most:
+        return rank_BCN.new_zeros(rank_BCN.shape[:-1])
+    return rank_BCN.topk(most).values[..., -1].clamp(min=0)
+
+
+def readable_keys(chosen_BCN: Tensor, query_C1: Tensor, r: int, tokens: int) -> Tensor:
+    """Whether each of the first `tokens` tokens is in a chosen block, or in the query's own and not
+    after it: [B, C, tokens].
+    """
+    key = torch.arange(tokens, device=query_C1.device)
+    tail = (key <= query_C1) & (key >= query_C1 // r * r)
+    N = chosen_BCN.shape[-1]
+    read = F.pad(chosen_BCN.repeat_interleave(r, -1), (0, tokens - N * r))
+    return read | tail
+
+
+def masked_logits(q_BCHK: Tensor, k_BSGK: Tensor, visible_BCS: Tensor) -> Tensor:
+    """q k / sqrt(K) [B, G, M, C, S] in fp32 or wider, -inf where a key is not visible."""
+    dtype = wide(q_BCHK.dtype)
+    q_BCGMK = q_BCHK.to(dtype).unflatten(2, (k_BSGK.shape[2], -1))
+    logits = torch.einsum("bcgmk,bsgk->bgmcs", q_BCGMK, k_BSGK.to(dtype))
+    logits.mul_(q_BCHK.shape[-1] ** -0.5)
+    return logits.masked_fill_(~visible_BCS[:, None, None], -torch.inf)
+
+
+def block_target(p_BGMCS: Tensor, chosen_BCN: Tensor, r: int) -> Tensor:
+    """[B, C, N]: the probability of each chosen block, summed over heads and normalised; 0 for a
+    query that gives its chosen blocks none.
+    """
+    N = chosen_BCN.shape[-1]
+    whole_BCNr = p_BGMCS.sum((1, 2))[..., : N * r].unflatten(-1, (N, r))
+    mass_BCN = whole_BCNr.sum(-1) * chosen_BCN
+    total_BC1 = mass_BCN.sum(-1, keepdim=True)
+    return mass_BCN.div_(total_BC1.clamp(min=torch.finfo(mass_BCN.dtype).tiny))
+
+
+class _Chunk(NamedTuple):
+    """Some queries of a call, and the keys and blocks that they may see."""
+
+    queries: slice
+    position_C1: Tensor  # in the document
+    keys: slice
+    blocks: slice
+
+    @property
+    def size(self) -> int:
+        """Logits of one head."""
+        return len(self.position_C1) * self.keys.stop
+
+
+def _query_chunks(q_BTHK: Tensor, k_BSGK: Tensor, r: int) -> list[_Chunk]:
+    """The chunks of the queries, which are the last T of the S positions."""
+    B, T, H, _ = q_BTHK.shape
+    S = k_BSGK.shape[1]
+    size = min(256, max(16, CHUNK_LOGITS // (B * H * S)))
+    chunks = []
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        seen = S - T + stop
+        position = torch.arange(S - T + start, seen, device=q_BTHK.device)
+        keys, blocks = slice(0, seen), slice(0, seen // r)
+        chunks.append(_Chunk(slice(start, stop), position[:, None], keys, blocks))
+    return platform().parts(chunks, size=lambda chunk: chunk.size)
+
+
+@torch.library.custom_op("longhaul::indexed_forward", mutates_args=())
+def indexed_forward(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    q_BThE: Tensor,
+    k_BNE: Tensor,
+    r: int,
+    most: int,
+    learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Indexed attention of the last T of the S tokens of one document in each row.
+
+    q, k, v      of attention
+    q_BThE       the indexer's queries
+    k_BNE        its keys of the N = S // r whole blocks
+    most         blocks that a query reads at most, besides its own
+    learns       whether the indexer's loss is computed
+
+    Returns o [B, T, H, K]; the indexer's loss [B, T] in nats, 0 if it is not computed; and for the
+    backward the log-sum-exps of attention [B, T, H] and of the chosen scores [B, T], and
+    `least_rank` [B, T]. Gradients of o are those of q, k and v, and of the loss those of the
+    indexer: neither sees the other.
+    """
+    B, T, H, _ = q_BTHK.shape
+    dtype = wide(q_BTHK.dtype)
+    o_BTHK = torch.empty_like(q_BTHK)
+    kl_BT = q_BTHK.new_zeros((B, T), dtype=dtype)
+    lse_BTH = q_BTHK.new_empty((B, T, H), dtype=dtype)
+    log_sum_BT = q_BTHK.new_zeros((B, T), dtype=dtype)
+    least_BT = q_BTHK.new_empty((B, T), dtype=torch.int64)
+
+    for queries, position_C1, keys, blocks in _query_chunks(q_BTHK, k_BSGK, r):
+        scores_BCN = block_scores(q_BThE[:, queries], k_BNE[:, blocks])
+        rank_BCN = block_ranks(scores_BCN, position_C1, r)
+        least_BC = least_rank(rank_BCN, most)
+        chosen_BCN = rank_BCN >= least_BC[..., None]
+        least_BT[:, queries] = least_BC
+        del rank_BCN
+
+        visible_BCS = readable_keys(chosen_BCN, position_C1, r, keys.stop)
+        p_BGMCS = masked_logits(q_BTHK[:, queries], k_BSGK[:, keys], visible_BCS)
+        lse_BGMC = p_BGMCS.logsumexp(-1)
+        p_BGMCS.sub_(lse_BGMC[..., None]).exp_()
+        lse_BTH[:, queries] = lse_BGMC.flatten(1, 2).transpose(1, 2)
+        o_BCGMK = torch.einsum("bgmcs,bsgk->bcgmk", p_BGMCS, v_BSGK[:, keys].to(dtype))
+        o_BTHK[:, queries] = o_BCGMK.flatten(2, 3).to(q_BTHK.dtype)
+
+        if learns and blocks.stop:
+            scores_BCN.masked_fill_(~chosen_BCN, -torch.inf)
+            log_sum_BC = scores_BCN.logsumexp(-1)
+            target_BCN = block_target(p_BGMCS, chosen_BCN, r)
+            kl_BT[:, queries] = _divergence(target_BCN, scores_BCN, log_sum_BC)
+            log_sum_BT[:, queries] = log_sum_BC
+    return o_BTHK, kl_BT, lse_BTH, log_sum_BT, least_BT
+
+
+def _divergence(target_BCN: Tensor, scores_BCN: Tensor, log_sum_BC: Tensor) -> Tensor:
+    """[B, C]: the sum over blocks of target * (log target - log softmax of the scores); where the
+    target is 0, a block adds 0.
+    """
+    log_share_BCN = scores_BCN - log_sum_BC[..., None]
+    log_share_BCN.masked_fill_(target_BCN == 0, 0.0)
+    return (torch.xlogy(target_BCN, target_BCN) - target_BCN * log_share_BCN).sum(-1)
+
+
+@torch.library.custom_op("longhaul::indexed_backward", mutates_args=())
+def indexed_backward(
+    do_BTHK: Tensor | None,
+    dkl_BT: Tensor | None,
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    q_BThE: Tensor,
+    k_BNE: Tensor,
+    o_BTHK: Tensor,
+    lse_BTH: Tensor,
+    log_sum_BT: Tensor,
+    least_BT: Tensor,
+    r: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, which are empty without `do`, and of the indexer's queries and keys,
+    which are empty without `dkl`.
+
+    Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider.
+    """
+    dtype = wide(q_BTHK.dtype)
+    of_model = [q_BTHK, k_BSGK, v_BSGK] if do_BTHK is not None else []
+    of_indexer = [q_BThE, k_BNE] if dkl_BT is not None else []
+    grads = [torch.zeros_like(x, dtype=dtype) for x in of_model]
+    indexer_grads = [torch.zeros_like(x, dtype=dtype) for x in of_indexer]
+
+    for queries, position_C1, keys, blocks in _query_chunks(q_BTHK, k_BSGK, r):
+        q_BCHK, k, v = q_BTHK[:, queries], k_BSGK[:, keys], v_BSGK[:, keys]
+        q_BChE, k_idx = q_BThE[:, queries], k_BNE[:, blocks]
+        scores_BCN = block_scores(q_BChE, k_idx)
+        chosen_BCN = block_ranks(scores_BCN, position_C1, r) >= least_BT[:, queries, None]
+        visible_BCS = readable_keys(chosen_BCN, position_C1, r, keys.stop)
+
+        p_BGMCS = masked_logits(q_BCHK, k, visible_BCS)
+        lse_BGMC = lse_BTH[:, queries].transpose(1, 2).unflatten(1, p_BGMCS.shape[1:3])
+        p_BGMCS.sub_(lse_BGMC[..., None]).exp_()
+
+        if dkl_BT is not None and blocks.stop:
+            target_BCN = block_target(p_BGMCS, chosen_BCN, r)
+            log_sum_BC1 = log_sum_BT[:, queries, None]
+            share_BCN = (scores_BCN - log_sum_BC1).exp_().masked_fill_(~chosen_BCN, 0.0)
+            # a query without a target has no loss
+            share_BCN *= target_BCN.sum(-1, keepdim=True) > 0
+            dscores_BCN = share_BCN.sub_(target_BCN).mul_(dkl_BT[:, queries, None])
+            dq_BChE, dk_BNE = _score_gradients(dscores_BCN, q_BChE, k_idx)
+            indexer_grads[0][:, queries] = dq_BChE
+            indexer_grads[1][:, blocks] += dk_BNE
+        if do_BTHK is not None:
+            dq, dk, dv = _attention_gradients(
+                do_BTHK[:, queries], o_BTHK[:, queries], p_BGMCS, q_BCHK, k, v
+            )
+            grads[0][:, queries] = dq
+            grads[1][:, keys] += dk
+            grads[2][:, keys] += dv
+
+    found = [x.to(q_BTHK.dtype) for x in grads] or [q_BTHK.new_empty(0) for _ in range(3)]
+    indexer = [x.to(q_BThE.dtype) for x in indexer_grads] or [k_BNE.new_empty(0) for _ in range(2)]
+    return *found, *indexer
+
+
+def _score_gradients(dscores_BCN: Tensor, q_BChE: Tensor, k_BNE: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the indexer's queries and keys from those of the scores."""
+    dtype = dscores_BCN.dtype
+    q_BChE, k_BNE = q_BChE.to(dtype), k_BNE.to(dtype)
+    dscores_BCN = dscores_BCN * q_BChE.shape[-1] ** -0.5
+    dk_BNE = torch.zeros_like(k_BNE)
+    dq_heads = []
+    for q_BCE in q_BChE.unbind(2):
+        active_BCN = (q_BCE @ k_BNE.mT) > 0
+        d_BCN = dscores_BCN * active_BCN
+        dq_heads.append(d_BCN @ k_BNE)
+        dk_BNE += d_BCN.mT @ q_BCE
+    return torch.stack(dq_heads, dim=2), dk_BNE
+
+
+def _attention_gradients(
+    do_BCHK: Tensor, o_BCHK: Tensor, p_BGMCS: Tensor, q_BCHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [B, C, H, K], dk and dv [B, S, G, K] from the probabilities, which are overwritten."""
+    dtype = p_BGMCS.dtype
+    groups = p_BGMCS.shape[1:3]
+    do, o, q = (x.to(dtype).unflatten(2, groups) for x in (do_BCHK, o_BCHK, q_BCHK))
+    k, v = k_BSGK.to(dtype), v_BSGK.to(dtype)
+
+    dv_BSGK = torch.einsum("bgmcs,bcgmk->bsgk", p_BGMCS, do)
+    ds_BGMCS = torch.einsum("bcgmk,bsgk->bgmcs", do, v)
+    delta_BGMC = (do * o).sum(-1).permute(0, 2, 3, 1)
+    ds_BGMCS.sub_(delta_BGMC[..., None]).mul_(p_BGMCS).mul_(q_BCHK.shape[-1] ** -0.5)
+    dq_BCGMK = torch.einsum("bgmcs,bsgk->bcgmk", ds_BGMCS, k)
+    dk_BSGK = torch.einsum("bgmcs,bcgmk->bsgk", ds_BGMCS, q)
+    return dq_BCGMK.flatten(2, 3), dk_BSGK, dv_BSGK
+
+
+@indexed_forward.register_fake
+def _(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE, r, most, learns):
+    B, T, H, _ = q_BTHK.shape
+    dtype = wide(q_BTHK.dtype)
+    return (
+        torch.empty_like(q_BTHK),
+        q_BTHK.new_empty((B, T), dtype=dtype),
+        q_BTHK.new_empty((B, T, H), dtype=dtype),
+        q_BTHK.new_empty((B, T), dtype=dtype),
+        q_BTHK.new_empty((B, T), dtype=torch.int64),
+    )
+
+
+@indexed_backward.register_fake
+def _(do_BTHK, dkl_BT, q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE, *saved_and_r):
+    of_model = [x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK)]
+    of_indexer = [x.new_empty(x.shape) for x in (q_BThE, k_BNE)]
+    if do_BTHK is None:
+        of_model = [q_BTHK.new_empty(0) for _ in of_model]
+    if dkl_BT is None:
+        of_indexer = [k_BNE.new_empty(0) for _ in of_indexer]
+    return *of_model, *of_indexer
+
+
+def _save_indexed(ctx, inputs, output):
+    *tensors, r, _most, ctx.learns = inputs
+    o_BTHK, _kl_BT, *statistics = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.save_for_backward(*tensors, o_BTHK, *statistics)
+    ctx.r = r
+
+
+def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
+    of_model = any(ctx.needs_input_grad[:3])
+    of_indexer = ctx.learns and any(ctx.needs_input_grad[3:5])
+    do_BTHK = do_BTHK if of_model else None
+    dkl_BT = dkl_BT if of_indexer else None
+    found = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r)
+    model = found[:3] if do_BTHK is not None else (None,) * 3
+    indexer = found[3:] if dkl_BT is not None else (None,) * 2
+    return *model, *indexer, None, None, None
+
+
+indexed_forward.register_autograd(_indexed_gradients, setup_context=_save_indexed)
+
+
+@torch.no_grad()
+def indexer_recall(
+    q_BTHK: Tensor, k_BTGK: Tensor, q_BThE: Tensor, k_BNE: Tensor, r: int, most: int
+) -> Tensor | None:
+    """The share of full attention's mass on the keys that a query reads: the mean over heads and a
+    few queries, from the end of the document on at equal distances; None if every query reads all.
+    """
+    B, T, H, _ = q_BTHK.shape
+    choosing = T - (most + 1) * r  # queries with more candidates than they read
+    if choosing < 1:
+        return None
+    count = max(1, min(SAMPLED_QUERIES, CHUNK_LOGITS // (B * H * T), choosing))
+    query = T - 1 - torch.arange(count, device=q_BTHK.device) * choosing // count
+
+    scores_BCN = block_scores(q_BThE[:, query], k_BNE)
+    rank_BCN = block_ranks(scores_BCN, query[:, None], r)
+    chosen_BCN = rank_BCN >= least_rank(rank_BCN, most)[..., None]
+    read_BCS = readable_keys(chosen_BCN, query[:, None], r, T)
+
+    past_CS = torch.arange(T, device=query.device) <= query[:, None]
+    p_BGMCS = masked_logits(q_BTHK[:, query], k_BTGK, past_CS[None]).softmax(-1)
+    return (p_BGMCS * read_BCS[:, None, None]).sum(-1).mean()
+
+
+class IndexedCache(LayerCache):
+    """Keys and values of one layer, the indexer's keys of whole blocks [B, max_length // r, 1, E],
+    and what the unfinished block needs.
+    """
+
+    takes_clock = False
+
+    def __init__(
+        self,
+        cfg: IndexerConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ):
+        super().__init__(shape, device, dtype)
+        rows, max_length = shape[:2]
+        self.r = cfg.r
+        self.k_BNE = torch.empty(
+            (rows, max_length // cfg.r, cfg.head_dim), device=device, dtype=dtype
+        )
+        self.blocks = 0
+        # of the unfinished block: keys before rotation, and the angles of its tokens
+        self.open: list[Tensor] = []
+
+    def append_blocks(self, raw_BT1E: Tensor, rope: Rope) -> Tensor:
+        """Store the blocks that end with these tokens, whose keys are given before rotation;
+        returns the keys [B, N, E] of all. To be called before `append`.
+        """
+        rows, T = raw_BT1E.shape[:2]
+        self.check_room(rows, T)
+        new = [raw_BT1E, *(x.expand(rows, *x.shape[1:]) for x in rope)]
+        if self.open:
+            new = [torch.cat(pair, dim=1) for pair in zip(self.open, new, strict=True)]
+
+        whole = new[0].shape[1] // self.r * self.r
+        raw_BT1E, *angles = (x[:, :whole] for x in new)
+        angles = [x[:, :: self.r].repeat_interleave(self.r, dim=1) for x in angles]
+        count = self.blocks + whole // self.r
+        self.k_BNE[:, self.blocks : count] = pooled_keys(rotate_first(raw_BT1E, angles), self.r)
+        self.blocks = count
+        self.open = [x[:, whole:] for x in new]
+        return self.k_BNE[:, :count]
+
+
 # ---- the table of attention kinds
 
 
 ATTENTIONS: dict[str, type[Attention]] = {
     "standard": StandardAttention,
     "nsa": NativeSparseAttention,
+    "indexed": IndexedAttention,
 }

@@ -16,7 +16,15 @@ from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.parallel import context
-from model import ATTENTIONS, CHOICES, PRESETS, ModelConfig, NSAConfig, attention_kind
+from model import (
+    ATTENTIONS,
+    CHOICES,
+    PRESETS,
+    IndexerConfig,
+    ModelConfig,
+    NSAConfig,
+    attention_kind,
+)
 
 # Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length
 # still use the whole machine.
@@ -82,7 +90,8 @@ class TrainConfig:
     )
     attention_type: str = flag(
         "standard",
-        "kind of attention: standard is full causal attention, nsa is Native Sparse Attention",
+        "kind of attention: standard is full causal attention, nsa is Native Sparse Attention, "
+        "indexed reads the blocks that a trained indexer chooses",
         aliases=("attention",),
         choices=ATTENTIONS,
         group="model",
@@ -92,6 +101,13 @@ class TrainConfig:
         "fields of NSAConfig as name=value, for example kv=separate sel_count=8; "
         "needs --attention_type nsa",
         aliases=("nsa_overrides",),
+        many=True,
+        group="model",
+    )
+    indexer: tuple[str, ...] = flag(
+        (),
+        "fields of IndexerConfig as name=value, for example budget=1024 r=4; "
+        "needs --attention_type indexed",
         many=True,
         group="model",
     )
@@ -291,6 +307,13 @@ class TrainConfig:
         1.0,
         "scale gradients down to this global norm if theirs is larger; 0: no clipping",
         aliases=("max_grad_norm", "clip"),
+        at_least=0,
+        group="optimisation",
+    )
+    indexer_warmup: int = flag(
+        0,
+        "steps at the start of the run in which attention stays dense and only the indexer learns; "
+        "needs --attention_type indexed",
         at_least=0,
         group="optimisation",
     )
@@ -605,6 +628,7 @@ class TrainConfig:
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
 
+        self._check_attention()
         self._check_activation_levers(config)
         self._check_optimizer_levers()
         if self.eval_every:
@@ -706,6 +730,28 @@ class TrainConfig:
     def _given_eval_lengths(self) -> tuple[int, ...]:
         """The numbers of --eval_lengths, rising; ValueError for another word."""
         return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
+
+    def _check_attention(self) -> None:
+        """ValueError for settings that cannot serve the kind of attention, and for a warm-up of its
+        indexer that leaves no step to train the rest.
+        """
+        changed = self.changed_settings()
+        for name, reason in attention_kind(self).refused_levers.items():
+            if name in changed:
+                raise ValueError(
+                    f"--{name} {getattr(self, name)} cannot serve {self.attention_type} attention, "
+                    f"{reason}: drop it"
+                )
+        if self.indexer_warmup >= self.max_steps and not self.indexer_ineffective:
+            raise ValueError(
+                f"--indexer_warmup {self.indexer_warmup} is not shorter than the run of "
+                f"--max_steps {self.max_steps}: give at most {self.max_steps - 1}"
+            )
+        if self.indexer_warmup and self.optimizer_in_backward:
+            raise ValueError(
+                "--indexer_warmup leaves most weights as they are, but --optimizer_in_backward "
+                "updates each weight in the backward pass: drop one of them"
+            )
 
     def _check_activation_levers(self, model: ModelConfig) -> None:
         """ValueError for levers of layers that exclude each other."""
@@ -811,6 +857,14 @@ class TrainConfig:
                 f"{self.context_length}, so sparse attention only adds work: use "
                 "--attention_type standard, or a longer --context_length"
             )
+
+        budget = self.model().indexer.budget
+        if not self.indexer_ineffective and self.context_length <= budget:
+            found.append(
+                f"--indexer budget={budget} reads a whole row of {self.context_length}, so indexed "
+                "attention only adds work: use --attention_type standard, a longer "
+                "--context_length or a smaller budget"
+            )
         return found
 
     def ineffective_settings(self) -> list[str]:
@@ -831,12 +885,19 @@ class TrainConfig:
             decay_fraction=self.schedule != "wsd" or only_warmup,
             min_lr_ratio=self.schedule == "constant" or only_warmup,
             nsa=attention_kind(self).settings != "nsa",
+            indexer=self.indexer_ineffective,
+            indexer_warmup=self.indexer_ineffective,
             check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
         )
         changed = self.changed_settings()
         return [name for name in ineffective if name in changed and ineffective[name]]
+
+    @property
+    def indexer_ineffective(self) -> bool:
+        """Whether the attention has no indexer."""
+        return attention_kind(self).settings != "indexer"
 
     def changed_settings(self) -> list[str]:
         """Names of the settings that differ from their defaults."""
@@ -909,6 +970,7 @@ class TrainConfig:
         fields = dict(
             attention_type=self.attention_type,
             nsa=NSAConfig(**read_pairs(self.nsa, NSAConfig, "nsa")),
+            indexer=IndexerConfig(**read_pairs(self.indexer, IndexerConfig, "indexer")),
             loss=self.loss,
             logits_threshold_gib=self.logits_threshold_gib,
             loss_chunk_size=self.loss_chunk_size,

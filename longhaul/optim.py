@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longhaul import optimizers
 from longhaul.dist import local_shard
-from model import Decoder
+from model import Decoder, attention_kind
 
 # ---- schedule
 
@@ -125,18 +125,36 @@ def global_norm(model: Decoder, optimizer: torch.optim.Optimizer, cfg) -> Tensor
 def clip_gradients(model: Decoder, largest: float) -> Tensor:
     """Scale gradients down to the global norm `largest` (0: never) and return the norm before.
 
-    The norm is a 0-d fp32 tensor. If it is not finite the caller must skip the step: scaling one
-    infinite element makes it NaN, and then its weight.
+    Parameters that learn from a loss of their own are scaled apart from the others, so that neither
+    changes the other's updates. The norm is that of all, a 0-d fp32 tensor. If it is not finite the
+    caller must skip the step: scaling one infinite element makes it NaN, and then its weight.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    squares = [_clip(gradients, largest) for gradients in _families(model) if gradients]
+    return torch.stack(squares).sum().sqrt().float()
+
+
+def _families(model: Decoder) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of the model's loss, and those of losses that layers have of their own."""
+    kind = attention_kind(model.config)
+    of_model = []
+    of_layers = []
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            family = of_layers if kind.is_learner(name) else of_model
+            family.append(p.grad)
+    return of_model, of_layers
+
+
+def _clip(gradients: list[Tensor], largest: float) -> Tensor:
+    """The square of the norm before, 0-d in fp64."""
     local = [local_shard(gradient) for gradient in gradients]
     total = torch.stack([_sum_of_squares(gradient) for gradient in local]).sum()
-    norm = _sum_over_shards(total, gradients[0]).sqrt()
+    square = _sum_over_shards(total, gradients[0])
 
     if largest > 0:
-        scale = (largest / (norm + 1e-6)).clamp(max=1.0).float()
+        scale = (largest / (square.sqrt() + 1e-6)).clamp(max=1.0).float()
         torch._foreach_mul_(local, scale)
-    return norm.float()
+    return square
 
 
 def _sum_of_squares(gradient: Tensor) -> Tensor:

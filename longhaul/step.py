@@ -16,7 +16,7 @@ from data.loader import Batch
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.parallel import apply
-from model import IGNORE, Decoder, ModelConfig, OnHost
+from model import IGNORE, Decoder, ModelConfig, OnHost, attention_kind
 
 MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
@@ -74,6 +74,7 @@ class TrainState:
     # whether a first step has checked its labels, at the cost of a host synchronisation
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
+    figures: Tensor | None = None  # what the layers measured in the newest step, on this rank
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
     # work of the host, called when a step's gradients are queued and before their norm is read
     meanwhile: Callable[[], None] = lambda: None
@@ -94,6 +95,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     lr: float
     local_loss: Tensor | None = None  # this rank's share of `loss`
+    figures: dict[str, Tensor] = field(default_factory=dict)  # what the layers measured, by name
     # whether the gradient norm was NaN or infinite on any rank, so that none took the step
     skipped: bool = False
 
@@ -234,12 +236,14 @@ def gradients(
     """
     model = state.model
     model.validate = not state.checked
+    model.losses.warming = warming(state)
     state.checked = True
 
     divisor = count_valid(batch, state).clamp(min=1).float()
     total = torch.zeros((), device=state.device)
     set_learning_rate(state)
 
+    measured = []
     sums = accumulation(state, len(batch))
     for index, micro in enumerate(sums.order(batch)):
         if index and must_stop is not None and must_stop():
@@ -248,9 +252,26 @@ def gradients(
         loss = state.objective.loss(model, micro, divisor)
         (loss * state.world.size).backward()
         total += loss.detach()
+        measured.append(model.figures())
         sums.add()
     sums.finish()
+    state.figures = torch.stack(measured).mean(0)
+    if warming(state):
+        keep_learners(model)
     return total
+
+
+def warming(state: TrainState) -> bool:
+    """Whether this step is of the indexer's dense warm-up."""
+    return state.step < state.cfg.indexer_warmup
+
+
+def keep_learners(model: Decoder):
+    """Drop the gradients of all parameters but the indexers', so that only these change."""
+    kind = attention_kind(model.config)
+    for name, parameter in model.named_parameters():
+        if not kind.is_learner(name):
+            parameter.grad = None
 
 
 def set_learning_rate(state: TrainState):
@@ -269,11 +290,13 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
     norm = optim.global_norm(state.model, state.optimizer, cfg)
 
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
-    loss, finite_ranks = dist.all_sum(torch.stack([local_loss, norm.isfinite().float()]))
+    own = torch.stack([local_loss, norm.isfinite().float()])
+    found = dist.all_sum(torch.cat([own, state.figures]))
     state.meanwhile()
     if norm.device.type == "cuda":
         # all figures at once: the only time in a step that the host waits for the device
-        loss, norm, finite_ranks = torch.stack([loss, norm, finite_ranks]).cpu()
+        norm, *found = torch.cat([norm[None], found]).cpu()
+    loss, finite_ranks, *figures = found
     all_finite = norm.is_meta or bool(finite_ranks == state.world.size)
     if all_finite:
         state.stage("optimizer")
@@ -291,7 +314,15 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
         lr=state.optimizer.param_groups[0]["lr"],
         local_loss=local_loss,
         skipped=not all_finite,
+        figures=_means(state, figures),
     )
+
+
+def _means(state: TrainState, sums: list[Tensor]) -> dict[str, Tensor]:
+    """The means over all ranks of what the layers measured, by name."""
+    names = attention_kind(state.model.config).figures
+    means = [total / state.world.size for total in sums]
+    return dict(zip(names, means, strict=True))
 
 
 # ---- accumulation: how the gradients of a step's micro-batches are added

@@ -351,6 +351,7 @@ class Run:
             "mem_gib": peak_memory_gib(self.device),
             "time": time.time(),
         }
+        record |= {name: float(figure) for name, figure in seen.result.figures.items()}
         try:
             self.source.record(record, seen.loaded, seen.result, seen.seconds)
             record |= self.health.after(seen.result, self.log.say)

@@ -13,9 +13,9 @@ import torch
 
 def pooled(k_BTE, r):
     """kbar[b]: the mean of the indexer's keys over each whole block, [B, N, E]."""
-    T = k_BTE.shape[1]
-    blocks = [k_BTE[:, b * r : b * r + r].double().mean(1) for b in range(T // r)]
-    return torch.stack(blocks, 1)
+    N = k_BTE.shape[1] // r
+    blocks = [k_BTE[:, b * r : b * r + r].double().mean(1, keepdim=True) for b in range(N)]
+    return torch.cat([k_BTE[:, :0].double(), *blocks], 1)
 
 
 def scores(q_BThE, kbar_BNE):

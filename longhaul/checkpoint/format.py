@@ -27,7 +27,7 @@ import torch
 from files import durable
 from files.tensors import Later
 from longhaul import dist, exits, optimizers
-from model import Decoder, ModelConfig, NSAConfig
+from model import Decoder, IndexerConfig, ModelConfig, NSAConfig
 
 FORMAT = "longhaul-checkpoint"
 VERSION = 1
@@ -320,9 +320,10 @@ def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:
     """The configuration of the checkpoint's model; ValueError if it is not one, or asks for more
     tensors than the files hold.
     """
-    sparse = checkpoint.model_config.get("nsa", {})
-    fields = _fields(ModelConfig, checkpoint.model_config | {"nsa": NSAConfig()})
-    fields["nsa"] = NSAConfig(**_fields(NSAConfig, sparse))
+    fields = dict(checkpoint.model_config)
+    for name, kind in {"nsa": NSAConfig, "indexer": IndexerConfig}.items():
+        fields[name] = kind(**_fields(kind, fields.get(name, {})))
+    fields = _fields(ModelConfig, fields)
 
     most_layers = sum(len(file.ranges) for file in checkpoint.files.values())
     for name, size in fields.items():

@@ -318,9 +318,6 @@ def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):
     """New state tensors for every parameter, with the names that the checkpoint holds."""
     on_host = isinstance(state.optimizer, optimizers.AdamW)
     device = torch.device("cpu") if on_host else state.device
-    # steps that were skipped changed nothing and do not count
-    updates = torch.tensor(float(checkpoint.step - len(checkpoint.skipped)), device=device)
-
     stored = checkpoint.tensors()
     for name, parameter in state.model.named_parameters():
         prefix = f"optim.{name}."
@@ -333,7 +330,17 @@ def _create_optimizer_state(state: TrainState, checkpoint: Checkpoint):
                 f"the checkpoint holds {', '.join(sorted(keys))} of {name}, and this optimizer "
                 f"keeps {', '.join(sorted(fresh))}: give the settings of the run that wrote it"
             )
-        state.optimizer.state[parameter] = fresh | {"step": updates.clone()}
+        updates = torch.tensor(float(_updates(state, checkpoint, name)), device=device)
+        state.optimizer.state[parameter] = fresh | {"step": updates}
+
+
+def _updates(state: TrainState, checkpoint: Checkpoint, name: str) -> int:
+    """Updates of a parameter so far. Steps that were skipped changed nothing, and those of an
+    indexer's warm-up only the indexer.
+    """
+    first = 0 if attention_kind(state.model.config).is_learner(name) else state.cfg.indexer_warmup
+    skipped = sum(step > first for step in checkpoint.skipped)
+    return checkpoint.step - first - skipped
 
 
 @torch.no_grad()

@@ -141,7 +141,8 @@ def offloaded_optimizer(cfg: TrainConfig) -> TrainConfig:
 
 def head_groups(cfg: TrainConfig) -> TrainConfig:
     """One KV head at a time on each rank; needs checkpointing and layers that are not compiled."""
-    if cfg.gradient_checkpointing != "full" or cfg.compile:
+    refused = "attention_head_groups" in attention_kind(cfg).refused_levers
+    if refused or cfg.gradient_checkpointing != "full" or cfg.compile:
         return cfg
 
     config = cfg.model()

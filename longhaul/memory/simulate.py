@@ -75,6 +75,8 @@ def on_fake_tensors(
     post-training adds: operators inside the `with` block allocate nothing. `layers` and
     `every_tile` are those of `simulate`.
     """
+    # the first steps of a warm-up have no moments of most parameters, and take less
+    cfg = dataclasses.replace(cfg, indexer_warmup=0)
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)

@@ -2,8 +2,8 @@
 Sizes are bytes.
 
 The Python bodies of our own operators (the loss, the sparse branches, their Triton twin without
-its launches) run on meta tensors under a tracker of their own. The kernels of PyTorch are declared
-in footprint/workspace.py.
+its launches, indexed attention) run on meta tensors under a tracker of their own. The kernels of
+PyTorch are declared in footprint/workspace.py.
 """
 
 import functools
@@ -24,8 +24,9 @@ from nsa import engine
 
 LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
+INDEXED = (model.indexed_forward, model.indexed_backward)
 STATISTICS = (vocab.stats_op, vocab.stats_backward_op)
-OURS = {op._qualname: op for op in LOSS + SPARSE + STATISTICS}
+OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + STATISTICS}
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 
 

@@ -111,8 +111,10 @@ class PolicyConfig(TrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if attention_kind(self).settings == "nsa":
-            raise ValueError(f"--attention_type nsa {self.NSA_LACKS}: use standard")
+        if attention_kind(self).settings:
+            raise ValueError(
+                f"--attention_type {self.attention_type} {self.NSA_LACKS}: use standard"
+            )
 
     @property
     def longest_response(self) -> int:

@@ -23,7 +23,7 @@ from longhaul import lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig, read_pairs
-from model import PRESETS, Decoder, ModelConfig, NSAConfig, attention_kind
+from model import PRESETS, Decoder, ModelConfig, attention_kind
 
 # What decides the shapes of the weights, or what they compute.
 GEOMETRY = (*qwen3.GEOMETRY, "tie_embeddings", "norm_eps")
@@ -39,6 +39,7 @@ COMPLETED = {
     "rope_original_context",
     "attention_type",
     "nsa",
+    "indexer",
     "context_length",
 }
 
@@ -264,15 +265,17 @@ def _theta_of_schedule(settings: dict[str, Any]) -> float | None:
 def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The folder's attention with its own settings, or the kind that is given."""
     kind = settings.get("attention_type", config.attention_type)
-    if kind != config.attention_type or attention_kind(config).settings != "nsa":
+    field = attention_kind(config).settings
+    if kind != config.attention_type or not field:
         return dict(attention_type=kind)
 
-    given = read_pairs(settings.get("nsa", ()), NSAConfig, "nsa")
-    sizes = dataclasses.asdict(config.nsa)
-    defaults = dataclasses.asdict(NSAConfig())
-    theirs = {name: value for name, value in sizes.items() if value != defaults[name]}
-    pairs = [f"{name}={value}" for name, value in (theirs | given).items()]
-    return dict(attention_type=kind, nsa=tuple(pairs))
+    theirs = getattr(config, field)
+    given = read_pairs(settings.get(field, ()), type(theirs), field)
+    defaults = dataclasses.asdict(type(theirs)())
+    sizes = dataclasses.asdict(theirs)
+    changed = {name: value for name, value in sizes.items() if value != defaults[name]}
+    pairs = [f"{name}={value}" for name, value in (changed | given).items()]
+    return {"attention_type": kind, field: tuple(pairs)}
 
 
 # ---- the weights

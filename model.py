@@ -3839,6 +3839,15 @@ class LayerLosses:
             self._terms.append(term)
 
     @contextlib.contextmanager
+    def warming_up(self, warming: bool) -> Iterator[None]:
+        """Inside, `warming` is as given. Elsewhere, as when the model is evaluated, it is not."""
+        self.warming = warming
+        try:
+            yield
+        finally:
+            self.warming = False
+
+    @contextlib.contextmanager
     def collected(self) -> Iterator[list[Tensor]]:
         """Inside, the terms that are added are put into the list."""
         self._terms = []
@@ -4144,13 +4153,49 @@ def readable_keys(chosen_BCN: Tensor, query_C1: Tensor, r: int, tokens: int) -> 
     return read | tail
 
 
+def by_group(x_BCHK: Tensor, G: int) -> Tensor:
+    """[B, G, M*C, K] in fp32 or wider: the query heads of a group one after another."""
+    x_BCGMK = x_BCHK.to(wide(x_BCHK.dtype)).unflatten(2, (G, -1))
+    return x_BCGMK.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def keys_by_group(k_BSGK: Tensor) -> Tensor:
+    """[B, G, S, K] in fp32 or wider, contiguous: a product would copy it inside."""
+    return k_BSGK.to(wide(k_BSGK.dtype)).transpose(1, 2).contiguous()
+
+
+def by_token(x_BGRK: Tensor, C: int) -> Tensor:
+    """The inverse of `by_group`: [B, C, H, K]."""
+    x_BGMCK = x_BGRK.unflatten(2, (-1, C))
+    return x_BGMCK.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 def masked_logits(q_BCHK: Tensor, k_BSGK: Tensor, visible_BCS: Tensor) -> Tensor:
     """q k / sqrt(K) [B, G, M, C, S] in fp32 or wider, -inf where a key is not visible."""
-    dtype = wide(q_BCHK.dtype)
-    q_BCGMK = q_BCHK.to(dtype).unflatten(2, (k_BSGK.shape[2], -1))
-    logits = torch.einsum("bcgmk,bsgk->bgmcs", q_BCGMK, k_BSGK.to(dtype))
-    logits.mul_(q_BCHK.shape[-1] ** -0.5)
-    return logits.masked_fill_(~visible_BCS[:, None, None], -torch.inf)
+    B, C, H, K = q_BCHK.shape
+    G = k_BSGK.shape[2]
+    logits_BGRS = (by_group(q_BCHK, G) @ keys_by_group(k_BSGK).mT).mul_(K**-0.5)
+    logits_BGMCS = logits_BGRS.unflatten(2, (-1, C))
+    return logits_BGMCS.masked_fill_(~visible_BCS[:, None, None], -torch.inf)
+
+
+def softmax_(logits: Tensor) -> Tensor:
+    """Overwrites logits by their softmax over the last dimension; returns their log-sum-exp. (That
+    of PyTorch holds a second tensor of their size.)
+    """
+    largest = logits.amax(-1, keepdim=True)
+    logits.sub_(largest).exp_()
+    total = logits.sum(-1, keepdim=True)
+    logits.div_(total)
+    return (largest + total.log_()).squeeze(-1)
+
+
+def log_sum_of_chosen(scores_BCN: Tensor, chosen_BCN: Tensor) -> Tensor:
+    """[B, C]: the log-sum-exp of the scores of the chosen blocks; -inf if none is."""
+    others_BCN = ~chosen_BCN
+    largest_BC1 = scores_BCN.masked_fill(others_BCN, 0.0).amax(-1, keepdim=True)
+    shares_BCN = (scores_BCN - largest_BC1).exp_().masked_fill_(others_BCN, 0.0)
+    return (largest_BC1 + shares_BCN.sum(-1, keepdim=True).log_()).squeeze(-1)
 
 
 def block_target(p_BGMCS: Tensor, chosen_BCN: Tensor, r: int) -> Tensor:
@@ -4159,12 +4204,56 @@ def block_target(p_BGMCS: Tensor, chosen_BCN: Tensor, r: int) -> Tensor:
     """
     N = chosen_BCN.shape[-1]
     whole_BCNr = p_BGMCS.sum((1, 2))[..., : N * r].unflatten(-1, (N, r))
-    mass_BCN = whole_BCNr.sum(-1) * chosen_BCN
+    mass_BCN = whole_BCNr.sum(-1).masked_fill_(~chosen_BCN, 0.0)
     total_BC1 = mass_BCN.sum(-1, keepdim=True)
     return mass_BCN.div_(total_BC1.clamp(min=torch.finfo(mass_BCN.dtype).tiny))
 
 
-class _Chunk(NamedTuple):
+class IndexedInputs(NamedTuple):
+    """What attention and the indexer read; of a call, or of some of its queries."""
+
+    q_BTHK: Tensor
+    k_BSGK: Tensor
+    v_BSGK: Tensor
+    q_BThE: Tensor  # the indexer's queries
+    k_BNE: Tensor  # its keys of the N = S // r whole blocks
+
+    def of(self, chunk: "QueryChunk") -> "IndexedInputs":
+        return IndexedInputs(
+            self.q_BTHK[:, chunk.queries],
+            self.k_BSGK[:, chunk.keys],
+            self.v_BSGK[:, chunk.keys],
+            self.q_BThE[:, chunk.queries],
+            self.k_BNE[:, chunk.blocks],
+        )
+
+
+class IndexedOutputs(NamedTuple):
+    """What the forward fills; of a call, or of some of its queries."""
+
+    o_BTHK: Tensor
+    kl_BT: Tensor  # the indexer's loss in nats, 0 if it is not computed
+    lse_BTH: Tensor  # log-sum-exp of attention
+    log_sum_BT: Tensor  # log-sum-exp of the chosen scores
+    least_BT: Tensor  # `least_rank`
+
+    @classmethod
+    def empty(cls, q_BTHK: Tensor) -> "IndexedOutputs":
+        B, T, H, _ = q_BTHK.shape
+        dtype = wide(q_BTHK.dtype)
+        return cls(
+            o_BTHK=q_BTHK.new_empty(q_BTHK.shape),
+            kl_BT=q_BTHK.new_zeros((B, T), dtype=dtype),
+            lse_BTH=q_BTHK.new_empty((B, T, H), dtype=dtype),
+            log_sum_BT=q_BTHK.new_zeros((B, T), dtype=dtype),
+            least_BT=q_BTHK.new_empty((B, T), dtype=torch.int64),
+        )
+
+    def of(self, chunk: "QueryChunk") -> "IndexedOutputs":
+        return IndexedOutputs(*(x[:, chunk.queries] for x in self))
+
+
+class QueryChunk(NamedTuple):
     """Some queries of a call, and the keys and blocks that they may see."""
 
     queries: slice
@@ -4178,18 +4267,18 @@ class _Chunk(NamedTuple):
         return len(self.position_C1) * self.keys.stop
 
 
-def _query_chunks(q_BTHK: Tensor, k_BSGK: Tensor, r: int) -> list[_Chunk]:
+def query_chunks(inputs: IndexedInputs, r: int) -> list[QueryChunk]:
     """The chunks of the queries, which are the last T of the S positions."""
-    B, T, H, _ = q_BTHK.shape
-    S = k_BSGK.shape[1]
+    B, T, H, _ = inputs.q_BTHK.shape
+    S = inputs.k_BSGK.shape[1]
     size = min(256, max(16, CHUNK_LOGITS // (B * H * S)))
     chunks = []
     for start in range(0, T, size):
         stop = min(start + size, T)
         seen = S - T + stop
-        position = torch.arange(S - T + start, seen, device=q_BTHK.device)
+        position = torch.arange(S - T + start, seen, device=inputs.q_BTHK.device)
         keys, blocks = slice(0, seen), slice(0, seen // r)
-        chunks.append(_Chunk(slice(start, stop), position[:, None], keys, blocks))
+        chunks.append(QueryChunk(slice(start, stop), position[:, None], keys, blocks))
     return platform().parts(chunks, size=lambda chunk: chunk.size)
 
 
@@ -4206,48 +4295,46 @@ def indexed_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Indexed attention of the last T of the S tokens of one document in each row.
 
-    q, k, v      of attention
-    q_BThE       the indexer's queries
-    k_BNE        its keys of the N = S // r whole blocks
-    most         blocks that a query reads at most, besides its own
-    learns       whether the indexer's loss is computed
-
-    Returns o [B, T, H, K]; the indexer's loss [B, T] in nats, 0 if it is not computed; and for the
-    backward the log-sum-exps of attention [B, T, H] and of the chosen scores [B, T], and
-    `least_rank` [B, T]. Gradients of o are those of q, k and v, and of the loss those of the
-    indexer: neither sees the other.
+    The tensors are the fields of IndexedInputs, the results those of IndexedOutputs. `most`: blocks
+    that a query reads at most, besides its own. `learns`: whether the indexer's loss is computed.
+    Gradients of o are those of q, k and v, and of the loss those of the indexer: neither sees the
+    other.
     """
-    B, T, H, _ = q_BTHK.shape
-    dtype = wide(q_BTHK.dtype)
-    o_BTHK = torch.empty_like(q_BTHK)
-    kl_BT = q_BTHK.new_zeros((B, T), dtype=dtype)
-    lse_BTH = q_BTHK.new_empty((B, T, H), dtype=dtype)
-    log_sum_BT = q_BTHK.new_zeros((B, T), dtype=dtype)
-    least_BT = q_BTHK.new_empty((B, T), dtype=torch.int64)
+    inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
+    outputs = IndexedOutputs.empty(q_BTHK)
+    for chunk in query_chunks(inputs, r):
+        _forward_chunk(inputs.of(chunk), chunk.position_C1, r, most, learns, outputs.of(chunk))
+    return tuple(outputs)
 
-    for queries, position_C1, keys, blocks in _query_chunks(q_BTHK, k_BSGK, r):
-        scores_BCN = block_scores(q_BThE[:, queries], k_BNE[:, blocks])
-        rank_BCN = block_ranks(scores_BCN, position_C1, r)
-        least_BC = least_rank(rank_BCN, most)
-        chosen_BCN = rank_BCN >= least_BC[..., None]
-        least_BT[:, queries] = least_BC
-        del rank_BCN
 
-        visible_BCS = readable_keys(chosen_BCN, position_C1, r, keys.stop)
-        p_BGMCS = masked_logits(q_BTHK[:, queries], k_BSGK[:, keys], visible_BCS)
-        lse_BGMC = p_BGMCS.logsumexp(-1)
-        p_BGMCS.sub_(lse_BGMC[..., None]).exp_()
-        lse_BTH[:, queries] = lse_BGMC.flatten(1, 2).transpose(1, 2)
-        o_BCGMK = torch.einsum("bgmcs,bsgk->bcgmk", p_BGMCS, v_BSGK[:, keys].to(dtype))
-        o_BTHK[:, queries] = o_BCGMK.flatten(2, 3).to(q_BTHK.dtype)
+def _forward_chunk(
+    inputs: IndexedInputs,
+    position_C1: Tensor,
+    r: int,
+    most: int,
+    learns: bool,
+    outputs: IndexedOutputs,
+) -> None:
+    """Fills the outputs of some queries."""
+    q_BCHK, k_BSGK, v_BSGK, q_BChE, k_BNE = inputs
+    scores_BCN = block_scores(q_BChE, k_BNE)
+    rank_BCN = block_ranks(scores_BCN, position_C1, r)
+    outputs.least_BT.copy_(least_rank(rank_BCN, most))
+    chosen_BCN = rank_BCN >= outputs.least_BT[..., None]
+    del rank_BCN
 
-        if learns and blocks.stop:
-            scores_BCN.masked_fill_(~chosen_BCN, -torch.inf)
-            log_sum_BC = scores_BCN.logsumexp(-1)
-            target_BCN = block_target(p_BGMCS, chosen_BCN, r)
-            kl_BT[:, queries] = _divergence(target_BCN, scores_BCN, log_sum_BC)
-            log_sum_BT[:, queries] = log_sum_BC
-    return o_BTHK, kl_BT, lse_BTH, log_sum_BT, least_BT
+    visible_BCS = readable_keys(chosen_BCN, position_C1, r, k_BSGK.shape[1])
+    p_BGMCS = masked_logits(q_BCHK, k_BSGK, visible_BCS)
+    lse_BGMC = softmax_(p_BGMCS)
+    outputs.lse_BTH.copy_(lse_BGMC.flatten(1, 2).transpose(1, 2))
+    o_BGRK = p_BGMCS.flatten(2, 3) @ keys_by_group(v_BSGK)
+    outputs.o_BTHK.copy_(by_token(o_BGRK, len(position_C1)))
+
+    if learns and k_BNE.shape[1]:
+        log_sum_BC = log_sum_of_chosen(scores_BCN, chosen_BCN)
+        target_BCN = block_target(p_BGMCS, chosen_BCN, r)
+        outputs.kl_BT.copy_(_divergence(target_BCN, scores_BCN, log_sum_BC))
+        outputs.log_sum_BT.copy_(log_sum_BC)
 
 
 def _divergence(target_BCN: Tensor, scores_BCN: Tensor, log_sum_BC: Tensor) -> Tensor:
@@ -4274,126 +4361,119 @@ def indexed_backward(
     least_BT: Tensor,
     r: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, which are empty without `do`, and of the indexer's queries and keys,
-    which are empty without `dkl`.
+    """Gradients of the inputs: of q, k and v from `do`, of the indexer's from `dkl`; zeros without.
 
     Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider.
     """
-    dtype = wide(q_BTHK.dtype)
-    of_model = [q_BTHK, k_BSGK, v_BSGK] if do_BTHK is not None else []
-    of_indexer = [q_BThE, k_BNE] if dkl_BT is not None else []
-    grads = [torch.zeros_like(x, dtype=dtype) for x in of_model]
-    indexer_grads = [torch.zeros_like(x, dtype=dtype) for x in of_indexer]
-
-    for queries, position_C1, keys, blocks in _query_chunks(q_BTHK, k_BSGK, r):
-        q_BCHK, k, v = q_BTHK[:, queries], k_BSGK[:, keys], v_BSGK[:, keys]
-        q_BChE, k_idx = q_BThE[:, queries], k_BNE[:, blocks]
-        scores_BCN = block_scores(q_BChE, k_idx)
-        chosen_BCN = block_ranks(scores_BCN, position_C1, r) >= least_BT[:, queries, None]
-        visible_BCS = readable_keys(chosen_BCN, position_C1, r, keys.stop)
-
-        p_BGMCS = masked_logits(q_BCHK, k, visible_BCS)
-        lse_BGMC = lse_BTH[:, queries].transpose(1, 2).unflatten(1, p_BGMCS.shape[1:3])
-        p_BGMCS.sub_(lse_BGMC[..., None]).exp_()
-
-        if dkl_BT is not None and blocks.stop:
-            target_BCN = block_target(p_BGMCS, chosen_BCN, r)
-            log_sum_BC1 = log_sum_BT[:, queries, None]
-            share_BCN = (scores_BCN - log_sum_BC1).exp_().masked_fill_(~chosen_BCN, 0.0)
-            # a query without a target has no loss
-            share_BCN *= target_BCN.sum(-1, keepdim=True) > 0
-            dscores_BCN = share_BCN.sub_(target_BCN).mul_(dkl_BT[:, queries, None])
-            dq_BChE, dk_BNE = _score_gradients(dscores_BCN, q_BChE, k_idx)
-            indexer_grads[0][:, queries] = dq_BChE
-            indexer_grads[1][:, blocks] += dk_BNE
-        if do_BTHK is not None:
-            dq, dk, dv = _attention_gradients(
-                do_BTHK[:, queries], o_BTHK[:, queries], p_BGMCS, q_BCHK, k, v
-            )
-            grads[0][:, queries] = dq
-            grads[1][:, keys] += dk
-            grads[2][:, keys] += dv
-
-    found = [x.to(q_BTHK.dtype) for x in grads] or [q_BTHK.new_empty(0) for _ in range(3)]
-    indexer = [x.to(q_BThE.dtype) for x in indexer_grads] or [k_BNE.new_empty(0) for _ in range(2)]
-    return *found, *indexer
+    inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
+    saved = IndexedOutputs(o_BTHK, log_sum_BT, lse_BTH, log_sum_BT, least_BT)  # kl is not read
+    grads = IndexedInputs(
+        q_BTHK=q_BTHK.new_zeros(q_BTHK.shape),
+        k_BSGK=_wide_zeros(k_BSGK),
+        v_BSGK=_wide_zeros(v_BSGK),
+        q_BThE=q_BThE.new_zeros(q_BThE.shape),
+        k_BNE=_wide_zeros(k_BNE),
+    )
+    for chunk in query_chunks(inputs, r):
+        of_chunk = [None if x is None else x[:, chunk.queries] for x in (do_BTHK, dkl_BT)]
+        _backward_chunk(
+            *of_chunk, inputs.of(chunk), chunk.position_C1, r, saved.of(chunk), grads.of(chunk)
+        )
+    return tuple(x.to(like.dtype) for x, like in zip(grads, inputs, strict=True))
 
 
-def _score_gradients(dscores_BCN: Tensor, q_BChE: Tensor, k_BNE: Tensor) -> tuple[Tensor, Tensor]:
+def _wide_zeros(x: Tensor) -> Tensor:
+    """Zeros to sum a gradient in, in fp32 or wider."""
+    return x.new_zeros(x.shape, dtype=wide(x.dtype))
+
+
+def _backward_chunk(
+    do_BCHK: Tensor | None,
+    dkl_BC: Tensor | None,
+    inputs: IndexedInputs,
+    position_C1: Tensor,
+    r: int,
+    saved: IndexedOutputs,
+    grads: IndexedInputs,
+) -> None:
+    """Fills the gradients of some queries, and adds to those of the keys that they see."""
+    q_BCHK, k_BSGK, v_BSGK, q_BChE, k_BNE = inputs
+    scores_BCN = block_scores(q_BChE, k_BNE)
+    chosen_BCN = block_ranks(scores_BCN, position_C1, r) >= saved.least_BT[..., None]
+    visible_BCS = readable_keys(chosen_BCN, position_C1, r, k_BSGK.shape[1])
+    p_BGMCS = masked_logits(q_BCHK, k_BSGK, visible_BCS)
+    lse_BGMC = saved.lse_BTH.transpose(1, 2).unflatten(1, p_BGMCS.shape[1:3])
+    p_BGMCS.sub_(lse_BGMC[..., None]).exp_()
+
+    if dkl_BC is not None and k_BNE.shape[1]:
+        target_BCN = block_target(p_BGMCS, chosen_BCN, r)
+        share_BCN = scores_BCN.sub_(saved.log_sum_BT[..., None]).exp_()
+        # a query without a target has no loss
+        without = ~chosen_BCN | (target_BCN.sum(-1, keepdim=True) == 0)
+        dscores_BCN = share_BCN.masked_fill_(without, 0.0).sub_(target_BCN).mul_(dkl_BC[..., None])
+        _add_score_gradients(dscores_BCN, q_BChE, k_BNE, grads)
+        del target_BCN, without
+    del scores_BCN, chosen_BCN, visible_BCS
+    if do_BCHK is not None:
+        _add_attention_gradients(do_BCHK, saved.o_BTHK, p_BGMCS, inputs, grads)
+
+
+def _add_score_gradients(
+    dscores_BCN: Tensor, q_BChE: Tensor, k_BNE: Tensor, grads: IndexedInputs
+) -> None:
     """Gradients of the indexer's queries and keys from those of the scores."""
     dtype = dscores_BCN.dtype
     q_BChE, k_BNE = q_BChE.to(dtype), k_BNE.to(dtype)
-    dscores_BCN = dscores_BCN * q_BChE.shape[-1] ** -0.5
-    dk_BNE = torch.zeros_like(k_BNE)
-    dq_heads = []
-    for q_BCE in q_BChE.unbind(2):
-        active_BCN = (q_BCE @ k_BNE.mT) > 0
-        d_BCN = dscores_BCN * active_BCN
-        dq_heads.append(d_BCN @ k_BNE)
-        dk_BNE += d_BCN.mT @ q_BCE
-    return torch.stack(dq_heads, dim=2), dk_BNE
+    dscores_BCN.mul_(q_BChE.shape[-1] ** -0.5)
+    for head, q_BCE in enumerate(q_BChE.unbind(2)):
+        d_BCN = dscores_BCN.masked_fill((q_BCE @ k_BNE.mT) <= 0, 0.0)
+        grads.q_BThE[:, :, head] = d_BCN @ k_BNE
+        grads.k_BNE.add_(d_BCN.mT @ q_BCE)
 
 
-def _attention_gradients(
-    do_BCHK: Tensor, o_BCHK: Tensor, p_BGMCS: Tensor, q_BCHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [B, C, H, K], dk and dv [B, S, G, K] from the probabilities, which are overwritten."""
-    dtype = p_BGMCS.dtype
-    groups = p_BGMCS.shape[1:3]
-    do, o, q = (x.to(dtype).unflatten(2, groups) for x in (do_BCHK, o_BCHK, q_BCHK))
-    k, v = k_BSGK.to(dtype), v_BSGK.to(dtype)
+def _add_attention_gradients(
+    do_BCHK: Tensor, o_BCHK: Tensor, p_BGMCS: Tensor, inputs: IndexedInputs, grads: IndexedInputs
+) -> None:
+    """Gradients of q, k and v from the probabilities."""
+    _, G, _, C, _ = p_BGMCS.shape
+    do, o, q = (by_group(x, G) for x in (do_BCHK, o_BCHK, inputs.q_BTHK))
+    k, v = keys_by_group(inputs.k_BSGK), keys_by_group(inputs.v_BSGK)
+    p_BGRS = p_BGMCS.flatten(2, 3)
 
-    dv_BSGK = torch.einsum("bgmcs,bcgmk->bsgk", p_BGMCS, do)
-    ds_BGMCS = torch.einsum("bcgmk,bsgk->bgmcs", do, v)
-    delta_BGMC = (do * o).sum(-1).permute(0, 2, 3, 1)
-    ds_BGMCS.sub_(delta_BGMC[..., None]).mul_(p_BGMCS).mul_(q_BCHK.shape[-1] ** -0.5)
-    dq_BCGMK = torch.einsum("bgmcs,bsgk->bcgmk", ds_BGMCS, k)
-    dk_BSGK = torch.einsum("bgmcs,bcgmk->bsgk", ds_BGMCS, q)
-    return dq_BCGMK.flatten(2, 3), dk_BSGK, dv_BSGK
+    grads.v_BSGK.add_((p_BGRS.mT @ do).transpose(1, 2))
+    ds_BGRS = do @ v.mT
+    ds_BGRS.sub_((do * o).sum(-1, keepdim=True)).mul_(p_BGRS).mul_(q.shape[-1] ** -0.5)
+    grads.q_BTHK.copy_(by_token(ds_BGRS @ k, C))
+    grads.k_BSGK.add_((ds_BGRS.mT @ q).transpose(1, 2))
 
 
 @indexed_forward.register_fake
-def _(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE, r, most, learns):
-    B, T, H, _ = q_BTHK.shape
-    dtype = wide(q_BTHK.dtype)
-    return (
-        torch.empty_like(q_BTHK),
-        q_BTHK.new_empty((B, T), dtype=dtype),
-        q_BTHK.new_empty((B, T, H), dtype=dtype),
-        q_BTHK.new_empty((B, T), dtype=dtype),
-        q_BTHK.new_empty((B, T), dtype=torch.int64),
-    )
+def _(q_BTHK, *_):
+    return tuple(IndexedOutputs.empty(q_BTHK))
 
 
 @indexed_backward.register_fake
-def _(do_BTHK, dkl_BT, q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE, *saved_and_r):
-    of_model = [x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK)]
-    of_indexer = [x.new_empty(x.shape) for x in (q_BThE, k_BNE)]
-    if do_BTHK is None:
-        of_model = [q_BTHK.new_empty(0) for _ in of_model]
-    if dkl_BT is None:
-        of_indexer = [k_BNE.new_empty(0) for _ in of_indexer]
-    return *of_model, *of_indexer
+def _(do_BTHK, dkl_BT, *inputs_and_saved):
+    return tuple(x.new_empty(x.shape) for x in inputs_and_saved[:5])
 
 
 def _save_indexed(ctx, inputs, output):
-    *tensors, r, _most, ctx.learns = inputs
+    *tensors, ctx.r, _most, ctx.learns = inputs
     o_BTHK, _kl_BT, *statistics = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*statistics)
     ctx.save_for_backward(*tensors, o_BTHK, *statistics)
-    ctx.r = r
 
 
 def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
-    of_model = any(ctx.needs_input_grad[:3])
-    of_indexer = ctx.learns and any(ctx.needs_input_grad[3:5])
-    do_BTHK = do_BTHK if of_model else None
-    dkl_BT = dkl_BT if of_indexer else None
-    found = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r)
-    model = found[:3] if do_BTHK is not None else (None,) * 3
-    indexer = found[3:] if dkl_BT is not None else (None,) * 2
-    return *model, *indexer, None, None, None
+    if not any(ctx.needs_input_grad[:3]):
+        do_BTHK = None
+    if not ctx.learns or not any(ctx.needs_input_grad[3:5]):
+        dkl_BT = None
+    grads = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r)
+    of_model = grads[:3] if do_BTHK is not None else (None,) * 3
+    of_indexer = grads[3:] if dkl_BT is not None else (None,) * 2
+    return *of_model, *of_indexer, None, None, None
 
 
 indexed_forward.register_autograd(_indexed_gradients, setup_context=_save_indexed)

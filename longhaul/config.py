@@ -742,12 +742,12 @@ class TrainConfig:
                     f"--{name} {getattr(self, name)} cannot serve {self.attention_type} attention, "
                     f"{reason}: drop it"
                 )
-        if self.indexer_warmup >= self.max_steps and not self.indexer_ineffective:
+        if self.dense_steps >= self.max_steps:
             raise ValueError(
                 f"--indexer_warmup {self.indexer_warmup} is not shorter than the run of "
                 f"--max_steps {self.max_steps}: give at most {self.max_steps - 1}"
             )
-        if self.indexer_warmup and self.optimizer_in_backward:
+        if self.dense_steps and self.optimizer_in_backward:
             raise ValueError(
                 "--indexer_warmup leaves most weights as they are, but --optimizer_in_backward "
                 "updates each weight in the backward pass: drop one of them"
@@ -898,6 +898,11 @@ class TrainConfig:
     def indexer_ineffective(self) -> bool:
         """Whether the attention has no indexer."""
         return attention_kind(self).settings != "indexer"
+
+    @property
+    def dense_steps(self) -> int:
+        """Steps of the indexer's warm-up; 0 for an attention without an indexer."""
+        return 0 if self.indexer_ineffective else self.indexer_warmup
 
     def changed_settings(self) -> list[str]:
         """Names of the settings that differ from their defaults."""

@@ -236,7 +236,6 @@ def gradients(
     """
     model = state.model
     model.validate = not state.checked
-    model.losses.warming = warming(state)
     state.checked = True
 
     divisor = count_valid(batch, state).clamp(min=1).float()
@@ -249,8 +248,9 @@ def gradients(
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
-        loss = state.objective.loss(model, micro, divisor)
-        (loss * state.world.size).backward()
+        with model.losses.warming_up(warming(state)):
+            loss = state.objective.loss(model, micro, divisor)
+            (loss * state.world.size).backward()
         total += loss.detach()
         measured.append(model.figures())
         sums.add()
@@ -263,7 +263,7 @@ def gradients(
 
 def warming(state: TrainState) -> bool:
     """Whether this step is of the indexer's dense warm-up."""
-    return state.step < state.cfg.indexer_warmup
+    return state.step < state.cfg.dense_steps
 
 
 def keep_learners(model: Decoder):

@@ -220,8 +220,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens():
-    T, G, K = 131_072, 1, 8
-    q, k, v, q_idx, k_idx = (x.to("meta") for x in inputs(1, 16, 2, G, K, 1, 8))
+    T = 131_072
+    q, k, v, q_idx, k_idx = (x.to("meta") for x in inputs(1, 16, 2, 1, 8, 1, 8))
     q, k, v, q_idx = (x.new_empty((1, T, *x.shape[2:])) for x in (q, k, v, q_idx))
     k_idx = k_idx.new_empty((1, T // 4, 8))
     with Largest() as largest, model.running_on(OneChunk()):
@@ -257,7 +257,9 @@ def test_sizes_that_cannot_be_used_are_refused_with_the_remedy(given, allowed):
 def test_attention_without_mass_on_its_chosen_blocks_teaches_the_indexer_nothing():
     q, k, v, q_idx, k_idx = (x.detach() for x in inputs(1, 8, 1, 1, 8, 1, 8))
     q = torch.full_like(q, 100.0)
-    k[:, :4], k[:, 4:] = -100.0, 100.0  # the mass of the first block underflows to 0
+    # the mass of the first block underflows to 0
+    k[:, :4] = -100.0
+    k[:, 4:] = 100.0
     q_idx.requires_grad_()
     o, kl = outputs((q, k, v, q_idx, k_idx), 4, 4)
     (grad,) = torch.autograd.grad(kl.sum(), [q_idx])

@@ -338,7 +338,7 @@ def _updates(state: TrainState, checkpoint: Checkpoint, name: str) -> int:
     """Updates of a parameter so far. Steps that were skipped changed nothing, and those of an
     indexer's warm-up only the indexer.
     """
-    first = 0 if attention_kind(state.model.config).is_learner(name) else state.cfg.indexer_warmup
+    first = 0 if attention_kind(state.model.config).is_learner(name) else state.cfg.dense_steps
     skipped = sum(step > first for step in checkpoint.skipped)
     return checkpoint.step - first - skipped
 

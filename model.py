@@ -3914,6 +3914,7 @@ class BlockLayout:
 
     lengths: list[int] | None
     first: Tensor
+    _angles: Rope | None = None
 
     @classmethod
     def of(
@@ -3931,6 +3932,15 @@ class BlockLayout:
             for start, length in zip(starts, lengths, strict=True)
         ]
         return cls(lengths, pinned_copy(torch.cat(first), device))
+
+    def angles(self, rope: Rope, rows: int) -> Rope:
+        """cos and sin of each token's block, whose first token's they are."""
+        if self._angles is None:
+            if self.lengths is not None:
+                rope = [x.expand(rows, *x.shape[1:]).flatten(0, 1)[None] for x in rope]
+            cos, sin = (x[:, self.first] for x in rope)
+            self._angles = (cos, sin)
+        return self._angles
 
 
 class IndexedAttention(Attention):
@@ -3974,21 +3984,20 @@ class IndexedAttention(Attention):
 
     def attend(self, inputs: tuple[Tensor, ...], rope: Rope, documents: BlockLayout) -> Tensor:
         shape = inputs[0].shape
-        lengths = documents.lengths
-        if lengths is None:
-            lengths = [shape[1]]
-        else:
-            rope = [x.expand(shape[0], *x.shape[1:]).flatten(0, 1)[None] for x in rope]
+        lengths = [shape[1]]
+        if documents.lengths is not None:
+            lengths = documents.lengths
             inputs = [x.flatten(0, 1)[None] for x in inputs]
 
         *others, raw_BT1E = inputs
-        k_BT1E = rotate_first(raw_BT1E, [x[:, documents.first] for x in rope])
+        k_BT1E = rotate_first(raw_BT1E, documents.angles(rope, shape[0]))
         parts = [x.split(lengths, dim=1) for x in (*others, k_BT1E)]
         found = [self._attend_document(*part) for part in zip(*parts, strict=True)]
 
         outputs, divergences, recalls = zip(*found, strict=True)
         self._learn(divergences, [share for share in recalls if share is not None])
-        return torch.cat(outputs, dim=1).view(shape)
+        # of one document the output is not copied
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1).view(shape)
 
     def _attend_document(
         self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, q_BThE: Tensor, k_BT1E: Tensor
@@ -4099,6 +4108,30 @@ class IndexedAttention(Attention):
 
         operations = 2 * indexer.heads * indexer.head_dim * (candidates + 2 * chosen)
         return keys + operations / (12 * config.num_heads * config.head_dim)
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The indexer's queries before norm and rotated, keys before norm and pooled, the
+        statistics of both norms, and for each query its rank (8 bytes) and a log-sum-exp.
+        """
+        indexer = config.indexer
+        rows = (2 * indexer.heads + 1) * tokens + tokens // indexer.r
+        statistics = FP32 * tokens * (indexer.heads + 1)
+        added = element * rows * indexer.head_dim + statistics + tokens * (8 + FP32)
+        return super().saved_bytes(config, tokens, element) + added
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The indexer's loss, the ranks and two log-sum-exps as well."""
+        return super().output_bytes(config, tokens, element) + tokens * (8 + 2 * FP32)
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Gradients of keys and values, of the indexer's queries and of its pooled keys."""
+        indexer = config.indexer
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        queries = element * tokens * indexer.heads * indexer.head_dim
+        return 2 * keys + queries + element * tokens // indexer.r * indexer.head_dim
 
 
 # ---- indexed attention in plain PyTorch

@@ -51,6 +51,11 @@ SPARSE = dict(
     attention_type="nsa",
     nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
+INDEXED = dict(
+    attention_type="indexed",
+    indexer=("budget=16", "r=4", "heads=2", "head_dim=16"),
+    indexer_warmup=1,
+)
 LEVERS = {
     "checkpointing": dict(gradient_checkpointing="full"),
     "selective checkpointing": dict(gradient_checkpointing="selective"),
@@ -92,9 +97,7 @@ class Case(NamedTuple):
 
     def plain(self) -> "Case":
         """The same training on one process without a lever."""
-        kept = {
-            name: self.changes[name] for name in ("attention_type", "nsa") if name in self.changes
-        }
+        kept = {name: self.changes[name] for name in (*SPARSE, *INDEXED) if name in self.changes}
         return Case("plain", kept, self.packed, self.untied)
 
 
@@ -156,7 +159,7 @@ def train_each(world: dist.World, cases: list[tuple], steps: int) -> list:
 def levers() -> list[Case]:
     return [
         Case(name + kind, changes | attention)
-        for attention, kind in (({}, ""), (SPARSE, ", NSA"))
+        for attention, kind in (({}, ""), (SPARSE, ", NSA"), (INDEXED, ", indexed"))
         for name, changes in LEVERS.items()
     ]
 

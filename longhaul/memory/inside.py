@@ -1,4 +1,4 @@
-"""What the kernels of an attention hold on CUDA while its backward runs, besides their inputs and
+"""What the operators of an attention hold on CUDA while its backward runs, besides their inputs and
 results: found by running one layer's attention without values.
 
 Kernels that are not our own have no such term here: only the simulation counts them.
@@ -19,13 +19,14 @@ def attention_workspace(config: ModelConfig, rows: int, tokens: int) -> int:
     """Bytes inside the backward of one layer's attention of so many rows; 0 for kernels that are
     not ours, as on a CPU.
     """
-    if config.attention_type != "nsa" or not takes_triton(config):
+    by_triton = config.attention_type == "nsa" and takes_triton(config)
+    if not by_triton and config.attention_type != "indexed":
         return 0
-    return _of_the_triton_kernels(config, rows, tokens)
+    return _of_our_operators(config, rows, tokens)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_the_triton_kernels(config: ModelConfig, rows: int, tokens: int) -> int:
+def _of_our_operators(config: ModelConfig, rows: int, tokens: int) -> int:
     kind = attention_kind(config)
     tracker = Tracker(Workspaces("cuda"), fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:

@@ -12,6 +12,7 @@ from longhaul.checkpoint import load, save
 from longhaul.config import TrainConfig
 from longhaul.flops import keys_read, train_flops
 from longhaul.generate import generate
+from longhaul.memory.estimate import estimate
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import Decoder, IndexerConfig, KVCache, ModelConfig, attention_kind
@@ -351,3 +352,15 @@ def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
     cfg = settings(context_length=512, indexer=("budget=64",), gradient_checkpointing=checkpointing)
     predicted = simulate(cfg, target="cpu").peak()[0]
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-2)
+
+
+def test_the_closed_form_is_within_half_a_percent_of_the_simulation_on_a_gpu():
+    cfg = TrainConfig(
+        model_size="tiny",
+        attention_type="indexed",
+        context_length=4096,
+        model_overrides=("num_layers=2",),
+        gradient_checkpointing="full",
+    )
+    peak = estimate(cfg, cfg.model()).peak
+    assert peak == pytest.approx(simulate(cfg).peak()[0], rel=5e-3)

@@ -426,27 +426,42 @@ def attention_backward(rank: Rank) -> Terms:
     moments = [_after_the_projections(rank)]
     inside = _inside(rank) if rank.inside else 0
     if inside:
-        moments.append(_in_the_kernels(rank) | {"inside the kernels of attention": inside})
+        around = _around_kernels if rank.config.attention_type == "nsa" else _around_operators
+        moments.append(around(rank) | {"inside the kernels of attention": inside})
     return max(moments, key=lambda terms: sum(terms.values()))
 
 
-def _in_the_kernels(rank: Rank) -> Terms:
-    """While sparse attention itself runs: of its weights, only the output's has a gradient yet."""
+def _around_kernels(rank: Rank) -> Terms:
+    """While the kernels of Native Sparse Attention run."""
     config = rank.config
     gates = 3 * rank.element * rank.N * config.num_heads
+    terms = {
+        "gradient of the layer's output": rank.x,
+        "gradients of gates and compressed blocks": gates + 2 * rank.k // config.nsa.cmp_stride,
+    }
+    return _around_attention(rank, terms | _weights_so_far(rank))
+
+
+def _around_operators(rank: Rank) -> Terms:
+    """While the operators of indexed attention run."""
+    terms = {
+        "gradient of the layer's output, and its inputs": 3 * rank.x,
+        "angles of the blocks": FP32 * rank.row_tokens * rank.config.head_dim,
+    }
+    return _around_attention(rank, terms | _weights_so_far(rank))
+
+
+def _weights_so_far(rank: Rank) -> Terms:
+    """While attention itself runs backward, of its weights only the output's has a gradient yet."""
+    config = rank.config
     projection = config.num_heads * config.head_dim * config.hidden_size
     attention = attention_kind(config).params(config)
     mlp = 3 * config.hidden_size * config.ffn_size
     copies = rank.layer_copy if rank.sharded else rank.cast * (attention - projection)
-    return _around_attention(
-        rank,
-        {
-            "gradient of the layer's output": rank.x,
-            "weights in the compute precision": copies,
-            "gradients of the layer's weights": _per_gradient(rank) * (mlp + projection),
-            "gradients of gates and compressed blocks": gates + 2 * rank.k // config.nsa.cmp_stride,
-        },
-    )
+    return {
+        "weights in the compute precision": copies,
+        "gradients of the layer's weights": _per_gradient(rank) * (mlp + projection),
+    }
 
 
 def _after_the_projections(rank: Rank) -> Terms:

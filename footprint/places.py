@@ -21,7 +21,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from footprint.operators import corrected
@@ -85,10 +84,6 @@ class StepTracker(Tracker):
         self.optimizers: list[Optimizer] = []
         # modules whose forwards run now: the name, and whether it started in a backward
         self.running: list[tuple[str, bool]] = []
-        # Function modes of the prediction. PyTorch has them off while it runs a backward, where a
-        # checkpointed forward runs again and needs them.
-        self.modes: list[TorchFunctionMode] = []
-        self.switched_on: list[TorchFunctionMode] = []
         self.in_optimizer = 0
         self.outside = START  # the phase outside of modules
         self.graph_task = -1
@@ -205,30 +200,11 @@ class StepTracker(Tracker):
     def _forward_starts(self, module: nn.Module, args) -> None:
         if module not in self.names:
             self.adopt(module, "" if not self.roots else type(module).__name__)
-        if in_backward() and not self._recomputes():
-            self._switch_modes_on()
         self.running.append((self.names[module], in_backward()))
         self.locate()
 
-    def _recomputes(self) -> bool:
-        """Whether a forward runs that started in a backward."""
-        return any(started_in_backward for _, started_in_backward in self.running)
-
-    def _switch_modes_on(self) -> None:
-        active = _get_current_function_mode_stack()
-        self.switched_on = [mode for mode in self.modes if mode not in active]
-        for mode in self.switched_on:
-            mode.__enter__()
-
-    def _switch_modes_off(self) -> None:
-        for mode in reversed(self.switched_on):
-            mode.__exit__(None, None, None)
-        self.switched_on = []
-
     def _forward_ends(self, module: nn.Module, args, output) -> None:
-        name, started_in_backward = self.running.pop()
-        if started_in_backward and not self._recomputes():
-            self._switch_modes_off()
+        name, _ = self.running.pop()
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                 leaf.register_hook(self._reaches(name))

@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 
 from footprint.cuda import CudaOperators, gpu_optimizers
 from footprint.measure import peak_of_last
+from footprint.modes import switched_on
 from footprint.network import no_network
 from footprint.outside import random_states
 from footprint.owners import adopt, label
@@ -224,14 +226,13 @@ def _on_fake_tensors(
         fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
         stack.enter_context(fake_tensors)
-        tracker.modes = [Reading(tracker.known, answers)]
+        modes: list[TorchFunctionMode] = [Reading(tracker.known, answers)]
         if target == "cuda":
             stack.enter_context(gpu_optimizers())
-            tracker.modes.insert(0, CudaOperators())
+            modes.insert(0, CudaOperators())
         else:
             stack.enter_context(random_states(tracker))
-        for mode in tracker.modes:
-            stack.enter_context(mode)
+        stack.enter_context(switched_on(modes))
         stack.enter_context(tracker)
         yield
 

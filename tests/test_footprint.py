@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
 from footprint import Recording, Refused, measure, observe, predict, probe
@@ -203,6 +205,32 @@ def test_what_is_recomputed_in_the_backward_takes_the_operators_of_cuda_too(name
     storages = predict(build, step).trace.storages.values()
     recomputed = [storage.op for storage in storages if "recompute" in storage.stage]
     assert "aten._scaled_dot_product_efficient_attention.default" in recomputed
+
+
+def attend(q, k, v):
+    attended = F.scaled_dot_product_attention(q, k, v)
+    return F.dropout(attended, 0.1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_function_outside_of_modules_is_recomputed_by_the_operators_of_cuda(
+    reentrant,
+):
+    def step(state):
+        model, optimizer = state
+        heads = model(torch.randn(2, 4, 32, 64)).chunk(3, -1)
+        checkpoint(attend, *heads, use_reentrant=reentrant).sum().backward()
+        optimizer.step()
+
+    def build():
+        model = torch.nn.Linear(64, 192)
+        return model, torch.optim.AdamW(model.parameters())
+
+    operators = [storage.op for storage in predict(build, step).trace.storages.values()]
+    efficient = "aten._scaled_dot_product_efficient_attention.default"
+    assert operators.count(efficient) == 2 * 4  # four results, twice
+    assert operators.count("aten.native_dropout.default") == 2 * 2
+    assert not any("for_cpu" in operator for operator in operators)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -5,6 +5,7 @@ to change, and bad input.
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,102 @@ def test_8_bit_states_and_ranks_shrink_what_they_should(llama, answer):
     assert ranks["categories"]["parameter"] == pytest.approx(plain["parameter"] / 2, rel=0.01)
     assert ranks["categories"]["unsharded"] > 0
     assert any("FSDP2 gathers ahead" in words for words in ranks["not_modelled"])
+
+
+# ---- a file of the user's
+
+OWN_MODEL = """
+import torch
+
+class Model(torch.nn.Linear):
+    pass
+"""
+OWN_STEP = """
+from __future__ import annotations
+import sys
+from dataclasses import dataclass
+import torch
+from model import Model
+arguments = sys.argv[1:]
+
+@dataclass
+class State:
+    model: Model
+    optimizer: object
+
+def build():
+    import data
+    model = Model(data.WIDTH, data.WIDTH)
+    return State(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+def step(state):
+    import train
+    assert not arguments
+    train.update(state)
+"""
+OWN_TRAIN = """
+import torch
+
+def update(state):
+    loss = state.model(torch.randn(8, state.model.in_features)).mean()
+    if loss.isnan():
+        return
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+"""
+OWN = {"model.py": OWN_MODEL, "mine.py": OWN_STEP, "train.py": OWN_TRAIN, "data.py": "WIDTH = 64"}
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A project whose modules have names of longhaul's."""
+    for name, content in OWN.items():
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+def test_a_file_imports_its_neighbours_and_longhaul_keeps_its_own(own, answer, capsys):
+    ours = {name: sys.modules.get(name) for name in ("model", "data", "train", "longhaul")}
+    search = list(sys.path)
+    command = ["--step", own / "mine.py", "--device", "cpu"]
+    assert profile_memory.main([*map(str, command)]) == 2
+    assert "value with --answer train.py:6=VALUE, or" in capsys.readouterr().err
+
+    code, found = answer(*command, "--answer", "train.py:6=False")
+    assert (code, found["categories"]["parameter"]) == (0, 4 * (64 * 64 + 64))
+    assert sys.path == search
+    assert {name: sys.modules.get(name) for name in ours} == ours
+
+
+@pytest.mark.parametrize(
+    "name, line, words",
+    [
+        ("mine.py", "def build(:", "mine.py:1: SyntaxError: invalid syntax"),
+        ("data.py", "WIDTH = nothing", "data.py:1: NameError: name 'nothing' is not defined"),
+        ("data.py", "import yonder", "data.py:1: ModuleNotFoundError: No module named 'yonder'"),
+        ("data.py", "exit(3)", "data.py:1: SystemExit: 3 (called at mine.py:15)"),
+        (
+            "model.py",
+            OWN_MODEL + "    def forward(self, x): return {}[0]",
+            "KeyError: 0 (called at train.py:5, mine.py:22)",
+        ),
+        (
+            "model.py",
+            OWN_MODEL + "    def forward(self, x): return x @ x",
+            "model.py:6: RuntimeError",
+        ),
+        ("mine.py", "def build(): raise ValueError('my\\nown')\ndef step(s): ...", "mine.py:1: V"),
+        ("mine.py", "def build(): ...\ndef step(): ...", "step cannot be called as step(state)"),
+        ("mine.py", "def build(x): ...\ndef step(s): ...", "build cannot be called as build()"),
+    ],
+)
+def test_an_error_of_the_file_is_one_line_that_names_its_line(name, line, words, own, capsys):
+    (own / name).write_text(line)
+    assert profile_memory.main(["--step", str(own / "mine.py"), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
 
 
 # ---- the examples of the document
@@ -255,6 +352,13 @@ def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
         (["--hf", "x", "--advise"], "--gpu NAME or --vram GIB sets the card"),
         (["--hf", "x", "--advise", "--device", "cpu"], "drop --device cpu"),
         (["--hf", "x", "--advise", "--solve", "batch"], "answer different questions"),
+        (["--hf", "x", "--gpus", "2"], "--gpus is for --advise"),
+        (["--hf", "x", "--cc", "86"], "--cc is about the card"),
+        (["--hf", "x", "--gpu", "H100", "--device", "cpu"], "drop them, or --device cpu"),
+        (["--hf", "x", "--answer", "x=3"], "give FILE.py:LINE=VALUE"),
+        (["--hf", "x", "--answer", "x.py:3=y z"], "has no value of Python's"),
+        (["--step", "MINE", "--json", "/nowhere/x"], "there is no folder /nowhere"),
+        (["--step", "MINE", "--svg", "/tmp"], "it is a folder"),
         (["--hf", "x", "--fsdp", "0"], "--fsdp 0 is out of range"),
     ],
 )
@@ -266,20 +370,67 @@ def test_bad_input_is_one_line_and_exit_code_2(args, words, mine, capsys):
     assert error.count("\n") == 1
 
 
+LLAMA = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=512) | SIZES
+BERT = dict(model_type="bert", architectures=["BertForSequenceClassification"])
+GPT2 = dict(
+    model_type="gpt2",
+    architectures=["GPT2ForSequenceClassification"],
+    n_embd=64,
+    n_layer=1,
+    n_head=1,
+)
+VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZES
+
+
 @pytest.mark.parametrize(
     "config, words",
     [
-        ('{"model_type": "llama"}', "names no architecture"),
-        ('{"model_type": "nowhere"}', "give --step FILE.py"),
-        ("{", "give --step FILE.py"),
-        ('{"model_type": "bert", "architectures": ["BertForMultipleChoice"]}', "give --step"),
+        (dict(model_type="llama"), "names no architecture"),
+        (dict(model_type="nowhere"), "give --step FILE.py"),
+        ("not a dictionary", "give --step FILE.py"),
+        (BERT | dict(architectures=["BertForMultipleChoice"]), "give --step"),
+        (LLAMA | dict(architectures="LlamaForCausalLM"), 'write ["LlamaForCausalLM"] instead'),
+        (LLAMA | dict(architectures=["AutoConfig"]), "names no architecture"),
+        (LLAMA | dict(architectures=BERT["architectures"]), '"model_type" agree'),
+        (LLAMA | dict(hidden_size="x"), "expected int, got str"),
+        (LLAMA | dict(hidden_size=65), "not a multiple of the number of attention heads"),
+        (LLAMA | dict(hidden_act="nothing"), "KeyError: 'nothing'"),
+        (LLAMA | dict(attn_implementation="flash_attention_2"), 'to "sdpa"'),
+        (LLAMA | dict(quantization_config=dict(quant_method="fp8")), "delete the entry"),
+        (
+            dict(model_type="llava", architectures=["LlavaForConditionalGeneration"]),
+            "vision_config",
+        ),
+        (GPT2, 'give config.json a "pad_token_id", or --batch 1'),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_line(
     config, words, transformers, tmp_path, capsys
 ):
-    (tmp_path / "config.json").write_text(config)
-    assert profile_memory.main(["--hf", str(tmp_path)]) == 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert profile_memory.main(["--hf", str(tmp_path), "--batch", "2"]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_a_model_without_tokens_has_no_longest_row(transformers, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
+    for flags in (["--seq", "64"], ["--solve", "context"]):
+        assert profile_memory.main(["--hf", str(tmp_path), *flags]) == 2
+        assert "reads no rows of tokens: drop it" in capsys.readouterr().err
+
+
+def test_the_labels_of_several_classes_are_numbers(transformers, tmp_path, answer):
+    config = BERT | SIZES | dict(problem_type="multi_label_classification")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert answer("--hf", tmp_path, "--seq", 8, "--batch", 3)[0] == 0
+
+
+def test_a_card_without_a_question_says_whether_it_holds_the_step(llama, answer, capsys):
+    code, found = answer("--hf", llama, "--seq", 4096, "--gpu", "H100")
+    assert (code, found["placement"]) == (0, "fits")
+    said = capsys.readouterr().out
+    assert "on H100 (79.1 GiB): fits" in said
+    assert "max_position_embeddings 2048" in said
+    assert answer("--hf", llama, "--vram", 0.5)[0] == 3

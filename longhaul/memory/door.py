@@ -5,31 +5,46 @@ The file defines build() and step(state), as footprint.predict takes them; if st
 is read. See docs/FOOTPRINT.md.
 """
 
+import ast
+import contextlib
 import functools
-import importlib.util
 import inspect
 import json
-from collections.abc import Callable, Set
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from footprint import Report, predict
-from footprint.device import card
+from footprint import Refused, Report, predict
+from footprint.device import Card, Placement, card
 from footprint.owners import holdings
 from longhaul import cli
 from longhaul.cli import flag
+from longhaul.memory import hugging_face, users_file
 from longhaul.memory.fit import Verdict
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS, Training
 from longhaul.memory.search import Say, advise, solve
+from longhaul.memory.users_file import UsersFile
+from model import GIB
 
 OPENS = ("step", "hf")  # flags that lead here
 OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
 SIZES = ("batch", "seq")
+OUTPUTS = ("html", "svg", "json")  # flags that name a file to write
+# how a refusal of footprint says that a value may be given
+GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
+VERDICTS = {
+    Placement.FITS: Verdict.FITS,
+    Placement.EXPANDABLE: Verdict.AFTER_CHANGES,
+    Placement.TOO_SMALL: Verdict.NOTHING,
+}
 SOLVES = {"context": "seq", "batch": "batch"}  # --solve -> the flag that it sets
 MOST = 2**31 - 1  # rows, tokens
 MOST_RANKS = 2**16
@@ -58,6 +73,11 @@ class StepConfig:
     autocast: str = flag("none", "compute precision, with --hf", choices=("none", "bf16"))
     optimizer: str = flag("adamw", "with --hf", choices=OPTIMIZERS)
     checkpointing: bool = flag(False, "recompute activations in the backward, with --hf")
+    answer: tuple[str, ...] = flag(
+        (),
+        "value that is read from a tensor in a line of the step, such as mine.py:12=False",
+        many=True,
+    )
     fsdp: int = flag(
         1,
         "ranks that share the model (FSDP2); with --step build() shards it",
@@ -68,7 +88,7 @@ class StepConfig:
         "none", "what to find: the longest row or the most rows", (), ("none", "context", "batch")
     )
     advise: bool = flag(False, "say what to change so that the step fits --gpu or --vram")
-    gpu: str = flag("", "name of the card, with --solve and --advise")
+    gpu: str = flag("", "name of the card that shall hold the step")
     gpu_memory_gib: float = flag(
         0.0,
         f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
@@ -93,6 +113,48 @@ class StepConfig:
         if self.device == "cpu" and (self.advise or self.solve != "none"):
             asked = "--advise" if self.advise else "--solve"
             raise ValueError(f"{asked} looks for what fits a GPU: drop --device cpu")
+        if self.device == "cpu" and self.has_card:
+            raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
+        self.answers()
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        """ValueError for a file that cannot be written, before anything is predicted."""
+        for name in OUTPUTS:
+            path = Path(getattr(self, name))
+            folder = path.absolute().parent
+            reason = ""
+            if not getattr(self, name):
+                continue
+            if path.is_dir():
+                reason = "it is a folder"
+            elif not folder.is_dir():
+                reason = f"there is no folder {folder}"
+            elif not os.access(path if path.exists() else folder, os.W_OK):
+                reason = "permission denied"
+            if reason:
+                raise ValueError(f"--{name} {path} cannot be written ({reason}): name another file")
+
+    @property
+    def has_card(self) -> bool:
+        return bool(self.gpu or self.gpu_memory_gib)
+
+    def card(self) -> Card:
+        """The card of --gpu or --vram; for --solve one of DEFAULT_GIB if neither is given."""
+        gib = self.gpu_memory_gib
+        if self.solve != "none" and not self.has_card:
+            gib = DEFAULT_GIB
+        return card(self.gpu, gib, self.cc)
+
+    def answers(self) -> dict[str, object]:
+        """The values of --answer by their lines, as footprint.predict takes them."""
+        found = {}
+        for words in self.answer:
+            line, _, text = words.rpartition("=")
+            if not re.fullmatch(r".+:\d+", line):
+                raise ValueError(f"--answer {words}: give FILE.py:LINE=VALUE")
+            found[line] = _value(text)
+        return found
 
     def training(self) -> Training:
         """How the model of --hf is trained."""
@@ -114,28 +176,76 @@ def is_asked_for(words: list[str]) -> bool:
     return any(f"--{name}" in names for name in OPENS)
 
 
+def _value(text: str) -> object:
+    """What a Python literal says, or a number such as nan; ValueError for anything else."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"--answer ...={text} has no value of Python's: give one such as False, 3 or nan"
+        ) from None
+
+
 def main(words: list[str], say: Say) -> int:
     """Answer a command line, say it line by line, and write its files; the exit code."""
     typed = cli.given(StepConfig, words, __doc__.splitlines()[0])
     cfg = StepConfig(**typed)
-    predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face
+    _check_questions(cfg, typed.keys())
+    asks = cfg.solve != "none" or cfg.advise
+    on = cfg.card() if asks or cfg.has_card else None
+    predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face(cfg, typed.keys())
 
-    if cfg.solve == "none" and not cfg.advise:
-        report = predicted(cfg)
-        say(str(report))
-        _write(cfg, report, {})
-        return Verdict.FITS.exit_code
-
+    if not asks:
+        return _predict(cfg, on, predicted, say).exit_code
     if cfg.advise:
-        found = advise(cfg, card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc), predicted, say)
+        found = advise(cfg, on, predicted, say)
     else:
-        gib = cfg.gpu_memory_gib or (0.0 if cfg.gpu else DEFAULT_GIB)
-        found = solve(cfg, SOLVES[cfg.solve], card(cfg.gpu, gib, cfg.cc), predicted, say)
+        found = solve(cfg, SOLVES[cfg.solve], on, predicted, say)
     if found.report:
         say(f"\n{found.report}\n")
     say(found.words)
+    _warn(found.answer.request if found.answer else cfg, say)
     _write(cfg, found.report, found.as_json())
     return found.verdict.exit_code
+
+
+def _check_questions(cfg: StepConfig, typed: Set[str]) -> None:
+    """ValueError for a flag of a question that is not asked."""
+    if "gpus" in typed and not cfg.advise:
+        raise ValueError("--gpus is for --advise: give --advise, or --fsdp for a number of ranks")
+    if "cc" in typed and not (cfg.has_card or cfg.advise or cfg.solve != "none"):
+        raise ValueError("--cc is about the card of --gpu or --vram: give one")
+
+
+def _predict(
+    cfg: StepConfig, on: Card | None, predicted: Callable[[StepConfig], Report], say: Say
+) -> Verdict:
+    """Predict the step as it is asked for; and whether a card that is given holds it."""
+    report = predicted(cfg)
+    say(str(report))
+    _warn(cfg, say)
+    if on is None:
+        _write(cfg, report, {})
+        return Verdict.FITS
+
+    placement = report.demand.placement(int(on.gib * GIB))
+    say(f"on {on.name} ({on.gib:g} GiB): {placement}")
+    _write(cfg, report, {"card": on.name, "placement": placement})
+    return VERDICTS[placement]
+
+
+def _warn(cfg: StepConfig, say: Say) -> None:
+    """Say that a row is longer than the model was made for."""
+    most = hugging_face.positions(cfg.hf) if cfg.hf else None
+    if most and cfg.seq > most:
+        say(
+            f"warning: --seq {cfg.seq} is beyond what the model was made for: config.json has "
+            f"max_position_embeddings {most}"
+        )
 
 
 def _write(cfg: StepConfig, report: Report, more: dict) -> None:
@@ -155,10 +265,35 @@ def _write(cfg: StepConfig, report: Report, more: dict) -> None:
         ) from None
 
 
-def of_hugging_face(cfg: StepConfig) -> Report:
-    """The prediction of a Hugging Face folder."""
-    build, step = cfg.training().functions()
-    return predict(build, step, cfg.device, cfg.fsdp, cfg.depth)
+@contextlib.contextmanager
+def _worded_for_the_shell() -> Iterator[None]:
+    """A refusal inside the `with` block that asks for an answer names the flag, and PyTorch logs no
+    traceback of an error that is told in one line.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_off, log.disabled = log.disabled, True
+    try:
+        yield
+    except Refused as refusal:
+        raise Refused(GIVE_ANSWER.sub(r"--answer \1=VALUE", str(refusal))) from refusal
+    finally:
+        log.disabled = was_off
+
+
+def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
+    """What predicts a Hugging Face folder; `typed`: the flags of the command line."""
+    with hugging_face.ToldInOneLine(cfg.hf):
+        reads_tokens = hugging_face.reads_tokens(cfg.hf)
+    if not reads_tokens and ("seq" in typed or cfg.solve == "context"):
+        asked = "--seq" if "seq" in typed else "--solve context"
+        raise ValueError(f"{asked}: the model of {cfg.hf} reads no rows of tokens: drop it")
+
+    def predicted(cfg: StepConfig) -> Report:
+        with _worded_for_the_shell(), hugging_face.ToldInOneLine(cfg.hf):
+            build, step = cfg.training().functions()
+            return predict(build, step, cfg.device, cfg.fsdp, cfg.depth, cfg.answers())
+
+    return predicted
 
 
 # ---- a file
@@ -173,14 +308,28 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
     solved = SOLVES.get(cfg.solve)
     _check_flags(cfg, typed, solved, parameters)
     sizes = [name for name in SIZES if name in parameters and (name in typed or name == solved)]
+    _check_arguments(cfg.step, "build()", build)
+    _check_arguments(cfg.step, "step(state)", step, "state", **dict.fromkeys(sizes))
 
     def predicted(cfg: StepConfig) -> Report:
         given = {name: getattr(cfg, name) for name in sizes}
         checked = functools.partial(_built, build, cfg.fsdp)
         one_step = functools.partial(step, **given)
-        return predict(checked, one_step, cfg.device, cfg.fsdp, cfg.depth)
+        with _worded_for_the_shell(), users_file.ToldInOneLine():
+            return predict(checked, one_step, cfg.device, cfg.fsdp, cfg.depth, cfg.answers())
 
     return predicted
+
+
+def _check_arguments(words: str, call: str, function: Callable, *args: Any, **given: Any) -> None:
+    """ValueError if a function of the file cannot be called as it will be."""
+    try:
+        inspect.signature(function).bind(*args, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"--step {words}: {function.__name__} cannot be called as {call} ({error}): define it "
+            "so, with defaults for other parameters"
+        ) from None
 
 
 def _check_flags(cfg: StepConfig, typed: Set[str], solved: str | None, parameters) -> None:
@@ -225,21 +374,13 @@ def _functions(words: str) -> tuple[Callable, Callable]:
     """build and step."""
     path, _, names = words.partition(":")
     build, _, step = (names or "build,step").partition(",")
-    module = _load(path)
+    file = UsersFile(path)
+    with users_file.ToldInOneLine():
+        module = file.load()
     for name in (build, step):
         if not callable(getattr(module, name, None)):
             raise ValueError(
                 f"--step {words}: {path} has no function {name!r}: define build() and step(state), "
                 "or name them: --step FILE.py:my_build,my_step"
             )
-    return getattr(module, build), getattr(module, step)
-
-
-def _load(path: str) -> ModuleType:
-    """A Python file as a module; its errors are its own."""
-    if not Path(path).is_file() or not path.endswith(".py"):
-        raise ValueError(f"--step {path} is no Python file: give the path of one")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return file.function(getattr(module, build)), file.function(getattr(module, step))

@@ -9,12 +9,15 @@ import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from footprint.refusal import PACKAGES, TORCH, Refused
 from longhaul import optimizers
+from longhaul.memory.users_file import described
 from longhaul.optim import MOMENTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -26,9 +29,19 @@ LANGUAGE = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
 
 # in the names of tables of learned positions
 POSITIONS = ("position", "pos_emb", "wpe")
+# in the names of attention that runs kernels which are not PyTorch's
+FOREIGN_ATTENTION = ("flash_attention", "/")
+# in the entries of a configuration that describe what a model reads beside text
+SENSES = ("vision", "audio", "speech", "image", "video")
+# in what transformers says about a configuration -> what to do
+REMEDIES = {"padding token": 'give config.json a "pad_token_id", or --batch 1'}
 
 
-class TooLong(ValueError):
+class Unusable(ValueError):
+    """A configuration whose training step cannot be made."""
+
+
+class TooLong(Unusable):
     """A row of more tokens than the model has learned positions for."""
 
     def __init__(self, tokens: int, positions: int):
@@ -37,6 +50,40 @@ class TooLong(ValueError):
             f"most --seq {positions}"
         )
         self.positions = positions
+
+
+class ToldInOneLine:
+    """Inside the `with` block, an error of transformers becomes an `Unusable` that names its line.
+    Refusals, and errors in which transformers has no part, stay what they are.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, Refused | Unusable):
+            return
+        where = _line_outside_torch(raised)
+        if not where:
+            return
+        remedy = next((REMEDIES[part] for part in REMEDIES if part in str(error)), "mend it")
+        raise Unusable(
+            f"--hf {self.folder}: transformers cannot use config.json ({where}: "
+            f"{described(error)}): {remedy}, or {ELSEWISE}"
+        ) from error
+
+
+def _line_outside_torch(raised: TracebackType | None) -> str:
+    """The innermost line of an installed package other than PyTorch; empty if there is none."""
+    found = ""
+    while raised:
+        file = raised.tb_frame.f_code.co_filename
+        if file.startswith(PACKAGES) and not file.startswith(TORCH):
+            found = f"{Path(file).name}:{raised.tb_lineno}"
+        raised = raised.tb_next
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +103,7 @@ class Training:
         """build() and step(state), as footprint.predict takes them on the CPU; ValueError if the
         model cannot be made or if it is not known what it is trained on.
         """
-        config = _configuration(self.folder)
+        config = configuration(self.folder)
         model_class = _model_class(config)
         make = functools.partial(_batch, model_class, config, self, device)
         cast = functools.partial(
@@ -68,34 +115,87 @@ class Training:
         )
 
 
-def _configuration(folder: str):
+def configuration(folder: str):
+    """What transformers reads from config.json; Unusable if that is none, or if the model needs
+    what is not predicted.
+    """
     if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"--hf {folder}: there is no config.json: give the folder of a model")
+        raise Unusable(f"--hf {folder}: there is no config.json: give the folder of a model")
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("--hf needs transformers: pip install transformers")
+        raise Unusable("--hf needs transformers: pip install transformers")
     transformers = importlib.import_module("transformers")
     try:
-        return transformers.AutoConfig.from_pretrained(
+        config = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise Unusable(
             f"--hf {folder}: transformers cannot use config.json ({str(error).splitlines()[0]}): "
             f"mend it, or {ELSEWISE}"
         ) from None
+    _check_modelled(config)
+    return config
+
+
+def _check_modelled(config) -> None:
+    """Unusable for weights or kernels that the step here would not have."""
+    if getattr(config, "quantization_config", None):
+        raise Unusable(
+            "--hf: config.json has a quantization_config, and weights are predicted in --dtype: "
+            f"delete the entry to predict the model without it, or {ELSEWISE}"
+        )
+    attention = str(getattr(config, "_attn_implementation", None))
+    if any(part in attention for part in FOREIGN_ATTENTION):
+        raise Unusable(
+            f'--hf: config.json asks for the attention "{attention}", whose kernel is not '
+            'PyTorch\'s: set "attn_implementation" to "sdpa", which takes FlashAttention, too'
+        )
+    parts = [name for name, value in vars(config).items() if name.endswith("_config") and value]
+    senses = [name for name in parts if name.startswith(SENSES)]
+    if senses:
+        raise Unusable(
+            f"--hf: the model does not only read text (config.json has a {senses[0]}), and what it "
+            f"is trained on is not known here: {ELSEWISE}"
+        )
 
 
 def _model_class(config) -> type[nn.Module]:
     """The class that the configuration names."""
     transformers = importlib.import_module("transformers")
     names = config.architectures or []
-    known = [name for name in names if hasattr(transformers, name)]
-    if not known:
-        raise ValueError(
+    if isinstance(names, str):
+        raise Unusable(
+            f'--hf: "architectures" of config.json is no list: write ["{names}"] instead'
+        )
+    known = [getattr(transformers, str(name), None) for name in names]
+    models = [found for found in known if isinstance(found, type) and issubclass(found, nn.Module)]
+    if not models:
+        raise Unusable(
             f"--hf: config.json names no architecture that transformers has ({names}): set "
             '"architectures", such as ["LlamaForCausalLM"]'
         )
-    return getattr(transformers, known[0])
+    model_class = models[0]
+    wanted = getattr(model_class, "config_class", None)
+    if wanted and not isinstance(config, wanted):
+        raise Unusable(
+            f"--hf: {model_class.__name__} of config.json has the model_type "
+            f'"{wanted.model_type}", not "{config.model_type}": make "architectures" and '
+            '"model_type" agree'
+        )
+    return model_class
+
+
+def reads_tokens(folder: str) -> bool:
+    """Whether the model of a folder is trained on rows of tokens."""
+    return getattr(_model_class(configuration(folder)), "main_input_name", "") == "input_ids"
+
+
+def positions(folder: str) -> int | None:
+    """Tokens of the longest row that the model of a folder was made for, as its configuration says;
+    None if it does not.
+    """
+    most = getattr(configuration(folder).get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
 
 
 # ---- the model and its optimizer
@@ -136,7 +236,7 @@ def _checkpoint(model: nn.Module) -> None:
     try:
         (enable or model.gradient_checkpointing_enable)()
     except ValueError as error:
-        raise ValueError(f"--checkpointing: {error} Drop --checkpointing.") from None
+        raise Unusable(f"--checkpointing: {error} Drop --checkpointing.") from None
 
 
 def _shard(model: nn.Module) -> None:
@@ -179,11 +279,18 @@ def _batch(
         if name.endswith(LANGUAGE):
             return {"input_ids": ids, "labels": ids}
         if name.endswith("ForSequenceClassification"):
-            return {"input_ids": ids, "labels": integers(config.num_labels, (rows,))}
+            return {"input_ids": ids, "labels": _labels_of_rows(config, rows, device)}
         if name.endswith("ForTokenClassification"):
             labels = integers(config.num_labels, (rows, training.seq))
             return {"input_ids": ids, "labels": labels}
-    raise ValueError(f"--hf: what {name} is trained on is not known here: {ELSEWISE}")
+    raise Unusable(f"--hf: what {name} is trained on is not known here: {ELSEWISE}")
+
+
+def _labels_of_rows(config, rows: int, device: str) -> Tensor:
+    """One class of each row; or a number for each class if a row may have several."""
+    if config.problem_type == "multi_label_classification":
+        return torch.rand(rows, config.num_labels, device=device)
+    return torch.randint(config.num_labels, (rows,), device=device)
 
 
 def _step(make: Callable[[], dict[str, Tensor]], cast: Callable[[], torch.autocast], state) -> None:

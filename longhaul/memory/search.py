@@ -123,9 +123,16 @@ def solve(asked: Any, name: str, card: Card, predicted: Predicted, say: Say) -> 
         return Found(candidates, None, Verdict.NOTHING, f"not even --{name} {min(tried)} fits")
     best = tried[bounds.low]
     verdict = _verdict(best, candidates[0].fits)
-    limit = " (the model has no more positions)" if bounds.low == bounds.most else ""
+    limit = _limit(bounds)
     words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
     return Found(candidates, best, verdict, words)
+
+
+def _limit(bounds: "_Bounds") -> str:
+    """Why no larger size was tried, if it is not for the card."""
+    if bounds.low != bounds.most:
+        return ""
+    return " (no more are tried)" if bounds.most == MOST else " (the model has no more positions)"
 
 
 def _verdict(best: Tried, as_asked: bool) -> Verdict:

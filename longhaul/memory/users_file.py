@@ -61,7 +61,8 @@ class UsersFile:
         Modules of longhaul are out of sys.modules for as long, and come back. The user's modules of
         the same names, and what the file has done to sys.path, are kept for the next time.
         """
-        modules, search, arguments = _taken(self.hidden), list(sys.path), sys.argv
+        modules = _taken(self.hidden)
+        search, arguments = list(sys.path), sys.argv
         sys.modules.update(self.modules)
         sys.path[:] = self.search
         sys.argv = [self.path]

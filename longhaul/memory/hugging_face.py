@@ -31,7 +31,7 @@ LANGUAGE = ("CausalLM", "MaskedLM", "ConditionalGeneration", "LMHeadModel")
 POSITIONS = ("position", "pos_emb", "wpe")
 # in the names of attention that runs kernels which are not PyTorch's
 FOREIGN_ATTENTION = ("flash_attention", "/")
-# in the entries of a configuration that describe what a model reads beside text
+# in the entries of a configuration that describe what a model reads next to text
 SENSES = ("vision", "audio", "speech", "image", "video")
 # in what transformers says about a configuration -> what to do
 REMEDIES = {"padding token": 'give config.json a "pad_token_id", or --batch 1'}

@@ -35,7 +35,7 @@ import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
@@ -1532,6 +1532,21 @@ class GradientCache:
 # ---- attention kinds
 
 
+class KeyExchange(Protocol):
+    """What a kind may ask for if ranks share rows and gather their keys; made outside of the model
+    for each micro-batch. The inputs of attention are those of a rank's tokens.
+    """
+
+    def cut(self, x_BT: Tensor) -> Tensor:
+        """The rank's tokens [B, t] of whole rows."""
+
+    def attention(self, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor) -> Tensor:
+        """Full causal attention over the keys of all ranks."""
+
+    def indexed(self, *inputs: "Tensor | Reading") -> tuple[Tensor, Tensor, Tensor]:
+        """Indexed attention over them: o, the indexer's loss, and its recall."""
+
+
 class Attention(nn.Module):
     """Grouped-query attention with RMSNorm on q and k: the base of every attention kind.
 
@@ -1560,7 +1575,8 @@ class Attention(nn.Module):
     refused_prompts: str = "which is not full causal attention"
     # The submodule that learns from a loss of its own, which the rest of the model does not see.
     learner: str = ""
-    # What each layer measures in a forward that learns, for the log; `measured` has the numbers.
+    # What each layer measures in a forward that learns, for the log. `measured` has the sums of the
+    # figures, and by what they are to be divided: [2, figures].
     figures: tuple[str, ...] = ()
 
     def __init__(self, config: ModelConfig):
@@ -1615,6 +1631,17 @@ class Attention(nn.Module):
         if documents is None:  # every row is one document
             return self.attend_document(*inputs)
         return self.packed(inputs, rope, documents)
+
+    def attend_gathered(
+        self,
+        inputs: tuple[Tensor, ...],
+        documents: "Documents | SharedBlocks",
+        exchange: "KeyExchange",
+    ) -> Tensor:
+        """The same for a rank's tokens [B, t, H, K], if it gathers the keys of whole rows from the
+        ranks that share them; `documents` is what `whole_rows` returned.
+        """
+        return exchange.attention(*inputs)
 
     def packed(self, inputs: tuple[Tensor, ...], rope: Rope, documents: Documents) -> Tensor:
         """The same for rows that hold several documents; a compiled model leaves it uncompiled."""
@@ -1677,7 +1704,7 @@ class Attention(nn.Module):
         cu_seqlens: Tensor,
         positions_BT: Tensor,
         rotary: RotaryCache,
-    ) -> "Documents | Layout | None":
+    ) -> "Documents | Layout | SharedBlocks | None":
         """The same for whole rows whose tokens several ranks share: the `rope` of the layers then
         holds only this rank's tokens.
         """
@@ -2031,13 +2058,13 @@ class Decoder(nn.Module):
         return self.rotary(tokens_BT.shape[1], tokens_BT.device, offset)
 
     def figures(self) -> Tensor:
-        """What the layers measured in the newest forward that learned, the mean over them, in the
-        order of the names in `figures` of the attention kind.
+        """What the layers measured in the newest forward that learned, [2, figures]: sums, and by
+        what they are to be divided, in the order of the names in `figures` of the attention kind.
         """
         names = attention_kind(self.config).figures
         if not names:
-            return torch.empty(0, device=self.norm.weight.device)
-        return torch.stack([layer.attention.measured for layer in self.layers]).mean(0)
+            return torch.empty((2, 0), device=self.norm.weight.device)
+        return torch.stack([layer.attention.measured for layer in self.layers]).sum(0)
 
     # ---- which loss
 
@@ -3943,6 +3970,24 @@ class BlockLayout:
         return self._angles
 
 
+@dataclass(eq=False)
+class SharedBlocks:
+    """The blocks of whole rows whose tokens several ranks share; made once for all layers.
+
+    positions_BT  for each token the position of the first one of its block
+    """
+
+    positions_BT: Tensor
+    rotary: RotaryCache
+    _angles: Rope | None = None
+
+    def angles(self, cut: Callable[[Tensor], Tensor]) -> Rope:
+        """As those of BlockLayout, for the tokens of a rank: `cut` takes them from whole rows."""
+        if self._angles is None:
+            self._angles = self.rotary.at(cut(self.positions_BT))
+        return self._angles
+
+
 class IndexedAttention(Attention):
     """Attention of each query over the blocks that an indexer chose, and its own unfinished one.
 
@@ -3961,10 +4006,7 @@ class IndexedAttention(Attention):
     starts_fresh = ("indexer",)
     learner = "indexer"
     figures = ("indexer_kl", "indexer_recall")
-    refused_exchanges = {
-        "ulysses": "whose heads share one choice",
-        "gather_kv": "whose queries choose blocks over the whole row",
-    }
+    refused_exchanges = {"ulysses": "whose heads share one choice"}
     refused_levers = {
         "compile": "whose indexer's loss leaves the layer",
         "attention_head_groups": "whose heads share one choice",
@@ -3995,38 +4037,56 @@ class IndexedAttention(Attention):
         found = [self._attend_document(*part) for part in zip(*parts, strict=True)]
 
         outputs, divergences, recalls = zip(*found, strict=True)
-        self._learn(divergences, [share for share in recalls if share is not None])
+        if torch.is_grad_enabled():
+            self._learn(torch.cat(divergences, dim=1), torch.stack(recalls).sum(0))
         # of one document the output is not copied
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1).view(shape)
 
+    def attend_gathered(
+        self, inputs: tuple[Tensor, ...], documents: SharedBlocks, exchange: "KeyExchange"
+    ) -> Tensor:
+        *others, raw_BT1E = inputs
+        k_BT1E = rotate_first(raw_BT1E, documents.angles(exchange.cut))
+        o_BTHK, kl_BT, recall_2 = exchange.indexed(*self._seen(*others), k_BT1E, self._reading())
+        if torch.is_grad_enabled():
+            self._learn(kl_BT, recall_2)
+        return o_BTHK
+
     def _attend_document(
-        self, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, q_BThE: Tensor, k_BT1E: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """o, the indexer's loss [B, T], and its recall if a query of the document has a choice."""
+        self,
+        q_BTHK: Tensor,
+        k_BTGK: Tensor,
+        v_BTGK: Tensor,
+        q_BThE: Tensor,
+        k_BT1E: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """o, the indexer's loss [B, T], and its recall [2]: a sum and what it is to be divided
+        by.
+        """
+        reading = self._reading()
+        k_BNE = pooled_keys(k_BT1E, reading.r)
+        recall_2 = reading.recall(q_BTHK, k_BTGK, q_BThE, k_BNE, q_BTHK.shape[1])
+        most = reading.most_of(k_BNE.shape[1])
+        seen = self._seen(q_BTHK, k_BTGK, v_BTGK, q_BThE)
+        o_BTHK, kl_BT, *_ = indexed_forward(*seen, k_BNE, reading.r, most, reading.learns)
+        return o_BTHK, kl_BT, recall_2
+
+    def _reading(self) -> "Reading":
         cfg = self.indexer.cfg
-        k_BNE = pooled_keys(k_BT1E, cfg.r)
-        learns = torch.is_grad_enabled()
-        most = cfg.most_blocks
-        share = None
-        if learns:
-            share = indexer_recall(q_BTHK, k_BTGK, q_BThE, k_BNE, cfg.r, most)
+        return Reading(cfg.r, cfg.most_blocks, self.losses.warming, torch.is_grad_enabled())
+
+    def _seen(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v and the indexer's queries; in the warm-up the first three learn nothing."""
+        *of_model, q_BThE = inputs
         if self.losses.warming:
-            most = max(most, k_BNE.shape[1])
-            q_BTHK, k_BTGK, v_BTGK = (x.detach() for x in (q_BTHK, k_BTGK, v_BTGK))
+            of_model = [x.detach() for x in of_model]
+        return *of_model, q_BThE
 
-        o_BTHK, kl_BT, *_ = indexed_forward(
-            q_BTHK, k_BTGK, v_BTGK, q_BThE, k_BNE, cfg.r, most, learns
-        )
-        return o_BTHK, kl_BT, share
-
-    def _learn(self, divergences: Sequence[Tensor], recalls: list[Tensor]) -> None:
+    def _learn(self, kl_BT: Tensor, recall_2: Tensor) -> None:
         """Add this layer's loss to those of the model, and keep what the log shows of it."""
-        if not torch.is_grad_enabled():
-            return
-        kl_BT = torch.cat(divergences, dim=1)
         self.losses.add(kl_BT.sum())
-        recall = torch.stack(recalls).mean() if recalls else kl_BT.new_ones(())
-        self.measured = torch.stack((kl_BT.detach().mean(), recall.to(kl_BT.dtype)))
+        divergence_2 = torch.stack((kl_BT.detach().sum(), kl_BT.new_full((), kl_BT.numel())))
+        self.measured = torch.stack((divergence_2, recall_2.to(kl_BT.dtype)), dim=1)
 
     def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: "IndexedCache") -> Tensor:
         q_BTHK, k_BTGK, v_BTGK, q_BThE, raw_BT1E = inputs
@@ -4067,6 +4127,20 @@ class IndexedAttention(Attention):
         device: Device,
     ) -> BlockLayout:
         return BlockLayout.of(cu_seqlens, shape, config.indexer.r, device)
+
+    @classmethod
+    def whole_rows(
+        cls,
+        config: ModelConfig,
+        cu_seqlens: Tensor,
+        positions_BT: Tensor,
+        rotary: RotaryCache,
+    ) -> SharedBlocks:
+        layout = cls.documents(config, cu_seqlens, positions_BT.shape, positions_BT.device)
+        if layout.lengths is None:
+            return SharedBlocks(positions_BT[:, layout.first], rotary)
+        first_BT = positions_BT.flatten()[layout.first].view_as(positions_BT)
+        return SharedBlocks(first_BT, rotary)
 
     @classmethod
     def cache(
@@ -4512,28 +4586,63 @@ def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
 indexed_forward.register_autograd(_indexed_gradients, setup_context=_save_indexed)
 
 
-@torch.no_grad()
-def indexer_recall(
-    q_BTHK: Tensor, k_BTGK: Tensor, q_BThE: Tensor, k_BNE: Tensor, r: int, most: int
-) -> Tensor | None:
-    """The share of full attention's mass on the keys that a query reads: the mean over heads and a
-    few queries, from the end of the document on at equal distances; None if every query reads all.
-    """
-    B, T, H, _ = q_BTHK.shape
-    choosing = T - (most + 1) * r  # queries with more candidates than they read
-    if choosing < 1:
-        return None
-    count = max(1, min(SAMPLED_QUERIES, CHUNK_LOGITS // (B * H * T), choosing))
-    query = T - 1 - torch.arange(count, device=q_BTHK.device) * choosing // count
+@dataclass(frozen=True)
+class Reading:
+    """How much the queries of a layer read, and whether its indexer learns from it."""
 
-    scores_BCN = block_scores(q_BThE[:, query], k_BNE)
-    rank_BCN = block_ranks(scores_BCN, query[:, None], r)
-    chosen_BCN = rank_BCN >= least_rank(rank_BCN, most)[..., None]
-    read_BCS = readable_keys(chosen_BCN, query[:, None], r, T)
+    r: int
+    most: int  # blocks that a query reads at most, besides its own
+    warming: bool
+    learns: bool
 
-    past_CS = torch.arange(T, device=query.device) <= query[:, None]
-    p_BGMCS = masked_logits(q_BTHK[:, query], k_BTGK, past_CS[None]).softmax(-1)
-    return (p_BGMCS * read_BCS[:, None, None]).sum(-1).mean()
+    def most_of(self, blocks: int) -> int:
+        """The same of so many blocks; in the warm-up it is all of them."""
+        return max(self.most, blocks) if self.warming else self.most
+
+    @torch.no_grad()
+    def recall(
+        self, q_BTHK: Tensor, k_BSGK: Tensor, q_BThE: Tensor, k_BNE: Tensor, length: int
+    ) -> Tensor:
+        """The share of full attention's mass on the keys that queries read, [2]: the sum over rows
+        and sampled queries of the mean over heads, and the number of these queries.
+
+        They are 16 of the queries that have a choice, at equal distances from the end of the
+        document on, which has `length` tokens. The queries are given as to `indexed_forward`.
+        """
+        S, T = k_BSGK.shape[1], q_BTHK.shape[1]
+        total_2 = torch.zeros(2, dtype=wide(q_BTHK.dtype), device=q_BTHK.device)
+        sampled = self._sampled(length, S - T, S) if self.learns else range(0)
+        if not sampled:
+            return total_2
+
+        B, _, H, _ = q_BTHK.shape
+        query = pinned_copy(torch.tensor(sampled), q_BTHK.device)
+        for part in query.split(max(1, CHUNK_LOGITS // (B * H * S))):
+            own = part - (S - T)
+            share_BC = self._shares(q_BTHK[:, own], k_BSGK, q_BThE[:, own], k_BNE, part[:, None])
+            total_2[0] += share_BC.sum()
+        total_2[1] = B * len(sampled)
+        return total_2
+
+    def _sampled(self, length: int, first: int, end: int) -> list[int]:
+        """Those of the sampled queries of a document that are from `first` on and before `end`."""
+        choosing = length - (self.most + 1) * self.r  # they have more candidates than they read
+        count = max(0, min(SAMPLED_QUERIES, choosing))
+        sampled = [length - 1 - index * choosing // count for index in range(count)]
+        return [query for query in sampled if first <= query < end]
+
+    def _shares(
+        self, q_BCHK: Tensor, k_BSGK: Tensor, q_BChE: Tensor, k_BNE: Tensor, query_C1: Tensor
+    ) -> Tensor:
+        S = k_BSGK.shape[1]
+        rank_BCN = block_ranks(block_scores(q_BChE, k_BNE), query_C1, self.r)
+        chosen_BCN = rank_BCN >= least_rank(rank_BCN, self.most)[..., None]
+        read_BCS = readable_keys(chosen_BCN, query_C1, self.r, S)
+
+        past_CS = torch.arange(S, device=query_C1.device) <= query_C1
+        p_BGMCS = masked_logits(q_BCHK, k_BSGK, past_CS[None])
+        softmax_(p_BGMCS)
+        return p_BGMCS.masked_fill_(~read_BCS[:, None, None], 0.0).sum(-1).mean((1, 2))
 
 
 class IndexedCache(LayerCache):

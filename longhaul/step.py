@@ -74,7 +74,8 @@ class TrainState:
     # whether a first step has checked its labels, at the cost of a host synchronisation
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
-    figures: Tensor | None = None  # what the layers measured in the newest step, on this rank
+    # what the layers measured in the newest step, on this rank, as `Decoder.figures`
+    figures: Tensor | None = None
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
     # work of the host, called when a step's gradients are queued and before their norm is read
     meanwhile: Callable[[], None] = lambda: None
@@ -95,7 +96,8 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     lr: float
     local_loss: Tensor | None = None  # this rank's share of `loss`
-    figures: dict[str, Tensor] = field(default_factory=dict)  # what the layers measured, by name
+    # what the layers measured, by name; NaN if there was nothing to measure
+    figures: dict[str, Tensor] = field(default_factory=dict)
     # whether the gradient norm was NaN or infinite on any rank, so that none took the step
     skipped: bool = False
 
@@ -255,7 +257,7 @@ def gradients(
         measured.append(model.figures())
         sums.add()
     sums.finish()
-    state.figures = torch.stack(measured).mean(0)
+    state.figures = torch.stack(measured).sum(0)
     if warming(state):
         keep_learners(model)
     return total
@@ -291,7 +293,7 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
 
     # replicas may disagree about the norm, so the step is taken only if all ranks find it finite
     own = torch.stack([local_loss, norm.isfinite().float()])
-    found = dist.all_sum(torch.cat([own, state.figures]))
+    found = dist.all_sum(torch.cat([own, state.figures.flatten()]))
     state.meanwhile()
     if norm.device.type == "cuda":
         # all figures at once: the only time in a step that the host waits for the device
@@ -314,15 +316,15 @@ def update(state: TrainState, batch: list[MicroBatch], local_loss: Tensor) -> St
         lr=state.optimizer.param_groups[0]["lr"],
         local_loss=local_loss,
         skipped=not all_finite,
-        figures=_means(state, figures),
+        figures=_figures(state, figures),
     )
 
 
-def _means(state: TrainState, sums: list[Tensor]) -> dict[str, Tensor]:
-    """The means over all ranks of what the layers measured, by name."""
+def _figures(state: TrainState, sums: list[Tensor]) -> dict[str, Tensor]:
+    """What the layers of all ranks measured, by name."""
     names = attention_kind(state.model.config).figures
-    means = [total / state.world.size for total in sums]
-    return dict(zip(names, means, strict=True))
+    totals, counts = sums[: len(names)], sums[len(names) :]
+    return {name: total / count for name, total, count in zip(names, totals, counts, strict=True)}
 
 
 # ---- accumulation: how the gradients of a step's micro-batches are added

@@ -351,7 +351,11 @@ class Run:
             "mem_gib": peak_memory_gib(self.device),
             "time": time.time(),
         }
-        record |= {name: float(figure) for name, figure in seen.result.figures.items()}
+        record |= {
+            name: float(figure)
+            for name, figure in seen.result.figures.items()
+            if not figure.isnan()  # no query had a choice
+        }
         try:
             self.source.record(record, seen.loaded, seen.result, seen.seconds)
             record |= self.health.after(seen.result, self.log.say)

@@ -56,6 +56,7 @@ INDEXED = dict(
     indexer=("budget=16", "r=4", "heads=2", "head_dim=16"),
     indexer_warmup=1,
 )
+KINDS = {None: "", "nsa": ", NSA", "indexed": ", indexed"}  # as the table names them
 LEVERS = {
     "checkpointing": dict(gradient_checkpointing="full"),
     "selective checkpointing": dict(gradient_checkpointing="selective"),
@@ -159,7 +160,7 @@ def train_each(world: dist.World, cases: list[tuple], steps: int) -> list:
 def levers() -> list[Case]:
     return [
         Case(name + kind, changes | attention)
-        for attention, kind in (({}, ""), (SPARSE, ", NSA"), (INDEXED, ", indexed"))
+        for attention, kind in zip(({}, SPARSE, INDEXED), KINDS.values(), strict=True)
         for name, changes in LEVERS.items()
     ]
 
@@ -174,15 +175,15 @@ def pairs() -> list[Case]:
 
 
 def spread() -> list[Case]:
-    """{dp1cp2, dp2cp1, dp2cp2, dp1cp4} x {standard by both ways, NSA} x {tied, untied} x
+    """{dp1cp2, dp2cp1, dp2cp2, dp1cp4} x {standard by both ways, NSA, indexed} x {tied, untied} x
     {accumulated and packed, whole}.
     """
     cases = []
     for ranks, sharing in ((2, 2), (2, 1), (4, 2), (4, 4)):
         ways = (
-            [("ulysses", {}), ("gather_kv", {}), ("ulysses", SPARSE)]
+            [("ulysses", {}), ("gather_kv", {}), ("ulysses", SPARSE), ("gather_kv", INDEXED)]
             if sharing > 1
-            else [("auto", {}), ("auto", SPARSE)]
+            else [("auto", {}), ("auto", SPARSE), ("auto", INDEXED)]
         )
         for (mode, attention), untied, packed in itertools.product(
             ways, (False, True), (True, False)
@@ -194,7 +195,7 @@ def spread() -> list[Case]:
             )
             name = (
                 f"dp{ranks // sharing} cp{sharing} "
-                f"{mode if sharing > 1 else ''}{', NSA' if attention else ''}"
+                f"{mode if sharing > 1 else ''}{KINDS[attention.get('attention_type')]}"
             )
             if untied:
                 name += ", untied"

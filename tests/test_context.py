@@ -25,6 +25,13 @@ SPARSE = dict(
     attention_type="nsa",
     nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
+INDEXED = dict(
+    context_length=T,
+    attention_type="indexed",
+    indexer=("budget=16", "r=4", "heads=2", "head_dim=32"),
+    indexer_warmup=1,
+)
+BASES = {"standard": STANDARD, "nsa": SPARSE, "indexed": INDEXED}
 
 SMALL = ("num_layers=2", "hidden_size=64", "ffn_size=96")
 
@@ -60,6 +67,7 @@ FAST = {
             gradient_checkpointing="selective",
             mlp_tiles=2,
         ),
+        setting(INDEXED, 2, UNTIED, batch_size=2),
     ],
 }
 MORE = {
@@ -68,12 +76,17 @@ MORE = {
         setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
         setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
         setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
+        setting(
+            INDEXED, 2, packed=False, batch_size=4, gradient_checkpointing="selective", mlp_tiles=2
+        ),
     ],
     4: [
         setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
         setting(STANDARD, 4, batch_size=2),
         setting(SPARSE, 2, batch_size=2),
         setting(SPARSE, 4, FOUR, UNTIED, batch_size=4),
+        setting(INDEXED, 4, batch_size=4, gradient_checkpointing="full"),
+        setting(INDEXED, 2, packed=False, batch_size=2),
     ],
 }
 ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))
@@ -115,8 +128,7 @@ def ranks(size: int, tier: str) -> list:
 def truth(attention: str, overrides: tuple[str, ...], packed: bool) -> dict:
     return train(
         dist.World(),
-        (SPARSE if attention == "nsa" else STANDARD)
-        | dict(model_overrides=overrides, batch_size=ROWS),
+        BASES[attention] | dict(model_overrides=overrides, batch_size=ROWS),
         packed,
     )
 
@@ -298,7 +310,8 @@ def test_the_pieces_of_all_ranks_meet_each_causal_pair_of_a_document_once():
     for rank in range(4):
         shard = context.Shard("gather_kv", rank, 4)
         token = shard.cut(torch.arange(T)[None])[0]
-        for rows, queries, past, own in context.pieces(ends, (2, T), shard):
+        for rows, queries, past, own, end in context.pieces(ends, (2, T), shard):
+            assert end + T * (rows.start or 0) in ends and end >= own.stop
             assert torch.equal(token[queries], torch.arange(T)[own])
             meetings[rows, own, past] += 1
             meetings[rows, own, own] += torch.ones(

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 import model
 from model import (
     IndexerConfig,
+    Reading,
     block_ranks,
     indexed_backward,
     indexed_forward,
-    indexer_recall,
     least_rank,
     pooled_keys,
     standard_attention,
@@ -189,21 +189,32 @@ def test_the_last_queries_of_a_row_give_what_the_whole_row_gives(monkeypatch):
         assert relative(part, whole[:, end].double()) <= 1e-6
 
 
-@pytest.mark.parametrize("budget", [16, 400])
-def test_the_recall_is_the_share_of_full_attention_that_is_read(budget):
-    tensors = inputs(1, 200, 4, 2, 16, 2, 16)
-    q, k, _, q_idx, k_idx = (x.detach() for x in tensors)
-    found = indexer_recall(q, k, q_idx, pooled_keys(k_idx, 4), 4, budget // 4)
-    if budget >= 200:
-        assert found is None
-        return
-    *_, chosen = wanted(tensors, 4, budget)
-    choosing = 200 - (budget // 4 + 1) * 4
-    count = model.SAMPLED_QUERIES
-    sampled = [199 - i * choosing // count for i in range(count)]
-    truth = oracle.recall(q, k, chosen, 4)[0, sampled].mean()
-    assert float(found) == pytest.approx(float(truth), abs=1e-6)
-    assert 0.05 < truth < 0.95
+def test_the_recall_is_the_share_of_full_attention_that_is_read():
+    q, k, _, q_idx, k_idx = (x.detach() for x in inputs(2, 200, 4, 2, 16, 2, 16))
+    k_BNE = pooled_keys(k_idx, 4)
+    reading = Reading(r=4, most=4, warming=False, learns=True)
+    total, count = reading.recall(q, k, q_idx, k_BNE, 200)
+    *_, chosen = wanted((q, k, k, q_idx, k_idx), 4, 16)
+    sampled = [199 - i * 180 // 16 for i in range(16)]
+    truth = oracle.recall(q, k, chosen, 4)[:, sampled]
+    assert count == 2 * 16 and 0.05 < truth.mean() < 0.95
+    assert float(total) == pytest.approx(float(truth.sum()), rel=1e-6)
+
+    # of a part of the queries, over the keys that these may see
+    part = [at for at in sampled if 70 <= at < 150]
+    some = slice(70, 150), slice(0, 150)
+    found = reading.recall(q[:, some[0]], k[:, some[1]], q_idx[:, some[0]], k_BNE[:, :37], 200)
+    want = oracle.recall(q, k, chosen, 4)[:, part].sum()
+    assert found.tolist() == pytest.approx([float(want), 2 * len(part)], rel=1e-6)
+
+
+def test_the_recall_counts_no_query_that_has_no_choice():
+    q, k, _, q_idx, k_idx = (x.detach() for x in inputs(1, 23, 4, 2, 16, 2, 16))
+    sizes = dict(r=4, warming=False, learns=True)
+    k_BNE = pooled_keys(k_idx, 4)
+    # from five whole blocks on: the last three queries
+    assert Reading(most=4, **sizes).recall(q, k, q_idx, k_BNE, 23)[1] == 3
+    assert Reading(most=5, **sizes).recall(q, k, q_idx, k_BNE, 23).tolist() == [0, 0]
 
 
 class Largest(TorchDispatchMode):

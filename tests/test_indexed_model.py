@@ -301,7 +301,10 @@ def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):
         (dict(compile=True), "--compile True cannot serve indexed attention, .*: drop it"),
         (dict(attention_head_groups=2), "heads share one choice: drop it"),
         (dict(indexer_warmup=40), "not shorter than the run of --max_steps 40: give at most 39"),
-        (dict(context_parallel_size=2), r"ulysses cannot serve .* gather_kv .* from \[1\]"),
+        (
+            dict(context_parallel_size=2, context_parallel_mode="ulysses"),
+            r"share one choice: choose .* from \[1\], or --context_parallel_mode auto",
+        ),
         (
             dict(indexer_warmup=2, optimizer_in_backward=True, grad_clip=0.0),
             "--indexer_warmup .* drop one",

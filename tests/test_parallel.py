@@ -102,19 +102,20 @@ def rows_of_step(index: int, T: int = T, packed: bool = True) -> Batch:
 
 
 def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
-    """Losses and gradient norms of STEPS steps, and the final weights (whole)."""
+    """Losses, gradient norms and figures of STEPS steps, and the final weights (whole)."""
     cfg = TrainConfig(**BASE | changes)
     mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
     state = step.build(cfg, cfg.model(), "cpu", world, mesh)
     rank, share = world.rank // cfg.context_ranks, ROWS * cfg.context_ranks // world.size
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-    losses, norms = [], []
+    losses, norms, figures = [], [], []
     for index in range(STEPS):
         whole = rows_of_step(index, cfg.context_length, packed)
         rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole))
         result = step.train_step(state, step.micro_batches(rows, cfg.batch_size, state.device))
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm))
+        figures.append({name: float(figure) for name, figure in result.figures.items()})
 
     def whole(tensors):
         return {
@@ -125,6 +126,7 @@ def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
     return dict(
         losses=losses,
         norms=norms,
+        figures=figures,
         before=whole(before.items()),
         weights=whole(state.model.named_parameters()),
     )
@@ -143,6 +145,7 @@ def single():
 def assert_same(result: dict, truth: dict):
     torch.testing.assert_close(result["losses"], truth["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(result["norms"], truth["norms"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(result["figures"], truth["figures"], rtol=1e-5, atol=0)
     for name, weight in truth["weights"].items():
         # as a whole, against how far training moved it
         moved = (weight - truth["before"][name]).norm()

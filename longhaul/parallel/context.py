@@ -222,6 +222,7 @@ class Piece(NamedTuple):
     queries: slice  # among this rank's tokens
     past: slice  # in the whole row
     own: slice  # in the whole row
+    end: int  # of the document, in the whole row
 
 
 def pieces(cu_seqlens: Tensor, shape: tuple[int, int], shard: Shard) -> list[Piece]:
@@ -260,7 +261,7 @@ def _pieces_of_row(
             last = min(end, span.stop)
             if first < last:
                 queries = slice(before + first - span.start, before + last - span.start)
-                yield Piece(rows, queries, past=slice(start, first), own=slice(first, last))
+                yield Piece(rows, queries, slice(start, first), slice(first, last), end)
         before += span.stop - span.start
 
 
@@ -297,13 +298,13 @@ class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts):
         q_BtHK = q_BtHK.contiguous()  # the kernels expect a head's elements next to each other
-        k_BTGK, v_BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), shard)
+        k_BTGK, v_BTGK = gather_rows(torch.stack((k_BtGK, v_BtGK)), shard)
 
         B, t, H, _ = q_BtHK.shape
         kernel = choose_kernel(q_BtHK, parts)
         o_BtHK = torch.empty_like(q_BtHK)
         lse_BHt = q_BtHK.new_empty((B, H, t), dtype=torch.float32)
-        for rows, queries, past, own in parts:
+        for rows, queries, past, own, _ in parts:
             o_BnHK, lse_BHn = _over_past_and_own(
                 kernel, q_BtHK[rows, queries], k_BTGK[rows], v_BTGK[rows], past, own
             )
@@ -320,12 +321,12 @@ class _GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad_BtHK: Tensor):
         q_BtHK, k_BtGK, v_BtGK, o_BtHK, lse_BHt = ctx.saved_tensors
         grad_BtHK = grad_BtHK.contiguous()
-        kv_2BTGK = _gather_rows(torch.stack((k_BtGK, v_BtGK)), ctx.shard)
+        kv_2BTGK = gather_rows(torch.stack((k_BtGK, v_BtGK)), ctx.shard)
         dq_BtHK = torch.empty_like(q_BtHK)
         # fp32, because every rank adds to these sums.
         dkv_2BTGK = torch.zeros_like(kv_2BTGK, dtype=torch.float32)
 
-        for rows, queries, past, own in ctx.parts:
+        for rows, queries, past, own, _ in ctx.parts:
             saved = (
                 grad_BtHK[rows, queries],
                 q_BtHK[rows, queries],
@@ -343,7 +344,7 @@ class _GatheredAttention(torch.autograd.Function):
             dq_BtHK[rows, queries] = dq_BnHK.to(q_BtHK.dtype)
 
         del kv_2BTGK
-        dk_BtGK, dv_BtGK = _scatter_sums(dkv_2BTGK, ctx.shard).to(k_BtGK.dtype)
+        dk_BtGK, dv_BtGK = scatter_sums(dkv_2BTGK, ctx.shard).to(k_BtGK.dtype)
         return dq_BtHK, dk_BtGK, dv_BtGK, None, None
 
 
@@ -364,7 +365,7 @@ def _over_past_and_own(
     return merge_parts(o_BnHK, lse_BHn, past_BnHK, lse_past)
 
 
-def _gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
+def gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
     """[2, B, T, G, K] in the order of the row, from every rank's two chunks."""
     all_P2BtGK = x_2BtGK.new_empty((shard.ranks, *x_2BtGK.shape))
     all_gather = _collective("all_gather_single", "all_gather_into_tensor")
@@ -375,7 +376,7 @@ def _gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
     return torch.cat([*first_P, *reversed(last_P.unbind(0))], dim=2)
 
 
-def _scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
+def scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
     """[2, B, t, G, K]: the sum over ranks of this rank's two chunks."""
     _, B, T, G, K = x_2BTGK.shape
     sum_2BtGK = x_2BTGK.new_empty((2, B, T // shard.ranks, G, K))

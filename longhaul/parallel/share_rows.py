@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from longhaul.parallel import context
+from longhaul.parallel.gathered_blocks import gathered_blocks
 from model import (
     IGNORE,
+    Attention,
     Decoder,
     OnHost,
+    Reading,
     SharedPrompts,
     attention_kind,
     document_boundaries,
@@ -33,6 +36,22 @@ class WholeRows:
 
     documents: Any  # the documents of the whole rows, as the attention kind wants them
     pieces: list[context.Piece] | None = None  # gather_kv: this rank's, with the keys they see
+
+
+class GatheredKeys:
+    """What `Attention.attend_gathered` may ask of the ranks that share rows, in one micro-batch."""
+
+    def __init__(self, shard: context.Shard, pieces: list[context.Piece]):
+        self.cut = shard.cut
+        self._where = (shard, pieces)
+
+    def attention(self, *inputs: Tensor) -> Tensor:
+        """Full causal attention."""
+        return context.gathered_attention(*inputs, *self._where)
+
+    def indexed(self, *inputs: Tensor | Reading) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention over the blocks that an indexer chooses; as `gathered_blocks`."""
+        return gathered_blocks(*inputs, *self._where)
 
 
 class RowSharing:
@@ -49,7 +68,7 @@ class RowSharing:
         packed documents does.
         """
         for layer in model.layers:
-            attend = functools.partial(self.attend, layer.attention.attend)
+            attend = functools.partial(self.attend, layer.attention, layer.attention.attend)
             if compiled:  # not otherwise: the import of dynamo takes 1.2 s
                 attend = torch.compiler.disable(attend)
             layer.attention.attend = attend
@@ -124,13 +143,19 @@ class RowSharing:
     # ---- attention
 
     def attend(
-        self, attend: Callable[..., Tensor], inputs: tuple[Tensor, ...], rope, documents
+        self,
+        attention: Attention,
+        attend: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        rope,
+        documents,
     ) -> Tensor:
         """Attention.attend over whole rows. Everything that a head reads travels with it."""
         if not isinstance(documents, WholeRows):
             return attend(inputs, rope, documents)
         if self.shard.mode == "gather_kv":
-            return context.gathered_attention(*inputs, self.shard, documents.pieces)
+            exchange = GatheredKeys(self.shard, documents.pieces)
+            return attention.attend_gathered(inputs, documents.documents, exchange)
 
         # The branches of NSA may share their keys and values: each tensor travels once.
         sent = {id(x): x for x in inputs}

@@ -357,13 +357,15 @@ def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-2)
 
 
-def test_the_closed_form_is_within_half_a_percent_of_the_simulation_on_a_gpu():
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_closed_form_is_within_half_a_percent_of_the_simulation_on_a_gpu(ranks):
     cfg = TrainConfig(
         model_size="tiny",
         attention_type="indexed",
         context_length=4096,
         model_overrides=("num_layers=2",),
         gradient_checkpointing="full",
+        context_parallel_size=ranks,
     )
-    peak = estimate(cfg, cfg.model()).peak
-    assert peak == pytest.approx(simulate(cfg).peak()[0], rel=5e-3)
+    peak = estimate(cfg, cfg.model(), ranks).peak
+    assert peak == pytest.approx(simulate(cfg, ranks).peak()[0], rel=5e-3)

@@ -422,11 +422,15 @@ def attention_backward(rank: Rank) -> Terms:
     If ranks share rows, the exchange is larger than the gradients, and the MLP's inputs are saved.
     """
     if rank.cfg.context_ranks > 1:
-        return _layer_without_mlp(rank) | {"exchange with the ranks of the row": _exchanged(rank)}
-    moments = [_after_the_projections(rank)]
-    inside = _inside(rank) if rank.inside else 0
-    if inside:
+        exchange = {"exchange with the ranks of the row": _exchanged(rank)}
+        moments = [_layer_without_mlp(rank) | exchange]
+        around = _around_gathered_blocks if rank.config.attention_type == "indexed" else None
+    else:
+        moments = [_after_the_projections(rank)]
         around = _around_kernels if rank.config.attention_type == "nsa" else _around_operators
+
+    inside = _inside(rank) if rank.inside and around else 0
+    if inside:
         moments.append(around(rank) | {"inside the kernels of attention": inside})
     return max(moments, key=lambda terms: sum(terms.values()))
 
@@ -449,6 +453,30 @@ def _around_operators(rank: Rank) -> Terms:
         "angles of the blocks": FP32 * rank.row_tokens * rank.config.head_dim,
     }
     return _around_attention(rank, terms | _weights_so_far(rank))
+
+
+def _around_gathered_blocks(rank: Rank) -> Terms:
+    """The same with keys that are gathered: of the piece with the last half of a rank's tokens."""
+    indexer = rank.config.indexer
+    of_indexer = rank.element * rank.N * indexer.head_dim  # its keys of a rank's tokens
+    queries = rank.q + indexer.heads * of_indexer
+    whole = rank.cfg.context_ranks
+    blocks = whole * of_indexer // indexer.r
+    gathered = whole * (2 * rank.k + of_indexer)
+    return (
+        _below_the_head(rank)
+        | {
+            "gradient of the layer's output, and its inputs": 3 * rank.x,
+            "angles of the blocks": FP32 * rank.row_tokens * rank.config.head_dim,
+            "saved by attention": rank.saved_by_attention + of_indexer - of_indexer // indexer.r,
+            "gradients of o and of queries": rank.q + queries,
+            "keys and values of whole rows": gathered,
+            "fp32 sums of their gradients": FP32 * gathered // rank.element,
+            "blocks and gradients of a piece": queries // 2 + 2 * whole * rank.k + 2 * blocks,
+        }
+        | _weights_so_far(rank)
+        | _other_layers(rank)
+    )
 
 
 def _weights_so_far(rank: Rank) -> Terms:
@@ -502,14 +530,18 @@ def _attention(rank: Rank) -> Terms:
 
 
 def _inside(rank: Rank) -> int:
-    """What the Triton kernels of sparse attention hold, of one group of heads at a time."""
+    """What the operators of sparse attention hold, of one group of heads at a time."""
     groups = rank.cfg.attention_head_groups
     heads = dict(
         num_heads=rank.config.num_heads // groups,
         num_kv_heads=rank.config.num_kv_heads // groups,
     )
     config = dataclasses.replace(rank.config, **heads)
-    return attention_workspace(config, rank.cfg.batch_size, rank.row_tokens)
+    tokens = rank.row_tokens
+    keys = tokens
+    if rank.cfg.context_ranks > 1:  # gather_kv: the last half of a rank's tokens sees all keys
+        tokens, keys = tokens // 2, rank.cfg.context_length
+    return attention_workspace(config, rank.cfg.batch_size, tokens, keys)
 
 
 def _copies_of_dq(rank: Rank) -> int:

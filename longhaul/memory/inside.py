@@ -12,21 +12,41 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from footprint.tracker import Tracker
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
-from model import ModelConfig, RotaryCache, attention_kind, takes_triton
+from model import ModelConfig, RotaryCache, attention_kind, indexed_forward, takes_triton
 
 
-def attention_workspace(config: ModelConfig, rows: int, tokens: int) -> int:
+def attention_workspace(config: ModelConfig, rows: int, queries: int, keys: int) -> int:
     """Bytes inside the backward of one layer's attention of so many rows; 0 for kernels that are
-    not ours, as on a CPU.
+    not ours, as on a CPU. `queries`: the last ones of the `keys` tokens of a row.
     """
-    by_triton = config.attention_type == "nsa" and takes_triton(config)
-    if not by_triton and config.attention_type != "indexed":
-        return 0
-    return _of_our_operators(config, rows, tokens)
+    if config.attention_type == "indexed":
+        return _of_indexed_attention(config, rows, queries, keys)
+    if config.attention_type == "nsa" and takes_triton(config):
+        return _of_the_triton_kernels(config, rows, queries)
+    return 0
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_our_operators(config: ModelConfig, rows: int, tokens: int) -> int:
+def _of_indexed_attention(config: ModelConfig, rows: int, queries: int, keys: int) -> int:
+    tracker = Tracker(Workspaces("cuda"), fake=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
+        indexer = config.indexer
+        query_heads = [(config.num_heads, config.head_dim), (indexer.heads, indexer.head_dim)]
+        make = functools.partial(torch.empty, dtype=config.dtype, requires_grad=True)
+        q, q_idx = (make(rows, queries, *heads) for heads in query_heads)
+        k, v = (make(rows, keys, config.num_kv_heads, config.head_dim) for _ in "kv")
+        k_idx = make(rows, keys // indexer.r, indexer.head_dim)
+
+        tracker.begin({})
+        o, kl, *_ = indexed_forward(
+            q, k, v, q_idx, k_idx, indexer.r, indexer.most_blocks, learns=True
+        )
+        (o.sum() + kl.sum()).backward()
+    return max(size for _, size, _ in tracker.trace.workspaces)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_the_triton_kernels(config: ModelConfig, rows: int, tokens: int) -> int:
     kind = attention_kind(config)
     tracker = Tracker(Workspaces("cuda"), fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
@@ -38,8 +58,6 @@ def _of_our_operators(config: ModelConfig, rows: int, tokens: int) -> int:
         documents = kind.documents(config, None, (rows, tokens), "cpu")
 
         tracker.begin({})
-        with attention.losses.collected() as own_losses:
-            y = attention(x, rope, documents)
-        (y.sum() + sum(own_losses)).backward()
+        attention(x, rope, documents).sum().backward()
     # the backward's is the largest
     return max(size for _, size, _ in tracker.trace.workspaces)

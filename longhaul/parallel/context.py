@@ -365,29 +365,29 @@ def _over_past_and_own(
     return merge_parts(o_BnHK, lse_BHn, past_BnHK, lse_past)
 
 
-def gather_rows(x_2BtGK: Tensor, shard: Shard) -> Tensor:
-    """[2, B, T, G, K] in the order of the row, from every rank's two chunks."""
-    all_P2BtGK = x_2BtGK.new_empty((shard.ranks, *x_2BtGK.shape))
+def gather_rows(x_nBtGK: Tensor, shard: Shard) -> Tensor:
+    """n tensors [n, B, T, G, K] in the order of the row, from every rank's two chunks."""
+    all_PnBtGK = x_nBtGK.new_empty((shard.ranks, *x_nBtGK.shape))
     all_gather = _collective("all_gather_single", "all_gather_into_tensor")
-    all_gather(all_P2BtGK.flatten(0, 1), x_2BtGK.contiguous(), group=shard.group)
+    all_gather(all_PnBtGK.flatten(0, 1), x_nBtGK.contiguous(), group=shard.group)
 
     # Chunk p of the row is rank p's first; from the end of the row, it is rank p's last.
-    first_P, last_P = all_P2BtGK.chunk(2, dim=3)
+    first_P, last_P = all_PnBtGK.chunk(2, dim=3)
     return torch.cat([*first_P, *reversed(last_P.unbind(0))], dim=2)
 
 
-def scatter_sums(x_2BTGK: Tensor, shard: Shard) -> Tensor:
-    """[2, B, t, G, K]: the sum over ranks of this rank's two chunks."""
-    _, B, T, G, K = x_2BTGK.shape
-    sum_2BtGK = x_2BTGK.new_empty((2, B, T // shard.ranks, G, K))
-    sent_P2BtGK = sum_2BtGK.new_empty((shard.ranks, *sum_2BtGK.shape))
-    for rank, part_2BtGK in enumerate(sent_P2BtGK):
+def scatter_sums(x_nBTGK: Tensor, shard: Shard) -> Tensor:
+    """[n, B, t, G, K]: the sum over ranks of this rank's two chunks."""
+    n, B, T, G, K = x_nBTGK.shape
+    sum_nBtGK = x_nBTGK.new_empty((n, B, T // shard.ranks, G, K))
+    sent_PnBtGK = sum_nBtGK.new_empty((shard.ranks, *sum_nBtGK.shape))
+    for rank, part_nBtGK in enumerate(sent_PnBtGK):
         spans = dataclasses.replace(shard, rank=rank).spans(T)
-        torch.cat([x_2BTGK[:, :, span] for span in spans], dim=2, out=part_2BtGK)
+        torch.cat([x_nBTGK[:, :, span] for span in spans], dim=2, out=part_nBtGK)
 
     reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-    reduce_scatter(sum_2BtGK, sent_P2BtGK.flatten(0, 1), group=shard.group)
-    return sum_2BtGK
+    reduce_scatter(sum_nBtGK, sent_PnBtGK.flatten(0, 1), group=shard.group)
+    return sum_nBtGK
 
 
 def _collective(name: str, before: str) -> Callable:

@@ -108,7 +108,8 @@ def train(world: dist.World, changes: dict, packed: bool = True) -> dict:
     state = step.build(cfg, cfg.model(), "cpu", world, mesh)
     rank, share = world.rank // cfg.context_ranks, ROWS * cfg.context_ranks // world.size
     before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-    losses, norms, figures = [], [], []
+    losses, norms = [], []
+    figures = []
     for index in range(STEPS):
         whole = rows_of_step(index, cfg.context_length, packed)
         rows = Batch(*(part[rank * share : (rank + 1) * share] for part in whole))

@@ -69,7 +69,9 @@ class _GatheredBlocks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(recall_2)
         ctx.save_for_backward(q_BtHK, k_BtGK, v_BtGK, q_BthE, k_Bt1E, o_BtHK, *statistics)
-        ctx.reading, ctx.shard, ctx.parts = reading, shard, parts
+        ctx.reading = reading
+        ctx.shard = shard
+        ctx.parts = parts
         return o_BtHK, kl_Bt, recall_2
 
     @staticmethod

@@ -17,7 +17,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.optim import Optimizer
@@ -25,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
 from footprint.cuda import CudaOperators, gpu_optimizers
+from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
 from footprint.modes import switched_on
 from footprint.network import no_network
@@ -223,7 +223,7 @@ def _on_fake_tensors(
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         stack.enter_context(undisclosed())
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
-        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_tensors = FakeTensors()
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
         stack.enter_context(fake_tensors)
         modes: list[TorchFunctionMode] = [Reading(tracker.known, answers)]

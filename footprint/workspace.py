@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from footprint import lstm
 from footprint.probe import inside_bytes, is_probed, is_small
 
 
@@ -90,11 +91,12 @@ def flash_forward_cpu(threads: int, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
 
 def flash_backward_cpu(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
     """Per thread: a tile of scores and one of their gradients, fp32, and both in the inputs' dtype
-    if that is shorter.
+    if that is shorter. The gradient of the result is copied unless it lies in memory as BTHK.
     """
     queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
     short = q_BHTK.element_size() if q_BHTK.element_size() < 4 else 0
-    return threads * 2 * queries * keys * (4 + short)
+    copied = 0 if do_BHTK.transpose(1, 2).is_contiguous() else do_BHTK.nbytes
+    return copied + threads * 2 * queries * keys * (4 + short)
 
 
 def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
@@ -149,6 +151,25 @@ def processors() -> int:
     return 132
 
 
+def lstm_forward_cpu(threads: int, x_TBI: Tensor, w0: Tensor, w1_4HH: Tensor, *_) -> int:
+    """A layer of nn.LSTM by oneDNN."""
+    return lstm.taken(x_TBI, w1_4HH.shape[1]).forward
+
+
+def lstm_backward_cpu(
+    threads: int, x_TBI: Tensor, w0: Tensor, w1_4HH: Tensor, *args: Tensor | None
+) -> int:
+    """The same, for a contiguous gradient of the result and none of the last states: copies of one
+    that is not, and zeros for those that are missing, are made inside.
+    """
+    with torch.enable_grad():  # a backward has kept something, whether or not autograd is on now
+        inside = lstm.taken(x_TBI, w1_4HH.shape[1]).backward
+    state, output = args[2], args[4]
+    do, *do_states = args[7:10]
+    inside -= sum(state.nbytes for given in do_states if given is not None)
+    return inside + (0 if do is not None and do.is_contiguous() else output.nbytes)
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -156,6 +177,8 @@ DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
+        "aten::mkldnn_rnn_layer": lstm_forward_cpu,
+        "aten::mkldnn_rnn_layer_backward": lstm_backward_cpu,
     },
     "cuda": {
         FLASH + "_backward": flash_backward_cuda,

@@ -1,0 +1,103 @@
+"""footprint/ on a CPU, for layers whose kernels hold memory inside, and for models whose tensors
+are copies: the predicted peak against the allocator's own record.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from footprint import measure, predict
+
+TOLERANCE = 128  # bytes
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    torch.set_num_threads(1)
+
+
+def trained(model, inputs):
+    """build and step of a model of one input; both are made by functions."""
+
+    def build():
+        made = model()
+        return made, torch.optim.AdamW(made.parameters())
+
+    def step(state):
+        made, optimizer = state
+        made(inputs()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return build, step
+
+
+class Recurrent(nn.Module):
+    """An LSTM; what is trained is its results, or its last states."""
+
+    def __init__(self, last: bool = False, **kwargs):
+        super().__init__()
+        self.lstm = nn.LSTM(48, 64, **kwargs)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        results, (h, _) = self.lstm(x)
+        return h if self.last else results
+
+
+class Masked(nn.Module):
+    """Attention of one projection to itself, whose gradient does not lie in memory as a layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(64, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (4, 32)).transpose(1, 2)
+        mask = torch.ones(64, 64, dtype=torch.bool).tril()
+        return scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+
+class Padded(nn.Module):
+    """Copies of a layer, as PyTorch makes them, with a padding mask."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x, src_key_padding_mask=torch.zeros(x.shape[:2], dtype=torch.bool))
+
+
+def rows() -> Tensor:
+    return torch.randn(4, 64, 64)
+
+
+def steps() -> Tensor:
+    return torch.randn(20, 8, 48)
+
+
+CASES = {
+    "LSTM, two layers, both directions": (
+        lambda: Recurrent(num_layers=2, bidirectional=True, batch_first=True),
+        steps,
+    ),
+    "LSTM, its last state": (lambda: Recurrent(last=True), steps),
+    "attention with a mask of booleans": (Masked, rows),
+    "copied layers with a padding mask": (Padded, rows),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_predicted_peak_is_what_the_allocator_records(name):
+    build, step = trained(*CASES[name])
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
+    build, step = trained(Recurrent, steps)
+    monkeypatch.setattr("footprint.lstm.MOST_PRODUCTS", 10 * 4 * 64 * 8 * (48 + 64))  # ten steps
+    pages = 3 * 4096
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=pages)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from footprint import lstm
+from footprint.lstm import taken
 
 aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
@@ -69,7 +69,7 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
 def lstm_layer(x_TBI: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the layer keeps for its backward comes last; in the imitation it has no bytes."""
     output, hy, cy, nothing = aten.mkldnn_rnn_layer(x_TBI, *args)
-    kept = lstm.taken(x_TBI, hy.shape[-1]).kept
+    kept = taken(x_TBI, hy.shape[-1]).kept
     return output, hy, cy, nothing.new_empty(kept)
 
 

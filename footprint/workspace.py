@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from footprint import lstm
+from footprint.lstm import taken
 from footprint.probe import inside_bytes, is_probed, is_small
 
 
@@ -91,12 +91,13 @@ def flash_forward_cpu(threads: int, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
 
 def flash_backward_cpu(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
     """Per thread: a tile of scores and one of their gradients, fp32, and both in the inputs' dtype
-    if that is shorter. The gradient of the result is copied unless it lies in memory as BTHK.
+    if that is shorter; a sum per query, fp32. The gradient of the result is copied unless it lies
+    in memory as BTHK.
     """
     queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
     short = q_BHTK.element_size() if q_BHTK.element_size() < 4 else 0
     copied = 0 if do_BHTK.transpose(1, 2).is_contiguous() else do_BHTK.nbytes
-    return copied + threads * 2 * queries * keys * (4 + short)
+    return copied + threads * queries * (4 + 2 * keys * (4 + short))
 
 
 def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
@@ -153,7 +154,7 @@ def processors() -> int:
 
 def lstm_forward_cpu(threads: int, x_TBI: Tensor, w0: Tensor, w1_4HH: Tensor, *_) -> int:
     """A layer of nn.LSTM by oneDNN."""
-    return lstm.taken(x_TBI, w1_4HH.shape[1]).forward
+    return taken(x_TBI, w1_4HH.shape[1]).forward
 
 
 def lstm_backward_cpu(
@@ -163,7 +164,7 @@ def lstm_backward_cpu(
     that is not, and zeros for those that are missing, are made inside.
     """
     with torch.enable_grad():  # a backward has kept something, whether or not autograd is on now
-        inside = lstm.taken(x_TBI, w1_4HH.shape[1]).backward
+        inside = taken(x_TBI, w1_4HH.shape[1]).backward
     state, output = args[2], args[4]
     do, *do_states = args[7:10]
     inside -= sum(state.nbytes for given in do_states if given is not None)

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
 
-TOLERANCE = 128  # bytes
+TOLERANCE = 12  # bytes
 
 
 @pytest.fixture(autouse=True)

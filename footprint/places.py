@@ -142,6 +142,7 @@ class StepTracker(Tracker):
         made = {event.storage: event.time for event in self.trace.events if event.bytes > 0}
         self.first_peak, _ = self.trace.peak()
         self.begin({})
+        self.known.reads.begin()
         alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
         return {identity: phase_at(phases, made[identity]) for identity in alive}
 

@@ -34,7 +34,9 @@ from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
-from footprint.values import KERNEL, KnownValues, Reading, branches, undisclosed
+from footprint.trials import not_settled, settle
+from footprint.unknown import branches, written_as_json
+from footprint.values import KERNEL, KnownValues, Reading, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 State = TypeVar("State")
@@ -139,12 +141,14 @@ def trace_two_steps(
     with tracker.watching():
         state = build()
         adopt(tracker, state)
+        tracker.known.reads.are_tried = True
         step(state)
 
         origins = tracker.begin_step()
         step(state)
         tracker.locate()
-    label(tracker, state, origins)
+        label(tracker, state, origins)
+        settle(tracker, lambda: step(state))
 
 
 class Recording:
@@ -188,6 +192,7 @@ class Recording:
             return
         adopt(self.tracker, self.tracker.roots)
         label(self.tracker, None, self.origins)
+        not_settled(self.tracker)
         self.report = Report.of(self.tracker, self.target, 1)
         raise Enough
 
@@ -222,6 +227,7 @@ def _on_fake_tensors(
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
         stack.enter_context(undisclosed())
+        stack.enter_context(written_as_json())
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
         fake_tensors = FakeTensors()
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo

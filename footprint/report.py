@@ -28,6 +28,7 @@ class Report:
     world_size: int
     first_peak: int  # most bytes alive while the model is built and the first step runs
     not_modelled: list[str] = field(default_factory=list)  # what the prediction leaves out
+    assumed: list[str] = field(default_factory=list)  # what it takes for granted about values
 
     @classmethod
     def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
@@ -35,7 +36,8 @@ class Report:
         missing = tracker.workspace.not_modelled()
         if target == "cuda":
             missing += left_out(trace, tracker.autocast, world_size)
-        return cls(trace, target, world_size, tracker.first_peak, missing)
+        assumed = list(tracker.known.assumed)
+        return cls(trace, target, world_size, tracker.first_peak, missing, assumed)
 
     @cached_property
     def peak(self) -> int:
@@ -90,6 +92,8 @@ class Report:
             rows.append(f"live peak {self.peak / GIB:.3f} GiB")
         if self.not_modelled:
             rows.append(f"not in the prediction: {'; '.join(self.not_modelled)}")
+        if self.assumed:
+            rows.append(f"assumed: {'; '.join(self.assumed)}")
         return "\n".join(rows)
 
     def json(self) -> dict:
@@ -104,6 +108,7 @@ class Report:
             "target": self.target,
             "ranks": self.world_size,
             "not_modelled": self.not_modelled,
+            "assumed": self.assumed,
         }
         if self.demand is None:
             return found
@@ -126,6 +131,8 @@ class Report:
             both = self.demand.classic, self.demand.expandable
         if self.not_modelled:
             facts["not in the prediction"] = "; ".join(self.not_modelled)
+        if self.assumed:
+            facts["assumed"] = "; ".join(self.assumed)
         write(path, page(self.trace, title, note, self.world_size, self.stages, both, facts))
 
     def svg(self, path: str) -> None:

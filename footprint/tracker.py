@@ -9,6 +9,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -253,10 +254,12 @@ class Tracker(TorchDispatchMode):
 
     def begin(self, config: dict) -> None:
         """Forget what is gone, date what is alive to time 0, and record from here."""
-        storages = {identity: self.trace.storages[identity] for _, identity in self.alive.values()}
-        events = [Event(0, self.held[identity], identity) for identity in sorted(storages)]
-        for storage in storages.values():
-            storage.stage = "start"
+        identities = sorted(identity for _, identity in self.alive.values())
+        storages = {
+            identity: replace(self.trace.storages[identity], stage="start")
+            for identity in identities
+        }
+        events = [Event(0, self.held[identity], identity) for identity in identities]
 
         self.trace = Trace(
             events=events,

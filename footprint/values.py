@@ -1,8 +1,8 @@
 """What a step may do with the value of a tensor that has none.
 
 Fake tensors have shapes but no values. A number that is only logged or that scales a loss is an
-`Unknown`: arithmetic gives another one, and its text is that of 1. A decision that depends on it is
-refused with the line of the user's file, unless the user has given the answer for that line.
+`Unknown` (footprint/unknown.py). A decision by a value is refused with the line of the user's file,
+unless the user has given the answer for that line. Numbers are taken to be finite.
 
 Values that do not depend on weights or on random numbers are known: of small tensors made by
 `arange`, `linspace`, `ones`, `tensor` and so on a real twin is computed next to the fake one.
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from footprint.refusal import TORCH, Refused, lines, place
+from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
 # torch draws until no number is out of bounds, which it asks there
 INITIALISATION = torch.nn.init.__file__
@@ -37,57 +38,17 @@ READS = {
     Tensor.__float__,
     Tensor.__index__,
 }
-# functions that an Unknown may be an argument of: their results have the same shape whatever it is
+# A training loop asks them to stop when it has diverged
+ARE_FINITE = {torch.isfinite, Tensor.isfinite}
+ARE_NOT_FINITE = {torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf}
+FINITE = "numbers that the step tests are finite"
+# functions whose results have the same shape whatever Unknown they get
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
 LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-
-
-# ---- numbers without a value
-
-
-class Unknown:
-    """A number that a step reads from a tensor without a value. It can be computed with and
-    printed, as if it were 1, but nothing can be decided by it.
-    """
-
-    def __init__(self, origin: str):
-        self.origin = origin  # where it was read
-
-    def _refuse(self, *_):
-        raise branches(self.origin)
-
-    __bool__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
-    __index__ = __int__ = __trunc__ = __floor__ = __ceil__ = __round__ = _refuse
-    __hash__ = object.__hash__
-
-    def __float__(self) -> float:
-        return 1.0
-
-    def __repr__(self) -> str:
-        return "1.0"
-
-    def __format__(self, form: str) -> str:
-        return format(1.0, form) if form[-1:] in "eEfFgG%" else format("1.0", form)
-
-    def _same(self, *_) -> "Unknown":
-        return Unknown(self.origin)
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _same
-    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = _same
-
-
-def branches(where: str) -> Refused:
-    """The refusal of a step that decides by a value."""
-    line = where.removesuffix(")").split(" ")[-1]
-    return Refused(
-        f"{where}: the step reads a tensor's value and decides by it, but tensors have no values "
-        f"while memory is predicted: give the value with answers={{{line!r}: ...}}, or do without "
-        "the decision"
-    )
 
 
 # ---- values that are known
@@ -103,6 +64,12 @@ class KnownValues:
     def __init__(self):
         # address of a storage -> how often something unknown was written into it
         self.writes: dict[int, int] = {}
+        self.reads = Reads()
+        self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
+
+    def suppose(self, words: str) -> None:
+        """Take something for granted, and say so."""
+        self.assumed.setdefault(words)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its values; None if they are not known."""
@@ -119,6 +86,9 @@ class KnownValues:
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        if func in ALL_OR_ANY and self._is_uniform(args[0]):
+            self._keep(results[0], self.of(args[0]).as_strided((), ()))
+            return
         if not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
@@ -143,6 +113,15 @@ class KnownValues:
             count = int(torch.count_nonzero(twin))
         return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
 
+    def suppose_all(self, fake: Tensor, value: bool) -> None:
+        """Take all elements of a tensor of booleans to be `value`, unless they are known."""
+        if self.of(fake) is not None:
+            return
+        self.suppose(FINITE)
+        with unset_fake_temporarily():
+            twin = torch.tensor(value).expand(fake.shape)
+            self._keep(fake, twin.clone() if fake.numel() <= MOST_KNOWN else twin)
+
     def _is_computable(self, func, args, kwargs, results: list[Tensor]) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
@@ -154,6 +133,13 @@ class KnownValues:
         if any(tensor.numel() > MOST_KNOWN for tensor in given):
             return False
         return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
+
+    def _is_uniform(self, tensor: Tensor) -> bool:
+        """Whether all elements are known to be equal: those of a tensor that is too large to be
+        computed with.
+        """
+        twin = self.of(tensor)
+        return twin is not None and tensor.numel() > MOST_KNOWN and not any(twin.stride())
 
     def _real(self, value):
         if not isinstance(value, Tensor):
@@ -188,8 +174,8 @@ def _called_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
-def _one_for_unknown(value):
-    return 1.0 if isinstance(value, Unknown) else value
+def _usual(value):
+    return USUAL if isinstance(value, Unknown) else value
 
 
 # ---- reading
@@ -208,21 +194,43 @@ class Reading(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
+        if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
+            return self.text(*args)
         if func is Tensor.data_ptr and not _called_by_torch():
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
-        unknown = self._unknown_in(args, kwargs)
-        if unknown:
-            if getattr(func, "__name__", "") not in COMPUTES:
-                raise branches(unknown[0].origin)
-            args, kwargs = tree_map(_one_for_unknown, (args, kwargs))
-        return func(*args, **kwargs)
+        if self._unknown_in(args, kwargs):
+            computes = getattr(func, "__name__", "") in COMPUTES
+            plain = _usual if computes else self._tried
+            args, kwargs = tree_map(plain, (args, kwargs))
+        result = func(*args, **kwargs)
+        if (func in ARE_FINITE or func in ARE_NOT_FINITE) and isinstance(result, FakeTensor):
+            self.known.suppose_all(result, func in ARE_FINITE)
+        return result
 
     def _unknown_in(self, args, kwargs) -> list[Unknown]:
         if not self.gave_unknown:
             return []
         return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
+
+    def _tried(self, value):
+        """For a function whose result may have another shape with another number."""
+        if not isinstance(value, Unknown):
+            return value
+        if not self.known.reads.are_tried:
+            raise branches(value.origin)
+        return float(value)
+
+    def text(self, tensor: Tensor, form: str) -> str:
+        """What f"{loss:.3f}" writes: the value, if it is known; else as if it were 1."""
+        real = self.known.of(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return format(real, form)
+        if tensor.dim():
+            return format(str(tensor), form)
+        return format(Unknown(place(), self.known.reads), form)
 
     def value(self, func, tensor: Tensor):
         """The value, if it is known; else the user's answer; else an Unknown or a refusal."""
@@ -237,9 +245,11 @@ class Reading(TorchFunctionMode):
         where = place()
         if func is Tensor.item and tensor.dtype != torch.bool:
             self.gave_unknown = True
-            return Unknown(where)
+            return Unknown(where, self.known.reads)
         if func is Tensor.__float__:
-            return 1.0
+            return self.known.reads.plain(where)
+        if func is Tensor.__int__ and is_formatting():
+            return int(USUAL)
         raise branches(where)
 
     def _answered(self) -> object:

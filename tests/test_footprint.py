@@ -4,6 +4,7 @@ tells apart, what it refuses, and that it needs torch only.
 
 import functools
 import json
+import math
 import subprocess
 import sys
 import urllib.request
@@ -58,6 +59,65 @@ def test_what_is_read_for_a_log_changes_nothing_and_a_known_value_decides():
         return f"{loss.item():.2f} {float(loss):.3f} {2 * loss.item() + 1}"
 
     build, _ = TRANSFORMER
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+class Loop:
+    """What training loops do with the numbers that they read."""
+
+    def __init__(self):
+        self.total = 0.0
+        self.best = math.inf
+        self.log = []
+
+    def __call__(self, state):
+        model, optimizer, schedule = state
+        loss = model(tokens()[0]).mean()
+        count = (loss > 0).sum()
+        if not torch.isfinite(loss) or torch.isnan(loss).any() or math.isnan(loss.item()):
+            raise ValueError("the loss is not finite")
+        loss.backward()
+        parameters = model.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        schedule.step(loss)
+        optimizer.zero_grad()
+        self.total += loss.item()
+        self.best = min(self.best, float(loss))
+        entry = {"loss": round(loss.item(), 3), "perplexity": math.exp(loss.item())}
+        self.log += [json.dumps(entry), f"{norm:.3f} {count.item():d}", f"{loss:>8}"]
+        self.log += ["%.2f %d" % (loss, count), isinstance(loss.item(), float)]  # noqa: UP031
+
+
+def test_logs_guards_and_schedules_of_training_loops_take_the_memory_of_the_real_step():
+    def build():
+        model, optimizer = TRANSFORMER[0]()
+        return model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+    loop = Loop()
+    report = predict(build, loop, "cpu")
+    entry = '{"loss": 1.0, "perplexity": 2.718281828459045}'
+    assert loop.log[:5] == [entry, "1.000 1", f"{1.0:>8}", "1.00 1", True]
+    assert report.peak == pytest.approx(measure(build, Loop()), abs=TOLERANCE)
+
+    assert "numbers that the step tests are finite" in report.assumed
+    line = Loop.__call__.__code__.co_firstlineno + 14
+    tried = "reads a number, and the step takes the same memory if it is 1e-06, 1 or 300"
+    assert f"test_footprint.py:{line} {tried}" in report.assumed
+    assert "assumed: " in str(report)
+
+
+def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():
+    def build():
+        model = torch.nn.Linear(64, 64)
+        return model, torch.optim.Adafactor(model.parameters())
+
+    def step(state):
+        model, optimizer = state
+        out = model(torch.randn(4, 64))
+        (out * out.detach().norm().item()).sum().backward()
+        optimizer.step()
+
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
@@ -310,7 +370,29 @@ def decides(state):
 
 
 def decides_by_a_number(state):
-    return 1 if forward(state).mean().item() > 3 else 2
+    return torch.ones(9) if forward(state).mean().item() > 3 else 2
+
+
+def decides_by_a_float(state):
+    return torch.ones(9) if float(forward(state).mean()) > 3 else 2
+
+
+def decides_by_what_python_computes(state):
+    return torch.ones(9) if math.exp(forward(state).mean().item()) < 2 else 2
+
+
+def stops_by_a_number(state):
+    assert forward(state).mean().item() < 3
+
+
+def loops_by_a_number(state):
+    logits = forward(state)
+    while logits.mean().item() < 3:
+        pass
+
+
+def makes_a_range(state):
+    return torch.arange(forward(state).mean().item())
 
 
 def counts(state):
@@ -372,6 +454,11 @@ def downloads(state):
         (downloads, "connects to models.invalid, but nothing is downloaded"),
         (decides, "answers={'test_footprint.py:"),
         (decides_by_a_number, "answers={'test_footprint.py:"),
+        (decides_by_a_float, "answers={'test_footprint.py:"),
+        (decides_by_what_python_computes, "answers={'test_footprint.py:"),
+        (stops_by_a_number, "answers={'test_footprint.py:"),
+        (loops_by_a_number, "answers={'test_footprint.py:"),
+        (makes_a_range, "answers={'test_footprint.py:"),
         (counts, "decides by it"),
         (selects, "shape depends on values"),
     ],

@@ -1,0 +1,186 @@
+"""Numbers that a step reads from tensors without values, and what may be done with them.
+
+They can be computed with and written, as if they were 1. Where they decide, or where Python wants a
+plain float (`float(loss)`, `math.exp`), they are 1, too, and `footprint/trials.py` then runs the
+step again with other numbers; where no step can run again, a decision is refused.
+"""
+
+import contextlib
+import dis
+import json
+import math
+import numbers
+import operator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from footprint.refusal import HERE, TORCH, Refused
+
+USUAL = 1.0  # in place of every number that is not known
+OTHERS = (1e-6, 300.0)  # above 0, which has no logarithm; exp(1000) is not a float
+MOST_READS = 1000  # of one line in a step: a loop that never ends
+WHOLE = tuple("bcdoxX")  # ends of format specifications that want an integer
+
+
+class Reads:
+    """Where the step has read a plain number, and which one it got."""
+
+    def __init__(self):
+        self.places: Counter[str] = Counter()  # "file.py:12" -> how often
+        self.number = USUAL
+        self.only = ""  # the place that gets `number`, the others the usual one; "" is all
+        self.are_tried = False  # whether the step runs again with other numbers
+
+    def plain(self, place: str) -> float:
+        """The number read at `place`, as a float that nothing can follow."""
+        self.places[place] += 1
+        if self.places[place] > MOST_READS:
+            raise branches(place)
+        return self.number if self.only in ("", place) else USUAL
+
+    def begin(self) -> None:
+        """Forget what was read, before a step."""
+        self.places.clear()
+
+    @contextlib.contextmanager
+    def other(self, number: float, only: str = "") -> Iterator[None]:
+        """Inside the `with` block the numbers read are `number`, at all places or at one."""
+        self.number, self.only = number, only
+        self.begin()
+        try:
+            yield
+        finally:
+            self.number, self.only = USUAL, ""
+
+
+def _computed(self: "Unknown", *others: object) -> "Unknown":
+    """The result of arithmetic; that with a tensor is the tensor's."""
+    if any(isinstance(other, Tensor) for other in others):
+        return NotImplemented
+    return Unknown(self.origin, self.reads)
+
+
+def _compared(relation: Callable) -> Callable[["Unknown", object], bool]:
+    """A comparison as method. A number that is tried is on one side of all others, then on the
+    other side.
+    """
+
+    def compare(self: "Unknown", other: object) -> bool:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        against = USUAL if isinstance(other, Unknown) else other
+        return relation(self._side(), against)
+
+    return compare
+
+
+class Unknown(torch.SymFloat):
+    """A number without a value.
+
+    PyTorch takes a SymFloat for a number, so that the mode `Reading` sees which function gets it.
+    """
+
+    def __init__(self, origin: str, reads: Reads):
+        self.origin = origin  # where it was read
+        self.reads = reads
+
+    __class__ = property(lambda self: float)  # loggers ask whether a value is a number
+    __hash__ = object.__hash__
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
+    __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _computed
+    __copy__ = __deepcopy__ = _computed
+
+    def _refuse(self, *_):
+        raise branches(self.origin)
+
+    __index__ = __trunc__ = __floor__ = __ceil__ = is_integer = _refuse
+
+    # ---- decisions
+
+    def _side(self) -> float:
+        """The number to compare: the usual one, or one below or above all others."""
+        if not self.reads.are_tried:
+            self._refuse()
+        number = self.reads.plain(self.origin)
+        if number == USUAL:
+            return number
+        return math.inf if number > USUAL else -math.inf
+
+    __lt__ = _compared(operator.lt)
+    __le__ = _compared(operator.le)
+    __gt__ = _compared(operator.gt)
+    __ge__ = _compared(operator.ge)
+
+    def __eq__(self, other: object) -> bool:
+        side = self._side()
+        return side == other if side == USUAL else side < USUAL
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return self._side() > 0
+
+    # ---- other types
+
+    def __float__(self) -> float:
+        return self.reads.plain(self.origin)
+
+    def __int__(self) -> int:
+        if not is_formatting():
+            self._refuse()
+        return int(USUAL)
+
+    def __repr__(self) -> str:
+        return str(USUAL)
+
+    __str__ = __repr__
+
+    def __format__(self, form: str) -> str:
+        return format(int(USUAL) if form.endswith(WHOLE) else USUAL, form)
+
+    def __reduce__(self):
+        return float, (USUAL,)
+
+
+numbers.Real.register(Unknown)
+
+
+def branches(where: str) -> Refused:
+    """The refusal of a step that decides by a value."""
+    line = where.removesuffix(")").split(" ")[-1]
+    return Refused(
+        f"{where}: the step reads a tensor's value and decides by it, but tensors have no values "
+        f"while memory is predicted: give the value with answers={{{line!r}: ...}}, or do without "
+        "the decision"
+    )
+
+
+def is_formatting() -> bool:
+    """Whether the line that runs formats by `%`, such as "%d" % count."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith((TORCH, HERE)):
+        frame = frame.f_back
+    running = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return running == "BINARY_OP"
+
+
+@contextlib.contextmanager
+def written_as_json() -> Iterator[None]:
+    """Unknown numbers inside the `with` block can be written by `json`."""
+    default = json.JSONEncoder.default
+
+    def plain(encoder: json.JSONEncoder, value: object):
+        return USUAL if isinstance(value, Unknown) else default(encoder, value)
+
+    json.JSONEncoder.default = plain
+    try:
+        yield
+    finally:
+        json.JSONEncoder.default = default

@@ -171,6 +171,16 @@ def lstm_backward_cpu(
     return inside + (0 if do is not None and do.is_contiguous() else output.nbytes)
 
 
+def embedding_bag_backward_cpu(
+    threads: int, grad: Tensor, indices: Tensor, offsets: Tensor, bag_of_index: Tensor, *_
+) -> int:
+    """The indices are sorted: values, their order, and a copy to work on. Sums have not kept the
+    bag of each index, which is made again (aten/native/EmbeddingBag.cpp).
+    """
+    made_again = 0 if bag_of_index.numel() else indices.nbytes + indices.element_size()
+    return 3 * indices.nbytes + made_again
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -178,6 +188,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
+        "aten::_embedding_bag_backward": embedding_bag_backward_cpu,
         "aten::mkldnn_rnn_layer": lstm_forward_cpu,
         "aten::mkldnn_rnn_layer_backward": lstm_backward_cpu,
     },

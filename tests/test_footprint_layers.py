@@ -75,6 +75,10 @@ def rows() -> Tensor:
     return torch.randn(4, 64, 64)
 
 
+def indices() -> Tensor:
+    return torch.randint(500, (64, 16))
+
+
 def steps() -> Tensor:
     return torch.randn(20, 8, 48)
 
@@ -87,6 +91,8 @@ CASES = {
     "LSTM, its last state": (lambda: Recurrent(last=True), steps),
     "attention with a mask of booleans": (Masked, rows),
     "copied layers with a padding mask": (Padded, rows),
+    "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
+    "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
 }
 
 
@@ -94,6 +100,18 @@ CASES = {
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = trained(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+def test_what_is_loaded_inside_build_ends_with_it(tmp_path):
+    torch.save(Masked().state_dict(), tmp_path / "weights.pt")
+    new, step = trained(Masked, rows)
+
+    def build():
+        state = new()
+        state[0].load_state_dict(torch.load(tmp_path / "weights.pt"))
+        return state
+
+    assert predict(build, step, "cpu").peak == predict(new, step, "cpu").peak
 
 
 def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):

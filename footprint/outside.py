@@ -1,10 +1,14 @@
-"""Memory that a step takes without any operator, so that a tracker of operators cannot see it."""
+"""Memory that no operator on fake tensors of a CPU shows: what Python saves, and what a GPU's step
+keeps in host memory.
+"""
 
 import contextlib
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from footprint.tracker import Tracker
 
@@ -30,3 +34,41 @@ def random_states(tracker: Tracker) -> Iterator[None]:
         yield
     finally:
         torch.get_rng_state = torch.random.get_rng_state = get_state
+
+
+@contextlib.contextmanager
+def offloading(tracker: Tracker) -> Iterator[None]:
+    """Inside the `with` block `torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as
+    on a GPU: among tensors of a CPU it copies nothing.
+    """
+    start = save_on_cpu.__init__
+
+    def pack(tensor: Tensor) -> Tensor:
+        with tracker.on_host():
+            return tensor.detach().clone()
+
+    def started(hooks: save_on_cpu, *_, **__) -> None:
+        saved_tensors_hooks.__init__(hooks, pack, torch.clone)
+
+    save_on_cpu.__init__ = started
+    try:
+        yield
+    finally:
+        save_on_cpu.__init__ = start
+
+
+@contextlib.contextmanager
+def gpu_scalers() -> Iterator[None]:
+    """A GradScaler for CUDA scales the tensors of a CPU inside the `with` block; without a CUDA
+    device it would be disabled.
+    """
+    start = GradScaler.__init__
+
+    def started(scaler: GradScaler, device: str = "cuda", *args, **kwargs) -> None:
+        start(scaler, "cpu", *args, **kwargs)
+
+    GradScaler.__init__ = started
+    try:
+        yield
+    finally:
+        GradScaler.__init__ = start

@@ -18,7 +18,6 @@ from footprint.places import (
     local,
     phase_at,
 )
-from footprint.refusal import Refused
 
 DEEPEST = 6  # levels of lists, dictionaries and objects in which models are looked for
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
@@ -52,16 +51,9 @@ def _inside(value: object) -> list:
 
 
 def adopt(tracker: StepTracker, state: object) -> None:
-    """Tell the tracker the models and the optimizers of a state; Refused for a compiled model."""
+    """Tell the tracker the models and the optimizers of a state."""
     held = list(holdings(state))
     models = [value for value in held if isinstance(value, nn.Module)]
-    for model in models:
-        for name, module in model.named_modules():
-            if type(module).__name__ == "OptimizedModule":
-                raise Refused(
-                    f"{name or type(model).__name__} is compiled, and compiled regions are not "
-                    "predicted; the eager step is an upper bound: build without torch.compile"
-                )
     for index, model in enumerate(models):
         tracker.adopt(model, "" if index == 0 else type(model).__name__)
     for value in held:

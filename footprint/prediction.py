@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.compiled import refusing_compiled
 from footprint.cuda import CudaOperators, gpu_optimizers
 from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
 from footprint.modes import switched_on
 from footprint.network import no_network
-from footprint.outside import random_states
+from footprint.outside import gpu_scalers, offloading, random_states
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
@@ -224,8 +225,11 @@ def _on_fake_tensors(
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_network())
         stack.enter_context(_refusing())
+        stack.enter_context(refusing_compiled())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
+        # on a CPU without CUDA, it really is disabled
+        warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         stack.enter_context(undisclosed())
         stack.enter_context(written_as_json())
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
@@ -235,6 +239,8 @@ def _on_fake_tensors(
         modes: list[TorchFunctionMode] = [Reading(tracker.known, answers)]
         if target == "cuda":
             stack.enter_context(gpu_optimizers())
+            stack.enter_context(gpu_scalers())
+            stack.enter_context(offloading(tracker))
             modes.insert(0, CudaOperators())
         else:
             stack.enter_context(random_states(tracker))

@@ -46,6 +46,9 @@ FINITE = "numbers that the step tests are finite"
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+# GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
 ALL_OR_ANY = (torch.ops.aten.all.default, torch.ops.aten.any.default)
 # operators whose results do not depend on the values of the tensor that they are given
 LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
@@ -157,6 +160,9 @@ class KnownValues:
             return
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if func is UNSCALE and argument.name == "found_inf":
+                self.suppose(NO_OVERFLOW)
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             for leaf in tree_leaves(value):

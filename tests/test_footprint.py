@@ -8,11 +8,13 @@ import math
 import subprocess
 import sys
 import urllib.request
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
@@ -324,6 +326,48 @@ def test_multi_head_attention_takes_the_kernels_of_cuda(weights):
     assert torch.nn.functional.scaled_dot_product_attention is attention
 
 
+def test_what_save_on_cpu_keeps_for_the_backward_is_in_host_memory_on_cuda():
+    build, plain = TRANSFORMER
+
+    def step(state):
+        with save_on_cpu(pin_memory=True):
+            loss = state[0](tokens()[0]).mean()
+        loss.backward()
+
+    kept = predict(build, plain).stages["layers.* forward"]["activation"]
+    report = predict(build, step)
+    assert report.stages["layers.* forward"].get("activation", 0) < kept / 10
+    assert report.trace.host_peak > kept
+    assert not predict(build, step, "cpu").trace.host_peak
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_grad_scaler_lets_the_optimizer_step(device):
+    def build():
+        model, optimizer = TRANSFORMER[0]()
+        return model, optimizer, torch.amp.GradScaler(device)
+
+    def step(state):
+        model, optimizer, scaler = state
+        scaler.scale(model(tokens()[0]).mean()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return scaler.get_scale()
+
+    with warnings.catch_warnings():  # without a GPU, a scaler for CUDA is disabled
+        warnings.simplefilter("ignore")
+        recorded = measure(build, step)
+    assert predict(build, step, "cpu").peak == pytest.approx(recorded, abs=TOLERANCE)
+
+    on_cuda = predict(build, step)
+    assert any("GradScaler lets the optimizer step" in words for words in on_cuda.assumed)
+    assert on_cuda.stages["optimizer"]["optimizer"] > on_cuda.stages["optimizer"]["parameter"]
+    operators = [storage.op for storage in on_cuda.trace.storages.values()]
+    assert "aten.reciprocal.default" in operators
+
+
 def test_what_is_not_modelled_is_said():
     build, step = STEPS["convolutions"]
     report = predict(build, step)
@@ -503,13 +547,32 @@ def test_an_answer_decides():
     predict(build, decides, "cpu", answers={line: True})
 
 
-def test_compiled_models_and_unknown_targets_are_refused():
-    def compiled():
-        model = mlp()
-        return torch.compile(model), torch.optim.AdamW(model.parameters())
+def compiled_model():
+    model = mlp()
+    return torch.compile(model), torch.optim.AdamW(model.parameters())
 
-    with pytest.raises(Refused, match="without torch.compile"):
-        predict(compiled, functools.partial(train, batch=images), "cpu")
+
+def compiled_in_place():
+    model = mlp()
+    model.compile(dynamic=True)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def compiled_optimizer():
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step = torch.compile(optimizer.step)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("build", [compiled_model, compiled_in_place, compiled_optimizer])
+def test_what_is_compiled_is_refused_with_the_line_that_runs_it(build):
+    step = functools.partial(train, batch=images)
+    with pytest.raises(Refused, match=r"footprint_models.py:\d+: .* without torch.compile"):
+        predict(build, step, "cpu")
+
+
+def test_unknown_targets_are_refused():
     with pytest.raises(Refused, match="choose one of cpu, cuda"):
         predict(*TRANSFORMER, "tpu")
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.cudnn import MODES, recurrent
 from footprint.trace import Trace
 
 aten = torch.ops.aten
@@ -23,8 +24,7 @@ WIDEST_HEAD = 256  # of FlashAttention
 # part of an operator's name -> what the prediction leaves out if the step runs it
 NOT_MODELLED = {
     "convolution": "workspaces of cuDNN's convolutions, which it chooses by their time",
-    "lstm": "reserved memory and workspaces of cuDNN's recurrent layers",
-    "gru": "reserved memory and workspaces of cuDNN's recurrent layers",
+    "_cudnn_rnn": "reserved memory and workspaces of cuDNN's recurrent layers",
     "batch_norm": "what cuDNN's batch norm reserves for the backward",
     "_grouped_mm": "workspaces of grouped products",
     "sort": "scratch memory of sorting and of top-k",
@@ -144,6 +144,7 @@ RULES: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     F.rms_norm: rms_norm,
+    **{function: recurrent(function) for function in MODES},
 }
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from footprint.cudnn import backward as cudnn_backward
+from footprint.cudnn import forward as cudnn_forward
 from footprint.lstm import taken
 
 aten = torch.ops.aten
@@ -88,6 +90,8 @@ NORMS = (
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten._cudnn_rnn.default: cudnn_forward,
+    aten._cudnn_rnn_backward.default: cudnn_backward,
     aten.mkldnn_rnn_layer.default: lstm_layer,
     aten.mkldnn_rnn_layer_backward.default: lstm_layer_backward,
 }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from footprint.cudnn import backward_copies, forward_copies
 from footprint.lstm import taken
 from footprint.probe import inside_bytes, is_probed, is_small
 
@@ -197,6 +198,8 @@ DECLARED: dict[str, dict[str, Declared]] = {
         # cuDNN's frontend declares the same four: dq and sums per query in fp32, and with grouped
         # heads dk and dv of each query head
         CUDNN + "_backward": flash_backward_cuda,
+        "aten::_cudnn_rnn": forward_copies,
+        "aten::_cudnn_rnn_backward": backward_copies,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

@@ -119,3 +119,24 @@ def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
     monkeypatch.setattr("footprint.lstm.MOST_PRODUCTS", 10 * 4 * 64 * 8 * (48 + 64))  # ten steps
     pages = 3 * 4096
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=pages)
+
+
+@pytest.mark.parametrize("layer, states", [(nn.LSTM, 2), (nn.GRU, 1), (nn.RNN, 1)])
+def test_a_recurrent_layer_is_one_kernel_on_cuda(layer, states):
+    class Both(nn.Module):
+        """Two layers in both directions."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = layer(48, 64, 2, bidirectional=True, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    report = predict(*trained(Both, steps), "cuda")
+    results = 4 * 20 * 8 * 2 * 64
+    first_states = 4 * 4 * 20 * 64  # of two layers and two directions
+    assert report.stages["forward"]["activation"] == results + states * first_states
+    at_update = report.stages["optimizer"]
+    assert at_update["gradient"] == at_update["parameter"]
+    assert report.not_modelled == ["reserved memory and workspaces of cuDNN's recurrent layers"]

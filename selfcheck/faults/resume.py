@@ -439,6 +439,35 @@ def dying_at_an_edge():
     training.free_memory = lambda: os.kill(os.getpid(), signal.SIGKILL)
 
 
+# -------------------------------------------------------------------------------- indexed attention
+
+INDEXED = ["--attention_type", "indexed", "--indexer", "budget=8", "r=4", "heads=2", "head_dim=32"]
+
+
+def killed_around_the_warmup(trials: int, folder: Path) -> str:
+    """Row 51: a warm-up of two steps, and two ranks that share each row."""
+    source = runs.dataset(folder / "data")
+    flags = [*INDEXED, "--indexer_warmup", "2", "--max_steps", "4", "--save_every", "1"]
+    for ranks, deaths in {1: (1, 2, 3), 2: (2, 3)}.items():
+        shared = [*flags, "--context_parallel_size", str(ranks)]
+        whole = folder / f"whole-{ranks}"
+        codes = lives(runs.arguments(source, whole, *shared), ranks)
+        require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
+
+        out = folder / f"killed-{ranks}"
+        args = runs.arguments(source, out, *shared)
+        for step_done in deaths:
+            codes = lives(args, ranks, partial(dying_after, step_done))
+            require(0 not in codes, f"it was not killed after step {step_done}")
+        codes = lives(args, ranks)
+        require(codes == [0] * ranks, f"continued, it ended with {codes}")
+        require(runs.same_end(out, whole), f"{ranks} rank(s): other bits")
+    return (
+        "killed in the warm-up, at its last step and behind it, on 1 rank and on 2 that share "
+        "rows: weights, moments and losses of the undisturbed run"
+    )
+
+
 ROWS: list[Row] = [
     Row(
         21,
@@ -468,6 +497,13 @@ ROWS: list[Row] = [
         "killed in each stage of a length schedule and between them, 1 and 2 ranks",
         "same bits",
         killed_between_lengths,
+        slow=True,
+    ),
+    Row(
+        51,
+        "indexed attention, killed in the warm-up of its indexer, at its end and behind it",
+        "same bits",
+        killed_around_the_warmup,
         slow=True,
     ),
 ]

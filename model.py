@@ -4005,7 +4005,7 @@ class IndexedAttention(Attention):
     prompt_in_parts = False
     starts_fresh = ("indexer",)
     learner = "indexer"
-    figures = ("indexer_kl", "indexer_recall")
+    figures = ("indexer_kl", "indexer_recall", "indexer_recall_limit")
     refused_exchanges = {"ulysses": "whose heads share one choice"}
     refused_levers = {
         "compile": "whose indexer's loss leaves the layer",
@@ -4047,9 +4047,9 @@ class IndexedAttention(Attention):
     ) -> Tensor:
         *others, raw_BT1E = inputs
         k_BT1E = rotate_first(raw_BT1E, documents.angles(exchange.cut))
-        o_BTHK, kl_BT, recall_2 = exchange.indexed(*self._seen(*others), k_BT1E, self._reading())
+        o_BTHK, kl_BT, recall_3 = exchange.indexed(*self._seen(*others), k_BT1E, self._reading())
         if torch.is_grad_enabled():
-            self._learn(kl_BT, recall_2)
+            self._learn(kl_BT, recall_3)
         return o_BTHK
 
     def _attend_document(
@@ -4060,16 +4060,14 @@ class IndexedAttention(Attention):
         q_BThE: Tensor,
         k_BT1E: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """o, the indexer's loss [B, T], and its recall [2]: a sum and what it is to be divided
-        by.
-        """
+        """o, the indexer's loss [B, T], and what `Reading.recall` gives."""
         reading = self._reading()
         k_BNE = pooled_keys(k_BT1E, reading.r)
-        recall_2 = reading.recall(q_BTHK, k_BTGK, q_BThE, k_BNE, q_BTHK.shape[1])
+        recall_3 = reading.recall(q_BTHK, k_BTGK, q_BThE, k_BNE, q_BTHK.shape[1])
         most = reading.most_of(k_BNE.shape[1])
         seen = self._seen(q_BTHK, k_BTGK, v_BTGK, q_BThE)
         o_BTHK, kl_BT, *_ = indexed_forward(*seen, k_BNE, reading.r, most, reading.learns)
-        return o_BTHK, kl_BT, recall_2
+        return o_BTHK, kl_BT, recall_3
 
     def _reading(self) -> "Reading":
         cfg = self.indexer.cfg
@@ -4082,11 +4080,13 @@ class IndexedAttention(Attention):
             of_model = [x.detach() for x in of_model]
         return *of_model, q_BThE
 
-    def _learn(self, kl_BT: Tensor, recall_2: Tensor) -> None:
+    def _learn(self, kl_BT: Tensor, recall_3: Tensor) -> None:
         """Add this layer's loss to those of the model, and keep what the log shows of it."""
         self.losses.add(kl_BT.sum())
-        divergence_2 = torch.stack((kl_BT.detach().sum(), kl_BT.new_full((), kl_BT.numel())))
-        self.measured = torch.stack((divergence_2, recall_2.to(kl_BT.dtype)), dim=1)
+        read, readable, queries = recall_3.unbind()
+        tokens = kl_BT.new_full((), kl_BT.numel())
+        sums = torch.stack((kl_BT.detach().sum(), read, readable))
+        self.measured = torch.stack((sums, torch.stack((tokens, queries, queries))))
 
     def decode(self, inputs: tuple[Tensor, ...], rope: Rope, cache: "IndexedCache") -> Tensor:
         q_BTHK, k_BTGK, v_BTGK, q_BThE, raw_BT1E = inputs
@@ -4305,13 +4305,17 @@ def log_sum_of_chosen(scores_BCN: Tensor, chosen_BCN: Tensor) -> Tensor:
     return (largest_BC1 + shares_BCN.sum(-1, keepdim=True).log_()).squeeze(-1)
 
 
+def _block_sums(x_BCS: Tensor, r: int) -> Tensor:
+    """[B, C, N]: the sum over each whole block of tokens."""
+    N = x_BCS.shape[-1] // r
+    return x_BCS[..., : N * r].unflatten(-1, (N, r)).sum(-1)
+
+
 def block_target(p_BGMCS: Tensor, chosen_BCN: Tensor, r: int) -> Tensor:
     """[B, C, N]: the probability of each chosen block, summed over heads and normalised; 0 for a
     query that gives its chosen blocks none.
     """
-    N = chosen_BCN.shape[-1]
-    whole_BCNr = p_BGMCS.sum((1, 2))[..., : N * r].unflatten(-1, (N, r))
-    mass_BCN = whole_BCNr.sum(-1).masked_fill_(~chosen_BCN, 0.0)
+    mass_BCN = _block_sums(p_BGMCS.sum((1, 2)), r).masked_fill_(~chosen_BCN, 0.0)
     total_BC1 = mass_BCN.sum(-1, keepdim=True)
     return mass_BCN.div_(total_BC1.clamp(min=torch.finfo(mass_BCN.dtype).tiny))
 
@@ -4603,26 +4607,28 @@ class Reading:
     def recall(
         self, q_BTHK: Tensor, k_BSGK: Tensor, q_BThE: Tensor, k_BNE: Tensor, length: int
     ) -> Tensor:
-        """The share of full attention's mass on the keys that queries read, [2]: the sum over rows
-        and sampled queries of the mean over heads, and the number of these queries.
+        """The share of full attention's mass on the keys that queries read, the largest share on as
+        many blocks, and the number of queries, [3]; the shares are means over heads, summed over
+        rows and sampled queries.
 
         They are 16 of the queries that have a choice, at equal distances from the end of the
         document on, which has `length` tokens. The queries are given as to `indexed_forward`.
         """
         S, T = k_BSGK.shape[1], q_BTHK.shape[1]
-        total_2 = torch.zeros(2, dtype=wide(q_BTHK.dtype), device=q_BTHK.device)
+        total_3 = torch.zeros(3, dtype=wide(q_BTHK.dtype), device=q_BTHK.device)
         sampled = self._sampled(length, S - T, S) if self.learns else range(0)
         if not sampled:
-            return total_2
+            return total_3
 
         B, _, H, _ = q_BTHK.shape
         query = pinned_copy(torch.tensor(sampled), q_BTHK.device)
         for part in query.split(max(1, CHUNK_LOGITS // (B * H * S))):
             own = part - (S - T)
-            share_BC = self._shares(q_BTHK[:, own], k_BSGK, q_BThE[:, own], k_BNE, part[:, None])
-            total_2[0] += share_BC.sum()
-        total_2[1] = B * len(sampled)
-        return total_2
+            total_3[:2] += self._shares(
+                q_BTHK[:, own], k_BSGK, q_BThE[:, own], k_BNE, part[:, None]
+            )
+        total_3[2] = B * len(sampled)
+        return total_3
 
     def _sampled(self, length: int, first: int, end: int) -> list[int]:
         """Those of the sampled queries of a document that are from `first` on and before `end`."""
@@ -4639,10 +4645,16 @@ class Reading:
         chosen_BCN = rank_BCN >= least_rank(rank_BCN, self.most)[..., None]
         read_BCS = readable_keys(chosen_BCN, query_C1, self.r, S)
 
-        past_CS = torch.arange(S, device=query_C1.device) <= query_C1
-        p_BGMCS = masked_logits(q_BCHK, k_BSGK, past_CS[None])
+        keys = torch.arange(S, device=query_C1.device)
+        p_BGMCS = masked_logits(q_BCHK, k_BSGK, (keys <= query_C1)[None])
         softmax_(p_BGMCS)
-        return p_BGMCS.masked_fill_(~read_BCS[:, None, None], 0.0).sum(-1).mean((1, 2))
+        mass_BCS = p_BGMCS.mean((1, 2))
+
+        before_C1 = query_C1 // self.r * self.r
+        blocks_BCN = _block_sums(mass_BCS.masked_fill(keys >= before_C1, 0.0), self.r)
+        own_BC = mass_BCS.masked_fill(keys < before_C1, 0.0).sum(-1)
+        best_BC = own_BC + blocks_BCN.topk(self.most).values.sum(-1)
+        return torch.stack(((mass_BCS * read_BCS).sum(), best_BC.sum()))
 
 
 class IndexedCache(LayerCache):

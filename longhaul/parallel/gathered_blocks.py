@@ -56,23 +56,23 @@ class _GatheredBlocks(torch.autograd.Function):
     def forward(ctx, q_BtHK, k_BtGK, v_BtGK, q_BthE, k_Bt1E, reading: Reading, shard, parts):
         whole = Keys(k_BtGK, v_BtGK, k_Bt1E).gathered(shard)
         outputs = IndexedOutputs.empty(q_BtHK)
-        recall_2 = q_BtHK.new_zeros(2, dtype=wide(q_BtHK.dtype))
+        recall_3 = q_BtHK.new_zeros(3, dtype=wide(q_BtHK.dtype))
         for piece in parts:
             at = piece.rows, piece.queries
             queries, keys = (q_BtHK[at], q_BthE[at]), whole.of(piece)
             found, recall_of_piece = _over_piece(*queries, keys, reading, piece)
-            recall_2 += recall_of_piece
+            recall_3 += recall_of_piece
             for output, part in zip(outputs, found, strict=True):
                 output[at] = part
 
         o_BtHK, kl_Bt, *statistics = outputs
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(recall_2)
+        ctx.mark_non_differentiable(recall_3)
         ctx.save_for_backward(q_BtHK, k_BtGK, v_BtGK, q_BthE, k_Bt1E, o_BtHK, *statistics)
         ctx.reading = reading
         ctx.shard = shard
         ctx.parts = parts
-        return o_BtHK, kl_Bt, recall_2
+        return o_BtHK, kl_Bt, recall_3
 
     @staticmethod
     def backward(ctx, do_BtHK: Tensor | None, dkl_Bt: Tensor | None, _):
@@ -112,11 +112,11 @@ def _over_piece(
     k_BSGK, v_BSGK, k_BS1E = keys
     k_BNE = pooled_keys(k_BS1E, reading.r)
     length = piece.end - piece.past.start
-    recall_2 = reading.recall(q_BnHK, k_BSGK, q_BnhE, k_BNE, length)
+    recall_3 = reading.recall(q_BnHK, k_BSGK, q_BnhE, k_BNE, length)
 
     most = reading.most_of(k_BNE.shape[1])
     inputs = (q_BnHK, k_BSGK, v_BSGK, q_BnhE, k_BNE)
-    return indexed_forward(*inputs, reading.r, most, reading.learns), recall_2
+    return indexed_forward(*inputs, reading.r, most, reading.learns), recall_3
 
 
 def _backward_of_piece(

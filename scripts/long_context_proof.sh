@@ -2,15 +2,19 @@
 # Proof that a model uses its context: small ones learn to find answers thousands of tokens back, and to read text
 # better for what stood long before. No GPU, no download.
 # Usage: bash scripts/long_context_proof.sh [OUTPUT_DIR]      A killed run continues when the same command is given again.
+# PROOF=convert   another proof instead of these: sparse and indexed attention answer like the model of FAR that they
+#                 start from. It may have the OUTPUT_DIR of the first, whose parts it does not repeat.
 # SEEDS="0"   of the data, the weights and the order of the rows; "0 1 2": three proofs, one after the other
 # A seed that misses a bar does not stop the others. At the end the script fails, and prints how to repeat such a seed.
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
 # ITEMS=48    rows at each length of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
+# INDEXED=4096:90:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
 # TEXT=800, TEXT_BYTES=10000000    steps of the run on text, and the most bytes of the embedded corpus that it reads from
 # OUTPUT_DIR/proof.json has the figures, and the seconds of each part; OUTPUT_DIR/seed-0/standard, farthest-retrieval,
-# sparse-retrieval and text-gain have those of each evaluation (eval.json) and its picture (heatmap.png).
+# sparse-retrieval and text-gain have those of each evaluation (eval.json) and its picture (heatmap.png). Those of
+# "convert" are in OUTPUT_DIR/seed-0/sparse-converted and indexed-converted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export LC_ALL=C  # a point in the seconds in every language
@@ -30,11 +34,13 @@ middle=${MIDDLE:-4096:60:4e4}
 far=${FAR:-8192:14:8e4,16384:10:1.6e5}
 farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
+indexed=${INDEXED:-4096:90:1.6e5}
 text=${TEXT:-800}
+proof=${PROOF:-context}
 
 settings() {  # NAME=VALUE of those that were given
     local name
-    for name in ITEMS SHORT NEAR MIDDLE FAR FARTHEST SPARSE LEARNED TEXT TEXT_BYTES; do
+    for name in ITEMS SHORT NEAR MIDDLE FAR FARTHEST SPARSE INDEXED LEARNED TEXT TEXT_BYTES; do
         [ -z "${!name:-}" ] || echo "$name=${!name}"
     done
 }
@@ -56,7 +62,7 @@ dataset() {  # $1, by the command $2 ...; a dataset appears whole or not at all
 
 train() {  # run $1 on dataset $2 with the length schedule $3, and further flags
     part "$1" python train.py --output_dir "$out/$1" --data "$out/$2" --length_schedule "$3" --whole_documents \
-        --schedule constant --weight_decay 0 --beta2 0.98 --loss_spike 0 --optimizer muon --dtype fp32 \
+        --schedule "${schedule:-constant}" --weight_decay 0 --beta2 0.98 --loss_spike 0 --optimizer muon --dtype fp32 \
         --device cpu --eval_every 0 --save_every 1000 --log_every 20 "${@:4}"
 }
 
@@ -79,7 +85,7 @@ retrieval() { evaluate "$1" "$2" --evals retrieval --tasks multikey --lengths "$
 rising() { printf '%s\n' "$@" | sort -nu | paste -sd, -; }  # lengths, each once
 last() { local stage=${1##*,}; echo "${stage%%:*}"; }  # the longest length of a schedule
 
-retrieve() {  # proof 1: a model answers from any place of its context
+learn_to_retrieve() {  # a model answers from any place of its context; the file not-learned, if it does not
     dataset data-near python -m data.recall --seed "$seed" --lengths 16:4 32:8 64:16 256:32 1024:64
     dataset data-far python -m data.recall --seed "$seed" --tokens 400000 --lengths 64:16 256:32 1024:64 2048:96 4096:128 8192:128 16384:128 32768:64
 
@@ -104,15 +110,39 @@ retrieve() {  # proof 1: a model answers from any place of its context
     train near data-near "$near" --init_from "$out/$begun" --batch_size 2 --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train middle data-far "$middle" --init_from "$out/near" --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
-
-    # A question asks for two tokens, so the blocks of sparse attention are small; it selects 1,024 tokens, as by default.
-    train sparse data-far "$sparse" --init_from "$out/far" --lr 1e-3 --warmup_steps 10 "${later[@]}" \
-        --attention_type nsa --nsa cmp_block=4 cmp_stride=2 sel_block=8 sel_count=128 sel_local=8
-
     retrieval far standard "$(rising 1024 4096 "$(last "$far")")" "$items"
+}
+
+sparsely() {  # the same model with sparse attention
+    # A question asks for two tokens, so the blocks of sparse attention are small; it selects 1,024 tokens, as by default.
+    train sparse data-far "$sparse" --init_from "$out/far" --lr 1e-3 --warmup_steps 10 --long_fraction 0.75 --seed "$seed" \
+        --attention_type nsa --nsa cmp_block=4 cmp_stride=2 sel_block=8 sel_count=128 sel_local=8
+}
+
+retrieve() {  # proof 1: the context reaches farther than the lengths that it was trained at most, and sparse attention finds answers
+    learn_to_retrieve
+    if [ -f "$out/not-learned" ]; then return; fi
+    local later=(--long_fraction 0.75 --seed "$seed")
+    train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
+    sparsely
     retrieval farthest farthest-retrieval "$(last "$farthest")" $(((items + 1) / 2))
     retrieval sparse sparse-retrieval "$(rising 1024 4096 "$(last "$sparse")")" "$items"
+}
+
+convert() {  # sparse and indexed attention of 1,024 tokens answer as the model that they were made from
+    learn_to_retrieve
+    if [ -f "$out/not-learned" ]; then return; fi
+    sparsely
+
+    local steps=${indexed#*:}
+    steps=${steps%%:*}
+    schedule=cosine train indexed data-far "$indexed" --init_from "$out/far" --lr 2e-2 --min_lr_ratio 0.02 --warmup_steps 4 \
+        --long_fraction 0.75 --seed "$seed" --attention_type indexed --indexer budget=1024 --indexer_warmup $((steps - 1))
+
+    local name
+    for name in sparse indexed; do
+        retrieval $name $name-converted "$(rising 4096 "$(last "$far")")" "$items"
+    done
 }
 
 read_text() {  # proof 2: text of the embedded corpus is read better after 256 tokens than after 64
@@ -128,6 +158,7 @@ read_text() {  # proof 2: text of the embedded corpus is read better after 256 t
 for seed in $seeds; do
     [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || { echo "SEEDS=\"$seeds\": $seed is no seed: give whole numbers, such as SEEDS=\"0 1 2\"" >&2; exit 2; }
 done
+[[ $proof == context || $proof == convert ]] || { echo "PROOF=$proof is no proof: give PROOF=convert, or nothing" >&2; exit 2; }
 mkdir -p "$folder"
 if [ -f "$folder/settings" ] && [ "$(cat "$folder/settings")" != "$(settings)" ]; then
     echo "$folder has a proof with other settings ($(paste -sd ' ' "$folder/settings")): give these, or another OUTPUT_DIR" >&2
@@ -138,8 +169,14 @@ settings >"$folder/settings"
 for seed in $seeds; do
     out=$folder/seed-$seed
     mkdir -p "$out"
-    retrieve
-    read_text
+    if [ "$proof" = convert ]; then
+        convert
+    else
+        retrieve
+        read_text
+    fi
 done
+figures=proof_figures
+if [ "$proof" = convert ]; then figures=conversion_figures; fi
 # shellcheck disable=SC2086
-python -m scripts.proof_figures "$folder" --seeds $seeds
+python -m scripts.$figures "$folder" --seeds $seeds

@@ -21,7 +21,7 @@ from selfcheck.faults import runs
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "long_context_proof.sh"
-RUNS = ["SHORT", "NEAR", "MIDDLE", "FAR", "FARTHEST", "SPARSE"]
+RUNS = ["SHORT", "NEAR", "MIDDLE", "FAR", "FARTHEST", "SPARSE", "INDEXED"]
 
 
 def schedules() -> dict[str, tuple[lengths.Length, ...]]:
@@ -61,7 +61,7 @@ PRETENDED = r'''#!{python} -IS
 import json, os, pathlib, subprocess, sys
 
 words = sys.argv[1:]
-if words[0] == "-" or words[1] == "scripts.proof_figures":
+if words[0] == "-" or words[1] in ("scripts.proof_figures", "scripts.conversion_figures"):
     sys.exit(subprocess.call([{python!r}, *words]))
 with open(os.environ["COMMANDS"], "a") as file:
     file.write(" ".join(words) + "\n")
@@ -74,10 +74,14 @@ folder.mkdir(parents=True, exist_ok=True)
 if words[0] == "train.py":
     seed, unlucky = words[words.index("--seed") + 1], os.environ.get("UNLUCKY", "").split()
     loss = 3.0 if seed in unlucky else 0.1
-    (folder / "metrics.jsonl").write_text(json.dumps({{"loss": loss}}) + "\n")
+    recall = {{"indexer_recall": 0.6, "indexer_recall_limit": 0.625}}
+    last = {{"loss": loss, "indexer_recall": 0.1, "indexer_recall_limit": 1.0}}
+    records = [{{"loss": loss}} | recall, {{"loss": loss}}, last]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
 elif "retrieval" in words:
     lengths = words[words.index("--lengths") + 1].split(",")
-    same = {{"score": 1.0, "interval": [0.93, 1.0], "answers": 192}}
+    score = float(os.environ.get("SCORE", 1.0)) if folder.name == "indexed-converted" else 1.0
+    same = {{"score": score, "interval": [0.93, 1.0], "answers": 192}}
     record = {{"scores": [{{"length": int(length)}} | same for length in lengths]}}
     (folder / "eval.json").write_text(json.dumps({{"retrieval": record}}))
 elif "gain" in words:
@@ -139,6 +143,24 @@ def test_one_unlucky_seed_stops_no_other_and_is_repeated_by_the_printed_command(
     assert json.loads((tmp_path / "out-again" / "proof.json").read_text())["settings"] == [
         "ITEMS=4"
     ]
+
+
+def test_a_conversion_takes_over_the_parts_of_a_proof_and_has_bars_of_its_own(pretended, tmp_path):
+    assert pretended().returncode == 0
+    before = commands(tmp_path)
+    done = pretended(PROOF="convert")
+    assert done.returncode == 0, done.stderr
+    added = [f"seed-0/{name}" for name in ("indexed", "sparse-converted", "indexed-converted")]
+    assert commands(tmp_path)[len(before) :] == added
+    assert "| indexed | seed 0 | 100.0% | 100.0% |" in done.stdout
+    assert "reads 0.600 of full attention's mass" in done.stdout and "read 0.625" in done.stdout
+
+    again = f"bash {SCRIPT} {tmp_path / 'again'}"
+    missed = pretended(again, PROOF="convert", SCORE="0.94")
+    assert missed.returncode == 1
+    assert "retrieval at 16384 tokens: 94.0% is kept, the bar is 95%" in missed.stderr
+    refused = pretended(PROOF="all")
+    assert refused.returncode == 2 and "give PROOF=convert, or nothing" in refused.stderr
 
 
 def test_the_seeds_that_were_asked_are_those_of_the_figures(pretended, tmp_path):
@@ -213,7 +235,7 @@ def test_every_variable_that_the_script_reads_is_explained_at_its_top():
     explained = text[: text.index("set -euo")]
     assert read == {name for name in read if re.search(rf"\b{name}\b", explained)} | {"SEEDS"}
     kept = set(re.search(r"for name in ([A-Z_ ]+);", text)[1].split())
-    assert kept == read - {"SEEDS"}
+    assert kept == read - {"SEEDS", "PROOF"}
 
 
 # ---- the figures

@@ -240,6 +240,39 @@ def test_sparse_attention_starts_from_standard_weights_and_not_the_reverse(
         settings(f"--init_from {tmp_path / 'sparse'} --attention_type standard")
 
 
+@pytest.mark.parametrize("source", ["finished", "hf"])
+def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(
+    source, data, tmp_path, request
+):
+    folder = str(request.getfixturevalue(source))
+    flags = f"--init_from {folder} --attention_type indexed --context_length 64 --lr 1e-3"
+    flags += " --indexer budget=8 r=4 heads=2 head_dim=32 --eval_every 0"
+    trained(
+        f"{flags} --indexer_warmup 2 --max_steps 3 --save_every 1 --keep_last 3",
+        data,
+        tmp_path / "run",
+    )
+
+    given = start.read(folder)
+    theirs = Decoder(given.config)
+    start.load_into(theirs, given)
+    steps = [_stored(tmp_path / "run" / f"step-0000000{step}") for step in (1, 2, 3)]
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(steps[0][name], parameter) and torch.equal(steps[1][name], parameter)
+        assert not torch.equal(steps[2][name], parameter)
+    added = steps[0].keys() - dict(theirs.named_parameters()).keys()
+    assert len(added) == 2 * 4
+    for name in added:
+        assert ".indexer." in name and not torch.equal(steps[0][name], steps[1][name])
+
+
+def _stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a checkpoint."""
+    stored = load_file(next(folder.glob("rank-*")))
+    prefix = "model."
+    return {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
+
+
 def test_a_run_continues_although_the_folder_that_it_started_from_is_gone(
     finished, data, tmp_path, capsys
 ):

@@ -158,7 +158,7 @@ import torch
 
 def update(state):
     loss = state.model(torch.randn(8, state.model.in_features)).mean()
-    if loss.isnan():
+    if loss > 1:
         return
     loss.backward()
     state.optimizer.step()
@@ -192,6 +192,7 @@ def test_a_file_imports_its_neighbours_and_longhaul_keeps_its_own(own, answer, c
     "name, line, words",
     [
         ("mine.py", "def build(:", "mine.py:1: SyntaxError: invalid syntax"),
+        ("mine.py", "\0", "SyntaxError: source code string cannot contain null bytes"),
         ("data.py", "WIDTH = nothing", "data.py:1: NameError: name 'nothing' is not defined"),
         ("data.py", "import yonder", "data.py:1: ModuleNotFoundError: No module named 'yonder'"),
         ("data.py", "exit(3)", "data.py:1: SystemExit: 3 (called at mine.py:15)"),
@@ -379,6 +380,7 @@ GPT2 = dict(
     n_layer=1,
     n_head=1,
 )
+T5 = dict(model_type="t5", architectures=["T5ForConditionalGeneration"], num_layers=1, d_model=64)
 VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZES
 
 
@@ -402,6 +404,7 @@ VIT = dict(model_type="vit", architectures=["ViTForImageClassification"]) | SIZE
             "vision_config",
         ),
         (GPT2, 'give config.json a "pad_token_id", or --batch 1'),
+        (T5, 'give config.json a "decoder_start_token_id", such as 0'),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_one_line(

@@ -34,7 +34,10 @@ FOREIGN_ATTENTION = ("flash_attention", "/")
 # in the entries of a configuration that describe what a model reads next to text
 SENSES = ("vision", "audio", "speech", "image", "video")
 # in what transformers says about a configuration -> what to do
-REMEDIES = {"padding token": 'give config.json a "pad_token_id", or --batch 1'}
+REMEDIES = {
+    "padding token": 'give config.json a "pad_token_id", or --batch 1',
+    "decoder_start_token_id": 'give config.json a "decoder_start_token_id", such as 0',
+}
 
 
 class Unusable(ValueError):

@@ -123,8 +123,9 @@ class ToldInOneLine:
     def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
         if not isinstance(error, Exception | SystemExit) or isinstance(error, Refused):
             return
-        if isinstance(error, SyntaxError) and error.filename:
-            raise Failed(f"{Path(error.filename).name}:{error.lineno}: {described(error)}")
+        if isinstance(error, SyntaxError):  # is raised where the file is read
+            file = Path(error.filename or "the file").name
+            raise Failed(f"{file}:{error.lineno or 1}: {described(error)}") from error
         lines = _users_lines(raised)
         callers = lines[1 : MOST_CALLERS + 1]
         called = f" (called at {', '.join(callers)})" if callers else ""

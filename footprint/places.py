@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from footprint.operators import corrected
+from footprint.refusal import Refused, place
 from footprint.tracker import Tracker
 from footprint.values import KnownValues
 
@@ -157,6 +158,7 @@ class StepTracker(Tracker):
 
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:
+            refuse_sparse(outputs)
             self.known.follow(func, args, kwargs, outputs)
             self.seen_by_the_mode.clear()
 
@@ -232,6 +234,16 @@ class StepTracker(Tracker):
         self.in_optimizer -= 1
         self.outside = END
         self.locate()
+
+
+def refuse_sparse(outputs: object) -> None:
+    """Refused for a sparse tensor: how many elements it has depends on values."""
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.layout not in (torch.strided, torch.jagged):
+            raise Refused(
+                f"{place()}: sparse tensors are not predicted: use dense ones, such as those of "
+                "nn.Embedding(sparse=False)"
+            )
 
 
 def local(tensor: Tensor) -> Tensor:

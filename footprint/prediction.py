@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.batches import real_batches
 from footprint.compiled import refusing_compiled
 from footprint.cuda import CudaOperators, gpu_optimizers
 from footprint.fakes import FakeTensors
@@ -63,6 +64,19 @@ MEMORY = {
     "active drivers": KERNEL,  # of Triton, without a GPU
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
 }
+# In what PyTorch says about tensors that are not dense, and about tracing -> what to do
+FORMS = {
+    "shape_env must not be None": (
+        "nested tensors are not predicted: predict the padded batch, which needs more memory"
+    ),
+    "TensorLikePair": (
+        "torch.jit.trace compares values, which no tensor has: predict the module itself"
+    ),
+    "FlexAttention does not support backward on CPU": (
+        "FlexAttention is compiled on a GPU, which is not predicted: predict "
+        "scaled_dot_product_attention, which also keeps no scores"
+    ),
+}
 # In what PyTorch says about process groups -> what to do
 GROUPS = {
     "initialize the default process group twice": (
@@ -71,7 +85,18 @@ GROUPS = {
     "Default process group has not been initialized": "it needs ranks: give world_size above 1",
     "Error initializing torch.distributed": "it needs ranks: give world_size above 1",
 }
-REMEDIES = GROUPS | MEMORY | dict.fromkeys(NEEDS_CUDA, ON_THE_CPU)
+REMEDIES = GROUPS | MEMORY | FORMS | dict.fromkeys(NEEDS_CUDA, ON_THE_CPU)
+# operators whose results have a shape that depends on values -> what to do
+FIXED_SHAPE = "use an operator whose results have a fixed shape"
+SHAPES = {
+    "aten::_pack_padded_sequence": "predict the padded batch, which needs more memory",
+    "aten::_ctc_loss": (
+        "predict a loss of the same log_probs [T, N, C], such as their mean, and add "
+        "2 x N x T x (2 S + 1) numbers, S the longest target"
+    ),
+    "aten::nonzero": "choose by torch.where or by topk, whose results have a fixed shape",
+    "aten::masked_select": "choose by torch.where, whose result has a fixed shape",
+}
 NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -150,6 +175,11 @@ def trace_two_steps(
         tracker.locate()
         label(tracker, state, origins)
         settle(tracker, lambda: step(state))
+    if not tracker.trace.events:
+        raise Refused(
+            "neither build nor step has made a tensor: build makes the model and the optimizer and "
+            "returns them, and step runs one training step"
+        )
 
 
 class Recording:
@@ -232,6 +262,7 @@ def _on_fake_tensors(
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         stack.enter_context(undisclosed())
         stack.enter_context(written_as_json())
+        stack.enter_context(real_batches(tracker))
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
         fake_tensors = FakeTensors()
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
@@ -273,11 +304,11 @@ def _refusing() -> Iterator[None]:
 
 def _words(error: RuntimeError, reason: str) -> str:
     where = place_of(error.__traceback__)
-    return (
-        f"{where}: {error.func} {reason}, so its memory cannot be predicted: use an operator "
-        "whose results have a fixed shape, or give it a fake implementation "
-        "(torch.library.register_fake)"
-    )
+    known = f"{error.func} {reason}, so its memory cannot be predicted"
+    remedy = SHAPES.get(error.func._schema.name)
+    if remedy is None:
+        remedy = f"{FIXED_SHAPE}, or give it a fake implementation (torch.library.register_fake)"
+    return f"{where}: {known}: {remedy}"
 
 
 @contextlib.contextmanager

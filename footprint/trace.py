@@ -99,8 +99,8 @@ class Trace:
         return points
 
     def peak(self) -> tuple[int, int]:
-        """(bytes, time) of the most bytes alive, workspaces included."""
-        time, size = max(self.levels(), key=lambda point: point[1])
+        """(bytes, time) of the most bytes alive, workspaces included; zeros if there never were."""
+        time, size = max(self.levels(), key=lambda point: point[1], default=(0, 0))
         return size, time
 
     def peak_by_stage(self) -> dict[str, int]:

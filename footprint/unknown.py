@@ -58,8 +58,8 @@ class Reads:
 
 
 def _computed(self: "Unknown", *others: object) -> "Unknown":
-    """The result of arithmetic; that with a tensor is the tensor's."""
-    if any(isinstance(other, Tensor) for other in others):
+    """The result of arithmetic; that with a tensor or a list is theirs."""
+    if not all(isinstance(other, numbers.Number) for other in others):
         return NotImplemented
     return Unknown(self.origin, self.reads)
 

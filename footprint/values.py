@@ -46,6 +46,8 @@ FINITE = "numbers that the step tests are finite"
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
+LONGEST_PERMUTATION = 2**24
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
@@ -91,6 +93,9 @@ class KnownValues:
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if func in ALL_OR_ANY and self._is_uniform(args[0]):
             self._keep(results[0], self.of(args[0]).as_strided((), ()))
+            return
+        if func in PERMUTATIONS and results[0].numel() <= LONGEST_PERMUTATION:
+            self._keep(results[0], _permutation(results[0]))
             return
         if not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
@@ -169,6 +174,13 @@ class KnownValues:
                 if isinstance(leaf, Tensor):
                     address, writes = self._state(leaf)
                     self.writes[address] = writes + 1
+
+
+def _permutation(fake: Tensor) -> Tensor:
+    """One of them: no memory depends on which."""
+    with unset_fake_temporarily():
+        generator = torch.Generator().manual_seed(0)
+        return torch.randperm(fake.numel(), dtype=fake.dtype, generator=generator)
 
 
 def _is_like(func) -> bool:

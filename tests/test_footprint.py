@@ -211,6 +211,61 @@ def test_the_depth_of_stages_is_chosen():
     assert shallow.peak == predict(build, step, "cpu").peak
 
 
+# ---- data
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows that are cropped and turned by values, as augmentations do."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        row = torch.randn(800)
+        first = torch.randint(32, ()).item()
+        row = row[first : first + 768]
+        return {"row": row.flip(0) if torch.rand(()) < 0.5 else row, "label": index % 10}
+
+
+def loaded(workers):
+    def build():
+        model = mlp()
+        loader = torch.utils.data.DataLoader(Rows(), 8, shuffle=True, num_workers=workers)
+        return model, torch.optim.AdamW(model.parameters()), loader, []
+
+    return build
+
+
+def on_loaded_rows(state):
+    model, optimizer, loader, epoch = state
+    if not epoch:
+        epoch.append(iter(loader))
+    batch = next(epoch[0])
+    loss = F.cross_entropy(model(batch["row"]), batch["label"])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_shuffling_loader_whose_data_decide_gives_the_batches_of_the_real_step():
+    report = predict(loaded(0), on_loaded_rows, "cpu")
+    assert report.stages["start"]["input"] == 8 * 768 * 4 + 8 * 8
+    assert report.peak == pytest.approx(measure(loaded(0), on_loaded_rows), abs=TOLERANCE)
+    assert report.peak == predict(loaded(2), on_loaded_rows, "cpu").peak
+
+
+def test_a_permutation_has_values_and_a_random_number_has_none():
+    found = []
+
+    def step(state):
+        found.append(torch.randperm(9).tolist())
+        return [0] * torch.randint(9, ()).item()
+
+    with pytest.raises(Refused, match="decides by it"):
+        predict(mlp, step, "cpu")
+    assert sorted(found[0]) == list(range(9))
+
+
 # ---- a script
 
 
@@ -489,9 +544,36 @@ def downloads(state):
     return urllib.request.urlopen("http://models.invalid/weights")
 
 
+def gathers_sparsely(state):
+    table = torch.nn.Embedding(100, 4, sparse=True)
+    table(torch.arange(8)).sum().backward()
+
+
+def nests(state):
+    torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+def traces(state):
+    torch.jit.trace(torch.nn.Linear(4, 4), torch.ones(2, 4))
+
+
+def packs(state):
+    torch.nn.utils.rnn.pack_padded_sequence(torch.randn(8, 2, 4), [8, 5])
+
+
+def aligns(state):
+    log_probs = torch.randn(50, 2, 20)
+    F.ctc_loss(log_probs, torch.ones(2, 9).long(), (50, 50), (9, 9))
+
+
 @pytest.mark.parametrize(
     "step, words",
     [
+        (gathers_sparsely, "sparse=False"),
+        (nests, "predict the padded batch"),
+        (traces, "predict the module itself"),
+        (packs, "predict the padded batch"),
+        (aligns, "S the longest target"),
         (runs_a_kernel, "say what it returns (register_fake)"),
         (takes_an_address, "say what it returns (register_fake)"),
         (leaves_torch, "takes values out of a tensor"),
@@ -570,6 +652,11 @@ def test_what_is_compiled_is_refused_with_the_line_that_runs_it(build):
     step = functools.partial(train, batch=images)
     with pytest.raises(Refused, match=r"footprint_models.py:\d+: .* without torch.compile"):
         predict(build, step, "cpu")
+
+
+def test_a_step_that_makes_nothing_is_refused():
+    with pytest.raises(Refused, match="build makes the model and the optimizer"):
+        predict(lambda: None, lambda state: None, "cpu")
 
 
 def test_unknown_targets_are_refused():

@@ -23,32 +23,30 @@ def settle(tracker: StepTracker, step: Callable[[], object]) -> None:
     if not places:
         return
     recorded = tracker.trace
-    usual = _memory(recorded)
-    try:
-        for number in OTHERS:
-            if _with(number, "", tracker, step) != usual:
-                raise branches(_guilty(places, number, usual, tracker, step))
-    except StopIteration:  # the step has no further batch
-        _suppose_usual(tracker, places)
-    else:
-        low, high = OTHERS
-        for place in places:
-            tracker.known.suppose(
-                f"{place} reads a number, and the step takes the same memory if it is {low:g}, "
-                f"{USUAL:g} or {high:g}"
-            )
-    finally:
-        tracker.trace = recorded
+    _compare(places, _memory(recorded), tracker, step)
+    tracker.trace = recorded
 
 
 def not_settled(tracker: StepTracker) -> None:
-    """Say which numbers were read by a step that cannot run again."""
-    _suppose_usual(tracker, list(tracker.known.reads.places))
+    """Say which numbers were read by a step that cannot run again as it was."""
+    _suppose(tracker, list(tracker.known.reads.places), f"is taken as {USUAL:g}")
 
 
-def _suppose_usual(tracker: StepTracker, places: list[str]) -> None:
+def _compare(places: list[str], usual, tracker: StepTracker, step: Callable[[], object]) -> None:
+    if _with(USUAL, "", tracker, step) != usual:  # there is no further batch, for instance
+        _suppose(tracker, places, f"is taken as {USUAL:g}")
+        return
+    for number in OTHERS:
+        if _with(number, "", tracker, step) != usual:
+            raise branches(_guilty(places, number, usual, tracker, step))
+    low, high = OTHERS
+    same = f"the step takes the same memory if it is {low:g}, {USUAL:g} or {high:g}"
+    _suppose(tracker, places, f"may be any: {same}")
+
+
+def _suppose(tracker: StepTracker, places: list[str], words: str) -> None:
     for place in places:
-        tracker.known.suppose(f"{place} reads a number, which is taken as {USUAL:g}")
+        tracker.known.suppose(f"the number that {place} reads {words}")
 
 
 def _guilty(places: list[str], number: float, usual, tracker, step) -> str:
@@ -66,9 +64,7 @@ def _with(number: float, only: str, tracker: StepTracker, step: Callable[[], obj
     with tracker.known.reads.other(number, only), silent:
         try:
             step()
-        except StopIteration:
-            raise
-        except (Exception, SystemExit):  # whatever the step raises, it did not with the usual one
+        except (Exception, SystemExit):  # whatever the step raises, it did not before
             return None
     return _memory(tracker.trace)
 

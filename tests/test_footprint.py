@@ -104,9 +104,22 @@ def test_logs_guards_and_schedules_of_training_loops_take_the_memory_of_the_real
 
     assert "numbers that the step tests are finite" in report.assumed
     line = Loop.__call__.__code__.co_firstlineno + 14
-    tried = "reads a number, and the step takes the same memory if it is 1e-06, 1 or 300"
-    assert f"test_footprint.py:{line} {tried}" in report.assumed
+    tried = "reads may be any: the step takes the same memory if it is 1e-06, 1 or 300"
+    assert f"the number that test_footprint.py:{line} {tried}" in report.assumed
     assert "assumed: " in str(report)
+
+
+def test_a_number_read_by_a_step_that_cannot_run_again_is_said():
+    build, step = TRANSFORMER
+    rest = iter(range(2))
+
+    def only_twice(state):
+        next(rest)
+        step(state)
+        return float(state[0](tokens()[0]).mean())
+
+    (words,) = predict(build, only_twice, "cpu").assumed
+    assert words.endswith("reads is taken as 1")
 
 
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():

@@ -9,7 +9,7 @@
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
 # ITEMS=48    rows at each length of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
-# INDEXED=4096:90:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
+# INDEXED=4096:100:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
 # TEXT=800, TEXT_BYTES=10000000    steps of the run on text, and the most bytes of the embedded corpus that it reads from
 # OUTPUT_DIR/proof.json has the figures, and the seconds of each part; OUTPUT_DIR/seed-0/standard, farthest-retrieval,
@@ -34,7 +34,7 @@ middle=${MIDDLE:-4096:60:4e4}
 far=${FAR:-8192:14:8e4,16384:10:1.6e5}
 farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
-indexed=${INDEXED:-4096:90:1.6e5}
+indexed=${INDEXED:-4096:100:1.6e5}
 text=${TEXT:-800}
 proof=${PROOF:-context}
 
@@ -136,7 +136,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
 
     local steps=${indexed#*:}
     steps=${steps%%:*}
-    schedule=cosine train indexed data-far "$indexed" --init_from "$out/far" --lr 2e-2 --min_lr_ratio 0.02 --warmup_steps 4 \
+    schedule=cosine train indexed data-far "$indexed" --init_from "$out/far" --lr 6e-2 --min_lr_ratio 0.01 --warmup_steps 4 \
         --long_fraction 0.75 --seed "$seed" --attention_type indexed --indexer budget=1024 --indexer_warmup $((steps - 1))
 
     local name

@@ -158,7 +158,7 @@ def test_a_conversion_takes_over_the_parts_of_a_proof_and_has_bars_of_its_own(pr
     again = f"bash {SCRIPT} {tmp_path / 'again'}"
     missed = pretended(again, PROOF="convert", SCORE="0.94")
     assert missed.returncode == 1
-    assert "retrieval at 16384 tokens: 94.0% is kept, the bar is 95%" in missed.stderr
+    assert "retrieval at 16384 tokens: 94.0%, the bar is 95% of 100.0%" in missed.stderr
     refused = pretended(PROOF="all")
     assert refused.returncode == 2 and "give PROOF=convert, or nothing" in refused.stderr
 

@@ -851,6 +851,58 @@ NSA = (
     ),
 )
 
+INDEXED = (
+    Fault(
+        "indexed: the query's own block is a candidate",
+        "model.py",
+        "block_N * r + r <= query_C1",
+        "block_N * r <= query_C1",
+        ("tests/test_indexed.py", "-k", "float64_oracle"),
+    ),
+    Fault(
+        "indexed: the higher index comes first on a tie",
+        "model.py",
+        "(2**31 - 1 - block_N)",
+        "block_N",
+        ("tests/test_indexed.py", "-k", "equal_scores"),
+    ),
+    Fault(
+        "indexed: the model learns from the indexer's loss",
+        "model.py",
+        "x_BTD = x_BTD.detach()",
+        "x_BTD = x_BTD.clone()",
+        ("tests/test_indexed_model.py", "-k", "never_changes_the_models_gradients"),
+    ),
+    Fault(
+        "indexed: everything learns in the warm-up",
+        "longhaul/step.py",
+        "        keep_learners(model)",
+        "        pass",
+        ("tests/test_indexed_model.py", "-k", "in_the_warm_up_only"),
+    ),
+    Fault(
+        "indexed: a shared key gets the whole gradient of its block",
+        "longhaul/parallel/gathered_blocks.py",
+        "alpha=1 / r",
+        "alpha=1.0",
+        ("tests/test_context.py", "-k", "test_ranks_that_share_rows and indexed"),
+    ),
+    Fault(
+        "indexed: a shared block turns with each token's own phase",
+        "model.py",
+        "first_BT = positions_BT.flatten()[layout.first].view_as(positions_BT)",
+        "first_BT = positions_BT",
+        ("tests/test_context.py", "-k", "test_ranks_that_share_rows and indexed"),
+    ),
+    Fault(
+        "indexed: a piece is taken for the whole document",
+        "longhaul/parallel/gathered_blocks.py",
+        "length = piece.end - piece.past.start",
+        "length = piece.own.stop - piece.past.start",
+        ("tests/test_context.py", "-k", "test_ranks_that_share_rows and indexed"),
+    ),
+)
+
 STEP = (
     Fault(
         "step: shares of ranks are averaged once more",
@@ -1695,6 +1747,7 @@ FAULTS: tuple[Fault, ...] = (
     *START,
     *MODEL,
     *NSA,
+    *INDEXED,
     *STEP,
     *PARALLEL,
     *PLANNER,

@@ -94,7 +94,9 @@ class Unknown(torch.SymFloat):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
     __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _computed
-    __copy__ = __deepcopy__ = _computed
+
+    def __deepcopy__(self, memo: dict) -> "Unknown":
+        return Unknown(self.origin, self.reads)
 
     def _refuse(self, *_):
         raise branches(self.origin)
@@ -131,6 +133,16 @@ class Unknown(torch.SymFloat):
 
     def __float__(self) -> float:
         return self.reads.plain(self.origin)
+
+    def __array__(self, dtype=None, copy=None):
+        numpy = sys.modules["numpy"]  # which asks, so it is there; this package does not need it
+        return numpy.asarray(float(self), dtype=dtype)
+
+    def __getattr__(self, name: str):
+        """What else a float has, such as `as_integer_ratio`, which `statistics` asks for."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(float(self), name)
 
     def __int__(self) -> int:
         if not is_formatting():

@@ -92,7 +92,8 @@ class KnownValues:
         """Compute the same operator on the twins, if all of its inputs have one."""
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         if func in ALL_OR_ANY and self._is_uniform(args[0]):
-            self._keep(results[0], self.of(args[0]).as_strided((), ()))
+            with unset_fake_temporarily():
+                self._keep(results[0], self.of(args[0]).as_strided((), ()))
             return
         if func in PERMUTATIONS and results[0].numel() <= LONGEST_PERMUTATION:
             self._keep(results[0], _permutation(results[0]))

@@ -27,6 +27,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -3415,12 +3416,15 @@ class NativeSparseAttention(Attention):
 
 def sparse_twin() -> ModuleType | None:
     """The package nsa/, the block-major twin of the plain version, or None if it is absent."""
-    found = importlib.util.find_spec("nsa")
+    return installed_twin("nsa")
+
+
+def installed_twin(name: str) -> ModuleType | None:
+    """A package next to model.py, or None if it is absent."""
+    found = importlib.util.find_spec(name)
     if found is None or found.origin is None:  # no origin: a folder that is no package
         return None
-    import nsa
-
-    return nsa
+    return importlib.import_module(name)
 
 
 def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
@@ -4413,9 +4417,27 @@ def indexed_forward(
     """
     inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
     outputs = IndexedOutputs.empty(q_BTHK)
+    twin = indexed_twin(q_BTHK.dtype)
+    forward = plain_indexed_forward if twin is None else twin.forward
+    forward(inputs, r, most, learns, outputs)
+    return tuple(outputs)
+
+
+def indexed_twin(dtype: torch.dtype) -> ModuleType | None:
+    """The package indexed/, whose time is that of what is read; None for the plain version, which
+    alone computes in fp64, or if that package or nsa/, which it uses, is absent.
+    """
+    if dtype == torch.float64 or sparse_twin() is None:
+        return None
+    return installed_twin("indexed")
+
+
+def plain_indexed_forward(
+    inputs: IndexedInputs, r: int, most: int, learns: bool, outputs: IndexedOutputs
+) -> None:
+    """Fills the outputs of `indexed_forward`."""
     for chunk in query_chunks(inputs, r):
         _forward_chunk(inputs.of(chunk), chunk.position_C1, r, most, learns, outputs.of(chunk))
-    return tuple(outputs)
 
 
 def _forward_chunk(
@@ -4471,10 +4493,12 @@ def indexed_backward(
     log_sum_BT: Tensor,
     least_BT: Tensor,
     r: int,
+    most: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the inputs: of q, k and v from `do`, of the indexer's from `dkl`; zeros without.
 
-    Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider.
+    Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider. `r` and
+    `most` are those of the forward.
     """
     inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
     saved = IndexedOutputs(o_BTHK, log_sum_BT, lse_BTH, log_sum_BT, least_BT)  # kl is not read
@@ -4485,12 +4509,27 @@ def indexed_backward(
         q_BThE=q_BThE.new_zeros(q_BThE.shape),
         k_BNE=_wide_zeros(k_BNE),
     )
+    twin = indexed_twin(q_BTHK.dtype)
+    backward = plain_indexed_backward if twin is None else twin.backward
+    backward(do_BTHK, dkl_BT, inputs, r, most, saved, grads)
+    return tuple(x.to(like.dtype) for x, like in zip(grads, inputs, strict=True))
+
+
+def plain_indexed_backward(
+    do_BTHK: Tensor | None,
+    dkl_BT: Tensor | None,
+    inputs: IndexedInputs,
+    r: int,
+    most: int,
+    saved: IndexedOutputs,
+    grads: IndexedInputs,
+) -> None:
+    """Fills and adds to the gradients of `indexed_backward`."""
     for chunk in query_chunks(inputs, r):
         of_chunk = [None if x is None else x[:, chunk.queries] for x in (do_BTHK, dkl_BT)]
         _backward_chunk(
             *of_chunk, inputs.of(chunk), chunk.position_C1, r, saved.of(chunk), grads.of(chunk)
         )
-    return tuple(x.to(like.dtype) for x, like in zip(grads, inputs, strict=True))
 
 
 def _wide_zeros(x: Tensor) -> Tensor:
@@ -4569,7 +4608,7 @@ def _(do_BTHK, dkl_BT, *inputs_and_saved):
 
 
 def _save_indexed(ctx, inputs, output):
-    *tensors, ctx.r, _most, ctx.learns = inputs
+    *tensors, ctx.r, ctx.most, ctx.learns = inputs
     o_BTHK, _kl_BT, *statistics = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*statistics)
@@ -4581,7 +4620,7 @@ def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
         do_BTHK = None
     if not ctx.learns or not any(ctx.needs_input_grad[3:5]):
         dkl_BT = None
-    grads = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r)
+    grads = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r, ctx.most)
     of_model = grads[:3] if do_BTHK is not None else (None,) * 3
     of_indexer = grads[3:] if dkl_BT is not None else (None,) * 2
     return *of_model, *of_indexer, None, None, None

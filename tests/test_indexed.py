@@ -244,7 +244,7 @@ def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens():
     k_idx = k_idx.new_empty((1, T // 4, 8))
     with Largest() as largest, model.running_on(OneChunk()):
         o, kl, *saved = indexed_forward._init_fn(q, k, v, q_idx, k_idx, 4, 512, True)
-        indexed_backward._init_fn(o, kl, q, k, v, q_idx, k_idx, o, *saved, 4)
+        indexed_backward._init_fn(o, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512)
     assert 1e6 < largest.elements < T * (T // 4) / 16
     assert sum(x.numel() * x.itemsize for x in saved) / T <= 8 + 4 + 2 * 4
 

@@ -92,7 +92,7 @@ class _GatheredBlocks(torch.autograd.Function):
             given = [None if x is None else x[at] for x in (do_BtHK, dkl_Bt)]
             queries, of_piece = (q_BtHK[at], q_BthE[at]), [x[at] for x in saved]
             dq_BtHK[at], dq_BthE[at] = _backward_of_piece(
-                given, queries, whole.of(piece), of_piece, ctx.reading.r, sums.of(piece)
+                given, queries, whole.of(piece), of_piece, ctx.reading, sums.of(piece)
             )
 
         del whole
@@ -124,15 +124,17 @@ def _backward_of_piece(
     queries: tuple[Tensor, Tensor],
     keys: Keys,
     saved: list[Tensor],
-    r: int,
+    reading: Reading,
     sums: Keys,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the piece's queries and of the indexer's; adds those of the keys to `sums`."""
     q_BnHK, q_BnhE = queries
     k_BSGK, v_BSGK, k_BS1E = keys
+    r = reading.r
     k_BNE = pooled_keys(k_BS1E, r)
+    most = reading.most_of(k_BNE.shape[1])
     inputs = (q_BnHK, k_BSGK, v_BSGK, q_BnhE, k_BNE)
-    dq, dk, dv, dq_idx, dk_BNE = indexed_backward(*given, *inputs, *saved, r)
+    dq, dk, dv, dq_idx, dk_BNE = indexed_backward(*given, *inputs, *saved, r, most)
 
     sums.k_BTGK.add_(dk)
     sums.v_BTGK.add_(dv)

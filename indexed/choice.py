@@ -1,0 +1,108 @@
+"""Scores of blocks, and the best blocks of each query, for some queries of one row.
+
+Scores are computed in tiles of queries x blocks, with the products in fp32. The choice is exact: the
+best scores, the lower index first on a tie. The backward computes the same scores again, bit for
+bit, from the same tiles, and compares them with the rank of the last chosen block.
+
+Letters: C queries, h query heads of the indexer, E its head dim, N blocks, n chosen ones.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from model import platform
+from nsa.branches import Buffers, product_fp32
+
+SCORE_BLOCKS = 2048  # of a tile: with 128 queries 1 MiB in fp32
+LARGEST_INDEX = 2**31 - 1
+
+
+def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
+    """I[t, b] = sum over heads of relu(q[t] . k[b]) / sqrt(E), in fp32 [C, N]; none is negative."""
+    C, _, E = q_ChE.shape
+    N = len(k_NE)
+    scores_CN = buffers.take("scores", (C, N), torch.float32)
+    for start in platform().tiles(range(0, N, SCORE_BLOCKS)):
+        stop = min(start + SCORE_BLOCKS, N)
+        tile = scores_CN[:, start:stop].zero_()
+        for q_CE in q_ChE.unbind(1):
+            product = product_fp32(q_CE.contiguous(), k_NE[start:stop], buffers, "logits")
+            tile.add_(product.relu_())
+    return scores_CN.mul_(E**-0.5)
+
+
+def hide_unfinished(scores_CN: Tensor, first: int, r: int) -> None:
+    """Gives -1 to the blocks that do not end before their query; queries count from `first`."""
+    C, N = scores_CN.shape
+    edge = min(first // r, N)
+    block = torch.arange(edge, N, device=scores_CN.device)
+    query_C1 = torch.arange(first, first + C, device=scores_CN.device)[:, None]
+    scores_CN[:, edge:].masked_fill_(block * r + r > query_C1, -1.0)
+
+
+def choose(scores_CN: Tensor, most: int) -> Tensor:
+    """The `most` best blocks of each query, [C, most] in the order of their indices.
+
+    Every query has at least as many candidates.
+    """
+    least_C1 = _least_chosen(scores_CN, most)[:, None]
+    chosen_CN = scores_CN >= least_C1
+    if not scores_CN.is_meta:
+        # more blocks than can be read have the least score: the first ones of them are
+        too_many = chosen_CN.sum(-1) > most
+        for row in too_many.nonzero()[:, 0].tolist():
+            better = int((scores_CN[row] > least_C1[row]).sum())
+            equal = (scores_CN[row] == least_C1[row]).nonzero()[:, 0]
+            chosen_CN[row, equal[most - better :]] = False
+    return _indices(chosen_CN, most)
+
+
+def choose_again(scores_CN: Tensor, rank_C: Tensor, most: int) -> Tensor:
+    """The same as `choose`, from the same scores and the rank of the last chosen block."""
+    least_C1 = (rank_C >> 31).int().view(torch.float32)[:, None]
+    last_C1 = (LARGEST_INDEX - (rank_C & LARGEST_INDEX))[:, None]
+    chosen_CN = scores_CN >= least_C1
+    if not scores_CN.is_meta:
+        too_many = chosen_CN.sum(-1) > most
+        for row in too_many.nonzero()[:, 0].tolist():
+            behind = int(last_C1[row]) + 1
+            chosen_CN[row, behind:] &= scores_CN[row, behind:] > least_C1[row]
+    return _indices(chosen_CN, most)
+
+
+def _indices(chosen_CN: Tensor, most: int) -> Tensor:
+    C = len(chosen_CN)
+    found = torch.nonzero_static(chosen_CN, size=C * most)
+    # NaN scores choose nothing, and what is not found is -1
+    return found[:, 1].clamp_(min=0).view(C, most)
+
+
+def least_rank(chosen_scores_Cn: Tensor, index_Cn: Tensor) -> Tensor:
+    """int64 [C]: the rank of the last chosen block, as model.py's `block_ranks`.
+
+    Scores that are not negative order like the bits of their fp32 values.
+    """
+    least_C = chosen_scores_Cn.amin(-1)
+    is_least_Cn = chosen_scores_Cn == least_C[:, None]
+    last_C = index_Cn.masked_fill(~is_least_Cn, 0).amax(-1)
+    bits_C = least_C.view(torch.int32).long()
+    return (bits_C << 31) + (LARGEST_INDEX - last_C)
+
+
+def _least_chosen(scores_CN: Tensor, most: int) -> Tensor:
+    """[C]: the score of rank `most`.
+
+    A selection takes 10 ns for a number, a maximum a tenth of it. The best blocks are in those
+    `most` groups whose maxima are the largest, so groups are selected first.
+    """
+    C, N = scores_CN.shape
+    size = math.isqrt(N // most)
+    if size > 1:
+        groups = N // size
+        grouped = scores_CN[:, : groups * size].unflatten(1, (size, groups))
+        best = grouped.amax(1).topk(most, sorted=False).indices
+        inside = grouped.gather(2, best[:, None].expand(C, size, most)).flatten(1)
+        scores_CN = torch.cat((inside, scores_CN[:, groups * size :]), dim=1)
+    return scores_CN.topk(most, sorted=False).values.amin(-1)

@@ -27,7 +27,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import itertools
@@ -3416,15 +3415,17 @@ class NativeSparseAttention(Attention):
 
 def sparse_twin() -> ModuleType | None:
     """The package nsa/, the block-major twin of the plain version, or None if it is absent."""
-    return installed_twin("nsa")
-
-
-def installed_twin(name: str) -> ModuleType | None:
-    """A package next to model.py, or None if it is absent."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # no origin: a folder that is no package
+    if not is_package("nsa"):
         return None
-    return importlib.import_module(name)
+    import nsa
+
+    return nsa
+
+
+def is_package(name: str) -> bool:
+    """Whether a package of this name can be imported."""
+    found = importlib.util.find_spec(name)
+    return found is not None and found.origin is not None  # no origin: a folder that is no package
 
 
 def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
@@ -4117,9 +4118,12 @@ class IndexedAttention(Attention):
 
     @classmethod
     def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        if indexed_twin(config.dtype) is not None:
+            return None
         return (
             "indexed attention masks what it does not read instead of skipping it: its memory is "
-            "bounded, but its time grows with the square of the context"
+            "bounded, but its time grows with the square of the context; the folders indexed/ and "
+            "nsa/ next to model.py skip it"
         )
 
     @classmethod
@@ -4218,9 +4222,9 @@ class IndexedAttention(Attention):
 SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured
 
 
-# This version masks keys instead of skipping them, so its time is quadratic. It works on chunks of
-# queries, forward and backward, and saves for each query only two log-sum-exps and the rank of the
-# last block that it chose: memory is linear, and nothing of size [T, N] exists.
+# indexed/ skips what is not read. This version masks it, so its time is quadratic. It works on
+# chunks of queries, forward and backward, and saves for each query only two log-sum-exps and the
+# rank of the last block that it chose: memory is linear, and nothing of size [T, N] exists.
 
 
 def block_scores(q_BChE: Tensor, k_BNE: Tensor) -> Tensor:
@@ -4427,9 +4431,11 @@ def indexed_twin(dtype: torch.dtype) -> ModuleType | None:
     """The package indexed/, whose time is that of what is read; None for the plain version, which
     alone computes in fp64, or if that package or nsa/, which it uses, is absent.
     """
-    if dtype == torch.float64 or sparse_twin() is None:
+    if dtype == torch.float64 or sparse_twin() is None or not is_package("indexed"):
         return None
-    return installed_twin("indexed")
+    import indexed
+
+    return indexed
 
 
 def plain_indexed_forward(

@@ -1,8 +1,8 @@
 """Scores of blocks, and the best blocks of each query, for some queries of one row.
 
-Scores are computed in tiles of queries x blocks, with the products in fp32. The choice is exact: the
-best scores, the lower index first on a tie. The backward computes the same scores again, bit for
-bit, from the same tiles, and compares them with the rank of the last chosen block.
+Scores are computed in tiles of queries x blocks, with the products in fp32. The choice is exact:
+the best scores, the lower index first on a tie. The backward computes the same scores again, bit
+for bit, from the same tiles, and compares them with the rank of the last chosen block.
 
 Letters: C queries, h query heads of the indexer, E its head dim, N blocks, n chosen ones.
 """
@@ -47,36 +47,32 @@ def choose(scores_CN: Tensor, most: int) -> Tensor:
 
     Every query has at least as many candidates.
     """
-    least_C1 = _least_chosen(scores_CN, most)[:, None]
-    chosen_CN = scores_CN >= least_C1
-    if not scores_CN.is_meta:
-        # more blocks than can be read have the least score: the first ones of them are
-        too_many = chosen_CN.sum(-1) > most
-        for row in too_many.nonzero()[:, 0].tolist():
-            better = int((scores_CN[row] > least_C1[row]).sum())
-            equal = (scores_CN[row] == least_C1[row]).nonzero()[:, 0]
-            chosen_CN[row, equal[most - better :]] = False
-    return _indices(chosen_CN, most)
+    return _first_best(scores_CN, _least_chosen(scores_CN, most), most)
 
 
 def choose_again(scores_CN: Tensor, rank_C: Tensor, most: int) -> Tensor:
     """The same as `choose`, from the same scores and the rank of the last chosen block."""
-    least_C1 = (rank_C >> 31).int().view(torch.float32)[:, None]
-    last_C1 = (LARGEST_INDEX - (rank_C & LARGEST_INDEX))[:, None]
-    chosen_CN = scores_CN >= least_C1
-    if not scores_CN.is_meta:
-        too_many = chosen_CN.sum(-1) > most
-        for row in too_many.nonzero()[:, 0].tolist():
-            behind = int(last_C1[row]) + 1
-            chosen_CN[row, behind:] &= scores_CN[row, behind:] > least_C1[row]
-    return _indices(chosen_CN, most)
+    least_C = (rank_C >> 31).int().view(torch.float32)
+    return _first_best(scores_CN, least_C, most)
 
 
-def _indices(chosen_CN: Tensor, most: int) -> Tensor:
-    C = len(chosen_CN)
-    found = torch.nonzero_static(chosen_CN, size=C * most)
-    # NaN scores choose nothing, and what is not found is -1
-    return found[:, 1].clamp_(min=0).view(C, most)
+def _first_best(scores_CN: Tensor, least_C: Tensor, most: int) -> Tensor:
+    """`least_C` is the score of rank `most`; of the blocks that have it, the first ones are taken.
+
+    One index more than `most` for each query tells whether there are too many. NaN scores choose
+    nothing; what is not found is -1.
+    """
+    C = len(scores_CN)
+    chosen_CN = scores_CN >= least_C[:, None]
+    found = torch.nonzero_static(chosen_CN, size=C * most + 1)
+    if not scores_CN.is_meta and int(found[-1, 0]) >= 0:
+        for chosen_N, scores_N, least in zip(chosen_CN, scores_CN, least_C, strict=True):
+            surplus = int(chosen_N.sum()) - most
+            if surplus:
+                tied = (scores_N == least).nonzero()[:, 0]
+                chosen_N[tied[len(tied) - surplus :]] = False
+        found = torch.nonzero_static(chosen_CN, size=C * most + 1)
+    return found[:-1, 1].clamp(min=0).view(C, most)
 
 
 def least_rank(chosen_scores_Cn: Tensor, index_Cn: Tensor) -> Tensor:

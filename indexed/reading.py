@@ -60,11 +60,11 @@ def tile_of(index_Am: Tensor, first: int, r: int, whole: int) -> Tile:
     return Tile(torch.cat((index_Am, own_A1), dim=1), visible_Ar, inside)
 
 
-def gather(blocks: Blocks, tile: Tile, buffers: Buffers, name: str) -> list[Tensor]:
+def gather(blocks: Blocks, tile: Tile, buffers: Buffers) -> list[Tensor]:
     """The keys [A, S, K] that each query reads, of each KV head."""
     A, n = tile.index_An.shape
     r, G, K = blocks.shape
-    found = buffers.take(name, (A * n, r * G * K), blocks.whole_Nw.dtype)
+    found = buffers.take("gathered", (A * n, r * G * K), blocks.whole_Nw.dtype)
     index = tile.index_An.clamp(max=len(blocks.whole_Nw) - 1).flatten()
     torch.index_select(blocks.whole_Nw, 0, index, out=found)
 
@@ -74,7 +74,7 @@ def gather(blocks: Blocks, tile: Tile, buffers: Buffers, name: str) -> list[Tens
     if G == 1:
         return [found.view(A, n * r, K)]
     # products of keys with other heads between them are ten times as slow
-    heads_GASK = buffers.take(f"{name} by head", (G, A, n * r, K), found.dtype)
+    heads_GASK = buffers.take("gathered by head", (G, A, n * r, K), found.dtype)
     heads_GASK.copy_(found.view(A, n * r, G, K).permute(2, 0, 1, 3))
     return list(heads_GASK)
 
@@ -88,14 +88,15 @@ def _logits(q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers, name: st
 
 
 def probabilities(
-    q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers
+    q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers, name: str
 ) -> tuple[Tensor, Tensor]:
-    """p [A, M, S] of the softmax of q k / sqrt(K), and its log-sum-exp [A, M].
+    """p [A, M, S] of the softmax of q k / sqrt(K), in the buffer of this name, and its log-sum-exp
+    [A, M].
 
     lse = max(logits) - log(max(p)) is cheaper than a second pass of exp.
     """
     logits_AMS = _logits(q_AMK, k_ASK, tile, buffers, "logits").mul_(q_AMK.shape[-1] ** -0.5)
-    p_AMS = buffers.take("p", logits_AMS.shape, torch.float32)
+    p_AMS = buffers.take(name, logits_AMS.shape, torch.float32)
     torch.softmax(logits_AMS, -1, out=p_AMS)
     return p_AMS, logits_AMS.amax(-1) - p_AMS.amax(-1).log()
 

@@ -17,7 +17,17 @@ from scripts import settings
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
-    {"model", "fused", "nsa", "files", "footprint", "flags", "installed", "longhaul.epilogue"},
+    {
+        "model",
+        "fused",
+        "nsa",
+        "indexed",
+        "files",
+        "footprint",
+        "flags",
+        "installed",
+        "longhaul.epilogue",
+    },
     {"data", "longhaul.exits"},
     {
         "longhaul.dist",
@@ -49,10 +59,12 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"benchmarks", "selfcheck"},
 ]
 # model.py takes its twins where they are, inside functions; the rest are pairs of one level.
-LAZY = {("model", "fused"), ("model", "nsa")}
+LAZY = {("model", "fused"), ("model", "nsa"), ("model", "indexed")}
 SAME_LEVEL = LAZY | {
     ("longhaul.analysis", "longhaul.checkpoint"),
     ("longhaul.analysis", "longhaul.evals"),
+    ("indexed", "model"),
+    ("indexed", "nsa"),  # buffers and products
     ("nsa", "model"),  # the twin shares the checks and the layout of the plain version
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),
@@ -65,6 +77,7 @@ OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
     "model": {"torch"},
     "nsa": {"torch", "triton"},
+    "indexed": {"torch"},
     "fused": {"torch", "triton"},
     "files": {"torch", "safetensors"},
     "footprint": {"torch"},

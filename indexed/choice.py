@@ -19,7 +19,11 @@ SCORE_BLOCKS = 2048  # of a tile: with 128 queries 1 MiB in fp32
 LARGEST_INDEX = 2**31 - 1
 
 
-def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
+def block_scores(
+    q_ChE: Tensor,
+    k_NE: Tensor,
+    buffers: Buffers,
+) -> Tensor:
     """I[t, b] = sum over heads of relu(q[t] . k[b]) / sqrt(E), in fp32 [C, N]; none is negative."""
     C, _, E = q_ChE.shape
     N = len(k_NE)
@@ -33,7 +37,11 @@ def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
     return scores_CN.mul_(E**-0.5)
 
 
-def hide_unfinished(scores_CN: Tensor, first: int, r: int) -> None:
+def hide_unfinished(
+    scores_CN: Tensor,
+    first: int,
+    r: int,
+) -> None:
     """Gives -1 to the blocks that do not end before their query; queries count from `first`."""
     C, N = scores_CN.shape
     edge = min(first // r, N)
@@ -50,13 +58,21 @@ def choose(scores_CN: Tensor, most: int) -> Tensor:
     return _first_best(scores_CN, _least_chosen(scores_CN, most), most)
 
 
-def choose_again(scores_CN: Tensor, rank_C: Tensor, most: int) -> Tensor:
+def choose_again(
+    scores_CN: Tensor,
+    rank_C: Tensor,
+    most: int,
+) -> Tensor:
     """The same as `choose`, from the same scores and the rank of the last chosen block."""
     least_C = (rank_C >> 31).int().view(torch.float32)
     return _first_best(scores_CN, least_C, most)
 
 
-def _first_best(scores_CN: Tensor, least_C: Tensor, most: int) -> Tensor:
+def _first_best(
+    scores_CN: Tensor,
+    least_C: Tensor,
+    most: int,
+) -> Tensor:
     """`least_C` is the score of rank `most`; of the blocks that have it, the first ones are taken.
 
     One index more than `most` for each query tells whether there are too many. NaN scores choose

@@ -52,7 +52,13 @@ class Row(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, inputs: IndexedInputs, b: int, r: int, most: int) -> "Row":
+    def of(
+        cls,
+        inputs: IndexedInputs,
+        b: int,
+        r: int,
+        most: int,
+    ) -> "Row":
         q_THK, k_SGK, v_SGK, q_ThE, k_NE = (x[b] for x in inputs)
         k, v = reading.Blocks.of(k_SGK, r), reading.Blocks.of(v_SGK, r)
         return cls(q_THK, q_ThE, k_NE, k, v, len(k_SGK) - len(q_THK), r, most)
@@ -63,7 +69,11 @@ class Row(NamedTuple):
         _, G, K = self.k.shape
         return max(1, TILE_KEYS // ((self.most + 1) * self.r * G * K))
 
-    def scores(self, queries: slice, buffers: Buffers) -> Tensor:
+    def scores(
+        self,
+        queries: slice,
+        buffers: Buffers,
+    ) -> Tensor:
         """[C, N] over the blocks that a query of the chunk may choose."""
         seen = min((self.first + queries.stop - 1) // self.r, len(self.k_NE))
         scores_CN = choice.block_scores(self.q_ThE[queries], self.k_NE[:seen], buffers)
@@ -76,19 +86,31 @@ class Row(NamedTuple):
             stop = min(start + self.tile, queries.stop)
             yield slice(start, stop), slice(start - queries.start, stop - queries.start)
 
-    def read_by(self, at: slice, index_Am: Tensor) -> reading.Tile:
+    def read_by(
+        self,
+        at: slice,
+        index_Am: Tensor,
+    ) -> reading.Tile:
         """What the queries of a tile read, besides the chosen blocks their own."""
         return reading.tile_of(index_Am, self.first + at.start, self.r, len(self.k.whole_Nw))
 
 
-def _masked_queries(inputs: IndexedInputs, r: int, most: int) -> int:
+def _masked_queries(
+    inputs: IndexedInputs,
+    r: int,
+    most: int,
+) -> int:
     """How many of the queries, the first ones, are computed by masks."""
     T, S = inputs.q_BTHK.shape[1], inputs.k_BSGK.shape[1]
     sparse_from = int(MASKED * (most + 1)) * r
     return min(T, max(0, sparse_from - (S - T)))
 
 
-def _start(tensors: IndexedInputs, queries: int, r: int) -> IndexedInputs:
+def _start(
+    tensors: IndexedInputs,
+    queries: int,
+    r: int,
+) -> IndexedInputs:
     """The first queries, and the keys and blocks that they see."""
     T, S = tensors.q_BTHK.shape[1], tensors.k_BSGK.shape[1]
     seen = S - T + queries
@@ -101,7 +123,11 @@ def _start(tensors: IndexedInputs, queries: int, r: int) -> IndexedInputs:
     )
 
 
-def _chunks(inputs: IndexedInputs, first: int, r: int) -> list[slice]:
+def _chunks(
+    inputs: IndexedInputs,
+    first: int,
+    r: int,
+) -> list[slice]:
     """The queries from `first` on, in chunks."""
     _, T, H, _ = inputs.q_BTHK.shape
     N = max(1, inputs.k_BSGK.shape[1] // r)
@@ -118,7 +144,11 @@ def _size(queries: slice) -> int:
 
 
 def forward(
-    inputs: IndexedInputs, r: int, most: int, learns: bool, outputs: IndexedOutputs
+    inputs: IndexedInputs,
+    r: int,
+    most: int,
+    learns: bool,
+    outputs: IndexedOutputs,
 ) -> None:
     """Fills the outputs; arguments as those of `model.indexed_forward`."""
     masked = _masked_queries(inputs, r, most)
@@ -139,7 +169,11 @@ def forward(
 
 
 def _forward_chunk(
-    row: Row, queries: slice, learns: bool, outputs: IndexedOutputs, buffers: Buffers
+    row: Row,
+    queries: slice,
+    learns: bool,
+    outputs: IndexedOutputs,
+    buffers: Buffers,
 ) -> None:
     scores_CN = row.scores(queries, buffers)
     index_Cm = choice.choose(scores_CN, row.most)
@@ -162,7 +196,11 @@ def _forward_chunk(
 
 
 def _forward_tile(
-    row: Row, at: slice, tile: reading.Tile, outputs: IndexedOutputs, buffers: Buffers
+    row: Row,
+    at: slice,
+    tile: reading.Tile,
+    outputs: IndexedOutputs,
+    buffers: Buffers,
 ) -> Tensor:
     """Fills o and lse of a few queries; returns the mass of their chosen blocks."""
     # One buffer holds keys and then values, so that they stay in the cache between two operators.
@@ -197,7 +235,12 @@ class Kept(NamedTuple):
     dscores_Cnh: Tensor  # gradients of the products of the indexer's heads; 0 for the own block
 
     @classmethod
-    def empty(cls, row: Row, queries: int, buffers: Buffers) -> "Kept":
+    def empty(
+        cls,
+        row: Row,
+        queries: int,
+        buffers: Buffers,
+    ) -> "Kept":
         r, G, _ = row.k.shape
         n, M = row.most + 1, row.q_THK.shape[1] // G
         dtype = row.q_THK.dtype
@@ -383,7 +426,12 @@ def _backward_scores(
     kept.dscores_Cnh[:, -1] = 0.0
 
 
-def _add_score_gradients(q_ChE: Tensor, kept: Kept, pairs: reading.Pairs, dk_NE: Tensor) -> None:
+def _add_score_gradients(
+    q_ChE: Tensor,
+    kept: Kept,
+    pairs: reading.Pairs,
+    dk_NE: Tensor,
+) -> None:
     rows = reading.rows_of(pairs, q_ChE.shape[1])
     weight_Ph = kept.dscores_Cnh.flatten(0, 1).index_select(0, pairs.order_P)
     found_NE = reading.sum_of_queries(q_ChE, weight_Ph, rows, pairs)
@@ -392,7 +440,10 @@ def _add_score_gradients(q_ChE: Tensor, kept: Kept, pairs: reading.Pairs, dk_NE:
 
 
 def _add_key_gradients(
-    x_CHK: Tensor, weight_GrCnM: Tensor, pairs: reading.Pairs, total_SGK: Tensor
+    x_CHK: Tensor,
+    weight_GrCnM: Tensor,
+    pairs: reading.Pairs,
+    total_SGK: Tensor,
 ) -> None:
     """total[u] += sum over queries that read u, and heads, of weight * x."""
     G, r, *_, M = weight_GrCnM.shape

@@ -32,7 +32,11 @@ class Blocks(NamedTuple):
     shape: tuple[int, int, int]  # r, G, K
 
     @classmethod
-    def of(cls, k_SGK: Tensor, r: int) -> "Blocks":
+    def of(
+        cls,
+        k_SGK: Tensor,
+        r: int,
+    ) -> "Blocks":
         S, G, K = k_SGK.shape
         N = S // r
         whole = k_SGK[: N * r].reshape(N, r * G * K)
@@ -47,7 +51,12 @@ class Tile(NamedTuple):
     inside: int  # queries, at the end, whose own block is the document's unfinished one
 
 
-def tile_of(index_Am: Tensor, first: int, r: int, whole: int) -> Tile:
+def tile_of(
+    index_Am: Tensor,
+    first: int,
+    r: int,
+    whole: int,
+) -> Tile:
     """The chosen blocks and the own one of the queries from position `first` on; `whole` blocks
     are finished.
     """
@@ -60,7 +69,11 @@ def tile_of(index_Am: Tensor, first: int, r: int, whole: int) -> Tile:
     return Tile(torch.cat((index_Am, own_A1), dim=1), visible_Ar, inside)
 
 
-def gather(blocks: Blocks, tile: Tile, buffers: Buffers) -> list[Tensor]:
+def gather(
+    blocks: Blocks,
+    tile: Tile,
+    buffers: Buffers,
+) -> list[Tensor]:
     """The keys [A, S, K] that each query reads, of each KV head."""
     A, n = tile.index_An.shape
     r, G, K = blocks.shape
@@ -79,7 +92,13 @@ def gather(blocks: Blocks, tile: Tile, buffers: Buffers) -> list[Tensor]:
     return list(heads_GASK)
 
 
-def _logits(q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers, name: str) -> Tensor:
+def _logits(
+    q_AMK: Tensor,
+    k_ASK: Tensor,
+    tile: Tile,
+    buffers: Buffers,
+    name: str,
+) -> Tensor:
     """q k [A, M, S] in fp32, -inf where the query does not see the key."""
     logits_AMS = product_fp32(q_AMK.contiguous(), k_ASK, buffers, name)
     r = tile.visible_Ar.shape[1]
@@ -88,7 +107,11 @@ def _logits(q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers, name: st
 
 
 def probabilities(
-    q_AMK: Tensor, k_ASK: Tensor, tile: Tile, buffers: Buffers, name: str
+    q_AMK: Tensor,
+    k_ASK: Tensor,
+    tile: Tile,
+    buffers: Buffers,
+    name: str,
 ) -> tuple[Tensor, Tensor]:
     """p [A, M, S] of the softmax of q k / sqrt(K), in the buffer of this name, and its log-sum-exp
     [A, M].
@@ -102,7 +125,11 @@ def probabilities(
 
 
 def probabilities_again(
-    q_AMK: Tensor, k_ASK: Tensor, lse_AM: Tensor, tile: Tile, buffers: Buffers
+    q_AMK: Tensor,
+    k_ASK: Tensor,
+    lse_AM: Tensor,
+    tile: Tile,
+    buffers: Buffers,
 ) -> Tensor:
     """The same p from its log-sum-exp; exp2 is three times as fast as exp on a CPU."""
     exponent_AMS = _logits(q_AMK, k_ASK, tile, buffers, "p")
@@ -146,7 +173,12 @@ def sort_pairs(index_Cn: Tensor, blocks: int) -> Pairs:
     return Pairs(order_P, order_P // index_Cn.shape[1], start_N)
 
 
-def sum_of_queries(x_CMK: Tensor, weight_PM: Tensor, rows_PM: Tensor, pairs: Pairs) -> Tensor:
+def sum_of_queries(
+    x_CMK: Tensor,
+    weight_PM: Tensor,
+    rows_PM: Tensor,
+    pairs: Pairs,
+) -> Tensor:
     """y[b] = sum over the pairs of block b, and heads, of weight * x: [N, K].
 
     weight_PM is in the order of the sorted pairs, rows_PM from `rows_of`.

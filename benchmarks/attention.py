@@ -1,9 +1,10 @@
-"""SDPA against Native Sparse Attention on one CPU thread: time ratios and extra memory. Refuses to
-time what is not exact.
+"""SDPA against Native Sparse Attention and indexed attention on one CPU thread: time ratios and
+extra memory. Refuses to time what is not exact.
 
-One KV head with 4 query heads of 128. Times are seconds of process CPU time, to which other jobs do
-not count, with the two sides taking turns. Extra memory is the peak resident set of a fresh process
-above what it had once its inputs existed.
+One KV head with 4 query heads of 128. Indexed attention computes its indexer's loss too, and its
+scores are of random queries and keys, so that neighbouring queries choose different blocks. Times
+are seconds of process CPU time, to which other jobs do not count, with the sides taking turns.
+Extra memory is the peak resident set of a fresh process above what it had once its inputs existed.
 
     python -m benchmarks.attention [--tokens 4096 ...] [--long] [--dtypes bf16 fp32]
         [--what forward training decode memory] [--png FILE]
@@ -19,13 +20,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
-from model import Compressor, Layout, NSAConfig
+from model import Compressor, IndexerConfig, Layout, NSAConfig, indexed_forward
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
+from tests import indexed_oracle
 from tests import nsa_oracle as oracle
 
 WHAT = ["forward", "training", "decode", "memory"]
 CFG = NSAConfig()
+INDEXER = IndexerConfig()
 M = 4
 K = 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -50,11 +53,27 @@ def sdpa(tensors):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
+def indexer_inputs(T, dtype, grad=True, seed=1):
+    """The indexer's queries, and its keys of blocks."""
+    make = torch.Generator().manual_seed(seed)
+    shapes = [(1, T, INDEXER.heads, INDEXER.head_dim), (1, T // INDEXER.r, INDEXER.head_dim)]
+    return [torch.randn(s, generator=make).to(dtype).requires_grad_(grad) for s in shapes]
+
+
+def indexed(tensors, budget=INDEXER.budget):
+    """o, and the indexer's loss."""
+    q, k, v, *_, q_idx, k_idx = tensors
+    most = budget // INDEXER.r
+    learns = torch.is_grad_enabled()
+    return indexed_forward(q, k, v, q_idx, k_idx, INDEXER.r, most, learns)[:2]
+
+
 def train(function, tensors):
     for x in tensors:
         x.grad = None
-    o = function(tensors)
-    o.backward(torch.ones_like(o))
+    found = function(tensors)
+    outputs = found if isinstance(found, tuple) else (found,)
+    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
 
 def best_of_turns(calls, turns):
@@ -73,9 +92,9 @@ def refuse_if_wrong(dtype):
     """Exits where forward, gradients or decoding leave what the dense float64 reference allows."""
     tensors = inputs(1300, DTYPES[dtype])
     forward, gradient = BOUNDS[dtype]
-    for what, error in (
-        nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))
-    ).items():
+    found = nsa_errors(nsa_engine.nsa_attention, tensors) | dict(decoding=decode_error(tensors))
+    of_indexed = indexed_errors(tensors + indexer_inputs(1300, DTYPES[dtype])).items()
+    for what, error in [*found.items(), *of_indexed]:
         bound = dict(forward=forward, decoding=1e-5 if dtype == "fp32" else 1.5e-2).get(
             what, gradient
         )
@@ -84,6 +103,17 @@ def refuse_if_wrong(dtype):
                 f"bench: {what} {dtype} is off by {error:.1e} of the reference; it must be "
                 f"within {bound:g} before it is timed"
             )
+
+
+def indexed_errors(tensors, budget=128):
+    """As `nsa_errors`, with a budget that leaves most of the blocks out."""
+    q_idx, k_idx = (x.detach().double() for x in tensors[-2:])
+    chosen = indexed_oracle.choose(indexed_oracle.scores(q_idx, k_idx), INDEXER.r, budget)
+    return errors(
+        lambda *x: indexed([*x, *tensors[-2:]], budget)[0],
+        lambda *x: indexed_oracle.attention(*x, chosen, INDEXER.r),
+        tensors[:3],
+    )
 
 
 def nsa_errors(attention, tensors, cfg=CFG):
@@ -160,19 +190,25 @@ def compressor(dtype, device="cpu"):
 
 def attention_row(T, dtype, what):
     tensors = inputs(T, DTYPES[dtype])
-    run = (lambda f: f(tensors)) if what == "forward" else (lambda f: train(f, tensors))
+    more = tensors + indexer_inputs(T, DTYPES[dtype])
+    run = (lambda f, x: f(x)) if what == "forward" else train
     turns = 3
     if T > 16384:
         turns = 2
-    if T > 65536:
+    if T > 32768:
         turns = 1
 
     with torch.set_grad_enabled(what != "forward"):
-        return best_of_turns([lambda: run(sdpa), lambda: run(nsa)], turns)
+        return best_of_turns(
+            [lambda: run(sdpa, tensors), lambda: run(nsa, tensors), lambda: run(indexed, more)],
+            turns,
+        )
 
 
 def decode_row(T, dtype):
-    """One token against T: the faster of SDPA and two products, and NSA with its state update."""
+    """One token against T: the faster of SDPA and two products, NSA with its state update, and
+    indexed attention.
+    """
     dtype = DTYPES[dtype]
     state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
     compress = compressor(dtype)
@@ -194,6 +230,11 @@ def decode_row(T, dtype):
         state.append(one, one, one, one, None, None, compress, rope)
         nsa_decode.nsa_decode(q, gates, state)
 
+    q_idx, k_idx = indexer_inputs(T, dtype, grad=False)
+
+    def by_index():
+        indexed([q, k, v, q_idx[:, -1:], k_idx])
+
     with torch.no_grad():
         state.append(k, v, k, v, None, None, compress, rope)
         for _ in range(32):
@@ -201,10 +242,11 @@ def decode_row(T, dtype):
         # every 16th token emits a compressed block: one turn is 16 tokens, for all sides
         stride = CFG.cmp_stride
         calls = [
-            lambda f=f: [f() for _ in range(stride)] for f in (dense_sdpa, dense_products, sparse)
+            lambda f=f: [f() for _ in range(stride)]
+            for f in (dense_sdpa, dense_products, sparse, by_index)
         ]
         times = [x / stride for x in best_of_turns(calls, 20)]
-    return min(times[:2]), times[2]
+    return min(times[:2]), *times[2:]
 
 
 def peak_kib():
@@ -213,9 +255,14 @@ def peak_kib():
 
 def measure_memory(side, T, dtype):
     """Run in a fresh process: prints the MiB that forward+backward adds to the inputs."""
-    function = {"sdpa": sdpa, "nsa": nsa}[side]
-    train(function, inputs(2048, DTYPES[dtype]))  # libraries load and warm up
-    tensors = inputs(T, DTYPES[dtype])
+    function = {"sdpa": sdpa, "nsa": nsa, "indexed": indexed}[side]
+
+    def make(tokens):
+        own = indexer_inputs(tokens, DTYPES[dtype]) if side == "indexed" else []
+        return inputs(tokens, DTYPES[dtype]) + own
+
+    train(function, make(2048))  # libraries load and warm up
+    tensors = make(T)
     Path("/proc/self/clear_refs").write_text("5")  # the kernel counts the peak from here
     before = peak_kib()
     train(function, tensors)
@@ -230,7 +277,7 @@ def memory_row(T, dtype):
                 command + [side, str(T), dtype], capture_output=True, text=True, check=True
             ).stdout
         )
-        for side in ("sdpa", "nsa")
+        for side in ("sdpa", "nsa", "indexed")
     ]
 
 
@@ -261,17 +308,19 @@ def main():
         return
     for dtype in args.dtypes:
         refuse_if_wrong(dtype)
-    print("| what | dtype | tokens | SDPA | NSA | SDPA / NSA |\n|---|---|---|---|---|---|")
+    print("| what | dtype | tokens | SDPA | NSA | indexed | SDPA / NSA | SDPA / indexed |")
+    print("|---|---|---|---|---|---|---|---|")
     ratios = {}
     for dtype in args.dtypes:
         for what in args.what:
             for T in args.tokens + [131072] * args.long:
                 row = {"decode": decode_row, "memory": memory_row}.get(what)
-                a, b = row(T, dtype) if row else attention_row(T, dtype, what)
+                a, b, c = row(T, dtype) if row else attention_row(T, dtype, what)
                 unit, scale = UNITS.get(what, ("s", 1))
                 print(
                     f"| {what} | {dtype} | {T:,} | {a * scale:,.2f} {unit} | "
-                    f"{b * scale:,.2f} {unit} | {a / b:.2f} |",
+                    f"{b * scale:,.2f} {unit} | {c * scale:,.2f} {unit} | {a / b:.2f} | "
+                    f"{a / c:.2f} |",
                     flush=True,
                 )
                 ratios.setdefault((what, dtype), {})[T] = a / b

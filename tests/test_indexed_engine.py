@@ -12,7 +12,7 @@ import model
 from footprint.measure import peak_bytes
 from indexed import choice, engine
 from longhaul.memory.workspace import Workspaces
-from tests.test_indexed import SIZES, gradients, inputs, outputs, relative, wanted
+from tests.test_indexed import SIZES, bounded_at, gradients, inputs, outputs, relative, wanted
 
 NAMES = ("dq", "dk", "dv", "dq of the indexer", "dk of the indexer")
 
@@ -133,6 +133,29 @@ def test_a_decoded_token_copies_only_the_keys_that_it_reads(small_parts):
     with KeysRead() as read:
         model.indexed_forward._init_fn(*last, 4, 4, False)
     assert 640 <= read.elements <= 2 * 1024  # the scores of 1,000 blocks, in a buffer of 2^k
+
+
+def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens():
+    bounded_at(131_072)
+
+
+def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_131072_tokens():
+    """The indexer's inputs and gradients, the statistics, and all that is inside the backward but
+    attention's fp32 sums of dk and dv; for 32 heads of 128 over 8 KV heads in bf16.
+    """
+    T = 131_072
+    make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    q, k, v, q_idx = (make(1, T, heads, 128) for heads in (32, 8, 8, 4))
+    k_idx = make(1, T // 4, 128)
+    o, kl, *saved = (x.to("meta") for x in model.IndexedOutputs.empty(q))
+    arguments = (q, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512)
+    inside = Workspaces("cpu")._inside(model.indexed_backward._qualname, arguments)
+    sums = 2 * k.numel() * 4
+    assert inside > sums
+
+    of_indexer = [q_idx, q_idx, k_idx, k_idx, kl, kl, *saved]
+    own = inside - sums + sum(x.numel() * x.itemsize for x in of_indexer)
+    assert own <= 2 * (k.nbytes + v.nbytes)
 
 
 def test_inside_it_takes_what_the_planner_says_within_3_percent():

@@ -15,25 +15,21 @@ from torch import Tensor
 from model import platform
 from nsa.branches import Buffers, product_fp32
 
-SCORE_BLOCKS = 2048  # of a tile: with 128 queries 1 MiB in fp32
+TILE_PRODUCTS = 2**18  # of a tile: 1 MiB in fp32
 LARGEST_INDEX = 2**31 - 1
 
 
-def block_scores(
-    q_ChE: Tensor,
-    k_NE: Tensor,
-    buffers: Buffers,
-) -> Tensor:
+def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
     """I[t, b] = sum over heads of relu(q[t] . k[b]) / sqrt(E), in fp32 [C, N]; none is negative."""
-    C, _, E = q_ChE.shape
+    C, h, E = q_ChE.shape
     N = len(k_NE)
+    q_RE = q_ChE.reshape(C * h, E)
+    size = max(1, TILE_PRODUCTS // len(q_RE))
     scores_CN = buffers.take("scores", (C, N), torch.float32)
-    for start in platform().tiles(range(0, N, SCORE_BLOCKS)):
-        stop = min(start + SCORE_BLOCKS, N)
-        tile = scores_CN[:, start:stop].zero_()
-        for q_CE in q_ChE.unbind(1):
-            product = product_fp32(q_CE.contiguous(), k_NE[start:stop], buffers, "logits")
-            tile.add_(product.relu_())
+    for start in platform().tiles(range(0, N, size)):
+        stop = min(start + size, N)
+        product_RN = product_fp32(q_RE, k_NE[start:stop], buffers, "logits").relu_()
+        torch.sum(product_RN.view(C, h, -1), 1, out=scores_CN[:, start:stop])
     return scores_CN.mul_(E**-0.5)
 
 

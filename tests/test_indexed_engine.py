@@ -24,7 +24,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(engine, "CHUNK_SCORES", 1)
     monkeypatch.setattr(engine, "TILE_KEYS", 2000)
     monkeypatch.setattr(engine, "GROUP_ROWS", 128)
-    monkeypatch.setattr(choice, "SCORE_BLOCKS", 7)
+    monkeypatch.setattr(choice, "TILE_PRODUCTS", 500)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -8,7 +8,7 @@ backward reaches it; and whether the autograd engine runs can be asked before ev
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,8 @@ class StepTracker(Tracker):
         self.handles: list = []
         # Weak references that FakeTensorMode keeps; with them no module can change its dtype.
         self.seen_by_the_mode: MutableMapping = {}
+        # the value of a tensor that PyTorch itself reads (Reading.argument)
+        self.read_argument: Callable[[Tensor], object] | None = None
         self.autocast = False  # whether any operator ran under autocast
         self.first_peak = 0  # bytes, before the step that is recorded
 
@@ -155,6 +157,9 @@ class StepTracker(Tracker):
         if known is not None:
             return known
         return corrected(func, self.target)(*args, **kwargs)
+
+    def _value(self, value: Tensor):
+        return self.read_argument(value)
 
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:

@@ -267,7 +267,9 @@ def _on_fake_tensors(
         fake_tensors = FakeTensors()
         tracker.seen_by_the_mode = fake_tensors.fake_tensor_converter.tensor_memo
         stack.enter_context(fake_tensors)
-        modes: list[TorchFunctionMode] = [Reading(tracker.known, answers)]
+        reading = Reading(tracker.known, answers)
+        tracker.read_argument = reading.argument
+        modes: list[TorchFunctionMode] = [reading]
         if target == "cuda":
             stack.enter_context(gpu_optimizers())
             stack.enter_context(gpu_scalers())

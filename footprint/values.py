@@ -46,6 +46,25 @@ FINITE = "numbers that the step tests are finite"
 COMPUTES = {"tensor", "as_tensor", "full_like", "fill_", "clamp", "clamp_"}
 for _name in ("add", "sub", "mul", "div", "truediv", "pow", "mod", "floordiv"):
     COMPUTES |= {_name, f"{_name}_", f"__{_name}__", f"__r{_name}__", f"__i{_name}__"}
+# functions that take a tensor of one element for a number on which no shape depends
+FACTORS = {
+    "add",
+    "sub",
+    "rsub",
+    "addcmul",
+    "addcdiv",
+    "addmm",
+    "addbmm",
+    "baddbmm",
+    "addmv",
+    "addr",
+}
+FACTORS |= {"clamp", "clip", "full_like", "masked_fill", "fill", "lerp", "normal", "uniform"}
+FACTORS |= {"isclose", "softplus", "threshold", "leaky_relu", "elu", "tril", "triu", "roll"}
+# functions of which one argument is such a number: its position and its name
+ONE_FACTOR = {"full": (1, "fill_value"), "select": (2, "index"), "narrow": (2, "start")}
+SPLITS = {Tensor.split, torch.split}
+ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
 PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
 LONGEST_PERMUTATION = 2**24
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
@@ -71,6 +90,7 @@ class KnownValues:
         self.writes: dict[int, int] = {}
         self.reads = Reads()
         self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
+        self.given_unknown = False  # whether the function that runs got a number without a value
 
     def suppose(self, words: str) -> None:
         """Take something for granted, and say so."""
@@ -98,7 +118,7 @@ class KnownValues:
         if func in PERMUTATIONS and results[0].numel() <= LONGEST_PERMUTATION:
             self._keep(results[0], _permutation(results[0]))
             return
-        if not self._is_computable(func, args, kwargs, results):
+        if self.given_unknown or not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
 
@@ -190,7 +210,7 @@ def _is_like(func) -> bool:
 
 def _called_by_torch() -> bool:
     """Whether what called a function mode is PyTorch: it asks for addresses to compare them."""
-    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
+    return sys._getframe(3).f_code.co_filename.startswith(TORCH)
 
 
 def _usual(value):
@@ -208,9 +228,19 @@ class Reading(TorchFunctionMode):
         self.known = known
         self.answers = answers  # "file.py:12" -> the value that is read there
         self.gave_unknown = False  # whether there can be any
+        self.running: list[tuple] = []  # functions with their arguments, innermost last
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        given = self.known.given_unknown
+        self.running.append((func, args, kwargs))
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            self.running.pop()
+            self.known.given_unknown = given
+
+    def _run(self, func, args, kwargs):
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
@@ -219,9 +249,13 @@ class Reading(TorchFunctionMode):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
+        if func in SPLITS:  # they would take a refusal for a tensor of several sizes
+            args = (args[0], *map(self._size, args[1:]))
+            kwargs = {name: self._size(value) for name, value in kwargs.items()}
         if self._unknown_in(args, kwargs):
             computes = getattr(func, "__name__", "") in COMPUTES
             plain = _usual if computes else self._tried
+            self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)
         if (func in ARE_FINITE or func in ARE_NOT_FINITE) and isinstance(result, FakeTensor):
@@ -258,6 +292,8 @@ class Reading(TorchFunctionMode):
             with _disable_current_modes():  # the tracker would answer for a tensor without values
                 return func(real)
 
+        if sys._getframe(3).f_code.co_filename == INITIALISATION:
+            return False
         answer = self._answered()
         if answer is not None:
             return answer
@@ -273,9 +309,45 @@ class Reading(TorchFunctionMode):
 
     def _answered(self) -> object:
         """What the user has said is read here; None if nothing."""
-        if sys._getframe(3).f_code.co_filename == INITIALISATION:
-            return False
         return next((self.answers[line] for line in lines() if line in self.answers), None)
+
+    def _size(self, given):
+        return self.argument(given) if isinstance(given, FakeTensor) else given
+
+    def argument(self, tensor: Tensor):
+        """The value that PyTorch itself reads of a tensor, which it was given for a number.
+
+        If it is not known, any will do where no shape depends on it: 0 is in the bounds of an index
+        and a factor, too. Else it is the user's answer, or a refusal.
+        """
+        real = self.known.of(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return real.item()
+
+        answer = self._answered()
+        if answer is not None:
+            return answer
+        if not self._is_factor(tensor):
+            raise branches(place())
+        self.known.given_unknown = True
+        return USUAL if tensor.is_floating_point() else 0
+
+    def _is_factor(self, tensor: Tensor) -> bool:
+        """Whether no shape depends on the value of a tensor that the running function was given."""
+        if not self.running:
+            return False
+        func, args, kwargs = self.running[-1]
+        if func in ITEMS:  # not the bound of a slice
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return any(index is tensor for index in indices)
+
+        name = getattr(func, "__name__", "").strip("_")
+        if name in ONE_FACTOR:
+            position, keyword = ONE_FACTOR[name]
+            given = args[position] if position < len(args) else kwargs.get(keyword)
+            return given is tensor
+        return name in FACTORS or name.startswith("foreach_")
 
 
 # ---- models that ask

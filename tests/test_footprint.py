@@ -237,6 +237,50 @@ def test_the_depth_of_stages_is_chosen():
     assert shallow.peak == predict(build, step, "cpu").peak
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda out: torch.arange(torch.tensor([2000] * 4).max()),
+        lambda out: torch.zeros(torch.tensor(2000)),
+        lambda out: torch.zeros(3, 1).expand(-1, torch.tensor(2000)).clone(),
+        lambda out: torch.zeros(3000)[: torch.tensor(2000)].clone(),
+        lambda out: torch.zeros(20).repeat(torch.tensor(100)),
+        lambda out: torch.zeros(3000).topk(torch.tensor(2000)),
+        lambda out: torch.zeros(4000).split(torch.tensor(2000))[0].clone(),
+        lambda out: torch.full((2000,), out.mean()),
+        lambda out: torch.zeros(2000).add_(torch.ones(2000), alpha=out.mean()),
+        lambda out: torch.zeros(3, 2000)[out.argmax() % 3].clone(),
+    ],
+)
+def test_a_tensor_given_for_a_number_makes_the_shapes_of_the_real_step(make):
+    def step(model):
+        with torch.no_grad():
+            return [make(model(torch.ones(2, 8))), torch.zeros(9000)]
+
+    def build():
+        return torch.nn.Linear(8, 8)
+
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda out: torch.zeros(out.argmax()),
+        lambda out: torch.zeros(9)[: out.argmax()],
+        lambda out: torch.zeros(9).split(split_size=out.argmax()),
+        lambda out: F.one_hot(out.argmax(1)),
+        lambda out: bool(torch.tensor([out.mean().item()]) > 0.5),
+        lambda out: bool((torch.arange(3) * out.mean().item()).sum() > 0.5),
+        lambda out: bool(torch.zeros(2).add_(1, alpha=out.mean().item()).sum() > 0.5),
+        lambda out: bool(torch.full((2,), out.mean().detach()).sum() > 0.5),
+    ],
+)
+def test_a_shape_or_a_decision_by_a_tensor_made_of_an_unknown_number_is_refused(make):
+    with pytest.raises(Refused, match=r"test_footprint.py:.*decides by it"):
+        predict(lambda: torch.nn.Linear(8, 8), lambda model: make(model(torch.ones(2, 8))), "cpu")
+
+
 # ---- data
 
 

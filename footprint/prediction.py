@@ -2,8 +2,8 @@
 
 `predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
 storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
-is like all that follow. `observe` records the same of a real run on this machine's CPU, and
-`measure` asks the CPU's allocator.
+is like all that follow. footprint/trials.py may run it again with other numbers. `observe` records
+the same of a real run on this machine's CPU, and `measure` asks the CPU's allocator.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
 from footprint.report import Report
-from footprint.trials import not_settled, settle
+from footprint.trials import not_settled, repeatable, settle
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
@@ -171,10 +171,11 @@ def trace_two_steps(
         step(state)
 
         origins = tracker.begin_step()
+        again = repeatable(lambda: step(state))
         step(state)
         tracker.locate()
         label(tracker, state, origins)
-        settle(tracker, lambda: step(state))
+        settle(tracker, again)
     if not tracker.trace.events:
         raise Refused(
             "neither build nor step has made a tensor: build makes the model and the optimizer and "

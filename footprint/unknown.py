@@ -38,9 +38,13 @@ class Reads:
     def plain(self, place: str) -> float:
         """The number read at `place`, as a float that nothing can follow."""
         self.places[place] += 1
-        if self.places[place] > MOST_READS:
+        if self.is_endless():
             raise branches(place)
         return self.number if self.only in ("", place) else USUAL
+
+    def is_endless(self) -> bool:
+        """Whether a line has read so often that it is in a loop without an end."""
+        return any(count > MOST_READS for count in self.places.values())
 
     def begin(self) -> None:
         """Forget what was read, before a step."""

@@ -134,7 +134,9 @@ class _Trials:
         return number * factor if number > USUAL else number / factor
 
     def _run(self, number: float, only: str = "") -> Memory | _Raised | None:
-        """The memory of the step with that number; None if it then cannot be predicted."""
+        """The memory of the step with that number, or what it raises, whatever that is; None if it
+        then cannot be predicted.
+        """
         self.count += 1
         self.tracker.begin({})
         reads = self.tracker.known.reads
@@ -145,11 +147,7 @@ class _Trials:
             if reads.is_endless():
                 raise
             return None
-        except (
-            Exception,
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # whatever the step raises, it did not before
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             if _is_interrupted(error):
                 raise
             return _Raised(f"{place_of(error.__traceback__)} raises {type(error).__name__}")

@@ -2,6 +2,7 @@
 tells apart, what it refuses, and that it needs torch only.
 """
 
+import dataclasses
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
@@ -403,6 +405,57 @@ def test_a_shuffling_loader_whose_data_decide_gives_the_batches_of_the_real_step
     assert report.stages["start"]["input"] == 8 * 768 * 4 + 8 * 8
     assert report.peak == pytest.approx(measure(loaded(0), on_loaded_rows), abs=TOLERANCE)
     assert report.peak == predict(loaded(2), on_loaded_rows, "cpu").peak
+
+
+class Item:
+    def __init__(self, row):
+        self.row = row
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Slots:
+    row: torch.Tensor
+
+
+@pytest.mark.parametrize("item", [Item, Slots])
+def test_objects_of_a_dataset_are_imagined_and_stay_as_they_are(item):
+    held = [item(torch.ones(8, 768)) for _ in range(8)]
+    found = []
+
+    def build():
+        loader = torch.utils.data.DataLoader(held, batch_size=None)
+        return torch.nn.Linear(768, 10), iter(loader)
+
+    def step(state):
+        model, items = state
+        row = next(items).row
+        found.append(type(row))
+        model(row).mean().backward()
+
+    report = predict(build, step, "cpu")
+    assert report.stages["start"]["input"] == 8 * 768 * 4
+    assert not any(isinstance(one.row, FakeTensor) for one in held)
+    assert found == [FakeTensor] * 2
+
+
+@pytest.mark.parametrize("weights", [lambda: [0.0] * 60 + [1.0] * 4, lambda: torch.rand(64)])
+def test_a_sampler_that_build_makes_draws_by_the_weights_that_are_known(weights):
+    drawn = []
+
+    class Drawn(Rows):
+        def __getitem__(self, index):
+            drawn.append(index)
+            return super().__getitem__(index)
+
+    def build():
+        sampler = torch.utils.data.WeightedRandomSampler(weights(), 64)
+        loader = torch.utils.data.DataLoader(Drawn(), 8, sampler=sampler)
+        return *loaded(0)()[:2], loader, []
+
+    peak = predict(build, on_loaded_rows, "cpu").peak
+    assert (min(drawn) >= 60) == isinstance(weights(), list)
+    indices = 64 * 8  # which the real sampler holds
+    assert peak == pytest.approx(measure(build, on_loaded_rows) - indices, abs=TOLERANCE)
 
 
 def test_a_permutation_has_values_and_a_random_number_has_none():

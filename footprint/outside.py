@@ -1,5 +1,5 @@
-"""Memory that no operator on fake tensors of a CPU shows: what Python saves, and what a GPU's step
-keeps in host memory.
+"""What no operator on fake tensors of a CPU shows: memory that Python saves, what a GPU's step
+keeps in host memory, and files.
 """
 
 import contextlib
@@ -72,3 +72,24 @@ def gpu_scalers() -> Iterator[None]:
         yield
     finally:
         GradScaler.__init__ = start
+
+
+@contextlib.contextmanager
+def saving_nothing() -> Iterator[None]:
+    """torch.save inside the `with` block writes nothing, and leaves a file as it is: fake tensors
+    have no values. A program may have imported it by name, so what it calls is left out, too.
+    """
+    places = [(torch, "save"), (torch.serialization, "save"), (torch.serialization, "_save")]
+    places += [(torch.serialization, "_open_zipfile_writer")]
+    kept = [getattr(module, name) for module, name in places]
+    for module, name in places:
+        setattr(module, name, _nothing)
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(places, kept, strict=True):
+            setattr(module, name, function)
+
+
+def _nothing(*_, **__) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()

@@ -30,7 +30,7 @@ from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
 from footprint.modes import switched_on
 from footprint.network import no_network
-from footprint.outside import gpu_scalers, offloading, random_states
+from footprint.outside import gpu_scalers, offloading, random_states, saving_nothing
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
@@ -97,6 +97,14 @@ SHAPES = {
     "aten::nonzero": "choose by torch.where or by topk, whose results have a fixed shape",
     "aten::masked_select": "choose by torch.where, whose result has a fixed shape",
 }
+# In what Python says of operations that no float has either
+NO_FLOATS = (
+    "can only concatenate",
+    "unsupported operand type",
+    "'Unknown' object",
+    "type 'Unknown'",
+    "Unknown found",
+)
 NO_ANSWERS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -263,6 +271,7 @@ def _on_fake_tensors(
         warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA")
         stack.enter_context(undisclosed())
         stack.enter_context(written_as_json())
+        stack.enter_context(saving_nothing())
         stack.enter_context(real_batches(tracker))
         warnings.filterwarnings("ignore", message="Accessing the data pointer")  # by deepcopy
         fake_tensors = FakeTensors()
@@ -296,6 +305,9 @@ def _refusing() -> Iterator[None]:
         raise Refused(_words(error, "does not say what it returns for shapes alone")) from error
     except TypeError as error:
         if "Unknown" not in str(error):
+            raise
+        if any(words in str(error) for words in NO_FLOATS):
+            error.args = (str(error).replace("Unknown", "float"),)
             raise
         raise branches(place_of(error.__traceback__)) from error
     except (AssertionError, RuntimeError, UserWarning, ValueError) as error:

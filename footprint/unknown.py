@@ -8,6 +8,7 @@ step again with other numbers; where no step can run again, a decision is refuse
 import contextlib
 import dis
 import json
+import json.encoder
 import math
 import numbers
 import operator
@@ -22,7 +23,7 @@ from footprint.refusal import HERE, TORCH, Refused
 
 USUAL = 1.0  # in place of every number that is not known
 OTHERS = (1e-6, 300.0)  # above 0, which has no logarithm; exp(1000) is not a float
-MOST_READS = 1000  # of one line in a step: a loop that never ends
+MOST_READS = 100_000  # of one line in a step: a loop that never ends
 WHOLE = tuple("bcdoxX")  # ends of format specifications that want an integer
 
 
@@ -98,6 +99,12 @@ class Unknown(torch.SymFloat):
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
     __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _computed
+
+    def __divmod__(self, other: object) -> tuple["Unknown", "Unknown"]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: object) -> tuple["Unknown", "Unknown"]:
+        return other // self, other % self
 
     def __deepcopy__(self, memo: dict) -> "Unknown":
         return Unknown(self.origin, self.reads)
@@ -189,14 +196,25 @@ def is_formatting() -> bool:
 
 @contextlib.contextmanager
 def written_as_json() -> Iterator[None]:
-    """Unknown numbers inside the `with` block can be written by `json`."""
+    """Unknown numbers inside the `with` block can be written by `json`: by its encoder in C, which
+    asks for a default, and by that in Python, which takes them for floats.
+    """
     default = json.JSONEncoder.default
+    make = json.encoder._make_iterencode
 
     def plain(encoder: json.JSONEncoder, value: object):
         return USUAL if isinstance(value, Unknown) else default(encoder, value)
 
+    def made(markers, default, encoder, indent, text, *others):
+        def known(number: float) -> str:
+            return text(USUAL if isinstance(number, Unknown) else number)
+
+        return make(markers, default, encoder, indent, known, *others)
+
     json.JSONEncoder.default = plain
+    json.encoder._make_iterencode = made
     try:
         yield
     finally:
         json.JSONEncoder.default = default
+        json.encoder._make_iterencode = make

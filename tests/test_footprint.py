@@ -23,7 +23,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import footprint as benchmark
-from footprint import Recording, Refused, measure, observe, predict, probe
+from footprint import Recording, Refused, measure, observe, predict, probe, unknown
 from footprint.places import shortened
 from tests.footprint_models import STEPS, Transformer, images, mlp, on_tokens, tokens, train
 from tests.tiers import few_fast
@@ -199,6 +199,49 @@ def test_a_step_that_differs_from_call_to_call_or_stops_is_not_blamed_on_a_numbe
     (found,) = predict(build, Differs(differ), "cpu").assumed
     line = differ.__code__.co_firstlineno + 2
     assert found.endswith(words.replace("LINE", str(line)))
+
+
+def test_a_file_that_is_saved_to_stays_as_it_is_and_json_is_written(tmp_path):
+    from torch import save  # as a program that has imported it
+
+    weights, log = tmp_path / "weights.pt", tmp_path / "log.json"
+    weights.write_bytes(b"weights")
+
+    def step(state):
+        TRANSFORMER[1](state)
+        model, optimizer = state
+        loss = model(tokens()[0]).mean().item()
+        save(model.state_dict(), weights)
+        torch.save({"optimizer": optimizer.state_dict(), "loss": loss}, str(weights))
+        torch.save(loss, weights, _use_new_zipfile_serialization=False)
+        with log.open("w") as file:
+            json.dump({"loss": loss, "parts": [loss]}, file)
+        assert json.dumps({"loss": loss}, indent=1) == '{\n "loss": 1.0\n}'
+        assert isinstance(divmod(loss, 2)[1], float)
+
+    report = predict(TRANSFORMER[0], step, "cpu")
+    assert weights.read_bytes() == b"weights"
+    assert json.loads(log.read_text()) == {"loss": 1.0, "parts": [1.0]}
+    assert report.assumed == []
+
+    save(torch.ones(2), weights)
+    assert torch.load(weights).tolist() == [1.0, 1.0]
+
+
+def test_an_error_of_the_users_own_is_told_as_python_tells_it():
+    def step(state):
+        return "loss: " + forward(state).mean().item()
+
+    with pytest.raises(TypeError, match=r'can only concatenate str \(not "float"\) to str'):
+        predict(TRANSFORMER[0], step, "cpu")
+
+
+def test_a_line_may_read_often():
+    def step(state):
+        loss = forward(state).mean()
+        return sum(float(loss) for _ in range(1001))
+
+    assert len(predict(TRANSFORMER[0], step, "cpu").assumed) == 1
 
 
 def test_only_the_two_steps_that_are_predicted_are_heard(capsys, caplog):
@@ -795,7 +838,8 @@ def aligns(state):
         (selects, "shape depends on values"),
     ],
 )
-def test_what_has_no_value_is_refused_with_the_line_of_the_users_file(step, words):
+def test_what_has_no_value_is_refused_with_the_line_of_the_users_file(step, words, monkeypatch):
+    monkeypatch.setattr(unknown, "MOST_READS", 1000)
     refused(step, words)
 
 

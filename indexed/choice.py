@@ -20,7 +20,10 @@ LARGEST_INDEX = 2**31 - 1
 
 
 def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
-    """I[t, b] = sum over heads of relu(q[t] . k[b]) / sqrt(E), in fp32 [C, N]; none is negative."""
+    """I[t, b] = sum over heads of relu(q[t] . k[b]) / sqrt(E), in fp32 [C, N]; none is negative.
+
+    NaN becomes infinite, which is chosen first, as in model.py, and makes the query's loss NaN.
+    """
     C, h, E = q_ChE.shape
     N = len(k_NE)
     q_RE = q_ChE.reshape(C * h, E)
@@ -30,7 +33,7 @@ def block_scores(q_ChE: Tensor, k_NE: Tensor, buffers: Buffers) -> Tensor:
         stop = min(start + size, N)
         product_RN = product_fp32(q_RE, k_NE[start:stop], buffers, "logits").relu_()
         torch.sum(product_RN.view(C, h, -1), 1, out=scores_CN[:, start:stop])
-    return scores_CN.mul_(E**-0.5)
+    return scores_CN.mul_(E**-0.5).nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def hide_unfinished(
@@ -71,8 +74,7 @@ def _first_best(
 ) -> Tensor:
     """`least_C` is the score of rank `most`; of the blocks that have it, the first ones are taken.
 
-    One index more than `most` for each query tells whether there are too many. NaN scores choose
-    nothing; what is not found is -1.
+    One index more than `most` for each query tells whether there are too many.
     """
     C = len(scores_CN)
     chosen_CN = scores_CN >= least_C[:, None]
@@ -84,7 +86,7 @@ def _first_best(
                 tied = (scores_N == least).nonzero()[:, 0]
                 chosen_N[tied[len(tied) - surplus :]] = False
         found = torch.nonzero_static(chosen_CN, size=C * most + 1)
-    return found[:-1, 1].clamp(min=0).view(C, most)
+    return found[:-1, 1].view(C, most)
 
 
 def least_rank(chosen_scores_Cn: Tensor, index_Cn: Tensor) -> Tensor:

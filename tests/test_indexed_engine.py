@@ -57,6 +57,16 @@ def results(tensors, upstream, r, most):
     return dict(zip(("o", "kl", *NAMES), (o, kl, *grads), strict=True)), saved[-1]
 
 
+def test_a_query_that_is_nan_changes_no_other_one(small_parts):
+    tensors, upstream = operands(1, 301, 4, 2, 16, 2, 16, 4, torch.float32)
+    healthy, _ = results(tensors, upstream, 4, 4)
+    tensors[3][0, 200] = torch.nan
+    found, _ = results(tensors, upstream, 4, 4)
+    differs = (found["o"] != healthy["o"]).flatten(2).any(-1)[0]
+    assert differs.nonzero().flatten().tolist() == [200]
+    assert found["kl"].isnan()[0].nonzero().flatten().tolist() == [200]
+
+
 def test_in_bf16_it_errs_at_most_twice_as_much_as_the_plain_version(monkeypatch, small_parts):
     """With heads of 64, from which on fp32 products are made of two bf16 ones."""
     tensors, upstream = operands(1, 600, 4, 2, 64, 2, 64, 4, torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longhaul import optim, qwen3, step
-from longhaul.checkpoint import load, save
+from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
 from longhaul.flops import keys_read, train_flops
 from longhaul.generate import generate
@@ -278,6 +278,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stop, tmp_path):
         state.model.named_parameters(), whole.model.parameters(), strict=True
     ):
         assert torch.equal(p, want), name
+
+
+@pytest.mark.parametrize("warmup, step_saved", [(5, 4), (2, 3)], ids=["longer", "shorter"])
+def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp_path):
+    before, _ = trained(settings(indexer_warmup=3), step_saved)
+    checkpoint = load.verified(save.save(before, tmp_path, {}))
+    changed = settings(indexer_warmup=warmup, override_settings=True)
+    with pytest.raises(ValueError, match="with 3, and a warm-up can .* give --indexer_warmup 3"):
+        resume.check_settings(checkpoint, changed)
+    resume.check_settings(checkpoint, settings(indexer_warmup=3))
 
 
 def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):

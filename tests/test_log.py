@@ -54,6 +54,12 @@ def test_the_time_that_remains_is_that_of_the_steps_so_far(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith(", 12 min left\n")
 
 
+def test_progress_shows_what_an_indexer_learns(capsys):
+    figures = dict(indexer_kl=0.5, indexer_recall=0.875)
+    log.Lines(first_step=0, last_step=10).step(record(1) | figures)
+    assert ", indexer_kl 0.500, indexer_recall 0.875, lr " in capsys.readouterr().out
+
+
 def test_a_terminal_gets_a_bar(logger, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

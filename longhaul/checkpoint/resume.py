@@ -186,6 +186,22 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
             f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
             "settings, or add --override_settings to change them"
         )
+    if not cfg.indexer_ineffective:
+        _check_warmup(checkpoint, changed)
+
+
+def _check_warmup(checkpoint: Checkpoint, changed: dict[str, tuple]):
+    """ValueError if another end of the indexer's warm-up lies in the past: how often the other
+    parameters were updated would then be unknown.
+    """
+    ends = changed.get("indexer_warmup")
+    if ends and checkpoint.step > min(ends):
+        recorded, now = ends
+        raise ValueError(
+            f"--indexer_warmup {now}: the checkpoint of step {checkpoint.step} was trained with "
+            f"{recorded}, and a warm-up can change only until the shorter one ends: give "
+            f"--indexer_warmup {recorded}"
+        )
 
 
 def check_position(checkpoint: Checkpoint, rows: Order, cfg: TrainConfig):

@@ -42,8 +42,9 @@ PEAK_FLOPS = {
 }
 
 
-# Figures of post-training that progress shows.
+# Figures of policies and indexers that progress shows.
 OF_A_POLICY = ("reward", "reward_label", "accuracy", "truncated", "kl")
+WATCHED = (*OF_A_POLICY, "indexer_kl", "indexer_recall")
 
 
 # ---- figures
@@ -89,11 +90,11 @@ def perplexity(loss: float) -> float:
     return float(torch.tensor(loss, dtype=torch.float64).exp())
 
 
-def of_a_policy(record: dict) -> str:
-    """The figures by which a policy is watched, with a comma behind each; nothing for pretraining,
-    whose records have none of them.
+def watched(record: dict) -> str:
+    """The figures by which a policy or an indexer is watched, with a comma behind each; nothing for
+    other runs, whose records have none of them.
     """
-    found = [f"{name} {record[name]:.3f}, " for name in OF_A_POLICY if name in record]
+    found = [f"{name} {record[name]:.3f}, " for name in WATCHED if name in record]
     return "".join(found)
 
 
@@ -118,7 +119,7 @@ class Bar:
     def step(self, record: dict):
         """Move on to the step of this record."""
         self.bar.set_postfix_str(
-            f"loss {record['loss']:.3f}, {of_a_policy(record)}"
+            f"loss {record['loss']:.3f}, {watched(record)}"
             f"{record['tokens_per_s']:,.0f} tokens/s, "
             f"{record['mem_gib']:.2f} GiB",
             refresh=False,
@@ -147,7 +148,7 @@ class Lines:
         step = record["step"]
         self.say(
             f"step {step} of {self.last_step}: loss {record['loss']:.4f}, "
-            f"{of_a_policy(record)}lr {record['lr']:.3g}, "
+            f"{watched(record)}lr {record['lr']:.3g}, "
             f"{record['tokens_per_s']:,.0f} tokens/s, {record['mem_gib']:.2f} GiB, "
             f"{self._time_left(step)} left"
         )

@@ -37,6 +37,24 @@ def random_states(tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def arrays(tracker: Tracker) -> Iterator[None]:
+    """Inside the `with` block `torch.from_numpy` gives tensors whose memory is numpy's: PyTorch's
+    allocator for the CPU does not count it. What a step for a GPU reads so is the GPU's in the end.
+    """
+    from_numpy = torch.from_numpy
+
+    def shared(array) -> Tensor:
+        with tracker.on_host():
+            return from_numpy(array)
+
+    torch.from_numpy = shared
+    try:
+        yield
+    finally:
+        torch.from_numpy = from_numpy
+
+
+@contextlib.contextmanager
 def offloading(tracker: Tracker) -> Iterator[None]:
     """Inside the `with` block `torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as
     on a GPU: among tensors of a CPU it copies nothing.

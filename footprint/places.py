@@ -134,6 +134,7 @@ class StepTracker(Tracker):
 
     def begin(self, config: dict) -> None:
         super().begin(config)
+        self.known.begin()
         self.phases = [(0, START)]
         self.phase = START
         self.outside = START

@@ -30,7 +30,13 @@ from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
 from footprint.modes import switched_on
 from footprint.network import no_network
-from footprint.outside import gpu_scalers, offloading, random_states, saving_nothing
+from footprint.outside import (
+    arrays,
+    gpu_scalers,
+    offloading,
+    random_states,
+    saving_nothing,
+)
 from footprint.owners import adopt, label
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
@@ -287,6 +293,7 @@ def _on_fake_tensors(
             modes.insert(0, CudaOperators())
         else:
             stack.enter_context(random_states(tracker))
+            stack.enter_context(arrays(tracker))
         stack.enter_context(switched_on(modes))
         stack.enter_context(tracker)
         yield

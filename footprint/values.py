@@ -4,8 +4,9 @@ Fake tensors have shapes but no values. A number that is only logged or that sca
 `Unknown` (footprint/unknown.py). A decision by a value is refused with the line of the user's file,
 unless the user has given the answer for that line. Numbers are taken to be finite.
 
-Values that do not depend on weights or on random numbers are known: of small tensors made by
-`arange`, `linspace`, `ones`, `tensor` and so on a real twin is computed next to the fake one.
+Values that do not depend on weights are known: of small tensors made by `arange`, `linspace`,
+`ones`, `tensor` and so on a real twin is computed next to the fake one. Random integers are drawn
+for the twin; where one is read, the prediction is that of this draw, and says so.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.functional import one_hot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,6 +32,7 @@ KERNEL = (
 )
 MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
 TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
+DRAWN = "_footprint_drawn"  # the attribute of a twin's storage that depends on random integers
 READS = {
     Tensor.item,
     Tensor.tolist,
@@ -63,10 +66,18 @@ FACTORS |= {"clamp", "clip", "full_like", "masked_fill", "fill", "lerp", "normal
 FACTORS |= {"isclose", "softplus", "threshold", "leaky_relu", "elu", "tril", "triu", "roll"}
 # functions of which one argument is such a number: its position and its name
 ONE_FACTOR = {"full": (1, "fill_value"), "select": (2, "index"), "narrow": (2, "start")}
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SPLITS = {Tensor.split, torch.split}
 ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
 PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
 LONGEST_PERMUTATION = 2**24
+RANDOM_INTEGERS = (
+    torch.ops.aten.randint.default,
+    torch.ops.aten.randint.generator,
+    torch.ops.aten.randint.low,
+    torch.ops.aten.randint.low_generator,
+)
+MOST_DRAWN = 2**20  # elements of a tensor of random integers that have values
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
@@ -91,6 +102,11 @@ class KnownValues:
         self.reads = Reads()
         self.assumed: dict[str, None] = {}  # what the prediction takes for granted, in words
         self.given_unknown = False  # whether the function that runs got a number without a value
+        self.random = torch.Generator()  # not the user's
+
+    def begin(self) -> None:
+        """Draw the random integers that the last step has drawn."""
+        self.random.manual_seed(0)
 
     def suppose(self, words: str) -> None:
         """Take something for granted, and say so."""
@@ -103,6 +119,16 @@ class KnownValues:
         twin, state = getattr(tensor, TWIN, (None, None))
         return twin if state == self._state(tensor) else None
 
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether the values that are known depend on random integers."""
+        twin = self.of(tensor)
+        return twin is not None and hasattr(twin.untyped_storage(), DRAWN)
+
+    def settle(self, fake: Tensor, value: int) -> None:
+        """From now on, the tensor of one element has this value."""
+        with unset_fake_temporarily():
+            self._keep(fake, torch.tensor(value, dtype=fake.dtype))
+
     def _state(self, tensor: Tensor) -> tuple[int, int]:
         """The tensor's storage, and how often it was overwritten."""
         address = tensor.untyped_storage()._cdata
@@ -110,7 +136,7 @@ class KnownValues:
 
     def follow(self, func, args, kwargs, outputs) -> None:
         """Compute the same operator on the twins, if all of its inputs have one."""
-        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        results = _tensors(outputs)
         if func in ALL_OR_ANY and self._is_uniform(args[0]):
             with unset_fake_temporarily():
                 self._keep(results[0], self.of(args[0]).as_strided((), ()))
@@ -118,16 +144,21 @@ class KnownValues:
         if func in PERMUTATIONS and results[0].numel() <= LONGEST_PERMUTATION:
             self._keep(results[0], _permutation(results[0]))
             return
+        if func in RANDOM_INTEGERS and results[0].numel() <= MOST_DRAWN:
+            self._keep(results[0], _drawn(results[0], args, self.random))
+            return
         if self.given_unknown or not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
             return
 
         with unset_fake_temporarily(), torch.no_grad():
             real_args, real_kwargs = tree_map(self._real, (tuple(args), dict(kwargs)))
+            is_drawn = any(map(self.is_drawn, _tensors((args, kwargs))))
             computed = func(*real_args, **real_kwargs)
-        leaves = [leaf for leaf in tree_leaves(computed) if isinstance(leaf, Tensor)]
-        for fake, twin in zip(results, leaves, strict=True):
+        for fake, twin in zip(results, _tensors(computed), strict=True):
             self._keep(fake, twin)
+            if is_drawn:
+                setattr(twin.untyped_storage(), DRAWN, True)
 
     def selected(self, func, args) -> Tensor | None:
         """A fake tensor of the shape that `nonzero` has for known values; None for anything else.
@@ -136,7 +167,7 @@ class KnownValues:
         if func is not torch.ops.aten.nonzero.default:
             return None
         twin = self.of(args[0])
-        if twin is None:
+        if twin is None or self.is_drawn(args[0]):
             return None
         with unset_fake_temporarily():
             count = int(torch.count_nonzero(twin))
@@ -158,7 +189,7 @@ class KnownValues:
             return False
         if any(tensor.numel() > MOST_KNOWN for tensor in results):
             return False
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors((args, kwargs))
         if any(tensor.numel() > MOST_KNOWN for tensor in given):
             return False
         return _is_like(func) or all(self.of(tensor) is not None for tensor in given)
@@ -195,6 +226,19 @@ class KnownValues:
                 if isinstance(leaf, Tensor):
                     address, writes = self._state(leaf)
                     self.writes[address] = writes + 1
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _drawn(fake: Tensor, args, random: torch.Generator) -> Tensor:
+    """Random integers for a call of randint(high, size) or randint(low, high, size)."""
+    bounds = args[:2] if isinstance(args[1], int) else (0, args[0])
+    with unset_fake_temporarily():
+        twin = torch.randint(*bounds, fake.shape, generator=random, dtype=fake.dtype)
+    setattr(twin.untyped_storage(), DRAWN, True)
+    return twin
 
 
 def _permutation(fake: Tensor) -> Tensor:
@@ -235,6 +279,8 @@ class Reading(TorchFunctionMode):
         given = self.known.given_unknown
         self.running.append((func, args, kwargs))
         try:
+            if self.answers and getattr(func, "__name__", "") in COMPUTES:
+                self._settle(args)
             return self._run(func, args, kwargs)
         finally:
             self.running.pop()
@@ -249,6 +295,8 @@ class Reading(TorchFunctionMode):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
+        if func is one_hot:
+            return self._one_hot(*args, **kwargs)
         if func in SPLITS:  # they would take a refusal for a tensor of several sizes
             args = (args[0], *map(self._size, args[1:]))
             kwargs = {name: self._size(value) for name, value in kwargs.items()}
@@ -290,7 +338,7 @@ class Reading(TorchFunctionMode):
         real = self.known.of(tensor)
         if real is not None:
             with _disable_current_modes():  # the tracker would answer for a tensor without values
-                return func(real)
+                return self._drawn(tensor, func(real))
 
         if sys._getframe(3).f_code.co_filename == INITIALISATION:
             return False
@@ -311,6 +359,39 @@ class Reading(TorchFunctionMode):
         """What the user has said is read here; None if nothing."""
         return next((self.answers[line] for line in lines() if line in self.answers), None)
 
+    def _drawn(self, tensor: Tensor, value: object):
+        """The value; one that depends on random integers only if the user has not answered."""
+        if not self.known.is_drawn(tensor):
+            return value
+        answer = self._answered()
+        if answer is not None:
+            return answer
+        self.known.suppose(f"the random integers that {place()} reads are those of one draw")
+        return value
+
+    def _settle(self, args) -> None:
+        """An integer that is answered is the value of the tensors that the line computes with, so
+        that in `x[i : i + 8]` both bounds follow from it.
+        """
+        unknown = [tensor for tensor in args if self._is_unknown_integer(tensor)]
+        answer = self._answered() if unknown else None
+        if type(answer) is not int:
+            return
+        for tensor in unknown:
+            self.known.settle(tensor, answer)
+
+    def _is_unknown_integer(self, tensor: object) -> bool:
+        if not isinstance(tensor, FakeTensor) or tensor.dim() or tensor.dtype not in INTEGERS:
+            return False
+        return self.known.of(tensor) is None or self.known.is_drawn(tensor)
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        """As PyTorch makes it on real tensors; on fake ones it would hold booleans, too."""
+        if num_classes == -1:
+            num_classes = self.argument(tensor.max()) + 1
+        ones = tensor.new_zeros((*tensor.shape, num_classes))
+        return ones.scatter_(-1, tensor.unsqueeze(-1), 1)
+
     def _size(self, given):
         return self.argument(given) if isinstance(given, FakeTensor) else given
 
@@ -323,7 +404,7 @@ class Reading(TorchFunctionMode):
         real = self.known.of(tensor)
         if real is not None:
             with _disable_current_modes():
-                return real.item()
+                return self._drawn(tensor, real.item())
 
         answer = self._answered()
         if answer is not None:

@@ -373,6 +373,8 @@ def test_the_depth_of_stages_is_chosen():
         lambda out: torch.zeros(20).repeat(torch.tensor(100)),
         lambda out: torch.zeros(3000).topk(torch.tensor(2000)),
         lambda out: torch.zeros(4000).split(torch.tensor(2000))[0].clone(),
+        lambda out: F.one_hot(torch.arange(99)),
+        lambda out: F.one_hot(out.argmax(1), 2000),
         lambda out: torch.full((2000,), out.mean()),
         lambda out: torch.zeros(2000).add_(torch.ones(2000), alpha=out.mean()),
         lambda out: torch.zeros(3, 2000)[out.argmax() % 3].clone(),
@@ -506,11 +508,60 @@ def test_a_permutation_has_values_and_a_random_number_has_none():
 
     def step(state):
         found.append(torch.randperm(9).tolist())
-        return [0] * torch.randint(9, ()).item()
+        return [0] * torch.rand(()).mul(9).int().item()
 
     with pytest.raises(Refused, match="decides by it"):
         predict(mlp, step, "cpu")
     assert sorted(found[0]) == list(range(9))
+
+
+CORPUS = numpy.arange(20_000) % 65
+
+
+def random_rows():
+    """As nanoGPT takes a batch from a file."""
+    starts = torch.randint(len(CORPUS) - 64, (12,))
+    rows = [torch.from_numpy(CORPUS[i : i + 64].astype(numpy.int64)) for i in starts]
+    return torch.stack(rows)
+
+
+def test_random_integers_have_values_of_which_one_draw_is_predicted():
+    def step(model):
+        rows = random_rows()
+        found.append(rows.shape)
+        drawn = set()
+        while len(drawn) < 3:  # it would not end if all draws were equal
+            drawn.add(torch.randint(2, 5, ()).item())
+        found.append(drawn)
+        return model(rows.float()).mean()
+
+    def build():
+        return torch.nn.Linear(64, 64)
+
+    found: list = []
+    report = predict(build, step, "cpu")
+    assert found[:2] == [(12, 64), {2, 3, 4}]
+    line = random_rows.__code__.co_firstlineno + 3
+    words = f"the random integers that test_footprint.py:{line} reads are those of one draw"
+    assert words in report.assumed
+    assert report.peak == pytest.approx(measure(build, step), abs=TOLERANCE)
+
+
+def test_a_shape_that_depends_on_random_integers_is_refused():
+    with pytest.raises(Refused, match="shape depends on values"):
+        predict(mlp, lambda _: torch.randint(2, (9,)).nonzero(), "cpu")
+
+
+def test_an_integer_that_is_answered_is_that_of_the_tensor_and_not_of_what_is_computed_with_it():
+    def step(model):
+        count = model(torch.ones(2, 8)).argmax()
+        found.append(torch.arange(20)[count : count + 8].tolist())
+        return torch.ones(2)
+
+    found: list = []
+    answers = {f"test_footprint.py:{step.__code__.co_firstlineno + 2}": 3}
+    predict(lambda: torch.nn.Linear(8, 8), step, "cpu", answers=answers)
+    assert found[0] == list(range(3, 11))
 
 
 # ---- a script

@@ -4071,12 +4071,13 @@ class IndexedAttention(Attention):
         recall_3 = reading.recall(q_BTHK, k_BTGK, q_BThE, k_BNE, q_BTHK.shape[1])
         most = reading.most_of(k_BNE.shape[1])
         seen = self._seen(q_BTHK, k_BTGK, v_BTGK, q_BThE)
-        o_BTHK, kl_BT, *_ = indexed_forward(*seen, k_BNE, reading.r, most, reading.learns)
+        numbers = reading.r, most, reading.learns, reading.kernels
+        o_BTHK, kl_BT, *_ = indexed_forward(*seen, k_BNE, *numbers)
         return o_BTHK, kl_BT, recall_3
 
     def _reading(self) -> "Reading":
-        cfg = self.indexer.cfg
-        return Reading(cfg.r, cfg.most_blocks, self.losses.warming, torch.is_grad_enabled())
+        cfg, warming = self.indexer.cfg, self.losses.warming
+        return Reading(cfg.r, cfg.most_blocks, warming, torch.is_grad_enabled(), self.kernels)
 
     def _seen(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """q, k, v and the indexer's queries; in the warm-up the first three learn nothing."""
@@ -4098,9 +4099,8 @@ class IndexedAttention(Attention):
         k_BNE = cache.append_blocks(raw_BT1E, rope)
         keys_and_values = cache.append(k_BTGK, v_BTGK)
         cfg = self.indexer.cfg
-        o_BTHK, *_ = indexed_forward(
-            q_BTHK, *keys_and_values, q_BThE, k_BNE, cfg.r, cfg.most_blocks, False
-        )
+        numbers = cfg.r, cfg.most_blocks, False, self.kernels
+        o_BTHK, *_ = indexed_forward(q_BTHK, *keys_and_values, q_BThE, k_BNE, *numbers)
         return o_BTHK
 
     @classmethod
@@ -4111,14 +4111,26 @@ class IndexedAttention(Attention):
                 f"model's {config.head_dim}, whose rotary positions it shares; remedy: raise it"
             )
         if config.kernels == "triton":
-            raise ValueError(
-                "kernels='triton': indexed attention has no Triton kernels yet: choose "
-                "kernels='auto' or 'torch'"
-            )
+            triton_indexed_core(*cls._sizes(config), device)
+
+    @staticmethod
+    def _sizes(config: ModelConfig) -> tuple:
+        """What `triton_indexed_core` asks for."""
+        indexer = config.indexer
+        heads = config.num_heads // config.num_kv_heads, indexer.heads
+        return heads, (config.head_dim, indexer.head_dim), config.dtype
 
     @classmethod
     def warning(cls, config: ModelConfig, device: Device) -> str | None:
-        if indexed_twin(config.dtype) is not None:
+        if config.kernels == "auto" and torch.device(device).type == "cuda":
+            why = why_no_indexed_triton(*cls._sizes(config), device)
+            if why is None:
+                return None
+            return (
+                "indexed attention runs in PyTorch operators, slowly, because the kernels cannot: "
+                + why
+            )
+        if config.kernels == "triton" or indexed_twin(config.dtype) is not None:
             return None
         return (
             "indexed attention masks what it does not read instead of skipping it: its memory is "
@@ -4411,17 +4423,18 @@ def indexed_forward(
     r: int,
     most: int,
     learns: bool,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Indexed attention of the last T of the S tokens of one document in each row.
 
     The tensors are the fields of IndexedInputs, the results those of IndexedOutputs. `most`: blocks
     that a query reads at most, besides its own. `learns`: whether the indexer's loss is computed.
-    Gradients of o are those of q, k and v, and of the loss those of the indexer: neither sees the
-    other.
+    `kernels`: as in ModelConfig. Gradients of o are those of q, k and v, and of the loss those of
+    the indexer: neither sees the other.
     """
     inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
     outputs = IndexedOutputs.empty(q_BTHK)
-    twin = indexed_twin(q_BTHK.dtype)
+    twin = indexed_core(inputs, kernels)
     forward = plain_indexed_forward if twin is None else twin.forward
     forward(inputs, r, most, learns, outputs)
     return tuple(outputs)
@@ -4436,6 +4449,68 @@ def indexed_twin(dtype: torch.dtype) -> ModuleType | None:
     import indexed
 
     return indexed
+
+
+def indexed_core(inputs: IndexedInputs, kernels: str) -> ModuleType | None:
+    """What computes indexed attention: with kernels="triton" the Triton twin, with "auto" that one
+    for tensors on CUDA if it can run there, and otherwise `indexed_twin`.
+    """
+    G = inputs.k_BSGK.shape[2]
+    _, _, H, K = inputs.q_BTHK.shape
+    _, _, h, E = inputs.q_BThE.shape
+    sizes = (H // G, h), (K, E), inputs.q_BTHK.dtype
+    if kernels == "triton":
+        return triton_indexed_core(*sizes)
+
+    q_BTHK = inputs.q_BTHK
+    if kernels == "auto" and platform().device(q_BTHK).type == "cuda":
+        at_hand = q_BTHK.device if q_BTHK.is_cuda else None  # the planner's tensors are elsewhere
+        if why_no_indexed_triton(*sizes, at_hand) is None:
+            return triton_indexed_core(*sizes)
+    return indexed_twin(inputs.q_BTHK.dtype)
+
+
+def triton_indexed_core(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: Device | None = None,
+) -> ModuleType:
+    """The Triton twin of indexed attention, for so many query heads per KV head and of the indexer,
+    and their dims.
+
+    Raises ValueError if it is absent, or cannot serve the sizes, or cannot run on the device; None
+    stands for a GPU that is not at hand.
+    """
+    remedy = "choose kernels='auto' or 'torch'"
+    try:
+        from indexed.triton import attention
+    except ImportError as error:
+        raise ValueError(
+            f"kernels='triton': {error}: put the folders indexed/ and nsa/ next to model.py and "
+            f"pip install triton, or {remedy}"
+        ) from None
+
+    device = None if device is None else torch.device(device)
+    try:
+        attention.require(heads, dims, dtype, device)
+    except ValueError as error:
+        raise ValueError(f"{error}; remedy: {remedy}") from None
+    return attention
+
+
+def why_no_indexed_triton(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    device: Device | None,
+) -> str | None:
+    """Why the Triton twin of indexed attention cannot run, or None if it can."""
+    try:
+        triton_indexed_core(heads, dims, dtype, device)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def plain_indexed_forward(
@@ -4500,11 +4575,12 @@ def indexed_backward(
     least_BT: Tensor,
     r: int,
     most: int,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the inputs: of q, k and v from `do`, of the indexer's from `dkl`; zeros without.
 
-    Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider. `r` and
-    `most` are those of the forward.
+    Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider. `r`,
+    `most` and `kernels` are those of the forward.
     """
     inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
     saved = IndexedOutputs(o_BTHK, log_sum_BT, lse_BTH, log_sum_BT, least_BT)  # kl is not read
@@ -4515,7 +4591,7 @@ def indexed_backward(
         q_BThE=q_BThE.new_zeros(q_BThE.shape),
         k_BNE=_wide_zeros(k_BNE),
     )
-    twin = indexed_twin(q_BTHK.dtype)
+    twin = indexed_core(inputs, kernels)
     backward = plain_indexed_backward if twin is None else twin.backward
     backward(do_BTHK, dkl_BT, inputs, r, most, saved, grads)
     return tuple(x.to(like.dtype) for x, like in zip(grads, inputs, strict=True))
@@ -4614,7 +4690,7 @@ def _(do_BTHK, dkl_BT, *inputs_and_saved):
 
 
 def _save_indexed(ctx, inputs, output):
-    *tensors, ctx.r, ctx.most, ctx.learns = inputs
+    *tensors, ctx.r, ctx.most, ctx.learns, ctx.kernels = inputs
     o_BTHK, _kl_BT, *statistics = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*statistics)
@@ -4626,10 +4702,11 @@ def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
         do_BTHK = None
     if not ctx.learns or not any(ctx.needs_input_grad[3:5]):
         dkl_BT = None
-    grads = indexed_backward(do_BTHK, dkl_BT, *ctx.saved_tensors, ctx.r, ctx.most)
+    given = do_BTHK, dkl_BT, *ctx.saved_tensors
+    grads = indexed_backward(*given, ctx.r, ctx.most, ctx.kernels)
     of_model = grads[:3] if do_BTHK is not None else (None,) * 3
     of_indexer = grads[3:] if dkl_BT is not None else (None,) * 2
-    return *of_model, *of_indexer, None, None, None
+    return *of_model, *of_indexer, None, None, None, None
 
 
 indexed_forward.register_autograd(_indexed_gradients, setup_context=_save_indexed)
@@ -4643,6 +4720,7 @@ class Reading:
     most: int  # blocks that a query reads at most, besides its own
     warming: bool
     learns: bool
+    kernels: str = "auto"  # as in ModelConfig
 
     def most_of(self, blocks: int) -> int:
         """The same of so many blocks; in the warm-up it is all of them."""

@@ -1,8 +1,11 @@
-"""What the Triton kernels of sparse attention take on a GPU: Triton's compiler needs none.
+"""What the Triton kernels of attention take on a GPU: Triton's compiler needs none.
 
     python -m tests.kernel_resources 90 bfloat16 128 64
+    python -m tests.kernel_resources 90 bfloat16 128 indexed 4
 
-prints a line of JSON per kernel for sm_90, head dim 128 and selection blocks of 64 tokens.
+prints a line of JSON per kernel for sm_90 and head dim 128: of Native Sparse Attention with
+selection blocks of 64 tokens, or of indexed attention with 4 query heads per KV head and 4 of the
+indexer.
 
 It runs one layer, forward and backward, and compiles each launch instead of running it.
 """
@@ -12,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +23,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from model import NSAConfig
+from indexed.triton import attention as indexed
+from model import NSAConfig, indexed_backward, indexed_forward
 from nsa.triton import attention, dense
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -29,6 +34,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int16: "*i16",
+    torch.int64: "*i64",
     int: "i32",
     float: "fp32",
 }
@@ -76,9 +82,10 @@ def resources(built) -> dict:
     }
 
 
-def main(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
-    """Compiles each kernel once per set of constants, and prints what it takes."""
-    cfg = NSAConfig(sel_block=sel_block)
+def compiles(capability: int) -> Callable:
+    """Takes the place of a launch: compiles each kernel once per set of constants, and prints what
+    it takes.
+    """
     target = GPUTarget("cuda", capability, 32)
     done = set()
 
@@ -92,8 +99,13 @@ def main(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
         built = triton.compile(source, target=target, options=options)
         print(json.dumps({"kernel": kernel.__name__, **resources(built)}), flush=True)
 
-    attention.launch = compile_launch
-    dense.launch = compile_launch
+    return compile_launch
+
+
+def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
+    """The kernels of Native Sparse Attention."""
+    cfg = NSAConfig(sel_block=sel_block)
+    attention.launch = dense.launch = compiles(capability)
     attention.require = lambda *_: None
     attention.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
     attention.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024
@@ -106,5 +118,23 @@ def main(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     attention.nsa_attention(q, *kv, gates, cfg).sum().backward()
 
 
+def of_indexed(capability: int, dtype: torch.dtype, K: int, M: int) -> None:
+    """The kernels of indexed attention, whose operators have bodies that can be run alone."""
+    indexed.launch = compiles(capability)
+    indexed.require_values = lambda _: None
+    T = 4096
+    r, most = 4, 512
+    q, q_idx = (torch.zeros(1, T, heads, K, dtype=dtype) for heads in (2 * M, M))
+    k, v = (torch.zeros(1, T, 2, K, dtype=dtype) for _ in "kv")
+    inputs = q, k, v, q_idx, torch.zeros(1, T // r, K, dtype=dtype)
+    o, kl, *saved = indexed_forward._init_fn(*inputs, r, most, True, "triton")
+    indexed_backward._init_fn(o, kl, *inputs, o, *saved, r, most, "triton")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    capability, K = int(sys.argv[1]), int(sys.argv[3])
+    dtype = getattr(torch, sys.argv[2])
+    if sys.argv[4] == "indexed":
+        of_indexed(capability, dtype, K, int(sys.argv[5]))
+    else:
+        sparse(capability, dtype, K, int(sys.argv[4]))

@@ -64,7 +64,7 @@ SAME_LEVEL = LAZY | {
     ("longhaul.analysis", "longhaul.checkpoint"),
     ("longhaul.analysis", "longhaul.evals"),
     ("indexed", "model"),
-    ("indexed", "nsa"),  # buffers and products
+    ("indexed", "nsa"),  # buffers and products, and what kernels share
     ("nsa", "model"),  # the twin shares the checks and the layout of the plain version
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),
@@ -77,7 +77,7 @@ OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
     "model": {"torch"},
     "nsa": {"torch", "triton"},
-    "indexed": {"torch"},
+    "indexed": {"torch", "triton"},
     "fused": {"torch", "triton"},
     "files": {"torch", "safetensors"},
     "footprint": {"torch"},

@@ -48,10 +48,11 @@ def inputs(B, T, H, G, K, h, E, dtype=torch.float32) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=make).to(dtype).requires_grad_() for shape in shapes]
 
 
-def outputs(tensors, r, budget):
+def outputs(tensors, r, budget, kernels="auto"):
     """o and the indexer's loss."""
-    q, k, v, q_idx, k_idx = tensors
-    o, kl, *_ = indexed_forward(q, k, v, q_idx, pooled_keys(k_idx, r), r, budget // r, True)
+    *others, k_idx = tensors
+    sizes = r, budget // r, True, kernels
+    o, kl, *_ = indexed_forward(*others, pooled_keys(k_idx, r), *sizes)
     return o, kl
 
 
@@ -247,14 +248,14 @@ def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens():
     bounded_at(131_072)
 
 
-def bounded_at(T: int) -> None:
+def bounded_at(T: int, kernels: str = "auto") -> None:
     """Runs the bodies of the operators over their largest chunk, on tensors without values."""
     q, k, v, q_idx, k_idx = (x.to("meta") for x in inputs(1, 16, 2, 1, 8, 1, 8))
     q, k, v, q_idx = (x.new_empty((1, T, *x.shape[2:])) for x in (q, k, v, q_idx))
     k_idx = k_idx.new_empty((1, T // 4, 8))
     with Largest() as largest, model.running_on(OneChunk()):
-        o, kl, *saved = indexed_forward._init_fn(q, k, v, q_idx, k_idx, 4, 512, True)
-        indexed_backward._init_fn(o, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512)
+        o, kl, *saved = indexed_forward._init_fn(q, k, v, q_idx, k_idx, 4, 512, True, kernels)
+        indexed_backward._init_fn(o, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512, kernels)
     assert 1e6 < largest.elements < T * (T // 4) / 16
     assert sum(x.numel() * x.itemsize for x in saved) / T <= 8 + 4 + 2 * 4
 

@@ -50,10 +50,10 @@ def operands(B, T, H, G, K, h, E, r, dtype):
     return [q, k, v, q_idx, model.pooled_keys(k_idx, r)], upstream
 
 
-def results(tensors, upstream, r, most):
-    o, kl, *saved = model.indexed_forward(*tensors, r, most, True)
+def results(tensors, upstream, r, most, kernels="auto"):
+    o, kl, *saved = model.indexed_forward(*tensors, r, most, True, kernels)
     do, dkl = (x.to(like.dtype) for x, like in zip(upstream, (o, kl), strict=True))
-    grads = model.indexed_backward(do, dkl, *tensors, o, *saved, r, most)
+    grads = model.indexed_backward(do, dkl, *tensors, o, *saved, r, most, kernels)
     return dict(zip(("o", "kl", *NAMES), (o, kl, *grads), strict=True)), saved[-1]
 
 

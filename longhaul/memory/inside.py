@@ -38,9 +38,8 @@ def _of_indexed_attention(config: ModelConfig, rows: int, queries: int, keys: in
         k_idx = make(rows, keys // indexer.r, indexer.head_dim)
 
         tracker.begin({})
-        o, kl, *_ = indexed_forward(
-            q, k, v, q_idx, k_idx, indexer.r, indexer.most_blocks, learns=True
-        )
+        numbers = indexer.r, indexer.most_blocks, True, config.kernels
+        o, kl, *_ = indexed_forward(q, k, v, q_idx, k_idx, *numbers)
         (o.sum() + kl.sum()).backward()
     return max(size for _, size, _ in tracker.trace.workspaces)
 

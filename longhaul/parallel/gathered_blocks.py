@@ -116,7 +116,8 @@ def _over_piece(
 
     most = reading.most_of(k_BNE.shape[1])
     inputs = (q_BnHK, k_BSGK, v_BSGK, q_BnhE, k_BNE)
-    return indexed_forward(*inputs, reading.r, most, reading.learns), recall_3
+    numbers = reading.r, most, reading.learns, reading.kernels
+    return indexed_forward(*inputs, *numbers), recall_3
 
 
 def _backward_of_piece(
@@ -134,7 +135,8 @@ def _backward_of_piece(
     k_BNE = pooled_keys(k_BS1E, r)
     most = reading.most_of(k_BNE.shape[1])
     inputs = (q_BnHK, k_BSGK, v_BSGK, q_BnhE, k_BNE)
-    dq, dk, dv, dq_idx, dk_BNE = indexed_backward(*given, *inputs, *saved, r, most)
+    numbers = r, most, reading.kernels
+    dq, dk, dv, dq_idx, dk_BNE = indexed_backward(*given, *inputs, *saved, *numbers)
 
     sums.k_BTGK.add_(dk)
     sums.v_BTGK.add_(dv)

@@ -1,0 +1,1 @@
+"""Triton kernels of indexed attention: the twin of indexed/engine.py for GPUs."""

@@ -6,6 +6,7 @@ imported. Results are the same within the tolerances of the tests.
 engine.py   which queries are computed how, forward and backward
 choice.py   scores of blocks, and the best ones of each query
 reading.py  attention of a few queries over the blocks that they chose, and its gradients
+triton/     the kernels for GPUs
 """
 
 from indexed.engine import backward as backward

@@ -229,9 +229,10 @@ def choose(row: Row, queries: slice) -> Choice:
         num_stages=1,
     )
     rank_Cm = rank_CN.topk(row.most).values
-    index_Cm = LARGEST_INDEX - (rank_Cm & LARGEST_INDEX)
+    del rank_CN
+    index_Cm = (rank_Cm & LARGEST_INDEX).neg_().add_(LARGEST_INDEX).int()
     scores_Cm = (rank_Cm >> 31).int().view(torch.float32)
-    return Choice(index_Cm.int(), scores_Cm, rank_Cm >= 0, rank_Cm[:, -1].clamp(min=0))
+    return Choice(index_Cm, scores_Cm, rank_Cm >= 0, rank_Cm[:, -1].clamp(min=0))
 
 
 def block_mass(

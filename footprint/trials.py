@@ -166,13 +166,28 @@ def _words(same: list[float]) -> str:
 def _unheard() -> Iterator[None]:
     """Nothing that is printed, logged or warned of inside the `with` block is seen."""
     silent = io.StringIO()
-    disabled = logging.root.manager.disable
-    logging.disable()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(silent))
+        stack.enter_context(contextlib.redirect_stderr(silent))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable()
+        stack.enter_context(_bars_stand_still())
+        yield
+
+
+@contextlib.contextmanager
+def _bars_stand_still() -> Iterator[None]:
+    """No progress bar of tqdm is drawn: one that was made before holds the stream."""
+    module = sys.modules.get("tqdm.std")
+    if module is None:
+        yield
+        return
+    display = module.tqdm.display
+    module.tqdm.display = lambda *_, **__: None
     try:
-        with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-            yield
+        yield
     finally:
-        logging.disable(disabled)
+        module.tqdm.display = display
 
 
 def _is_interrupted(error: BaseException) -> bool:

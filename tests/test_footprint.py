@@ -4,10 +4,12 @@ tells apart, what it refuses, and that it needs torch only.
 
 import dataclasses
 import functools
+import io
 import json
 import logging
 import math
 import random
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -245,20 +247,33 @@ def test_a_line_may_read_often():
 
 
 def test_only_the_two_steps_that_are_predicted_are_heard(capsys, caplog):
-    calls = []
+    tqdm = pytest.importorskip("tqdm", reason="tqdm is not installed")
+    drawn = io.StringIO()
+    calls = tqdm.tqdm(file=drawn, total=9, mininterval=0, leave=False)
 
     def step(state):
         TRANSFORMER[1](state)
-        calls.append(float(state[0](tokens()[0]).mean()))
+        calls.set_postfix(loss=float(state[0](tokens()[0]).mean()))
+        calls.update()
         print("out")
         print("error", file=sys.stderr)
         logging.getLogger(__name__).warning("log")
 
     predict(TRANSFORMER[0], step, "cpu")
     heard = capsys.readouterr()
-    assert len(calls) == 5
+    assert calls.n == 5
     assert (heard.out, heard.err) == ("out\n" * 2, "error\n" * 2)
     assert caplog.messages == ["log"] * 2
+    assert "2/9" in drawn.getvalue() and "3/9" not in drawn.getvalue()
+
+
+def test_the_user_can_stop_a_trial():
+    def step(state):
+        if float(forward(state).mean()) > 100:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        predict(TRANSFORMER[0], step, "cpu")
 
 
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():

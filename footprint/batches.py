@@ -80,6 +80,8 @@ def _imagined(batch: object, tracker: StepTracker, depth: int) -> object:
     def leaf(value: object) -> object:
         if isinstance(value, FakeTensor):  # of a dataset that `build` has made
             tracker.locate()
+            if tracker.is_on_host(value):
+                return torch.empty_like(value)
             tracker.register(value, "DataLoader")
             return value
         if isinstance(value, Tensor):

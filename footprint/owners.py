@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from footprint.places import (
     BACKWARD,
@@ -59,6 +61,16 @@ def adopt(tracker: StepTracker, state: object) -> None:
     for value in held:
         if isinstance(value, Optimizer):
             tracker.adopt_optimizer(value)
+
+
+def move_data(tracker: StepTracker, state: object) -> None:
+    """What the loaders of a state hold is in host memory, also if a GPU runs the step."""
+    for value in holdings(state):
+        if not isinstance(value, DataLoader | _BaseDataLoaderIter):
+            continue
+        for held in holdings(value):
+            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+                tracker.move_to_host(held)
 
 
 # ---- categories

@@ -37,7 +37,7 @@ from footprint.outside import (
     random_states,
     saving_nothing,
 )
-from footprint.owners import adopt, label
+from footprint.owners import adopt, label, move_data
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
 from footprint.refusal import Refused, place_of
@@ -181,6 +181,8 @@ def trace_two_steps(
     with tracker.watching():
         state = build()
         adopt(tracker, state)
+        if tracker.target == "cuda":
+            move_data(tracker, state)
         tracker.known.reads.are_tried = True
         step(state)
 

@@ -238,6 +238,19 @@ class Tracker(TorchDispatchMode):
             peaks[self.stage] = max(peaks.get(self.stage, 0), self._host_bytes())
         return NO_STORAGE
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self.host
+
+    def move_to_host(self, tensor: torch.Tensor) -> None:
+        """The tensor's storage has been in host memory from the start."""
+        _, identity = self.alive.pop(tensor.untyped_storage()._cdata, (None, None))
+        if identity is None:
+            return
+        del self.held[identity]
+        self.trace.events = [event for event in self.trace.events if event.storage != identity]
+        with self.on_host():
+            self.register(tensor, "")
+
     def _host_bytes(self) -> int:
         return sum(size for _, size in self.host.values())
 

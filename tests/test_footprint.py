@@ -518,6 +518,24 @@ def test_a_sampler_that_build_makes_draws_by_the_weights_that_are_known(weights)
     assert peak == pytest.approx(measure(build, on_loaded_rows) - indices, abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("size", [8, None])  # batches, or views of the data
+def test_data_that_build_makes_for_a_loader_are_in_host_memory_on_cuda(size):
+    def step(state):
+        model, batches = state
+        (rows,) = next(batches)
+        return model(rows.view(-1, 768)).mean().backward()
+
+    def build(data):
+        dataset = torch.utils.data.TensorDataset(data())
+        return mlp(), iter(torch.utils.data.DataLoader(dataset, size))
+
+    made = predict(lambda: build(lambda: torch.zeros(100_000, 768)), step, "cuda")
+    outside = torch.zeros(100, 768)
+    given = predict(lambda: build(lambda: outside), step, "cuda")
+    assert made.peak == given.peak > 0
+    assert made.first_peak == given.first_peak
+
+
 def test_a_permutation_has_values_and_a_random_number_has_none():
     found = []
 

@@ -11,7 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from footprint import Refused, observe, predict
 from longhaul import dist
-from tests.footprint_models import OVER_RANKS, Transformer, tokens, train, with_optimizer
+from tests.footprint_models import (
+    OVER_RANKS,
+    Transformer,
+    loss_of,
+    tokens,
+    train,
+    with_optimizer,
+)
 from tests.ranks import run_ranks
 
 BUILD, STEP = OVER_RANKS["FSDP2, transformer"]
@@ -69,6 +76,19 @@ def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
     assert buckets == pytest.approx(PARAMETERS, rel=1e-3)
     assert report.stages["optimizer"]["parameter"] == PARAMETERS
     assert predict(build, step, "cpu", world_size=8).peak == report.peak
+
+
+def test_the_norm_of_sharded_gradients_is_read_as_a_number():
+    def step(state):
+        model, optimizer = state
+        loss_of(model, tokens()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm) + norm.item()
+
+    report = predict(BUILD, step, "cpu", world_size=2)
+    assert all("may be any" in line for line in report.assumed) and report.assumed
 
 
 # ---- refusals

@@ -81,7 +81,7 @@ def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
 def test_the_norm_of_sharded_gradients_is_read_as_a_number():
     def step(state):
         model, optimizer = state
-        loss_of(model, tokens()).backward()
+        loss_of(model, tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

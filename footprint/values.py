@@ -257,6 +257,14 @@ def _called_by_torch() -> bool:
     return sys._getframe(3).f_code.co_filename.startswith(TORCH)
 
 
+def _whole(tensor: Tensor) -> Tensor:
+    """Of a DTensor what all ranks hold together, which PyTorch gathers to read its value."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
 def _usual(value):
     return USUAL if isinstance(value, Unknown) else value
 
@@ -287,6 +295,8 @@ class Reading(TorchFunctionMode):
             self.known.given_unknown = given
 
     def _run(self, func, args, kwargs):
+        if func in READS or func is Tensor.__format__:
+            args = (_whole(args[0]), *args[1:])
         if func in READS and isinstance(args[0], FakeTensor):
             return self.value(func, args[0])
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
@@ -306,8 +316,10 @@ class Reading(TorchFunctionMode):
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)
-        if (func in ARE_FINITE or func in ARE_NOT_FINITE) and isinstance(result, FakeTensor):
-            self.known.suppose_all(result, func in ARE_FINITE)
+        if func in ARE_FINITE or func in ARE_NOT_FINITE:
+            tested = getattr(result, "_local_tensor", result)
+            if isinstance(tested, FakeTensor):
+                self.known.suppose_all(tested, func in ARE_FINITE)
         return result
 
     def _unknown_in(self, args, kwargs) -> list[Unknown]:

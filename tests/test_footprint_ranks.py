@@ -68,6 +68,24 @@ def test_fsdp2_shards_parameters_gradients_and_states_and_gathers_them_layer_by_
     assert of_eight["parameter"] == PARAMETERS // 8
 
 
+def test_the_norm_of_sharded_gradients_is_read_as_any_number():
+    found = []
+
+    def step(state):
+        model, optimizer = state
+        model(tokens()[0]).mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm) or torch.isnan(norm):
+            raise ValueError("the norm is not finite")
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(f"{norm.item():.1f} {norm:.1f} {float(norm):.1f}")
+
+    report = predict(BUILD, step, "cpu", world_size=2)
+    assert found[0] == "1.0 1.0 1.0"
+    assert any("reads may be any" in words for words in report.assumed)
+
+
 def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
     alone = predict(with_optimizer(Transformer), STEP, "cpu")
     build, step = OVER_RANKS["DDP, transformer"]

@@ -421,18 +421,10 @@ class Reading(TorchFunctionMode):
         answer = self._answered()
         if answer is not None:
             return answer
-        if self._is_read_through_parts(tensor):
-            return self.known.reads.plain(place())
         if not self._is_factor(tensor):
             raise branches(place())
         self.known.given_unknown = True
         return USUAL if tensor.is_floating_point() else 0
-
-    def _is_read_through_parts(self, tensor: Tensor) -> bool:
-        """Whether Python code asks a tensor of several ranks for its value, such as the norm of
-        sharded gradients: PyTorch then reads this rank's part.
-        """
-        return bool(self.running) and self.running[-1][0] in READS and tensor.is_floating_point()
 
     def _is_factor(self, tensor: Tensor) -> bool:
         """Whether no shape depends on the value of a tensor that the running function was given."""

@@ -73,7 +73,7 @@ def test_the_norm_of_sharded_gradients_is_read_as_any_number():
 
     def step(state):
         model, optimizer = state
-        model(tokens()[0]).mean().backward()
+        loss_of(model, tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if not torch.isfinite(norm) or torch.isnan(norm):
             raise ValueError("the norm is not finite")
@@ -83,7 +83,9 @@ def test_the_norm_of_sharded_gradients_is_read_as_any_number():
 
     report = predict(BUILD, step, "cpu", world_size=2)
     assert found[0] == "1.0 1.0 1.0"
-    assert any("reads may be any" in words for words in report.assumed)
+    finite, *tried = report.assumed
+    assert "finite" in finite
+    assert tried and all("may be any" in words for words in tried)
 
 
 def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
@@ -94,19 +96,6 @@ def test_ddp_holds_whole_parameters_and_a_bucket_for_each_gradient():
     assert buckets == pytest.approx(PARAMETERS, rel=1e-3)
     assert report.stages["optimizer"]["parameter"] == PARAMETERS
     assert predict(build, step, "cpu", world_size=8).peak == report.peak
-
-
-def test_the_norm_of_sharded_gradients_is_read_as_a_number():
-    def step(state):
-        model, optimizer = state
-        loss_of(model, tokens).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(norm) + norm.item()
-
-    report = predict(BUILD, step, "cpu", world_size=2)
-    assert all("may be any" in line for line in report.assumed) and report.assumed
 
 
 # ---- refusals

@@ -375,6 +375,10 @@ class Platform:
         """The parts that run, of independent ones with different size(part): all of them."""
         return parts
 
+    def last(self, parts: list) -> list:
+        """The parts that run, of those that grow and keep their buffers: all of them."""
+        return parts
+
     def tile_body(self, function: Callable, kernels: str) -> Callable:
         """What runs an elementwise tile function of the loss."""
         return fastest_body(function, kernels)

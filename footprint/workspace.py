@@ -182,6 +182,11 @@ def embedding_bag_backward_cpu(
     return 3 * indices.nbytes + made_again
 
 
+def sort_cpu(threads: int, x: Tensor, *args) -> int:
+    """The indices of one row, which are copied into all of them."""
+    return 8 * (x.shape[-1] if x.ndim else 1)
+
+
 Declared = Callable[..., int]  # (threads, *args of the operator) -> bytes
 FLASH = "aten::_scaled_dot_product_flash_attention"
 CUDNN = "aten::_scaled_dot_product_cudnn_attention"
@@ -189,6 +194,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
     "cpu": {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
+        "aten::sort": sort_cpu,
         "aten::_embedding_bag_backward": embedding_bag_backward_cpu,
         "aten::mkldnn_rnn_layer": lstm_forward_cpu,
         "aten::mkldnn_rnn_layer_backward": lstm_backward_cpu,

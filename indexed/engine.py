@@ -135,11 +135,6 @@ def _chunks(
     return [slice(start, min(start + size, T)) for start in range(first, T, size)]
 
 
-def _size(queries: slice) -> int:
-    """About how many scores a chunk has: the last one has the most blocks, but may be short."""
-    return (queries.stop - queries.start) * queries.stop
-
-
 # ---- forward
 
 
@@ -159,7 +154,7 @@ def forward(
     chunks = _chunks(inputs, masked, r)
     if not chunks:
         return
-    chunks = platform().parts(chunks, size=_size)
+    chunks = platform().last(chunks)
     buffers = Buffers(inputs.q_BTHK)
     for b in range(len(inputs.q_BTHK)):
         row = Row.of(inputs, b, r, most)
@@ -284,7 +279,7 @@ def backward(
     size = (chunks[0].stop - chunks[0].start) * inputs.q_BTHK.shape[2]
     together = max(1, GROUP_ROWS // size)
     groups = [chunks[x : x + together] for x in range(0, len(chunks), together)]
-    groups = platform().parts(groups, size=lambda group: sum(map(_size, group)))
+    groups = platform().last(groups)
     buffers = Buffers(inputs.q_BTHK)
     for b in range(len(inputs.q_BTHK)):
         upstream = [None if x is None else x[b] for x in (do_BTHK, dkl_BT)]
@@ -307,7 +302,7 @@ def _backward_group(
     """The gradients of the queries of a few chunks, and what they add to those of the keys."""
     whole = slice(group[0].start, group[-1].stop)
     kept = Kept.empty(row, whole.stop - whole.start, buffers)
-    for queries in platform().tiles(group):
+    for queries in platform().last(group):
         chunk = kept.of(slice(queries.start - whole.start, queries.stop - whole.start))
         _backward_chunk(do_THK, dkl_T, row, queries, saved, chunk, grads, buffers)
 
@@ -397,7 +392,7 @@ def _gradients_of_p(
     """do v - do o of each KV head, [A, M, S]."""
     values = reading.gather(row.v, tile, buffers)
     do_AHK = do_THK[at]
-    delta_AH1 = (do_AHK.float() * saved.o_BTHK[at]).sum(-1, keepdim=True)
+    delta_AH1 = (do_AHK.float() * saved.o_BTHK[at].float()).sum(-1, keepdim=True)
     M = do_AHK.shape[1] // len(values)
     found = []
     for g, (do_AMK, v_ASK) in enumerate(zip(do_AHK.split(M, dim=1), values, strict=True)):
@@ -436,7 +431,7 @@ def _add_score_gradients(
     weight_Ph = kept.dscores_Cnh.flatten(0, 1).index_select(0, pairs.order_P)
     found_NE = reading.sum_of_queries(q_ChE, weight_Ph, rows, pairs)
     seen = min(len(found_NE), len(dk_NE))  # the own block of the last queries may be unfinished
-    dk_NE[:seen].add_(found_NE[:seen])
+    dk_NE[:seen].add_(found_NE[:seen].float())
 
 
 def _add_key_gradients(
@@ -454,4 +449,4 @@ def _add_key_gradients(
             weight_PM = weight_GrCnM[g, i].flatten(0, 1).index_select(0, pairs.order_P)
             found_NK = reading.sum_of_queries(x_CMK, weight_PM, rows, pairs)
             total = total_SGK[i::r, g]  # token i of each block
-            total.add_(found_NK[: len(total)])
+            total.add_(found_NK[: len(total)].float())

@@ -137,7 +137,7 @@ def product_fp32(a: Tensor, b: Tensor, buffers: Buffers, name: str) -> Tensor:
     low = buffers.take("low", shape, a.dtype)
     product(a, b.mT, out=high)
     add_product(high, a, b.mT, beta=-1, out=low)
-    return out.copy_(high).add_(low)
+    return out.copy_(high).add_(low.float())  # a sum of two dtypes would make this copy inside
 
 
 def _add_product(
@@ -151,7 +151,7 @@ def _add_product(
         total.addmm_(a.mT, b)
     else:
         product = buffers.take("product", total.shape, a.dtype)
-        total.add_(torch.mm(a.mT, b, out=product))
+        total.add_(torch.mm(a.mT, b, out=product).float())
 
 
 def _softmax_backward(

@@ -168,13 +168,16 @@ def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_13107
     assert own <= 2 * (k.nbytes + v.nbytes)
 
 
-def test_inside_it_takes_what_the_planner_says_within_3_percent():
-    """The operators alone, of which the planner visits the largest chunk."""
-    tensors, upstream = operands(1, 1500, 4, 2, 64, 2, 64, 4, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inside_it_takes_what_the_planner_says(dtype):
+    """The operators alone, of which the planner visits the last chunks. Its backward is up to 3%
+    high: on meta, an embedding bag makes the bag of each index.
+    """
+    tensors, upstream = operands(1, 1500, 4, 2, 64, 2, 64, 4, dtype)
     o, _, *saved = model.indexed_forward(*tensors, 4, 64, True)
     forward = functools.partial(model.indexed_forward, *tensors, 4, 64, True)
     backward = functools.partial(model.indexed_backward, *upstream, *tensors, o, *saved, 4, 64)
-    for call in (forward, backward):
+    for call, tolerance in ((forward, 1e-3), (backward, 0.03)):
         planned = Workspaces("cpu")._inside(call.func._qualname, call.args)
         planned += sum(x.untyped_storage().nbytes() for x in call())
-        assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=0.03)
+        assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=tolerance)

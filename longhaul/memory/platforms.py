@@ -118,6 +118,12 @@ class Bodies(Platform):
     def parts(self, parts: list, size: Callable) -> list:
         return [max(parts, key=size)]
 
+    def last(self, parts: list) -> list:
+        """The last one may be short; the one before is the largest, and finds the buffers that the
+        third has left.
+        """
+        return parts[-3:]
+
 
 def _fused(z_NV, target_N, *vectors_N) -> None:
     """The compiled bodies write into their arguments and allocate nothing."""

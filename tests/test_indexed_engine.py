@@ -177,7 +177,7 @@ def test_inside_it_takes_what_the_planner_says(dtype):
     o, _, *saved = model.indexed_forward(*tensors, 4, 64, True)
     forward = functools.partial(model.indexed_forward, *tensors, 4, 64, True)
     backward = functools.partial(model.indexed_backward, *upstream, *tensors, o, *saved, 4, 64)
-    for call, tolerance in ((forward, 1e-3), (backward, 0.03)):
+    for call, tolerance in ((forward, 0.01), (backward, 0.03)):
         planned = Workspaces("cpu")._inside(call.func._qualname, call.args)
         planned += sum(x.untyped_storage().nbytes() for x in call())
         assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=tolerance)

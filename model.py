@@ -4581,19 +4581,22 @@ def indexed_backward(
     most: int,
     kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the inputs: of q, k and v from `do`, of the indexer's from `dkl`; zeros without.
+    """Gradients of the inputs: of q, k and v from `do`, of the indexer's from `dkl`; of no token
+    without.
 
     Scores and probabilities are computed again, chunk by chunk. Sums are fp32 or wider. `r`,
     `most` and `kernels` are those of the forward.
     """
     inputs = IndexedInputs(q_BTHK, k_BSGK, v_BSGK, q_BThE, k_BNE)
     saved = IndexedOutputs(o_BTHK, log_sum_BT, lse_BTH, log_sum_BT, least_BT)  # kl is not read
+    of_model, of_indexer = _with_gradients(do_BTHK, dkl_BT, inputs)
+    q, *keys = of_model
+    q_idx, k_idx = of_indexer
     grads = IndexedInputs(
-        q_BTHK=q_BTHK.new_zeros(q_BTHK.shape),
-        k_BSGK=_wide_zeros(k_BSGK),
-        v_BSGK=_wide_zeros(v_BSGK),
-        q_BThE=q_BThE.new_zeros(q_BThE.shape),
-        k_BNE=_wide_zeros(k_BNE),
+        q.new_zeros(q.shape),
+        *map(_wide_zeros, keys),
+        q_idx.new_zeros(q_idx.shape),
+        _wide_zeros(k_idx),
     )
     twin = indexed_core(inputs, kernels)
     backward = plain_indexed_backward if twin is None else twin.backward
@@ -4616,6 +4619,15 @@ def plain_indexed_backward(
         _backward_chunk(
             *of_chunk, inputs.of(chunk), chunk.position_C1, r, saved.of(chunk), grads.of(chunk)
         )
+
+
+def _with_gradients(
+    do_BTHK: Tensor | None, dkl_BT: Tensor | None, inputs: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Attention's inputs and the indexer's: those without a gradient as if they had no token."""
+    of_model = [x if do_BTHK is not None else x[:, :0] for x in inputs[:3]]
+    of_indexer = [x if dkl_BT is not None else x[:, :0] for x in inputs[3:]]
+    return of_model, of_indexer
 
 
 def _wide_zeros(x: Tensor) -> Tensor:
@@ -4690,7 +4702,8 @@ def _(q_BTHK, *_):
 
 @indexed_backward.register_fake
 def _(do_BTHK, dkl_BT, *inputs_and_saved):
-    return tuple(x.new_empty(x.shape) for x in inputs_and_saved[:5])
+    of_model, of_indexer = _with_gradients(do_BTHK, dkl_BT, inputs_and_saved[:5])
+    return tuple(x.new_empty(x.shape) for x in (*of_model, *of_indexer))
 
 
 def _save_indexed(ctx, inputs, output):

@@ -109,11 +109,10 @@ def _masked_queries(
 def _start(
     tensors: IndexedInputs,
     queries: int,
+    seen: int,
     r: int,
 ) -> IndexedInputs:
-    """The first queries, and the keys and blocks that they see."""
-    T, S = tensors.q_BTHK.shape[1], tensors.k_BSGK.shape[1]
-    seen = S - T + queries
+    """The first queries, and the `seen` keys, with their blocks, that they see."""
     return IndexedInputs(
         tensors.q_BTHK[:, :queries],
         tensors.k_BSGK[:, :seen],
@@ -148,8 +147,9 @@ def forward(
     """Fills the outputs; arguments as those of `model.indexed_forward`."""
     masked = _masked_queries(inputs, r, most)
     if masked:
+        seen = inputs.k_BSGK.shape[1] - inputs.q_BTHK.shape[1] + masked
         start = IndexedOutputs(*(x[:, :masked] for x in outputs))
-        plain_indexed_forward(_start(inputs, masked, r), r, most, learns, start)
+        plain_indexed_forward(_start(inputs, masked, seen, r), r, most, learns, start)
 
     chunks = _chunks(inputs, masked, r)
     if not chunks:
@@ -270,8 +270,9 @@ def backward(
     if masked:
         start = IndexedOutputs(*(x[:, :masked] for x in saved))
         upstream = [None if x is None else x[:, :masked] for x in (do_BTHK, dkl_BT)]
-        start_grads = _start(grads, masked, r)
-        plain_indexed_backward(*upstream, _start(inputs, masked, r), r, most, start, start_grads)
+        seen = inputs.k_BSGK.shape[1] - inputs.q_BTHK.shape[1] + masked
+        of_start = [_start(tensors, masked, seen, r) for tensors in (inputs, grads)]
+        plain_indexed_backward(*upstream, of_start[0], r, most, start, of_start[1])
 
     chunks = _chunks(inputs, masked, r)
     if not chunks:

@@ -168,6 +168,20 @@ def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_13107
     assert own <= 2 * (k.nbytes + v.nbytes)
 
 
+@pytest.mark.parametrize("most", [4, 100])
+def test_gradients_that_nothing_needs_are_of_no_token(most, small_parts):
+    tensors, (do, dkl) = operands(1, 203, 4, 2, 16, 2, 16, 4, torch.float32)
+    tensors[0], tensors[3] = (tensors[i][:, 103:].contiguous() for i in (0, 3))
+    o, _, *saved = model.indexed_forward(*tensors, 4, most, True)
+    given = (*tensors, o, *saved, 4, most)
+    both = model.indexed_backward(do[:, 103:], dkl[:, 103:], *given)
+    of_model = model.indexed_backward(do[:, 103:], None, *given)
+    of_indexer = model.indexed_backward(None, dkl[:, 103:], *given)
+    assert [x.numel() for x in (*of_model[3:], *of_indexer[:3])] == [0] * 5
+    for found, want in zip((*of_model[:3], *of_indexer[3:]), both, strict=True):
+        assert torch.equal(found, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inside_it_takes_what_the_planner_says(dtype):
     """The operators alone, of which the planner visits the last chunks. Its backward is up to 3%

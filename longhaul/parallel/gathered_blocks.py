@@ -91,9 +91,14 @@ class _GatheredBlocks(torch.autograd.Function):
             at = piece.rows, piece.queries
             given = [None if x is None else x[at] for x in (do_BtHK, dkl_Bt)]
             queries, of_piece = (q_BtHK[at], q_BthE[at]), [x[at] for x in saved]
-            dq_BtHK[at], dq_BthE[at] = _backward_of_piece(
+            dq, dq_idx = _backward_of_piece(
                 given, queries, whole.of(piece), of_piece, ctx.reading, sums.of(piece)
             )
+            if do_BtHK is not None:
+                dq_BtHK[at] = dq
+            if dkl_Bt is not None:
+                dq_BthE[at] = dq_idx
+            del dq, dq_idx  # before the next piece makes its own
 
         del whole
         dk, dv, dk_idx = (
@@ -138,8 +143,12 @@ def _backward_of_piece(
     numbers = r, most, reading.kernels
     dq, dk, dv, dq_idx, dk_BNE = indexed_backward(*given, *inputs, *saved, *numbers)
 
-    sums.k_BTGK.add_(dk)
-    sums.v_BTGK.add_(dv)
+    do_BnHK, dkl_Bn = given
+    if do_BnHK is not None:
+        sums.k_BTGK.add_(dk)
+        sums.v_BTGK.add_(dv)
+    if dkl_Bn is None:
+        return dq, dq_idx
     # each key of a block has the same share of its mean
     whole_blocks = sums.k_BT1E[:, : k_BNE.shape[1] * r, 0].unflatten(1, (-1, r))
     whole_blocks.add_(dk_BNE[:, :, None], alpha=1 / r)

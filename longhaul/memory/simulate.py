@@ -75,7 +75,8 @@ def on_fake_tensors(
     post-training adds: operators inside the `with` block allocate nothing. `layers` and
     `every_tile` are those of `simulate`.
     """
-    # the first steps of a warm-up have no moments of most parameters, and take less
+    # The dense warm-up is not planned. It has no moments of most parameters, but its attention
+    # takes more inside: a small model's warm-up takes more memory than its other steps.
     cfg = dataclasses.replace(cfg, indexer_warmup=0)
     config = cfg.model()
     if layers:

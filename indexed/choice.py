@@ -16,6 +16,7 @@ from model import platform
 from nsa.branches import Buffers, product_fp32
 
 TILE_PRODUCTS = 2**18  # of a tile: 1 MiB in fp32
+TILE_CHOICES = 2**16  # scores among which blocks are found at once
 LARGEST_INDEX = 2**31 - 1
 
 
@@ -74,8 +75,23 @@ def _first_best(
 ) -> Tensor:
     """`least_C` is the score of rank `most`; of the blocks that have it, the first ones are taken.
 
-    One index more than `most` for each query tells whether there are too many.
+    A few queries at a time: where most scores tie, what finds the blocks holds 16 bytes for each.
     """
+    C, N = scores_CN.shape
+    index_Cm = torch.empty((C, most), dtype=torch.int64, device=scores_CN.device)
+    size = max(1, TILE_CHOICES // N)
+    for start in platform().tiles(range(0, C, size)):
+        few = slice(start, start + size)
+        index_Cm[few] = _first_best_of_few(scores_CN[few], least_C[few], most)
+    return index_Cm
+
+
+def _first_best_of_few(
+    scores_CN: Tensor,
+    least_C: Tensor,
+    most: int,
+) -> Tensor:
+    """One index more than `most` for each query tells whether there are too many."""
     C = len(scores_CN)
     chosen_CN = scores_CN >= least_C[:, None]
     found = torch.nonzero_static(chosen_CN, size=C * most + 1)
@@ -99,6 +115,13 @@ def least_rank(chosen_scores_Cn: Tensor, index_Cn: Tensor) -> Tensor:
     last_C = index_Cn.masked_fill(~is_least_Cn, 0).amax(-1)
     bits_C = least_C.view(torch.int32).long()
     return (bits_C << 31) + (LARGEST_INDEX - last_C)
+
+
+def log_sum(scores_Cm: Tensor) -> Tensor:
+    """[C]: the log-sum-exp of each query's scores. (That of PyTorch holds a copy inside.)"""
+    largest_C1 = scores_Cm.amax(-1, keepdim=True)
+    total_C1 = (scores_Cm - largest_C1).exp_().sum(-1, keepdim=True)
+    return (largest_C1 + total_C1.log_()).squeeze(-1)
 
 
 def _least_chosen(scores_CN: Tensor, most: int) -> Tensor:

@@ -180,7 +180,7 @@ def _forward_chunk(
         tile = row.read_by(at, index_Cm[inside])
         mass_Cm[inside] = _forward_tile(row, at, tile, outputs, buffers)
     if learns:
-        log_sum_C = scores_Cm.logsumexp(-1)
+        log_sum_C = choice.log_sum(scores_Cm)
         outputs.log_sum_BT[queries] = log_sum_C
         target_Cm = reading.target(mass_Cm)
         # where the target is 0, a block adds 0

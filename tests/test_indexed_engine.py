@@ -25,6 +25,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(engine, "TILE_KEYS", 2000)
     monkeypatch.setattr(engine, "GROUP_ROWS", 128)
     monkeypatch.setattr(choice, "TILE_PRODUCTS", 500)
+    monkeypatch.setattr(choice, "TILE_CHOICES", 200)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

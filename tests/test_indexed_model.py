@@ -360,9 +360,20 @@ def test_parameters_and_operations_are_counted():
     assert added == pytest.approx(4 * 100 * 2 * 64 * 5 * 32)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
-    cfg = settings(context_length=512, indexer=("budget=64",), gradient_checkpointing=checkpointing)
+LONG = dict(context_length=2048, dtype="bf16")  # most queries gather their blocks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(gradient_checkpointing="none"),
+        dict(gradient_checkpointing="full"),
+        LONG | dict(gradient_checkpointing="full"),
+    ],
+    ids=str,
+)
+def test_the_simulated_peak_is_what_the_allocator_records(changes):
+    cfg = settings(**dict(context_length=512, indexer=("budget=64",)) | changes)
     predicted = simulate(cfg, target="cpu").peak()[0]
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-2)
 

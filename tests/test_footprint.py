@@ -267,7 +267,15 @@ def test_only_the_two_steps_that_are_predicted_are_heard(capsys, caplog):
     assert "2/9" in drawn.getvalue() and "3/9" not in drawn.getvalue()
 
 
-def test_the_user_can_stop_a_trial():
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler of Ctrl-C, which a job in the background of a shell does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_user_can_stop_a_trial(ctrl_c):
     def step(state):
         if float(forward(state).mean()) > 100:
             signal.raise_signal(signal.SIGINT)

@@ -10,7 +10,17 @@ import sys
 from pathlib import Path
 
 # Imported under these names, from the folder that this package lies in.
-NEIGHBOURS = ("data", "files", "flags", "footprint", "fused", "installed", "model", "nsa")
+NEIGHBOURS = (
+    "data",
+    "files",
+    "flags",
+    "footprint",
+    "fused",
+    "indexed",
+    "installed",
+    "model",
+    "nsa",
+)
 
 
 def _find_neighbours():

@@ -4235,6 +4235,7 @@ class IndexedAttention(Attention):
 # ---- indexed attention in plain PyTorch
 
 
+TILE_KEYS = 2**20  # elements of keys that are converted at once: 4 MiB in fp32
 SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured
 
 
@@ -4295,6 +4296,16 @@ def keys_by_group(k_BSGK: Tensor) -> Tensor:
     return k_BSGK.to(wide(k_BSGK.dtype)).transpose(1, 2).contiguous()
 
 
+def key_tiles(k_BSGK: Tensor) -> Iterator[slice]:
+    """Tiles of the keys, of which each is converted when it is read: whole rows of 131,072 tokens
+    with 8 KV heads of 128 would take 512 MiB in fp32.
+    """
+    B, S, G, K = k_BSGK.shape
+    size = max(1, TILE_KEYS // (B * G * K))
+    for start in platform().tiles(range(0, S, size)):
+        yield slice(start, min(start + size, S))
+
+
 def by_token(x_BGRK: Tensor, C: int) -> Tensor:
     """The inverse of `by_group`: [B, C, H, K]."""
     x_BGMCK = x_BGRK.unflatten(2, (-1, C))
@@ -4303,11 +4314,24 @@ def by_token(x_BGRK: Tensor, C: int) -> Tensor:
 
 def masked_logits(q_BCHK: Tensor, k_BSGK: Tensor, visible_BCS: Tensor) -> Tensor:
     """q k / sqrt(K) [B, G, M, C, S] in fp32 or wider, -inf where a key is not visible."""
-    B, C, H, K = q_BCHK.shape
-    G = k_BSGK.shape[2]
-    logits_BGRS = (by_group(q_BCHK, G) @ keys_by_group(k_BSGK).mT).mul_(K**-0.5)
-    logits_BGMCS = logits_BGRS.unflatten(2, (-1, C))
+    _, C, _, K = q_BCHK.shape
+    _, S, G, _ = k_BSGK.shape
+    q_BGRK = by_group(q_BCHK, G)
+    logits_BGRS = q_BGRK.new_empty((*q_BGRK.shape[:3], S))
+    for keys in key_tiles(k_BSGK):
+        k_BGsK = keys_by_group(k_BSGK[:, keys])
+        torch.matmul(q_BGRK, k_BGsK.mT, out=logits_BGRS[..., keys])
+    logits_BGMCS = logits_BGRS.mul_(K**-0.5).unflatten(2, (-1, C))
     return logits_BGMCS.masked_fill_(~visible_BCS[:, None, None], -torch.inf)
+
+
+def weighted_values(p_BGMCS: Tensor, v_BSGK: Tensor) -> Tensor:
+    """p v [B, C, H, K] in fp32 or wider."""
+    p_BGRS = p_BGMCS.flatten(2, 3)
+    o_BGRK = p_BGRS.new_zeros((*p_BGRS.shape[:3], v_BSGK.shape[-1]))
+    for keys in key_tiles(v_BSGK):
+        o_BGRK += p_BGRS[..., keys] @ keys_by_group(v_BSGK[:, keys])
+    return by_token(o_BGRK, p_BGMCS.shape[3])
 
 
 def softmax_(logits: Tensor) -> Tensor:
@@ -4545,8 +4569,7 @@ def _forward_chunk(
     p_BGMCS = masked_logits(q_BCHK, k_BSGK, visible_BCS)
     lse_BGMC = softmax_(p_BGMCS)
     outputs.lse_BTH.copy_(lse_BGMC.flatten(1, 2).transpose(1, 2))
-    o_BGRK = p_BGMCS.flatten(2, 3) @ keys_by_group(v_BSGK)
-    outputs.o_BTHK.copy_(by_token(o_BGRK, len(position_C1)))
+    outputs.o_BTHK.copy_(weighted_values(p_BGMCS, v_BSGK))
 
     if learns and k_BNE.shape[1]:
         log_sum_BC = log_sum_of_chosen(scores_BCN, chosen_BCN)
@@ -4685,14 +4708,18 @@ def _add_attention_gradients(
     """Gradients of q, k and v from the probabilities."""
     _, G, _, C, _ = p_BGMCS.shape
     do, o, q = (by_group(x, G) for x in (do_BCHK, o_BCHK, inputs.q_BTHK))
-    k, v = keys_by_group(inputs.k_BSGK), keys_by_group(inputs.v_BSGK)
+    delta_BGR1 = (do * o).sum(-1, keepdim=True)
     p_BGRS = p_BGMCS.flatten(2, 3)
 
-    grads.v_BSGK.add_((p_BGRS.mT @ do).transpose(1, 2))
-    ds_BGRS = do @ v.mT
-    ds_BGRS.sub_((do * o).sum(-1, keepdim=True)).mul_(p_BGRS).mul_(q.shape[-1] ** -0.5)
-    grads.q_BTHK.copy_(by_token(ds_BGRS @ k, C))
-    grads.k_BSGK.add_((ds_BGRS.mT @ q).transpose(1, 2))
+    dq_BGRK = torch.zeros_like(q)
+    for keys in key_tiles(inputs.k_BSGK):
+        k, v = (keys_by_group(x[:, keys]) for x in (inputs.k_BSGK, inputs.v_BSGK))
+        p = p_BGRS[..., keys]
+        grads.v_BSGK[:, keys].add_((p.mT @ do).transpose(1, 2))
+        ds = (do @ v.mT).sub_(delta_BGR1).mul_(p).mul_(q.shape[-1] ** -0.5)
+        dq_BGRK += ds @ k
+        grads.k_BSGK[:, keys].add_((ds.mT @ q).transpose(1, 2))
+    grads.q_BTHK.copy_(by_token(dq_BGRK, C))
 
 
 @indexed_forward.register_fake

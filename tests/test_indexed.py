@@ -81,8 +81,9 @@ def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def few_logits(monkeypatch):
-    """Chunks of 16 queries, so that short rows have several."""
+    """Chunks of 16 queries and small tiles of keys, so that short rows have several."""
     monkeypatch.setattr(model, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(model, "TILE_KEYS", 1000)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -261,10 +262,13 @@ def bounded_at(T: int, kernels: str = "auto") -> None:
 
 
 class OneChunk(model.Platform):
-    """Runs only the largest chunk of queries."""
+    """Runs only the largest chunk of queries, which is the last one of indexed/."""
 
     def parts(self, parts, size):
         return [max(parts, key=size)]
+
+    def last(self, parts):
+        return parts[-1:]
 
 
 @pytest.mark.parametrize(

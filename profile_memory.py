@@ -30,7 +30,7 @@ from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.fit import Verdict
-from longhaul.memory.needs import largest
+from longhaul.memory.needs import kinds_in_words, largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
@@ -276,7 +276,8 @@ def predict_stages(cfg: ProfileConfig) -> int:
     results = []
     for stage in cfg.training().stages():
         print(stage.in_words(), flush=True)
-        own = {spec.name: getattr(stage.cfg, spec.name) for spec in dataclasses.fields(stage.cfg)}
+        settings = stage.of_its_steps()
+        own = {spec.name: getattr(settings, spec.name) for spec in dataclasses.fields(settings)}
         results.append(predicted(dataclasses.replace(cfg, **own)))
     if cfg.json:
         write(cfg.json, results)
@@ -298,6 +299,9 @@ def predicted(cfg: ProfileConfig) -> dict:
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
     training = largest(cfg.training(), cfg.nproc)
+
+    if cfg.dense_steps:
+        print(kinds_in_words(cfg.training(), cfg.nproc))
 
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None

@@ -1118,6 +1118,12 @@ class Stage:
     last_step: int
     cfg: TrainConfig
 
+    def of_its_steps(self) -> TrainConfig:
+        """The settings, without an indexer's warm-up that has ended before."""
+        if self.first_step < self.cfg.dense_steps:
+            return self.cfg
+        return dataclasses.replace(self.cfg, indexer_warmup=0)
+
     def in_words(self) -> str:
         """The stage in a line."""
         return (

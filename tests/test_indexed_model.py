@@ -10,9 +10,12 @@ import torch
 from longhaul import optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
+from longhaul.dist import World
 from longhaul.flops import keys_read, train_flops
 from longhaul.generate import generate
+from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
+from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import Decoder, IndexerConfig, KVCache, ModelConfig, attention_kind
@@ -376,6 +379,48 @@ def test_the_simulated_peak_is_what_the_allocator_records(changes):
     cfg = settings(**dict(context_length=512, indexer=("budget=64",)) | changes)
     predicted = simulate(cfg, target="cpu").peak()[0]
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-2)
+
+
+EIGHT_HEADS = ("num_layers=2", "hidden_size=64", "num_heads=8", "head_dim=8", "ffn_size=96")
+DENSE_IS_LARGER = LONG | dict(
+    context_length=1024, indexer=("budget=32", "head_dim=16"), model_overrides=EIGHT_HEADS
+)
+
+
+def planned(cfg: TrainConfig, available: float = 64.0) -> planner.Plan:
+    return planner.plan(cfg, cfg.model(), World(), torch.device("cpu"), available)
+
+
+def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
+    cfg = settings(**DENSE_IS_LARGER, indexer_warmup=1, device="cpu")
+    plan = planned(cfg)
+    assert plan.peak == plan.warm_up.peak > 1.2 * plan.estimate.peak
+    assert plan.peak == pytest.approx(allocator_peak(largest(cfg)), rel=1e-2)
+    table = plan.table()
+    assert (
+        "dense warm-up             0.01 GiB per rank (to step 1; peak: " in table
+        and "(peak: dense warm-up)" in table
+    )
+
+    behind = dataclasses.replace(cfg, indexer_warmup=0)
+    room = (plan.needed_gib + planned(behind).needed_gib) / 2
+    assert planned(behind, room).fits and not planned(cfg, room).fits
+    assert "GiB in the indexer's dense warm-up and" in planned(cfg, room).shortage()
+
+
+def test_a_plan_is_of_the_steps_behind_the_warm_up_if_those_take_more():
+    cfg = settings(context_length=512, indexer=("budget=64",), indexer_warmup=2, device="cpu")
+    assert largest(cfg) == dataclasses.replace(cfg, indexer_warmup=0)
+    plan = planned(cfg)
+    assert 0 < plan.warm_up.peak < plan.peak == plan.estimate.peak
+
+
+def test_of_a_length_schedule_only_the_stages_of_the_warm_up_are_planned_with_it():
+    schedule = dict(length_schedule="60:3,120:2", max_steps=5)
+    plan = planned(settings(**schedule, indexer_warmup=3))
+    first, last = plan.stages
+    assert first.warm_up is not None and last.warm_up is None
+    assert plan.warm_up == first.warm_up
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -230,7 +230,11 @@ def _in_minutes(plan: Plan) -> Plan:
 
     unit = 10 ** (len(str(most)) - 1)
     steps = most // unit * unit
-    fewer = dict(max_steps=steps, warmup_steps=min(plan.asked.warmup_steps, steps // 10))
+    fewer = dict(
+        max_steps=steps,
+        warmup_steps=min(plan.asked.warmup_steps, steps // 10),
+        indexer_warmup=min(plan.asked.indexer_warmup, steps // 10),
+    )
     asked = dataclasses.replace(plan.asked, **fewer)
     return dataclasses.replace(plan, asked=asked, cfg=dataclasses.replace(plan.cfg, **fewer))
 

@@ -1,5 +1,6 @@
-"""What a step needs, by stage: of pretraining the closed form says it at once, a step of
-post-training is simulated; the long responses of GRADE follow from short ones. Sizes are bytes.
+"""What a step needs, by stage: of pretraining the closed form says it at once; a step of
+post-training, and one of an indexer's dense warm-up, is simulated; the long responses of GRADE
+follow from short ones. Sizes are bytes.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from longhaul.memory import soft
 from longhaul.memory.deep import profile
 from longhaul.memory.estimate import Estimate, Rank, estimate, static
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
-from model import ModelConfig
+from model import GIB, ModelConfig
 
 # Of GRADE's methods: the others need less than the first. Which of the two needs more depends on
 # the lengths, the vocabulary and --group_size.
@@ -25,11 +26,33 @@ KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 
 
 def needs(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The live bytes of one rank's step on `cfg.device`, by stage."""
+    """The live bytes of one rank's step on `cfg.device`, by stage; of the kind of step that needs
+    most.
+    """
+    kinds = usual(cfg, config, ranks), warm_up(cfg, ranks)
+    return max(filter(None, kinds), key=lambda one: one.peak)
+
+
+def usual(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
+    """The same of a step in which everything learns."""
     if not isinstance(cfg, PolicyConfig):
+        if cfg.device == "cpu":  # where "auto" never is the Triton twin, which keeps more
+            config = dataclasses.replace(config, kernels="torch")
         return estimate(cfg, config, ranks)
 
     return alone(_simulated, of_memory(largest(cfg, ranks)), ranks)
+
+
+@functools.lru_cache(maxsize=64)
+def warm_up(cfg: TrainConfig, ranks: int = 1) -> Estimate | None:
+    """The same of a step of the indexer's dense warm-up; None for a run without."""
+    return alone(_simulated, in_warm_up(cfg), ranks) if cfg.dense_steps else None
+
+
+def in_warm_up(cfg: TrainConfig) -> TrainConfig:
+    """The settings of a run whose second step, which is simulated, is of the warm-up."""
+    steps = max(2, cfg.indexer_warmup)
+    return dataclasses.replace(cfg, indexer_warmup=steps, max_steps=max(steps + 1, cfg.max_steps))
 
 
 def resident(cfg: PolicyConfig, config: ModelConfig, ranks: int = 1) -> int:
@@ -51,11 +74,35 @@ def _frozen(cfg: PolicyConfig) -> bool:
 
 
 def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
-    """The settings, with the method whose step needs most instead of --method all."""
+    """The settings of one kind of step, the one that needs most: of those of a run with a dense
+    warm-up, or of the methods of --method all.
+    """
+    if cfg.dense_steps:
+        return _larger_kind(cfg, ranks)
     if not isinstance(cfg, GradeConfig) or cfg.method != "all":
         return cfg
     each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
     return max(each, key=lambda one: needs(one, one.model(), ranks).peak)
+
+
+def _larger_kind(cfg: TrainConfig, ranks: int) -> TrainConfig:
+    """The warm-up's settings, or those of the steps behind it."""
+    if warm_up(cfg, ranks).peak > usual(cfg, cfg.model(), ranks).peak:
+        return in_warm_up(cfg)
+    return dataclasses.replace(cfg, indexer_warmup=0)
+
+
+def kinds_in_words(cfg: TrainConfig, ranks: int = 1) -> str:
+    """Which kind of step of a run with a dense warm-up needs most, in a line."""
+    sizes = {
+        "the indexer's dense warm-up": warm_up(cfg, ranks).peak,
+        "the steps behind it": usual(cfg, cfg.model(), ranks).peak,
+    }
+    larger, smaller = sorted(sizes, key=sizes.get, reverse=True)
+    return (
+        f"of two kinds of step: {larger}, {sizes[larger] / GIB:.3f} GiB live; "
+        f"{smaller}: {sizes[smaller] / GIB:.3f} GiB"
+    )
 
 
 def of_memory(cfg: PolicyConfig) -> PolicyConfig:
@@ -78,7 +125,7 @@ def alone(function: Callable, *args) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _simulated(cfg: PolicyConfig, ranks: int) -> Estimate:
+def _simulated(cfg: TrainConfig, ranks: int) -> Estimate:
     target = "cpu" if cfg.device == "cpu" else "cuda"
     if soft.is_long(cfg):
         stages, host = soft.stages(cfg, ranks, target)

@@ -1,7 +1,7 @@
 """What a run needs, compared with what this machine has, before anything is allocated.
 
-Memory comes from the closed form in estimate.py, so that a plan is instant; a step of post-training
-is simulated (needs.py). On a GPU, a plan whose
+Memory comes from the closed form in estimate.py, so that a plan is instant; a step of
+post-training, or of an indexer's dense warm-up, is simulated (needs.py). On a GPU, a plan whose
 live bytes fit is also simulated, because what the allocator reserves for them decides (reserve.py).
 The time on a CPU comes from a measurement of half a second on this machine (flops.py).
 """
@@ -22,7 +22,7 @@ from longhaul.dist import World, check_replicas
 from longhaul.flops import step_seconds, time_words
 from longhaul.memory import reserve
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
-from longhaul.memory.needs import needs
+from longhaul.memory.needs import usual, warm_up
 from longhaul.parallel import context
 from longhaul.posttrain.config import PolicyConfig
 from longhaul.run import start
@@ -42,7 +42,7 @@ class Plan:
     config: ModelConfig
     world: World
     device: torch.device
-    estimate: Estimate
+    estimate: Estimate  # of a step in which everything learns
     available_gib: float  # for one rank
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
     # of a length schedule, of which this plan is the one that needs most; empty without one
@@ -58,19 +58,49 @@ class Plan:
         """What one rank needs without doubt: its live bytes at the peak, and what is hidden."""
         return self.estimate.peak / GIB + self.hidden_gib
 
+    @cached_property
+    def warm_up(self) -> Estimate | None:
+        """Of a step of the indexer's dense warm-up, if the run has one; simulated, in one to three
+        seconds.
+        """
+        if self.stages:
+            found = filter(None, (one.warm_up for one in self.stages))
+            return max(found, key=lambda one: one.peak, default=None)
+        return warm_up(self._on_device, self.world.size)
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Stage -> live bytes at its peak, in the kind of step that needs most."""
+        found = dict(self.estimate.stages)
+        if self.warm_up is not None:
+            for stage, size in self.warm_up.stages.items():
+                found[stage] = max(size, found.get(stage, 0))
+        return found
+
+    @property
+    def peak(self) -> int:
+        """Live bytes at the peak of any step."""
+        return max(self.live.values())
+
     @property
     def needed_gib(self) -> float:
         """What one rank needs: on a GPU what the allocator reserves for its live bytes."""
         if self.device.type == "cpu":
-            return self.least_gib
+            return self.peak / GIB + self.hidden_gib
         return self.reserved_gib + self.hidden_gib
 
     @cached_property
     def reserved_gib(self) -> float:
         """What the GPU's allocator reserves; simulated, in one to three seconds."""
+        if self.stages:
+            return max(one.reserved_gib for one in self.stages)
         capacity = int((self.available_gib - self.hidden_gib) * GIB)
-        cfg = dataclasses.replace(self.cfg, device=self.device.type)
-        return reserve.reserved(cfg, self.world.size, max(0, capacity)) / GIB
+        return reserve.reserved(self._on_device, self.world.size, max(0, capacity)) / GIB
+
+    @property
+    def _on_device(self) -> TrainConfig:
+        """What would run, told the device."""
+        return dataclasses.replace(self.cfg, device=self.device.type)
 
     @property
     def host_gib(self) -> float:
@@ -125,9 +155,11 @@ class Plan:
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""
-        if self.least_gib > self.available_gib:
+        live_gib = self.peak / GIB + self.hidden_gib
+        if live_gib > self.available_gib:
+            where = " in the indexer's dense warm-up" if self._warm_up_decides else ""
             return (
-                f"each rank needs {self.least_gib:.1f} GiB "
+                f"each rank needs {live_gib:.1f} GiB{where} "
                 f"and {self.available_gib:.1f} GiB are available"
             )
         if self.needed_gib > self.available_gib:
@@ -154,11 +186,17 @@ class Plan:
             rows.append(_row(stage, size / GIB))
             if self.asked.plan and stage == self.estimate.peak_stage:
                 rows += self._terms(stage)
+        peak_stage = self.estimate.peak_stage
+        if self.warm_up is not None:
+            note = f" (to step {self.cfg.dense_steps:,}; peak: {self.warm_up.peak_stage})"
+            rows.append(_row("dense warm-up", self.warm_up.peak / GIB, note))
+        if self._warm_up_decides:
+            peak_stage = "dense warm-up"
         if self.device.type != "cpu":
-            rows.append(_row("live at the peak", self.estimate.peak / GIB))
+            rows.append(_row("live at the peak", self.peak / GIB))
             kind = "expandable" if reserve.expandable_segments() else "classic"
             rows.append(_row("reserved for it", self.reserved_gib, f", in {kind} segments"))
-        rows.append(_row("needed", self.needed_gib, f" (peak: {self.estimate.peak_stage})"))
+        rows.append(_row("needed", self.needed_gib, f" (peak: {peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
         if self.estimate.host:
             rows.append(
@@ -167,6 +205,11 @@ class Plan:
         rows += self._stage_rows()
         rows.append(f"  {'time':<20}{self.time()}")
         return "\n".join(rows)
+
+    @property
+    def _warm_up_decides(self) -> bool:
+        """Whether the indexer's dense warm-up takes more than the steps behind it."""
+        return self.warm_up is not None and self.warm_up.peak > self.estimate.peak
 
     def _stage_rows(self) -> list[str]:
         """What each stage of the length schedule needs; the rows above are those of the worst."""
@@ -276,7 +319,7 @@ def _worst_stage(cfg: TrainConfig, world: World, device: torch.device, available
     """
 
     def planned(cfg: TrainConfig) -> list[Plan]:
-        own = [stage.cfg for stage in cfg.stages()]
+        own = [stage.of_its_steps() for stage in cfg.stages()]
         return [plan(one, one.model(), world, device, available) for one in own]
 
     ranks = max(one.cfg.context_ranks for one in planned(cfg))
@@ -340,11 +383,7 @@ def _with_ranks_per_row(
         mode, why = run.context_choice(config)
         sharing = f"{size} ranks share each row by {mode} ({why})"
 
-    on_device = dataclasses.replace(run, device=device.type)
-    kernels = config
-    if device.type == "cpu":  # where "auto" never is the Triton twin, which keeps more
-        kernels = dataclasses.replace(config, kernels="torch")
-    needed = needs(on_device, kernels, world.size)
+    needed = usual(dataclasses.replace(run, device=device.type), config, world.size)
     return Plan(cfg, run, config, world, device, needed, available, sharing)
 
 
@@ -361,8 +400,8 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 
     fitting = (plan for plan in plans if plan.fits)  # on the device and on the host
     best = next(fitting, unshared)
-    if best.least_gib > limit:  # on a CPU only
-        best = next((plan for plan in fitting if plan.least_gib <= limit), best)
+    if best.device.type == "cpu" and best.needed_gib > limit:
+        best = next((plan for plan in fitting if plan.needed_gib <= limit), best)
     if best is unshared:
         return unshared
 

@@ -40,7 +40,8 @@ def simulate(
     layers: int = 0,
     every_tile: bool = False,
 ) -> Trace:
-    """The trace of the second step of one rank.
+    """The trace of the second step of one rank; with two steps of an indexer's dense warm-up it is
+    one of these.
 
     layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
     identical, instead of the first two and the last one, and all micro-batches of post-training
@@ -75,9 +76,6 @@ def on_fake_tensors(
     post-training adds: operators inside the `with` block allocate nothing. `layers` and
     `every_tile` are those of `simulate`.
     """
-    # The dense warm-up is not planned. It has no moments of most parameters, but its attention
-    # takes more inside: a small model's warm-up takes more memory than its other steps.
-    cfg = dataclasses.replace(cfg, indexer_warmup=0)
     config = cfg.model()
     if layers:
         config = dataclasses.replace(config, num_layers=layers)

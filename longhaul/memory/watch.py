@@ -46,7 +46,7 @@ class Watch(StagePeaks):
 
 def planned_gib(plan: planner.Plan) -> float:
     """What the measured figure should be: on a CPU the whole process, on CUDA only the tensors."""
-    return plan.needed_gib if plan.device.type == "cpu" else plan.estimate.peak / GIB
+    return plan.needed_gib if plan.device.type == "cpu" else plan.peak / GIB
 
 
 def comparison(plan: planner.Plan) -> str:
@@ -106,12 +106,13 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
 
 
 def _stage_rows(plan: planner.Plan, watch: Watch) -> list[str]:
-    without_tensors = planned_gib(plan) - plan.estimate.peak / GIB  # the process itself, on a CPU
+    without_tensors = planned_gib(plan) - plan.peak / GIB  # the process itself, on a CPU
     rows = []
-    for stage in dict.fromkeys([*watch.peaks, *plan.estimate.stages]):
+    stages = plan.live
+    for stage in dict.fromkeys([*watch.peaks, *stages]):
         planned = "-"
-        if stage in plan.estimate.stages:
-            planned = f"{plan.estimate.stages[stage] / GIB + without_tensors:.2f}"
+        if stage in stages:
+            planned = f"{stages[stage] / GIB + without_tensors:.2f}"
         actual = f"{watch.peaks[stage]:.2f}" if stage in watch.peaks else "not reached"
         rows.append(f"  {stage:<20}{planned:>13}{actual:>26}")
     return rows

@@ -4794,7 +4794,7 @@ class Reading:
             total_3[:2] += self._shares(
                 q_BTHK[:, own], k_BSGK, q_BThE[:, own], k_BNE, part[:, None]
             )
-        total_3[2] = B * len(sampled)
+        total_3[2].fill_(B * len(sampled))  # assigned, the number would be copied from the host
         return total_3
 
     def _sampled(self, length: int, first: int, end: int) -> list[int]:

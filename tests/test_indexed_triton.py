@@ -33,6 +33,10 @@ from indexed.triton import attention  # noqa: E402  without triton it cannot be 
 from indexed.triton import kernels as kernel_file  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device: the kernels were interpreted and compiled, but never ran",
+)
 NAMES = ("dq", "dk", "dv", "dq of the indexer", "dk of the indexer")
 SMALL_TILES = attention.TileSizes(keys=16, queries=16, rows=16)
 # NumPy, which interprets the kernels, warns of infinities that they expect.
@@ -147,6 +151,15 @@ def test_the_choice_is_the_oracles_with_many_ties(first):
         assert torch.equal(found.least_C.cpu(), least)
 
 
+def test_ranks_that_no_kernel_wrote_name_blocks_that_exist(monkeypatch):
+    """benchmarks.gpu launches each kernel alone over memory that the others have not filled."""
+    monkeypatch.setattr(attention, "launch", lambda *_, **__: None)
+    inputs = model.IndexedInputs(*(x.detach() for x in make(1, 60, 2, 1, 8, 2, 8)))
+    row = attention.Row.of(inputs._replace(k_BNE=inputs.k_BNE[:, :15, 0]), 0, 4, 5)
+    index_Cm = attention.choose(row, slice(16, 32)).index_Cm
+    assert 0 <= index_Cm.min() and index_Cm.max() < 15
+
+
 def test_repeats_are_bit_identical():
     first, again = (run(make(1, 19, 2, 1, 8, 2, 8), 2, 6) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -203,6 +216,45 @@ def test_a_model_with_packed_documents_learns_as_by_the_plain_version(monkeypatc
     monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
     for name, want in learned("torch").items():
         assert relative(found[name], want.double()) <= 1e-5, name
+
+
+# documents, and budget, heads of attention and of the indexer, and their dim
+FEW = ((3, 22), 16, 2, 16)
+MANY = pytest.param(
+    (5000, 33, 2048, 1), 512, 4, 128, marks=(pytest.mark.gpu, needs_gpu), id="many tokens"
+)
+
+
+@pytest.mark.parametrize("documents, budget, heads, dim", [FEW, MANY])
+def test_packed_documents_equal_separate_ones_bit_for_bit(documents, budget, heads, dim):
+    """o, the indexer's loss and the gradients of all inputs of a layer, in bf16 on a GPU."""
+    indexer = model.IndexerConfig(budget=budget, heads=heads, head_dim=dim)
+    shape = dict(num_heads=2 * heads, num_kv_heads=2, head_dim=dim)
+    decoder = build(kernels="triton", num_layers=1, indexer=indexer, **shape)
+    layer = decoder.layers[0].attention
+    make_one = torch.Generator().manual_seed(3)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    whole = [
+        torch.randn(1, sum(documents), n, dim, generator=make_one).to(DEVICE, dtype)
+        for n in (2 * heads, 2, 2, heads, 1)
+    ]
+
+    def results(tensors, lengths):
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        shape = 1, sum(lengths)
+        boundaries = torch.tensor([0, *lengths]).cumsum(0)
+        layout = layer.documents(decoder.config, boundaries, shape, DEVICE)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
+        with decoder.losses.collected() as terms:
+            o = layer.attend(tensors, decoder.rotary.at(positions[None]), layout)
+        (kl,) = terms
+        return o, *torch.autograd.grad(o.float().square().sum() + kl, tensors)
+
+    packed = results(whole, documents)
+    parts = zip(*(x.split(documents, dim=1) for x in whole), strict=True)
+    separate = [results(part, [n]) for part, n in zip(parts, documents, strict=True)]
+    for found, want in zip(packed, zip(*separate, strict=True), strict=True):
+        assert torch.equal(found, torch.cat(want, dim=1))
 
 
 # ---- memory
@@ -336,15 +388,19 @@ def test_all_kernels_compile_for_a_card_without_having_it(capability, dtype, K, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="no CUDA device: the kernels were interpreted and compiled, but never ran",
-)
+@needs_gpu
 @pytest.mark.parametrize("T", [1023, 8197])
 def test_bf16_is_within_its_rounding_of_the_plain_version_in_fp32(T, monkeypatch):
-    tensors = make(1, T, 8, 2, 128, 4, 128, dtype=torch.bfloat16)
-    found = run(tensors, 4, 512)
+    """Both read the indexer's keys as bf16 has them. With keys that are not rounded after pooling
+    the reference chooses other blocks, and o is off by 2.9e-2 (measured on a CPU, 2,048 tokens).
+    """
+    tensors, upstream = operands(1, T, 8, 2, 128, 4, 128, 4, torch.bfloat16)
+    tensors, upstream = ([x.to(DEVICE) for x in group] for group in (tensors, upstream))
+    found, ranks = results(tensors, upstream, 4, 128, "triton")
     monkeypatch.setattr(model, "indexed_core", lambda *_: None)
-    want = run([x.detach().float().requires_grad_() for x in tensors], 4, 512)
-    for name, x, y in zip(("o", "kl", *NAMES), found, want, strict=True):
-        assert relative(x, y.double()) <= 3e-2, name
+    want, true_ranks = results([x.float() for x in tensors], upstream, 4, 128)
+
+    last, true_last = (x & (2**31 - 1) for x in (ranks, true_ranks))
+    assert (last == true_last).float().mean() > 0.999, "only nearly equal scores may swap"
+    for name in ("o", "kl", *NAMES):
+        assert relative(found[name], want[name].double()) <= 1.5e-2, name

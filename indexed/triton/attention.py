@@ -230,7 +230,8 @@ def choose(row: Row, queries: slice) -> Choice:
     )
     rank_Cm = rank_CN.topk(row.most).values
     del rank_CN
-    index_Cm = (rank_Cm & LARGEST_INDEX).neg_().add_(LARGEST_INDEX).int()
+    # a rank that no kernel wrote names a block that exists, too
+    index_Cm = rank_Cm.bitwise_not().bitwise_and_(LARGEST_INDEX).clamp_(max=N - 1).int()
     scores_Cm = (rank_Cm >> 31).int().view(torch.float32)
     return Choice(index_Cm, scores_Cm, rank_Cm >= 0, rank_Cm[:, -1].clamp(min=0))
 

@@ -53,26 +53,26 @@ def sdpa(tensors):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def indexer_inputs(T, dtype, grad=True, seed=1):
+def indexer_inputs(T, dtype, grad=True, device="cpu", seed=1):
     """The indexer's queries, and its keys of blocks."""
-    make = torch.Generator().manual_seed(seed)
+    make = torch.Generator(device).manual_seed(seed)
     shapes = [(1, T, INDEXER.heads, INDEXER.head_dim), (1, T // INDEXER.r, INDEXER.head_dim)]
-    return [torch.randn(s, generator=make).to(dtype).requires_grad_(grad) for s in shapes]
+    tensors = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
+    return [x.requires_grad_(grad) for x in tensors]
 
 
-def indexed(tensors, budget=INDEXER.budget):
+def indexed(tensors, budget=INDEXER.budget, kernels="auto"):
     """o, and the indexer's loss."""
     q, k, v, *_, q_idx, k_idx = tensors
     most = budget // INDEXER.r
     learns = torch.is_grad_enabled()
-    return indexed_forward(q, k, v, q_idx, k_idx, INDEXER.r, most, learns)[:2]
+    return indexed_forward(q, k, v, q_idx, k_idx, INDEXER.r, most, learns, kernels)[:2]
 
 
 def train(function, tensors):
     for x in tensors:
         x.grad = None
-    found = function(tensors)
-    outputs = found if isinstance(found, tuple) else (found,)
+    outputs = as_tuple(function(tensors))
     torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
 
@@ -105,15 +105,21 @@ def refuse_if_wrong(dtype):
             )
 
 
-def indexed_errors(tensors, budget=128):
-    """As `nsa_errors`, with a budget that leaves most of the blocks out."""
-    q_idx, k_idx = (x.detach().double() for x in tensors[-2:])
-    chosen = indexed_oracle.choose(indexed_oracle.scores(q_idx, k_idx), INDEXER.r, budget)
-    return errors(
-        lambda *x: indexed([*x, *tensors[-2:]], budget)[0],
-        lambda *x: indexed_oracle.attention(*x, chosen, INDEXER.r),
-        tensors[:3],
-    )
+def indexed_errors(tensors, budget=128, kernels="auto"):
+    """As `nsa_errors`, with a budget that leaves most of the blocks out, and the indexer's loss.
+
+    The indexer's inputs are rounded to whole numbers: products of them are exact in every dtype and
+    order, so that the choice is the oracle's, with many equal scores.
+    """
+    whole = [x.detach().round().requires_grad_() for x in tensors[-2:]]
+
+    def exact(q, k, v, q_idx, k_idx):
+        scores = indexed_oracle.scores(q_idx, k_idx)
+        chosen = indexed_oracle.choose(scores.detach(), INDEXER.r, budget)
+        o = indexed_oracle.attention(q, k, v, chosen, INDEXER.r)
+        return o, indexed_oracle.divergence(q, k, scores, chosen, INDEXER.r)
+
+    return errors(lambda *x: indexed(x, budget, kernels), exact, [*tensors[:3], *whole])
 
 
 def nsa_errors(attention, tensors, cfg=CFG):
@@ -144,19 +150,27 @@ def truth(exact, tensors):
     `errors_against`.
     """
     wide = [x.detach().cpu().double().requires_grad_() for x in tensors]
-    o = exact(*wide)
-    return o.detach(), torch.autograd.grad(o, wide, upstream(o, tensors[0].dtype).double())
+    outputs = as_tuple(exact(*wide))
+    of_outputs = [upstream(o, tensors[0].dtype).double() for o in outputs]
+    return [o.detach() for o in outputs], torch.autograd.grad(outputs, wide, of_outputs)
 
 
 def errors_against(truth, function, tensors):
     """Relative errors of a function and its gradients against `truth(...)` of the same tensors."""
     want, want_grads = truth
-    got = function(*tensors)
-    grads = torch.autograd.grad(got, tensors, upstream(got, got.dtype).to(got.device))
+    got = as_tuple(function(*tensors))
+    of_outputs = [upstream(o, tensors[0].dtype).to(o) for o in got]
+    grads = torch.autograd.grad(got, tensors, of_outputs)
     pairs = enumerate(zip(grads, want_grads, strict=True))
-    return dict(forward=relative(got.detach(), want)) | {
+    forward = [relative(x.detach(), y) for x, y in zip(got, want, strict=True)]
+    return dict(forward=max(forward)) | {
         f"gradient of input {i}": relative(x, y) for i, (x, y) in pairs
     }
+
+
+def as_tuple(outputs):
+    """The outputs of a function that has one or several."""
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def upstream(o, dtype):

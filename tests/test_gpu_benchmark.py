@@ -102,7 +102,7 @@ def test_without_a_gpu_every_part_runs_at_toy_sizes_and_says_so(toy):
     assert {job["ended"] for job in data["jobs"]} == {"well", "see its children"}
     assert all(job["seconds"] > 0 for job in data["jobs"])
     assert {"device", "torch", "triton", "python", "commit", "date"} <= set(data["where"])
-    assert len(data["tables"]["memory"]["rows"]) == 6
+    assert len(data["tables"]["memory"]["rows"]) == 4
     assert all(abs(row["difference"]) < 0.2 for row in data["tables"]["memory"]["rows"])
     rows = data["tables"]["transformers memory"]["rows"]
     assert len(rows) == 2 and all(abs(row["difference"]) < 0.1 for row in rows)
@@ -118,6 +118,7 @@ def test_what_is_missing_on_a_cpu_is_said_by_name(toy):
         "flash-attn",
         "SDPA, cuDNN",
         "NSA triton",
+        "indexed triton",
         "tests marked gpu",
         "Triton tile bodies",
         "allocator's curve",
@@ -146,7 +147,9 @@ def test_the_smoke_test_runs_kernels_alone_and_a_step_of_each_kind(toy):
     assert len(alone) == smoke.TOY_KERNELS and all(
         results[name].startswith("ran, ") for name in alone
     )
-    assert sum("losses" in result for result in results.values()) == 2
+    assert {name.partition("_")[0] for name in alone} == {"add", "attend"}  # sparse and indexed
+    assert sum("losses" in result for result in results.values()) == 3
+    assert sum("gradients against" in name for name in results) == 3
 
 
 def test_decoding_with_a_whole_model_times_the_prompt_and_each_token(run, monkeypatch):
@@ -164,7 +167,7 @@ def test_decoding_with_a_whole_model_times_the_prompt_and_each_token(run, monkey
 def test_a_profile_has_the_kernels_of_a_step_and_of_attention(toy):
     rows = toy[1]["tables"]["profile"]["rows"]
     totals = {row["call"]: row["time, ms"] for row in rows if row["kernel"] == "all"}
-    assert len(totals) == 3
+    assert len(totals) == 2
     for call, total in totals.items():
         parts = [row for row in rows if row["call"] == call and row["kernel"] != "all"]
         shares = sum(row["of the call"] for row in parts)
@@ -919,6 +922,9 @@ def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100)
         "loss, 8,192",
         "loss, 131,072",
         "attention, forward+backward, 262,144",
+        "attention, indexed, forward+backward, 131,072",
+        "step, 4B, indexed, 32,768",
+        "profile, one layer, indexed, 131,072",
         "attention, decode, 262,144",
         "groups of 16",
         "step, 4B, standard, 131,072",
@@ -941,12 +947,31 @@ def test_every_kernel_has_a_job_in_the_smoke_test(h100):
     pytest.importorskip("triton")
     (whole,) = smoke.jobs(FULL)
     names = {job.name.rpartition(", ")[2] for job in whole.children}
-    assert names == {*kernels.found(), "nsa", "standard"}
+    assert names == {*kernels.found(), "nsa", "indexed", "standard"}
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([3.0, 5.0]), torch.tensor([3.0, torch.nan])])
+def test_the_smoke_test_fails_where_a_gradient_is_not_that_of_pytorchs_operators(
+    wrong, run, monkeypatch
+):
+    right = {"zero": torch.zeros(2), "near": torch.tensor([1.0, 1.0]), "a": torch.tensor([3.0, 4])}
+    gradients = iter([right | {"near": torch.tensor([1.0, 1.01]), "a": wrong}, right])
+    monkeypatch.setattr(smoke, "packed_gradients", lambda *_: next(gradients))
+    with pytest.raises(ValueError, match="gradient of a differs by"):
+        smoke.one_step(run, TOY, "indexed")
+    assert smoke.worst_difference(right, right)[1] == 0
+
+
+def test_a_kernel_runs_in_the_layers_that_launch_it():
+    pytest.importorskip("triton")
+    assert smoke.kinds_of("pair_forward_kernel") == ("nsa",)
+    assert smoke.kinds_of("attend_kernel") == ("indexed",)
+    assert smoke.kinds_of("swiglu_kernel") == ("nsa", "standard")
 
 
 def test_every_kernel_in_the_sources_is_found():
     pytest.importorskip("triton")
-    sources = [*ROOT.glob("fused/*.py"), *ROOT.glob("nsa/triton/*.py")]
+    sources = [*ROOT.glob("fused/*.py"), *ROOT.glob("*/triton/*.py")]
     written = {
         name
         for path in sources
@@ -955,9 +980,12 @@ def test_every_kernel_in_the_sources_is_found():
     assert set(kernels.found()) == written and len(written) > 5
 
 
-def test_sparse_attention_takes_its_kernels_wherever_a_gpu_is(h100):
-    assert step.settings("4B", "nsa", 131_072, FULL).kernels == "triton"
-    changes = dict(attention_type="nsa")
+@pytest.mark.parametrize("kind", ["nsa", "indexed"])
+def test_sparse_attention_takes_its_kernels_wherever_a_gpu_is(kind, h100):
+    assert step.settings("4B", kind, 131_072, FULL).kernels == "triton"
+    assert step.settings("4B", "standard", 131_072, FULL).kernels == "auto"
+    assert smoke.settings(FULL, kind).kernels == "triton"
+    changes = dict(attention_type=kind)
     assert memory.settings(FULL, "0.6B", 32_768, changes).kernels == "triton"
     assert memory.settings(TOY, "tiny", 256, changes).kernels == "auto"
 
@@ -966,8 +994,11 @@ def test_the_engine_in_torch_stays_out_of_long_rows(install):
     install("flash_attn", flash_attn_func=None)
     long = attention.plain(Place(CPU, True), 131_072).ways
     assert list(long) == ["SDPA, flash", "SDPA, cuDNN", "longhaul, NSA triton"]
-    assert "longhaul, NSA torch" not in attention.plain(Place(CPU, True), 32_768).ways
-    assert "longhaul, NSA torch" in attention.plain(Place(CPU, True), 8192).ways
+    assert list(attention.beside_indexed(TOY).ways) == [*long, "longhaul, indexed triton"]
+    middle = attention.plain(TOY, 32_768).ways
+    assert "longhaul, indexed triton" in middle and "longhaul, NSA torch" not in middle
+    short = attention.plain(TOY, 8192).ways
+    assert {"longhaul, NSA torch", "longhaul, indexed torch"} == set(short) - set(middle)
 
 
 def test_the_longest_context_is_the_last_that_fits(h100, monkeypatch):
@@ -1005,8 +1036,9 @@ def test_achieved_operations_are_those_of_the_pairs_that_attention_reads():
     assert both["TFLOP/s"] == 3.5 * one_ms["TFLOP/s"]
     q, k = T * 4 * 128 * 2, T * 2 * 128 * 2
     assert one_ms["GB/s"] == (2 * q + 2 * k) * 1e3
-    sparse = attention.achieved(contest, "longhaul, NSA torch", "forward", T, 1.0)
-    assert 0 < sparse["TFLOP/s"] < one_ms["TFLOP/s"] / 2
+    for sparse in ("longhaul, NSA torch", "longhaul, indexed torch"):
+        found = attention.achieved(contest, sparse, "forward", T, 1.0)
+        assert 0.2 < found["TFLOP/s"] / one_ms["TFLOP/s"] < 0.6
 
 
 def test_mfu_counts_the_causal_half_of_attention(h100, monkeypatch):

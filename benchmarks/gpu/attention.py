@@ -1,9 +1,10 @@
-"""Attention at 32 query and 8 key/value heads of 128: dense and sparse, ours and others', forward,
-training and decoding, 8k to 262k tokens.
+"""Attention at 32 query and 8 key/value heads of 128: dense, sparse and indexed, ours and others',
+forward, training and decoding, 8k to 262k tokens.
 
 Each is checked forward and backward against the dense float64 oracle at 1,300 tokens and two
 key/value heads before it is timed; errors stand next to times. Random data: sparse attention's cost
-does not depend on what is important, but which blocks are popular does.
+does not depend on what is important, but which blocks are popular does. Indexed attention chooses
+other blocks for each query, and its training includes the indexer's loss.
 """
 
 import functools
@@ -44,6 +45,7 @@ MEANS = NSAConfig(
 )  # fla's compression: means of whole selection blocks
 SIZES = (
     ("forward+backward", 2, 131_072, 45),
+    ("indexed, forward+backward", 6.2, 131_072, 50),
     ("decode", 8, 131_072, 20),
     ("forward", 9, 131_072, 20),
     ("forward+backward", 11, 32_768, 25),
@@ -61,7 +63,7 @@ SIZES = (
 MOST_ENGINE_TOKENS = 8192
 # Above this, only the ways that a long context chooses between.
 MOST_OF_ALL_WAYS = 32_768
-TOY = (("forward+backward", 2, 1100, 60), ("decode", 8, 1100, 60), ("forward", 9, 1100, 60))
+TOY = (("forward+backward", 2, 1100, 60), ("decode", 8, 1100, 60))
 TABLE = Table(
     "attention",
     "Attention, bf16, heads of 128, one row; decoding: one token after so many, without "
@@ -111,6 +113,10 @@ def jobs(place: Place) -> list[Job]:
             return lambda run: contest(
                 run, place, "forward+backward", tokens, limit, sixteen(place)
             )
+        if what == "indexed, forward+backward":
+            return lambda run: contest(
+                run, place, "forward+backward", tokens, limit, beside_indexed(place)
+            )
         return lambda run: contest(run, place, what, tokens, limit, plain(place, tokens))
 
     return [
@@ -136,13 +142,14 @@ def contest(
 
 @dataclass(frozen=True)
 class Way:
-    """attention(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates) -> o, its errors against
-    float64 on such tensors (errors(tensors, Truth)), and whether it reads every key.
+    """attention(*tensors) -> o, or o and the indexer's loss, of tensors as `inputs` makes them; its
+    errors against float64 on such tensors (errors(tensors, Truth)); and which keys it reads, as
+    the configuration's attention_type says it.
     """
 
     attend: Callable
     errors: Callable
-    dense: bool = True
+    kind: str = "standard"
 
 
 @dataclass(frozen=True)
@@ -162,20 +169,45 @@ def heads(place: Place) -> tuple[int, int]:
     return (4, 2) if place.toy else (32, 8)
 
 
-def plain(place: Place, tokens: int) -> Contest:
-    """Dense and sparse attention at the model's heads, as far as they serve so many tokens."""
+def inputs(place: Place, contest: Contest, tokens: int, grad: bool = True, seed: int = 0) -> list:
+    """q, six K/V and gates of sparse attention; the indexer's queries and its keys of blocks."""
+    H, G = contest.heads
+    numbers = tokens, torch.bfloat16, grad
+    of_nsa = attention.inputs(*numbers, H, G, place.device, contest.cfg, seed)
+    return of_nsa + attention.indexer_inputs(*numbers, place.device, seed)
+
+
+def long(place: Place) -> Contest:
+    """What a long context chooses between, at the model's heads."""
     needs = "needs a CUDA device"
     ways = {
         BASE: dense_by(SDPBackend.FLASH_ATTENTION),
         "SDPA, cuDNN": dense_by(SDPBackend.CUDNN_ATTENTION) if place.cuda else needs,
         "longhaul, NSA triton": triton_nsa(attention.CFG) if place.cuda else needs,
     }
-    if tokens <= MOST_OF_ALL_WAYS:
-        ways["longhaul, standard"] = dense(lambda q, k, v, *_: standard_attention(q, k, v))
-        ways["flash-attn"] = flash_attn() if place.cuda else needs
+    return Contest(heads(place), attention.CFG, ways)
+
+
+def beside_indexed(place: Place) -> Contest:
+    """The same and indexed attention, which is not among the first jobs."""
+    known = long(place)
+    way = indexed("triton") if place.cuda else "needs a CUDA device"
+    return replace(known, ways=known.ways | {"longhaul, indexed triton": way})
+
+
+def plain(place: Place, tokens: int) -> Contest:
+    """Dense and sparse attention at the model's heads, as far as they serve so many tokens."""
+    if tokens > MOST_OF_ALL_WAYS:
+        return long(place)
+    known = beside_indexed(place)
+    ways = known.ways | {
+        "longhaul, standard": dense(lambda q, k, v, *_: standard_attention(q, k, v)),
+        "flash-attn": flash_attn() if place.cuda else "needs a CUDA device",
+    }
     if tokens <= MOST_ENGINE_TOKENS:
         ways["longhaul, NSA torch"] = sparse(nsa_engine.nsa_attention, attention.CFG)
-    return Contest(heads(place), attention.CFG, ways)
+        ways["longhaul, indexed torch"] = indexed("torch")
+    return replace(known, ways=ways)
 
 
 def sixteen(place: Place) -> Contest:
@@ -223,9 +255,20 @@ def flash_attn() -> Way | str:
 def sparse(attend, cfg: NSAConfig) -> Way:
     """Ours, checked with the blocks that it chose itself."""
     return Way(
-        lambda *tensors: attend(*tensors, cfg),
-        lambda tensors, truth: attention.nsa_errors(attend, tensors, cfg),
-        dense=False,
+        lambda *tensors: attend(*tensors[:8], cfg),
+        lambda tensors, truth: attention.nsa_errors(attend, tensors[:8], cfg),
+        kind="nsa",
+    )
+
+
+def indexed(kernels: str) -> Way | str:
+    """Attention over the blocks that an indexer chooses, and the indexer's loss."""
+    if kernels == "triton" and not importlib.util.find_spec("triton"):
+        return "not installed (pip install triton)"
+    return Way(
+        lambda *tensors: attention.indexed(tensors, kernels=kernels),
+        lambda tensors, truth: attention.indexed_errors(tensors, kernels=kernels),
+        kind="indexed",
     )
 
 
@@ -239,7 +282,7 @@ def triton_nsa(cfg: NSAConfig) -> Way | str:
     return (
         replace(
             way,
-            attend=lambda q, k, v, *rest: way.attend(q, k, v, means(k), means(v), k, v, rest[-1]),
+            attend=lambda q, k, v, *rest: way.attend(q, k, v, means(k), means(v), k, v, rest[4]),
         )
         if cfg is MEANS
         else way
@@ -263,7 +306,7 @@ def fla_nsa() -> Way | str:
         return f"not installed (pip install {' '.join(missing)})"
     from fla.ops.nsa.parallel import parallel_nsa
 
-    def attend(q, k, v, k_cmp, v_cmp, k_win, v_win, gates):
+    def attend(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, *_):
         return parallel_nsa(
             q,
             k,
@@ -274,7 +317,7 @@ def fla_nsa() -> Way | str:
             window_size=MEANS.window,
         )
 
-    return Way(attend, functools.partial(errors_of_all_blocks, attend), dense=False)
+    return Way(attend, functools.partial(errors_of_all_blocks, attend), kind="nsa")
 
 
 def errors_of_all_blocks(attend, tensors, truth) -> dict:
@@ -282,7 +325,7 @@ def errors_of_all_blocks(attend, tensors, truth) -> dict:
     so that its choice need not be known.
     """
     q, k, v, *_, gates = (
-        x.detach()[:, : MEANS.sel_count * MEANS.sel_block].requires_grad_() for x in tensors
+        x.detach()[:, : MEANS.sel_count * MEANS.sel_block].requires_grad_() for x in tensors[:8]
     )
     everything = torch.ones(1, q.shape[1], k.shape[2], MEANS.sel_count, dtype=torch.bool)
 
@@ -314,14 +357,8 @@ def check(contest: Contest, place: Place, run: Run) -> Contest:
             verdicts[name] = known[name]
             continue
         if tensors is None:
-            tensors = attention.inputs(
-                CHECK_TOKENS,
-                torch.bfloat16,
-                heads=H // G * CHECK_GROUPS,
-                groups=CHECK_GROUPS,
-                device=place.device,
-                cfg=contest.cfg,
-            )
+            few = replace(contest, heads=(H // G * CHECK_GROUPS, CHECK_GROUPS))
+            tensors = inputs(place, few, CHECK_TOKENS)
         verdicts[name] = verdict(way, tensors, truth)
         errors, why = verdicts[name]
         figures = dict(zip(ERRORS, errors, strict=False))
@@ -374,9 +411,7 @@ def whole(run: Run, place: Place, what: str, T: int, limit: float, contest: Cont
     seeds = iter(range(2 * len(contest.ways) + ROUNDS))
 
     def fresh():
-        grad = what != "forward"
-        seed = next(seeds)
-        tensors = attention.inputs(T, torch.bfloat16, grad, H, G, place.device, contest.cfg, seed)
+        tensors = inputs(place, contest, T, what != "forward", next(seeds))
         return [*tensors, torch.randn_like(tensors[0])]
 
     memory = {}
@@ -434,10 +469,10 @@ def achieved(contest: Contest, name: str, what: str, T: int, milliseconds: float
     input and output once in each direction.
     """
     H, G = contest.heads
-    dense = contest.ways[name].dense
-    pairs = T * (T + 1) / 2 if dense else pairs_of_sparse(contest.cfg, T)
+    config = ModelConfig.preset("4B", attention_type=contest.ways[name].kind, nsa=contest.cfg)
+    read = pairs(config, T)  # compressed keys, and scores of blocks by their operations, count too
     products = 2 if what == "forward" else 7  # of queries with keys: 2 forward, 5 backward
-    operations = products * 2 * H * attention.K * pairs
+    operations = products * 2 * H * attention.K * read
 
     queries = H * attention.K * T
     keys = 2 * G * attention.K * T
@@ -451,12 +486,6 @@ def achieved(contest: Contest, name: str, what: str, T: int, milliseconds: float
     }
 
 
-def pairs_of_sparse(cfg: NSAConfig, T: int) -> float:
-    """(query, key) pairs that the three branches read together, compressed keys counted as one."""
-    config = ModelConfig.preset("4B", attention_type="nsa", nsa=cfg)
-    return pairs(config, T)
-
-
 @torch.no_grad()
 def forward(attend, *tensors):
     """The forward alone; the result goes."""
@@ -464,10 +493,12 @@ def forward(attend, *tensors):
 
 
 def training(attend, *tensors):
-    """Forward and backward with a random upstream gradient; dense attention has none for what it
-    does not read.
+    """Forward and backward with a random upstream gradient, and that of a sum of the indexer's
+    loss; attention has none for what it does not read.
     """
-    torch.autograd.grad(attend(*tensors[:-1]), tensors[:-1], tensors[-1], allow_unused=True)
+    o, *loss = attention.as_tuple(attend(*tensors[:-1]))
+    upstream = [tensors[-1], *map(torch.ones_like, loss)]
+    torch.autograd.grad((o, *loss), tensors[:-1], upstream, allow_unused=True)
 
 
 # ---- decoding

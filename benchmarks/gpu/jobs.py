@@ -41,6 +41,12 @@ class Place:
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def kernels(self, attention: str) -> str:
+        """What computes this kind of attention: on a GPU only the Triton kernels, where there are
+        some, so that without them a job fails instead of taking minutes.
+        """
+        return "triton" if self.cuda and attention != "standard" else "auto"
+
 
 @dataclass(frozen=True)
 class Job:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-PACKAGES = ("fused", "nsa.triton")
+PACKAGES = ("fused", "nsa.triton", "indexed.triton")
 LAUNCHER = "run"  # the method of every kind of kernel that a launch calls
 
 

@@ -49,8 +49,6 @@ TOY_CONFIGURATIONS = (
     (5, "tiny", 128, dict(batch_size=2, gradient_accumulation_steps=2), 1),
     (9, "tiny", 256, FULL, 1),
     (10, "tiny", 256, FULL | dict(attention_type="nsa"), 1),
-    (13, "tiny", 256, FULL | dict(optimizer="adamw_8bit", master_weights="none"), 1),
-    (17, "tiny", 256, dict(gradient_checkpointing="selective", optimizer="adamw_bf16"), 1),
     (19, "tiny", 256, FULL | dict(mlp_tiles=4, attention_head_groups=2), 1),
 )
 PEAKS = Table(
@@ -145,10 +143,13 @@ def configurations(place: Place) -> list[Job]:
 
 def settings(place: Place, model: str, tokens: int, changes: dict) -> TrainConfig:
     """A configuration as the trainer has it, sparse attention by its kernels."""
-    if place.cuda and changes.get("attention_type") == "nsa":
-        changes = changes | dict(kernels="triton")
     return TrainConfig(
-        model_size=model, context_length=tokens, device=place.device.type, warmup_steps=0, **changes
+        model_size=model,
+        context_length=tokens,
+        kernels=place.kernels(changes.get("attention_type", "standard")),
+        device=place.device.type,
+        warmup_steps=0,
+        **changes,
     )
 
 

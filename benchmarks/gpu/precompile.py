@@ -9,7 +9,7 @@ machine with the GPU, which needs the same version of triton, and set TRITON_CAC
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -23,7 +23,7 @@ from footprint.cuda import FusedRMSNorm
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import fake_batch
-from model import Platform, running_on
+from model import ATTENTIONS, Platform, running_on
 
 # Bytes of shared memory that a block of threads can have, by compute capability: CUDA's manual
 KIB = 1024
@@ -54,7 +54,7 @@ def into(folder: Path, capability: int) -> int:
     began = time.monotonic()
     names = set()
     for tokens in TOKENS:
-        for attention in ("nsa", "standard"):
+        for attention in ATTENTIONS:
             names |= compile_step(attention, tokens, capability)
     built = list(folder.glob("**/*.cubin"))
     seconds = time.monotonic() - began
@@ -174,6 +174,13 @@ class Card(Platform):
     def capability(self, device: torch.device) -> tuple[int, int]:
         return self.major_minor
 
+    def parts(self, parts: list, size: Callable) -> list:
+        """The first and the last: those between take the same variants of kernels as the first."""
+        return parts[:1] + parts[1:][-1:]
+
+    def tiles(self, tiles: Sequence) -> Sequence:
+        return [*tiles[:1], *tiles[1:][-1:]]
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return FusedRMSNorm.apply(x, weight)
 
@@ -201,6 +208,7 @@ def as_if_on(capability: int) -> Iterator[None]:
     from triton.runtime.driver import driver
 
     from fused import linear_ce
+    from indexed.triton import attention as indexed
     from nsa.triton import attention, layout
 
     driver.set_active(Driver(capability))
@@ -208,6 +216,7 @@ def as_if_on(capability: int) -> Iterator[None]:
         running_on(Card(capability)),
         mock.patch.object(linear_ce, "supported", lambda *_: True),
         mock.patch.object(attention, "supported", lambda *_: True),
+        mock.patch.object(indexed, "supported", lambda *_: True),
         mock.patch.object(attention, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
         mock.patch.object(layout, "cut", with_values(layout.cut)),
         mock.patch.object(attention, "cut", with_values(layout.cut)),

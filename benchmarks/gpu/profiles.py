@@ -1,5 +1,5 @@
 """Where the time of a training step goes, kernel by kernel: torch.profiler over one forward and
-backward of sparse attention, and over one step of one layer of the 4B.
+backward of sparse and of indexed attention, and over one step of one layer of the 4B.
 
 The job's folder has the whole table; the results have its first lines.
 """
@@ -11,7 +11,6 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import attention as inputs
 from benchmarks import clock
 from benchmarks.gpu import attention, smoke
 from benchmarks.gpu.jobs import Job, Place
@@ -23,6 +22,7 @@ TOKENS = 131_072
 TOY_TOKENS = 256
 ROWS = 20  # of a profile, in the results
 LINES = 80  # in the job's folder
+KINDS = ((7.1, "nsa", 25), (7.2, "indexed", 40), (9.6, "standard", 25))  # importance, attention, s
 TABLE = Table(
     "profile",
     "Kernel by kernel: time on the device in one call, and on the host to issue all of it",
@@ -48,18 +48,19 @@ def jobs(place: Place) -> list[Job]:
             functools.partial(of_attention, place=place, tokens=tokens),
         )
     ]
-    for importance, kind in ((7.1, "nsa"), (7.2, "standard")):
+    for importance, kind, seconds in KINDS[:1] if place.toy else KINDS:
         work = functools.partial(of_step, place=place, kind=kind, tokens=tokens)
-        found.append(Job(f"profile, one layer, {kind}, {tokens:,} tokens", importance, 25, work))
+        name = f"profile, one layer, {kind}, {tokens:,} tokens"
+        found.append(Job(name, importance, seconds, work))
     return found
 
 
 def of_attention(run: Run, place: Place, tokens: int) -> None:
     """One forward and backward of sparse attention at the model's heads."""
-    H, G = attention.heads(place)
     name = "longhaul, NSA triton" if place.cuda else "longhaul, NSA torch"
-    attend = attention.plain(place, tokens).ways[name].attend
-    tensors = inputs.inputs(tokens, torch.bfloat16, True, H, G, place.device)
+    contest = attention.plain(place, tokens)
+    attend = contest.ways[name].attend
+    tensors = attention.inputs(place, contest, tokens)
     upstream = torch.randn_like(tensors[0])
     call = functools.partial(attention.training, attend, *tensors, upstream)
     rows(run, place, f"{name}, forward+backward, {tokens:,} tokens", call)
@@ -67,8 +68,7 @@ def of_attention(run: Run, place: Place, tokens: int) -> None:
 
 def of_step(run: Run, place: Place, kind: str, tokens: int) -> None:
     """One training step of one layer of the 4B; a whole step has 36 times the layer's kernels."""
-    kernel = "triton" if kind == "nsa" and place.cuda else "auto"
-    cfg = smoke.settings(place, kind, context_length=tokens, kernels=kernel)
+    cfg = smoke.settings(place, kind, context_length=tokens)
     state = step.build(cfg, cfg.model(), place.device)
     tokens_BT, labels_BT = batch(cfg, place)
     micro_batch = dict(tokens_BT=tokens_BT, labels_BT=labels_BT)

@@ -33,12 +33,13 @@ from model import GIB
 ROUNDS = 5
 ISSUED = "gradient norm"  # the first stage of a step after its backward
 LONGEST = 2**22  # tokens: where the search for what fits ends
-WARM_TOKENS = 1024  # of the first step
+WARM_TOKENS = 4096  # of the first step: more than an indexer lets a query read
 SIZES = (
     (3, "4B", "nsa", 131_072, False, 55),
     (4, "4B", "standard", 131_072, False, 75),
     (10, "0.6B", "standard", 8192, True, 50),
     (12, "4B", "nsa", 32_768, False, 45),
+    (12.6, "4B", "indexed", 32_768, False, 70),
     (14, "4B", "standard", 8192, True, 70),
     (18, "4B", "standard", 32_768, False, 45),
     (19, "0.6B", "nsa", 131_072, False, 40),
@@ -96,12 +97,11 @@ def jobs(place: Place) -> list[Job]:
 
 def settings(model: str, attention: str, tokens: int, place: Place) -> TrainConfig:
     """What a user would ask for: the model, the context and `--fit auto`."""
-    kernels = "triton" if attention == "nsa" and place.cuda else "auto"
     return TrainConfig(
         model_size=model,
         attention_type=attention,
         context_length=tokens,
-        kernels=kernels,
+        kernels=place.kernels(attention),
         fit="auto",
         device=place.device.type,
         warmup_steps=0,

@@ -4416,14 +4416,18 @@ class QueryChunk(NamedTuple):
     """Some queries of a call, and the keys and blocks that they may see."""
 
     queries: slice
-    position_C1: Tensor  # in the document
     keys: slice
     blocks: slice
 
     @property
     def size(self) -> int:
         """Logits of one head."""
-        return len(self.position_C1) * self.keys.stop
+        return (self.queries.stop - self.queries.start) * self.keys.stop
+
+    def positions(self, device: Device) -> Tensor:
+        """[C, 1]: those of the queries in the document, which are the last of the keys'."""
+        first = self.keys.stop - (self.queries.stop - self.queries.start)
+        return torch.arange(first, self.keys.stop, device=device)[:, None]
 
 
 def query_chunks(inputs: IndexedInputs, r: int) -> list[QueryChunk]:
@@ -4435,9 +4439,7 @@ def query_chunks(inputs: IndexedInputs, r: int) -> list[QueryChunk]:
     for start in range(0, T, size):
         stop = min(start + size, T)
         seen = S - T + stop
-        position = torch.arange(S - T + start, seen, device=inputs.q_BTHK.device)
-        keys, blocks = slice(0, seen), slice(0, seen // r)
-        chunks.append(QueryChunk(slice(start, stop), position[:, None], keys, blocks))
+        chunks.append(QueryChunk(slice(start, stop), slice(0, seen), slice(0, seen // r)))
     return platform().parts(chunks, size=lambda chunk: chunk.size)
 
 
@@ -4546,7 +4548,8 @@ def plain_indexed_forward(
 ) -> None:
     """Fills the outputs of `indexed_forward`."""
     for chunk in query_chunks(inputs, r):
-        _forward_chunk(inputs.of(chunk), chunk.position_C1, r, most, learns, outputs.of(chunk))
+        position_C1 = chunk.positions(inputs.q_BTHK.device)
+        _forward_chunk(inputs.of(chunk), position_C1, r, most, learns, outputs.of(chunk))
 
 
 def _forward_chunk(
@@ -4639,8 +4642,9 @@ def plain_indexed_backward(
     """Fills and adds to the gradients of `indexed_backward`."""
     for chunk in query_chunks(inputs, r):
         of_chunk = [None if x is None else x[:, chunk.queries] for x in (do_BTHK, dkl_BT)]
+        position_C1 = chunk.positions(inputs.q_BTHK.device)
         _backward_chunk(
-            *of_chunk, inputs.of(chunk), chunk.position_C1, r, saved.of(chunk), grads.of(chunk)
+            *of_chunk, inputs.of(chunk), position_C1, r, saved.of(chunk), grads.of(chunk)
         )
 
 

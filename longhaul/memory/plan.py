@@ -60,9 +60,7 @@ class Plan:
 
     @cached_property
     def warm_up(self) -> Estimate | None:
-        """Of a step of the indexer's dense warm-up, if the run has one; simulated, in one to three
-        seconds.
-        """
+        """Of a step of the indexer's dense warm-up, if the run has one; simulated, in seconds."""
         if self.stages:
             found = filter(None, (one.warm_up for one in self.stages))
             return max(found, key=lambda one: one.peak, default=None)

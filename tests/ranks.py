@@ -1,4 +1,4 @@
-"""Run a function in several gloo processes and collect what each returns.
+"""Run a function or a program in several gloo processes, and collect what each returns or prints.
 
 The ranks are forked from a server that has imported torch and has started no thread, because the
 imports would take each rank 3 s of CPU time. The ranks share the server's hash seed, which
@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -23,15 +24,30 @@ def run_ranks(function, size: int, *args) -> list:
     The function must be at module level, and may return tensors, numbers and containers of them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.set_forkserver_preload(
-            ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
-        )
-        work = function, size, free_port(), folder, args, dict(os.environ)
-        mp.start_processes(_rank, work, nprocs=size, start_method="forkserver")
+        _start(_rank, size, function, Path(folder), args)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-def _rank(rank: int, function, size: int, port: int, folder: str, args: tuple, environment: dict):
+def run_program(main, size: int, words: list[str]) -> str:
+    """What the first rank of `main(words)` prints. Each rank must end without an error.
+
+    As under torchrun, whose own imports and those of its ranks take longer than a small run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _start(_program_of_rank, size, main, Path(folder), words)
+        return (Path(folder) / "0.txt").read_text(encoding="utf-8")
+
+
+def _start(body, size: int, *args):
+    """`body(rank, *args)` on each rank, in the environment of this process and of the rank."""
+    multiprocessing.set_forkserver_preload(
+        ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
+    )
+    work = size, free_port(), dict(os.environ), body, args
+    mp.start_processes(_begin, work, nprocs=size, start_method="forkserver")
+
+
+def _begin(rank: int, size: int, port: int, environment: dict, body, args: tuple):
     os.environ.clear()
     os.environ.update(
         environment,
@@ -43,10 +59,19 @@ def _rank(rank: int, function, size: int, port: int, folder: str, args: tuple, e
         MASTER_PORT=str(port),
     )
     dist.cores = lambda: 1  # one thread a rank: dist.start counts the cores
+    body(rank, *args)
+
+
+def _rank(rank: int, function, folder: Path, args: tuple):
     world = dist.World.from_environment()
     dist.start(world, torch.device("cpu"))
-    torch.save(function(world, *args), Path(folder) / f"{rank}.pt")
+    torch.save(function(world, *args), folder / f"{rank}.pt")
     dist.stop()
+
+
+def _program_of_rank(rank: int, main, folder: Path, words: list[str]):
+    with open(folder / f"{rank}.txt", "w", encoding="utf-8") as out, redirect_stdout(out):
+        main(words)
 
 
 def free_port() -> int:

@@ -17,7 +17,8 @@ from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
 from longhaul.parallel import context
 from tests import test_train
-from tests.test_train import TORCHRUN, command, losses, refusal, start
+from tests.ranks import run_program
+from tests.test_train import command, losses, refusal
 
 data = test_train.data  # a fixture
 CPU = torch.device("cpu")
@@ -238,15 +239,12 @@ def test_a_run_of_ranks_that_share_rows_resumes_on_one_rank_with_the_same_rows(
     args = ["--save_every", "3", "--eval_every", "3", "--eval_rows", "2", "--schedule", "constant"]
     shared = ["--context_parallel_size", "2", "--context_parallel_mode", mode]
     folder = tmp_path / "run"
-    two = start(command(data, folder, *args, "--max_steps", "3", *shared), TORCHRUN)
-    output, _ = two.communicate(timeout=300)
-    assert two.returncode == 0, output
+    output = run_program(train.main, 2, command(data, folder, *args, "--max_steps", "3", *shared))
     assert f"2 ranks share each row by {mode}" in output
     assert "validation loss" in output
 
     train.main(command(data, folder, *args, "--max_steps", "6"))
-    again = start(command(data, folder, *args, "--max_steps", "9", *shared[:2]), TORCHRUN)
-    assert again.wait(300) == 0, again.communicate()[0]
+    run_program(train.main, 2, command(data, folder, *args, "--max_steps", "9", *shared[:2]))
 
     whole = tmp_path / "whole"
     train.main(command(data, whole, *args, "--max_steps", "9"))

@@ -656,7 +656,7 @@ WITH_PRODUCTS = ("importance", "merge", "pair", "dkv")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
 def test_all_kernels_compile_for_a_card_without_having_it(capability, tmp_path, monkeypatch):
     """The interpreter accepts code that the compiler refuses; Triton's compiler needs no GPU.
 

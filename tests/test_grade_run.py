@@ -31,6 +31,7 @@ from scripts import grade
 from selfcheck.faults import runs
 from tests.killed import killed_and_resumed
 from tests.policy_runs import records, same_bits
+from tests.ranks import run_program
 from tests.test_train import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
@@ -113,15 +114,7 @@ def whole(folder) -> Path:
 def on_ranks(folder: Path, ranks: int) -> Path:
     """The same run on so many ranks, which is made once."""
     out = folder / f"whole-{ranks}"
-    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*launcher, "-m", "scripts.grade", *asked(folder, out, VALIDATED)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_program(grade.main, ranks, asked(folder, out, VALIDATED))
     return out
 
 

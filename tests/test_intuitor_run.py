@@ -29,7 +29,7 @@ from scripts import evaluate, intuitor
 from selfcheck.faults import runs
 from tests.killed import killed_and_resumed
 from tests.policy_runs import records, same_bits
-from tests.test_train import TORCHRUN
+from tests.ranks import run_program
 from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
@@ -79,10 +79,7 @@ def whole(folder) -> Path:
 def on_ranks(folder: Path, ranks: int) -> Path:
     """The same run on so many ranks, which is made once."""
     out = folder / f"whole-{ranks}"
-    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={ranks}"]
-    done = start(words(folder, out, f"{VALIDATED} --batch_size 1"), launcher)
-    said, _ = done.communicate()
-    assert done.returncode == 0, said
+    run_program(intuitor.main, ranks, words(folder, out, f"{VALIDATED} --batch_size 1"))
     return out
 
 

@@ -21,10 +21,10 @@ def test_the_document_holds_what_the_tool_computes(title):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [4096, 131_072])
-def test_the_document_holds_the_row_of_so_many_tokens(tokens):
+def test_the_document_holds_the_row_of_131072_tokens():
+    """Not the other rows, which the same function computes, for their time."""
     words = shlex.split(posttrain.INTUITOR)[3:]
-    words[words.index("--tokens") + 1] = str(tokens)
+    words[words.index("--tokens") + 1] = "131072"
     head, rule, row = posttrain.memory_table(words[1:]).splitlines()
     assert f"\n{head}\n{rule}\n" in TEXT and f"\n{row}\n" in TEXT
 

@@ -272,19 +272,21 @@ SPARSE_SETTINGS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def sparse_truths() -> list[dict]:
+    alone = dict(batch_size=ROWS, gradient_checkpointing="none")
+    return [train(dist.World(), SPARSE | changes | alone) for changes in SPARSE_SETTINGS]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_change_nothing_in_sparse_attention(size):
+def test_ranks_change_nothing_in_sparse_attention(size, sparse_truths):
     settings = [
         SPARSE | changes | dict(batch_size=min(changes["batch_size"], ROWS // size))
         for changes in SPARSE_SETTINGS
     ]
-    truths = [
-        train(dist.World(), setting | dict(batch_size=ROWS, gradient_checkpointing="none"))
-        for setting in settings
-    ]
     for results in run_ranks(train_each, size, settings):
-        for result, truth in zip(results, truths):
+        for result, truth in zip(results, sparse_truths):
             assert_same(result, truth)
 
 

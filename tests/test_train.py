@@ -27,6 +27,7 @@ from longhaul.run import pretraining
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from selfcheck.faults import runs
+from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent
 SMALL = shlex.split(
@@ -210,8 +211,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2")
 def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_bits(data, tmp_path):
     args = "--max_steps 40 --save_every 7 --eval_every 30 --eval_rows 2"
     killed = tmp_path / "killed"
-    whole = start(command(data, tmp_path / "whole", args), TORCHRUN)
-    assert whole.wait(300) == 0, whole.communicate()[0]
+    run_program(train.main, 2, command(data, tmp_path / "whole", args))
     process = start(command(data, killed, args), TORCHRUN)
     wait_for_step(killed, 24, process)
     # by name, because torchrun's ranks lead their own sessions
@@ -230,8 +230,7 @@ def test_kill_9_of_two_ranks_and_the_same_command_again_give_the_uninterrupted_b
 def test_a_run_resumed_on_another_number_of_ranks_keeps_its_batch_and_its_order(data, tmp_path):
     common = "--save_every 3 --eval_every 0 --schedule constant"
     halves = f"{common} --gradient_accumulation_steps 2"
-    two = start(command(data, tmp_path / "run", halves, "--max_steps 3"), TORCHRUN)
-    assert two.wait(300) == 0, two.communicate()[0]
+    run_program(train.main, 2, command(data, tmp_path / "run", halves, "--max_steps 3"))
     train.main(command(data, tmp_path / "run", halves, "--max_steps 6"))
     whole = f"{common} --global_batch_size 4"
     train.main(command(data, tmp_path / "whole", whole, "--max_steps 6"))

@@ -39,7 +39,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 ranks=$(python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')  # a rank per GPU; without one, 2 on the CPU
 echo "== train: the tiny preset on $ranks process(es)"
 torchrun --standalone --nproc_per_node="$ranks" train.py --model_size tiny --context_length 1024 --batch_size 2 \
-    --max_steps "${STEPS:=200}" --lr 2e-3 --warmup_steps 20 --eval_every $((STEPS / 2)) --save_every $((STEPS / 2)) --output_dir "$out"
+    --max_steps "${STEPS:=200}" --lr 2e-3 --warmup_steps 20 --eval_every $(((STEPS + 1) / 2)) --save_every $(((STEPS + 1) / 2)) --output_dir "$out"
 
 echo "== evaluate"
 python -m scripts.evaluate --checkpoint "$out" --evals loss,position

@@ -333,6 +333,7 @@ def other_machine(trials: int, folder: Path) -> str:
     extended(folder, source, "run", [(1, 2, [])])
 
     def elsewhere():
+        os.environ.pop("OMP_NUM_THREADS", None)  # a user's own would decide
         runs.longhaul.dist.cores = lambda: 2
         torch.__version__ = "2.99.0"
 

@@ -133,14 +133,38 @@ def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str)
     device "cpu": on CPUs like this one, if every rank has as many threads as this process, within a
     factor of two. Otherwise on GPUs like an H100, an order of magnitude.
     """
-    products, attention = step_operations(cfg, config, ranks)
+    operations = step_operations(cfg, config, ranks)
+    return _seconds_for(operations, cfg, config, device) / ranks
+
+
+def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
+    """The same of a step of an indexer's dense warm-up.
+
+    Attention reads all keys, as with a budget of the whole row. Of the 12*H*K operations for a
+    pair, 4 are in the forward; the backward, in which the model does not learn, computes the logits
+    again, which takes 2, and no gradients of them. Operations on the indexer's scores are all done.
+    """
+    r = config.indexer.r
+    whole_row = dataclasses.replace(config.indexer, budget=-(-cfg.context_length // r) * r)
+    dense = dataclasses.replace(config, indexer=whole_row)
+    standard = dataclasses.replace(config, attention_type="standard")
+    all_keys = step_operations(cfg, standard, ranks).attention
+
+    products, attention = step_operations(cfg, dense, ranks)
+    return _seconds_for(Operations(products, attention - all_keys / 2), cfg, dense, device) / ranks
+
+
+def _seconds_for(
+    operations: Operations, cfg: TrainConfig, config: ModelConfig, device: str
+) -> float:
+    """Time of one rank for so many operations."""
+    products, attention = operations
     if device == "cpu":
         seconds = products / products_speed(config)
-        seconds += attention / attention_speed(config, cfg.context_length)
-    else:
-        speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
-        seconds = (products + attention) / speed
-    return seconds / ranks
+        return seconds + attention / attention_speed(config, cfg.context_length)
+
+    speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
+    return (products + attention) / speed
 
 
 def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> str:

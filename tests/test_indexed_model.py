@@ -11,7 +11,7 @@ from longhaul import optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import keys_read, train_flops
+from longhaul.flops import GPU_FLOPS, keys_read, train_flops, train_operations
 from longhaul.generate import generate
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
@@ -395,12 +395,7 @@ def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
     cfg = settings(**DENSE_IS_LARGER, indexer_warmup=1, device="cpu")
     plan = planned(cfg)
     assert plan.peak == plan.warm_up.peak > 1.2 * plan.estimate.peak
-    assert plan.peak == pytest.approx(allocator_peak(largest(cfg)), rel=1e-2)
-    table = plan.table()
-    assert (
-        "dense warm-up             0.01 GiB per rank (to step 1; peak: " in table
-        and "(peak: dense warm-up)" in table
-    )
+    assert plan.peak == pytest.approx(allocator_peak(largest(plan.cfg)), rel=1e-2)
 
     behind = dataclasses.replace(cfg, indexer_warmup=0)
     room = (plan.needed_gib + planned(behind).needed_gib) / 2
@@ -410,8 +405,8 @@ def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
 
 def test_a_plan_is_of_the_steps_behind_the_warm_up_if_those_take_more():
     cfg = settings(context_length=512, indexer=("budget=64",), indexer_warmup=2, device="cpu")
-    assert largest(cfg) == dataclasses.replace(cfg, indexer_warmup=0)
     plan = planned(cfg)
+    assert largest(plan.cfg) == dataclasses.replace(plan.cfg, indexer_warmup=0)
     assert 0 < plan.warm_up.peak < plan.peak == plan.estimate.peak
 
 
@@ -421,6 +416,22 @@ def test_of_a_length_schedule_only_the_stages_of_the_warm_up_are_planned_with_it
     first, last = plan.stages
     assert first.warm_up is not None and last.warm_up is None
     assert plan.warm_up == first.warm_up
+    wanted = 3 * first.warm_up_seconds + 2 * last.seconds
+    assert plan.total_seconds == pytest.approx(wanted) and first.warm_up_seconds > 0
+    assert "dense warm-up             0.00 GiB per rank (to step 3; peak: " in plan.table()
+
+
+def test_the_time_of_a_run_counts_the_dense_warm_up():
+    cfg = settings(indexer_warmup=10, dtype="bf16")
+    config = cfg.model()
+    plan = planner.plan(cfg, config, World(), torch.device("cuda"), available=80.0)
+    pairs, scores = 120 * 121 / 2, sum(t // 4 for t in range(120))
+    logits_and_sums = 6 * 4 * 16 * pairs  # the forward's two products, and the logits once more
+    products = train_operations(config, 120, 0.0).products
+    operations = products + 2 * (logits_and_sums + 6 * 3 * 24 * scores)
+    assert plan.warm_up_seconds == pytest.approx(operations / GPU_FLOPS)
+    assert plan.total_seconds == pytest.approx(10 * plan.warm_up_seconds + 30 * plan.seconds)
+    assert "for 10 steps" in plan.time() and "for 30 steps" in plan.time()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -217,14 +217,14 @@ def closest(request: Plan) -> Plan | None:
             continue
         if candidate.device.type != "cpu":
             return candidate
-        if candidate.seconds <= PATIENCE:
+        if candidate.longest_step <= PATIENCE:
             return _in_minutes(candidate)
     return None
 
 
 def _in_minutes(plan: Plan) -> Plan:
     """The plan with as many steps as PATIENCE allows, in round numbers, and a warmup of a tenth."""
-    most = int(PATIENCE / plan.seconds)
+    most = int(PATIENCE / plan.longest_step)
     if most >= plan.asked.max_steps or plan.asked.length_schedule:
         return plan
 
@@ -366,7 +366,7 @@ def _instructive(request: Plan) -> str:
         small = replanned(request, one_row(dataclasses.replace(asked, **changes)))
     except ValueError:  # other settings exclude these
         return ""
-    if not small.fits or small.seconds * small.asked.max_steps > PATIENCE:
+    if not small.fits or small.total_seconds > PATIENCE:
         return ""
     shell = command(small.asked, request.world, small.shutdown_timeout)
     return f"to see a small model learn ({small.time()}), run `{shell}`; "
@@ -382,4 +382,5 @@ def _times(nearest: Plan, request: Plan) -> str:
     asked = request.asked.max_steps
     if nearest.asked.max_steps == asked:
         return nearest.time()
-    return f"{nearest.time()}; all {asked:,} steps: {duration(nearest.seconds * asked)}"
+    all_steps = dataclasses.replace(nearest, cfg=dataclasses.replace(nearest.cfg, max_steps=asked))
+    return f"{nearest.time()}; all {asked:,} steps: {duration(all_steps.total_seconds)}"

@@ -19,7 +19,7 @@ from data.progress import duration
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
-from longhaul.flops import step_seconds, time_words
+from longhaul.flops import step_seconds, time_words, warm_up_seconds
 from longhaul.memory import reserve
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
 from longhaul.memory.needs import usual, warm_up
@@ -124,15 +124,32 @@ class Plan:
         """Time of a step: on a CPU within a factor of two, on a GPU an order of magnitude."""
         return step_seconds(self.cfg, self.config, self.world.size, self.device.type)
 
+    @cached_property
+    def warm_up_seconds(self) -> float:
+        """The same of a step of the indexer's dense warm-up; 0 for a run without one."""
+        if not self.cfg.dense_steps:
+            return 0.0
+        return warm_up_seconds(self.cfg, self.config, self.world.size, self.device.type)
+
+    @property
+    def longest_step(self) -> float:
+        """Seconds of the step that takes most."""
+        return max(self.seconds, self.warm_up_seconds)
+
     @property
     def total_seconds(self) -> float:
         """Time of all steps."""
         if not self.stages:
-            return self.seconds * self.cfg.max_steps
+            return self._seconds_between(0, self.cfg.max_steps)
         total = 0.0
         for stage, own in zip(self.cfg.stages(), self.stages, strict=True):
-            total += own.seconds * (stage.last_step - stage.first_step)
+            total += own._seconds_between(stage.first_step, stage.last_step)
         return total
+
+    def _seconds_between(self, first: int, last: int) -> float:
+        """Time of the steps from `first` on and before `last`."""
+        dense = max(0, min(self.cfg.dense_steps, last) - first)
+        return dense * self.warm_up_seconds + (last - first - dense) * self.seconds
 
     def at(self, number: int) -> "Plan":
         """The plan of a stage of the length schedule; without a schedule, of the run."""
@@ -143,13 +160,21 @@ class Plan:
     @property
     def shutdown_timeout(self) -> int:
         """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
-        return shutdown_timeout(self.cfg, self.world.size, self.seconds)
+        return shutdown_timeout(self.cfg, self.world.size, self.longest_step)
 
     def time(self) -> str:
         """The time of a step and of the whole run, in words."""
         if self.stages:
             return f"about {duration(self.total_seconds)} for {self.cfg.max_steps:,} steps"
+        if self.cfg.dense_steps:
+            return self._time_with_warm_up()
         return time_words(self.seconds, self.cfg.max_steps, self.device.type, self.cfg.UNTIMED)
+
+    def _time_with_warm_up(self) -> str:
+        dense = self.cfg.dense_steps
+        behind = self.cfg.max_steps - dense
+        warm_up = time_words(self.warm_up_seconds, dense, self.device.type)
+        return f"{warm_up}; then {time_words(self.seconds, behind, self.device.type)}"
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""
@@ -215,10 +240,11 @@ class Plan:
         for number, own in enumerate(self.stages):
             stage = self.cfg.stages()[number]
             steps = stage.last_step - stage.first_step
+            seconds = own._seconds_between(stage.first_step, stage.last_step) / steps
             micro_batch = f"{own.cfg.batch_size} x {own.cfg.context_length:,} tokens"
             note = (
                 f": {micro_batch}, theta {own.config.rope_theta:g}, "
-                f"{time_words(own.seconds, steps, self.device.type)}"
+                f"{time_words(seconds, steps, self.device.type)}"
             )
             rows.append(_row(f"stage {number + 1}", own.needed_gib, note))
         return rows

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import train
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
 from selfcheck.faults.runs import dataset
-from tests.ranks import free_port
+from tests.ranks import free_port, run_program
 
 ROOT = Path(__file__).parent.parent
 FLAGS = shlex.split(
@@ -110,10 +111,7 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, flags, tmp_
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
 
     alone = tmp_path / "one machine"
-    torchrun = f"-m torch.distributed.run --nproc_per_node=2 --master_port={free_port()} train.py"
-    command = ["taskset", "--cpu-list", "0", sys.executable, *torchrun.split(), *flags]
-    command += ["--output_dir", str(alone)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    run_program(train.main, 2, [*flags, "--output_dir", str(alone)])
     assert losses(folder) == losses(alone) and len(losses(alone)) == 30
 
 

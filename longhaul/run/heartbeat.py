@@ -15,6 +15,7 @@ from collections.abc import Callable
 from longhaul import dist, exits
 
 EVERY = 0.5  # seconds between beats
+PATIENCE = 5.0  # seconds in which the store must say which rank was lost first
 STORE = "0 (or the launcher, which keeps the store)"
 
 
@@ -117,9 +118,20 @@ class Heartbeat:
 
     def _first_lost(self, rank: int) -> str:
         """The rank that was lost first, by all ranks' agreement: others may have left because of
-        it.
+        it. STORE if the store does not answer any more: asking it could take forever.
         """
-        return self.store.compare_set("longhaul/lost", "", str(rank)).decode()
+        answers = []
+
+        def ask():
+            try:
+                answers.append(self.store.compare_set("longhaul/lost", "", str(rank)))
+            except RuntimeError:
+                return  # the store has ended
+
+        asking = threading.Thread(target=ask, name="heartbeat question", daemon=True)
+        asking.start()
+        asking.join(PATIENCE)
+        return answers[0].decode() if answers else STORE
 
     def _counts(self) -> list[int]:
         return [self.store.add(_key(rank), 0) for rank in range(self.world.size)]

@@ -1,0 +1,92 @@
+"""longhaul/run/heartbeat.py with a store that stops, as when a machine or its network does."""
+
+import threading
+from collections import Counter
+
+import pytest
+
+from longhaul import dist, exits
+from longhaul.run import heartbeat
+
+
+class Store:
+    """A store in which rank 0 never beats; once it has stopped, nothing is answered."""
+
+    def __init__(self):
+        self.counts = Counter()
+        self.stopped = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        self._wait()
+        self.counts[key] += amount
+        return self.counts[key]
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        self._wait()
+        return wanted.encode()
+
+    def _wait(self):
+        if self.stopped.is_set():
+            forever()
+
+
+def forever():
+    """Blocks its thread, which ends with the process."""
+    threading.Event().wait()
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """An event that is set once the process would have ended, which keeps the exit code."""
+    event = threading.Event()
+
+    def leave(code: int):
+        event.code = code
+        event.set()
+        forever()
+
+    monkeypatch.setattr(heartbeat, "EVERY", 0.02)
+    monkeypatch.setattr(heartbeat, "PATIENCE", 2.0)
+    monkeypatch.setattr(heartbeat.os, "_exit", leave)
+    monkeypatch.setattr(heartbeat.faulthandler, "dump_traceback", lambda **_: None)
+    return event
+
+
+def started(monkeypatch, store: Store, said: list) -> heartbeat.Heartbeat:
+    monkeypatch.setattr(dist, "connect_to_store", lambda: store)
+    world = dist.World(rank=1, size=2, local_rank=1, local_size=2)
+    return heartbeat.Heartbeat(world, 0.5, lambda code, words: said.append((code, words)))
+
+
+def test_a_rank_ends_whose_store_stops_while_it_already_waits_for_the_next_one(ended, monkeypatch):
+    """The next rank has then been silent for longer than the store, which cannot say who left
+    first: asked without a limit, it kept the rank waiting forever.
+    """
+    said = []
+    store = Store()
+    beats = started(monkeypatch, store, said)
+    store.stopped.set()
+    beats.answered += 60
+    assert ended.wait(10)
+    ((code, words),) = said
+    assert ended.code == code == exits.WORLD
+    assert words.startswith(f"rank {heartbeat.STORE} of 2 was killed or does not answer")
+
+
+def test_a_store_that_has_ended_names_nobody(ended, monkeypatch):
+    store = Store()
+    beats = started(monkeypatch, store, [])
+
+    def gone(*_):
+        raise RuntimeError("the store has ended")
+
+    store.compare_set = gone
+    assert beats._first_lost(0) == heartbeat.STORE
+
+
+def test_the_rank_that_is_silent_is_named_while_the_store_answers(ended, monkeypatch):
+    said = []
+    started(monkeypatch, Store(), said)
+    assert ended.wait(10)
+    assert ended.code == exits.WORLD
+    assert said[0][1].startswith("rank 0 of 2 was killed or does not answer")

@@ -1,6 +1,7 @@
 """longhaul/run/heartbeat.py with a store that stops, as when a machine or its network does."""
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -35,10 +36,15 @@ def forever():
     threading.Event().wait()
 
 
+class Ended(threading.Event):
+    """Set once the process would have ended."""
+
+    code: int
+
+
 @pytest.fixture
 def ended(monkeypatch):
-    """An event that is set once the process would have ended, which keeps the exit code."""
-    event = threading.Event()
+    event = Ended()
 
     def leave(code: int):
         event.code = code
@@ -52,19 +58,31 @@ def ended(monkeypatch):
     return event
 
 
-def started(monkeypatch, store: Store, said: list) -> heartbeat.Heartbeat:
-    monkeypatch.setattr(dist, "connect_to_store", lambda: store)
-    world = dist.World(rank=1, size=2, local_rank=1, local_size=2)
-    return heartbeat.Heartbeat(world, 0.5, lambda code, words: said.append((code, words)))
+@pytest.fixture
+def start(ended, monkeypatch):
+    """Starts the heartbeat of rank 1 of 2, and stops it after the test."""
+    made = []
+
+    def heartbeat_of(store: Store, said: list) -> heartbeat.Heartbeat:
+        monkeypatch.setattr(dist, "connect_to_store", lambda: store)
+        world = dist.World(rank=1, size=2, local_rank=1, local_size=2)
+        beats = heartbeat.Heartbeat(world, 0.5, lambda *record: said.append(record))
+        made.append(beats)
+        return beats
+
+    yield heartbeat_of
+    for one in made:
+        one.closed.set()
+    time.sleep(0.1)  # a thread that is not blocked ends at its next beat
 
 
-def test_a_rank_ends_whose_store_stops_while_it_already_waits_for_the_next_one(ended, monkeypatch):
+def test_a_rank_ends_whose_store_stops_while_it_already_waits_for_the_next_one(start, ended):
     """The next rank has then been silent for longer than the store, which cannot say who left
     first: asked without a limit, it kept the rank waiting forever.
     """
     said = []
     store = Store()
-    beats = started(monkeypatch, store, said)
+    beats = start(store, said)
     store.stopped.set()
     beats.answered += 60
     assert ended.wait(10)
@@ -73,9 +91,9 @@ def test_a_rank_ends_whose_store_stops_while_it_already_waits_for_the_next_one(e
     assert words.startswith(f"rank {heartbeat.STORE} of 2 was killed or does not answer")
 
 
-def test_a_store_that_has_ended_names_nobody(ended, monkeypatch):
+def test_a_store_that_has_ended_names_nobody(start):
     store = Store()
-    beats = started(monkeypatch, store, [])
+    beats = start(store, [])
 
     def gone(*_):
         raise RuntimeError("the store has ended")
@@ -84,9 +102,9 @@ def test_a_store_that_has_ended_names_nobody(ended, monkeypatch):
     assert beats._first_lost(0) == heartbeat.STORE
 
 
-def test_the_rank_that_is_silent_is_named_while_the_store_answers(ended, monkeypatch):
+def test_the_rank_that_is_silent_is_named_while_the_store_answers(start, ended):
     said = []
-    started(monkeypatch, Store(), said)
+    start(Store(), said)
     assert ended.wait(10)
     assert ended.code == exits.WORLD
     assert said[0][1].startswith("rank 0 of 2 was killed or does not answer")

@@ -172,6 +172,23 @@ def lstm_backward_cpu(
     return inside + (0 if do is not None and do.is_contiguous() else output.nbytes)
 
 
+def embedding_bag_cpu(
+    threads: int,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    *_,
+) -> int:
+    """Weights in a low precision are copied to fp32."""
+    if per_sample_weights is None or per_sample_weights.itemsize >= 4:
+        return 0
+    return 4 * per_sample_weights.numel()
+
+
 def embedding_bag_backward_cpu(
     threads: int, grad: Tensor, indices: Tensor, offsets: Tensor, bag_of_index: Tensor, *_
 ) -> int:
@@ -195,6 +212,9 @@ DECLARED: dict[str, dict[str, Declared]] = {
         FLASH + "_for_cpu": flash_forward_cpu,
         FLASH + "_for_cpu_backward": flash_backward_cpu,
         "aten::sort": sort_cpu,
+        "aten::embedding_bag": embedding_bag_cpu,
+        "aten::_embedding_bag": embedding_bag_cpu,
+        "aten::_embedding_bag_forward_only": embedding_bag_cpu,
         "aten::_embedding_bag_backward": embedding_bag_backward_cpu,
         "aten::mkldnn_rnn_layer": lstm_forward_cpu,
         "aten::mkldnn_rnn_layer_backward": lstm_backward_cpu,

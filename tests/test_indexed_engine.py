@@ -195,14 +195,12 @@ def test_gradients_that_nothing_needs_are_of_no_token(most, small_parts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inside_it_takes_what_the_planner_says(dtype):
-    """The operators alone, of which the planner visits the last chunks. Its backward is up to 3%
-    high: on meta, an embedding bag makes the bag of each index.
-    """
+    """The operators alone, of which the planner visits the last chunks."""
     tensors, upstream = operands(1, 1500, 4, 2, 64, 2, 64, 4, dtype)
     o, _, *saved = model.indexed_forward(*tensors, 4, 64, True)
     forward = functools.partial(model.indexed_forward, *tensors, 4, 64, True)
     backward = functools.partial(model.indexed_backward, *upstream, *tensors, o, *saved, 4, 64)
-    for call, tolerance in ((forward, 0.01), (backward, 0.03)):
+    for call in (forward, backward):
         planned = inside(call.func, call.args)
         planned += sum(x.untyped_storage().nbytes() for x in call())
-        assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=tolerance)
+        assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=0.01)

@@ -27,6 +27,7 @@ SPARSE = (engine.nsa_forward, engine.nsa_backward)
 INDEXED = (model.indexed_forward, model.indexed_backward)
 STATISTICS = (vocab.stats_op, vocab.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + STATISTICS}
+BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 
 
@@ -74,7 +75,7 @@ class Workspaces(KernelWorkspaces):
         """Bytes at the peak of the operator's body, without its inputs and its results."""
         inputs_on_meta = _sparse_on_meta if is_sparse(name) else _on_meta
         platform = model.running_on(Bodies(self.target))
-        with unset_fake_temporarily(), torch.no_grad(), platform, Tracker(self) as tracker:
+        with unset_fake_temporarily(), torch.no_grad(), platform, _Inside(self) as tracker:
             inputs = tree_map(inputs_on_meta, args)
             for tensor in tree_leaves(inputs):
                 if isinstance(tensor, Tensor):
@@ -95,6 +96,18 @@ class Workspaces(KernelWorkspaces):
         k_BTGK = args[1] if name.endswith("forward") else args[2]
         B, _, G, _ = k_BTGK.shape
         return min(self.threads, B * G)
+
+
+class _Inside(Tracker):
+    """Sees the operators in the body of one of ours."""
+
+    def run(self, func, args, kwargs):
+        """Without the bag of each index, which on a CPU only means of bags need."""
+        outputs = super().run(func, args, kwargs)
+        if func._schema.name not in BAGS or self.workspace.target != "cpu":
+            return outputs
+        sums, bag_of_index, *others = outputs
+        return sums, bag_of_index.new_empty(0), *others
 
 
 def _on_meta(value):

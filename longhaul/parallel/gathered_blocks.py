@@ -17,7 +17,9 @@ from model import IndexedOutputs, Reading, indexed_backward, indexed_forward, po
 
 
 class Keys(NamedTuple):
-    """What queries read; of whole rows, of a rank's tokens, or of one piece."""
+    """What queries read; of whole rows, of a rank's tokens, or of one piece. Or gradients of them,
+    None for those that nothing needs.
+    """
 
     k_BTGK: Tensor
     v_BTGK: Tensor
@@ -29,8 +31,8 @@ class Keys(NamedTuple):
 
     def of(self, piece: Piece) -> "Keys":
         """Those of the piece's document that its queries may see."""
-        seen = slice(piece.past.start, piece.own.stop)
-        return Keys(*(x[piece.rows, seen] for x in self))
+        at = piece.rows, slice(piece.past.start, piece.own.stop)
+        return Keys(*(None if x is None else x[at] for x in self))
 
 
 def gathered_blocks(
@@ -85,8 +87,8 @@ class _GatheredBlocks(torch.autograd.Function):
         own = Keys(k_BtGK, v_BtGK, k_Bt1E)
         whole = own.gathered(ctx.shard)
         dq_BtHK, dq_BthE = torch.empty_like(q_BtHK), torch.empty_like(q_BthE)
-        # in fp32, because every rank adds to these sums
-        sums = Keys(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in whole))
+        upstream = do_BtHK, do_BtHK, dkl_Bt
+        sums = Keys(*(_zeros(x, given) for x, given in zip(whole, upstream, strict=True)))
         for piece in ctx.parts:
             at = piece.rows, piece.queries
             given = [None if x is None else x[at] for x in (do_BtHK, dkl_Bt)]
@@ -102,12 +104,17 @@ class _GatheredBlocks(torch.autograd.Function):
 
         del whole
         dk, dv, dk_idx = (
-            scatter_sums(total[None], ctx.shard)[0].to(x.dtype)
+            None if total is None else scatter_sums(total[None], ctx.shard)[0].to(x.dtype)
             for total, x in zip(sums, own, strict=True)
         )
-        of_model = (dq_BtHK, dk, dv) if do_BtHK is not None else (None,) * 3
-        of_indexer = (dq_BthE, dk_idx) if dkl_Bt is not None else (None,) * 2
-        return *of_model, *of_indexer, None, None, None
+        dq = None if do_BtHK is None else dq_BtHK
+        dq_idx = None if dkl_Bt is None else dq_BthE
+        return dq, dk, dv, dq_idx, dk_idx, None, None, None
+
+
+def _zeros(x: Tensor, upstream: Tensor | None) -> Tensor | None:
+    """In fp32, because every rank adds to them; None if nothing needs the sum, as in a warm-up."""
+    return None if upstream is None else torch.zeros_like(x, dtype=wide(x.dtype))
 
 
 def _over_piece(

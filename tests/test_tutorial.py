@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import longhaul
 from data import prepare
 from longhaul import cli
 from longhaul.config import TrainConfig
@@ -17,9 +18,9 @@ from profile_memory import ProfileConfig
 from scripts import evaluate, generate
 
 ROOT = Path(__file__).parent.parent
-CODE = ("data", "files", "footprint", "fused", "longhaul", "nsa", "scripts", "README.md")
+NEIGHBOURS = [name if (ROOT / name).is_dir() else f"{name}.py" for name in longhaul.NEIGHBOURS]
+CODE = ("longhaul", "scripts", "README.md")
 DOORS = ("train.py", "profile_memory.py", "verify_chunked_loss.py")
-MODULES = ("flags.py", "installed.py", "model.py")
 FITS_AFTER_CHANGES = {"--advise": 2, "--solve": 2}
 
 
@@ -42,7 +43,7 @@ def run_by_ci(command: str) -> bool:
 def clone(tmp_path_factory) -> Path:
     """A copy of the product, so that runs/ and mydata/ of the user stay as they are."""
     folder = tmp_path_factory.mktemp("tutorial")
-    for name in (*CODE, *DOORS, *MODULES):
+    for name in (*NEIGHBOURS, *CODE, *DOORS):
         source = ROOT / name
         ignored = shutil.ignore_patterns("__pycache__")
         if source.is_dir():

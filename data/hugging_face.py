@@ -27,6 +27,7 @@ SETTINGS = "tokenizer_config.json"
 PADDED = "padded_vocab_size"  # in our own SETTINGS: the ids of the model, unused ones included
 INSTALL = "pip install 'longhaul[tokenizers]', or pip install tokenizers"
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 # A text may be cut here: the expressions below never match across it, nor look behind it.
 SAFE_CUT = re.compile(r"\S\n(?=\S)")
 QWEN = (
@@ -142,6 +143,10 @@ class HuggingFaceTokenizer:
                 sizes.append(size)
         return max(sizes)
 
+    def _is_byte(self, index: int) -> bool:
+        """Whether the id stands for one byte of a character that has no id of its own."""
+        return BYTE.fullmatch(self._library.id_to_token(index) or "") is not None
+
     def _known(self, index: int) -> int:
         if not 0 <= index < self.vocab_size:
             raise ValueError(
@@ -159,26 +164,39 @@ class HuggingFaceTokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text as they arrive; a character whose bytes are incomplete waits for more."""
+    """Turns ids into text as they arrive. What further ids may still change waits for them: a
+    character whose bytes are incomplete, and ids of single bytes, such as <0x31>, which become
+    U+FFFD if the bytes that follow them are no UTF-8.
+    """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
-        from tokenizers.decoders import DecodeStream
-
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._is_waiting = False
+        self._before: list[int] = []  # the last ids with text; their neighbour may need a space
+        self._waiting: list[int] = []
 
     def push(self, index: int) -> str:
         """The characters that this id completes, "" if there are none yet."""
         index = self._tokenizer._known(index)
-        text = self._stream.step(self._tokenizer._library, index)
-        if index not in self._tokenizer._special:
-            self._is_waiting = text is None
-        return text or ""
+        if index in self._tokenizer._special:
+            return ""
+        self._waiting.append(index)
+        if self._tokenizer._is_byte(index):
+            return ""
+
+        text = self._text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._before, self._waiting = self._waiting, []
+        return text
 
     def finish(self) -> str:
-        """What is left of an unfinished character, as U+FFFD."""
-        return "\ufffd" if self._is_waiting else ""
+        """What is left; U+FFFD for an unfinished character."""
+        return self._text()
+
+    def _text(self) -> str:
+        """That of the ids that wait."""
+        written = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode([*self._before, *self._waiting])[len(written) :]
 
 
 # ---- the file

@@ -18,6 +18,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak_bytes(function, device)
+    gc.collect()  # what earlier runs have left is not freed while the profiler runs
     # otherwise Kineto prints two lines with the time of day for each record
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

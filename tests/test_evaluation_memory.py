@@ -1,6 +1,7 @@
 """The simulated evaluation against real ones, whole and in parts, and against training."""
 
 import dataclasses
+import gc
 from pathlib import Path
 
 import pytest
@@ -223,3 +224,17 @@ def test_attention_that_reads_rows_at_once_is_planned_whole_only():
     whole = evaluation.planned(cfg, 8192, CPU)
     with pytest.raises(ValueError, match=f"needs {whole.gib:.1f} GiB"):
         evaluation.plan_that_fits(cfg, 8192, CPU, whole.gib - 10 / GIB)
+
+
+def test_what_an_earlier_record_left_behind_is_not_freed_in_the_next_one():
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+            self.values = torch.zeros(4_000_000)
+
+    def step():
+        gc.collect()
+        return torch.zeros(1_000_000)
+
+    peak_bytes(lambda: [Cycle(), None][1], CPU)
+    assert peak_bytes(step, CPU) == 4_000_000

@@ -114,14 +114,14 @@ def step_operations(cfg: TrainConfig, config: ModelConfig, ranks: int) -> Operat
         config, rows * cfg.row_tokens, documents * pairs(config, cfg.context_length)
     )
 
-    forwards = 0  # of attention, beyond the first
-    if cfg.gradient_checkpointing == "full":
-        forwards += 1
-    if cfg.attention_head_groups > 1:
-        forwards += 1
     if cfg.gradient_checkpointing != "none":
         products += products / 3
-    return Operations(products, attention + forwards * attention / 3)
+    return Operations(products, attention + attention_again(cfg) * attention / 3)
+
+
+def attention_again(cfg: TrainConfig) -> int:
+    """Forwards of attention beyond the first."""
+    return int(cfg.gradient_checkpointing == "full") + int(cfg.attention_head_groups > 1)
 
 
 # ---- time
@@ -148,7 +148,7 @@ def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: s
     whole_row = dataclasses.replace(config.indexer, budget=-(-cfg.context_length // r) * r)
     dense = dataclasses.replace(config, indexer=whole_row)
     standard = dataclasses.replace(config, attention_type="standard")
-    all_keys = step_operations(cfg, standard, ranks).attention
+    all_keys = step_operations(cfg, standard, ranks).attention / (1 + attention_again(cfg) / 3)
 
     products, attention = step_operations(cfg, dense, ranks)
     return _seconds_for(Operations(products, attention - all_keys / 2), cfg, dense, device) / ranks

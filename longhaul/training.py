@@ -23,7 +23,7 @@ from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.watch import STEPS, Watch, comparison, out_of_memory, report
+from longhaul.memory.watch import Watch, compared_at, comparison, out_of_memory, report
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health, audited_step, deterministic
@@ -361,5 +361,5 @@ class Run:
             record |= self.health.after(seen.result, self.log.say)
         finally:  # the record of a step that halts the run is the one that will be looked for
             self.log.step(record)
-        if state.step == STEPS:
-            self.log.say(f"step {state.step}: {comparison(self.plan)}")
+        if self.world.rank == 0 and state.step in compared_at(state.cfg):
+            self.log.say(f"step {state.step}: {comparison(self.plan, state.step)}")

@@ -1,6 +1,7 @@
 """train.py and its plan: the peak at step 2, --fit auto, and the report when memory runs out."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from longhaul import dist, optim, training
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.watch import failed_bytes, out_of_memory
+from longhaul.memory.watch import compared_at, comparison, failed_bytes, out_of_memory
+from model import GIB
 from tests import test_train
 
 data = test_train.data  # a fixture
@@ -37,6 +39,21 @@ def test_the_measured_peak_stands_beside_the_planned_one_at_step_2(data, tmp_pat
         if "step 2: peak of a step" in line
     )
     assert "planned 0.4" in line and "of resident memory" in line
+
+
+@pytest.mark.parametrize(
+    "dense, expected",
+    [(0, {2: "1.50"}), (1, {3: "1.50"}), (2, {2: "1.25", 4: "1.50"}), (9, {2: "1.25", 11: "1.50"})],
+)
+def test_in_an_indexers_warm_up_its_own_peak_is_compared(dense, expected):
+    """Each kind of step at its second one."""
+    cfg = SimpleNamespace(dense_steps=dense)
+    warm_up = SimpleNamespace(peak=GIB // 4) if dense else None
+    cpu = torch.device("cpu")
+    plan = SimpleNamespace(cfg=cfg, warm_up=warm_up, peak=GIB // 2, device=cpu, hidden_gib=1.0)
+    assert compared_at(cfg) == expected.keys()
+    for step, gib in expected.items():
+        assert f"planned {gib} GiB" in comparison(plan, step)
 
 
 @pytest.mark.parametrize(

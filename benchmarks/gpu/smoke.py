@@ -101,6 +101,7 @@ def one_kernel(run: Run, place: Place, name: str) -> None:
                 forward_and_backward(place, kind, tokens)
             if place.cuda and "nsa" in kinds_of(name):
                 decode_once(place, tokens)
+            if place.cuda:
                 torch.cuda.synchronize(place.device)
             if launches:
                 break
@@ -168,7 +169,7 @@ def one_step(run: Run, place: Place, kind: str) -> None:
     state = step.build(cfg, cfg.model(), place.device)
     found = packed_gradients(state, place)
     reference = replace(cfg, kernels="torch")
-    want = packed_gradients(step.build(reference, cfg.model(), place.device), place)
+    want = packed_gradients(step.build(reference, reference.model(), place.device), place)
     name, error = worst_difference(found, want)
     what = f"one layer, {kind}, packed row: gradients against PyTorch's operators"
     run.row(TABLE, what=what, result=f"within {error:.1e} (of {name})")

@@ -382,5 +382,6 @@ def _times(nearest: Plan, request: Plan) -> str:
     asked = request.asked.max_steps
     if nearest.asked.max_steps == asked:
         return nearest.time()
-    all_steps = dataclasses.replace(nearest, cfg=dataclasses.replace(nearest.cfg, max_steps=asked))
+    steps = dict(max_steps=asked, indexer_warmup=request.asked.indexer_warmup)
+    all_steps = dataclasses.replace(nearest, cfg=dataclasses.replace(nearest.cfg, **steps))
     return f"{nearest.time()}; all {asked:,} steps: {duration(all_steps.total_seconds)}"

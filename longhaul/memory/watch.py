@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.stages import StagePeaks, telling
@@ -18,7 +19,9 @@ from longhaul.run.log import peak_memory_gib
 from longhaul.step import TrainState
 from model import GIB
 
-STEPS = 2  # watched: the first has no optimizer states yet, the second is like all that follow
+# Watched: the first has no optimizer states yet, the second is like all that follow, up to
+# the end of an indexer's dense warm-up.
+STEPS = 2
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
@@ -44,14 +47,27 @@ class Watch(StagePeaks):
 # ---- planned against measured
 
 
-def planned_gib(plan: planner.Plan) -> float:
-    """What the measured figure should be: on a CPU the whole process, on CUDA only the tensors."""
-    return plan.needed_gib if plan.device.type == "cpu" else plan.peak / GIB
+def planned_gib(plan: planner.Plan, peak: int) -> float:
+    """What the measured figure should be for so many live bytes: on a CPU the whole process, on
+    CUDA only the tensors.
+    """
+    return peak / GIB + (plan.hidden_gib if plan.device.type == "cpu" else 0)
 
 
-def comparison(plan: planner.Plan) -> str:
-    """Planned against measured peak, one line."""
-    planned = planned_gib(plan)
+def compared_at(cfg: TrainConfig) -> set[int]:
+    """The steps after which the peak is compared: the second of an indexer's dense warm-up, and the
+    second of those in which everything learns.
+    """
+    steps = {cfg.dense_steps + STEPS}
+    if cfg.dense_steps >= STEPS:
+        steps.add(STEPS)
+    return steps
+
+
+def comparison(plan: planner.Plan, step: int) -> str:
+    """Planned against measured peak after so many steps, one line."""
+    in_warm_up = plan.warm_up is not None and step <= plan.cfg.dense_steps
+    planned = planned_gib(plan, plan.warm_up.peak if in_warm_up else plan.peak)
     measured = peak_memory_gib(plan.device)
     what = "resident memory" if plan.device.type == "cpu" else "allocated memory"
     difference = 100 * (planned / measured - 1)
@@ -106,7 +122,7 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
 
 
 def _stage_rows(plan: planner.Plan, watch: Watch) -> list[str]:
-    without_tensors = planned_gib(plan) - plan.peak / GIB  # the process itself, on a CPU
+    without_tensors = planned_gib(plan, 0)  # the process itself, on a CPU
     rows = []
     stages = plan.live
     for stage in dict.fromkeys([*watch.peaks, *stages]):

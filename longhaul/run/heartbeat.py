@@ -118,7 +118,7 @@ class Heartbeat:
 
     def _first_lost(self, rank: int) -> str:
         """The rank that was lost first, by all ranks' agreement: others may have left because of
-        it. STORE if the store does not answer any more: asking it could take forever.
+        it. `rank` or the store if that does not answer, since asking it could take forever.
         """
         answers = []
 
@@ -131,7 +131,7 @@ class Heartbeat:
         asking = threading.Thread(target=ask, name="heartbeat question", daemon=True)
         asking.start()
         asking.join(PATIENCE)
-        return answers[0].decode() if answers else STORE
+        return answers[0].decode() if answers else f"{rank}, or rank {STORE},"
 
     def _counts(self) -> list[int]:
         return [self.store.add(_key(rank), 0) for rank in range(self.world.size)]

@@ -9,13 +9,17 @@ import multiprocessing
 import os
 import socket
 import tempfile
-from contextlib import redirect_stdout
+import time
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
 
 from longhaul import dist
+
+LONGEST = 600  # seconds that ranks may take
+FAILED = (mp.ProcessExitedException, mp.ProcessRaisedException, TimeoutError)
 
 
 def run_ranks(function, size: int, *args) -> list:
@@ -34,17 +38,30 @@ def run_program(main, size: int, words: list[str]) -> str:
     As under torchrun, whose own imports and those of its ranks take longer than a small run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        _start(_program_of_rank, size, main, Path(folder), words)
+        try:
+            _start(_program_of_rank, size, main, Path(folder), words)
+        except FAILED as error:
+            texts = [path.read_text(encoding="utf-8") for path in Path(folder).glob("*.txt")]
+            raise AssertionError("\n".join([str(error), *texts])) from None
         return (Path(folder) / "0.txt").read_text(encoding="utf-8")
 
 
 def _start(body, size: int, *args):
-    """`body(rank, *args)` on each rank, in the environment of this process and of the rank."""
+    """`body(rank, *args)` on each rank, in the environment of this process and of the rank.
+
+    TimeoutError after LONGEST seconds.
+    """
     multiprocessing.set_forkserver_preload(
         ["train", "torch._dynamo", "torch.distributed.device_mesh", "torch.distributed.fsdp"]
     )
     work = size, free_port(), dict(os.environ), body, args
-    mp.start_processes(_begin, work, nprocs=size, start_method="forkserver")
+    ranks = mp.start_processes(_begin, work, nprocs=size, join=False, start_method="forkserver")
+    end = time.monotonic() + LONGEST
+    while not ranks.join(timeout=5):
+        if time.monotonic() > end:
+            for process in ranks.processes:
+                process.kill()
+            raise TimeoutError(f"ranks that ran for {LONGEST} s were killed")
 
 
 def _begin(rank: int, size: int, port: int, environment: dict, body, args: tuple):
@@ -70,7 +87,10 @@ def _rank(rank: int, function, folder: Path, args: tuple):
 
 
 def _program_of_rank(rank: int, main, folder: Path, words: list[str]):
-    with open(folder / f"{rank}.txt", "w", encoding="utf-8") as out, redirect_stdout(out):
+    with ExitStack() as stack:
+        said = stack.enter_context(open(folder / f"{rank}.txt", "w", encoding="utf-8"))
+        stack.enter_context(redirect_stdout(said))
+        stack.enter_context(redirect_stderr(said))
         main(words)
 
 

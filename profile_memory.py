@@ -23,7 +23,7 @@ from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
-from longhaul.flops import step_seconds
+from longhaul.flops import longest_step
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
@@ -306,6 +306,7 @@ def predicted(cfg: ProfileConfig) -> dict:
     found = profile(training, cfg.nproc, target, cfg.full or cfg.measure)
     demand = Demand.of(found.trace, cfg.nproc) if target == "cuda" else None
     print(report.table(found, training, cfg.nproc, demand))
+    print(f"time: {report.run_time(cfg.training(), cfg.nproc, demand)}")
     result = report.machine_readable(found, training, cfg.nproc, demand)
 
     if cfg.measure and target == "cuda":
@@ -332,10 +333,10 @@ def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
     if demand:
         facts["cards"] = demand.cards_text()
         replays = demand.classic, demand.expandable
-    facts["time"] = report.run_time(cfg, cfg.nproc, demand)
     training = cfg.training()
-    seconds = step_seconds(training, training.model(), cfg.nproc, "cuda" if demand else "cpu")
-    timeout = shutdown_timeout(training, cfg.nproc, seconds)
+    facts["time"] = report.run_time(training, cfg.nproc, demand)
+    step = longest_step(training, training.model(), cfg.nproc, "cuda" if demand else "cpu")
+    timeout = shutdown_timeout(training, cfg.nproc, step)
     world = dist.World(size=cfg.nproc, local_size=cfg.nproc)
     facts["command"] = command(training, world, timeout)
 

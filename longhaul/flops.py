@@ -138,12 +138,14 @@ def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str)
 
 
 def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
-    """The same of a step of an indexer's dense warm-up.
+    """The same of a step of an indexer's dense warm-up; 0 for a run without one.
 
     Attention reads all keys, as with a budget of the whole row. Of the 12*H*K operations for a
     pair, 4 are in the forward; the backward, in which the model does not learn, computes the logits
     again, which takes 2, and no gradients of them. Operations on the indexer's scores are all done.
     """
+    if not cfg.dense_steps:
+        return 0.0
     r = config.indexer.r
     whole_row = dataclasses.replace(config.indexer, budget=-(-cfg.context_length // r) * r)
     dense = dataclasses.replace(config, indexer=whole_row)
@@ -152,6 +154,11 @@ def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: s
 
     products, attention = step_operations(cfg, dense, ranks)
     return _seconds_for(Operations(products, attention - all_keys / 2), cfg, dense, device) / ranks
+
+
+def longest_step(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
+    """Seconds of the step that takes most."""
+    return max(count(cfg, config, ranks, device) for count in (step_seconds, warm_up_seconds))
 
 
 def _seconds_for(
@@ -165,6 +172,15 @@ def _seconds_for(
 
     speed = GPU_FLOPS if cfg.dtype == "bf16" else GPU_FLOPS * 0.5
     return (products + attention) / speed
+
+
+def run_words(cfg: TrainConfig, seconds: float, warm_up: float, device: str) -> str:
+    """What a run takes, from the seconds of a step and of one of an indexer's dense warm-up."""
+    if not cfg.dense_steps:
+        return time_words(seconds, cfg.max_steps, device, cfg.UNTIMED)
+    behind = cfg.max_steps - cfg.dense_steps
+    dense = time_words(warm_up, cfg.dense_steps, device)
+    return f"{dense}; then {time_words(seconds, behind, device)}"
 
 
 def time_words(seconds: float, steps: int, device: str, untimed: str = "") -> str:

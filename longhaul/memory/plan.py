@@ -19,7 +19,7 @@ from data.progress import duration
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
-from longhaul.flops import step_seconds, time_words, warm_up_seconds
+from longhaul.flops import run_words, step_seconds, time_words, warm_up_seconds
 from longhaul.memory import reserve
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
 from longhaul.memory.needs import usual, warm_up
@@ -127,8 +127,6 @@ class Plan:
     @cached_property
     def warm_up_seconds(self) -> float:
         """The same of a step of the indexer's dense warm-up; 0 for a run without one."""
-        if not self.cfg.dense_steps:
-            return 0.0
         return warm_up_seconds(self.cfg, self.config, self.world.size, self.device.type)
 
     @property
@@ -166,15 +164,7 @@ class Plan:
         """The time of a step and of the whole run, in words."""
         if self.stages:
             return f"about {duration(self.total_seconds)} for {self.cfg.max_steps:,} steps"
-        if self.cfg.dense_steps:
-            return self._time_with_warm_up()
-        return time_words(self.seconds, self.cfg.max_steps, self.device.type, self.cfg.UNTIMED)
-
-    def _time_with_warm_up(self) -> str:
-        dense = self.cfg.dense_steps
-        behind = self.cfg.max_steps - dense
-        warm_up = time_words(self.warm_up_seconds, dense, self.device.type)
-        return f"{warm_up}; then {time_words(self.seconds, behind, self.device.type)}"
+        return run_words(self.cfg, self.seconds, self.warm_up_seconds, self.device.type)
 
     def shortage(self) -> str:
         """What is needed and what is available, for a plan that does not fit."""

@@ -10,7 +10,7 @@ from footprint.device import Demand
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import alike, of_step
 from longhaul.config import TrainConfig
-from longhaul.flops import step_seconds, time_words, warm_up_seconds
+from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.memory.deep import Profile
 from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.posttrain.config import PolicyConfig
@@ -40,7 +40,6 @@ def table(profile: Profile, cfg: TrainConfig, ranks: int, demand: Demand | None)
     else:
         peak = profile.peak / GIB
         rows.append(f"live peak {peak:.3f} GiB, process {peak + PROCESS_GIB:.2f} GiB")
-    rows.append(f"time: {run_time(cfg, ranks, demand)}")
     return "\n".join(rows)
 
 
@@ -59,12 +58,10 @@ def _title(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
 
 
 def run_time(cfg: TrainConfig, ranks: int, demand: Demand | None) -> str:
-    """How long a step and the run take, in words; of settings with a dense warm-up, that one."""
+    """How long a step and the run take, in words."""
     device = "cpu" if demand is None else "cuda"
-    if cfg.dense_steps:
-        return time_words(warm_up_seconds(cfg, cfg.model(), ranks, device), cfg.dense_steps, device)
-    seconds = step_seconds(cfg, cfg.model(), ranks, device)
-    return time_words(seconds, cfg.max_steps, device, cfg.UNTIMED)
+    times = (count(cfg, cfg.model(), ranks, device) for count in (step_seconds, warm_up_seconds))
+    return run_words(cfg, *times, device)
 
 
 # ---- for --json

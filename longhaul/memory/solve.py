@@ -20,7 +20,7 @@ from functools import cached_property
 from footprint.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
 from longhaul.config import TrainConfig
 from longhaul.dist import World
-from longhaul.flops import step_seconds, time_words
+from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.memory import fit
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
@@ -69,6 +69,11 @@ class Candidate:
     def seconds(self) -> float:
         """Predicted time of a step, all ranks working in parallel."""
         return step_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """The same of a step of an indexer's dense warm-up; 0 for a run without one."""
+        return warm_up_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
 
     @property
     def least_bytes(self) -> int:
@@ -182,14 +187,15 @@ def solve(
 
     unchanged = (best.cfg, best.ranks) == (cfg, least) and search.placement is Placement.FITS
     verdict = Verdict.FITS if unchanged else Verdict.AFTER_CHANGES
-    search.say(f"time: {time_words(best.seconds, cfg.max_steps, 'cuda', cfg.UNTIMED)}")
+    search.say(f"time: {run_words(best.cfg, best.seconds, best.warm_up_seconds, 'cuda')}")
     search.say(_command(best, search.placement))
     return Answer("\n".join(search.lines), verdict)
 
 
 def _command(best: Candidate, placement: Placement) -> str:
     """The command that trains it."""
-    timeout = shutdown_timeout(best.cfg, best.ranks, best.seconds)
+    step = max(best.seconds, best.warm_up_seconds)
+    timeout = shutdown_timeout(best.cfg, best.ranks, step)
     line = command(best.cfg, World(size=best.ranks, local_size=best.ranks), timeout)
     return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 

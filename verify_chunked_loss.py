@@ -29,7 +29,8 @@ from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
 from longhaul.memory.plan import available_gib
 from longhaul.vocab import vocab_stats
-from model import GIB, IGNORE, Decoder, ModelConfig, linear_cross_entropy
+from longhaul.vocab.loss import linear_cross_entropy
+from model import GIB, IGNORE, Decoder, ModelConfig
 
 # tokens: (GiB of logits, whether the loss must be chunked)
 DOCUMENTED = {
@@ -116,7 +117,7 @@ def verdict(holds: bool, text: str) -> bool:
 def check_rule() -> list[bool]:
     """The documented cases at the real 4B shape, on the meta device."""
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig.preset("4B"))
+        config = ModelConfig.preset("4B")
 
     results = []
     for number, (seq_len, (gib, expected)) in enumerate(DOCUMENTED.items(), start=1):

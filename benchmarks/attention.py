@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
-from model import Compressor, IndexerConfig, Layout, NSAConfig, indexed_forward
+from model import Compressor, Layout, NSAConfig
+from indexed.layer import IndexerConfig
+from indexed.operators import indexed_forward
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import indexed_oracle

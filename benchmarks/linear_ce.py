@@ -12,6 +12,7 @@ import functools
 import torch
 
 import model
+from longhaul.vocab import loss as vocab_loss
 
 BOUND = 2.0**-7  # twice the rounding step of bf16: eager's own distance from float64 is one step
 
@@ -25,7 +26,7 @@ def variants() -> dict:
         "eager": eager,
         "compiled": [
             torch.compile(body, dynamic=True) for body in eager
-        ],  # dynamic, as model.tile_body has it
+        ],  # dynamic, as longhaul.vocab.vocab_loss.tile_body has it
         "triton": [getattr(linear_ce, name) for name in names],
     }
 
@@ -46,8 +47,8 @@ def check(name: str, fold, fill) -> bool:
     z_NV, target_N, state, vectors = arguments(257, 1000, torch.bfloat16)
     double_NV = z_NV.double()
     want = [x_N.double() for x_N in state]
-    model.fold_logsumexp(double_NV, target_N, *want, None)
-    model.logits_to_gradient(double_NV, target_N, *(x_N.double() for x_N in vectors), None)
+    vocab_loss.fold_logsumexp(double_NV, target_N, *want, None)
+    vocab_loss.logits_to_gradient(double_NV, target_N, *(x_N.double() for x_N in vectors), None)
     fold(z_NV, target_N, *state, None)
     fill(z_NV, target_N, *vectors, None)
     pairs = [*zip(state, want, strict=True), (z_NV, double_NV)]

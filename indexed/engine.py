@@ -1,7 +1,7 @@
-"""Indexed attention whose time is that of what it reads: the bodies of model.py's two operators.
+"""Indexed attention whose time is that of what it reads: the bodies of the two operators.
 
 Queries at the start of a document read most of what they see. There, masks cost less than
-gathered blocks, so model.py's plain version computes them, as it does the dense warm-up, where
+gathered blocks, so the plain version computes them, as it does the dense warm-up, where
 every block is read. The other queries come in chunks: scores and choice (indexed/choice.py), then
 attention over the chosen blocks in tiles of a few queries (indexed/reading.py).
 
@@ -23,13 +23,9 @@ from torch import Tensor
 
 import indexed.choice as choice
 import indexed.reading as reading
-from model import (
-    IndexedInputs,
-    IndexedOutputs,
-    plain_indexed_backward,
-    plain_indexed_forward,
-    platform,
-)
+from indexed import plain
+from indexed.plain import IndexedInputs, IndexedOutputs
+from longhaul.machine import platform
 from nsa.branches import Buffers
 
 # A query that sees at most so many times the budget is masked.
@@ -144,12 +140,12 @@ def forward(
     learns: bool,
     outputs: IndexedOutputs,
 ) -> None:
-    """Fills the outputs; arguments as those of `model.indexed_forward`."""
+    """Fills the outputs; arguments as those of `operators.indexed_forward`."""
     masked = _masked_queries(inputs, r, most)
     if masked:
         seen = inputs.k_BSGK.shape[1] - inputs.q_BTHK.shape[1] + masked
         start = IndexedOutputs(*(x[:, :masked] for x in outputs))
-        plain_indexed_forward(_start(inputs, masked, seen, r), r, most, learns, start)
+        plain.forward(_start(inputs, masked, seen, r), r, most, learns, start)
 
     chunks = _chunks(inputs, masked, r)
     if not chunks:
@@ -265,14 +261,14 @@ def backward(
     saved: IndexedOutputs,
     grads: IndexedInputs,
 ) -> None:
-    """Fills the gradients of queries, and adds to the others; as `model.indexed_backward`."""
+    """Fills the gradients of queries, and adds to the others; as `operators.indexed_backward`."""
     masked = _masked_queries(inputs, r, most)
     if masked:
         start = IndexedOutputs(*(x[:, :masked] for x in saved))
         upstream = [None if x is None else x[:, :masked] for x in (do_BTHK, dkl_BT)]
         seen = inputs.k_BSGK.shape[1] - inputs.q_BTHK.shape[1] + masked
         of_start = [_start(tensors, masked, seen, r) for tensors in (inputs, grads)]
-        plain_indexed_backward(*upstream, of_start[0], r, most, start, of_start[1])
+        plain.backward(*upstream, of_start[0], r, most, start, of_start[1])
 
     chunks = _chunks(inputs, masked, r)
     if not chunks:

@@ -11,20 +11,14 @@ from typing import Any, ClassVar
 
 from data.mixture import DECIMALS
 from data.order import parse_ranges
+from indexed.layer import IndexerConfig
 from longhaul import lengths
 from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
+from longhaul.kinds import KINDS, attention_kind
 from longhaul.parallel import context
-from model import (
-    ATTENTIONS,
-    CHOICES,
-    PRESETS,
-    IndexerConfig,
-    ModelConfig,
-    NSAConfig,
-    attention_kind,
-)
+from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 # Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length
 # still use the whole machine.
@@ -93,7 +87,7 @@ class TrainConfig:
         "kind of attention: standard is full causal attention, nsa is Native Sparse Attention, "
         "indexed reads the blocks that a trained indexer chooses",
         aliases=("attention",),
-        choices=ATTENTIONS,
+        choices=KINDS,
         group="model",
     )
     nsa: tuple[str, ...] = flag(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from data.progress import duration
 from longhaul.config import TrainConfig
-from model import Decoder, ModelConfig, RotaryCache, attention_kind
+from longhaul.kinds import attention_kind
+from model import ModelConfig, RotaryCache
 
 # What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
 GPU_FLOPS = 400e12
@@ -146,10 +147,10 @@ def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: s
     """
     if not cfg.dense_steps:
         return 0.0
-    r = config.indexer.r
-    whole_row = dataclasses.replace(config.indexer, budget=-(-cfg.context_length // r) * r)
-    dense = dataclasses.replace(config, indexer=whole_row)
-    standard = dataclasses.replace(config, attention_type="standard")
+    r = config.attention.r
+    whole_row = dataclasses.replace(config.attention, budget=-(-cfg.context_length // r) * r)
+    dense = dataclasses.replace(config, attention=whole_row)
+    standard = dataclasses.replace(config, attention=Standard())
     all_keys = step_operations(cfg, standard, ranks).attention / (1 + attention_again(cfg) / 3)
 
     products, attention = step_operations(cfg, dense, ranks)
@@ -219,7 +220,7 @@ def _products_speed(dtype: str, width: int) -> float:
         ffn_size=3 * width,
         compute_dtype=dtype,
     )
-    decoder = Decoder(config)
+    decoder = kernels.decoder(config)
     decoder.init_weights(seed=0)
     tokens_BT = torch.zeros(ROWS, ROW_TOKENS, dtype=torch.long, device="cpu")
 

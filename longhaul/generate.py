@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from model import Decoder, KVCache, ModelConfig, attention_kind
+from longhaul.clock import ClockedCache, takes_clock
+from longhaul.kinds import attention_kind
+from model import Decoder, KVCache, ModelConfig
 
 Step = Callable[[], Tensor]
 
@@ -92,7 +94,8 @@ def generate(
         )
     device = model.embed.weight.device
     generator = torch.Generator(device).manual_seed(seed)
-    cache = KVCache(model.config, 1, len(prompt) + max_new_tokens, device)
+    capacity = len(prompt) + max_new_tokens
+    cache = model.new_cache(1, capacity)
 
     def next_logits(token_11: Tensor) -> Tensor:
         return model(token_11, cache=cache)[0, -1]
@@ -100,8 +103,8 @@ def generate(
     prompt_1T = torch.tensor([prompt], device=device)
     if len(prompt) > 1:
         prefill(model, prompt_1T[:, :-1], cache)
-    if captured and device.type == "cuda" and cache.takes_clock:
-        next_logits = CapturedSteps(model, cache, cuda_graph)
+    if captured and device.type == "cuda" and takes_clock(cache):
+        next_logits = CapturedSteps(model, ClockedCache(cache, 1, capacity, device), cuda_graph)
 
     logits_V = next_logits(prompt_1T[:, -1:])
     for number in range(1, max_new_tokens + 1):
@@ -159,14 +162,14 @@ class CapturedSteps:
     """
 
     def __init__(
-        self, model: Decoder, cache: KVCache, capture: Callable[[Step, torch.device], Step]
+        self, model: Decoder, cache: ClockedCache, capture: Callable[[Step, torch.device], Step]
     ):
         self.model = model
         self.cache = cache
         self.capture = capture
-        self.position = cache.length
-        self.clock = cache.start_clock()
-        self.token_11 = torch.zeros((1, 1), dtype=torch.int64, device=cache.device)
+        self.clock = cache.clock
+        self.position = cache.first
+        self.token_11 = torch.zeros_like(self.clock.position)[None]
         self.steps: dict[bool, Step] = {}
 
     def __call__(self, token_11: Tensor) -> Tensor:
@@ -182,7 +185,9 @@ class CapturedSteps:
         return logits_V
 
     def _step(self) -> Tensor:
-        return self.model(self.token_11, cache=self.cache)[0, -1]
+        logits_V = self.model(self.token_11, cache=self.cache)[0, -1]
+        self.clock.tick()
+        return logits_V
 
 
 def cuda_graph(step: Step, device: torch.device) -> Step:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from longhaul import optimizers
 from longhaul.dist import local_shard
-from model import Decoder, attention_kind
+from longhaul.kinds import attention_kind
+from model import Decoder
 
 # ---- schedule
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from longhaul.dist import local_shard
+from longhaul.machine import platform
 from longhaul.staging import Staging, slabs
-from model import platform
 
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of Muon (Jordan et al. 2024)

@@ -23,7 +23,8 @@ import torch
 
 from files.tensors import WEIGHTS, Later, opened, write_one_by_one
 from files.untrusted import read_json, refuse_pickle
-from model import Decoder, ModelConfig, attention_kind
+from longhaul.kinds import attention_kind
+from model import Decoder, ModelConfig
 
 SHARD_BYTES = 5 * 10**9  # the size of a file at which Hugging Face's tools start another one
 
@@ -119,7 +120,7 @@ def stored_model(folder: Path, **overrides) -> tuple[Decoder, dict[str, Later]]:
     fields["compute_dtype"] = _widest(tensor.dtype for tensor in stored.values())
 
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig(**fields | overrides))
+        decoder = kernels.decoder(ModelConfig(**fields | overrides))
     return decoder, _weights(decoder, stored, folder)
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from data.loader import Batch
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
+from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
-from model import IGNORE, Decoder, ModelConfig, OnHost, attention_kind
+from model import IGNORE, Decoder, ModelConfig, OnHost
 
 MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
@@ -74,7 +75,7 @@ class TrainState:
     # whether a first step has checked its labels, at the cost of a host synchronisation
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
-    # what the layers measured in the newest step, on this rank, as `Decoder.figures`
+    # what the layers measured in the newest step, on this rank, as `indexed.layer.figures`
     figures: Tensor | None = None
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
     # work of the host, called when a step's gradients are queued and before their norm is read
@@ -133,7 +134,7 @@ def skeleton(
     a simulation turns to fake tensors between the two.
     """
     with torch.device("meta"):
-        model = Decoder(model_config)
+        model = kernels.decoder(model_config)
     if cfg.weights_in_compute_dtype:
         model.to(model_config.dtype)
     return apply.apply(model, cfg, mesh, context_mesh)
@@ -250,11 +251,12 @@ def gradients(
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
-        with model.losses.warming_up(warming(state)):
+        with own_losses(model, warming(state)) as own:
             loss = state.objective.loss(model, micro, divisor)
+            loss = own.added_to(loss, divisor)
             (loss * state.world.size).backward()
         total += loss.detach()
-        measured.append(model.figures())
+        measured.append(figures(model))
         sums.add()
     sums.finish()
     state.figures = torch.stack(measured).sum(0)

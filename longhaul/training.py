@@ -21,6 +21,7 @@ from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
+from longhaul.kinds import attention_kind
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.watch import Watch, compared_at, comparison, out_of_memory, report
@@ -32,7 +33,7 @@ from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Batches, Source
 from longhaul.run.rescue import Rescue, slow_micro_batch
 from longhaul.step import MustStop, StepResult, TrainState
-from model import attention_kind, choose_kernels
+from longhaul.vocab.loss import choose_kernels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Native Sparse Attention (arXiv 2502.11089), block-major: the faster twin of model.py's plain one.
+"""Native Sparse Attention (arXiv 2502.11089), block-major: it skips the blocks that are not read.
 
-model.py holds the layer (compression, gates, plain attention by masks, plain decoding) and takes
-this package when it can be imported. Results are the same within the tolerances of the tests.
+model.py holds the layer (compression, gates, plain attention by masks, plain decoding), and
+longhaul/kernels.py puts these functions in place of the plain ones. Results are the same within the
+tolerances of the tests.
 
 engine.py    nsa_attention, forward and backward as custom operators
 branches.py  one document under one KV head: compressed branch, window, and choice of blocks

@@ -10,13 +10,14 @@ all rows, K head dim, S keys, N compressed blocks, J selection blocks, U strides
 tokens. n, l, l', s and w of the paper are sel_count, cmp_block, sel_block, cmp_stride and window.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Layout, platform, rotate
+from longhaul.machine import platform
+from model import Layout, Rope, rotate
 
 # The compressed keys are read in multiples of this number, because the first product of a CPU with
 # a new shape costs 0.3 ms.
@@ -42,10 +43,11 @@ class NSAState:
     tail    [2,B,l,G,K]  a ring of the last l tokens before RoPE, which later blocks compress
     turns   [2,B,N,1,K/2]  cos and sin at the centres of the blocks that are not compressed yet
 
-    With a clock (model.Clock), one token at a time is decoded at the clock's position, and `length`
+    With a clock (longhaul/clock.py), one token at a time is decoded at the clock's position, and `length`
     and `blocks` stay. Then turns is a ring of the last l tokens' cos and sin, [2,B,l,1,K/2].
     """
 
+    by_position = False
     takes_clock = True
 
     def __init__(
@@ -83,18 +85,13 @@ class NSAState:
         places = torch.arange(batch * kv_heads * J, device=device)
         self.place_XJ = places.view(-1, J)
 
-    def attend(
-        self,
-        inputs: tuple[Tensor, ...],
-        rope: tuple[Tensor, Tensor],
-        compressor: Callable,
-        core: Callable,
-    ) -> Tensor:
+    def attend(self, layer, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
         """o [B,T,H,K] of T tokens that follow what the state holds.
 
-        The first tokens are a prompt, which `core` computes at once; later ones are decoded one by
-        one. `inputs` are those of model.NativeSparseAttention.
+        The first tokens are a prompt, which `Ops.sparse` computes at once; later ones are decoded
+        one by one. `layer` and `inputs` are those of model.NativeSparseAttention.
         """
+        compressor = layer.sparse.compressor
         if self.clock is not None:
             return self._attend_by_clock(inputs, rope, compressor)
 
@@ -104,7 +101,7 @@ class NSAState:
             self._take(inputs, rope, compressor)
             q, k, v, _, _, k_win, v_win, gates = inputs
             k_cmp, v_cmp = self.compressed()
-            return core(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, self.cfg)
+            return layer.ops.sparse(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, self.cfg)
 
         outputs = []
         tokens = [x.split(1, 1) for x in (*inputs, *rope)]

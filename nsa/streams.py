@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import platform
+from longhaul.machine import platform
 
 _ONE_CALL = threading.Lock()
 

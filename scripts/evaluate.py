@@ -42,12 +42,13 @@ from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
+from longhaul.kinds import attention_kind
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
 from longhaul.run import start
 from longhaul.run.log import peak_memory_gib
-from model import Decoder, ModelConfig, attention_kind
+from model import Decoder, ModelConfig
 
 COLUMNS = 100  # of the table
 INDENT = 19  # of its figures

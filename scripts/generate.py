@@ -27,8 +27,9 @@ from longhaul.generate import (
     check_sampling,
     generate,
 )
+from longhaul.kinds import attention_kind
 from longhaul.memory.plan import available_gib
-from model import GIB, ModelConfig, attention_kind
+from model import GIB, ModelConfig
 
 
 def build_parser() -> Parser:

@@ -14,7 +14,8 @@ from footprint.measure import saved_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.parallel import checkpointing, tiling
-from model import MLP, KVCache, ModelConfig, Platform, running_on
+from model import MLP, KVCache, ModelConfig
+from longhaul.machine import Platform, running_on
 from tests.tiers import few_fast
 
 T, V = 96, 101

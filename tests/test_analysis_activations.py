@@ -8,14 +8,8 @@ import torch
 
 from longhaul.analysis.activations import SITES, check_layers, replaced, stream
 from longhaul.parallel import checkpointing, tiling
-from model import (
-    Decoder,
-    ModelConfig,
-    NSAConfig,
-    attention_kind,
-    document_boundaries,
-    document_positions,
-)
+from longhaul.kinds import attention_kind
+from model import Decoder, ModelConfig, NSAConfig, document_boundaries, document_positions
 
 T, V = 61, 97
 D, L = 32, 3

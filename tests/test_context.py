@@ -14,7 +14,8 @@ from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.parallel import context
-from model import attention_part, attention_part_backward, sdpa
+from longhaul.parallel.parts import attention_part, attention_part_backward
+from longhaul.kernels import sdpa
 from tests.ranks import run_ranks
 from tests.test_parallel import ROWS, assert_same, train
 

@@ -5,17 +5,10 @@ import torch
 
 from longhaul.generate import CapturedSteps, cuda_graph
 from longhaul.parallel import context
-from model import (
-    Decoder,
-    Documents,
-    KVCache,
-    ModelConfig,
-    SharedPrompts,
-    StandardAttention,
-    attention_part_backward,
-    shared_prompt_attention,
-    standard_attention,
-)
+from longhaul.kernels import attention
+from model import Decoder, Documents, KVCache, ModelConfig, StandardAttention
+from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
+from longhaul.parallel.parts import attention_part_backward
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: PyTorch sees none"
@@ -72,7 +65,7 @@ def causal(T: int, S: int) -> torch.Tensor:
 def test_whole_rows(dtype):
     tensors = inputs(193, 193, dtype)
     truth = exact(*tensors, causal(193, 193))
-    assert_near(results(standard_attention, *tensors), truth, dtype)
+    assert_near(results(attention, *tensors), truth, dtype)
 
 
 @dtypes
@@ -96,7 +89,7 @@ def test_packed_rows(dtype):
 def test_the_last_tokens_over_a_cache(tokens, dtype):
     tensors = inputs(tokens, 193, dtype)
     truth = exact(*tensors, causal(tokens, 193))
-    assert_near(results(standard_attention, *tensors), truth, dtype)
+    assert_near(results(attention, *tensors), truth, dtype)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "cudnn"])

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import model as reference
+from longhaul.vocab import loss as vocab_loss
 
 triton = pytest.importorskip(
     "triton", reason="triton is not installed: the kernels of the loss are not tested"
@@ -132,11 +133,11 @@ def test_a_folded_tile_equals_float64(N, V, softcap, dtype):
 def test_a_gradient_tile_equals_float64_to_one_rounding(N, V, softcap, dtype):
     wide_NV, z_NV = tile(N, V, dtype)
     slope_N, shift_N = row_vectors(N, 2)
-    lse_N = reference.capped(z_NV, softcap, torch.float64).logsumexp(1)
+    lse_N = vocab_loss.capped(z_NV, softcap, torch.float64).logsumexp(1)
     exact = lse_N, slope_N.double(), shift_N.double()
     want_NV = z_NV.double()
 
-    reference.logits_to_gradient(want_NV, targets(N, V), *exact, softcap)
+    vocab_loss.logits_to_gradient(want_NV, targets(N, V), *exact, softcap)
     linear_ce.logits_to_gradient(z_NV, targets(N, V), lse_N.float(), slope_N, shift_N, softcap)
 
     rounding_NV = 1.01 * EPS[dtype] * want_NV.abs()
@@ -151,15 +152,15 @@ def test_errors_against_float64_stay_within_a_small_factor_of_the_pytorch_versio
     N, V = 8, 1000
     _, z_NV = tile(N, V, torch.float32)
     target_N = targets(N, V)
-    lse_N = reference.capped(z_NV, softcap, torch.float64).logsumexp(1).float()
+    lse_N = vocab_loss.capped(z_NV, softcap, torch.float64).logsumexp(1).float()
     vectors = [lse_N, *row_vectors(N, 2)]
     exact_vectors = [x_N.double() for x_N in vectors]
 
     truth_NV = z_NV.double()
     plain_NV = z_NV.clone()
     twin_NV = z_NV.clone()
-    reference.logits_to_gradient(truth_NV, target_N, *exact_vectors, softcap)
-    reference.logits_to_gradient(plain_NV, target_N, *vectors, softcap)
+    vocab_loss.logits_to_gradient(truth_NV, target_N, *exact_vectors, softcap)
+    vocab_loss.logits_to_gradient(plain_NV, target_N, *vectors, softcap)
     linear_ce.logits_to_gradient(twin_NV, target_N, *vectors, softcap)
 
     plain_error = (plain_NV - truth_NV).norm() / truth_NV.norm()
@@ -233,7 +234,7 @@ def test_gradients_of_huge_logits_are_those_of_torch(scale, dtype):
 
     def tiled(h, w):
         tiles = dict(token_tile=4, vocab_tile=77)
-        return reference.linear_cross_entropy(
+        return vocab_loss.linear_cross_entropy(
             h, w, labels_N, reduction="mean", kernels="triton", **tiles
         )
 
@@ -299,7 +300,7 @@ def test_the_loss_computed_with_the_kernels_equals_float64_forward_and_backward(
 
     def run(kernels, dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (hidden_ND, weight_VD)]
-        loss = reference.linear_cross_entropy(
+        loss = vocab_loss.linear_cross_entropy(
             *inputs,
             labels_N,
             reduction="sum",
@@ -413,7 +414,7 @@ def test_bf16_tiles_of_training_size_match_the_pytorch_versions_and_repeat(softc
 
     plain_NV = z_NV.clone()
     lse_N = got[0] + got[1].log()
-    reference.logits_to_gradient(plain_NV, target_N, lse_N, sum_N, total_N, softcap)
+    vocab_loss.logits_to_gradient(plain_NV, target_N, lse_N, sum_N, total_N, softcap)
     linear_ce.logits_to_gradient(z_NV, target_N, lse_N, sum_N, total_N, softcap)
     one_step_NV = 2 * EPS[torch.bfloat16] * plain_NV.double().abs()
     assert_close(z_NV, plain_NV, one_step_NV + 1e-5)

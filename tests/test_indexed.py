@@ -12,16 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model
-from model import (
-    IndexerConfig,
-    Reading,
-    block_ranks,
-    indexed_backward,
-    indexed_forward,
-    least_rank,
-    pooled_keys,
-    standard_attention,
-)
+from longhaul import machine
+from indexed.layer import IndexerConfig, pooled_keys
+from indexed.recall import Reading
+from indexed.plain import block_ranks, least_rank
+from indexed.operators import indexed_backward, indexed_forward
+from longhaul.kernels import attention
 from tests import indexed_oracle as oracle
 
 # (B, T, H, G, K, h, E, r, budget)
@@ -119,7 +115,7 @@ def test_a_budget_of_the_whole_row_is_standard_attention():
     *shape, r, _ = SIZES[1]
     tensors = inputs(*shape)
     o, _ = outputs(tensors, r, 300)
-    standard = standard_attention(*tensors[:3])
+    standard = attention(*tensors[:3])
     assert relative(o, standard.double()) <= 1e-6
     weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1))
     found = torch.autograd.grad((o * weight).sum(), tensors[:3])
@@ -254,14 +250,14 @@ def bounded_at(T: int, kernels: str = "auto") -> None:
     q, k, v, q_idx, k_idx = (x.to("meta") for x in inputs(1, 16, 2, 1, 8, 1, 8))
     q, k, v, q_idx = (x.new_empty((1, T, *x.shape[2:])) for x in (q, k, v, q_idx))
     k_idx = k_idx.new_empty((1, T // 4, 8))
-    with Largest() as largest, model.running_on(OneChunk()):
+    with Largest() as largest, machine.running_on(OneChunk()):
         o, kl, *saved = indexed_forward._init_fn(q, k, v, q_idx, k_idx, 4, 512, True, kernels)
         indexed_backward._init_fn(o, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512, kernels)
     assert 1e6 < largest.elements < T * (T // 4) / 16
     assert sum(x.numel() * x.itemsize for x in saved) / T <= 8 + 4 + 2 * 4
 
 
-class OneChunk(model.Platform):
+class OneChunk(machine.Platform):
     """Runs only the largest chunk of queries, which is the last one of indexed/."""
 
     def parts(self, parts, size):

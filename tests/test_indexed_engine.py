@@ -9,6 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+from indexed import layer
+from indexed import operators
+from indexed import plain
 from footprint.measure import peak_bytes
 from indexed import choice, engine
 from longhaul.memory.workspace import Workspaces
@@ -48,13 +51,13 @@ def operands(B, T, H, G, K, h, E, r, dtype):
     q, k, v, q_idx, k_idx = (x.detach() for x in inputs(B, T, H, G, K, h, E, dtype=dtype))
     make = torch.Generator().manual_seed(5)
     upstream = torch.randn(q.shape, generator=make).to(dtype), torch.randn(B, T, generator=make)
-    return [q, k, v, q_idx, model.pooled_keys(k_idx, r)], upstream
+    return [q, k, v, q_idx, layer.pooled_keys(k_idx, r)], upstream
 
 
 def results(tensors, upstream, r, most, kernels="auto"):
-    o, kl, *saved = model.indexed_forward(*tensors, r, most, True, kernels)
+    o, kl, *saved = operators.indexed_forward(*tensors, r, most, True, kernels)
     do, dkl = (x.to(like.dtype) for x, like in zip(upstream, (o, kl), strict=True))
-    grads = model.indexed_backward(do, dkl, *tensors, o, *saved, r, most, kernels)
+    grads = operators.indexed_backward(do, dkl, *tensors, o, *saved, r, most, kernels)
     return dict(zip(("o", "kl", *NAMES), (o, kl, *grads), strict=True)), saved[-1]
 
 
@@ -108,17 +111,17 @@ def test_the_choice_is_that_of_a_sort_and_is_made_again_from_its_rank():
     assert torch.equal(chosen, order.sort(-1).values)
     rank = choice.least_rank(scores.gather(1, chosen), chosen)
     assert torch.equal(choice.choose_again(scores, rank, 17), chosen)
-    plain = model.block_ranks(scores[None], torch.full((30, 1), 10_000), 4)
-    assert torch.equal(rank, model.least_rank(plain, 17)[0])
+    plain = plain.block_ranks(scores[None], torch.full((30, 1), 10_000), 4)
+    assert torch.equal(rank, plain.least_rank(plain, 17)[0])
 
 
 def test_the_last_queries_of_a_row_give_what_the_whole_row_gives(small_parts):
     tensors, _ = operands(2, 67, 4, 2, 16, 3, 16, 4, torch.float32)
-    whole, *_ = model.indexed_forward(*tensors, 4, 4, False)
+    whole, *_ = operators.indexed_forward(*tensors, 4, 4, False)
     q, k, v, q_idx, k_idx = tensors
     for last in (1, 2, 20, 40):
         end = slice(67 - last, None)
-        part, *_ = model.indexed_forward(q[:, end], k, v, q_idx[:, end], k_idx, 4, 4, False)
+        part, *_ = operators.indexed_forward(q[:, end], k, v, q_idx[:, end], k_idx, 4, 4, False)
         assert relative(part, whole[:, end].double()) <= 1e-6
 
 
@@ -142,7 +145,7 @@ def test_a_decoded_token_copies_only_the_keys_that_it_reads(small_parts):
     q, k, v, q_idx, k_idx = tensors
     last = [x.contiguous() for x in (q[:, -1:], k, v, q_idx[:, -1:], k_idx)]
     with KeysRead() as read:
-        model.indexed_forward._init_fn(*last, 4, 4, False)
+        operators.indexed_forward._init_fn(*last, 4, 4, False)
     assert 640 <= read.elements <= 2 * 1024  # the scores of 1,000 blocks, in a buffer of 2^k
 
 
@@ -160,12 +163,12 @@ def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_13107
     make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
     q, k, v, q_idx = (make(1, T, heads, 128) for heads in (32, 8, 8, 4))
     k_idx = make(1, T // 4, 128)
-    o, kl, *saved = (x.to("meta") for x in model.IndexedOutputs.empty(q))
+    o, kl, *saved = (x.to("meta") for x in plain.IndexedOutputs.empty(q))
 
     inputs = (q, k, v, q_idx, k_idx)
-    forward = inside(model.indexed_forward, (*inputs, 4, most, True))
+    forward = inside(operators.indexed_forward, (*inputs, 4, most, True))
     do = None if warming else q
-    backward = inside(model.indexed_backward, (do, kl, *inputs, o, *saved, 4, most))
+    backward = inside(operators.indexed_backward, (do, kl, *inputs, o, *saved, 4, most))
     sums = 0 if warming else 2 * k.numel() * 4
     assert backward > sums
 
@@ -183,11 +186,11 @@ def inside(operator, arguments) -> int:
 def test_gradients_that_nothing_needs_are_of_no_token(most, small_parts):
     tensors, (do, dkl) = operands(1, 203, 4, 2, 16, 2, 16, 4, torch.float32)
     tensors[0], tensors[3] = (tensors[i][:, 103:].contiguous() for i in (0, 3))
-    o, _, *saved = model.indexed_forward(*tensors, 4, most, True)
+    o, _, *saved = operators.indexed_forward(*tensors, 4, most, True)
     given = (*tensors, o, *saved, 4, most)
-    both = model.indexed_backward(do[:, 103:], dkl[:, 103:], *given)
-    of_model = model.indexed_backward(do[:, 103:], None, *given)
-    of_indexer = model.indexed_backward(None, dkl[:, 103:], *given)
+    both = operators.indexed_backward(do[:, 103:], dkl[:, 103:], *given)
+    of_model = operators.indexed_backward(do[:, 103:], None, *given)
+    of_indexer = operators.indexed_backward(None, dkl[:, 103:], *given)
     assert [x.numel() for x in (*of_model[3:], *of_indexer[:3])] == [0] * 5
     for found, want in zip((*of_model[:3], *of_indexer[3:]), both, strict=True):
         assert torch.equal(found, want)
@@ -197,9 +200,9 @@ def test_gradients_that_nothing_needs_are_of_no_token(most, small_parts):
 def test_inside_it_takes_what_the_planner_says(dtype):
     """The operators alone, of which the planner visits the last chunks."""
     tensors, upstream = operands(1, 1500, 4, 2, 64, 2, 64, 4, dtype)
-    o, _, *saved = model.indexed_forward(*tensors, 4, 64, True)
-    forward = functools.partial(model.indexed_forward, *tensors, 4, 64, True)
-    backward = functools.partial(model.indexed_backward, *upstream, *tensors, o, *saved, 4, 64)
+    o, _, *saved = operators.indexed_forward(*tensors, 4, 64, True)
+    forward = functools.partial(operators.indexed_forward, *tensors, 4, 64, True)
+    backward = functools.partial(operators.indexed_backward, *upstream, *tensors, o, *saved, 4, 64)
     for call in (forward, backward):
         planned = inside(call.func, call.args)
         planned += sum(x.untyped_storage().nbytes() for x in call())

@@ -18,7 +18,9 @@ from longhaul.memory.estimate import estimate
 from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from model import Decoder, IndexerConfig, KVCache, ModelConfig, attention_kind
+from longhaul.kinds import attention_kind
+from model import Decoder, KVCache, ModelConfig
+from indexed.layer import IndexerConfig
 from tests import indexed_oracle, oracle
 
 SIZES = dict(budget=24, r=4, heads=3, head_dim=24)  # chooses from 28 tokens on

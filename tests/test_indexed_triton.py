@@ -17,6 +17,10 @@ import pytest
 import torch
 
 import model
+from indexed import layer
+from indexed import operators
+from indexed import plain
+from longhaul import machine
 from longhaul.memory.workspace import Workspaces
 from tests import indexed_oracle as oracle
 from tests.test_indexed import bounded_at, gradients, inputs, outputs, relative, wanted
@@ -146,15 +150,15 @@ def test_the_choice_is_the_oracles_with_many_ties(first):
         position = range(first + chunk.start, first + chunk.stop)
         for t, index, used in zip(position, found.index_Cm, found.used_Cm, strict=True):
             assert index[used].sort().values.tolist() == want[t].nonzero()[:, 0].tolist()
-        ranks = model.block_ranks(scores.float(), torch.arange(T)[:, None], r)
-        least = model.least_rank(ranks, most)[0, list(position)]
+        ranks = plain.block_ranks(scores.float(), torch.arange(T)[:, None], r)
+        least = plain.least_rank(ranks, most)[0, list(position)]
         assert torch.equal(found.least_C.cpu(), least)
 
 
 def test_ranks_that_no_kernel_wrote_name_blocks_that_exist(monkeypatch):
     """benchmarks.gpu launches each kernel alone over memory that the others have not filled."""
     monkeypatch.setattr(attention, "launch", lambda *_, **__: None)
-    inputs = model.IndexedInputs(*(x.detach() for x in make(1, 60, 2, 1, 8, 2, 8)))
+    inputs = plain.IndexedInputs(*(x.detach() for x in make(1, 60, 2, 1, 8, 2, 8)))
     row = attention.Row.of(inputs._replace(k_BNE=inputs.k_BNE[:, :15, 0]), 0, 4, 5)
     index_Cm = attention.choose(row, slice(16, 32)).index_Cm
     assert 0 <= index_Cm.min() and index_Cm.max() < 15
@@ -182,11 +186,11 @@ def test_nan_reaches_the_output_and_reads_nothing_out_of_bounds():
 @pytest.mark.parametrize("last", [1, 5])
 def test_the_last_queries_of_a_row_give_what_the_plain_row_gives(last, monkeypatch):
     q, k, v, q_idx, k_idx = (x.detach() for x in make(2, 67, 4, 2, 16, 3, 16))
-    k_NE = model.pooled_keys(k_idx, 4)
+    k_NE = layer.pooled_keys(k_idx, 4)
     end = slice(67 - last, None)
-    part, *_ = model.indexed_forward(q[:, end], k, v, q_idx[:, end], k_NE, 4, 4, False, "triton")
+    part, *_ = operators.indexed_forward(q[:, end], k, v, q_idx[:, end], k_NE, 4, 4, False, "triton")
     monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
-    whole, *_ = model.indexed_forward(q, k, v, q_idx, k_NE, 4, 4, False, "torch")
+    whole, *_ = operators.indexed_forward(q, k, v, q_idx, k_NE, 4, 4, False, "torch")
     assert relative(part, whole[:, end].double()) <= 1e-6
 
 
@@ -200,7 +204,7 @@ def test_where_every_block_is_read_it_is_the_plain_version(monkeypatch):
 def test_a_model_with_packed_documents_learns_as_by_the_plain_version(monkeypatch):
     """Loss and gradients of a row of two documents, of 22 and of 3 tokens."""
     ids = (torch.arange(25) >= 22)[None].int()
-    indexer = model.IndexerConfig(budget=16, heads=2, head_dim=16)
+    indexer = layer.IndexerConfig(budget=16, heads=2, head_dim=16)
     changes = dict(num_layers=1, num_heads=2, num_kv_heads=1, indexer=indexer)
 
     def learned(kernels):
@@ -228,7 +232,7 @@ MANY = pytest.param(
 @pytest.mark.parametrize("documents, budget, heads, dim", [FEW, MANY])
 def test_packed_documents_equal_separate_ones_bit_for_bit(documents, budget, heads, dim):
     """o, the indexer's loss and the gradients of all inputs of a layer, in bf16 on a GPU."""
-    indexer = model.IndexerConfig(budget=budget, heads=heads, head_dim=dim)
+    indexer = layer.IndexerConfig(budget=budget, heads=heads, head_dim=dim)
     shape = dict(num_heads=2 * heads, num_kv_heads=2, head_dim=dim)
     decoder = build(kernels="triton", num_layers=1, indexer=indexer, **shape)
     layer = decoder.layers[0].attention
@@ -274,9 +278,9 @@ def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_13107
     empty = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
     q, k, v, q_idx = (empty(1, T, heads, 128) for heads in (32, 8, 8, 4))
     k_idx = empty(1, T // 4, 128)
-    o, kl, *saved = (x.to("meta") for x in model.IndexedOutputs.empty(q))
+    o, kl, *saved = (x.to("meta") for x in plain.IndexedOutputs.empty(q))
     arguments = (q, kl, q, k, v, q_idx, k_idx, o, *saved, 4, 512, "auto")
-    inside = Workspaces("cuda")._inside(model.indexed_backward._qualname, arguments)
+    inside = Workspaces("cuda")._inside(operators.indexed_backward._qualname, arguments)
     sums = 2 * k.numel() * 4
     assert inside > sums
 
@@ -288,7 +292,7 @@ def test_indexer_and_kl_take_at_most_twice_the_bytes_of_keys_and_values_at_13107
 # ---- where they run
 
 
-class OnCuda(model.Platform):
+class OnCuda(machine.Platform):
     """A platform that computes every tensor on CUDA."""
 
     def device(self, x):
@@ -297,7 +301,7 @@ class OnCuda(model.Platform):
 
 def core(kernels, heads=4, dtype=torch.float32):
     q, k, q_idx = (torch.empty(1, 8, n, 16, dtype=dtype, device="meta") for n in (heads, 1, 2))
-    return model.indexed_core(model.IndexedInputs(q, k, k, q_idx, q_idx[:, :2, 0]), kernels)
+    return operators.indexed_core(plain.IndexedInputs(q, k, k, q_idx, q_idx[:, :2, 0]), kernels)
 
 
 def test_auto_takes_the_kernels_on_cuda_and_the_engine_elsewhere(monkeypatch):
@@ -305,7 +309,7 @@ def test_auto_takes_the_kernels_on_cuda_and_the_engine_elsewhere(monkeypatch):
 
     assert core("auto") is core("torch") is indexed
     assert core("triton") is attention
-    with model.running_on(OnCuda()):
+    with machine.running_on(OnCuda()):
         assert core("auto") is attention
         assert core("torch") is indexed
         assert core("auto", heads=512) is indexed  # too many for a tile

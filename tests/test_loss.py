@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import model
+from longhaul.vocab import loss as vocab_loss
 from footprint.measure import peak_bytes, saved_bytes
-from model import linear_cross_entropy
+from longhaul.vocab.loss import linear_cross_entropy
 from tests.tiers import few_fast
 from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
 from verify_chunked_loss import relative as rel
@@ -291,10 +292,10 @@ def test_a_transposed_hidden_compiles_and_the_operators_pass_their_checks():
     for got, want in zip(gradients(compiled, a, w, y), gradients(eager, a, w, y)):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
 
-    _, *sums, mean = model.vocab_nll(a.t(), w, y, -100, None, [8, 16], "torch", False)
+    _, *sums, mean = vocab_loss.vocab_nll(a.t(), w, y, -100, None, [8, 16], "torch", False)
     options = -100, None, [8, 16], "torch", True, True
     arguments = [mean, mean, mean], *sums, a.t(), w, y, *options
-    torch.library.opcheck(model.vocab_nll_backward, arguments)
+    torch.library.opcheck(vocab_loss.vocab_nll_backward, arguments)
 
 
 @pytest.mark.parametrize(

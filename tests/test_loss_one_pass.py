@@ -9,8 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import model
+from longhaul.vocab import loss as vocab_loss
 from footprint.measure import peak_bytes, saved_bytes
-from model import linear_cross_entropy
+from longhaul.vocab.loss import linear_cross_entropy
 from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
 from verify_chunked_loss import gradients, standard_loss
 from verify_chunked_loss import relative as rel
@@ -29,7 +30,7 @@ def recomputed(h, w, y, **options):
 
 def blocks(h, w) -> int:
     """Blocks of tokens that the pass takes."""
-    tokens = model.block_tokens(len(h), *w.shape, h.element_size())
+    tokens = vocab_loss.block_tokens(len(h), *w.shape, h.element_size())
     return -(-len(h) // tokens)
 
 
@@ -210,8 +211,8 @@ def test_the_operators_pass_their_checks():
     h, w, y = inputs(16, 16, 64)
     options = -100, 0.1, 0.01, 5.0, [8, 16, 32], "torch", False, True, True
     arguments = h.t().contiguous().t(), w, y, torch.tensor(7.0), *options
-    torch.library.opcheck(model.vocab_loss_one_pass, arguments)
-    torch.library.opcheck(model.scale_gradients, ([h, w], torch.tensor(2.0)))
+    torch.library.opcheck(vocab_loss.vocab_loss_one_pass, arguments)
+    torch.library.opcheck(vocab_loss.scale_gradients, ([h, w], torch.tensor(2.0)))
 
 
 def test_a_low_precision_weight_in_several_blocks_is_refused_with_the_remedy():
@@ -270,9 +271,9 @@ def test_the_backward_hands_over_what_the_forward_has_made_and_allocates_nothing
 
 def test_a_block_has_a_largest_size_and_blocks_are_equal():
     for N in (1, 1000, 1_000_000):
-        tokens = model.block_tokens(N, 151_936, 2560, 2)
-        assert 2 * 151_936 * tokens <= model.BLOCK_BYTES
+        tokens = vocab_loss.block_tokens(N, 151_936, 2560, 2)
+        assert 2 * 151_936 * tokens <= vocab_loss.BLOCK_BYTES
         count = -(-N // tokens)
         assert tokens == -(-N // count)
-    assert model.block_tokens(10**6, 8192, 256, 4) <= 2 * 256  # twice dW in fp32
-    assert model.block_tokens(0, 8192, 256, 4) == 1
+    assert vocab_loss.block_tokens(10**6, 8192, 256, 4) <= 2 * 256  # twice dW in fp32
+    assert vocab_loss.block_tokens(0, 8192, 256, 4) == 1

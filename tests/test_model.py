@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import model
+from longhaul.vocab import loss as vocab_loss
 from longhaul.flops import train_flops
 from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, OnHost, RotaryCache
 from tests import oracle
@@ -777,7 +778,7 @@ def test_the_standard_loss_and_tiles_agree(loss):
 
 def test_auto_takes_one_pass_unless_it_adds_gradients_in_low_precision():
     config = ModelConfig.preset("4B", compute_dtype="bfloat16")
-    block = model.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
+    block = vocab_loss.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
     assert config.loss_path(1, 131_072) == "one_pass"
     assert config.loss_path(1, block, low_precision=True) == "one_pass"
     assert config.loss_path(2, block, low_precision=True) == "chunked"

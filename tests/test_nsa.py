@@ -16,16 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import (
-    NSA_LEAST,
-    Compressor,
-    Layout,
-    NSAConfig,
-    Platform,
-    plain_nsa_attention,
-    running_on,
-    select_blocks,
-)
+from model import NSA_LEAST, Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
+from longhaul.machine import Platform, running_on
 from nsa import branches as nsa_branches
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine

@@ -15,12 +15,15 @@ import pytest
 import torch
 
 import model
+from longhaul import kernels
+from longhaul import machine
 import nsa
 from longhaul import qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from longhaul.parallel import apply
-from model import Decoder, KVCache, ModelConfig, NSAConfig, attention_kind
+from longhaul.kinds import attention_kind
+from model import Decoder, KVCache, ModelConfig, NSAConfig
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
@@ -192,7 +195,7 @@ def test_the_engine_is_taken_if_it_can_be_imported_and_the_plain_version_otherwi
     assert type(KVCache(build().config, 1, 8).layers[0]) is model.SparseCache
 
 
-class OnCuda(model.Platform):
+class OnCuda(machine.Platform):
     """A platform that computes every tensor on CUDA."""
 
     def device(self, x):
@@ -203,16 +206,16 @@ def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch)
     triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
     monkeypatch.setattr(nsa, "nsa_attention", lambda *_: "engine")
     monkeypatch.setattr(triton, "nsa_attention", lambda *_: "triton")
-    core = model.choose_sparse_core(build().config)
+    core = kernels.choose_sparse_core(build().config)
     assert core(torch.empty(0)) == "engine"
-    with model.running_on(OnCuda()):
+    with machine.running_on(OnCuda()):
         assert core(torch.empty(0)) == "triton"
 
 
 def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
     monkeypatch.setitem(sys.modules, "nsa.triton", None)
     config = build().config
-    assert model.choose_sparse_core(config) is nsa.nsa_attention
+    assert kernels.choose_sparse_core(config) is nsa.nsa_attention
     kind = model.attention_kind(config)
     assert kind.warning(config, "cpu") is None
     assert re.search("slowly.*pip install triton", kind.warning(config, "cuda"))

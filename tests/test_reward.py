@@ -5,7 +5,8 @@ import torch
 
 from longhaul.posttrain import reward as rewards
 from longhaul.posttrain.reward import RewardModel
-from model import Decoder, ModelConfig, SoftTokens
+from model import Decoder, ModelConfig
+from longhaul.posttrain.prompts import SoftTokens
 
 V = 61
 SHAPE = dict(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from footprint.measure import peak_bytes
-from longhaul.vocab import gumbel_topk, topk_logits, vocab_stats
+from longhaul.vocab.statistics import gumbel_topk, topk_logits, vocab_stats
 from tests.test_loss import SCALES, huge_logits
 from tests.tiers import slow
 

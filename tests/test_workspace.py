@@ -10,7 +10,8 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate
 from longhaul.memory.workspace import Workspaces
 from longhaul.run.health import deterministic
-from model import NSAConfig, running_on
+from model import NSAConfig
+from longhaul.machine import running_on
 from nsa.branches import Sizes
 from tests.tiers import few_fast
 

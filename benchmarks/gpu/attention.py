@@ -23,7 +23,8 @@ from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
 from footprint.measure import peak_bytes
 from longhaul.flops import pairs
-from model import ModelConfig, NSAConfig, standard_attention
+from longhaul.kernels import attention
+from model import ModelConfig, NSAConfig
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
@@ -201,7 +202,7 @@ def plain(place: Place, tokens: int) -> Contest:
         return long(place)
     known = beside_indexed(place)
     ways = known.ways | {
-        "longhaul, standard": dense(lambda q, k, v, *_: standard_attention(q, k, v)),
+        "longhaul, standard": dense(lambda q, k, v, *_: attention(q, k, v)),
         "flash-attn": flash_attn() if place.cuda else "needs a CUDA device",
     }
     if tokens <= MOST_ENGINE_TOKENS:

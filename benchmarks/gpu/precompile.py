@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+from longhaul.vocab import loss as vocab_loss
 from benchmarks.gpu import kernels
 from footprint.cuda import FusedRMSNorm
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import fake_batch
-from model import ATTENTIONS, Platform, running_on
+from longhaul.kinds import KINDS
+from longhaul.machine import Platform, running_on
 
 # Bytes of shared memory that a block of threads can have, by compute capability: CUDA's manual
 KIB = 1024
@@ -54,7 +56,7 @@ def into(folder: Path, capability: int) -> int:
     began = time.monotonic()
     names = set()
     for tokens in TOKENS:
-        for attention in ATTENTIONS:
+        for attention in KINDS:
             names |= compile_step(attention, tokens, capability)
     built = list(folder.glob("**/*.cubin"))
     seconds = time.monotonic() - began
@@ -101,7 +103,7 @@ def loss_tiles(tokens: int) -> None:
     """
     from fused import linear_ce
 
-    rows, columns = model.default_tiles(tokens, VOCABULARY, torch.device("cuda"), "triton")
+    rows, columns = vocab_loss.default_tiles(tokens, VOCABULARY, torch.device("cuda"), "triton")
     z_NV = torch.empty(rows, columns, dtype=torch.bfloat16, device="cpu")
     target_N = torch.empty(rows, dtype=torch.int32, device="cpu")
     sums_N = torch.empty(3, rows, dtype=torch.float32, device="cpu").unbind()

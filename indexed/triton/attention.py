@@ -24,7 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
+from indexed import plain
 from indexed.choice import LARGEST_INDEX
+from indexed.plain import IndexedInputs, IndexedOutputs
 from indexed.reading import LOG2E, Pairs, sort_pairs, target
 from indexed.triton.kernels import (
     attend_kernel,
@@ -35,13 +37,7 @@ from indexed.triton.kernels import (
     mass_kernel,
     rank_kernel,
 )
-from model import (
-    IndexedInputs,
-    IndexedOutputs,
-    plain_indexed_backward,
-    plain_indexed_forward,
-    platform,
-)
+from longhaul.machine import platform
 from nsa.triton.attention import supported
 from nsa.triton.forward import INTERPRETED
 from nsa.triton.layout import ceil_div, launch
@@ -204,7 +200,7 @@ class Choice(NamedTuple):
 
 
 def choose(row: Row, queries: slice) -> Choice:
-    """The choice of `model.least_rank`. Ranks are unique, so that the selection is exact."""
+    """The choice of `plain.least_rank`. Ranks are unique, so that the selection is exact."""
     q_ChE = row.q_ThE[queries]
     first = row.first + queries.start
     seen = (row.first + queries.stop - 1) // row.r
@@ -274,9 +270,9 @@ def forward(
     learns: bool,
     outputs: IndexedOutputs,
 ) -> None:
-    """Fills the outputs; arguments as those of `model.indexed_forward`."""
+    """Fills the outputs; arguments as those of `operators.indexed_forward`."""
     if _dense(inputs, most):
-        plain_indexed_forward(inputs, r, most, learns, outputs)
+        plain.forward(inputs, r, most, learns, outputs)
         return
     require_values(inputs)
     chunks = platform().parts(_chunks(inputs), size=_size)
@@ -358,9 +354,9 @@ def backward(
     saved: IndexedOutputs,
     grads: IndexedInputs,
 ) -> None:
-    """Fills the gradients of queries, and adds to the others; as `model.indexed_backward`."""
+    """Fills the gradients of queries, and adds to the others; as `operators.indexed_backward`."""
     if _dense(inputs, most):
-        plain_indexed_backward(do_BTHK, dkl_BT, inputs, r, most, saved, grads)
+        plain.backward(do_BTHK, dkl_BT, inputs, r, most, saved, grads)
         return
     require_values(inputs)
     chunks = _chunks(inputs)

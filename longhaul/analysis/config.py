@@ -10,7 +10,8 @@ from typing import ClassVar
 from longhaul.analysis.distance import CHUNK
 from longhaul.analysis.precision import REFERENCE, check_precisions
 from longhaul.cli import check_ranges, flag, known_words, words_of
-from model import ModelConfig, attention_kind
+from longhaul.kinds import attention_kind
+from model import ModelConfig
 
 # How a precision may be spelled, and its name in torch, which settings and files use.
 PRECISIONS = {

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from data.order import GOLDEN, MASK, mix
 from longhaul.analysis.activations import check_layers, hooked
+from longhaul.machine import platform
 from model import (
     Attention,
     Decoder,
@@ -39,7 +40,6 @@ from model import (
     NSAConfig,
     Rope,
     StandardAttention,
-    platform,
     rotate,
     select_blocks,
     sparse_documents,

@@ -30,7 +30,7 @@ from torch import Tensor
 from longhaul.analysis.activations import Rows, hooked, require_finite, run
 from longhaul.analysis.autoencoder import Autoencoder, Match, jaccard
 from longhaul.analysis.patching import REPLACED, TOP, Effects, Site
-from model import CHOICES, Decoder, LayerCache, Rope, attention_kind
+from model import CHOICES, Decoder, LayerCache, Rope
 
 REFERENCE = "float32"
 PRECISIONS = (REFERENCE, "bfloat16", "float16")
@@ -68,7 +68,7 @@ def at_precision(model: Decoder, dtype: str) -> Decoder:
         raise ValueError(f"precision {dtype!r} is unknown: choose from {', '.join(PRECISIONS)}")
     config = dataclasses.replace(model.config, compute_dtype=dtype)
     with torch.device("meta"):
-        twin = Decoder(config)
+        twin = kernels.decoder(config)
     twin.load_state_dict(model.state_dict(), assign=True)
     twin.tie_weights()
     twin.rotary = model.rotary
@@ -186,7 +186,6 @@ class InStep:
 
     def __init__(self, model: Decoder):
         self.model = model
-        self.kind = attention_kind(model.config)
         self.x_BtD: Tensor | None = None  # what the next layer reads
         # by the other model's caches, with which they go
         self.caches: WeakKeyDictionary[LayerCache, LayerCache] = WeakKeyDictionary()
@@ -208,7 +207,8 @@ class InStep:
             config = self.model.config
             keys = cache.k_BSGK
             shape = tuple(keys.shape)
-            self.caches[cache] = self.kind.cache(config, shape, keys.device, config.dtype)
+            attention = self.model.layers[0].attention
+            self.caches[cache] = attention.cache(shape, keys.device, config.dtype)
         own = self.caches[cache]
         own.length = cache.length - tokens
         return own

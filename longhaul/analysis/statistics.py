@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import Device, platform
+from longhaul.machine import platform
+from model import Device
 
 FP16_MAX = 65_504.0
 TILE_ELEMENTS = 2**20  # 8 MiB in float64, of which three or four exist at a time

@@ -26,8 +26,9 @@ import torch
 
 from files import durable
 from files.tensors import Later
+from indexed.layer import IndexerConfig
 from longhaul import dist, exits, optimizers
-from model import Decoder, IndexerConfig, ModelConfig, NSAConfig
+from model import Decoder, ModelConfig, NSAConfig
 
 FORMAT = "longhaul-checkpoint"
 VERSION = 1

@@ -18,7 +18,8 @@ from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from model import ATTENTIONS, ModelConfig, attention_kind
+from longhaul.kinds import KINDS, attention_kind
+from model import ModelConfig
 
 # fields of ModelConfig that a resume may change
 NUMERICAL_FIELDS = {"loss", "logits_threshold_gib", "loss_chunk_size", "compute_dtype", "kernels"}
@@ -66,7 +67,7 @@ def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> d
 def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
     """The part of an identity that is known before the data is opened."""
     fields = dataclasses.asdict(model_config)
-    of_an_attention = {kind.settings for kind in ATTENTIONS.values()}
+    of_an_attention = {kind.settings for kind in KINDS.values()}
     left_out = NUMERICAL_FIELDS | of_an_attention
     found = {name: value for name, value in fields.items() if name not in left_out}
     found |= attention_kind(model_config).identity(model_config)

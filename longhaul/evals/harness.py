@@ -33,7 +33,8 @@ from tqdm import tqdm
 from data.load_tokenizer import AnyTokenizer
 from longhaul.evals.score import Item, ModelScorer, answers
 from longhaul.generate import check_sampling, generate, prefill
-from model import IGNORE, Decoder, KVCache, attention_kind
+from longhaul.kinds import attention_kind
+from model import IGNORE, Decoder, KVCache
 
 Text = list[int]  # indices of requests with the same inputs
 Answer = tuple[float, bool]  # log-likelihood in nats; whether greedy decoding gives these tokens
@@ -219,7 +220,7 @@ class LonghaulLM(TemplateLM):
         """
         context = texts[0][0].context
         longest = max(len(text[0].inputs) for text in texts)
-        cache = KVCache(self.model.config, 1, longest, self._device)
+        cache = self.model.new_cache(1, longest)
         context_1T = torch.tensor([context[:-1]], device=self._device)
         prefill(self.model, context_1T, cache)
 

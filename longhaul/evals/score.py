@@ -12,17 +12,12 @@ import torch
 from torch import Tensor
 
 from longhaul import dist
+from longhaul.kinds import attention_kind
+from longhaul.machine import platform
 from longhaul.parallel import apply
 from longhaul.vocab import vocab_stats
-from model import (
-    IGNORE,
-    Decoder,
-    KVCache,
-    OnHost,
-    attention_kind,
-    linear_cross_entropy,
-    platform,
-)
+from longhaul.vocab.loss import linear_cross_entropy
+from model import IGNORE, Decoder, KVCache, OnHost
 
 MustStop = Callable[[], bool]  # whether the run was asked to stop, the same on all ranks
 
@@ -69,7 +64,7 @@ class ModelScorer:
         self.chunk = chunk
         if chunk and not attention_kind(model.config).prompt_in_parts:
             raise ValueError(
-                f"{model.config.attention_type} attention reads a row at once: score it with "
+                f"{model.config.attention.name} attention reads a row at once: score it with "
                 "chunk 0"
             )
 
@@ -122,7 +117,7 @@ class ModelScorer:
     def _over_cache(self, tokens_T: Tensor, labels_T: Tensor, head: Callable) -> Tensor:
         """Figures [S, T] of a text that passes in parts."""
         T = len(tokens_T)
-        cache = KVCache(self.model.config, 1, T, self.device)
+        cache = self.model.new_cache(1, T)
         self.model.rotary(T, tokens_T.device)  # at once: doubled on the way, two would exist
 
         figures_ST = torch.empty(0)

@@ -17,6 +17,7 @@ from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.kinds import attention_kind
 from longhaul.memory import analysis, fit
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.fit import Lever, Rung, Verdict
@@ -24,7 +25,7 @@ from longhaul.memory.needs import needs
 from longhaul.memory.plan import command
 from longhaul.memory.reserve import demand
 from longhaul.posttrain.config import PolicyConfig
-from model import GIB, ModelConfig, attention_kind
+from model import GIB, ModelConfig
 
 DTYPES = {
     "fp32": "fp32",

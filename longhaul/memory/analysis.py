@@ -180,7 +180,7 @@ def on_fake_tensors(
     every_tile: run all tiles of a loop, instead of the first two and the last one.
     """
     with torch.device("meta"):
-        skeleton = Decoder(config).to(config.dtype)
+        skeleton = kernels.decoder(config).to(config.dtype)
     tracker = PeakTracker(target, fake=True)
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_tensors, predicting(target, tracker, every_tile), tracker:

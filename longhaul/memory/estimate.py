@@ -19,16 +19,11 @@ import torch
 
 from footprint.workspace import processors
 from longhaul.config import TrainConfig
+from longhaul.kinds import attention_kind
 from longhaul.memory.inside import attention_workspace
 from longhaul.staging import PINNED
-from model import (
-    ModelConfig,
-    StandardAttention,
-    attention_kind,
-    block_tokens,
-    default_tiles,
-    forward_columns,
-)
+from longhaul.vocab.loss import block_tokens, default_tiles, forward_columns
+from model import ModelConfig, StandardAttention
 
 FP32 = 4
 INT64 = 8

@@ -16,11 +16,12 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.dist import local_shard
 from longhaul.evals.score import Item, ModelScorer
+from longhaul.kinds import attention_kind
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.simulate import CPU, fake_batch, on_fake_tensors
 from longhaul.memory.stages import label, telling
 from longhaul.memory.workspace import Workspaces
-from model import GIB, attention_kind
+from model import GIB
 
 FEWER, LAYERS = 2, 3  # layers of the two simulations from which a deeper model's peak follows
 CHUNKS = (4096, 1024)  # tokens of a part, tried in this order

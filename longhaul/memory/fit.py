@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 from data.mixture import open_corpora
 from data.progress import duration
 from longhaul.config import TrainConfig
+from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, command, plan
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
-from model import PRESETS, ModelConfig, attention_kind
+from model import PRESETS, ModelConfig
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
 AS_ASKED = "as asked"

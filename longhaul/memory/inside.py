@@ -10,9 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from footprint.tracker import Tracker
+from indexed.operators import indexed_forward
+from longhaul.kernels import takes_triton
+from longhaul.kinds import attention_kind
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
-from model import ModelConfig, RotaryCache, attention_kind, indexed_forward, takes_triton
+from model import ModelConfig, RotaryCache
 
 
 def attention_workspace(config: ModelConfig, rows: int, queries: int, keys: int) -> int:

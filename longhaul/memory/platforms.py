@@ -1,21 +1,19 @@
 """The machine that the planner predicts, in place of the one that it runs on.
 
-Model code asks `model.platform()` for what depends on the machine. The classes here answer for the
+Model code asks `longhaul.machine.platform()` for what depends on the machine. The classes here answer for the
 target, while the tensors are fake ones on the CPU or have no values at all. Tiles of one loop are
 identical, so only the first two and the last one run.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from footprint.cuda import FusedRMSNorm
 from footprint.tracker import Tracker
-from fused import elementwise
-from model import Platform, running_on
+from longhaul.machine import Platform, running_on
 
 
 def few(tiles: Sequence) -> Sequence:
@@ -51,8 +49,8 @@ class FakeCuda(FakeCpu):
     def prefers_cudnn(self, q: Tensor) -> bool:
         return False  # plans are made for FlashAttention, as in `attention`
 
-    def fused(self, x: Tensor, kernels: str) -> ModuleType | None:
-        return elementwise if kernels in ("auto", "triton") else None
+    def takes_elementwise(self, x: Tensor, kernels: str) -> bool:
+        return kernels in ("auto", "triton")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return FusedRMSNorm.apply(x, weight)
@@ -107,7 +105,7 @@ class Bodies(Platform):
     def tiles(self, tiles: Sequence) -> Sequence:
         return few(tiles)
 
-    def tile_body(self, function: Callable, kernels: str) -> Callable:
+    def tile_body(self, function: Callable, kernels: str, fastest: Callable) -> Callable:
         return function if kernels == "torch" else FUSED[function.__name__]
 
     def mixed_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:

@@ -25,8 +25,9 @@ from longhaul.posttrain import grade, policy, reward, rollout
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig, PolicyConfig
 from longhaul.posttrain.grade import GradeObjective
 from longhaul.posttrain.policy import Group, PolicyObjective, Response
+from longhaul.posttrain.prompts import SharedPrompts
 from longhaul.posttrain.reward import RewardModel
-from model import Decoder, KVCache, ModelConfig, SharedPrompts
+from model import Decoder, KVCache, ModelConfig
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 2  # that run: the second adds to gradients that exist, and all others are like it
@@ -138,8 +139,9 @@ class Intuitor(Rehearsal):
     def _name_cache(self, cache: KVCache) -> None:
         """Keys and values belong to their layers."""
         for index, layer in enumerate(cache.layers):
-            for part in filter(None, (layer.prompt, layer)):
-                of_prompt = "prompt's " if part is layer.prompt else ""
+            prompt = getattr(layer, "prompt", None)
+            for part in filter(None, (prompt, layer)):
+                of_prompt = "prompt's " if part is prompt else ""
                 self.name(part.k_BSGK, "buffer", f"layers.{index}.{of_prompt}cached keys")
                 self.name(part.v_BSGK, "buffer", f"layers.{index}.{of_prompt}cached values")
 
@@ -172,7 +174,7 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
     for name, value in short.items():
         if isinstance(value, Tensor):
             found[name] = plain(shapes[value.ndim], value.dtype)
-    return found | {"prompts": SharedPrompts([lengths for _ in range(cfg.batch_size)])}
+    return found | {"rows": SharedPrompts([lengths for _ in range(cfg.batch_size)])}
 
 
 # ---- GRADE

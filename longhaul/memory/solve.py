@@ -21,6 +21,7 @@ from footprint.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
+from longhaul.kinds import attention_kind
 from longhaul.memory import fit
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
@@ -30,7 +31,7 @@ from longhaul.memory.reserve import demand
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
 from longhaul.posttrain.config import PolicyConfig
-from model import GIB, attention_kind
+from model import GIB
 
 SMALLEST = 1024  # tokens: no shorter context is an answer
 HEAD = (

@@ -15,17 +15,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-import model
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
-from longhaul import vocab
+from indexed import operators
+from longhaul import machine
 from longhaul.memory.platforms import Bodies
+from longhaul.vocab import loss as vocab_loss
+from longhaul.vocab import statistics
 from nsa import engine
 
-LOSS = (model.vocab_nll, model.vocab_nll_backward, model.vocab_loss_one_pass)
+LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
-INDEXED = (model.indexed_forward, model.indexed_backward)
-STATISTICS = (vocab.stats_op, vocab.stats_backward_op)
+INDEXED = (operators.indexed_forward, operators.indexed_backward)
+STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
@@ -74,7 +76,7 @@ class Workspaces(KernelWorkspaces):
     def _inside(self, name: str, args) -> int:
         """Bytes at the peak of the operator's body, without its inputs and its results."""
         inputs_on_meta = _sparse_on_meta if is_sparse(name) else _on_meta
-        platform = model.running_on(Bodies(self.target))
+        platform = machine.running_on(Bodies(self.target))
         with unset_fake_temporarily(), torch.no_grad(), platform, _Inside(self) as tracker:
             inputs = tree_map(inputs_on_meta, args)
             for tensor in tree_leaves(inputs):

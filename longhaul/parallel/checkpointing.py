@@ -16,7 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import Decoder, platform
+from longhaul.machine import platform
+from model import Decoder
 
 # What selective checkpointing keeps: the outputs of attention, the only part of a layer whose time
 # grows with the square of the length.

@@ -20,13 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model import (
-    ATTENTIONS,
-    attention_part,
-    attention_part_backward,
-    merge_parts,
-    platform,
-)
+from longhaul.kinds import KINDS
+from longhaul.machine import platform
+from longhaul.parallel.parts import attention_part, attention_part_backward, merge_parts
 
 MODES = ("auto", "ulysses", "gather_kv")
 
@@ -90,7 +86,7 @@ def choose(
 
 def refusal(mode: str, attention: str, kv_heads: int, tokens: int, ranks: int) -> str:
     """Why `mode` cannot run, or an empty string."""
-    reason = ATTENTIONS[attention].refused_exchanges.get(mode)
+    reason = KINDS[attention].refused_exchanges.get(mode)
     if reason:
         return f"{mode} cannot serve {attention} attention, {reason}"
     if mode == "ulysses" and kv_heads % ranks:

@@ -12,8 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from indexed.layer import pooled_keys
+from indexed.operators import indexed_backward, indexed_forward
+from indexed.plain import IndexedOutputs
+from indexed.recall import Reading
 from longhaul.parallel.context import Piece, Shard, gather_rows, scatter_sums
-from model import IndexedOutputs, Reading, indexed_backward, indexed_forward, pooled_keys, wide
+from model import wide
 
 
 class Keys(NamedTuple):

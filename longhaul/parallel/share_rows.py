@@ -15,19 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from indexed.recall import Reading
+from longhaul.kinds import attention_kind
 from longhaul.parallel import context
 from longhaul.parallel.gathered_blocks import gathered_blocks
-from model import (
-    IGNORE,
-    Attention,
-    Decoder,
-    OnHost,
-    Reading,
-    SharedPrompts,
-    attention_kind,
-    document_boundaries,
-    document_positions,
-)
+from longhaul.posttrain.prompts import SharedPrompts
+from model import IGNORE, Attention, Decoder, OnHost, document_boundaries, document_positions
 
 
 @dataclass(eq=False)  # not frozen, as model.Documents

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from model import Decoder, ModelConfig, platform
+from longhaul.machine import platform
+from model import Decoder, ModelConfig
 
 OUTPUT = "o_proj.weight"
 STACKED = "sparse.kv_proj.weight"  # [4, kv heads, K, D] as one matrix: four projections for NSA

@@ -10,11 +10,12 @@ from typing import ClassVar
 from longhaul.cli import changed_flag, flag
 from longhaul.config import TrainConfig
 from longhaul.generate import COLDEST, HOTTEST
+from longhaul.kinds import attention_kind
 from longhaul.posttrain.grade import METHODS, GradeSettings
 from longhaul.posttrain.intuitor import OFFLINE, REWARDS
 from longhaul.posttrain.policy import KLS, NORMALIZERS, PolicyLoss
 from longhaul.posttrain.rollout import Sampling
-from model import ModelConfig, attention_kind
+from model import ModelConfig
 
 VALIDATION_SEED = 1  # of the draws of a validation
 

@@ -42,10 +42,11 @@ from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.parallel import apply
 from longhaul.posttrain.policy import exact
+from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded
 from longhaul.posttrain.reward import RewardModel, require_same_vocabulary
 from longhaul.step import MicroBatch
 from longhaul.vocab import vocab_stats
-from model import Decoder, GradientCache, KVCache, ModelConfig, SoftTokens
+from model import Decoder, ModelConfig
 
 METHODS = ("gumbel", "ste", "gumbel_legacy", "ste_legacy", "reinforce")
 ENOUGH_MASS = 0.99  # of a distribution, below which its K likeliest tokens misrepresent it
@@ -299,7 +300,7 @@ def generate_soft_topk(
     B, P = prompts_BP.shape
     T = settings.max_new_tokens
     cache = GradientCache(policy.config)
-    reference_cache = KVCache(reference.config, B, P + T, prompts_BP.device)
+    reference_cache = reference.new_cache(B, P + T)
 
     read = prompts_BP
     read_by_reference = prompts_BP
@@ -319,9 +320,9 @@ def generate_soft_topk(
         figures.append(of_token)
         hiddens.append(hidden_BD.detach())
         if position + 1 < T:
-            read = policy.embedded(token.soft)
+            read = embedded(policy, token.soft)
             with torch.no_grad():
-                read_by_reference = reference.embedded(token.soft)
+                read_by_reference = embedded(reference, token.soft)
 
     of_tokens = Figures(*(torch.stack(column, 1) for column in zip(*figures, strict=True)))
     return _response(tokens, of_tokens, hiddens, settings)
@@ -396,7 +397,7 @@ def generate_soft(
     whole vocabulary. The reference reads the row at the end.
     """
     P = prompts_BP.shape[1]
-    read_BTD = policy.embedded(prompts_BP)
+    read_BTD = embedded(policy, prompts_BP)
     all_logits = []
     tokens = []
     hiddens = []
@@ -409,11 +410,11 @@ def generate_soft(
         all_logits.append(logits_BV)
         tokens.append(token)
         hiddens.append(hidden_BD.detach())
-        read_BTD = torch.cat([read_BTD, policy.embedded(token.soft)], 1)
+        read_BTD = torch.cat([read_BTD, embedded(policy, token.soft)], 1)
 
     soft_BTV = torch.stack([token.weight_BK for token in tokens], 1)
     with torch.no_grad():
-        row = [reference.embedded(prompts_BP), reference.embedded(SoftTokens(soft_BTV))]
+        row = [embedded(reference, prompts_BP), embedded(reference, SoftTokens(soft_BTV))]
         # position t predicts the token after it
         hidden_BTD = reference.hidden(torch.cat(row, 1))[:, P - 1 : -1]
         hidden_ND = hidden_BTD.flatten(0, 1)
@@ -449,7 +450,7 @@ def respond(
     so that no length waits for the device.
     """
     B, P = prompts_BP.shape
-    cache = KVCache(model.config, B, P + T, prompts_BP.device)
+    cache = model.new_cache(B, P + T)
     read_BT = prompts_BP
     tokens = []
     with apply.eager(model):

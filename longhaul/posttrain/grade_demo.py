@@ -18,8 +18,9 @@ from data import reviews
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.posttrain import grade, labels
+from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
-from model import IGNORE, Decoder, SoftTokens
+from model import IGNORE, Decoder
 
 CONTEXT = 32  # tokens of the longest review
 RESPONSE = CONTEXT - reviews.PROMPT

@@ -21,11 +21,12 @@ from data.dataset import Dataset, Split
 from data.prompts import Prompt, read_prompt
 from longhaul import dist
 from longhaul.exits import Halt
+from longhaul.kinds import attention_kind
 from longhaul.posttrain import policy, rollout
 from longhaul.posttrain.policy import Group, PolicyLoss, Response
 from longhaul.posttrain.rollout import Sample, Sampling
 from longhaul.step import MicroBatch
-from model import Decoder, attention_kind
+from model import Decoder
 
 REWARDS = ("self_certainty", "label", "random", "self_certainty_offline", "mixed")
 BY_ANSWER = ("label", "mixed")  # rewards that compare a response with an answer

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from longhaul import dist
 from longhaul.parallel import apply
+from longhaul.posttrain.prompts import SharedPrompts
 from longhaul.step import MicroBatch
-from longhaul.vocab import VocabStats, vocab_stats
-from model import Decoder, OnHost, SharedPrompts, wide
+from longhaul.vocab.statistics import VocabStats, vocab_stats
+from model import Decoder, OnHost, wide
 
 EPSILON = 1e-6  # added to a group's standard deviation; a deviation up to it is rounding
 
@@ -123,7 +124,7 @@ def micro_batch(
     response is a document [prompt | response] of its own, which every kind of attention takes. Loss
     and gradients are the same.
 
-    tokens_BT, positions, and prompts or doc_ids   the arguments of Decoder.forward
+    tokens_BT, positions, and rows or doc_ids      the arguments of Decoder.forward
     scored_n      where in the row the prediction of each response token stands: that of the first
                   one is the last token of the prompt
     target_n      the response tokens
@@ -156,7 +157,7 @@ def _shared_prompts(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict]:
         "positions": prompts.positions(tokens_1T.shape),
         "scored_n": prompts.scored()[0],
     }
-    return tensors, {"prompts": prompts}
+    return tensors, {"rows": prompts}
 
 
 def _separate_documents(groups: Sequence[Group]) -> tuple[dict[str, Tensor], dict]:
@@ -210,7 +211,7 @@ def _of_each_token(groups: Sequence[Group]) -> dict[str, Tensor]:
 
 def model_inputs(micro: MicroBatch) -> dict:
     """The arguments of Decoder.hidden."""
-    names = ("tokens_BT", "positions", "doc_ids", "prompts")
+    names = ("tokens_BT", "positions", "doc_ids", "rows")
     return {name: micro[name] for name in names if name in micro}
 
 

@@ -2,7 +2,7 @@
 
     reward = sigmoid(w . mean_t h_t + b)        the mean is over the tokens that count
 
-A policy is trained through it, so it reads mixtures of tokens (model.SoftTokens) as well as tokens.
+A policy is trained through it, so it reads mixtures of tokens (prompts.SoftTokens) as well as tokens.
 It has an embedding of its own; its vocabulary must be the policy's.
 
 The folder of a reward model is a Hugging Face Qwen3 folder, which holds the body, with one file
@@ -20,7 +20,8 @@ from torch import Tensor
 from files import tensors
 from longhaul import qwen3
 from longhaul.parallel import apply
-from model import Decoder, ModelConfig, SoftTokens
+from longhaul.posttrain.prompts import SoftTokens, embedded
+from model import Decoder, ModelConfig
 
 HEAD = "reward.safetensors"
 
@@ -59,7 +60,7 @@ class RewardModel(nn.Module):
         self, prompts_BP: Tensor, response: Tensor | SoftTokens, counts_BT: Tensor
     ) -> Tensor:
         """What the linear layer reads: mean hidden states [B, D]."""
-        row = [self.body.embedded(prompts_BP), self.body.embedded(response)]
+        row = [embedded(self.body, prompts_BP), embedded(self.body, response)]
         hidden_BTD = self.body.hidden(torch.cat(row, 1))
         return self._mean(hidden_BTD, counts_BT)
 

@@ -21,10 +21,12 @@ from data.prompts import Prompt
 from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.generate import check_sampling, prompt_part
+from longhaul.kinds import attention_kind
+from longhaul.machine import platform
 from longhaul.parallel import apply
 from longhaul.posttrain import policy
 from longhaul.vocab import vocab_stats
-from model import Decoder, KVCache, attention_kind, platform, wide
+from model import Decoder, KVCache, wide
 
 
 @dataclass(frozen=True)
@@ -276,14 +278,14 @@ class _Sampler:
             return None
 
         rows, capacity = (B, P - 1) if shared else (B * G, P + T)
-        cache = KVCache(config, rows, capacity, self.device)
+        cache = self.model.new_cache(rows, capacity)
         for index in computed(parts):
             start = index * size
             if cache.length < start:
                 _leave_out(cache, start)
             self.model.hidden(before[:, start : start + size], cache=cache)
         self._keep_pace(most - parts)
-        return KVCache(config, B * G, T + 1, self.device, prompt=cache) if shared else cache
+        return CacheBehindPrompts(cache, B * G, T + 1) if shared else cache
 
     def _keep_pace(self, forwards: int):
         for _ in range(forwards):

@@ -30,9 +30,10 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
+from longhaul.kinds import attention_kind
 from longhaul.run import start
 from longhaul.run.guard import Guard
-from model import ModelConfig, attention_kind
+from model import ModelConfig
 
 Command = Callable[[TrainConfig], str]  # the shell command of a configuration
 # the rows of a run, in their order

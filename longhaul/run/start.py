@@ -23,7 +23,8 @@ from longhaul import lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig, read_pairs
-from model import PRESETS, Decoder, ModelConfig, attention_kind
+from longhaul.kinds import attention_kind
+from model import PRESETS, Decoder, ModelConfig
 
 # What decides the shapes of the weights, or what they compute.
 GEOMETRY = (*qwen3.GEOMETRY, "tie_embeddings", "norm_eps")
@@ -290,7 +291,7 @@ def check(start: Start, config: ModelConfig):
         return
     load.verified(start.folder)
     with format.checkpoint_errors(start.folder), torch.device("meta"):
-        load.check_weights(start.checkpoint, Decoder(config))
+        load.check_weights(start.checkpoint, kernels.decoder(config))
 
 
 def check_tokenizer(start: Start, dataset: Dataset):

@@ -7,21 +7,11 @@ import contextlib
 import pytest
 import torch
 
-from model import (
-    Documents,
-    ModelConfig,
-    OnHost,
-    SharedPrompts,
-    StandardAttention,
-    attention_behind_prompts,
-    attention_kernel,
-    attention_part,
-    attention_part_backward,
-    document_boundaries,
-    platform,
-    sdpa,
-    standard_attention,
-)
+from longhaul.kernels import sdpa, attention
+from model import Documents, ModelConfig, OnHost, StandardAttention, document_boundaries
+from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
+from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
+from longhaul.machine import platform
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads
 
@@ -87,7 +77,7 @@ def test_fp32_packed_rows_take_the_memory_efficient_kernel():
 def test_whole_rows_never_take_the_kernel_that_holds_every_score(capability, dtype, kernel):
     with card(capability) as run:
         q, k = (heads(64, count, dtype=dtype) for count in (8, 2))
-        assert standard_attention(q, k, k).shape == q.shape
+        assert attention(q, k, k).shape == q.shape
     assert run.kernels == [kernel]
 
 
@@ -118,7 +108,7 @@ def test_cached_tokens_take_flash_attention_whatever_the_length(capability, toke
         q = heads(tokens, 8)
         k = heads(700, 2)
         with platform().lengths_vary(q):
-            assert standard_attention(q, k, k).shape == q.shape
+            assert attention(q, k, k).shape == q.shape
     assert run.kernels == [FLASH]
 
 
@@ -127,7 +117,7 @@ def test_a_prompt_builds_no_plan():
     with card(HOPPER) as run:
         q, k = (heads(77, count) for count in (8, 2))
         with platform().lengths_vary(q):
-            standard_attention(q, k, k)
+            attention(q, k, k)
     assert run.kernels == ["flash"]
 
 

@@ -5,7 +5,8 @@ most of the layer runs in PyTorch's own operators.
 import pytest
 import torch
 
-from model import Block, ModelConfig, RotaryCache, attention_kind, document_boundaries
+from longhaul.kinds import attention_kind
+from model import Block, ModelConfig, RotaryCache, document_boundaries
 
 T = 256
 

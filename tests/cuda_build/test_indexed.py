@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from indexed.triton import attention
-from model import indexed_backward, indexed_forward
+from indexed.operators import indexed_backward, indexed_forward
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
 

@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import model
+from longhaul.vocab import loss as vocab_loss
+from longhaul import machine
 from tests.cuda_build.fakes import HOPPER, Card, Operators
 
 N = 131_072
@@ -44,13 +46,13 @@ def launches(function, weight_dtype=torch.float32, tokens=N) -> Counter:
     """Kernels by name that `function(hidden, weight, labels, tiles)` launches."""
     here = Counting()
     operators = Operators()
-    with FakeTensorMode(), model.running_on(here), operators:
+    with FakeTensorMode(), machine.running_on(here), operators:
         hidden_ND = torch.empty(tokens, D, device="cuda", dtype=torch.bfloat16)
         weight_VD = torch.empty(V, D, device="cuda", dtype=weight_dtype)
         labels_N = torch.empty(tokens, device="cuda", dtype=torch.int64)
         device = hidden_ND.device
-        columns = model.forward_columns(tokens, V, device, "compiled")
-        tiles = [*model.default_tiles(tokens, V, device, "compiled"), columns]
+        columns = vocab_loss.forward_columns(tokens, V, device, "compiled")
+        tiles = [*vocab_loss.default_tiles(tokens, V, device, "compiled"), columns]
         operators.names.clear()
         function(hidden_ND, weight_VD, labels_N, tiles)
 
@@ -61,7 +63,7 @@ def launches(function, weight_dtype=torch.float32, tokens=N) -> Counter:
 
 
 def forward(hidden_ND, weight_VD, labels_N, tiles):
-    model.vocab_nll._init_fn(
+    vocab_loss.vocab_nll._init_fn(
         hidden_ND, weight_VD, labels_N, -100, None, tiles, "compiled", validate=False
     )
 
@@ -70,14 +72,14 @@ def backward(hidden_ND, weight_VD, labels_N, tiles):
     sums_N = hidden_ND.new_empty(len(hidden_ND), dtype=torch.float32)
     grads = [sums_N, sums_N, sums_N]
     inputs = grads, sums_N, sums_N, hidden_ND, weight_VD, labels_N
-    model.vocab_nll_backward._init_fn(*inputs, -100, None, tiles, "compiled", True, True)
+    vocab_loss.vocab_nll_backward._init_fn(*inputs, -100, None, tiles, "compiled", True, True)
 
 
 def one_pass(hidden_ND, weight_VD, labels_N, tiles):
     divisor = hidden_ND.new_empty((), dtype=torch.float32)
     inputs = hidden_ND, weight_VD, labels_N, divisor
     options = -100, 0.0, 0.0, None, tiles, "compiled", False, True, True
-    model.vocab_loss_one_pass._init_fn(*inputs, *options)
+    vocab_loss.vocab_loss_one_pass._init_fn(*inputs, *options)
 
 
 def test_the_forward_launches_three_kernels_per_tile_of_8192_by_8192():
@@ -97,7 +99,7 @@ def test_the_backward_adds_its_products_in_fp32():
 
 def test_one_pass_has_three_products_per_tile():
     found = launches(one_pass)
-    block = model.block_tokens(N, V, D, 2)
+    block = vocab_loss.block_tokens(N, V, D, 2)
     tiles = -(-N // block) * 19
     assert found["fold_logsumexp"] == found["logits_to_gradient"] == found["mm"] == tiles
     assert found["mixed product"] == 2 * tiles

@@ -16,10 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+from indexed import layer
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
 from longhaul.staging import Staging, slabs
-from model import Decoder, OnHost, running_on
+from model import Decoder, OnHost
+from longhaul.machine import running_on
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import HOPPER, Card
 
@@ -186,7 +188,7 @@ def packed(rows: list[step.MicroBatch]) -> list[step.MicroBatch]:
 
 def layout_of(boundaries: torch.Tensor) -> Callable:
     """BlockLayout.of for these boundaries, whose values fake tensors would not have."""
-    real = model.BlockLayout.of
+    real = layer.BlockLayout.of
 
     def of(cu_seqlens, shape, r, device):
         assert cu_seqlens is boundaries and not cu_seqlens.is_cuda
@@ -238,7 +240,7 @@ def test_a_step_waits_for_the_device_once(lever, on_cuda):
 def test_a_step_of_packed_rows_waits_for_the_device_once(attention, on_cuda, monkeypatch):
     boundaries = torch.tensor([0, 1365, 4096])  # fake ids have no values that could be compared
     monkeypatch.setattr(model, "document_boundaries", lambda ids: boundaries)
-    monkeypatch.setattr(model.BlockLayout, "of", layout_of(boundaries))
+    monkeypatch.setattr(layer.BlockLayout, "of", layout_of(boundaries))
     waits, _ = on_cuda(packed, attention_type=attention, kernels="auto")
     assert [line for line in waits.lines if not line.startswith(FIGURES)] == []
     assert len(waits.lines) == 1

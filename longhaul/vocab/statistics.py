@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import (
+from longhaul.vocab.loss import (
     add_product,
     below_,
     capped,

@@ -1,0 +1,272 @@
+"""The one file that knows which faster versions of model.py's functions exist, and puts them into a
+model: `decoder(config)` in place of `Decoder(config)`.
+
+    attention  PyTorch's own kernels, chosen by hand on CUDA (longhaul/machine.py says which)
+    elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (fused/)
+    sparse     block-major operators (nsa/), on CUDA Triton kernels (nsa/triton/)
+    loss       tiles of the vocabulary (longhaul/vocab/), their bodies compiled or in Triton on CUDA
+
+`config.kernels`: "auto" takes the fastest that can run; "torch" PyTorch's operators alone;
+"compiled" and "triton" ask for one kind, and are refused if it cannot run. The functions ask
+`platform()` when they are called, so that one model can be planned for a machine that is not here.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import model
+from fused import elementwise
+from longhaul.machine import FP32, Device, flash_attention, platform
+from longhaul.vocab.loss import SEVERAL_BLOCKS, TILES_WIN, block_tokens, linear_cross_entropy
+from model import (
+    Decoder,
+    Documents,
+    ModelConfig,
+    NSAConfig,
+    Ops,
+    Rope,
+    attend_each_document,
+    causal_attention,
+    standard_cross_entropy,
+)
+from nsa.decode import NSAState
+from nsa.engine import nsa_attention
+
+
+def decoder(config: ModelConfig, seed: int = 0) -> Decoder:
+    """A decoder that computes with the fastest functions for its configuration."""
+    return Decoder(config, choose(config), seed)
+
+
+def choose(config: ModelConfig) -> Ops:
+    """The functions that a decoder of this configuration computes with.
+
+    ValueError if kernels are asked for that are absent or cannot serve the sizes.
+    """
+    kernels = config.kernels
+    ops = Ops(
+        attention=attention,
+        packed=packed_attention,
+        varying=vary_lengths,
+        norm=rms_norm,
+        block_norm=block_norm,
+        norm_rotate=functools.partial(norm_rotate, kernels),
+        rotate=functools.partial(rotate, kernels),
+        swiglu=functools.partial(swiglu, kernels),
+        loss=functools.partial(mean_loss, config),
+    )
+    if isinstance(config.attention, NSAConfig):
+        ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=NSAState)
+    return ops
+
+
+# ---- attention
+
+
+def sdpa(
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask_TS: Tensor | None = None
+) -> Tensor:
+    """Softmax attention in the [B, T, H, K] layout, by a kernel whose memory is linear in T."""
+    o_BHTK = platform().attention(
+        q_BTHK.transpose(1, 2),
+        k_BSGK.transpose(1, 2),
+        v_BSGK.transpose(1, 2),
+        attn_mask=mask_TS,
+        is_causal=causal,
+        enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2],
+    )
+    return o_BHTK.transpose(1, 2)
+
+
+def attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Full causal attention of the last T of S positions."""
+    if q_BTHK.shape[1] != k_BSGK.shape[1] and platform().takes_flash(q_BTHK):
+        return flash_attention(q_BTHK, k_BSGK, v_BSGK)
+    return causal_attention(q_BTHK, k_BSGK, v_BSGK, sdpa=sdpa)
+
+
+def packed_attention(
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents
+) -> Tensor:
+    """Full causal attention inside each of the documents."""
+    inputs = (q_BTHK, k_BTGK, v_BTGK)
+    if documents.bounds is None or not platform().takes_flash(q_BTHK):
+        with vary_lengths(q_BTHK):
+            return attend_each_document(attention, inputs, documents)
+    flat = [x.flatten(0, 1) for x in inputs]
+    return packed_flash_attention(*flat, documents).view_as(q_BTHK)
+
+
+def packed_flash_attention(
+    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, documents: Documents
+) -> Tensor:
+    """Full causal attention inside each of the documents, in one call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    options = {}
+    # From torch 2.12 on, grouped heads must be announced; 2.11 takes them as they are.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    return varlen_attn(
+        q_NHK,
+        k_NGK,
+        v_NGK,
+        cu_seq_q=documents.bounds,
+        cu_seq_k=documents.bounds,
+        max_q=max(documents.lengths),
+        max_k=max(documents.lengths),
+        window_size=(-1, 0),  # causal
+        **options,
+    )
+
+
+def vary_lengths(q: Tensor):
+    """Entered around attention whose lengths differ from call to call."""
+    return platform().lengths_vary(q)
+
+
+# ---- elementwise functions
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension."""
+    if platform().device(x).type == "cuda":
+        return platform().rms_norm(x, weight.to(x.dtype), eps)
+    return model.rms_norm(x, weight, eps)
+
+
+def block_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm of compressed keys."""
+    return platform().rms_norm(x, weight, eps)
+
+
+def norm_rotate(kernels: str, x_BTHK: Tensor, weight_K: Tensor, eps: float, rope: Rope) -> Tensor:
+    """The normed heads, rotated by their tokens' angles."""
+    if platform().takes_elementwise(x_BTHK, kernels):
+        return elementwise.norm_rotate(x_BTHK, weight_K, *rope, eps)
+    return model.rotate(rms_norm(x_BTHK, weight_K, eps), *rope)
+
+
+def rotate(kernels: str, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The heads rotated by their tokens' angles."""
+    if platform().takes_elementwise(x_BTHK, kernels):
+        return elementwise.rotate(x_BTHK, cos, sin)
+    return model.rotate(x_BTHK, cos, sin)
+
+
+def swiglu(kernels: str, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    if platform().takes_elementwise(gate, kernels):
+        return elementwise.swiglu(gate, up)
+    return model.swiglu(gate, up)
+
+
+# ---- Native Sparse Attention
+
+
+def sparse_core(config: ModelConfig) -> Callable:
+    """The function that computes NSA: nsa/, which skips the blocks that are not read; with
+    kernels="triton" its Triton twin; with kernels="auto" that one for tensors on CUDA, if it can
+    run there.
+
+    Raises ValueError if the Triton twin is asked for, and absent or unable to serve the sizes.
+    """
+    if config.dtype == torch.float64:
+        raise ValueError(
+            "compute_dtype='float64' is not supported with attention_type='nsa': use float32, "
+            "bfloat16 or float16"
+        )
+    if config.kernels == "triton":
+        return triton_sparse_core(config)
+    if not takes_triton(config):
+        return nsa_attention
+    on_cuda = triton_sparse_core(config)
+
+    def sparse_attention(q: Tensor, *others: Tensor, **options) -> Tensor | dict[str, Tensor]:
+        chosen = on_cuda if platform().device(q).type == "cuda" else nsa_attention
+        return chosen(q, *others, **options)
+
+    return sparse_attention
+
+
+def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
+    """The Triton twin of NSA.
+
+    Raises ValueError if it is absent, or cannot serve the sizes, or cannot run on the device; None
+    stands for a GPU that is not at hand.
+    """
+    try:
+        from nsa.triton import attention as twin
+    except ImportError as error:
+        raise ValueError(
+            f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
+        ) from None
+
+    group = config.num_heads // config.num_kv_heads
+    twin.require_sizes(group, config.head_dim, config.dtype, config.attention, device)
+    return twin.nsa_attention
+
+
+def takes_triton(config: ModelConfig) -> bool:
+    """Whether NSA on CUDA runs as the Triton twin, there or, without a GPU, on one that can."""
+    device = "cuda" if torch.cuda.is_available() else None
+    return config.kernels == "triton" or (
+        config.kernels == "auto" and why_no_triton(config, device) is None
+    )
+
+
+def why_no_triton(config: ModelConfig, device: Device | None) -> str | None:
+    """Why the Triton twin of NSA cannot run on the device, or None if it can; see
+    `triton_sparse_core`.
+    """
+    try:
+        triton_sparse_core(config, device)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# ---- the loss
+
+
+def loss_path(config: ModelConfig, tokens: int, low_precision: bool = False) -> str:
+    """Which loss so many tokens take, "standard", "chunked" or "one_pass".
+
+    "auto" takes tiles also for vocabularies at which they were measured to be no slower. It takes
+    them in one pass, which is faster, unless that would add gradients of the head in
+    `low_precision`. Raises ValueError if one pass was asked for and would do so.
+    """
+    sizes = config.vocab_size, config.hidden_size, config.dtype.itemsize
+    adds_in_low_precision = low_precision and tokens > block_tokens(tokens, *sizes)
+
+    if config.loss == "one_pass" and adds_in_low_precision:
+        raise ValueError(SEVERAL_BLOCKS.format(tokens, block_tokens(tokens, *sizes)))
+    if config.loss != "auto":
+        return config.loss
+    if config.vocab_size < TILES_WIN and not config.should_chunk(1, tokens):
+        return "standard"
+    return "chunked" if adds_in_low_precision else "one_pass"
+
+
+def mean_loss(
+    config: ModelConfig, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
+) -> Tensor:
+    """Sum over the valid positions of -log p(label) / num_valid, by the loss that suits the size."""
+    path = loss_path(config, len(hidden_ND), weight_VD.element_size() < FP32)
+    if path == "standard":
+        return standard_cross_entropy(hidden_ND, weight_VD, labels_N, num_valid)
+    return linear_cross_entropy(
+        hidden_ND,
+        weight_VD,
+        labels_N,
+        reduction="mean",
+        num_valid=num_valid,
+        token_tile=config.loss_chunk_size or None,
+        kernels=config.kernels,
+        one_pass=path == "one_pass",
+    )

@@ -1,0 +1,368 @@
+"""What the trainer asks about each kind of attention, beyond what its layer computes.
+
+A kind is its settings, a frozen dataclass with a `name` and a `layer` (model.Standard is the
+smallest), and a row of KINDS here: its FLOPs, the levers it refuses, what the planner proposes in
+its place. A row is a class of which no object is made; a new one inherits all but `keys_read`.
+"""
+
+import dataclasses
+import functools
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from indexed import layer as indexed
+from indexed.operators import why_no_indexed_triton
+from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
+from longhaul.machine import FP32
+from model import Device, ModelConfig, NSAConfig, Ops, Standard
+
+
+class Kind:
+    """Facts about a kind of attention; a subclass overrides what differs."""
+
+    # The class of its settings.
+    config: type
+    # The flag and field of TrainConfig that changes them, if there is one.
+    settings: str = ""
+    # The kind that the planner proposes if this one does not fit.
+    cheaper: str = ""
+    # Whether a cache can take a prompt in several forwards, and be rewound.
+    prompt_in_parts: bool = True
+    # Whether a Hugging Face Qwen3 folder can hold it.
+    is_qwen3: bool = False
+    # Submodules that Qwen3's weights do not have.
+    starts_fresh: tuple[str, ...] = ()
+    # Modes of context parallelism that cannot serve it, with the reason.
+    refused_exchanges: dict[str, str] = {"gather_kv": "which is not full causal attention"}
+    # Settings of a run that cannot serve it, with the reason.
+    refused_levers: dict[str, str] = {}
+    # Why responses cannot share a prompt, if they cannot.
+    refused_prompts: str = "which is not full causal attention"
+    # The submodule that learns from a loss of its own, which the rest of the model does not see.
+    learner: str = ""
+    # What each layer measures in a forward that learns, for the log.
+    figures: tuple[str, ...] = ()
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        """ValueError if the kernels that are asked for cannot run with these sizes, or not on the
+        device.
+        """
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        """What a user should know about this kind on the device, in one line."""
+
+    @classmethod
+    def is_learner(cls, name: str) -> bool:
+        """Whether the parameter of this name learns from a loss of its own."""
+        return cls.learner in name.split(".")
+
+    @classmethod
+    def identity(cls, config: ModelConfig) -> dict:
+        """Its settings by name, as they belong to the identity of a run."""
+        prefix = cls.settings or config.attention.name
+        return {f"{prefix}.{name}": value for name, value in asdict(config.attention).items()}
+
+    # ---- operations
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """Parameters of one layer's attention that multiply each token, for FLOPs."""
+        heads = config.num_heads + config.num_kv_heads
+        return 2 * config.hidden_size * heads * config.head_dim
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """Number of keys that a query reads, by its position in its document."""
+        raise NotImplementedError(f"{cls.__name__} defines no keys_read")
+
+    # ---- bytes
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes that one layer's attention keeps for its backward.
+
+        q and k before and after norm and rotation, v and o in the compute dtype (`element` bytes),
+        and in fp32 the statistics of the two norms and the log-sum-exp.
+        """
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        statistics = FP32 * tokens * (2 * config.num_heads + config.num_kv_heads)
+        return 3 * element * tokens * (queries + keys) + statistics
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of what the operator returns: o, and the log-sum-exp in fp32. Selective
+        checkpointing keeps them, so that attention runs once.
+        """
+        return tokens * config.num_heads * (element * config.head_dim + FP32)
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of the gradients of keys and values, and what FlashAttention-2 sums them in."""
+        queries = element * tokens * config.num_heads * config.head_dim
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        workspace = FP32 * tokens * config.num_heads * (config.head_dim + 1)
+        if config.num_heads != config.num_kv_heads:
+            workspace += 2 * queries
+        return 2 * keys + workspace
+
+
+class StandardKind(Kind):
+    """Full causal attention."""
+
+    config = Standard
+    cheaper = "nsa"
+    is_qwen3 = True
+    refused_exchanges: dict[str, str] = {}
+    refused_prompts = ""
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        return positions + 1
+
+
+class NSAKind(Kind):
+    """Native Sparse Attention."""
+
+    config = NSAConfig
+    settings = "nsa"
+    prompt_in_parts = False
+    starts_fresh = ("sparse",)
+    refused_exchanges = {"gather_kv": "whose queries choose blocks over the whole row"}
+    refused_prompts = "whose queries choose blocks over the whole row"
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        choose(config)
+        if config.kernels == "triton":
+            triton_sparse_core(config, device)
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        if config.kernels != "auto" or torch.device(device).type != "cuda":
+            return None
+        why = why_no_triton(config, device)
+        if why is None:
+            return None
+        return (
+            f"sparse attention runs in PyTorch operators, slowly, because the kernels cannot: {why}"
+        )
+
+    @classmethod
+    def added_params(cls, config: ModelConfig) -> tuple[int, int, int]:
+        """(matrices over tokens, matrices over compressed blocks, vectors) of SparseBranches."""
+        nsa = config.attention
+        K = config.head_dim
+        tokens = config.hidden_size * 3 * config.num_heads
+        blocks = 0
+        vectors = 3 * config.num_heads + K
+        if nsa.kv == "separate":
+            tokens += config.hidden_size * 4 * config.num_kv_heads * K
+            vectors += 2 * K
+        if nsa.cmp_kind == "mlp":
+            blocks = 2 * (nsa.cmp_block + 1) * K * K
+            vectors += nsa.cmp_block * K
+        return tokens, blocks, vectors
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """A compression matrix works once per stride and KV head."""
+        tokens, blocks, _ = cls.added_params(config)
+        blocks_per_token = config.num_kv_heads / config.attention.cmp_stride
+        return super().products(config) + tokens + blocks * blocks_per_token
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """The sum over the branches."""
+        nsa = config.attention
+        past = positions + 1
+        most_selected = (nsa.sel_count - 1) * nsa.sel_block + positions % nsa.sel_block + 1
+
+        compressed = nsa.compressed_blocks(past)
+        selected = past.minimum(most_selected)
+        window = past.clamp(max=nsa.window)
+        return compressed + selected + window
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """NSA adds the selected branch's output, gates, chosen blocks (int16), keys and values cut
+        into units, compressed blocks, and with kv="separate" 5 k and the statistics of two norms.
+        """
+        nsa = config.attention
+        G = config.num_kv_heads
+        q = element * tokens * config.num_heads * config.head_dim
+        k = element * tokens * G * config.head_dim
+
+        gates = 3 * config.num_heads * element
+        chosen = 2 * G * nsa.sel_count
+        added = q + tokens * (gates + chosen)
+        if takes_triton(config):  # the twin keeps o_cmp, its log-sum-exp, and pairs for blocks
+            added += q + FP32 * config.num_heads * tokens
+            added += tokens * (cls.sorted_pairs(config) - chosen)
+
+        statistics = FP32 * (G + config.head_dim)
+        block = (FP32 + 6 * element) * G * config.head_dim + statistics
+        added += block * (tokens // nsa.cmp_stride)
+        if nsa.kv == "separate":
+            added += 5 * k + 2 * FP32 * G * tokens
+        if nsa.cmp_kind == "mlp":
+            added += 2 * k
+        return super().saved_bytes(config, tokens, element) + added
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """NSA returns the selected branch's output and the chosen blocks (int16) as well; the
+        Triton twin also the compressed branch's output and log-sum-exp, and the sorted pairs.
+        """
+        q = element * tokens * config.num_heads * config.head_dim
+        chosen = 2 * tokens * config.num_kv_heads * config.attention.sel_count
+        added = q + chosen
+        if takes_triton(config):
+            added += q + tokens * (FP32 * config.num_heads + cls.sorted_pairs(config))
+        return super().output_bytes(config, tokens, element) + added
+
+    @classmethod
+    def sorted_pairs(cls, config: ModelConfig) -> int:
+        """Bytes per token of the Triton twin's list of the blocks that are not forced."""
+        nsa = config.attention
+        return FP32 * config.num_kv_heads * (nsa.sel_count - nsa.sel_init - nsa.sel_local)
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Keys and values have a gradient from each branch that reads them."""
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        return 4 * keys
+
+
+class IndexedKind(Kind):
+    """Indexed attention."""
+
+    config = indexed.IndexerConfig
+    settings = "indexer"
+    prompt_in_parts = False
+    starts_fresh = ("indexer",)
+    learner = "indexer"
+    figures = indexed.FIGURES
+    refused_exchanges = {"ulysses": "whose heads share one choice"}
+    refused_levers = {
+        "compile": "whose indexer's loss leaves the layer",
+        "attention_head_groups": "whose heads share one choice",
+    }
+    refused_prompts = "whose queries choose blocks over the whole row"
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        indexed.check(config, device)
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        if config.kernels != "auto" or torch.device(device).type != "cuda":
+            return None
+        why = why_no_indexed_triton(*indexed.kernel_sizes(config), device)
+        if why is None:
+            return None
+        return (
+            "indexed attention runs in PyTorch operators, slowly, because the kernels cannot: "
+            f"{why}"
+        )
+
+    @classmethod
+    def added_products(cls, config: ModelConfig) -> int:
+        """Parameters of the indexer's two projections."""
+        indexer = config.attention
+        return config.hidden_size * (indexer.heads + 1) * indexer.head_dim
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """The indexer's projections count 2/3: their input, detached, needs no gradient."""
+        return super().products(config) + cls.added_products(config) * 2 / 3
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """Keys of attention, and the indexer's scores in units of a key's operations.
+
+        Over forward and backward a key takes 12 H K operations. A score takes 2 h E, and if its
+        block is chosen twice as many more, for the gradients of its query and its key.
+        """
+        indexer = config.attention
+        candidates = positions // indexer.r
+        chosen = candidates.clamp(max=indexer.most_blocks)
+        keys = chosen * indexer.r + positions % indexer.r + 1
+
+        operations = 2 * indexer.heads * indexer.head_dim * (candidates + 2 * chosen)
+        return keys + operations / (12 * config.num_heads * config.head_dim)
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The indexer's queries before norm and rotated, keys before norm and pooled, the
+        statistics of both norms, and for each query its rank (8 bytes) and a log-sum-exp.
+        """
+        indexer = config.attention
+        rows = (2 * indexer.heads + 1) * tokens + tokens // indexer.r
+        statistics = FP32 * tokens * (indexer.heads + 1)
+        added = element * rows * indexer.head_dim + statistics + tokens * (8 + FP32)
+        return super().saved_bytes(config, tokens, element) + added
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The indexer's loss, the ranks and two log-sum-exps as well."""
+        return super().output_bytes(config, tokens, element) + tokens * (8 + 2 * FP32)
+
+    @classmethod
+    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Gradients of keys and values, of the indexer's queries and of its pooled keys."""
+        indexer = config.attention
+        keys = element * tokens * config.num_kv_heads * config.head_dim
+        queries = element * tokens * indexer.heads * indexer.head_dim
+        return 2 * keys + queries + element * tokens // indexer.r * indexer.head_dim
+
+
+KINDS: dict[str, type[Kind]] = {
+    "standard": StandardKind,
+    "nsa": NSAKind,
+    "indexed": IndexedKind,
+}
+
+
+def attention_kind(config) -> type[Kind]:
+    """The row of a configuration's kind; config is a ModelConfig or a TrainConfig."""
+    name = config.attention.name if isinstance(config, ModelConfig) else config.attention_type
+    if name not in KINDS:
+        raise ValueError(
+            f"attention {name!r} has no row in KINDS of longhaul/kinds.py: add one, or choose from "
+            f"{', '.join(KINDS)}"
+        )
+    return KINDS[name]
+
+
+@functools.lru_cache(maxsize=256)
+def attention_params(config: ModelConfig) -> int:
+    """Parameters of one layer's attention; nothing is allocated."""
+    with torch.device("meta"):
+        layer = config.attention.layer(config, Ops())
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
+# ---- how configurations are recorded: the settings of every kind, by the names of their flags
+
+
+def recorded(config: ModelConfig) -> dict:
+    """The configuration as checkpoints and runs record it, in plain values."""
+    fields = asdict(config)
+    del fields["attention"]
+    fields["attention_type"] = config.attention.name
+    for name, kind in KINDS.items():
+        own = name == config.attention.name
+        if kind.settings or (own and dataclasses.fields(kind.config)):
+            settings = config.attention if own else kind.config()
+            fields[kind.settings or name] = asdict(settings)
+    return fields
+
+
+def settings_names() -> set[str]:
+    """The names in `recorded` under which the kinds' settings are."""
+    return {kind.settings or name for name, kind in KINDS.items()}

@@ -1,0 +1,216 @@
+"""What the machine decides. Code that depends on the machine asks `platform()` for it.
+
+The memory planner runs the same code on tensors without values and answers for the machine that it
+predicts. model.py does not know this file: only its faster twins and what stands around them ask.
+It needs only torch.
+"""
+
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+FP32 = 4  # bytes
+Device = torch.device | str
+
+
+class Platform:
+    """What the machine decides. Code that depends on the machine asks `platform()` for it.
+
+    A real run uses this class as it is. The memory planner runs the same code on tensors without
+    values, so it passes a platform of its own to `running_on`, which answers for the machine that
+    it predicts.
+    """
+
+    def device(self, x: Tensor) -> torch.device:
+        """The device on which x is computed."""
+        return x.device
+
+    def tiles(self, tiles: Sequence) -> Sequence:
+        """The tiles that a loop visits, of those that do the same work: all of them."""
+        return tiles
+
+    def parts(self, parts: list, size: Callable) -> list:
+        """The parts that run, of independent ones with different size(part): all of them."""
+        return parts
+
+    def last(self, parts: list) -> list:
+        """The parts that run, of those that grow and keep their buffers: all of them."""
+        return parts
+
+    def tile_body(self, function: Callable, kernels: str, fastest: Callable) -> Callable:
+        """What runs an elementwise tile function of the loss: fastest(function, kernels)."""
+        return fastest(function, kernels)
+
+    def mixed_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+        """out = beta * out + a @ b, where `out` has another dtype than a and b.
+
+        On CUDA the product of low-precision numbers is written in fp32. Elsewhere it is rounded to
+        their dtype before it is added.
+        """
+        if out.is_cuda and out.dtype == torch.float32 and a.itemsize < FP32:
+            torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
+        elif beta == 0:
+            out.copy_(a @ b)
+        else:
+            out.add_(a @ b)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def takes_elementwise(self, x: Tensor, kernels: str) -> bool:
+        """Whether the Triton kernels of longhaul/fused/elementwise.py compute with x.
+
+        Not inside a compiled caller, because the compiler fuses these operators itself.
+        """
+        if self.device(x).type != "cuda" or kernels not in ("auto", "triton"):
+            return False
+        if torch.compiler.is_compiling() or x.dtype == torch.float64:
+            return False
+        return has_triton() and self.capability(x.device) >= (8, 0)
+
+    def attention(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, **options) -> Tensor:
+        """Softmax attention by a memory-linear kernel; `options` are those of PyTorch's SDPA.
+
+        On CUDA, PyTorch itself would take a kernel that holds [T, T] for grouped heads in fp32 or
+        under a mask. ValueError if no other kernel takes these heads. Only fp64, which is for
+        comparisons, has no other.
+        """
+        on_cuda = self.device(q_BHTK).type == "cuda"
+        masked = options.get("attn_mask") is not None
+        by_flash = self.takes_flash(q_BHTK) and not masked
+        if on_cuda and not by_flash and q_BHTK.dtype != torch.float64:
+            return efficient_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+    def takes_flash(self, q: Tensor) -> bool:
+        """Whether FlashAttention-2 computes these heads [..., K]: on CUDA from Ampere on, in 16
+        bits, of at most 192 elements, in a multiple of 8. (On some cards its backward is limited
+        to 192.)
+        """
+        device = self.device(q)
+        if device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        K = q.shape[-1]
+        return K % 8 == 0 and K <= 192 and self.capability(device) >= (8, 0)
+
+    def prefers_cudnn(self, q: Tensor) -> bool:
+        """Whether PyTorch's first choice for these heads [..., K] is cuDNN, which builds a plan for
+        each new length: those that FlashAttention takes too, on Hopper and Blackwell. Its backward
+        does not repeat its bits.
+        """
+        if torch.are_deterministic_algorithms_enabled():
+            return False
+        if not self.takes_flash(q) or q.shape[-1] > 128:
+            return False
+        major, _ = self.capability(self.device(q))
+        return major in (9, 10)
+
+    def capability(self, device: torch.device) -> tuple[int, int]:
+        """The compute capability of a CUDA device."""
+        card = torch.cuda.get_device_properties(device)  # a constant to torch.compile
+        return card.major, card.minor
+
+    def lengths_vary(self, x: Tensor) -> contextlib.AbstractContextManager:
+        """Entered around attention whose lengths differ from call to call.
+
+        On Hopper PyTorch prefers cuDNN, which builds a plan for each new length: about 0.4 s
+        (github.com/sgl-project/sglang/issues/4650). The other kernels take all lengths.
+        """
+        if self.device(x).type != "cuda":
+            return contextlib.nullcontext()
+        any_length = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        if x.dtype == torch.float64:
+            any_length.append(SDPBackend.MATH)
+        return sdpa_kernel(any_length)
+
+    def host_memory(self) -> contextlib.AbstractContextManager:
+        """Entered around code whose new tensors are in host memory, not on the device."""
+        return contextlib.nullcontext()
+
+    def from_host(self, x: Tensor, device: torch.device) -> Tensor:
+        """A tensor of host memory, copied to the device; on a CPU the tensor itself."""
+        return x.to(device, non_blocking=True)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def efficient_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSK: Tensor,
+    enable_gqa: bool = False,
+    **options,
+) -> Tensor:
+    """PyTorch's memory-efficient CUDA kernel, which takes fp32 but no grouped heads: keys and
+    values are repeated for each query head.
+
+    ValueError if the heads are not a multiple of 16 bytes.
+    """
+    check_efficient(q_BHTK)
+    if enable_gqa:
+        k_BGSK = for_each_query_head(k_BGSK, q_BHTK.shape[1])
+        v_BGSK = for_each_query_head(v_BGSK, q_BHTK.shape[1])
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, **options)
+
+
+def check_efficient(q: Tensor) -> None:
+    """ValueError for heads [..., K] that PyTorch's memory-efficient CUDA kernel does not take."""
+    K = q.shape[-1]
+    multiple = 16 // q.element_size()
+    if K % multiple:
+        raise ValueError(
+            f"head_dim={K} in {q.dtype} on CUDA: its attention kernels take a multiple of "
+            f"{multiple}, and no other one is linear in the length: choose such a head_dim"
+        )
+
+
+def for_each_query_head(x_BGSK: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, H, S, K] for a kernel that takes no grouped heads."""
+    return x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], dim=1)
+
+_platforms = [Platform()]
+
+
+def platform() -> Platform:
+    """The platform that code runs on now."""
+    return _platforms[-1]
+
+
+@contextlib.contextmanager
+def running_on(other: Platform) -> Iterator[None]:
+    """Code inside the `with` block runs on the `other` platform."""
+    _platforms.append(other)
+    try:
+        yield
+    finally:
+        _platforms.pop()
+
+
+def pinned_copy(x: Tensor, device: Device) -> Tensor:
+    """A tensor of the host, on the device: to CUDA through pinned memory, so that the host does not
+    wait.
+    """
+    if torch.device(device).type != "cuda":
+        return x.to(device)
+    return platform().from_host(x.pin_memory(), device)
+
+
+def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Full causal attention of the last T of S positions, by the operator that PyTorch's
+    `causal_lower_right` calls; it takes grouped heads and all lengths.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
+    o_BHTK, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
+    return o_BHTK.transpose(1, 2)

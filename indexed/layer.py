@@ -253,9 +253,7 @@ class IndexedAttention(Attention):
         """q, k and v; the indexer's queries, and its keys before rotation."""
         return *super().inputs(x_BTD, rope, projected), *self.indexer(x_BTD, rope)
 
-    def attend_blocks(
-        self, inputs: Sequence[Tensor], rope: Rope, documents: BlockLayout
-    ) -> Tensor:
+    def attend_blocks(self, inputs: Sequence[Tensor], rope: Rope, documents: BlockLayout) -> Tensor:
         """o [B, T, H, K] of whole rows; the indexer learns from them."""
         shape = inputs[0].shape
         lengths = [shape[1]]

@@ -83,9 +83,7 @@ def triton_indexed_core(
     try:
         from indexed.triton import attention
     except ImportError as error:
-        raise ValueError(
-            f"kernels='triton': {error}: pip install triton, or {remedy}"
-        ) from None
+        raise ValueError(f"kernels='triton': {error}: pip install triton, or {remedy}") from None
 
     device = None if device is None else torch.device(device)
     try:
@@ -178,5 +176,6 @@ def _indexed_gradients(ctx, do_BTHK, dkl_BT, *_):
     of_model = grads[:3] if do_BTHK is not None else (None,) * 3
     of_indexer = grads[3:] if dkl_BT is not None else (None,) * 2
     return *of_model, *of_indexer, None, None, None, None
+
 
 indexed_forward.register_autograd(_indexed_gradients, setup_context=_save_indexed)

@@ -16,6 +16,7 @@ from longhaul import lengths
 from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
+from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind
 from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
@@ -844,18 +845,17 @@ class TrainConfig:
                 "--warmup_steps"
             )
 
-        sparse = self.model().nsa
-        if attention_kind(self).settings == "nsa" and self.context_length <= sparse.window:
+        sparse = self.model().attention
+        if isinstance(sparse, NSAConfig) and self.context_length <= sparse.window:
             found.append(
                 f"each window of {sparse.window} tokens holds a whole row of "
                 f"{self.context_length}, so sparse attention only adds work: use "
                 "--attention_type standard, or a longer --context_length"
             )
 
-        budget = self.model().indexer.budget
-        if not self.indexer_ineffective and self.context_length <= budget:
+        if isinstance(sparse, IndexerConfig) and self.context_length <= sparse.budget:
             found.append(
-                f"--indexer budget={budget} reads a whole row of {self.context_length}, so indexed "
+                f"--indexer budget={sparse.budget} reads a whole row of {self.context_length}, so indexed "
                 "attention only adds work: use --attention_type standard, a longer "
                 "--context_length or a smaller budget"
             )
@@ -967,9 +967,7 @@ class TrainConfig:
     def model(self) -> ModelConfig:
         """The model's configuration."""
         fields = dict(
-            attention_type=self.attention_type,
-            nsa=NSAConfig(**read_pairs(self.nsa, NSAConfig, "nsa")),
-            indexer=IndexerConfig(**read_pairs(self.indexer, IndexerConfig, "indexer")),
+            attention=self._attention(),
             loss=self.loss,
             logits_threshold_gib=self.logits_threshold_gib,
             loss_chunk_size=self.loss_chunk_size,
@@ -986,6 +984,12 @@ class TrainConfig:
 
         fields |= read_pairs(self.model_overrides, ModelConfig, "model_overrides")
         return ModelConfig.preset(self.model_size, **fields)
+
+    def _attention(self):
+        """The settings of the kind of attention."""
+        kind = attention_kind(self)
+        given = getattr(self, kind.settings) if kind.settings else ()
+        return kind.config(**read_pairs(given, kind.config, kind.settings))
 
     def _compute_dtype(self) -> str:
         if self.dtype not in COMPUTE_DTYPES:
@@ -1016,7 +1020,7 @@ class TrainConfig:
         without_masters = ranks > 1 or self.weights_in_compute_dtype
         low_precision = self.dtype == "bf16" and without_masters
         tokens = self.context_length // self.context_ranks
-        return config.loss_path(self.batch_size, tokens, low_precision)
+        return loss_path(config, self.batch_size * tokens, low_precision)
 
     def loss_in_words(self, config: ModelConfig, ranks: int) -> str:
         """What is minimised, and what its logits would need."""
@@ -1041,7 +1045,7 @@ class TrainConfig:
         """How `context_ranks` ranks share a row, and why; ValueError if they cannot."""
         return context.choose(
             self.context_parallel_mode,
-            config.attention_type,
+            config.attention.name,
             config.num_heads,
             config.num_kv_heads,
             self.context_length,

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from data.progress import duration
+from longhaul import kernels
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
-from model import ModelConfig, RotaryCache
+from model import ModelConfig, RotaryCache, Standard
 
 # What a dense bf16 step reaches on an H100, about 40% of its peak; fp32 reaches half of it.
 GPU_FLOPS = 400e12
@@ -250,9 +251,8 @@ def attention_speed(config: ModelConfig, tokens: int) -> float:
 
 @functools.cache
 def _attention_speed(config: ModelConfig, tokens: int) -> float:
-    kind = attention_kind(config)
     generator = torch.Generator(device="cpu").manual_seed(0)
-    layer = kind(config)
+    layer = config.attention.layer(config, kernels.choose(config))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=config.init_std, generator=generator)
 
@@ -260,10 +260,10 @@ def _attention_speed(config: ModelConfig, tokens: int) -> float:
     x_BTD = torch.randn(*shape, config.hidden_size, generator=generator, device="cpu")
     x_BTD = x_BTD.to(config.dtype)
     rope = RotaryCache(config)(tokens, x_BTD.device)
-    documents = kind.documents(config, None, shape, x_BTD.device)
+    rows = layer.rows(None, shape, x_BTD.device)
 
     operations = train_operations(config, 0, pairs(config, tokens))
-    return operations.attention / _seconds(lambda: layer(x_BTD, rope, documents).sum().backward())
+    return operations.attention / _seconds(lambda: layer(x_BTD, rope, rows).sum().backward())
 
 
 def _seconds(step: Callable[[], object]) -> float:

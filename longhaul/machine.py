@@ -180,6 +180,7 @@ def for_each_query_head(x_BGSK: Tensor, heads: int) -> Tensor:
     """Keys or values [B, H, S, K] for a kernel that takes no grouped heads."""
     return x_BGSK.repeat_interleave(heads // x_BGSK.shape[1], dim=1)
 
+
 _platforms = [Platform()]
 
 

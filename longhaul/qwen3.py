@@ -23,6 +23,7 @@ import torch
 
 from files.tensors import WEIGHTS, Later, opened, write_one_by_one
 from files.untrusted import read_json, refuse_pickle
+from longhaul import kernels
 from longhaul.kinds import attention_kind
 from model import Decoder, ModelConfig
 
@@ -522,7 +523,7 @@ def require_counterpart(config: ModelConfig) -> None:
     """ValueError if no Qwen3 computes what this model does."""
     if not attention_kind(config).is_qwen3:
         raise ValueError(
-            f"attention_type={config.attention_type!r} has no Qwen3 counterpart: "
+            f"attention_type={config.attention.name!r} has no Qwen3 counterpart: "
             "export a model of standard attention"
         )
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.loader import Batch
-from longhaul import dist, optim
+from indexed.layer import figures, own_losses
+from longhaul import dist, kernels, optim
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply

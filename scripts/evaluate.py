@@ -316,7 +316,7 @@ class Opened:
 
     def words(self, device: torch.device) -> str:
         """The model in a line."""
-        kind = f"{self.config.attention_type} attention, {self.cfg.dtype} on {device}"
+        kind = f"{self.config.attention.name} attention, {self.cfg.dtype} on {device}"
         return f"{self.folder}: {self.config.num_params():,} parameters, {kind}"
 
 
@@ -507,7 +507,7 @@ def planned(opened: Opened, tokens: int, chunk: str, device: torch.device) -> pl
         return planner.plan_that_fits(opened.cfg, tokens, device, available)
     if int(chunk) and not attention_kind(opened.config).prompt_in_parts:
         raise ValueError(
-            f"--chunk {chunk}: {opened.config.attention_type} attention reads a row at once: give "
+            f"--chunk {chunk}: {opened.config.attention.name} attention reads a row at once: give "
             "--chunk 0"
         )
     plan = planner.planned(opened.cfg, tokens, device, int(chunk))

@@ -188,7 +188,9 @@ def test_the_last_queries_of_a_row_give_what_the_plain_row_gives(last, monkeypat
     q, k, v, q_idx, k_idx = (x.detach() for x in make(2, 67, 4, 2, 16, 3, 16))
     k_NE = layer.pooled_keys(k_idx, 4)
     end = slice(67 - last, None)
-    part, *_ = operators.indexed_forward(q[:, end], k, v, q_idx[:, end], k_NE, 4, 4, False, "triton")
+    part, *_ = operators.indexed_forward(
+        q[:, end], k, v, q_idx[:, end], k_NE, 4, 4, False, "triton"
+    )
     monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
     whole, *_ = operators.indexed_forward(q, k, v, q_idx, k_NE, 4, 4, False, "torch")
     assert relative(part, whole[:, end].double()) <= 1e-6

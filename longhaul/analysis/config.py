@@ -146,7 +146,7 @@ class Measures:
         self.chosen(config)
         if self.chunk and not attention_kind(config).prompt_in_parts:
             raise ValueError(
-                f"--chunk {self.chunk}: {config.attention_type} attention reads a row at once: "
+                f"--chunk {self.chunk}: {config.attention.name} attention reads a row at once: "
                 "give --chunk 0"
             )
         latents = self.sae_width * config.hidden_size

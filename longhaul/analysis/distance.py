@@ -127,9 +127,9 @@ class LayerDistances:
     """
 
     def __init__(self, config: ModelConfig, device: Device = "cpu", every: int = 1):
-        if config.attention_type not in PARTS:
+        if config.attention.name not in PARTS:
             raise ValueError(
-                f"{config.attention_type} attention has no distance profile: measure one of "
+                f"{config.attention.name} attention has no distance profile: measure one of "
                 f"{', '.join(PARTS)}"
             )
         if every < 1:
@@ -138,7 +138,7 @@ class LayerDistances:
         self.chunks = 0  # that came, measured or not
         self.longest = 0  # tokens of the longest document
         self.tokens = 0  # queries that were measured
-        names = PARTS[config.attention_type]
+        names = PARTS[config.attention.name]
         self.parts = {name: _Totals(config.num_heads, device) for name in names}
 
     def starts(self, first: int, stop: int) -> Iterator[int]:

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from longhaul import kernels
 from longhaul.analysis.activations import Rows, hooked, require_finite, run
 from longhaul.analysis.autoencoder import Autoencoder, Match, jaccard
 from longhaul.analysis.patching import REPLACED, TOP, Effects, Site

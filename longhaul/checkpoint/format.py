@@ -26,9 +26,9 @@ import torch
 
 from files import durable
 from files.tensors import Later
-from indexed.layer import IndexerConfig
 from longhaul import dist, exits, optimizers
-from model import Decoder, ModelConfig, NSAConfig
+from longhaul.kinds import KINDS, settings_names
+from model import Decoder, ModelConfig, Standard
 
 FORMAT = "longhaul-checkpoint"
 VERSION = 1
@@ -322,8 +322,7 @@ def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:
     tensors than the files hold.
     """
     fields = dict(checkpoint.model_config)
-    for name, kind in {"nsa": NSAConfig, "indexer": IndexerConfig}.items():
-        fields[name] = kind(**_fields(kind, fields.get(name, {})))
+    attention = _attention(fields)
     fields = _fields(ModelConfig, fields)
 
     most_layers = sum(len(file.ranges) for file in checkpoint.files.values())
@@ -331,7 +330,19 @@ def model_config(checkpoint: Checkpoint, **overrides) -> ModelConfig:
         limit = most_layers if name == "num_layers" else LARGEST_SIZE
         if type(size) is int and size > limit:
             raise ValueError(f"model_config.{name} is {size}, which the files do not hold")
-    return ModelConfig(**fields | overrides)
+    return ModelConfig(**fields | {"attention": attention} | overrides)
+
+
+def _attention(fields: dict):
+    """The settings of the recorded kind of attention; those of all kinds leave `fields`."""
+    name = fields.pop("attention_type", Standard.name)
+    if name not in KINDS:
+        raise ValueError(f"model_config.attention_type is {_short(name)}")
+    kind = KINDS[name]
+    found = kind.config(**_fields(kind.config, fields.get(kind.settings or name, {})))
+    for settings in settings_names():
+        fields.pop(settings, None)
+    return found
 
 
 def _fields(cls: type, values: object) -> dict:

@@ -16,7 +16,7 @@ from data.tokenizer import SENTENCEPIECE
 from files import durable
 from files.tensors import WEIGHTS, Later, opened
 from files.untrusted import parse_json, refuse_pickle
-from longhaul import optimizers
+from longhaul import kernels, optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,
     Checkpoint,

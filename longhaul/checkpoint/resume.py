@@ -18,7 +18,7 @@ from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from longhaul.kinds import KINDS, attention_kind
+from longhaul.kinds import attention_kind, recorded, settings_names
 from model import ModelConfig
 
 # fields of ModelConfig that a resume may change
@@ -66,9 +66,8 @@ def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> d
 
 def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
     """The part of an identity that is known before the data is opened."""
-    fields = dataclasses.asdict(model_config)
-    of_an_attention = {kind.settings for kind in KINDS.values()}
-    left_out = NUMERICAL_FIELDS | of_an_attention
+    fields = recorded(model_config)
+    left_out = NUMERICAL_FIELDS | settings_names()
     found = {name: value for name, value in fields.items() if name not in left_out}
     found |= attention_kind(model_config).identity(model_config)
     return found | {

@@ -33,6 +33,7 @@ from longhaul.checkpoint.format import (
 )
 from longhaul.checkpoint.load import set_aside, verified
 from longhaul.config import TrainConfig
+from longhaul.kinds import recorded
 from longhaul.parallel import apply
 from longhaul.staging import Staging
 from longhaul.step import TrainState
@@ -99,7 +100,7 @@ def snapshot_of(
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "config": dataclasses.asdict(state.cfg),
-        "model_config": dataclasses.asdict(state.model.config),
+        "model_config": recorded(state.model.config),
         **extra,
     }
     return Snapshot(state.step, shards, manifest, state.world, writes)

@@ -17,6 +17,7 @@ from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig
 from longhaul.dist import World
+from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory import analysis, fit
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
@@ -98,7 +99,7 @@ class Request:
         """Whether whole logits exist."""
         if self.simulated or self.task == "analysis":
             return False
-        return self.config.loss_path(self.cfg.batch_size, self.cfg.context_length) == "standard"
+        return loss_path(self.config, self.cfg.batch_size * self.cfg.context_length) == "standard"
 
     @property
     def analysed(self) -> analysis.Analysed:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from footprint.tracker import NO_STORAGE, Tracker
+from longhaul import kernels
 from longhaul.analysis import run
 from longhaul.analysis.autoencoder import Autoencoder
 from longhaul.analysis.config import AnalysisConfig, Measures

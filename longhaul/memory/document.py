@@ -8,6 +8,7 @@ GiB = 2^30 bytes, GB = 10^9 bytes.
 from footprint.device import SIZES, Demand, Placement, waterfall
 from footprint.timeline import alike, of_step, used_categories
 from longhaul.config import TrainConfig
+from longhaul.kernels import loss_path
 from longhaul.memory.deep import profile
 from longhaul.memory.estimate import estimate, saved_per_layer
 from model import GIB, ModelConfig
@@ -45,7 +46,7 @@ def logits() -> str:
     rows = []
     for tokens in (4096, 40000, CONTEXT):
         size = BF16 * tokens * config.vocab_size
-        path = config.loss_path(1, tokens)
+        path = loss_path(config, tokens)
         rows.append([f"{tokens:,}", gib(size), f"{size / 1e9:.2f} GB", path])
 
     head = ["tokens", "bf16 logits", "the same in GB", "loss that runs"]

@@ -19,7 +19,7 @@ import torch
 
 from footprint.workspace import processors
 from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind
+from longhaul.kinds import attention_kind, attention_params
 from longhaul.memory.inside import attention_workspace
 from longhaul.staging import PINNED
 from longhaul.vocab.loss import block_tokens, default_tiles, forward_columns
@@ -419,10 +419,10 @@ def attention_backward(rank: Rank) -> Terms:
     if rank.cfg.context_ranks > 1:
         exchange = {"exchange with the ranks of the row": _exchanged(rank)}
         moments = [_layer_without_mlp(rank) | exchange]
-        around = _around_gathered_blocks if rank.config.attention_type == "indexed" else None
+        around = _around_gathered_blocks if rank.config.attention.name == "indexed" else None
     else:
         moments = [_after_the_projections(rank)]
-        around = _around_kernels if rank.config.attention_type == "nsa" else _around_operators
+        around = _around_kernels if rank.config.attention.name == "nsa" else _around_operators
 
     inside = _inside(rank) if rank.inside and around else 0
     if inside:
@@ -436,7 +436,8 @@ def _around_kernels(rank: Rank) -> Terms:
     gates = 3 * rank.element * rank.N * config.num_heads
     terms = {
         "gradient of the layer's output": rank.x,
-        "gradients of gates and compressed blocks": gates + 2 * rank.k // config.nsa.cmp_stride,
+        "gradients of gates and compressed blocks": gates
+        + 2 * rank.k // config.attention.cmp_stride,
     }
     return _around_attention(rank, terms | _weights_so_far(rank))
 
@@ -452,7 +453,7 @@ def _around_operators(rank: Rank) -> Terms:
 
 def _around_gathered_blocks(rank: Rank) -> Terms:
     """The same with keys that are gathered: of the piece with the last half of a rank's tokens."""
-    indexer = rank.config.indexer
+    indexer = rank.config.attention
     of_indexer = rank.element * rank.N * indexer.head_dim  # its keys of a rank's tokens
     queries = rank.q + indexer.heads * of_indexer
     whole = rank.cfg.context_ranks
@@ -478,7 +479,7 @@ def _weights_so_far(rank: Rank) -> Terms:
     """While attention itself runs backward, of its weights only the output's has a gradient yet."""
     config = rank.config
     projection = config.num_heads * config.head_dim * config.hidden_size
-    attention = attention_kind(config).params(config)
+    attention = attention_params(config)
     mlp = 3 * config.hidden_size * config.ffn_size
     copies = rank.layer_copy if rank.sharded else rank.cast * (attention - projection)
     return {

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from data.mixture import open_corpora
 from data.progress import duration
 from longhaul.config import TrainConfig
+from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, command, plan
 from longhaul.memory.stages import ROLLOUT
@@ -95,7 +96,7 @@ def chunked_loss(cfg: TrainConfig) -> TrainConfig:
     if isinstance(cfg, PolicyConfig):
         return cfg
     shape = (cfg.batch_size, cfg.context_length // cfg.context_ranks)
-    if cfg.model().loss_path(*shape) != "standard":
+    if loss_path(cfg.model(), math.prod(shape)) != "standard":
         return cfg
     return dataclasses.replace(cfg, loss="chunked")
 

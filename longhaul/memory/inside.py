@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from footprint.tracker import Tracker
 from indexed.operators import indexed_forward
-from longhaul.kernels import takes_triton
-from longhaul.kinds import attention_kind
+from longhaul.kernels import choose, takes_triton
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
 from model import ModelConfig, RotaryCache
@@ -22,9 +21,9 @@ def attention_workspace(config: ModelConfig, rows: int, queries: int, keys: int)
     """Bytes inside the backward of one layer's attention of so many rows; 0 for kernels that are
     not ours, as on a CPU. `queries`: the last ones of the `keys` tokens of a row.
     """
-    if config.attention_type == "indexed":
+    if config.attention.name == "indexed":
         return _of_indexed_attention(config, rows, queries, keys)
-    if config.attention_type == "nsa" and takes_triton(config):
+    if config.attention.name == "nsa" and takes_triton(config):
         return _of_the_triton_kernels(config, rows, queries)
     return 0
 
@@ -33,7 +32,7 @@ def attention_workspace(config: ModelConfig, rows: int, queries: int, keys: int)
 def _of_indexed_attention(config: ModelConfig, rows: int, queries: int, keys: int) -> int:
     tracker = Tracker(Workspaces("cuda"), fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
-        indexer = config.indexer
+        indexer = config.attention
         query_heads = [(config.num_heads, config.head_dim), (indexer.heads, indexer.head_dim)]
         make = functools.partial(torch.empty, dtype=config.dtype, requires_grad=True)
         q, q_idx = (make(rows, queries, *heads) for heads in query_heads)
@@ -49,17 +48,16 @@ def _of_indexed_attention(config: ModelConfig, rows: int, queries: int, keys: in
 
 @functools.lru_cache(maxsize=1024)
 def _of_the_triton_kernels(config: ModelConfig, rows: int, tokens: int) -> int:
-    kind = attention_kind(config)
     tracker = Tracker(Workspaces("cuda"), fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
-        attention = kind(config)
+        attention = config.attention.layer(config, choose(config))
         for parameter in attention.parameters():
             parameter.data = torch.empty(parameter.shape, dtype=config.dtype)
         x = torch.empty(rows, tokens, config.hidden_size, dtype=config.dtype, requires_grad=True)
         rope = RotaryCache(config)(tokens, x.device)
-        documents = kind.documents(config, None, (rows, tokens), "cpu")
+        layout = attention.rows(None, (rows, tokens), "cpu")
 
         tracker.begin({})
-        attention(x, rope, documents).sum().backward()
+        attention(x, rope, layout).sum().backward()
     # the backward's is the largest
     return max(size for _, size, _ in tracker.trace.workspaces)

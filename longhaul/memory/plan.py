@@ -345,7 +345,7 @@ def _worst_stage(cfg: TrainConfig, world: World, device: torch.device, available
 
 def _check_precision(cfg: TrainConfig, config: ModelConfig):
     """ValueError for fp32 with gathered keys, if their attention on a GPU has no fp32 kernel."""
-    own_kernels = config.attention_type == "indexed"
+    own_kernels = config.attention.name == "indexed"
     if own_kernels or cfg.dtype != "fp32" or cfg.context_ranks == 1:
         return
     if cfg.context_choice(config).mode == "gather_kv":
@@ -365,7 +365,7 @@ def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[
     ranks = world.size // cfg.dp_replicate
     sizes = context.allowed_sizes(
         cfg.context_parallel_mode,
-        config.attention_type,
+        config.attention.name,
         config.num_kv_heads,
         cfg.context_length,
         ranks,

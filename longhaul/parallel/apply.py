@@ -104,5 +104,5 @@ def shard(model: Decoder, mesh: "DeviceMesh", compute_dtype: torch.dtype) -> Non
     # an error on torch 2.13 and is silently untied on 2.11.
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # a prompt's hidden states need no logits, and soft tokens pass through the parts one by one
-    for method in ("hidden", "embedded", "apply_head"):
+    for method in ("hidden", "apply_embedding", "apply_head"):
         register_fsdp_forward_method(model, method)

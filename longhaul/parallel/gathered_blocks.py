@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from indexed.layer import pooled_keys
 from indexed.operators import indexed_backward, indexed_forward
-from indexed.plain import IndexedOutputs
+from indexed.plain import IndexedOutputs, pooled_keys
 from indexed.recall import Reading
 from longhaul.parallel.context import Piece, Shard, gather_rows, scatter_sums
 from model import wide

@@ -205,44 +205,44 @@ class GroupedAttention(_InParts):
         replaced = self.projections | {"o_proj": torch.nn.Identity()}
         self.heads._modules = dict(attention._modules) | replaced
 
-    def __call__(self, x_BTD: Tensor, rope, documents=None, cache=None) -> Tensor:
+    def __call__(self, x_BTD: Tensor, rope, rows=None, cache=None) -> Tensor:
         if cache is not None:
-            return self.plain(x_BTD, rope, documents, cache)
-        return self.run(x_BTD.contiguous(), rope, documents)
+            return self.plain(x_BTD, rope, rows, cache)
+        return self.run(x_BTD.contiguous(), rope, rows)
 
-    def outputs(self, x_BTD: Tensor, weights: Sequence[Tensor], rope, documents) -> Tensor:
+    def outputs(self, x_BTD: Tensor, weights: Sequence[Tensor], rope, rows) -> Tensor:
         y_BTD = torch.zeros_like(x_BTD)
         y_ND = y_BTD.view(-1, y_BTD.shape[-1])
 
         for group in platform().tiles(self.groups):
             own = self._weights_of(group, weights)
-            heads_BTO = self._heads(x_BTD, own, rope, documents)
+            heads_BTO = self._heads(x_BTD, own, rope, rows)
             y_ND.addmm_(heads_BTO.flatten(0, 1), own[OUTPUT].T.to(x_BTD.dtype))
             del heads_BTO  # the next group runs without them
         return y_BTD
 
     def gradients(
-        self, dy_BTD: Tensor, x_BTD: Tensor, weights: Sequence[Tensor], rope, documents
+        self, dy_BTD: Tensor, x_BTD: Tensor, weights: Sequence[Tensor], rope, rows
     ) -> tuple:
         dx_BTD = torch.zeros_like(x_BTD)
         sums = [self._zeros(name, w) for name, w in zip(self.names, weights, strict=True)]
 
         for group in platform().tiles(self.groups):
             grads = self._group_gradients(
-                dy_BTD, x_BTD, self._weights_of(group, weights), rope, documents, dx_BTD
+                dy_BTD, x_BTD, self._weights_of(group, weights), rope, rows, dx_BTD
             )
             self._add(group, grads, sums)
             del grads  # the next group runs without them
         return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
     def _group_gradients(
-        self, dy_BTD: Tensor, x_BTD: Tensor, own: dict[str, Tensor], rope, documents, dx_BTD: Tensor
+        self, dy_BTD: Tensor, x_BTD: Tensor, own: dict[str, Tensor], rope, rows, dx_BTD: Tensor
     ) -> dict[str, Tensor]:
         """Gradients of one group's weights by name; the gradient of x is added to dx."""
         x_BTD = x_BTD.detach().requires_grad_()
         own = {name: w.detach().requires_grad_() for name, w in own.items()}
         with torch.enable_grad():
-            heads_BTO = self._heads(x_BTD, own, rope, documents, dx_BTD)
+            heads_BTO = self._heads(x_BTD, own, rope, rows, dx_BTD)
 
         output = own.pop(OUTPUT)
         with torch.no_grad():
@@ -256,7 +256,7 @@ class GroupedAttention(_InParts):
         return dict(zip(own, grads, strict=True)) | {OUTPUT: d_output}
 
     def _heads(
-        self, x_BTD: Tensor, own: dict[str, Tensor], rope, documents, dx_BTD: Tensor | None = None
+        self, x_BTD: Tensor, own: dict[str, Tensor], rope, rows, dx_BTD: Tensor | None = None
     ) -> Tensor:
         """Outputs [B, T, heads * K] of the heads whose weights are given.
 
@@ -264,7 +264,7 @@ class GroupedAttention(_InParts):
         """
         inner = {name: own[name] for name in self.inner_names}
         self._add_input_gradients_to(dx_BTD)
-        outputs = functional_call(self.heads, inner, (x_BTD, rope, documents))
+        outputs = functional_call(self.heads, inner, (x_BTD, rope, rows))
         self._add_input_gradients_to(None)
         return outputs
 

@@ -366,5 +366,3 @@ def mix(soft: SoftTokens, table_VD: Tensor) -> Tensor:
         mode="sum",
     )
     return mixed_ND.unflatten(0, weight_BTK.shape[:2])
-
-

@@ -25,6 +25,7 @@ from longhaul.kinds import attention_kind
 from longhaul.machine import platform
 from longhaul.parallel import apply
 from longhaul.posttrain import policy
+from longhaul.posttrain.prompts import CacheBehindPrompts
 from longhaul.vocab import vocab_stats
 from model import Decoder, KVCache, wide
 

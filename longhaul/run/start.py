@@ -19,7 +19,7 @@ from data import hugging_face
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from files.untrusted import refuse_pickle
-from longhaul import lengths, qwen3
+from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig, read_pairs
@@ -188,10 +188,10 @@ def _check_settings(settings: dict[str, Any], start: Start):
                 f"{value}: drop the flag, because the folder decides"
             )
 
-    kind = settings.get("attention_type", start.config.attention_type)
-    if kind != start.config.attention_type and not attention_kind(start.config).is_qwen3:
+    kind = settings.get("attention_type", start.config.attention.name)
+    if kind != start.config.attention.name and not attention_kind(start.config).is_qwen3:
         raise ValueError(
-            f"--init_from {settings['init_from']} has attention_type={start.config.attention_type},"
+            f"--init_from {settings['init_from']} has attention_type={start.config.attention.name},"
             f" whose weights --attention_type {kind} does not have: drop the flag"
         )
 
@@ -265,12 +265,12 @@ def _theta_of_schedule(settings: dict[str, Any]) -> float | None:
 
 def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The folder's attention with its own settings, or the kind that is given."""
-    kind = settings.get("attention_type", config.attention_type)
+    kind = settings.get("attention_type", config.attention.name)
     field = attention_kind(config).settings
-    if kind != config.attention_type or not field:
+    if kind != config.attention.name or not field:
         return dict(attention_type=kind)
 
-    theirs = getattr(config, field)
+    theirs = config.attention
     given = read_pairs(settings.get(field, ()), type(theirs), field)
     defaults = dataclasses.asdict(type(theirs)())
     sizes = dataclasses.asdict(theirs)

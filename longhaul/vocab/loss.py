@@ -688,6 +688,7 @@ def _backward(ctx, d_nll_N, _d_max_N, d_log_sum_N, d_mean_N):
     dw_VD = dw_VD if need_weight else None
     return dh_ND, dw_VD, *[None] * 6
 
+
 vocab_nll.register_autograd(_backward, setup_context=_save)
 
 # Bytes of logits that a block has at most. Each block reads and writes the sum dW once: with 4096
@@ -835,5 +836,6 @@ def _scaled_gradients(ctx, d_loss, _d_dh_ND, _d_dw_VD):
     needed = ctx.needs_input_grad[:2]
     found = [x if is_needed else None for x, is_needed in zip(gradients, needed, strict=True)]
     return *found, *[None] * 11
+
 
 vocab_loss_one_pass.register_autograd(_scaled_gradients, setup_context=_save_gradients)

@@ -222,7 +222,7 @@ def load_model(
     given = {"compute_dtype": dtype, "kernels": kernels}
     overrides = {name: value for name, value in given.items() if value}
     with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = kernels.decoder(model_config(checkpoint, **overrides))
+        model = decoder(model_config(checkpoint, **overrides))
         named = model.named_parameters()
         check_model(checkpoint, {f"model.{name}": tuple(p.shape) for name, p in named})
 
@@ -241,7 +241,7 @@ def stored_weights(checkpoint: Checkpoint) -> dict[str, Later]:
     CheckpointError unless the files hold all of them.
     """
     with checkpoint_errors(checkpoint.folder), torch.device("meta"):
-        model = kernels.decoder(model_config(checkpoint))
+        model = decoder(model_config(checkpoint))
         shapes = {f"model.{name}": tuple(p.shape) for name, p in model.named_parameters()}
         check_model(checkpoint, shapes)
 

@@ -25,7 +25,7 @@ from longhaul.generate import cast_matrices
 from longhaul.run.start import trained_context
 from model import Decoder
 
-INSTALL = "pip install 'longhaul[lm_eval]', or pip install lm_eval"
+INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
 # exceptions of these packages are of a network
 NETWORK = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
+from flags import precision
 from model import Compressor, IndexerConfig, Layout, NSAConfig, indexed_forward
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -308,7 +309,12 @@ def main():
     )
     parser.add_argument("--long", action="store_true", help="also 131072 tokens")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types"
+        "--dtypes",
+        nargs="+",
+        type=precision,
+        choices=DTYPES,
+        default=list(DTYPES),
+        help="data types",
     )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="what to measure")
     parser.add_argument(

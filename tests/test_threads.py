@@ -1,5 +1,7 @@
 """How OpenMP's threads wait in every command: asleep, unless the user says otherwise."""
 
+import installed
+
 import os
 import re
 import subprocess
@@ -7,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-import installed
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(

@@ -169,8 +169,8 @@ def intuitor() -> str:
 All rows of a step pass at once, 64 responses to 8 prompts; sizes in GB."""
     after = """Intuitor needs hardly more than PPO, which needs the logits of every response
 token and their gradient, too. It takes its reward from them without a gradient, so that it adds 12
-bytes a token. "PPO with its logits" and "Intuitor" are computed from the shapes: 8 bytes for each parameter
-(all states in bf16), the inputs of all layers, the logits and their gradient.
+bytes a token. "PPO with its logits" and "Intuitor" are computed from the shapes: 8 bytes for each
+parameter (all states in bf16), the inputs of all layers, the logits and their gradient.
 
 longhaul's columns are the simulated step: its peak and the stage that has it. They include a
 reference, and weights, gradients and moments in fp32, 20 bytes for each parameter. There are no

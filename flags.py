@@ -14,6 +14,9 @@ from collections.abc import Sequence
 # A command with at most so many flags lists them all if it is given an unknown one.
 FEW = 20
 
+# The precisions that commands know, and their names in torch.
+PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with errors of one line, which end the program with exit code 2."""
@@ -123,6 +126,18 @@ def with_remedy(message: str) -> str:
 
 
 # ---- values
+
+
+def spellings(*precisions: str) -> dict[str, str]:
+    """{spelling: precision}; each is spelled as here, as in torch, and as torch prints it."""
+    in_torch = {PRECISIONS[name]: name for name in precisions}
+    printed = {f"torch.{spelling}": name for spelling, name in in_torch.items()}
+    return dict(zip(precisions, precisions, strict=True)) | in_torch | printed
+
+
+def precision(text: str) -> str:
+    """The precision of a spelling, for argparse; other text as it is, which `choices` refuses."""
+    return spellings(*PRECISIONS).get(text, text)
 
 
 def integer(text: str) -> int:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flags import Parser
+from flags import PRECISIONS, Parser, precision
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
 from longhaul.kernels import loss_path
@@ -68,8 +68,9 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
+        type=precision,
+        choices=tuple(PRECISIONS),
+        default="bf16",
         help="dtype of the hidden states and the weight",
     )
     parser.add_argument(
@@ -144,7 +145,7 @@ def check_computation(given: argparse.Namespace) -> list[bool]:
     """Errors, kept bytes, peak memory and time at a size that fits this machine."""
     N = given.seq_len
     V = given.vocab_size
-    dtype = getattr(torch, given.dtype)
+    dtype = getattr(torch, PRECISIONS[given.dtype])
     inputs = problem(N, given.hidden_size, V, dtype, given.device)
     print(
         f"Computed: {N} tokens, width {given.hidden_size}, vocabulary {V:,}, {given.dtype} on "
@@ -231,7 +232,7 @@ def check_policy(given: argparse.Namespace) -> list[bool]:
     those of a trained model: the likeliest tokens have probabilities of up to nearly 1.
     """
     N = given.seq_len
-    dtype = getattr(torch, given.dtype)
+    dtype = getattr(torch, PRECISIONS[given.dtype])
     hidden_ND, weight_VD, labels_N = problem(N, given.hidden_size, given.vocab_size, dtype, "cpu")
     hidden_ND = (hidden_ND * PEAKED).to(given.device)
     weight_VD = weight_VD.to(given.device)

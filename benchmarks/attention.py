@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
-from model import Compressor, Layout, NSAConfig
+from flags import precision
 from indexed.layer import IndexerConfig
 from indexed.operators import indexed_forward
+from model import Compressor, Layout, NSAConfig
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
 from tests import indexed_oracle
@@ -310,7 +311,12 @@ def main():
     )
     parser.add_argument("--long", action="store_true", help="also 131072 tokens")
     parser.add_argument(
-        "--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="data types"
+        "--dtypes",
+        nargs="+",
+        type=precision,
+        choices=DTYPES,
+        default=list(DTYPES),
+        help="data types",
     )
     parser.add_argument("--what", nargs="+", choices=WHAT, default=WHAT, help="what to measure")
     parser.add_argument(

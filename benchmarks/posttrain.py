@@ -29,10 +29,10 @@ from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.posttrain import grade
 from longhaul.posttrain.grade import GradeObjective, GradeSettings
-from longhaul.posttrain.reward import RewardModel
-from model import Decoder, ModelConfig
 from longhaul.posttrain.prompts import SharedPrompts
+from longhaul.posttrain.reward import RewardModel
 from longhaul.vocab.loss import linear_cross_entropy
+from model import Decoder, ModelConfig
 
 CLOSE_LOSS = 1e-5
 CLOSE_GRADIENT = 1e-4  # relative, of all gradients together

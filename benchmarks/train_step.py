@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from flags import precision
 from longhaul import dist, qwen3, step
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig
@@ -50,6 +51,7 @@ def arguments(args: list[str] | None = None):
     parser.add_argument(
         "--dtypes",
         nargs="+",
+        type=precision,
         choices=("bf16", "fp32"),
         default=["bf16", "fp32"],
         help="compute precision",

@@ -27,8 +27,8 @@ from benchmarks import clock
 from benchmarks.record import Run, Table, attempt, where
 from footprint.measure import peak_bytes
 from longhaul.cli import Parser
-from model import IGNORE, ModelConfig
 from longhaul.vocab.loss import linear_cross_entropy
+from model import IGNORE, ModelConfig
 from verify_chunked_loss import gradients, naive_loop, standard_loss
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there

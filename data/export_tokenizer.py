@@ -63,11 +63,26 @@ def _of_hugging_face(tokenizer: HuggingFaceTokenizer) -> tuple[dict[str, bytes],
     settings["eos_token"] = tokenizer.eod_token
     settings.pop("auto_map", None)  # code of the folder, which is not copied
 
-    files = {TOKENIZER: tokenizer.path.read_bytes()}
-    for name in EXTRAS:
-        if (folder / name).is_file():
-            files[name] = Path(folder, name).read_bytes()
-    return files, settings
+    return {TOKENIZER: tokenizer.path.read_bytes()} | _extras(folder), settings
+
+
+def complete_tokenizer(files: dict[str, bytes], source: Path) -> dict[str, bytes]:
+    """The files of a dataset's tokenizer, with what a folder that has the same ids in a
+    tokenizer.json says besides: its settings, but for those of the data, and EXTRAS.
+    """
+    if TOKENIZER not in files or not (source / TOKENIZER).is_file():
+        return files
+    ours = json.loads(files[SETTINGS])
+    settings = ours | hugging_face.read_settings(source / SETTINGS)
+    settings |= {name: ours[name] for name in ("eos_token", PADDED) if name in ours}
+    settings.pop("auto_map", None)  # code of the folder, which is not copied
+    return files | _extras(source) | {SETTINGS: _json(settings)}
+
+
+def _extras(folder: Path) -> dict[str, bytes]:
+    """The files of EXTRAS that a folder holds."""
+    paths = [folder / name for name in EXTRAS]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
 def _json(content: dict) -> bytes:

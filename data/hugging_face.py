@@ -25,7 +25,7 @@ from files.untrusted import read_json, refuse_pickle
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 PADDED = "padded_vocab_size"  # in our own SETTINGS: the ids of the model, unused ones included
-INSTALL = "pip install 'longhaul[tokenizers]', or pip install tokenizers"
+INSTALL = "pip install -e '.[tokenizers]', or pip install tokenizers"
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 # A text may be cut here: the expressions below never match across it, nor look behind it.

@@ -34,7 +34,7 @@ def require_package(name: str, what: str) -> None:
     """Raise ValueError naming the extra if a package is not installed."""
     if importlib.util.find_spec(name) is None:
         raise ValueError(
-            f"{what} needs the package {name}: run pip install 'longhaul[{PACKAGES[name]}]', or "
+            f"{what} needs the package {name}: run pip install -e '.[{PACKAGES[name]}]', or "
             f"pip install {name}"
         )
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from data.mixture import DECIMALS
 from data.order import parse_ranges
+from flags import PRECISIONS, spellings
 from indexed.layer import IndexerConfig
 from longhaul import lengths
 from longhaul.cli import check_ranges, flag, known_words, words_of
@@ -25,8 +26,6 @@ from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 # still use the whole machine.
 TOKENS_PER_TILE = 4096
 
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
 # What --evals may name, in the order in which it is measured.
 EVALS = ("loss", "position", "gain", "retrieval")
 # What --eval_tasks may name: those of longhaul/evals/tasks.py, in their order.
@@ -35,14 +34,7 @@ SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval, if --eval_lengt
 
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
 # commands use.
-DTYPE_SPELLINGS = {
-    "bf16": "bf16",
-    "fp32": "fp32",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float32": "fp32",
-}
+DTYPE_SPELLINGS = spellings("bf16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -992,11 +984,11 @@ class TrainConfig:
         return kind.config(**read_pairs(given, kind.config, kind.settings))
 
     def _compute_dtype(self) -> str:
-        if self.dtype not in COMPUTE_DTYPES:
+        if self.dtype not in DTYPE_SPELLINGS:
             raise ValueError(
                 f"--dtype {self.dtype} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
             )
-        return COMPUTE_DTYPES[self.dtype]
+        return PRECISIONS[self.dtype]
 
     @property
     def tiles(self) -> int:

@@ -27,7 +27,7 @@ from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
 from files import durable
 from files.tensors import Later
-from flags import Parser
+from flags import PRECISIONS, Parser, precision
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
@@ -38,7 +38,7 @@ from longhaul.generate import TEMPERATURE, TOP_K, TOP_P
 from longhaul.run import start
 from longhaul.step import TrainState
 
-DTYPES = ("keep", "float32", "bfloat16", "float16")
+KEEP = "keep"  # as --dtype
 NONE = "none"  # as --tokenizer
 
 
@@ -61,7 +61,11 @@ def build_parser() -> Parser:
         "--output", required=True, metavar="DIR", help="folder to write; must be new or empty"
     )
     parser.add_argument(
-        "--dtype", default="keep", choices=DTYPES, help="dtype of the written weights"
+        "--dtype",
+        type=precision,
+        default=KEEP,
+        choices=(KEEP, *PRECISIONS),
+        help="dtype of the written weights",
     )
     parser.add_argument(
         "--tokenizer",
@@ -169,10 +173,10 @@ def sampling(tokenizer: AnyTokenizer | None, vocab_size: int) -> dict:
 
 
 def cast(weight: Later, dtype: str) -> Later:
-    """The weight in this dtype, or as it is for "keep"."""
-    if dtype == "keep":
+    """The weight in this precision, or as it is for KEEP."""
+    if dtype == KEEP:
         return weight
-    wanted = getattr(torch, dtype)
+    wanted = getattr(torch, PRECISIONS[precision(dtype)])
     return Later(weight.shape, wanted, lambda: weight.read().to(wanted))
 
 

@@ -30,7 +30,7 @@ from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import duration
 from files import durable
 from files.untrusted import read_json, refuse_pickle
-from flags import Parser
+from flags import Parser, precision
 from longhaul import flops, lengths, qwen3
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
@@ -133,7 +133,10 @@ def add_where(parser: Parser):
         "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
     )
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="compute precision; by default the run's own"
+        "--dtype",
+        type=precision,
+        choices=tuple(DTYPES),
+        help="compute precision; by default the run's own",
     )
     parser.add_argument(
         "--chunk",

@@ -1,7 +1,8 @@
 """Continue a prompt: `python -m scripts.generate --checkpoint runs/quickstart --prompt "def f("`.
 
-The text appears on standard output as it is sampled; the rate goes to standard error. With `--ids`
-instead of `--prompt`, token ids go in and come out, so that a model is sampled without a tokenizer.
+The model is a checkpoint of longhaul or a Hugging Face folder of a Qwen3. The text appears on
+standard output as it is sampled; the rate goes to standard error. With `--ids` instead of
+`--prompt`, token ids go in and come out, so that a model is sampled without a tokenizer.
 """
 
 import argparse
@@ -9,12 +10,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from flags import Parser
+from data.hugging_face import hash_of_folder
+from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
+from files.untrusted import refuse_pickle
+from flags import PRECISIONS, Parser, precision
+from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.dist import World, named_device
@@ -29,7 +34,7 @@ from longhaul.generate import (
 )
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import available_gib
-from model import GIB, ModelConfig
+from model import GIB, Decoder, ModelConfig
 
 
 def build_parser() -> Parser:
@@ -38,7 +43,8 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--checkpoint",
         required=True,
-        help="a step-* folder, or a run's folder, whose newest checkpoint is taken",
+        help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
+        "folder of a Qwen3",
     )
     parser.add_argument(
         "--tokenizer",
@@ -73,7 +79,11 @@ def build_parser() -> Parser:
         "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision"
+        "--dtype",
+        type=precision,
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="compute precision",
     )
     return parser
 
@@ -92,18 +102,18 @@ def run(given: argparse.Namespace):
     """Load the model, and print what it generates."""
     check_sampling(given.temperature, given.top_k, given.top_p)
     device = named_device(given.device)
-    checkpoint = verified(newest(Path(given.checkpoint)))
+    source = opened(Path(given.checkpoint))
 
     if given.ids is not None:
-        check_ids(given, model_config(checkpoint).vocab_size)
-        ids = sampled(given, checkpoint, device, given.ids)
+        check_ids(given, source.config.vocab_size)
+        ids = sampled(given, source, device, given.ids)
         stream(" ".join(map(str, given.ids)), ids, lambda token: f" {token}", lambda: "")
         return
 
-    tokenizer = tokenizer_of(checkpoint, given.tokenizer)
+    tokenizer = tokenizer_of(source, given.tokenizer)
     prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
     stop = {"stop_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
-    ids = sampled(given, checkpoint, device, prompt, **stop)
+    ids = sampled(given, source, device, prompt, **stop)
     text = tokenizer.stream()
     stream(given.prompt, ids, text.push, text.finish)
 
@@ -119,24 +129,57 @@ def check_ids(given: argparse.Namespace, vocab_size: int):
             )
 
 
-def tokenizer_of(checkpoint: Checkpoint, path: str | None) -> AnyTokenizer:
-    """The tokenizer that the model was trained with, from `path` or from the run's folder;
-    ValueError if it is another one, or if there is none.
+@dataclass(frozen=True)
+class Source:
+    """A model that was checked; its weights are not read yet."""
+
+    folder: Path  # where its tokenizer is
+    config: ModelConfig
+    checkpoint: Checkpoint | None  # None for a Hugging Face folder
+
+    def load(self, device: torch.device, dtype: str) -> Decoder:
+        """The model on `device`, computing in this precision by its name in torch."""
+        if self.checkpoint is None:
+            return qwen3.from_hf(self.folder, device, getattr(torch, dtype), compute_dtype=dtype)
+        return load_model(self.checkpoint, device, dtype)
+
+
+def opened(folder: Path) -> Source:
+    """ValueError or CheckpointError for a folder without a sound model."""
+    refuse_pickle(folder)
+    if (folder / "config.json").is_file():
+        return Source(folder, ModelConfig(**qwen3.read_config(folder)), None)
+    checkpoint = verified(newest(folder))
+    return Source(checkpoint.folder.parent, model_config(checkpoint), checkpoint)
+
+
+def tokenizer_of(source: Source, path: str | None) -> AnyTokenizer:
+    """The tokenizer that the model was trained with, from `path` or from its folder; ValueError if
+    it is another one, or if there is none.
     """
-    run = checkpoint.folder.parent
-    path = path or find_tokenizer(run)
+    path = path or find_tokenizer(source.folder)
     if path is None:
         raise ValueError(
-            f"{run} has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt"
+            f"{source.folder} has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt"
         )
     tokenizer = load_tokenizer(path)
-    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
+    if source.checkpoint is not None:
+        check_tokenizer(source.checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
+        return tokenizer
+
+    theirs = hash_of_folder(source.folder)
+    is_other = theirs is not None and theirs != hash_of_ids(tokenizer.path)
+    if is_other or tokenizer.vocab_size > source.config.vocab_size:
+        raise ValueError(
+            f"--tokenizer {path} is not the one of {source.folder}, whose ids the model knows: "
+            "drop --tokenizer"
+        )
     return tokenizer
 
 
 def sampled(
     given: argparse.Namespace,
-    checkpoint: Checkpoint,
+    source: Source,
     device: torch.device,
     prompt: list[int],
     stop_id: int | None = None,
@@ -147,12 +190,12 @@ def sampled(
     """
     if given.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens {given.max_new_tokens} is no text: give at least 1")
-    config = model_config(checkpoint)
+    config = source.config
     check_length(config, len(prompt) + given.max_new_tokens, device)
     slow = attention_kind(config).warning(config, device)
     if slow:
         print(f"warning: {slow}", file=sys.stderr)
-    model = load_model(checkpoint, device, given.dtype)
+    model = source.load(device, PRECISIONS[given.dtype])
     if device.type == "cuda":
         cast_matrices(model)
     return generate(

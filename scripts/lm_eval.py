@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from flags import Parser
+from flags import PRECISIONS, Parser, precision
 from longhaul import qwen3
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.dist import named_device
@@ -25,7 +25,7 @@ from longhaul.generate import cast_matrices
 from longhaul.run.start import trained_context
 from model import Decoder
 
-INSTALL = "pip install 'longhaul[lm_eval]', or pip install lm_eval"
+INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
 # exceptions of these packages are of a network
 NETWORK = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
 
@@ -88,7 +88,11 @@ def build_parser() -> Parser:
         "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="compute precision"
+        "--dtype",
+        type=precision,
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="compute precision",
     )
     parser.add_argument(
         "--output", default=None, metavar="FILE.json", help="also write all results to this file"
@@ -120,7 +124,7 @@ def evaluate(given: argparse.Namespace):
     tokenizer = load_tokenizer(tokenizer_path(folder, given.tokenizer))
 
     tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
-    evaluated = opened(folder, tokenizer, given.dtype)
+    evaluated = opened(folder, tokenizer, PRECISIONS[given.dtype])
     results = run(given, evaluated, device, tasks, manager)
     show(results)
     if given.output:

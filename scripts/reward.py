@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 from data.fields import TextField
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from files import durable
-from flags import Parser
+from flags import Parser, precision
 from longhaul import qwen3, step
 from longhaul.checkpoint.load import check_tokenizer
 from longhaul.config import TrainConfig
@@ -62,7 +62,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--batch_size", type=int, default=8, help="texts that are read at once")
     parser.add_argument("--seed", type=int, default=0, help="decides what is held out")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the body")
+    parser.add_argument(
+        "--dtype", type=precision, choices=("fp32", "bf16"), default="fp32", help="of the body"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return parser
 
@@ -251,7 +253,7 @@ def tokenizer_of(origin: Start, path: str | None, vocab_size: int) -> AnyTokeniz
     """The tokenizer of the body, from `path` or next to its weights; ValueError if there is none,
     or if it is another one.
     """
-    folder = origin.folder if origin.checkpoint is None else origin.folder.parent
+    folder = origin.tokenizer_folder
     path = path or find_tokenizer(folder)
     if path is None:
         raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH")

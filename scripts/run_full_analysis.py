@@ -92,11 +92,14 @@ def run(
         return planner.meter(model, device)
 
     with parts.locked():
-        done = Analysis(cfg, config, samples, pairs, load, parts, meter).run()
+        analysis = Analysis(cfg, config, samples, pairs, load, parts, meter)
+        done = analysis.run()
+        peaks = plan.peaks.items()
         result = {
             "checkpoint": str(opened.folder),
             "settings": parts.settings,
-            "planned_bytes": plan.peaks,
+            "planned_bytes": {name: peak for name, peak in peaks if name not in analysis.left_out},
+            "left_out": analysis.left_out,
             "parts": done,
         }
         parts.finish(result, report.page(result))

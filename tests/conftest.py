@@ -12,10 +12,6 @@ import torch
 
 from longhaul import dist
 
-# The commands that tests start have a thread for each core, and the cores have other work. One that
-# waits for another would spin: measured, 38 s of CPU time and not 6 s in a run of 10 steps.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 if not torch.cuda.is_available():
     # triton reads it when the first test file imports a kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -23,9 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from indexed.operators import indexed_backward, indexed_forward
 from indexed.triton import attention as indexed
 from model import NSAConfig
-from indexed.operators import indexed_backward, indexed_forward
 from nsa.triton import attention, dense
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from footprint.measure import saved_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
+from longhaul.machine import Platform, running_on
 from longhaul.parallel import checkpointing, tiling
 from model import MLP, KVCache, ModelConfig
-from longhaul.machine import Platform, running_on
 from tests.tiers import few_fast
 
 T, V = 96, 101

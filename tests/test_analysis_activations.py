@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longhaul.analysis.activations import SITES, check_layers, replaced, stream
-from longhaul.parallel import checkpointing, tiling
 from longhaul.kinds import attention_kind
+from longhaul.parallel import checkpointing, tiling
 from model import Decoder, ModelConfig, NSAConfig, document_boundaries, document_positions
 
 T, V = 61, 97

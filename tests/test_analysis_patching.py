@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from longhaul.analysis.patching import (
+    CannotCopy,
     Pairs,
     Patching,
     copy_pairs,
@@ -197,7 +198,7 @@ def test_a_model_that_does_not_copy_is_refused(pairs):
     model = planted_copy_head()
     with torch.no_grad():
         model.lm_head.weight.mul_(0.01)
-    with pytest.raises(ValueError, match="less than 0.1 apart.*: take a model that has learned"):
+    with pytest.raises(CannotCopy, match="less than 0.1 apart.*: take a model that has learned"):
         Patching(model, pairs)
 
 

@@ -385,18 +385,39 @@ def test_other_settings_in_the_same_folder_are_refused_by_name(made, done, more,
     assert line.endswith("give the same settings, or another --out")
 
 
-def test_a_model_that_tells_nothing_apart_gets_no_circuit_scores(made, tmp_path, capsys):
+def test_a_model_that_cannot_copy_is_analysed_without_patching(made, tmp_path, capsys):
     model = planted_model()
     with torch.no_grad():
         model.layers[2].attention.o_proj.weight.zero_()
     qwen3.to_hf(model, tmp_path / "model")
-    words = command(made, tmp_path / "out", "--skip_sae")
+    words = command(made, tmp_path / "out", f"{SAE} --layers 2 --compare float32,bfloat16")
     words[1] = str(tmp_path / "model")
-    line = refused(words, capsys)
-    assert "less than 0.1 apart" in line and line.endswith("or --skip_patching")
+    assert run_full_analysis.main(words) == 0
+    assert re.search(r"\npatching +left out: ", capsys.readouterr().out)
+
+    result = read(tmp_path / "out")
+    assert result["left_out"].keys() == {"patching"}
+    assert result["parts"].keys() >= {"statistics", "distances", "sae-02", "precision"}
+    assert not any(name.startswith("patching") for name in result["parts"])
+    assert result["planned_bytes"].keys() == {"statistics", "distances", "sae", "costs"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "less than 0.1 apart" in page and "What precision costs" in page
+
+    # a run that was killed before its last part leaves the same out
+    for name in ("analysis.json", "parts/precision.json"):
+        (tmp_path / "out" / name).unlink()
+    assert run_full_analysis.main(words) == 0
+    assert without_costs(read(tmp_path / "out")) == without_costs(result)
+    assert read(tmp_path / "out")["left_out"] == result["left_out"]
+
+
+def test_only_the_refusal_to_patch_is_caught(made, tmp_path, capsys, monkeypatch):
+    def fails(self, tokens_BT):
+        raise ValueError("something else: mend it")
+
+    monkeypatch.setattr(Patching, "_mean_difference", fails)
+    assert refused(command(made, tmp_path / "out"), capsys).endswith("something else: mend it")
     assert not (tmp_path / "out").exists()
-    assert run_full_analysis.main([*words, "--skip_patching"]) == 0
-    assert "What makes it copy" not in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +455,7 @@ def test_an_overflow_in_fp16_names_the_layer_and_leaves_nothing(
 def test_a_comparison_is_refused_before_its_first_part(
     made, overflowing, tmp_path, capsys, monkeypatch
 ):
+    do = running.Analysis._do
     monkeypatch.setattr(running.Analysis, "_do", None)
     words = command(made, tmp_path / "out", "--skip_patching --compare float32,float16")
     words[1] = str(overflowing)
@@ -446,9 +468,10 @@ def test_a_comparison_is_refused_before_its_first_part(
         return of_float32(self, tokens_BT) if in_float32 else 0.0
 
     monkeypatch.setattr(Patching, "_mean_difference", told_apart_in_float32)
-    words = command(made, tmp_path / "out", f"{SAE} --compare float32,bfloat16")
-    assert "less than 0.1 apart" in refused(words, capsys)
-    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(running.Analysis, "_do", do)
+    words = command(made, tmp_path / "out", "--skip_sae --layers 2 --compare float32,bfloat16")
+    assert run_full_analysis.main(words) == 0
+    assert read(tmp_path / "out")["left_out"]["patching"].startswith("in bfloat16 ")
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from footprint.measure import peak_bytes, saved_bytes
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
+from longhaul.kernels import sdpa
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part, attention_part_backward
-from longhaul.kernels import sdpa
 from tests.ranks import run_ranks
 from tests.test_parallel import ROWS, assert_same, train
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from longhaul.generate import CapturedSteps, cuda_graph
-from longhaul.parallel import context
 from longhaul.kernels import attention
-from model import Decoder, Documents, KVCache, ModelConfig, StandardAttention
-from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
+from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part_backward
+from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
+from model import Decoder, Documents, KVCache, ModelConfig, StandardAttention
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: PyTorch sees none"

@@ -281,7 +281,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "a.parquet").write_bytes(b"")
     (tmp_path / "a.txt.zst").write_bytes(b"")
-    with pytest.raises(ValueError, match=rf"needs the package {package}: run pip install 'longh"):
+    with pytest.raises(ValueError, match=rf"needs the package {package}: run pip install -e '.\["):
         TextFiles([name if "://" in name else tmp_path / name])
 
 

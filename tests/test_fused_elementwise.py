@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import model
-from model import ModelConfig
 from longhaul.machine import Platform, running_on
+from model import ModelConfig
 from tests import oracle
 
 triton = pytest.importorskip(

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import NSAConfig
 from longhaul.machine import Platform, running_on
+from model import NSAConfig
 from nsa import engine
 from tests import nsa_oracle as oracle
 from tests.test_nsa import (

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import model
-from longhaul import machine
 from indexed.layer import IndexerConfig, pooled_keys
-from indexed.recall import Reading
-from indexed.plain import block_ranks, least_rank
 from indexed.operators import indexed_backward, indexed_forward
+from indexed.plain import block_ranks, least_rank
+from indexed.recall import Reading
+from longhaul import machine
 from longhaul.kernels import attention
 from tests import indexed_oracle as oracle
 

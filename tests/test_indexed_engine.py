@@ -9,11 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
-from indexed import layer
-from indexed import operators
-from indexed import plain
 from footprint.measure import peak_bytes
-from indexed import choice, engine
+from indexed import choice, engine, layer, operators, plain
 from longhaul.memory.workspace import Workspaces
 from tests.test_indexed import SIZES, bounded_at, gradients, inputs, outputs, relative, wanted
 

@@ -7,20 +7,20 @@ import dataclasses
 import pytest
 import torch
 
+from indexed.layer import IndexerConfig
 from longhaul import optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import GPU_FLOPS, keys_read, train_flops, train_operations
 from longhaul.generate import generate
+from longhaul.kinds import attention_kind
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
 from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from longhaul.kinds import attention_kind
 from model import Decoder, KVCache, ModelConfig
-from indexed.layer import IndexerConfig
 from tests import indexed_oracle, oracle
 
 SIZES = dict(budget=24, r=4, heads=3, head_dim=24)  # chooses from 28 tokens on

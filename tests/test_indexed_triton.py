@@ -17,9 +17,7 @@ import pytest
 import torch
 
 import model
-from indexed import layer
-from indexed import operators
-from indexed import plain
+from indexed import layer, operators, plain
 from longhaul import machine
 from longhaul.memory.workspace import Workspaces
 from tests import indexed_oracle as oracle

@@ -591,9 +591,7 @@ def test_a_task_that_needs_a_package_says_so(capsys):
 def test_a_model_without_the_extra_is_answered_in_one_line(folder, capsys, monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     said = refusal(capsys, "--checkpoint", folder, "--tasks", "arc_easy")
-    assert said.endswith(
-        "is not installed: pip install 'longhaul[lm_eval]', or pip install lm_eval"
-    )
+    assert said.endswith("is not installed: pip install -e '.[lm_eval]', or pip install lm_eval")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path, capsys, monkeypatch):

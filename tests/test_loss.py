@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import model
-from longhaul.vocab import loss as vocab_loss
 from footprint.measure import peak_bytes, saved_bytes
+from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab.loss import linear_cross_entropy
 from tests.tiers import few_fast
 from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import model
-from longhaul.vocab import loss as vocab_loss
 from footprint.measure import peak_bytes, saved_bytes
+from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab.loss import linear_cross_entropy
 from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
 from verify_chunked_loss import gradients, standard_loss

@@ -64,10 +64,9 @@ def test_the_memory_is_the_end_of_the_document():
     assert posttrain.HEAD in TEXT
 
 
-def test_the_notes_count_the_logits_twice_and_ppo_needs_them_too():
+def test_ppo_needs_the_logits_and_their_gradient():
     shape = posttrain.SHAPES["Qwen2.5-1.5B"]
     logits = 4 * 64 * 4096 * 151_936
-    assert logits == pytest.approx(320e9 / 2, rel=0.01)  # as noted for Intuitor at 4,096 tokens
     ppo = posttrain.with_whole_logits(shape, 64, 4096)
     assert posttrain.reward(64, 4096) < 1e-4 * ppo
     assert 2 * logits < ppo < 2.3 * logits

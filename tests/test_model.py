@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import model
-from longhaul.vocab import loss as vocab_loss
 from longhaul.flops import train_flops
+from longhaul.vocab import loss as vocab_loss
 from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, OnHost, RotaryCache
 from tests import oracle
 

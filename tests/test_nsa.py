@@ -16,8 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from model import NSA_LEAST, Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
 from longhaul.machine import Platform, running_on
+from model import NSA_LEAST, Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
 from nsa import branches as nsa_branches
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine

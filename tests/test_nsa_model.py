@@ -15,14 +15,12 @@ import pytest
 import torch
 
 import model
-from longhaul import kernels
-from longhaul import machine
 import nsa
-from longhaul import qwen3, step
+from longhaul import kernels, machine, qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
-from longhaul.parallel import apply
 from longhaul.kinds import attention_kind
+from longhaul.parallel import apply
 from model import Decoder, KVCache, ModelConfig, NSAConfig
 from tests.tiers import few_fast
 

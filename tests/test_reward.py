@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from longhaul.posttrain import reward as rewards
+from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
 from model import Decoder, ModelConfig
-from longhaul.posttrain.prompts import SoftTokens
 
 V = 61
 SHAPE = dict(

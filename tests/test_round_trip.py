@@ -352,6 +352,60 @@ def killed_import(world: World, source: str, output: str, name: str, calls: int)
     convert_qwen3.import_hf(Path(source), Path(output), "keep")
 
 
+@pytest.fixture
+def chat_model(tmp_path) -> Path:
+    """A Hugging Face folder with a chat template, in both places that transformers knows."""
+    source = qwen_tokenizer.make(tmp_path / "hf", ["def abc(x):\n" * 9], 260, 260, 640)
+    qwen3.to_hf(Decoder(small_config()), tmp_path / "model")
+    shutil.copytree(tmp_path / "model", source, dirs_exist_ok=True)
+    settings = read(source / "tokenizer_config.json")
+    settings |= dict(chat_template="{{ messages }}", pad_token="<|im_end|>", auto_map={})
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    return source
+
+
+def test_a_run_that_starts_from_a_folder_exports_its_chat_template(chat_model, tmp_path):
+    """Also if the folder is gone by then, and through a second run; the data decide what ends a
+    document.
+    """
+    data = tmp_path / "chat-data"
+    words = f"--input longhaul/parallel --output {data} --workers 1 --tokenizer {chat_model}"
+    assert prepare.main([*words.split(), "--eod", "<|im_start|>"]) == 0
+    flags = (
+        f"--data {data} --dtype fp32 --device cpu --eval_every 0 --warmup_steps 0 --max_steps 1 "
+        "--context_length 64 --init_from"
+    )
+    train.main([*flags.split(), str(chat_model), "--output_dir", str(tmp_path / "run")])
+    later = ["--output_dir", str(tmp_path / "later")]
+    train.main([*flags.split(), str(tmp_path / "run"), *later])
+    chat_model.rename(tmp_path / "elsewhere")
+
+    for number, run in enumerate(("run", "later")):
+        back = export(tmp_path / run, tmp_path / f"back-{number}")
+        assert (back / "chat_template.jinja").read_text() == "{{ messages }}"
+        settings = read(back / "tokenizer_config.json")
+        assert settings["chat_template"] == "{{ messages }}"
+        assert (settings["eos_token"], settings["pad_token"]) == ("<|im_start|>", "<|im_end|>")
+        assert transformers.AutoTokenizer.from_pretrained(back).chat_template == "{{ messages }}"
+
+
+def test_generate_takes_a_hugging_face_folder(run, exported, tmp_path, capsys):
+    """With the text of the run that it was exported from; --dtype as in other commands."""
+    flags = "--prompt def --max_new_tokens 9 --temperature 0 --device cpu --dtype fp32 --checkpoint"
+    texts = []
+    for folder in (run, exported):
+        generate.main([*flags.split(), str(folder)])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and len(texts[0]) > len("def\n")
+
+    other = qwen_tokenizer.make(tmp_path / "other", ["abc\n" * 9], 260, 260, 640)
+    with pytest.raises(SystemExit) as stop:
+        generate.main([*flags.split(), str(exported), "--tokenizer", str(other)])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1 and "--tokenizer" in said
+
+
 def test_states_of_an_8_bit_optimizer_are_no_hindrance(data, tmp_path):
     quantized = trained(data, tmp_path / "run", "--max_steps 1 --optimizer adamw_8bit")
     stored = verified(newest(quantized)).tensors()

@@ -19,8 +19,8 @@ from longhaul.memory.simulate import on_fake_tensors, trace_second_step
 from longhaul.memory.workspace import Workspaces
 from longhaul.parallel.context import Shard
 from longhaul.parallel.share_rows import RowSharing
-from model import IGNORE, Decoder, KVCache, ModelConfig, NSAConfig
 from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
+from model import IGNORE, Decoder, KVCache, ModelConfig, NSAConfig
 from tests import oracle
 from tests.ranks import run_ranks
 

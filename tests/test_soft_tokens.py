@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.parallel.checkpointing import checkpoint_layers
-from model import Decoder, ModelConfig
 from longhaul.posttrain.prompts import GradientCache, SoftTokens, mix
+from model import Decoder, ModelConfig
 
 SHAPE = dict(
     vocab_size=61,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import model
-from longhaul.vocab import loss as vocab_loss
 import verify_chunked_loss as verify
+from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import vocab_stats
 
 SMALL = ["--device", "cpu", "--seq_len", "96", "--hidden_size", "32", "--vocab_size", "20000"]

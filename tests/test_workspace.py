@@ -5,13 +5,13 @@ import torch
 
 from footprint import workspace
 from longhaul.config import TrainConfig
+from longhaul.machine import running_on
 from longhaul.memory.estimate import estimate
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate
 from longhaul.memory.workspace import Workspaces
 from longhaul.run.health import deterministic
 from model import NSAConfig
-from longhaul.machine import running_on
 from nsa.branches import Sizes
 from tests.tiers import few_fast
 

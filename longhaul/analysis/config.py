@@ -7,6 +7,7 @@ model, the data and the folder of a run.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flags import PRECISIONS, spellings
 from longhaul.analysis.distance import CHUNK
 from longhaul.analysis.precision import REFERENCE, check_precisions
 from longhaul.cli import check_ranges, flag, known_words, words_of
@@ -14,16 +15,8 @@ from longhaul.kinds import attention_kind
 from model import ModelConfig
 
 # How a precision may be spelled, and its name in torch, which settings and files use.
-PRECISIONS = {
-    "fp32": "float32",
-    "float32": "float32",
-    "torch.float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "torch.float16": "float16",
+IN_TORCH = {
+    spelling: PRECISIONS[name] for spelling, name in spellings("fp32", "bf16", "fp16").items()
 }
 
 
@@ -132,8 +125,8 @@ class Measures:
         """
         if not self.compare:
             return ()
-        words = known_words("--compare", self.compare, tuple(PRECISIONS))
-        found = tuple(PRECISIONS[word] for word in words)
+        words = known_words("--compare", self.compare, tuple(IN_TORCH))
+        found = tuple(IN_TORCH[word] for word in words)
         check_precisions(found)
         return found
 
@@ -195,7 +188,7 @@ class AnalysisConfig(Measures):
         "float32",
         "precision of the weights and of what is computed",
         aliases=("precision",),
-        choices=tuple(PRECISIONS),
+        choices=tuple(IN_TORCH),
         group="run",
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", group="run")
@@ -209,7 +202,7 @@ class AnalysisConfig(Measures):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "dtype", PRECISIONS[self.dtype])
+        object.__setattr__(self, "dtype", IN_TORCH[self.dtype])
         if self.compare and self.dtype != REFERENCE:
             raise ValueError(
                 f"--compare with --dtype {self.dtype}: what is compared begins with the model in "

@@ -41,6 +41,10 @@ REPLACED = "replaced"  # the column of the tokens that differ
 Site = tuple[int, str, str]  # layer, attention or mlp, column
 
 
+class CannotCopy(ValueError):
+    """The model does not tell clean from corrupt prompts, so that there is nothing to patch."""
+
+
 # ---- pairs of prompts
 
 
@@ -185,8 +189,8 @@ class Patching:
     most_spans  columns of positions; there is one more, for the tokens that differ
     chunk       prompts pass in parts of so many tokens over the KV cache
 
-    ValueError if an activation is not finite, which names its layer, and if the model tells clean
-    from corrupt prompts by less than LEAST_DIFFERENCE.
+    ValueError if an activation is not finite, which names its layer; CannotCopy if the model tells
+    clean from corrupt prompts by less than LEAST_DIFFERENCE.
     """
 
     def __init__(
@@ -319,12 +323,12 @@ def patch(clean_BTD: Tensor, where_BT: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def check_difference(clean: float, corrupt: float) -> None:
-    """ValueError if clean and corrupt prompts differ by less than LEAST_DIFFERENCE."""
+    """CannotCopy if clean and corrupt prompts differ by less than LEAST_DIFFERENCE."""
     if not abs(clean - corrupt) >= LEAST_DIFFERENCE:
-        raise ValueError(
+        raise CannotCopy(
             f"the logit difference is {clean:.3f} on clean and {corrupt:.3f} on corrupt prompts, "
             f"less than {LEAST_DIFFERENCE} apart, so that circuit scores would be noise: take a "
-            "model that has learned to copy, data with copies that it knows, or --skip_patching"
+            "model that has learned to copy, or data with copies that it knows"
         )
 
 

@@ -61,6 +61,7 @@ def lines(result: dict) -> list[str]:
     patched = by_layer(result, "patching")
     if patched:
         rows.append(effects(patched).line())
+    rows += [_line(kind, f"left out: {words}") for kind, words in left_out(result).items()]
     for layer, figures in by_layer(result, "sae").items():
         rows.append(_line(f"autoencoder {layer}", _autoencoder_words(figures)))
     if "precision" in found:
@@ -74,6 +75,11 @@ def notes(result: dict) -> list[str]:
     """What a reader should know of the parts besides their figures, a sentence each."""
     found = dict.fromkeys(part["note"] for part in result["parts"].values() if part["note"])
     return [f"{words}; no figure here depends on it" for words in found]
+
+
+def left_out(result: dict) -> dict[str, str]:
+    """Why a kind of part was left out, if one was."""
+    return result.get("left_out", {})
 
 
 def effects(patched: dict[int, dict]) -> Effects:
@@ -162,6 +168,8 @@ def sections(result: dict) -> dict[str, str]:
     patched = by_layer(result, "patching")
     if patched:
         found["What makes it copy"] = _patching(effects(patched))
+    if "patching" in left_out(result):
+        found["What makes it copy"] = f"<p>Left out: {escape(left_out(result)['patching'])}.</p>"
     autoencoders = by_layer(result, "sae")
     if autoencoders:
         found["Sparse autoencoders"] = _autoencoders(autoencoders)

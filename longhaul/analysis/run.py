@@ -5,6 +5,7 @@ fake tensors. `Analysis` runs those that are not on the disk yet, and keeps each
 """
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from longhaul.analysis.autoencoder import Autoencoder, Match, Trainer, dictionar
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.distance import CHUNK, LayerDistances, measured
 from longhaul.analysis.parts import Partial, Parts, flattened, nested
-from longhaul.analysis.patching import Effects, Pairs, Patching, copy_pairs, joined
+from longhaul.analysis.patching import CannotCopy, Effects, Pairs, Patching, copy_pairs, joined
 from longhaul.analysis.precision import (
     Cost,
     PrecisionCost,
@@ -227,7 +228,7 @@ def prompt_pairs(samples: Samples, measures: Measures, seed: int) -> Pairs:
 
 
 def patching(model: Decoder, pairs: Pairs, measures: Measures, rows: int) -> Patching:
-    """What patches the prompts, layer by layer. ValueError if the model does not tell clean from
+    """What patches the prompts, layer by layer. CannotCopy if the model does not tell clean from
     corrupt ones.
     """
     return Patching(model, pairs, rows=rows, most_spans=measures.spans, chunk=measures.chunk)
@@ -355,6 +356,7 @@ class Analysis:
         self.parts = parts
         self.meter = meter
         self.notes: dict[str, str] = {}  # of parts
+        self.left_out: dict[str, str] = {}  # why, by the kind of part
 
     @functools.cached_property
     def model(self) -> Decoder:
@@ -368,18 +370,21 @@ class Analysis:
 
     def run(self) -> dict[str, dict]:
         """The records of all parts: {"result", "seconds", "peak_bytes", "note"} of each."""
-        todo = self.todo()
-        left = [name for name in todo if self.parts.known(name) is None]
-        if left:
+        if self._left():
             self._check()
-        for name in left:
-            self._do(name, todo[name])
-        return {name: self.parts.record(name) for name in todo}
+        for name, part in self._left().items():
+            self._do(name, part)
+        return {name: self.parts.record(name) for name in self.todo()}
+
+    def _left(self) -> dict[str, Part]:
+        """The parts that are not on the disk."""
+        todo = self.todo()
+        return {name: part for name, part in todo.items() if self.parts.known(name) is None}
 
     def _check(self) -> None:
-        """Refuse in the first seconds what a part would refuse after hours. ValueError if the first
-        rows overflow in a precision, in layers that are looked at, and if the model does not tell
-        its prompts apart in each.
+        """Find out in the first seconds what a part would meet after hours. ValueError if the first
+        rows overflow in a precision, in layers that are looked at. Patching is left out if the
+        model does not tell its prompts apart in each precision.
         """
         tokens_BT, doc_ids_BT = batch(self.samples, 0, self.cfg.batch_size)
         rows = tokens_BT[:, :PROBE], doc_ids_BT[:, :PROBE]
@@ -389,7 +394,15 @@ class Analysis:
             if words:
                 self.notes["statistics" if dtype == self.cfg.dtype else f"costs-{dtype}"] = words
             if not self.cfg.skip_patching:
-                self._prompts(dtype)
+                self._try_prompts(dtype)
+
+    def _try_prompts(self, dtype: str) -> None:
+        """Leave out patching, in all precisions, if there is nothing to patch in this one."""
+        try:
+            self._prompts(dtype)
+        except CannotCopy as reason:
+            self.left_out["patching"] = f"in {dtype} {reason}"
+            self.cfg = dataclasses.replace(self.cfg, skip_patching=True)
 
     def todo(self) -> dict[str, Part]:
         """All parts by name, in their order."""

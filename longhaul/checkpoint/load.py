@@ -16,7 +16,7 @@ from data.tokenizer import SENTENCEPIECE
 from files import durable
 from files.tensors import WEIGHTS, Later, opened
 from files.untrusted import parse_json, refuse_pickle
-from longhaul import kernels, optimizers
+from longhaul import optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,
     Checkpoint,
@@ -32,6 +32,7 @@ from longhaul.checkpoint.format import (
     model_config,
     named_shards,
 )
+from longhaul.kernels import decoder
 from longhaul.kinds import attention_kind
 from longhaul.step import TrainState
 from model import Decoder

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flags import PRECISIONS, spellings
 from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig
@@ -28,18 +29,7 @@ from longhaul.memory.reserve import demand
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
 
-DTYPES = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp16": "fp16",
-    "float16": "fp16",
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-}
-TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = spellings(*PRECISIONS)
 SCRIPTS = {
     "train": "train.py",
     "grade": "scripts/grade.py",
@@ -76,7 +66,7 @@ class Request:
     def __post_init__(self):
         if self.task not in SCRIPTS:
             raise ValueError(f"--task {self.task} is unknown: choose one of {', '.join(SCRIPTS)}")
-        if self.dtype not in TORCH_NAMES:
+        if self.dtype not in PRECISIONS:
             raise ValueError(f"--dtype {self.dtype} is unknown: choose one of {', '.join(DTYPES)}")
         if self.task != "analysis" and self.dtype == "fp16":
             raise ValueError(
@@ -87,7 +77,7 @@ class Request:
     @property
     def config(self) -> ModelConfig:
         """The model in the request's precision."""
-        return dataclasses.replace(self.cfg.model(), compute_dtype=TORCH_NAMES[self.dtype])
+        return dataclasses.replace(self.cfg.model(), compute_dtype=PRECISIONS[self.dtype])
 
     @property
     def simulated(self) -> bool:
@@ -418,5 +408,5 @@ def run(asked: Request, expandable: bool = False) -> str:
         return before + command(asked.cfg, World(size=asked.ranks, local_size=asked.ranks))
 
     return analysis.command(
-        asked.analysed, asked.cfg.init_from, asked.cfg.data, TORCH_NAMES[asked.dtype], asked.device
+        asked.analysed, asked.cfg.init_from, asked.cfg.data, PRECISIONS[asked.dtype], asked.device
     )

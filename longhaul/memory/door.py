@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flags import spellings
 from footprint import Refused, Report, predict
 from footprint.device import Card, Placement, card
 from footprint.owners import holdings
@@ -37,6 +38,8 @@ from model import GIB
 OPENS = ("step", "hf")  # flags that lead here
 OF_HF = ("dtype", "autocast", "optimizer", "checkpointing")  # build() decides them otherwise
 SIZES = ("batch", "seq")
+SPELLINGS = spellings(*DTYPES)
+AUTOCASTS = {"none": "none"} | spellings("bf16")
 OUTPUTS = ("html", "svg", "json")  # flags that name a file to write
 # how a refusal of footprint says that a value may be given
 GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
@@ -69,8 +72,8 @@ class StepConfig:
     batch: int = flag(
         1, "rows of a rank; with --step the argument batch of step", at_least=1, at_most=MOST
     )
-    dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(DTYPES))
-    autocast: str = flag("none", "compute precision, with --hf", choices=("none", "bf16"))
+    dtype: str = flag("fp32", "of the parameters, with --hf", choices=tuple(SPELLINGS))
+    autocast: str = flag("none", "compute precision, with --hf", choices=tuple(AUTOCASTS))
     optimizer: str = flag("adamw", "with --hf", choices=OPTIMIZERS)
     checkpointing: bool = flag(False, "recompute activations in the backward, with --hf")
     answer: tuple[str, ...] = flag(
@@ -162,8 +165,8 @@ class StepConfig:
             self.hf,
             self.seq,
             self.batch,
-            self.dtype,
-            self.autocast,
+            SPELLINGS[self.dtype],
+            AUTOCASTS[self.autocast],
             self.optimizer,
             self.checkpointing,
             self.fsdp,

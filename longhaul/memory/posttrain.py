@@ -1,8 +1,7 @@
 """The end of docs/POSTTRAIN.md: the memory of post-training, every figure computed here.
 
-The systems that longhaul comes from wrote down what their runs need. The tables repeat their
-figures, the same sizes recomputed, and what longhaul's own step needs, which is simulated: the real
-step on fake tensors. GB = 10^9 bytes.
+The tables have the sizes of a step that makes whole logits, computed from its shapes, and what
+longhaul's own step needs, which is simulated: the real step on fake tensors. GB = 10^9 bytes.
 
     python -m longhaul.memory.posttrain        rewrites docs/POSTTRAIN.md from "## Memory" on
 """
@@ -22,7 +21,7 @@ from longhaul.memory.needs import needs
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 
 GROUP = 8  # responses to a prompt
-LONGEST_PROMPT = 2048  # tokens; the notes' own
+LONGEST_PROMPT = 2048  # tokens
 SHARE = 3  # of a short row, its prompt is the third part
 
 INTUITOR = (
@@ -37,7 +36,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "POSTTRAIN.md"
 HEAD = """## Memory
 
 `python -m longhaul.memory.posttrain` rewrites this document from here on, and a test compares it.
-Every figure that is not marked "as noted" is **computed**; no GPU was used. GB = 10^9 bytes."""
+Every figure is **computed**; no GPU was used. GB = 10^9 bytes."""
 
 
 # ---- shapes
@@ -77,16 +76,6 @@ SHAPES = {
 # ---- Intuitor and PPO
 
 
-# What the notes say of a batch of 64 rows of a 1.5B model, in GB: tokens -> (PPO, Intuitor)
-NOTED = {
-    2048: ("8", "160"),
-    4096: ("13", "320"),
-    6144: ("18", "480"),
-    8192: ("23", "640"),
-    18_432: ("-", "1,400"),
-}
-
-
 def memory_table(words: Sequence[str]) -> str:
     """The table of `scripts.intuitor --memory_table`, from its other words. ValueError for words
     that make none.
@@ -111,20 +100,16 @@ def memory_table(words: Sequence[str]) -> str:
 
 def intuitor_table(shape: Shape, batch: int, lengths: Sequence[int]) -> str:
     """Rows of `batch` responses with their prompts, of so many tokens each."""
-    noted_here = shape.name == "Qwen2.5-1.5B" and batch == 64
     rows = []
     for tokens in lengths:
-        noted = NOTED.get(tokens, ("-", "-")) if noted_here else ("-", "-")
         logits = FP32 * batch * tokens * shape.vocab_size
         ppo = with_whole_logits(shape, batch, tokens)
         figures = [f"{size / 1e9:,.1f}" for size in (logits, ppo, ppo + reward(batch, tokens))]
         at_once, by_group = of_longhaul(shape, tokens, batch), of_longhaul(shape, tokens, GROUP)
-        rows.append([f"{tokens:,}", *noted, *figures, in_gb(at_once), in_gb(by_group)])
+        rows.append([f"{tokens:,}", *figures, in_gb(at_once), in_gb(by_group)])
 
     head = [
         "tokens of a row",
-        "PPO, as noted",
-        "Intuitor, as noted",
         "fp32 logits",
         "PPO with its logits",
         "Intuitor",
@@ -136,7 +121,7 @@ def intuitor_table(shape: Shape, batch: int, lengths: Sequence[int]) -> str:
 
 def with_whole_logits(shape: Shape, batch: int, tokens: int) -> int:
     """Bytes of a policy update that makes whole logits: 8 bytes for each parameter (weight,
-    gradient and two moments in bf16, as noted), the inputs of all layers (checkpointing), and the
+    gradient and two moments in bf16), the inputs of all layers (checkpointing), and the
     fp32 logits with their gradient.
     """
     config = IntuitorConfig(**shape.settings()).model()
@@ -177,18 +162,15 @@ def in_gb(found: Profile) -> str:
 
 
 def intuitor() -> str:
-    """The notes' table, corrected."""
+    """The table, and what it means."""
     words = INTUITOR.split()[4:]
     before = f"""`{INTUITOR}`
 
 All rows of a step pass at once, 64 responses to 8 prompts; sizes in GB."""
-    after = """The notes take the logits for what Intuitor adds to PPO. But PPO needs the logits of
-every response token, too, and their gradient: Intuitor takes its reward from them without a
-gradient, so that it adds 12 bytes a token, and the noted ratio of 20 to 28 is one of 1. The noted
-PPO leaves the logits out and counts the hidden states of a single layer; and rows of 4,096 tokens
-need 320 GB, not the 160 GB of the notes' text. "PPO with its logits" and "Intuitor" are computed
-from the shapes: 8 bytes for each parameter (all states in bf16, as noted), the inputs of all
-layers, the logits and their gradient.
+    after = """Intuitor needs hardly more than PPO, which needs the logits of every response
+token and their gradient, too. It takes its reward from them without a gradient, so that it adds 12
+bytes a token. "PPO with its logits" and "Intuitor" are computed from the shapes: 8 bytes for each
+parameter (all states in bf16), the inputs of all layers, the logits and their gradient.
 
 longhaul's columns are the simulated step: its peak and the stage that has it. They include a
 reference, and weights, gradients and moments in fp32, 20 bytes for each parameter. There are no
@@ -201,7 +183,7 @@ longhaul's norms of queries and keys."""
 # ---- GRADE
 
 
-TOKENS, TOPK = 64, 256  # of a response and of a mixture, as noted
+TOKENS, TOPK = 64, 256  # of a response and of a mixture
 SHORTER = 16
 PROMPT = 32
 VOCABULARY, WIDTH = 32_000, 4096
@@ -214,30 +196,23 @@ def grade_table(words: Sequence[str]) -> str:
 
 
 def soft_tokens() -> str:
-    """What the notes say of a response's tensors, and what the sizes are."""
+    """The sizes of a response's tensors."""
     full = FP32 * TOKENS * VOCABULARY
     one = FP32 * VOCABULARY
     mixtures = (FP32 + INT64) * TOKENS * TOPK
     embedded = FP32 * TOKENS * WIDTH
     gathered = FP32 * TOKENS * TOPK * WIDTH
     rows = [
-        [
-            "soft tokens [T, V], or 256 weights and indices",
-            "4 GB",
-            in_mb(full),
-            "32 MB",
-            in_mb(mixtures),
-        ],
-        ["logits of the reference, or those of one token", "4 GB", in_mb(full), "0", in_mb(one)],
-        ["embeddings of the reward [T, D]", "4 GB", in_mb(embedded), "32 MB", in_mb(embedded)],
-        ["the gathered embeddings [T, K, D] of the notes' code", "-", "-", "-", in_mb(gathered)],
+        ["soft tokens [T, V], or 256 weights and indices", in_mb(full), in_mb(mixtures)],
+        ["logits of the reference, or those of one token", in_mb(full), in_mb(one)],
+        ["embeddings of the reward [T, D]", in_mb(embedded), in_mb(embedded)],
+        ["gathered embeddings [T, K, D], which a weighted bag leaves out", "-", in_mb(gathered)],
     ]
-    head = ["tensor", "whole, as noted", "whole", "256 tokens, as noted", "256 tokens"]
-    return table(head, rows)
+    return table(["tensor", "whole", "256 tokens"], rows)
 
 
 def three_models() -> str:
-    """What the notes say of three models of 4B, and what the sizes are."""
+    """The sizes of three models of 4B."""
     config = TrainConfig(model_size="4B").model()
     parameters = config.num_params()
     kept = [saved_per_layer(config, PROMPT + index, BF16) for index in range(TOKENS)]
@@ -248,28 +223,25 @@ def three_models() -> str:
     half = 3 * BF16 * parameters  # of three models, and of the policy's gradients and two moments
     together = 2 * half + kept_by_cache + of_reference
     rows = [
-        ["weights of three models, fp32", "48 GB", in_gigabytes(3 * FP32 * parameters)],
-        ["the same in bf16", "24 GB", in_gigabytes(half)],
-        ["gradients and two moments of the policy, bf16", "-", in_gigabytes(half)],
+        ["weights of three models, fp32", in_gigabytes(3 * FP32 * parameters)],
+        ["the same in bf16", in_gigabytes(half)],
+        ["gradients and two moments of the policy, bf16", in_gigabytes(half)],
         [
             "activations, each token a forward of the whole prefix",
-            "20 GB",
             in_gigabytes(config.num_layers * sum(kept)),
         ],
         [
             "inputs of all layers, keys and values: cache and checkpointing",
-            "5 GB",
             in_gigabytes(kept_by_cache),
         ],
         [
             "keys and values of the reference, which keeps nothing else",
-            "2 GB",
             in_gigabytes(of_reference),
         ],
-        ["all of it, in bf16 with cache and checkpointing", "25-35 GB", in_gigabytes(together)],
+        ["all of it, in bf16 with cache and checkpointing", in_gigabytes(together)],
     ]
-    head = [f"three models of 4B, a prompt of {PROMPT} tokens, {TOKENS} tokens"]
-    return table([*head, "as noted", "computed"], rows)
+    head = [f"three models of 4B, a prompt of {PROMPT} tokens, {TOKENS} tokens", "computed"]
+    return table(head, rows)
 
 
 def in_mb(size: int) -> str:
@@ -281,14 +253,13 @@ def in_gigabytes(size: int) -> str:
 
 
 def grade() -> str:
-    """The notes' tables, corrected."""
+    """The tables, and what they mean."""
     before = f"""`{GRADE}`
 
 For a response of 64 tokens, a vocabulary of 32,000, width 4,096 and mixtures of 256 tokens."""
-    after = """The noted sizes of single tensors are hundreds of times too large: a response's soft
-tokens are 8 MB. What runs out of memory is the rest: weights, gradients and moments, which the
-notes count without the last two, and the activations of a forward for each token over the whole
-prefix, which grow with the square of the response. So the cache that gradients pass through and
+    after = """Single tensors are small: a response's soft tokens are 8 MB. Memory goes to weights,
+gradients and moments, and to the activations of a forward for each token over the whole prefix,
+which grow with the square of the response. So the cache that gradients pass through and
 checkpointing save most. A weighted bag needs none of the gathered embeddings, which are 30 times
 the dense soft tokens that they replace."""
     return "\n\n".join([before, grade_table([]), after])

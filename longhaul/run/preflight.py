@@ -9,7 +9,6 @@ on, is done by rank 0 for all (`dist.on_rank0`).
 import dataclasses
 import functools
 import itertools
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,6 +19,7 @@ import torch
 
 from data import corpus, mixture, order, staged
 from data.dataset import Dataset, check_vocab, open_dataset
+from data.export_tokenizer import complete_tokenizer
 from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
@@ -439,17 +439,23 @@ def take_folder(ready: Ready, record: dict | None, stamps: dict, guard: Guard):
     }
     try:
         durable.write_json(folder / "run.json", content)
-        copy_tokenizer(ready.dataset, folder)
+        copy_tokenizer(ready.dataset, ready.weights, folder)
     except OSError as error:
         raise unwritable(folder, error) from None
 
 
-def copy_tokenizer(dataset: Dataset, folder: Path):
-    """The tokenizer next to the checkpoints, so that they can be used without the data."""
-    for path in dataset.tokenizer_files():
-        if not (folder / path.name).exists():
-            temporary = shutil.copyfile(path, folder / ".tmp-tokenizer")
-            temporary.rename(folder / path.name)
+def copy_tokenizer(dataset: Dataset, weights: start.Start | None, folder: Path):
+    """The tokenizer next to the checkpoints, so that they can be used without the data. What the
+    folder of --init_from knows besides its ids, such as a chat template, goes along.
+    """
+    files = {path.name: path.read_bytes() for path in dataset.tokenizer_files()}
+    if weights is not None:
+        files = complete_tokenizer(files, weights.tokenizer_folder)
+    for name, content in files.items():
+        if not (folder / name).exists():
+            temporary = folder / ".tmp-tokenizer"
+            temporary.write_bytes(content)
+            temporary.rename(folder / name)
 
 
 def lock(folder: Path, guard: Guard):

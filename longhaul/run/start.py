@@ -65,6 +65,11 @@ class Start:
     context: int  # tokens of a row, for a run that does not say
     checkpoint: Checkpoint | None  # None for a Hugging Face folder
 
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer of the weights is, if it is anywhere."""
+        return self.folder if self.checkpoint is None else self.folder.parent
+
 
 def digest(folder: Path) -> str:
     """SHA-256 of what decides a model: the manifest of a checkpoint, which has the hashes of its
@@ -298,11 +303,8 @@ def check_tokenizer(start: Start, dataset: Dataset):
     """ValueError if the data's ids are not those that the weights were trained on. A folder of
     Hugging Face, or a checkpoint converted from one, says it only with its tokenizer.json.
     """
-    if start.checkpoint is None:
-        check_same_ids(start.folder, dataset)
-        return
-    if not start.checkpoint.identity:
-        check_same_ids(start.folder.parent, dataset)
+    if start.checkpoint is None or not start.checkpoint.identity:
+        check_same_ids(start.tokenizer_folder, dataset)
         return
     given = (dataset.tokenizer_sha256, dataset.tokenizer_path)
     if load.has_other_ids(start.checkpoint, *given):

@@ -7,11 +7,11 @@ import contextlib
 import pytest
 import torch
 
-from longhaul.kernels import sdpa, attention
-from model import Documents, ModelConfig, OnHost, StandardAttention, document_boundaries
-from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
-from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
+from longhaul.kernels import attention, sdpa
 from longhaul.machine import platform
+from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
+from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
+from model import Documents, ModelConfig, OnHost, StandardAttention, document_boundaries
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card, heads
 

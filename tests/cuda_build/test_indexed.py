@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from indexed.triton import attention
 from indexed.operators import indexed_backward, indexed_forward
+from indexed.triton import attention
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
 

@@ -8,9 +8,8 @@ from collections import Counter
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import model
-from longhaul.vocab import loss as vocab_loss
 from longhaul import machine
+from longhaul.vocab import loss as vocab_loss
 from tests.cuda_build.fakes import HOPPER, Card, Operators
 
 N = 131_072

@@ -19,9 +19,9 @@ import model
 from indexed import layer
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
+from longhaul.machine import running_on
 from longhaul.staging import Staging, slabs
 from model import Decoder, OnHost
-from longhaul.machine import running_on
 from tests.cuda_build import engine
 from tests.cuda_build.fakes import HOPPER, Card
 

@@ -1,0 +1,78 @@
+"""--dtype takes the same names in every command, as a user gives them."""
+
+import importlib
+
+import pytest
+
+import flags
+import profile_memory
+import train
+import verify_chunked_loss
+from benchmarks import train_step
+
+SPELLINGS = ("bf16", "bfloat16", "torch.bfloat16", "fp32", "float32", "torch.float32")
+HALF = ("fp16", "float16", "torch.float16")
+# What goes wrong behind --dtype, so that a command ends at once: its line names the folder.
+LATER = {
+    "generate": "--checkpoint /nowhere --ids 1",
+    "evaluate": "--checkpoint /nowhere",
+    "lm_eval": "--checkpoint /nowhere --tasks x",
+    "reward": "--checkpoint /nowhere --data /nowhere --output /nowhere/else",
+    "convert_qwen3": "--checkpoint /nowhere --output /nowhere/else",
+    "run_full_analysis": "--checkpoint /nowhere --out /nowhere/else",
+}
+WITH_HALF = ("convert_qwen3", "run_full_analysis")
+
+
+def refusal(name: str, spelling: str, capsys) -> str:
+    """The one line in which a script ends."""
+    script = importlib.import_module(f"scripts.{name}")
+    try:
+        code = script.main([*LATER[name].split(), "--dtype", spelling])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_every_script_takes_every_spelling(name, capsys, monkeypatch):
+    if name == "lm_eval":
+        monkeypatch.setattr("scripts.lm_eval.require_extra", lambda: None)
+    for spelling in SPELLINGS + (HALF if name in WITH_HALF else ()):
+        said = refusal(name, spelling, capsys)
+        assert "/nowhere" in said and "--dtype" not in said, spelling
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_every_script_refuses_a_precision_that_it_does_not_have(name, capsys):
+    for spelling in ("int8", "torch.fp32", *(() if name in WITH_HALF else HALF)):
+        said = refusal(name, spelling, capsys)
+        assert "--dtype" in said and "fp32" in said and "bf16" in said
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_training_and_planning_take_every_spelling(spelling, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--data", "/nowhere", "--device", "cpu", "--dtype", spelling])
+    assert "/nowhere" in capsys.readouterr().err
+    assert profile_memory.main(["--hf", "/nowhere", "--dtype", spelling]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_autocast_is_a_precision_too(spelling, capsys):
+    assert profile_memory.main(["--hf", "/nowhere", "--autocast", spelling]) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS + HALF)
+def test_the_loss_is_verified_in_every_spelling(spelling):
+    words = "--seq_len 8 --hidden_size 8 --vocab_size 32 --device cpu --dtype"
+    given = verify_chunked_loss.parsed([*words.split(), spelling])
+    assert given.dtype == flags.precision(spelling)
+
+
+def test_a_benchmark_takes_every_spelling():
+    given = train_step.arguments(["--dtypes", *SPELLINGS])
+    assert given.dtypes == [flags.precision(spelling) for spelling in SPELLINGS]

@@ -518,6 +518,21 @@ def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
     assert "saved" not in said
 
 
+def test_weights_that_break_are_evaluated_without_a_sample_and_then_halt_the_run(
+    data, tmp_path, capsys
+):
+    broken = "--lr 1000 --warmup_steps 1 --max_steps 30 --eval_every 1 --max_skipped_steps 1"
+    with pytest.raises(SystemExit) as stop:
+        train.main(command(data, tmp_path / "run", broken))
+    assert stop.value.code == 5
+    assert "no sample at step" in capsys.readouterr().out
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    validated = [one["validation_loss"] for one in records if "validation_loss" in one]
+    assert validated[0] is not None
+    assert validated[-1] is None
+
+
 def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(
     finished, data, tmp_path, capsys
 ):

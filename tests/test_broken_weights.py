@@ -16,7 +16,7 @@ from selfcheck.faults import runs
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2"]
-BREAKING = ["--lr", "1000", "--warmup_steps", "1", "--max_steps", "30", "--save_every", "2"]
+BREAKING = "--lr 1000 --warmup_steps 1 --schedule constant --max_steps 30 --save_every 2"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def data(tmp_path_factory) -> Path:
 def broken(data, tmp_path_factory) -> Path:
     """The folder of a run that ended in skipped steps."""
     out = tmp_path_factory.mktemp("broken") / "run"
-    train(runs.arguments(data, out, *BREAKING), code=5)
+    train(runs.arguments(data, out, *BREAKING.split()), code=5)
     return out
 
 
@@ -88,7 +88,7 @@ def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
     """The halted run has saved no more than one that was killed there."""
     words = rescue(broken)
     more = ["--max_skipped_steps", "15"]
-    said = train(runs.arguments(data, broken, *BREAKING, *more), code=5)
+    said = train(runs.arguments(data, broken, *BREAKING.split(), *more), code=5)
     assert "resumed" in said
     assert said.count("saved ") >= 2
     assert newest_good(broken).is_dir()
@@ -99,7 +99,7 @@ def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
 def test_a_run_that_ends_in_skipped_steps_has_not_saved_its_last_one(broken, data, tmp_path):
     end = str(skipped_since(broken) + 1)
     for _ in range(2):  # the same command again does not find a completed run
-        train(runs.arguments(data, tmp_path / "run", *BREAKING, "--max_steps", end), code=5)
+        train(runs.arguments(data, tmp_path / "run", *BREAKING.split(), "--max_steps", end), code=5)
         assert not (tmp_path / "run" / f"step-{int(end):08d}").exists()
     assert runs.exit_record(tmp_path / "run")["code"] == 5
     assert value_of("--resume", rescue(tmp_path / "run")).endswith(newest_good(broken).name)
@@ -108,7 +108,7 @@ def test_a_run_that_ends_in_skipped_steps_has_not_saved_its_last_one(broken, dat
 @pytest.mark.slow
 def test_two_ranks_agree_on_the_newest_good_checkpoint_and_go_on_from_it(data, tmp_path):
     out = tmp_path / "run"
-    train(runs.arguments(data, out, *BREAKING), code=1, ranks=2)
+    train(runs.arguments(data, out, *BREAKING.split()), code=1, ranks=2)
     assert runs.exit_record(out)["code"] == 5
     assert newest_good(out).is_dir()
     words = rescue(out)

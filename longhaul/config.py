@@ -454,7 +454,7 @@ class TrainConfig:
     max_skipped_steps: int = flag(
         10,
         "number of steps that may be skipped because of a NaN or infinite gradient; "
-        "one more ends the run with exit code 5",
+        "one more ends the run with exit code 5, and so does one at the end of the run",
         at_least=0,
         group="numerics",
     )
@@ -504,7 +504,8 @@ class TrainConfig:
     )
     keep_last: int = flag(
         2,
-        "number of newest checkpoints to keep, at least 2",
+        "number of newest checkpoints to keep, at least 2; the newest one from which a step was "
+        "taken stays, too",
         aliases=("save_total_limit",),
         at_least=2,
         group="run",

@@ -2,7 +2,8 @@
 
 A shell in which .venv is not active gets a remedy in one line instead of a traceback. CUDA's
 caching allocator, which reads its settings once, gets segments that grow: cut into segments of
-fixed size, the 4B's 87 GiB at 131,072 tokens reserve 102 GiB instead of 90 (computed).
+fixed size, the 4B's 87 GiB at 131,072 tokens reserve 102 GiB instead of 90 (computed). From here on
+Ctrl-C ends a command with one line and exit code 130.
 """
 
 import importlib.util
@@ -13,6 +14,7 @@ LOWEST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm")
 # torch 2.11 to 2.13 read both names, the older one first
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+INTERRUPTED = 130  # what a shell says of a command that SIGINT has ended
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -58,5 +60,16 @@ def let_segments_grow():
             os.environ[name] = "expandable_segments:True"
 
 
+def end_interrupted(kind, error, traceback):
+    """Answer Ctrl-C, which nothing has caught, with one line; other errors get their traceback."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    sys.stderr.write("interrupted: give the same command again\n")
+    sys.stderr.flush()
+    sys.exit(INTERRUPTED)
+
+
 require()
 let_segments_grow()
+sys.excepthook = end_interrupted

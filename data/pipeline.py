@@ -538,6 +538,9 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 # ---- encoding processes
 
 
+WORKER = "import sys; from data.pipeline import serve; serve(sys.argv[1])"
+
+
 class Worker:
     """A child process that encodes batches of text with one tokenizer."""
 
@@ -546,9 +549,10 @@ class Worker:
         inherited = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([root, inherited] if inherited else [root])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "data.pipeline", str(tokenizer)],
+            [sys.executable, "-c", WORKER, str(tokenizer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for the parent, which decides what to do
             # `tokenizers` would start a thread for each core in every process
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
         )
@@ -594,10 +598,8 @@ def _receive(pipe: BinaryIO) -> list[bytes] | None:
     return parts if is_whole else None
 
 
-def _serve(tokenizer: str) -> None:
+def serve(tokenizer: str) -> None:
     """What a worker process does until its input closes."""
-    # Ctrl-C reaches the whole process group, and the parent decides what to do
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = load_tokenizer(tokenizer)
     while (texts := _receive(sys.stdin.buffer)) is not None:
         encoded = [model.encode(text.decode()) for text in texts]
@@ -605,7 +607,3 @@ def _serve(tokenizer: str) -> None:
             _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
         except BrokenPipeError:  # the parent was killed
             os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 # A command with at most so many flags lists them all if it is given an unknown one.
 FEW = 20
+FLAG = re.compile(r"--[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +36,7 @@ class Parser(argparse.ArgumentParser):
         """As in argparse; `error` is called for a flag that is not known or is given twice."""
         given = sys.argv[1:] if args is None else args
         words = [underscored(word) for word in given]
+        self._refuse_unknown(words)
         options, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
@@ -44,6 +46,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """End the program with this message."""
         self.exit(2, f"{self.prog}: error: {with_remedy(message)}\n")
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """An error for a flag that is not known, before argparse misses one that is required."""
+        for word in words:
+            flag = word.split("=")[0]
+            if FLAG.fullmatch(flag) and flag not in self._option_string_actions:
+                self.error(self._explain_unknown(flag))
 
     def _refuse_repetition(self, words: Sequence[str]) -> None:
         """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
@@ -96,7 +105,7 @@ def underscored(word: str) -> str:
     begins with dashes.
     """
     name, equals, value = word.partition("=")
-    if not re.fullmatch(r"--[A-Za-z][\w-]*", name):
+    if not FLAG.fullmatch(name):
         return word
     return "--" + name.removeprefix("--").replace("-", "_") + equals + value
 
@@ -109,6 +118,7 @@ REMEDIES = {
     r"argument (\S+): expected one argument": r"\1 has no value: give one",
     r"argument (\S+): expected at least one argument": r"\1 has no value: give one or more",
     r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: keep one",
+    r"the following arguments are required: (.+)": r"\1 is missing: give it (see --help)",
     r"one of the arguments (.+) is required": r"one flag is missing: give one of \1",
 }
 

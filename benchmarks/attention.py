@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
+from flags import Parser
 from model import Compressor, IndexerConfig, Layout, NSAConfig, indexed_forward
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -296,8 +297,10 @@ def memory_row(T, dtype):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(
+        prog="python -m benchmarks.attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--tokens",

@@ -18,7 +18,7 @@ The documents are read twice. The first reading checks every document before any
 and takes the sample that the tokenizer is trained on; the second encodes them. Keeping the text
 between the two would take as much memory as the input has bytes.
 
-Encoding runs in plain child processes (`python -m data.pipeline TOKENIZER`) rather than in those of
+Encoding runs in plain child processes rather than in those of
 multiprocessing: they never import the caller's main module (and torch with it), work from any
 script or prompt, and end when their parent does, because their input closes.
 """
@@ -29,7 +29,6 @@ import heapq
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -538,6 +537,7 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 # ---- encoding processes
 
 
+# what a child process runs
 WORKER = "import sys; from data.pipeline import serve; serve(sys.argv[1])"
 
 

@@ -118,7 +118,7 @@ REMEDIES = {
     r"argument (\S+): expected one argument": r"\1 has no value: give one",
     r"argument (\S+): expected at least one argument": r"\1 has no value: give one or more",
     r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: keep one",
-    r"the following arguments are required: (.+)": r"\1 is missing: give it (see --help)",
+    r"the following arguments are required: (.+)": r"not given: \1: see --help",
     r"one of the arguments (.+) is required": r"one flag is missing: give one of \1",
 }
 

@@ -14,7 +14,7 @@ LOWEST_PYTHON = (3, 11)
 NEEDED = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm")
 # torch 2.11 to 2.13 read both names, the older one first
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-INTERRUPTED = 130  # what a shell says of a command that SIGINT has ended
+INTERRUPTED = "interrupted: give the same command again\n"
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -60,16 +60,29 @@ def let_segments_grow():
             os.environ[name] = "expandable_segments:True"
 
 
-def end_interrupted(kind, error, traceback):
-    """Answer Ctrl-C, which nothing has caught, with one line; other errors get their traceback."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, traceback)
-        return
-    sys.stderr.write("interrupted: give the same command again\n")
-    sys.stderr.flush()
-    sys.exit(INTERRUPTED)
+def answer_interrupts():
+    """End the program with one line and exit code 130 if nothing else catches Ctrl-C."""
+    tell_error = sys.excepthook
+    tell_ignored = sys.unraisablehook
+
+    def tell(kind, error, traceback):
+        if not issubclass(kind, KeyboardInterrupt):
+            return tell_error(kind, error, traceback)
+        sys.stderr.write(INTERRUPTED)
+        sys.exit(130)
+
+    def tell_unraisable(ignored):
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            return tell_ignored(ignored)
+        # it came in a destructor or a callback, and Python would go on as if nothing had come
+        sys.stderr.write(INTERRUPTED)
+        sys.stderr.flush()
+        os._exit(130)
+
+    sys.excepthook = tell
+    sys.unraisablehook = tell_unraisable
 
 
 require()
 let_segments_grow()
-sys.excepthook = end_interrupted
+answer_interrupts()

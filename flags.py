@@ -47,6 +47,11 @@ class Parser(argparse.ArgumentParser):
         """End the program with this message."""
         self.exit(2, f"{self.prog}: error: {with_remedy(message)}\n")
 
+    def refuse(self, error: Exception) -> None:
+        """End the program with what an error says that a user can mend."""
+        line, code = line_and_code(error)
+        self.exit(code, f"{self.prog}: error: {line}\n")
+
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         """An error for a flag that is not known, before argparse misses one that is required."""
         for word in words:
@@ -98,6 +103,21 @@ class RaisingParser(Parser):
     def error(self, message: str) -> None:
         """Raise ValueError with this message."""
         raise ValueError(with_remedy(message))
+
+
+def line_and_code(error: Exception) -> tuple[str, int]:
+    """What an error says, in one line, and the exit code: 2 for bad input, 6 for a disk that is
+    full or fails.
+    """
+    line = " ".join(str(error).split())
+    if isinstance(error, ValueError):
+        return line, 2
+    if isinstance(error, OSError):
+        line = (
+            f"cannot read or write: {line}: check the free space and the permissions, then run the "
+            "same command again"
+        )
+    return line, 6
 
 
 def underscored(word: str) -> str:

@@ -296,7 +296,7 @@ def memory_row(T, dtype):
     ]
 
 
-def main():
+def main(args: list[str] | None = None):
     parser = Parser(
         prog="python -m benchmarks.attention",
         description=__doc__,
@@ -318,7 +318,7 @@ def main():
         "--png", help="draw the ratios over the length into this file (needs matplotlib)"
     )
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(args)
     torch.set_num_threads(1)
     if args.measure:
         measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])

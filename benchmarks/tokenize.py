@@ -90,12 +90,16 @@ def main(args: Sequence[str] | None = None):
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args(args)
 
+    try:
+        tokenizer = load_tokenizer(given.tokenizer)
+    except ValueError as error:
+        parser.refuse(error)
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files, _ = read_corpus(embedded_files(given.megabytes * 1_000_000), report=lambda line: None)
     documents = list(by_directory(files))
     num_bytes = sum(len(document.text.encode()) for document in documents)
 
-    tokenizer = load_tokenizer(given.tokenizer)
     check(tokenizer, documents)
     candidates = {
         "library": lambda: list(directly(tokenizer, documents)),

@@ -760,8 +760,8 @@ class TrainConfig:
             given = getattr(self, name)
             if given and attention_kind(self).settings != name:
                 raise ValueError(
-                    f"--{name} {' '.join(given)} is nothing that {self.attention_type} attention "
-                    f"has: give --attention_type {kind}, or drop --{name}"
+                    f"--{name} {' '.join(given)} changes nothing of --attention_type "
+                    f"{self.attention_type}: give --attention_type {kind}, or drop --{name}"
                 )
 
     def _check_activation_levers(self, model: ModelConfig) -> None:

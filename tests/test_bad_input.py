@@ -498,7 +498,6 @@ convert --input {torn_hf} --output {new}
 opened {torn_data}
 grade --checkpoint {folder}
 grade --method gumble
-grade --data {torn_data}
 grade --nsa sel_count=3
 intuitor --group_size 0
 intuitor --checkpoint /nonexistent

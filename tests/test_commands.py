@@ -153,7 +153,7 @@ def test_a_bare_command_begins_or_says_what_it_needs_and_ctrl_c_is_one_line(modu
         assert lines == []
     else:
         # a run that trains says by its code that the same command begins again
-        assert code in (INTERRUPTED, exits.PREEMPTED)
+        assert code in (INTERRUPTED, exits.PREEMPTED), err
         assert out
         assert len(lines) == 1
     assert source_files().keys() == before.keys()

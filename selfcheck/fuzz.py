@@ -8,6 +8,7 @@ crash in a C or Rust parser is counted rather than suffered. Imports selfcheck.f
 ours.
 """
 
+import importlib.util
 import json
 import mmap
 import multiprocessing
@@ -186,6 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--only", nargs="+", choices=[target.name for target in TARGETS], help="these readers"
     )
     given = parser.parse_args(arguments)
+    if importlib.util.find_spec("zstandard") is None:
+        parser.error("the package zstandard is missing: run pip install zstandard")
     if given.inputs < 1:
         parser.error(f"--inputs {given.inputs} tests nothing: give at least 1")
 

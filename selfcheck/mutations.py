@@ -57,6 +57,7 @@ def main(args: list[str] | None = None) -> int:
         for fault in faults:
             print(f"{fault.name:<44} {fault.file}")
         return 0
+    print(f"{len(faults)} faults, each in a copy of the repository", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=NOT_COPIED)

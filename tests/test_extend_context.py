@@ -91,7 +91,7 @@ def test_the_same_command_again_does_nothing_twice(rehearsed):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ([], "bash scripts/extend_context.sh HF_DIR DATA OUTPUT_DIR"),
+        ([], "HF_DIR, DATA and OUTPUT_DIR"),
         (["longhaul", "data", "OUT"], "name a folder with a Hugging Face Qwen3 model"),
     ],
 )

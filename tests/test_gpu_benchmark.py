@@ -73,7 +73,8 @@ def toy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here: `python -m benchmarks.gpu --toy` is the rehearsal")
-    code = command.main(["--out", str(folder), "--deadline", "30"], began=time.monotonic())
+    args = ["--out", str(folder), "--deadline", "30", "--toy"]
+    code = command.main(args, began=time.monotonic())
     return (
         code,
         json.loads((folder / "results.json").read_text()),
@@ -185,7 +186,7 @@ def test_the_profile_of_attention_has_all_query_heads(run, monkeypatch):
 
 @pytest.mark.slow
 def test_no_time_skips_every_line_and_names_it(tmp_path):
-    args = ["--out", str(tmp_path), "--only", "loss,step", "--deadline", "0.14"]
+    args = ["--out", str(tmp_path), "--only", "loss,step", "--deadline", "0.14", "--toy"]
     assert command.main(args, began=time.monotonic()) == 0
     data = json.loads((tmp_path / "results.json").read_text())
     assert len(data["skipped"]) == len(loss.jobs(TOY) + step.jobs(TOY)) and not data["tables"]
@@ -211,6 +212,8 @@ def test_bad_input_names_the_remedy(args, words, capsys):
 def test_a_gpu_that_torch_cannot_use_is_refused_before_anything_begins(monkeypatch):
     monkeypatch.setattr(machine, "hidden_gpu", lambda: "GPU 0: NVIDIA X")
     assert "install a CUDA build" in machine.refusal(CPU, toy_asked=False)
+    monkeypatch.setattr(machine, "hidden_gpu", lambda: "")
+    assert "give --toy" in machine.refusal(CPU, toy_asked=False)
     assert not machine.refusal(CPU, toy_asked=True)
     assert not machine.refusal(CUDA, toy_asked=False)
 
@@ -353,7 +356,7 @@ def crashes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crashes")
     pids = folder / "pids"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu_jobs", "--out", str(folder / "out")],
+        [sys.executable, "-m", "tests.gpu_jobs", "--toy", "--out", str(folder / "out")],
         cwd=ROOT,
         env={**os.environ, "PIDS": str(pids), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -413,7 +416,7 @@ def test_one_archive_has_what_every_job_wrote_and_few_files_are_left(crashes):
 def test_a_run_that_is_stopped_keeps_what_it_found(tmp_path):
     pids = tmp_path / "pids"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gpu_jobs", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "tests.gpu_jobs", "--toy", "--out", str(tmp_path / "out")],
         cwd=ROOT,
         env={**os.environ, "PIDS": str(pids), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,

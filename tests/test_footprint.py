@@ -848,6 +848,14 @@ def wants_cuda(state):
     return forward(state).cuda()
 
 
+def trains_on_cuda(state):
+    forward(state).to("cuda").sum().backward()
+
+
+def begins_on_cuda(state):
+    return torch.ones(4, device="cuda")
+
+
 def casts_on_cuda(state):
     with torch.autocast("cuda", torch.bfloat16):
         return forward(state)
@@ -859,7 +867,9 @@ def mixes_devices(state):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the CUDA device")
-@pytest.mark.parametrize("step", [wants_cuda, casts_on_cuda, mixes_devices])
+@pytest.mark.parametrize(
+    "step", [wants_cuda, trains_on_cuda, begins_on_cuda, casts_on_cuda, mixes_devices]
+)
 def test_a_step_that_asks_for_cuda_without_one_is_refused(step):
     refused(step, "build and run it on the CPU")
 

@@ -23,7 +23,7 @@ import verify_chunked_loss
 from data import prepare, report
 from flags import underscored
 from scripts import convert_qwen3, evaluate, generate, run_full_analysis
-from selfcheck import equivalence, fault_matrix, fuzz, mutations
+from selfcheck import equivalence, fault_matrix, fuzz
 
 SECONDS = 15
 GIB = 2**30
@@ -53,7 +53,6 @@ DOORS = {
     "report": (report.main, "{data}"),
     "fuzz": (fuzz.main, ""),
     "faults": (fault_matrix.main, ""),
-    "mutations": (mutations.main, ""),
     "equivalence": (equivalence.main, ""),
 }
 
@@ -421,8 +420,6 @@ faults --rows Z
 faults --rows 1-x
 faults --trials 0
 faults --trials -3
-mutations --only no-such-fault
-mutations --lst
 equivalence --what nothing
 equivalence --steps 0
 """.strip().splitlines()

@@ -196,8 +196,9 @@ def gradient_bound(name: str, norms: dict) -> float:
 
     A query that sees one key gives it the weight 1 whatever both are, so the gradients of queries
     and keys are exactly 0. The kernel finds them as the difference of two equal sums, dO V and
-    dO O, which some CPUs add in different orders. What is left is a rounding of those sums, whose
-    size the gradient of the values has: one unit of fp32 of it, a hundredth of what others may have.
+    dO O, which some CPUs add in different orders. What is left is a rounding of those sums, which
+    are as large as the gradient of the values: one unit of fp32 of it, a hundredth of what others
+    may have.
     """
     if norms[name] > 0:
         return 1e-5 * norms[name]

@@ -23,7 +23,7 @@ import verify_chunked_loss
 from data import prepare, report
 from flags import underscored
 from scripts import convert_qwen3, evaluate, generate, run_full_analysis
-from selfcheck import equivalence, fault_matrix, fuzz
+from selfcheck import equivalence, fault_matrix
 
 SECONDS = 15
 GIB = 2**30
@@ -51,7 +51,6 @@ DOORS = {
     "prepare": (prepare.main, "--input {text} --output {new} --workers 1"),
     "embedded": (prepare.main, ""),
     "report": (report.main, "{data}"),
-    "fuzz": (fuzz.main, ""),
     "faults": (fault_matrix.main, ""),
     "equivalence": (equivalence.main, ""),
 }
@@ -412,10 +411,6 @@ report --png /nonexistent/x.png
 report --png a.png --png b.png
 report {folder}
 report --pgn x
-fuzz --inputs -1
-fuzz --inputs 0
-fuzz --inputs many
-fuzz --only nothing
 faults --rows Z
 faults --rows 1-x
 faults --trials 0

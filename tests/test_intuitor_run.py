@@ -138,6 +138,7 @@ def test_the_kl_is_logged_as_long_as_a_reference_is_held(folder, tmp_path, capsy
 # ---- going on
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
     run(folder, tmp_path, "--max_steps 2")
     run(folder, tmp_path, "--max_steps 4")
@@ -266,6 +267,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
     made = [TokenizedDocument(np.array([1, 2, n % 9, 14])) for n in range(12)]
     write_dataset(made, tmp_path / "data", vocab_size=15, eod_id=14, val_fraction=0)
@@ -284,6 +286,7 @@ def test_clip_is_the_policys():
         cli.parse(GradeConfig, ["--clip", "0.3"])
 
 
+@pytest.mark.slow
 def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
     policy = load.load_model(load.verified(folder / "base" / "step-00000012"), dtype="float32")
     policy.norm.weight.data[0] = torch.nan

@@ -121,6 +121,7 @@ def test_micro_batches_that_do_not_run_are_counted():
     assert short == whole
 
 
+@pytest.mark.slow
 def test_a_plan_of_many_micro_batches_takes_no_longer():
     many = 10**8
     small = changed(model_overrides=("num_layers=1",), global_batch_size=2)
@@ -151,13 +152,9 @@ GRADE = GradeConfig(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        pytest.param(dict(method="gumbel_legacy"), marks=pytest.mark.slow),
-        pytest.param(dict(method="reinforce"), marks=pytest.mark.slow),
-        pytest.param(
-            dict(freeze_embeddings=True, gradient_checkpointing="none", method="ste"),
-            marks=pytest.mark.slow,
-        ),
+        slow({}),
+        slow(dict(method="reinforce")),
+        slow(dict(freeze_embeddings=True, gradient_checkpointing="none", method="ste")),
     ],
     ids=str,
 )
@@ -341,6 +338,7 @@ def test_the_predicted_peak_is_what_the_allocator_records(cfg):
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rollout_takes_what_its_first_and_last_forwards_take():
     model = step.build(SMALL, SMALL.model(), "cpu").model
     tokens = np.zeros(270, dtype=np.int64)

@@ -175,7 +175,7 @@ def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole):
-    out = on_ranks(folder, 4)
+    out = on_ranks(folder, 2)
     one = [record for record in records(whole) if "loss" in record]
     many = [record for record in records(out) if "loss" in record]
     for name in ("accuracy", "response_tokens", "truncated", "tokens"):

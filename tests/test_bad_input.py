@@ -39,7 +39,7 @@ from scripts import (
     run_full_analysis,
     settings,
 )
-from selfcheck import equivalence, fault_matrix, fuzz, mutations
+from selfcheck import equivalence, fault_matrix
 
 SECONDS = 15
 GIB = 2**30
@@ -87,9 +87,7 @@ DOORS = {
     "losses": (vocab_loss.main, "--out {new}"),
     "kernels": (linear_ce.main, ""),
     "attention": (attention.main, ""),
-    "fuzz": (fuzz.main, ""),
     "faults": (fault_matrix.main, ""),
-    "mutations": (mutations.main, ""),
     "equivalence": (equivalence.main, ""),
 }
 
@@ -449,16 +447,10 @@ report --png /nonexistent/x.png
 report --png a.png --png b.png
 report {folder}
 report --pgn x
-fuzz --inputs -1
-fuzz --inputs 0
-fuzz --inputs many
-fuzz --only nothing
 faults --rows Z
 faults --rows 1-x
 faults --trials 0
 faults --trials -3
-mutations --only no-such-fault
-mutations --lst
 equivalence --what nothing
 equivalence --steps 0
 train --nsa sel_count=3

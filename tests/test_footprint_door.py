@@ -108,6 +108,7 @@ def test_a_configuration_is_predicted_with_its_flags(llama, answer, capsys):
     assert half < autocast < plain
 
 
+@pytest.mark.slow
 def test_8_bit_states_and_ranks_shrink_what_they_should(llama, answer):
     args = ["--hf", llama, "--seq", "64"]
     plain = answer(*args)[1]["categories"]

@@ -31,6 +31,7 @@ from longhaul.generate import (
 from model import Decoder, KVCache, ModelConfig, NSAConfig, StandardAttention
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
+from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -67,7 +68,7 @@ def test_a_low_temperature_sharpens_and_a_high_one_flattens():
     )
 
 
-@pytest.mark.parametrize("length", [1, 5, PREFILL_CHUNK + 3])
+@pytest.mark.parametrize("length", [1, 5, slow(PREFILL_CHUNK + 3)])
 def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
     prompt = torch.randint(50, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     got, tokens = list(generate(decoder, prompt, 6, temperature=0)), list(prompt)

@@ -20,6 +20,7 @@ from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from model import Decoder, IndexerConfig, KVCache, ModelConfig, attention_kind
 from tests import indexed_oracle, oracle
+from tests.tiers import slow
 
 SIZES = dict(budget=24, r=4, heads=3, head_dim=24)  # chooses from 28 tokens on
 SHAPE = dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96)
@@ -371,7 +372,7 @@ LONG = dict(context_length=2048, dtype="bf16")  # most queries gather their bloc
     [
         dict(gradient_checkpointing="none"),
         dict(gradient_checkpointing="full"),
-        LONG | dict(gradient_checkpointing="full"),
+        slow(LONG | dict(gradient_checkpointing="full")),
     ],
     ids=str,
 )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 # A command with at most so many flags lists them all if it is given an unknown one.
 FEW = 20
+FLAG = re.compile(r"--[A-Za-z][\w-]*")
 
 # The precisions that commands know, and their names in torch.
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
@@ -38,6 +39,7 @@ class Parser(argparse.ArgumentParser):
         """As in argparse; `error` is called for a flag that is not known or is given twice."""
         given = sys.argv[1:] if args is None else args
         words = [underscored(word) for word in given]
+        self._refuse_unknown(words)
         options, unknown = self.parse_known_args(words, namespace)
         if unknown:
             self.error(self._explain_unknown(unknown[0]))
@@ -47,6 +49,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """End the program with this message."""
         self.exit(2, f"{self.prog}: error: {with_remedy(message)}\n")
+
+    def refuse(self, error: Exception) -> None:
+        """End the program with what an error says that a user can mend."""
+        line, code = line_and_code(error)
+        self.exit(code, f"{self.prog}: error: {line}\n")
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        """An error for a flag that is not known, before argparse misses one that is required."""
+        for word in words:
+            flag = word.split("=")[0]
+            if FLAG.fullmatch(flag) and flag not in self._option_string_actions:
+                self.error(self._explain_unknown(flag))
 
     def _refuse_repetition(self, words: Sequence[str]) -> None:
         """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
@@ -94,12 +108,27 @@ class RaisingParser(Parser):
         raise ValueError(with_remedy(message))
 
 
+def line_and_code(error: Exception) -> tuple[str, int]:
+    """What an error says, in one line, and the exit code: 2 for bad input, 6 for a disk that is
+    full or fails.
+    """
+    line = " ".join(str(error).split())
+    if isinstance(error, ValueError):
+        return line, 2
+    if isinstance(error, OSError):
+        line = (
+            f"cannot read or write: {line}: check the free space and the permissions, then run the "
+            "same command again"
+        )
+    return line, 6
+
+
 def underscored(word: str) -> str:
     """`--a-b=c-d` as `--a_b=c-d`; a word that is not a flag stays as it is, such as a text that
     begins with dashes.
     """
     name, equals, value = word.partition("=")
-    if not re.fullmatch(r"--[A-Za-z][\w-]*", name):
+    if not FLAG.fullmatch(name):
         return word
     return "--" + name.removeprefix("--").replace("-", "_") + equals + value
 
@@ -112,6 +141,7 @@ REMEDIES = {
     r"argument (\S+): expected one argument": r"\1 has no value: give one",
     r"argument (\S+): expected at least one argument": r"\1 has no value: give one or more",
     r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: keep one",
+    r"the following arguments are required: (.+)": r"not given: \1: see --help",
     r"one of the arguments (.+) is required": r"one flag is missing: give one of \1",
 }
 

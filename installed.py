@@ -5,7 +5,8 @@ caching allocator, which reads its settings once, gets segments that grow: cut i
 fixed size, the 4B's 87 GiB at 131,072 tokens reserve 102 GiB instead of 90 (computed). OpenMP's
 threads, whose library reads its settings once too, sleep while they wait. Threads that spin keep
 the core from the one that they wait for, if another process is busy: ten steps of a tiny model then
-took 26 s of CPU time instead of 5.
+took 26 s of CPU time instead of 5. From here on Ctrl-C ends a command with one line and exit code
+130.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ NEEDED = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm")
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # each says how OpenMP's threads wait: of the standard, of GNU's library, of Intel's
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+INTERRUPTED = "interrupted: give the same command again\n"
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -69,6 +71,30 @@ def let_threads_sleep():
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
+def answer_interrupts():
+    """End the program with one line and exit code 130 if nothing else catches Ctrl-C."""
+    tell_error = sys.excepthook
+    tell_ignored = sys.unraisablehook
+
+    def tell(kind, error, traceback):
+        if not issubclass(kind, KeyboardInterrupt):
+            return tell_error(kind, error, traceback)
+        sys.stderr.write(INTERRUPTED)
+        sys.exit(130)
+
+    def tell_unraisable(ignored):
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            return tell_ignored(ignored)
+        # it came in a destructor or a callback, and Python would go on as if nothing had come
+        sys.stderr.write(INTERRUPTED)
+        sys.stderr.flush()
+        os._exit(130)
+
+    sys.excepthook = tell
+    sys.unraisablehook = tell_unraisable
+
+
 require()
 let_segments_grow()
 let_threads_sleep()
+answer_interrupts()

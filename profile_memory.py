@@ -9,16 +9,17 @@ fits; 2: bad input, or the request fits after changes; 3: nothing fits.
 import installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
-import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
 
 from footprint import page
-from footprint.device import Demand, card
+from footprint.device import Card, Demand, Placement, card
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
@@ -81,7 +82,7 @@ class Profiler:
     html: str = flag(
         "", "HTML file to write: the step's timeline and tables on one page", group="profiler"
     )
-    json: str = flag("", "JSON file to write, with every result", group="profiler")
+    json: str = flag("", door.JSON, bare=door.STANDARD_OUTPUT, group="profiler")
     solve: str = flag(
         "none",
         "what to find: the longest context, the cheapest levers, or the fewest ranks that fit",
@@ -99,7 +100,7 @@ class Profiler:
         tuple(SCRIPTS),
         group="profiler",
     )
-    gpu: str = flag("", "name of the card, with --solve and --advise", group="profiler")
+    gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
     gpu_memory_gib: float = flag(
         0.0,
         f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
@@ -146,6 +147,17 @@ class Profiler:
         """The compute precision by its short name."""
         return DTYPES[self.dtype]
 
+    @property
+    def has_card(self) -> bool:
+        return bool(self.gpu or self.gpu_memory_gib)
+
+    def card(self) -> Card:
+        """The card of --gpu or --vram; for --solve one of DEFAULT_GIB if neither is given."""
+        gib = self.gpu_memory_gib
+        if self.solve != "none" and not self.has_card:
+            gib = DEFAULT_GIB
+        return card(self.gpu, gib, self.cc)
+
     def training(self) -> TrainConfig:
         """The trainer's settings."""
         specs = dataclasses.fields(self.SETTINGS)
@@ -163,6 +175,11 @@ class ProfileConfig(Profiler, TrainConfig):
     """The flags of train.py and the profiler's."""
 
     SETTINGS: ClassVar[type[TrainConfig]] = TrainConfig
+    EXAMPLES: ClassVar[str] = """examples:
+  python profile_memory.py --context_length 131072 --gradient_checkpointing --gpu H100
+  python profile_memory.py --step mine.py --svg memory.svg   the step of a file, and its timeline
+  python profile_memory.py --hf FOLDER --gpu H100            a model of Hugging Face
+`--hf FOLDER --help` lists the flags of --step and --hf, which docs/FOOTPRINT.md explains."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +243,7 @@ CONFIGS = {  # others have the flags of train.py
 def flags_of(words: Sequence[str]) -> type[Profiler]:
     """The flags that a command line may have, by its --task."""
     chosen = "train"
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--task":
             chosen = following
         elif word.startswith("--task="):
@@ -241,24 +258,37 @@ def main(args: list[str] | None = None) -> int:
         if door.is_asked_for(words):
             return door.main(words, say)
         cfg = cli.parse(flags_of(words), words, __doc__.splitlines()[0], start.completed)
-        if cfg.length_schedule:
-            return predict_stages(cfg)
-        check_gpu(cfg)
-        if cfg.advise:
-            return give_advice(cfg)
-        if isinstance(cfg, ProfileAnalysis):
-            return plan_analysis(cfg) if cfg.solve == "none" else solve_analysis(cfg)
-        if cfg.solve != "none":
-            return solve(cfg)
-        return predict(cfg)
+        check_question(cfg)
+        with door.apart_from_json(cfg.json):
+            return answer(cfg)
     except ValueError as error:
         print(f"profile_memory.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def check_gpu(cfg: Profiler):
-    """ValueError if --solve or --advise shall fit a CPU."""
-    if cfg.device == "cpu" and (cfg.advise or cfg.solve != "none"):
+def answer(cfg: Profiler) -> int:
+    """Predict, search or advise, as it is asked for; the exit code."""
+    if cfg.length_schedule:
+        return predict_stages(cfg)
+    if cfg.advise:
+        return give_advice(cfg)
+    if isinstance(cfg, ProfileAnalysis):
+        return plan_analysis(cfg) if cfg.solve == "none" else solve_analysis(cfg)
+    if cfg.solve != "none":
+        return solve(cfg)
+    return predict(cfg)
+
+
+def check_question(cfg: Profiler):
+    """ValueError for a flag that is about another question than the one that is asked."""
+    searches = cfg.advise or cfg.solve != "none"
+    if cfg.json and cfg.solve != "none":
+        raise ValueError("--json has no results of --solve: drop --json")
+    if cfg.gpus and not searches:
+        raise ValueError("--gpus is for --solve and --advise: give --nproc for a number of ranks")
+    if cfg.device == "cpu" and cfg.has_card and not searches:
+        raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
+    if cfg.device == "cpu" and searches:
         flag = "--advise" if cfg.advise else "--solve"
         raise ValueError(
             f"{flag} looks for what fits a GPU, and `python {cfg.PROGRAM} --plan` says what a CPU "
@@ -274,30 +304,34 @@ def predict_stages(cfg: ProfileConfig) -> int:
                 f"--{name} is about one length: drop --length_schedule, and give --context_length"
             )
     results = []
+    codes = []
     for stage in cfg.training().stages():
         print(stage.in_words(), flush=True)
         settings = stage.of_its_steps()
         own = {spec.name: getattr(settings, spec.name) for spec in dataclasses.fields(settings)}
-        results.append(predicted(dataclasses.replace(cfg, **own)))
+        result, code = predicted(dataclasses.replace(cfg, **own))
+        results.append(result)
+        codes.append(code)
     if cfg.json:
-        write(cfg.json, results)
-    return 0
+        door.write_json(cfg.json, results)
+    return max(codes)
 
 
 def predict(cfg: ProfileConfig) -> int:
     """Predict the step, and write the results if a file is named."""
-    result = predicted(cfg)
+    result, code = predicted(cfg)
     if cfg.json:
-        write(cfg.json, result)
-    return 0
+        door.write_json(cfg.json, result)
+    return code
 
 
-def predicted(cfg: ProfileConfig) -> dict:
+def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
     """Simulate the step, print its tables, write its page if one is named, and return the results
-    for a JSON file.
+    for a JSON file and the exit code.
     """
     target = "cpu" if cfg.device == "cpu" else "cuda"
     check_measure(cfg, target)
+    on = cfg.card() if cfg.has_card else None
     training = largest(cfg.training(), cfg.nproc)
 
     if cfg.dense_steps:
@@ -318,7 +352,13 @@ def predicted(cfg: ProfileConfig) -> dict:
 
     if cfg.html:
         write_page(cfg, found, demand)
-    return result
+    if on is None:
+        return result, 0
+    placement = demand.placement(int(on.gib * GIB))
+    say(f"on {on.name} ({on.gib:g} GiB): {placement}")
+    result |= {"card": on.name, "placement": placement}
+    verdict = Verdict.NOTHING if placement == Placement.TOO_SMALL else Verdict.FITS
+    return result, verdict.exit_code
 
 
 def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
@@ -361,23 +401,6 @@ def check_measure(cfg: ProfileConfig, target: str):
         )
 
 
-def write(path: str, result: dict | list):
-    """Write the result as JSON; ValueError if the file cannot be written."""
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    except OSError as error:
-        raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
-
-
-def room_gib(cfg: Profiler) -> float:
-    """Memory of the card that --solve looks at."""
-    gib = cfg.gpu_memory_gib
-    if not cfg.gpu and not gib:
-        gib = DEFAULT_GIB
-    return card(cfg.gpu, gib, cfg.cc).gib
-
-
 def plan_analysis(cfg: ProfileAnalysis) -> int:
     """Predict the parts of an analysis."""
     target = "cpu" if cfg.device == "cpu" else "cuda"
@@ -389,15 +412,18 @@ def plan_analysis(cfg: ProfileAnalysis) -> int:
     print(plan.table())
     print(f"  {'device':<20}{plan.gib:>9.2f} GiB, with the process or the CUDA context")
     if cfg.json:
-        write(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
-    return 0
+        door.write_json(cfg.json, {"peaks": plan.peaks, "device_gib": plan.gib})
+    if not cfg.has_card or plan.gib <= cfg.card().gib:
+        return 0
+    say(f"{cfg.card().name} ({cfg.card().gib:g} GiB) is too small: --solve levers finds what fits")
+    return Verdict.NOTHING.exit_code
 
 
 def solve_analysis(cfg: ProfileAnalysis) -> int:
     """Find the layers and the batch of an analysis, or its context, that a card holds."""
     if cfg.solve == "world_size":
         raise ValueError("one process analyses a model: use --solve levers or --solve context")
-    room = room_gib(cfg)
+    room = cfg.card().gib
     search = analysis.by_context if cfg.solve == "context" else analysis.by_layers
     found = search(cfg.analysed(), room, say)
     if found is None:
@@ -410,7 +436,7 @@ def solve_analysis(cfg: ProfileAnalysis) -> int:
 
 def solve(cfg: ProfileConfig) -> int:
     """Find what fits; print the candidates and a command."""
-    room = room_gib(cfg)
+    room = cfg.card().gib
     gpus = cfg.gpus or cfg.nproc
     if cfg.solve == "world_size" and not cfg.gpus:
         gpus = max(cfg.nproc, MOST_GPUS)
@@ -433,14 +459,16 @@ def give_advice(cfg: ProfileConfig) -> int:
     if isinstance(cfg, ProfileAnalysis):
         measures = analysis.measures_of(cfg)
     request = advise.request(cfg.task, cfg.training(), cfg.dtype, cfg.gpus or 1, measures)
-    on = card(cfg.gpu, cfg.gpu_memory_gib, cfg.cc)
+    on = cfg.card()
     found = advise.advise(request, on, host_available_bytes() / GIB)
 
     print(found.text())
     if cfg.json:
-        write(cfg.json, found.as_json())
+        door.write_json(cfg.json, found.as_json())
     return found.verdict.exit_code
 
 
 if __name__ == "__main__":
+    # end quietly if the reader of a pipe has had enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.clock import relative, seconds
-from flags import precision
+from flags import Parser, precision
 from indexed.layer import IndexerConfig
 from indexed.operators import indexed_forward
 from model import Compressor, Layout, NSAConfig
@@ -298,9 +298,11 @@ def memory_row(T, dtype):
     ]
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(args: list[str] | None = None):
+    parser = Parser(
+        prog="python -m benchmarks.attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--tokens",
@@ -323,7 +325,7 @@ def main():
         "--png", help="draw the ratios over the length into this file (needs matplotlib)"
     )
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(args)
     torch.set_num_threads(1)
     if args.measure:
         measure_memory(args.measure[0], int(args.measure[1]), args.measure[2])

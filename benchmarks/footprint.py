@@ -10,7 +10,6 @@ Markdown; what was refused or is further off than its bound (0.1%, with autocast
 name, and then the exit code is 1.
 """
 
-import argparse
 import functools
 import importlib.util
 import sys
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from flags import Parser
 from footprint import Refused, measure, predict
 
 BOUNDS = {"plain": 1e-3, "checkpointing": 1e-3, "autocast": 5e-3, "foreach": 1e-3, "fused": 1e-3}
@@ -281,7 +281,7 @@ def failure(name: str, variant: str, result: Result) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m benchmarks.footprint", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     asked = parser.parse_args(args)

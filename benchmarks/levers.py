@@ -113,6 +113,11 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         cfg = cli.parse(LeversConfig, args, __doc__.splitlines()[0])
+        command = (
+            f"python -m benchmarks.levers --tokens {cfg.tokens} --model_size {cfg.model_size} "
+            f"--rounds {cfg.rounds}"
+        )
+        print(command, flush=True)
         states = {name: build(cfg, name) for name in cfg.names()}
     except ValueError as error:
         print(f"benchmarks.levers: error: {error}", file=sys.stderr)
@@ -121,8 +126,7 @@ def main(args: list[str] | None = None) -> int:
     run = record.Run(
         cfg.out,
         "Time of memory levers",
-        f"python -m benchmarks.levers --tokens {cfg.tokens} --model_size {cfg.model_size} "
-        f"--rounds {cfg.rounds}",
+        command,
         record.where(device),
         toy=False,
         echo=lambda line: None,

@@ -8,10 +8,12 @@ is not timed.
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
 import model
+from flags import Parser
 from longhaul.vocab import loss as vocab_loss
 
 BOUND = 2.0**-7  # twice the rounding step of bf16: eager's own distance from float64 is one step
@@ -58,15 +60,19 @@ def check(name: str, fold, fill) -> bool:
     return error <= BOUND
 
 
+def main(args: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = Parser(prog="python -m benchmarks.linear_ce", description=__doc__.splitlines()[0])
+    parser.parse_args(args)
+    if not torch.cuda.is_available():
+        parser.error("it measures a GPU, and torch sees none: run it on a machine that has one")
+    bench()
+
+
 def bench(N: int = 8192, V: int = 8192) -> None:
     """Median milliseconds, GB/s of the traffic that cannot be avoided, and time relative to the
     twins; one row per body and variant.
     """
-    if not torch.cuda.is_available():
-        print(
-            "no CUDA device: nothing is measured (the interpreter's time says nothing about a GPU)"
-        )
-        return
     from triton.testing import do_bench  # it clears the L2 cache between runs
 
     print(
@@ -101,4 +107,4 @@ def bench(N: int = 8192, V: int = 8192) -> None:
 
 
 if __name__ == "__main__":
-    bench()
+    main()

@@ -8,13 +8,13 @@ without them too. Seconds of process CPU time, one thread; GiB = 2^30 bytes.
     python -m benchmarks.memory_tracker [--layers 4 36] [--context_length 131072]
 """
 
-import argparse
 import sys
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.clock import seconds
+from flags import Parser
 from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig
@@ -98,7 +98,7 @@ def row(cfg: TrainConfig) -> str:
 
 def main(args: list[str] | None = None):
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser(prog="python -m benchmarks.memory_tracker", description=__doc__)
     parser.add_argument("--model_size", default="4B")
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 36])
     parser.add_argument("--context_length", type=int, default=131072)

@@ -128,6 +128,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"benchmarks.posttrain: error: {error}", file=sys.stderr)
         return 2
 
+    print(cfg.command(), flush=True)
     torch.set_num_threads(1)
     dist.keep_freed_memory()
     run = record.Run(

@@ -79,7 +79,7 @@ def main(args: list[str] | None = None) -> int:
     """The command line; returns the exit code."""
     try:
         cfg = cli.parse(ReportConfig, args, __doc__)
-        outdated = [Path(name) for name in cfg.files if not up_to_date(Path(name))]
+        outdated = [ROOT / name for name in cfg.files if not up_to_date(ROOT / name)]
         if cfg.check:
             return int(bool(outdated))
 

@@ -2,7 +2,6 @@
 [--disk_mib_s 270]`.
 """
 
-import argparse
 import hashlib
 import shutil
 import statistics
@@ -14,6 +13,7 @@ import torch
 
 from files import durable
 from files.tensors import write_tensors
+from flags import Parser
 
 
 class Counted(durable.Digests):
@@ -54,7 +54,7 @@ def slow_down(mib_s: float):
 
 def main(args: list[str] | None = None):
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m benchmarks.save_hashing", description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--folder", default=".", help="on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)

@@ -45,6 +45,11 @@ def main(args: list[str] | None = None):
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds")
     given = parser.parse_args(args)
     torch.set_num_threads(1)
+    print(
+        f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width "
+        f"{given.hidden_size}, V={given.vocab_size:,}, frozen head",
+        flush=True,
+    )
     generator = torch.Generator().manual_seed(0)
     hidden_ND = torch.randn(given.tokens, given.hidden_size, generator=generator).bfloat16()
     weight_VD = (
@@ -70,10 +75,6 @@ def main(args: list[str] | None = None):
         [seconds(functools.partial(gradient, f, hidden_ND, weight_VD)) for f in table.values()]
         for _ in range(given.repeats)
     ]
-    print(
-        f"torch {torch.__version__}, one CPU thread, bf16, {given.tokens} tokens, width "
-        f"{given.hidden_size}, V={given.vocab_size:,}, frozen head"
-    )
     print(
         "| self-certainty, forward and backward | peak, MB | less memory | time "
         "|\n|---|---|---|---|"

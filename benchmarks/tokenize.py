@@ -8,11 +8,10 @@ counted, without reading files and writing shards. The ids are compared first. T
 one core each take more CPU time: compare several processes on an idle machine only.
 """
 
-import argparse
 import os
 import resource
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from data.hugging_face import HuggingFaceTokenizer
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
 from data.sources import Document, by_directory
 from data.tokenizer import CHUNK_CHARS, chunks
+from flags import Parser
 
 ROUNDS = 3
 
@@ -82,20 +82,24 @@ def check(tokenizer: AnyTokenizer, documents: list[Document]):
             assert same, f"{document.name}: other ids than the library's"
 
 
-def main():
+def main(args: Sequence[str] | None = None):
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m benchmarks.tokenize", description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--megabytes", type=int, default=12)
     parser.add_argument("--workers", type=int, default=2)
-    given = parser.parse_args()
+    given = parser.parse_args(args)
+
+    try:
+        tokenizer = load_tokenizer(given.tokenizer)
+    except ValueError as error:
+        parser.refuse(error)
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     files, _ = read_corpus(embedded_files(given.megabytes * 1_000_000), report=lambda line: None)
     documents = list(by_directory(files))
     num_bytes = sum(len(document.text.encode()) for document in documents)
 
-    tokenizer = load_tokenizer(given.tokenizer)
     check(tokenizer, documents)
     candidates = {
         "library": lambda: list(directly(tokenizer, documents)),

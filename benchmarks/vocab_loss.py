@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import inspect
 import math
+import re
 import shlex
 import statistics
 
@@ -27,6 +28,7 @@ from benchmarks import clock
 from benchmarks.record import Run, Table, attempt, where
 from footprint.measure import peak_bytes
 from longhaul.cli import Parser
+from longhaul.dist import named_device
 from longhaul.vocab.loss import linear_cross_entropy
 from model import IGNORE, ModelConfig
 from verify_chunked_loss import gradients, naive_loop, standard_loss
@@ -291,6 +293,14 @@ def case(
     return why
 
 
+def parse_case(words: str) -> tuple[int, int, bool]:
+    """Width, tokens, and whether half of the labels are ignored; ValueError for other words."""
+    found = re.fullmatch(r"(\d+)x(\d+)(i?)", words)
+    if not found:
+        raise ValueError(f"--cases {words} is none: give WIDTHxTOKENS, such as 512x2048")
+    return int(found[1]), int(found[2]), bool(found[3])
+
+
 def main(args: list[str] | None = None):
     parser = Parser(description=__doc__.splitlines()[0], prog="python -m benchmarks.vocab_loss")
     parser.add_argument(
@@ -314,8 +324,12 @@ def main(args: list[str] | None = None):
         "--out", default="runs/vocab_loss", help="folder of results.json and results.md"
     )
     given = parser.parse_args(args)
+    try:
+        device = named_device(given.device)
+        cases = [parse_case(words) for words in given.cases]
+    except ValueError as error:
+        parser.refuse(error)
     torch.set_num_threads(1)
-    device = torch.device(given.device)
     command = (
         f"python -m benchmarks.vocab_loss --cases {' '.join(given.cases)} --vocab_size "
         f"{given.vocab_size} --rounds {given.rounds}"
@@ -328,9 +342,8 @@ def main(args: list[str] | None = None):
         for name, loss in variants(device, run.note).items()
         if name in (OURS, STANDARD, *given.only) or not given.only
     }
-    for words in given.cases:
-        width, tokens = (int(number) for number in words.rstrip("i").split("x"))
-        case(run, width, tokens, given.vocab_size, table, device, given.rounds, words.endswith("i"))
+    for width, tokens, ignored in cases:
+        case(run, width, tokens, given.vocab_size, table, device, given.rounds, ignored)
     print((run.folder / "results.md").read_text())
 
 

@@ -18,7 +18,7 @@ The documents are read twice. The first reading checks every document before any
 and takes the sample that the tokenizer is trained on; the second encodes them. Keeping the text
 between the two would take as much memory as the input has bytes.
 
-Encoding runs in plain child processes (`python -m data.pipeline TOKENIZER`) rather than in those of
+Encoding runs in plain child processes rather than in those of
 multiprocessing: they never import the caller's main module (and torch with it), work from any
 script or prompt, and end when their parent does, because their input closes.
 """
@@ -29,7 +29,6 @@ import heapq
 import itertools
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -538,6 +537,10 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 # ---- encoding processes
 
 
+# what a child process runs
+WORKER = "import sys; from data.pipeline import serve; serve(sys.argv[1])"
+
+
 class Worker:
     """A child process that encodes batches of text with one tokenizer."""
 
@@ -546,9 +549,10 @@ class Worker:
         inherited = os.environ.get("PYTHONPATH")
         path = os.pathsep.join([root, inherited] if inherited else [root])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "data.pipeline", str(tokenizer)],
+            [sys.executable, "-c", WORKER, str(tokenizer)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for the parent, which decides what to do
             # `tokenizers` would start a thread for each core in every process
             env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
         )
@@ -594,10 +598,8 @@ def _receive(pipe: BinaryIO) -> list[bytes] | None:
     return parts if is_whole else None
 
 
-def _serve(tokenizer: str) -> None:
+def serve(tokenizer: str) -> None:
     """What a worker process does until its input closes."""
-    # Ctrl-C reaches the whole process group, and the parent decides what to do
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     model = load_tokenizer(tokenizer)
     while (texts := _receive(sys.stdin.buffer)) is not None:
         encoded = [model.encode(text.decode()) for text in texts]
@@ -605,7 +607,3 @@ def _serve(tokenizer: str) -> None:
             _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
         except BrokenPipeError:  # the parent was killed
             os._exit(1)
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1])

@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from footprint.operators import corrected
-from footprint.refusal import Refused, place
+from footprint.refusal import ON_THE_CPU, Refused, place
 from footprint.tracker import Tracker
 from footprint.values import KnownValues
 
@@ -164,7 +164,7 @@ class StepTracker(Tracker):
 
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:
-            refuse_sparse(outputs)
+            refuse_results(outputs)
             self.known.follow(func, args, kwargs, outputs)
             self.seen_by_the_mode.clear()
 
@@ -242,14 +242,20 @@ class StepTracker(Tracker):
         self.locate()
 
 
-def refuse_sparse(outputs: object) -> None:
-    """Refused for a sparse tensor: how many elements it has depends on values."""
+def refuse_results(outputs: object) -> None:
+    """Refused for a sparse tensor, whose number of elements depends on values, and for a tensor on
+    a CUDA device that is not there: a CUDA build of PyTorch makes it until the backward.
+    """
     for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.layout not in (torch.strided, torch.jagged):
+        if not isinstance(leaf, Tensor):
+            continue
+        if leaf.layout not in (torch.strided, torch.jagged):
             raise Refused(
                 f"{place()}: sparse tensors are not predicted: use dense ones, such as those of "
                 "nn.Embedding(sparse=False)"
             )
+        if leaf.is_cuda and not torch.cuda.is_available():
+            raise Refused(f"{place()}: {ON_THE_CPU}")
 
 
 def local(tensor: Tensor) -> Tensor:

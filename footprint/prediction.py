@@ -40,7 +40,7 @@ from footprint.outside import (
 from footprint.owners import adopt, label, move_data
 from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel
-from footprint.refusal import Refused, place_of
+from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.trials import not_settled, repeatable, settle
 from footprint.unknown import branches, written_as_json
@@ -49,10 +49,6 @@ from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 
 State = TypeVar("State")
 TARGETS = ("cpu", "cuda")
-ON_THE_CPU = (
-    "the step asks for a CUDA device, which this machine does not have: build and run it on the "
-    "CPU, target='cuda' says which device is predicted"
-)
 # in what PyTorch says to a program that wants a GPU where there is none
 NEEDS_CUDA = (
     "Torch not compiled with CUDA enabled",
@@ -60,6 +56,7 @@ NEEDS_CUDA = (
     "No CUDA GPUs are available",
     "CUDA is not available",
     "not linked with support for cuda",
+    "from the 'CUDA' backend",
     "requires CUDA support",
     "found two different devices",
     "found at least two devices",

@@ -13,6 +13,11 @@ HERE = str(Path(__file__).parent)
 PACKAGES = sysconfig.get_paths()["purelib"]
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
+ON_THE_CPU = (
+    "the step asks for a CUDA device, which this machine does not have: build and run it on the "
+    "CPU, target='cuda' says which device is predicted"
+)
+
 Entry = tuple[str, int | None]  # a file and a line
 
 

@@ -449,7 +449,7 @@ class TrainConfig:
     max_skipped_steps: int = flag(
         10,
         "number of steps that may be skipped because of a NaN or infinite gradient; "
-        "one more ends the run with exit code 5",
+        "one more ends the run with exit code 5, and so does one at the end of the run",
         at_least=0,
         group="numerics",
     )
@@ -499,7 +499,8 @@ class TrainConfig:
     )
     keep_last: int = flag(
         2,
-        "number of newest checkpoints to keep, at least 2",
+        "number of newest checkpoints to keep, at least 2; the newest one from which a step was "
+        "taken stays, too",
         aliases=("save_total_limit",),
         at_least=2,
         group="run",
@@ -722,6 +723,7 @@ class TrainConfig:
         """ValueError for settings that cannot serve the kind of attention, and for a warm-up of its
         indexer that leaves no step to train the rest.
         """
+        self._check_attention_sizes()
         changed = self.changed_settings()
         for name, reason in attention_kind(self).refused_levers.items():
             if name in changed:
@@ -739,6 +741,16 @@ class TrainConfig:
                 "--indexer_warmup leaves most weights as they are, but --optimizer_in_backward "
                 "updates each weight in the backward pass: drop one of them"
             )
+
+    def _check_attention_sizes(self) -> None:
+        """ValueError for sizes of another attention, which would train this one without a word."""
+        for name, kind in (("nsa", "nsa"), ("indexer", "indexed")):
+            given = getattr(self, name)
+            if given and attention_kind(self).settings != name:
+                raise ValueError(
+                    f"--{name} {' '.join(given)} changes nothing of --attention_type "
+                    f"{self.attention_type}: give --attention_type {kind}, or drop --{name}"
+                )
 
     def _check_activation_levers(self, model: ModelConfig) -> None:
         """ValueError for levers of layers that exclude each other."""
@@ -870,8 +882,6 @@ class TrainConfig:
             schedule=only_warmup,
             decay_fraction=self.schedule != "wsd" or only_warmup,
             min_lr_ratio=self.schedule == "constant" or only_warmup,
-            nsa=attention_kind(self).settings != "nsa",
-            indexer=self.indexer_ineffective,
             indexer_warmup=self.indexer_ineffective,
             check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",

@@ -16,8 +16,14 @@ TEMPERATURE = 0.8
 TOP_K = 50
 TOP_P = 1.0
 
+NO_TOKEN = -1  # what is chosen from logits that are NaN
+
 # Prompt tokens per forward, which bounds activations. NSA takes a prompt whole.
 PREFILL_CHUNK = 4096
+
+
+class NotANumber(ValueError):
+    """A model whose logits are NaN, of which nothing can be sampled."""
 
 
 def filtered(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
@@ -79,8 +85,8 @@ def generate(
     vocab_size: int | None = None,
     captured: bool = False,
 ) -> Iterator[int]:
-    """Yield sampled token ids one by one, ending before `stop_id`. Equal seeds give equal tokens on
-    equal devices.
+    """Yield sampled token ids one by one, ending before `stop_id`; NotANumber if the model's logits
+    are. Equal seeds give equal tokens on equal devices.
 
     `vocab_size`: only ids below it, since a model's vocabulary may be larger than its tokenizer's.
     `captured`: on CUDA a step is a CUDA graph, if the attention can decode at fixed shapes. It is
@@ -110,6 +116,11 @@ def generate(
     for number in range(1, max_new_tokens + 1):
         token_1 = _choose(logits_V[:vocab_size], temperature, top_k, top_p, generator)
         token = int(token_1)  # the only synchronisation of a step
+        if token == NO_TOKEN:
+            raise NotANumber(
+                f"the logits of new token {number} are NaN or infinite, so the model has diverged: "
+                "use an earlier checkpoint"
+            )
         if token == stop_id:
             return
         yield token
@@ -143,11 +154,14 @@ def prompt_part(config: ModelConfig, length: int) -> int:
 def _choose(
     logits_V: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
 ) -> Tensor:
-    """The next token [1], on the device."""
+    """The next token [1], on the device; NO_TOKEN if there are no probabilities. Drawn from NaN, a
+    token would end the process on CUDA.
+    """
     if temperature == 0:
-        return logits_V.argmax(-1, keepdim=True)
+        return logits_V.argmax(-1, keepdim=True).where(~logits_V.isnan().any(), NO_TOKEN)
     p_V = filtered(logits_V, temperature, top_k, top_p)
-    return torch.multinomial(p_V, 1, generator=generator)
+    token_1 = torch.multinomial(p_V.nan_to_num(1.0), 1, generator=generator)
+    return token_1.where(~p_V.isnan().any(), NO_TOKEN)
 
 
 # ---- steps as CUDA graphs

@@ -87,8 +87,8 @@ def main(args: list[str] | None = None):
     given = parser.parse_args(args)
     try:
         path = convert(given)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    except (ValueError, OSError, durable.StorageError) as error:
+        parser.refuse(error)
     print(f"wrote {path}")
 
 

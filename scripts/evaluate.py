@@ -159,7 +159,7 @@ def main(args: list[str] | None = None):
     try:
         evaluate(given)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.refuse(error)
 
 
 def evaluate(given: argparse.Namespace):

@@ -10,19 +10,27 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 usage() {
-    sed -n 2,9p scripts/extend_context.sh | cut -c 3- >&2
+    sed -n 2,9p scripts/extend_context.sh | cut -c 3-
+}
+refuse() {
+    echo "$1: bash scripts/extend_context.sh --help says what to give" >&2
     exit 2
 }
 
 small=
+case ${1:-} in
+    -h | --help) usage; exit ;;
+    --rehearse) ;;
+    -*) refuse "unknown option $1" ;;
+esac
 if [ "${1:-}" = --rehearse ]; then
-    [ $# -ge 2 ] || usage
+    [ $# -ge 2 ] || refuse "OUTPUT_DIR is missing"
     small=1 out=$2 hf=$2/qwen3 data=$2/data
     shift 2
     SCHEDULE=${SCHEDULE:-64:120,128:20,256:10}
     set -- --short_fraction 0 --lr 3e-3 --warmup_steps 10 "$@"  # its documents are long
 else
-    [ $# -ge 3 ] || usage
+    [ $# -ge 3 ] || refuse "HF_DIR, DATA and OUTPUT_DIR are three words"
     hf=$1 data=$2 out=$3
     shift 3
 fi

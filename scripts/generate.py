@@ -94,8 +94,8 @@ def main(args: list[str] | None = None):
     given = parser.parse_args(args)
     try:
         run(given)
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        parser.refuse(error)
 
 
 def run(given: argparse.Namespace):

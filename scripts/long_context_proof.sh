@@ -18,8 +18,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export LC_ALL=C  # a point in the seconds in every language
-if [[ $# -gt 1 || "${1:-}" == -* ]]; then
-    sed -n '4,/^set/ { /^#/ s/..//p }' scripts/long_context_proof.sh >&2
+if [[ "${1:-}" == -h || "${1:-}" == --help ]]; then
+    sed -n '4,/^set/ { /^#/ s/..//p }' scripts/long_context_proof.sh
+    exit
+elif [[ $# -gt 1 || "${1:-}" == -* ]]; then
+    echo "$* is no OUTPUT_DIR: bash scripts/long_context_proof.sh --help says what to give" >&2
     exit 2
 fi
 folder=${1:-runs/long-context-proof}

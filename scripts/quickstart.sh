@@ -5,18 +5,19 @@
 # --long: sparse attention at a context of 131,072 tokens (or $CONTEXT), on documents that are as long, one process, 3 steps.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup.sh
-setup requirements.txt
-started=$(date +%s)
 long= out=
 for word in "$@"; do
     case $word in
         --long) long=1 ;;
+        -h | --help) sed -n '2,5s/^# //p' scripts/quickstart.sh; exit ;;
         -*) echo "unknown option $word: known: --long" >&2; exit 2 ;;
         *) out=$word ;;
     esac
 done
 out=${out:-runs/quickstart${long:+-long}}
+source scripts/setup.sh
+setup requirements.txt
+started=$(date +%s)
 
 next_commands() {
     echo "What next, from this folder ($PWD):"

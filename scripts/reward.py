@@ -75,8 +75,10 @@ def main(args: list[str] | None = None):
     given = parser.parse_args(args)
     try:
         run(given)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error).replace("--init_from", "--checkpoint"))  # its name elsewhere
+    except (OSError, durable.StorageError) as error:
+        parser.refuse(error)
 
 
 def run(given: argparse.Namespace):

@@ -17,6 +17,7 @@ import torch
 
 from data.dataset import Dataset
 from data.progress import duration
+from flags import line_and_code
 from longhaul import cli, qwen3
 from longhaul.analysis import report
 from longhaul.analysis.config import AnalysisConfig
@@ -41,9 +42,9 @@ def main(args: list[str] | None = None) -> int:
         cfg = cli.parse(AnalysisConfig, args, __doc__.splitlines()[0])
         analyse(cfg)
     except (ValueError, OSError) as error:
-        words = " ".join(str(error).split())
-        print(f"scripts.run_full_analysis: error: {words}", file=sys.stderr)
-        return 2
+        line, code = line_and_code(error)
+        print(f"scripts.run_full_analysis: error: {line}", file=sys.stderr)
+        return code
     return 0
 
 

@@ -5,9 +5,11 @@ A test checks that the document is up to date.
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from flags import Parser
 from longhaul.config import TrainConfig
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "SETTINGS.md"
@@ -64,8 +66,9 @@ def default_of(field: dataclasses.Field) -> str:
     return f"`{field.default}`"
 
 
-def main() -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Write the document."""
+    Parser(prog="python -m scripts.settings", description=__doc__).parse_args(args)
     DOCUMENT.write_text(document(), encoding="utf-8")
     return 0
 

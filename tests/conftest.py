@@ -19,9 +19,9 @@ if not torch.cuda.is_available():
 
 # The test files that take longest, first. Whoever runs them last keeps the others waiting.
 LONG_FILES = (
+    "test_gpu_benchmark",
     "test_fault_matrix",
     "test_simulate",
-    "test_gpu_benchmark",
     "test_context",
     "test_hosts",
     "test_rehearsal",

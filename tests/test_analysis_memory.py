@@ -72,7 +72,7 @@ def slow_if(names, is_slow) -> list:
 
 # a plan that reads every tile of every head takes seconds, as does one of many parts of a row
 @pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part == "distances"))
-@pytest.mark.parametrize("name", slow_if(SETTINGS, lambda name: name == "parts"))
+@pytest.mark.parametrize("name", slow_if(SETTINGS, lambda name: name != "standard"))
 def test_each_part_is_planned_within_five_percent(name, part):
     what = asked(name)
     planned = analysis.peak(what, "cpu", part)
@@ -116,6 +116,7 @@ def test_an_autoencoder_of_any_layer_is_planned_within_five_percent(layer):
     assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["standard", "parts"])
 def test_a_comparison_holds_the_activations_of_one_layer(name):
     what = asked(name)
@@ -129,6 +130,7 @@ def test_a_comparison_holds_the_activations_of_one_layer(name):
     assert all_layers - one < 0.01 * activation
 
 
+@pytest.mark.slow
 def test_a_comparison_in_parts_grows_by_a_second_cache_alone():
     measures = dataclasses.replace(FEW, chunk=512, skip_sae=True)
     what = dataclasses.replace(asked("parts"), measures=measures).shallow(2, 2)

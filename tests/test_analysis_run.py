@@ -30,6 +30,7 @@ from longhaul.analysis.samples import Samples
 from model import Decoder
 from scripts import run_full_analysis
 from tests.test_analysis_patching import V, planted_copy_head
+from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 LENGTH = 60  # tokens of a text
@@ -182,6 +183,7 @@ class Stop(Exception):
     """Where a test ends a run."""
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_anywhere_continues_with_the_same_result(made, tmp_path, monkeypatch):
     few = f"{SAE} --layers 2"
     words = command(made, tmp_path / "whole", few)
@@ -237,6 +239,7 @@ def test_an_unfinished_part_continues_with_the_batches_that_are_done(made, tmp_p
     assert not list((tmp_path / "parts" / "parts").glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_patches_and_costs_continue_with_the_batches_that_are_done(made, tmp_path, monkeypatch):
     more = "--skip_sae --layers 2 --compare float32,bfloat16"
     words = command(made, tmp_path / "whole", more)
@@ -434,10 +437,14 @@ def overflowing(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "more",
-    ["", "--skip_patching", "--skip_patching --layers 2", "--skip_patching --chunk 64"],
+    "where, more",
+    [
+        ("first rows", ""),
+        ("later rows", "--skip_patching"),
+        slow("later rows", "--skip_patching --layers 2"),
+        slow("first rows", "--skip_patching --chunk 64"),
+    ],
 )
-@pytest.mark.parametrize("where", ["first rows", "later rows"])
 def test_an_overflow_in_fp16_names_the_layer_and_leaves_nothing(
     made, overflowing, more, where, tmp_path, capsys, monkeypatch
 ):

@@ -6,9 +6,11 @@ fixtures make.
 """
 
 import contextlib
+import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -20,10 +22,24 @@ from pyarrow import parquet as pq
 import profile_memory
 import train
 import verify_chunked_loss
-from data import prepare, report
+from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
+from benchmarks.gpu import command
+from data import prepare, recall, report, reviews, sums
 from flags import underscored
-from scripts import convert_qwen3, evaluate, generate, run_full_analysis
-from selfcheck import equivalence, fault_matrix, fuzz, mutations
+from scripts import (
+    conversion_figures,
+    convert_qwen3,
+    evaluate,
+    generate,
+    grade,
+    intuitor,
+    lm_eval,
+    proof_figures,
+    reward,
+    run_full_analysis,
+    settings,
+)
+from selfcheck import equivalence, fault_matrix
 
 SECONDS = 15
 GIB = 2**30
@@ -36,6 +52,8 @@ TRAIN = (
 PROFILE = "--model_size tiny --context_length 512"
 GENERATE = "--checkpoint {run} --prompt x --device cpu"
 EVALUATE = "--checkpoint {run} --device cpu"
+POLICY = "--checkpoint {run} --data {data} --device cpu --output_dir {new}"
+REWARD = "--checkpoint {run} --data {labels} --output {new} --device cpu"
 ANALYSIS = "--checkpoint {run} --device cpu --out {new} --num_samples 1"
 
 # What each door is given if a row says nothing else.
@@ -51,9 +69,25 @@ DOORS = {
     "prepare": (prepare.main, "--input {text} --output {new} --workers 1"),
     "embedded": (prepare.main, ""),
     "report": (report.main, "{data}"),
-    "fuzz": (fuzz.main, ""),
+    "opened": (report.main, ""),
+    "step": (profile_memory.main, ""),
+    "grade": (grade.main, f"{POLICY} --max_new_tokens 8"),
+    "intuitor": (intuitor.main, f"{POLICY} --max_response_length 8"),
+    "reward": (reward.main, REWARD),
+    "harness": (lm_eval.main, "--checkpoint {run} --tasks x --device cpu"),
+    "sums": (sums.main, "--output {new}"),
+    "recall": (recall.main, "--output {new}"),
+    "reviews": (reviews.main, "--output {new}"),
+    "proof": (proof_figures.main, ""),
+    "converted": (conversion_figures.main, ""),
+    "settings": (settings.main, ""),
+    "gpu": (command.main, "--out {new}"),
+    "levers": (levers.main, "--out {new}"),
+    "tokenize": (tokenize.main, ""),
+    "losses": (vocab_loss.main, "--out {new}"),
+    "kernels": (linear_ce.main, ""),
+    "attention": (attention.main, ""),
     "faults": (fault_matrix.main, ""),
-    "mutations": (mutations.main, ""),
     "equivalence": (equivalence.main, ""),
 }
 
@@ -413,24 +447,90 @@ report --png /nonexistent/x.png
 report --png a.png --png b.png
 report {folder}
 report --pgn x
-fuzz --inputs -1
-fuzz --inputs 0
-fuzz --inputs many
-fuzz --only nothing
 faults --rows Z
 faults --rows 1-x
 faults --trials 0
 faults --trials -3
-mutations --only no-such-fault
-mutations --lst
 equivalence --what nothing
 equivalence --steps 0
+train --nsa sel_count=3
+train --indexer budget=512
+train --nsa sel_count=3 --attention_type indexed
+train --indexer budget=512 --attention_type nsa
+train --data {torn_data}
+train --init_from {torn_run}
+train --init_from {torn_hf}
+train --resume {torn_run}/step-00000002
+profile --nsa sel_count=3
+profile --indexer budget=512
+profile --gpus 4
+profile --gpu H100 --device cpu
+profile --gpu H100 --vram 80
+profile --gpu H1000
+profile --gpu
+profile --json {folder}
+profile --json --solve levers
+profile --json /dev/full
+step --step /nonexistent.py
+step --step {text}
+step --hf {folder}
+step --hf /nonexistent
+step --hf {torn_hf}
+step --hf {hf} --step x.py
+step --hf {hf} --seq 0
+step --hf {hf} --json {folder}
+step --hf {hf} --json /dev/full
+step --hf {hf} --svg /nonexistent/x.svg
+generate --checkpoint {torn_run}
+evaluate --checkpoint {torn_run}
+evaluate --data {torn_data}
+analysis --checkpoint {torn_run}
+convert --checkpoint {torn_run} --output {new}
+convert --input {torn_hf} --output {new}
+opened {torn_data}
+grade --checkpoint {folder}
+grade --method gumble
+grade --nsa sel_count=3
+intuitor --group_size 0
+intuitor --checkpoint /nonexistent
+intuitor --data {text}
+reward --checkpoint {folder}
+reward --checkpoint {torn_run}
+reward --data {text}
+reward --data /nonexistent
+reward --output {folder}
+reward --steps -1
+reward --held_out 1
+harness --limit 0
+sums --output {folder}
+sums --worked 2
+recall --lengths 16
+recall --tokens -1
+reviews --reviews 1
+reviews --val_fraction 1
+proof {folder}
+proof /nonexistent
+converted {folder}
+converted /nonexistent
+converted {folder} --seeds x
+settings --ouput x
+gpu --only lss
+gpu --deadline -1
+levers --tokens 0
+levers --only plian
+tokenize --tokenizer /nonexistent
+tokenize --tokenizer {text}
+losses --cases 512
+losses --device gpu
+attention --dtypes fp8
+attention --tokens many
+kernels --tiles 2
 """.strip().splitlines()
 
 # What to do stands behind the last ": ".
 REMEDY = re.compile(
     r".*: (give|use|choose|drop|name|keep|run|prepare|did you mean|add|repair|wait|make|check|"
-    r"leave|change|take|free|see|every value follows|--help lists|allowed (is|are)) .*"
+    r"leave|change|take|free|see|mend|restore|every value follows|--help lists|allowed (is|are)) .*"
 )
 NEEDS_NO_GPU = re.compile(r"--device cuda( |$)")
 
@@ -454,6 +554,15 @@ def names(tmp_path_factory) -> dict[str, Path]:
     made["hf"] = folder / "hf"
     made["new"] = folder / "new"
 
+    made["torn_run"] = Path(shutil.copytree(made["run"], folder / "torn_run"))
+    for weights in made["torn_run"].rglob("*.safetensors"):
+        os.truncate(weights, weights.stat().st_size // 2)
+    made["torn_hf"] = Path(shutil.copytree(made["hf"], folder / "torn_hf"))
+    (made["torn_hf"] / "config.json").write_text('{"model_type": "qwen3", "hid')
+    made["torn_data"] = Path(shutil.copytree(made["data"], folder / "torn_data"))
+    for shard in made["torn_data"].rglob("*.bin"):
+        os.truncate(shard, shard.stat().st_size // 2)
+
     made["folder"].mkdir()
     (made["folder"] / "notes.txt").write_text("notes")
     contents = dict(
@@ -472,6 +581,7 @@ def names(tmp_path_factory) -> dict[str, Path]:
         wrong_type="lr = true\n",
         huge="seed = 99999999999999999999\n",
         torn="lr = ",
+        labels='{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n' * 20,
     )
     endings = dict(
         broken_jsonl=".jsonl",
@@ -481,6 +591,7 @@ def names(tmp_path_factory) -> dict[str, Path]:
         torn_zst=".txt.zst",
         torn_gz=".txt.gz",
         no_shares=".toml",
+        labels=".jsonl",
     )
     for name, content in contents.items():
         path = folder / f"{name}{endings.get(name, '')}"
@@ -532,8 +643,10 @@ def answer(door: str, words: list[str], names: dict[str, Path]) -> int | str | N
             return stop.code
 
 
-def files_of(names: dict[str, Path]) -> set[Path]:
-    return set(names["text"].parent.rglob("*"))
+def files_of(names: dict[str, Path]) -> dict[Path, tuple[int, int]]:
+    """The size of each file, and when it was written."""
+    files = [path for path in names["text"].parent.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -552,6 +665,53 @@ def test_a_bad_input_is_answered_in_one_line(row, names, capsys):
     is_command = bool(lines) and lines[-1].startswith("python train.py --")
     assert len(lines) == 1 or (len(lines) == 2 and is_command), lines
     assert REMEDY.fullmatch(lines[-1]) or is_command, lines
+    assert files_of(names) == before
+
+
+# ---- a full disk
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file becomes larger than some bytes, whoever writes it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "train",
+        "profile --json {new}",
+        "step --hf {hf} --seq 32 --json {new}",
+        "step --hf {hf} --seq 32 --html {new}",
+        "evaluate --evals loss --batches 1 --json {new}",
+        "evaluate --evals loss --batches 1 --output {new}",
+        "analysis --num_samples 1 --skip_patching",
+        "convert --checkpoint {run} --output {new}",
+        "convert --input {hf} --output {new}",
+        "prepare --vocab_size 270",
+        "sums",
+        "recall --tokens 2000 --lengths 16:4",
+        "reward --steps 1",
+    ],
+)
+def test_a_full_disk_is_answered_in_one_line_and_costs_no_file(row, names, tmp_path, capsys):
+    door, _, rest = row.partition(" ")
+    names = {**names, "new": tmp_path / "new"}
+    before = files_of(names)
+    with full_disk():
+        code = answer(door, shlex.split(rest.format(**names)), names)
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert isinstance(code, int)
+    assert code != 0
+    assert len(lines) == 1
+    assert REMEDY.fullmatch(lines[0]), lines
     assert files_of(names) == before
 
 

@@ -73,7 +73,7 @@ def test_overlapping_ranges_are_not_a_whole_tensor(saved):
 
 def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning(tmp_path, monkeypatch):
     state = trained(0)
-    for state.step in (1, 2):
+    for state.step in (1, 2, 3):
         save.save(state, tmp_path, {})
 
     def refuses(source, target):
@@ -81,8 +81,8 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning(tmp_path, monk
 
     said = []
     monkeypatch.setattr(save.durable, "rename", refuses)
-    save.prune(tmp_path, 1, said.append)
-    assert len(list(tmp_path.glob("step-*"))) == 2
+    save.prune(tmp_path, 2, said.append)
+    assert len(list(tmp_path.glob("step-*"))) == 3
     assert len(said) == 1 and "could not be deleted" in said[0] and "by hand" in said[0]
 
 
@@ -172,16 +172,38 @@ def test_a_save_that_was_killed_leaves_no_checkpoint_and_is_swept_by_the_next(tm
 
 def test_pruning_keeps_the_newest_and_only_after_it_verifies(tmp_path):
     state = trained(0)
-    for number in (1, 2, 3):
-        state.step = number
+    for state.step in (1, 2, 3, 4, 5):
         newest = save.save(state, tmp_path, {})
     (newest / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError):
-        save.prune(tmp_path, 2)
-    assert len(list(tmp_path.glob("step-????????"))) == 3
+        save.prune(tmp_path, 3)
+    assert len(list(tmp_path.glob("step-????????"))) == 5
     newest.rename(tmp_path / "aside")
-    save.prune(tmp_path, 1)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+    save.prune(tmp_path, 3)
+    assert numbers(tmp_path) == [2, 3, 4]
+
+
+def numbers(folder) -> list[int]:
+    """The steps of the checkpoints in a folder."""
+    return sorted(int(path.name[5:]) for path in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    "saves, skipped, kept",
+    [
+        ([2, 4, 6, 8], [7, 8], [4, 6, 8]),
+        ([2, 4, 6, 8], [5, 6, 7, 8], [2, 6, 8]),
+        ([2, 4, 6, 8], [3, 4, 5, 6, 8], [6, 8]),  # step 7 went on from the weights of 6
+        ([2, 4, 6, 8], [1, 2, 3, 4, 5, 6, 7, 8], [6, 8]),  # none is good
+        ([2, 4, 6, 8], [], [6, 8]),
+    ],
+)
+def test_pruning_keeps_the_newest_one_from_which_a_step_was_taken(tmp_path, saves, skipped, kept):
+    state = trained(0)
+    for state.step in saves:
+        save.save(state, tmp_path, {"skipped": [step for step in skipped if step <= state.step]})
+        save.prune(tmp_path, 2)
+    assert numbers(tmp_path) == kept
 
 
 def test_every_flipped_bit_of_a_sample_is_found(saved):

@@ -181,11 +181,26 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
         assert cfg.ineffective_settings() == []
 
 
+@pytest.mark.parametrize(
+    "given, kind, remedy",
+    [
+        (dict(nsa=("window=8",)), "standard", "nsa"),
+        (dict(nsa=("window=8",)), "indexed", "nsa"),
+        (dict(indexer=("budget=512",)), "standard", "indexed"),
+        (dict(indexer=("budget=512",)), "nsa", "indexed"),
+    ],
+)
+def test_sizes_of_another_attention_are_refused(given, kind, remedy):
+    with pytest.raises(ValueError, match=f"{kind}: give --attention_type {remedy}, or drop --"):
+        TrainConfig(model_size="tiny", attention_type=kind, **given)
+    assert TrainConfig(model_size="tiny", attention_type=remedy, **given).warnings() == []
+
+
 def test_examples_belong_to_one_program(capsys):
     with pytest.raises(SystemExit):
         cli.parse(ProfileConfig, ["--help"])
     printed = capsys.readouterr().out
-    assert "examples:" not in printed
+    assert "torchrun" not in printed
     assert TrainConfig.GROUPS["numerics"] in printed
 
 

@@ -480,6 +480,7 @@ def test_a_lock_is_free_again_after_its_block(tmp_path):
             pass
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_point_leaves_no_dataset_and_the_rerun_is_byte_identical(tmp_path):
     script = """
 import os, sys

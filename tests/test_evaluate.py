@@ -290,6 +290,7 @@ def hungry(folder, monkeypatch) -> str:
     return f"--checkpoint {folder}/a --against {folder}/b --device cpu --evals loss --batches 1"
 
 
+@pytest.mark.slow
 def test_the_second_model_has_a_peak_of_its_own(hungry, tmp_path, capsys):
     if not evaluate.reset_peak(CPU):
         pytest.skip("this system cannot reset the peak of resident memory")

@@ -43,7 +43,7 @@ def single_thread():
 # ---- the peak
 
 
-@pytest.mark.parametrize("name", few_fast(STEPS, 4))
+@pytest.mark.parametrize("name", few_fast(STEPS, 5))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = STEPS[name]
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
@@ -98,6 +98,7 @@ class Loop:
         self.log += ["%.2f %d" % (loss, count), isinstance(loss.item(), float)]  # noqa: UP031
 
 
+@pytest.mark.slow
 def test_logs_guards_and_schedules_of_training_loops_take_the_memory_of_the_real_step():
     def build():
         model, optimizer = TRANSFORMER[0]()
@@ -238,6 +239,7 @@ def test_an_error_of_the_users_own_is_told_as_python_tells_it():
         predict(TRANSFORMER[0], step, "cpu")
 
 
+@pytest.mark.slow
 def test_a_line_may_read_often():
     def step(state):
         loss = forward(state).mean()
@@ -310,7 +312,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 2))
+@pytest.mark.parametrize("name, variant", few_fast(PUBLIC, 4))
 def test_public_architectures_are_predicted_within_the_bound_of_the_benchmark(name, variant):
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = benchmark.compare(name, variant)
@@ -769,6 +771,7 @@ def test_what_is_not_modelled_is_said():
     assert "not in the prediction: " in str(report)
 
 
+@pytest.mark.slow
 def test_a_convolution_that_is_too_large_to_be_run_is_said(monkeypatch):
     build, step = STEPS["convolutions"]
     assert not predict(build, step, target="cpu").not_modelled
@@ -848,6 +851,14 @@ def wants_cuda(state):
     return forward(state).cuda()
 
 
+def trains_on_cuda(state):
+    forward(state).to("cuda").sum().backward()
+
+
+def begins_on_cuda(state):
+    return torch.ones(4, device="cuda")
+
+
 def casts_on_cuda(state):
     with torch.autocast("cuda", torch.bfloat16):
         return forward(state)
@@ -859,7 +870,9 @@ def mixes_devices(state):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the CUDA device")
-@pytest.mark.parametrize("step", [wants_cuda, casts_on_cuda, mixes_devices])
+@pytest.mark.parametrize(
+    "step", [wants_cuda, trains_on_cuda, begins_on_cuda, casts_on_cuda, mixes_devices]
+)
 def test_a_step_that_asks_for_cuda_without_one_is_refused(step):
     refused(step, "build and run it on the CPU")
 
@@ -1027,6 +1040,7 @@ assert not {"longhaul", "model", "numpy", "transformers"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_package_alone_in_an_empty_folder_needs_torch_only(tmp_path):
     """`python -S` has no installed packages but those that the folder names."""
     packages = Path(torch.__file__).parent.parent

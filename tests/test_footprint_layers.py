@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from footprint import measure, predict
+from tests.tiers import few_fast
 
 TOLERANCE = 12  # bytes
 
@@ -84,19 +85,19 @@ def steps() -> Tensor:
 
 
 CASES = {
+    "LSTM, its last state": (lambda: Recurrent(last=True), steps),
     "LSTM, two layers, both directions": (
         lambda: Recurrent(num_layers=2, bidirectional=True, batch_first=True),
         steps,
     ),
-    "LSTM, its last state": (lambda: Recurrent(last=True), steps),
     "attention with a mask of booleans": (Masked, rows),
     "copied layers with a padding mask": (Padded, rows),
-    "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
     "EmbeddingBag, sums": (lambda: nn.EmbeddingBag(500, 32, mode="sum"), indices),
+    "EmbeddingBag, means": (lambda: nn.EmbeddingBag(500, 32), indices),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few_fast(CASES, 5))
 def test_the_predicted_peak_is_what_the_allocator_records(name):
     build, step = trained(*CASES[name])
     assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
@@ -114,6 +115,7 @@ def test_what_is_loaded_inside_build_ends_with_it(tmp_path):
     assert predict(build, step, "cpu").peak == predict(new, step, "cpu").peak
 
 
+@pytest.mark.slow
 def test_long_rows_of_an_lstm_are_extended_from_shorter_ones(monkeypatch):
     build, step = trained(Recurrent, steps)
     monkeypatch.setattr("footprint.lstm.MOST_PRODUCTS", 10 * 4 * 64 * 8 * (48 + 64))  # ten steps

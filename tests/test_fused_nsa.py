@@ -454,6 +454,7 @@ def test_results_without_a_gradient_cost_the_backward_no_zeros(nsa_attention):
     assert tuple(o.shape) not in made.shapes
 
 
+@pytest.mark.slow
 def test_fullgraph_compile_gives_the_eager_result(deterministic):
     compiled = torch.compile(
         lambda *x: attention.nsa_attention(*x, SMALL) * 2, fullgraph=True, backend="aot_eager"

@@ -21,6 +21,7 @@ from longhaul.checkpoint.load import load_model, verified
 from longhaul.generate import (
     PREFILL_CHUNK,
     CapturedSteps,
+    NotANumber,
     cache_bytes,
     cast_matrices,
     cuda_graph,
@@ -30,6 +31,7 @@ from longhaul.generate import (
 from model import Decoder, KVCache, ModelConfig, NSAConfig, StandardAttention
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
+from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
 SMALL = (
@@ -66,7 +68,7 @@ def test_a_low_temperature_sharpens_and_a_high_one_flattens():
     )
 
 
-@pytest.mark.parametrize("length", [1, 5, PREFILL_CHUNK + 3])
+@pytest.mark.parametrize("length", [1, 5, slow(PREFILL_CHUNK + 3)])
 def test_greedy_decoding_equals_the_argmax_of_full_forwards(decoder, length):
     prompt = torch.randint(50, (length,), generator=torch.Generator().manual_seed(0)).tolist()
     got, tokens = list(generate(decoder, prompt, 6, temperature=0)), list(prompt)
@@ -174,6 +176,14 @@ def test_matrices_in_the_compute_dtype_leave_the_logits_bit_identical():
     assert decoder.lm_head.weight.dtype == torch.bfloat16
     assert decoder.norm.weight.dtype == torch.float32
     assert torch.equal(decoder(tokens), before)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_k": 0, "top_p": 0.9}])
+def test_nothing_is_sampled_from_weights_that_are_no_numbers(sampling):
+    decoder = Decoder(ModelConfig.preset("tiny", vocab_size=50, num_layers=1))
+    decoder.norm.weight.data[3] = float("nan")
+    with pytest.raises(NotANumber, match="new token 1 .*: use an earlier checkpoint"):
+        list(generate(decoder, [1, 2], 4, **sampling))
 
 
 def test_equal_seeds_repeat_and_others_differ(decoder):

@@ -29,7 +29,6 @@ from longhaul.posttrain.grade import METHODS
 from longhaul.run import start as starting
 from scripts import grade
 from selfcheck.faults import runs
-from tests.killed import killed_and_resumed
 from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.test_train import TORCHRUN
@@ -176,10 +175,9 @@ def test_the_flag_of_the_first_version_keeps_all_activations():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_learn_the_same(folder, whole, ranks):
+def test_ranks_learn_the_same(folder, whole):
     """Also from prompts of several lengths, of which they count the tokens alike."""
-    out = on_ranks(folder, ranks)
+    out = on_ranks(folder, 4)
     one = [record for record in records(whole) if "loss" in record]
     two = [record for record in records(out) if "loss" in record]
     assert [record["tokens"] for record in two] == [record["tokens"] for record in one]
@@ -191,14 +189,6 @@ def test_ranks_learn_the_same(folder, whole, ranks):
         for out in (whole, out)
     )
     assert many == pytest.approx(one, abs=2e-5) and len(many) == 3
-
-
-@pytest.mark.slow
-def test_ranks_that_are_killed_end_with_the_same_bits(folder, tmp_path):
-    out = tmp_path / "killed"
-    args = asked(folder, out, f"{VALIDATED} --save_every 1")
-    killed_and_resumed("scripts.grade", args, 2, out)
-    assert runs.same_end(out, on_ranks(folder, 2)) and len(runs.final_bits(out)) == 2
 
 
 def test_a_run_that_is_extended_says_how_tau_jumps():
@@ -214,7 +204,7 @@ def test_a_run_that_is_extended_says_how_tau_jumps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ste", "gumbel_legacy", "ste_legacy", "reinforce"])
+@pytest.mark.parametrize("method", ["ste", "reinforce"])
 def test_every_method_trains(folder, tmp_path, method):
     run(folder, tmp_path, f"--method {method} --max_steps 1")
     (record,) = [record for record in records(tmp_path) if "loss" in record]
@@ -266,7 +256,7 @@ def test_prompts_of_several_lengths_are_refused_before_the_first_step(folder, tm
 @pytest.mark.slow
 def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
     policy = load.load_model(load.verified(load.newest(folder / "base")), dtype="float32")
-    policy.norm.weight.data[0] = torch.nan
+    policy.norm.weight.data.fill_(3e38)
     qwen3.to_hf(policy, tmp_path / "diverged")
     with pytest.raises(SystemExit) as stop:
         run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")

@@ -24,7 +24,7 @@ from tests import indexed_oracle as oracle
 from tests.test_indexed import bounded_at, gradients, inputs, outputs, relative, wanted
 from tests.test_indexed_engine import operands, results
 from tests.test_indexed_model import build, tokens
-from tests.tiers import few_fast
+from tests.tiers import few_fast, slow
 
 triton = pytest.importorskip(
     "triton",
@@ -94,7 +94,7 @@ def run(tensors, r, budget):
             ((1, 44, 2, 1, 8, 2, 8, 19, 19),),
             ((1, 27, 2, 1, 8, 1, 8, 1, 18),),
         ],
-        3,
+        4,
     ),
     ids=str,
 )
@@ -162,6 +162,7 @@ def test_ranks_that_no_kernel_wrote_name_blocks_that_exist(monkeypatch):
     assert 0 <= index_Cm.min() and index_Cm.max() < 15
 
 
+@pytest.mark.slow
 def test_repeats_are_bit_identical():
     first, again = (run(make(1, 19, 2, 1, 8, 2, 8), 2, 6) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -223,7 +224,7 @@ def test_a_model_with_packed_documents_learns_as_by_the_plain_version(monkeypatc
 
 
 # documents, and budget, heads of attention and of the indexer, and their dim
-FEW = ((3, 22), 16, 2, 16)
+FEW = slow((3, 22), 16, 2, 16)
 MANY = pytest.param(
     (5000, 33, 2048, 1), 512, 4, 128, marks=(pytest.mark.gpu, needs_gpu), id="many tokens"
 )

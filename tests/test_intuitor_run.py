@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -138,6 +137,7 @@ def test_the_kl_is_logged_as_long_as_a_reference_is_held(folder, tmp_path, capsy
 # ---- going on
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
     run(folder, tmp_path, "--max_steps 2")
     run(folder, tmp_path, "--max_steps 4")
@@ -173,9 +173,8 @@ def test_a_killed_run_ends_with_the_same_bits(folder, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole, ranks):
-    out = on_ranks(folder, ranks)
+def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole):
+    out = on_ranks(folder, 2)
     one = [record for record in records(whole) if "loss" in record]
     many = [record for record in records(out) if "loss" in record]
     for name in ("accuracy", "response_tokens", "truncated", "tokens"):
@@ -266,6 +265,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
     made = [TokenizedDocument(np.array([1, 2, n % 9, 14])) for n in range(12)]
     write_dataset(made, tmp_path / "data", vocab_size=15, eod_id=14, val_fraction=0)
@@ -284,9 +284,10 @@ def test_clip_is_the_policys():
         cli.parse(GradeConfig, ["--clip", "0.3"])
 
 
+@pytest.mark.slow
 def test_a_policy_that_has_diverged_ends_in_one_line(folder, tmp_path, capsys):
     policy = load.load_model(load.verified(folder / "base" / "step-00000012"), dtype="float32")
-    policy.norm.weight.data[0] = torch.nan
+    policy.norm.weight.data.fill_(3e38)
     qwen3.to_hf(policy, tmp_path / "diverged")
     with pytest.raises(SystemExit) as stop:
         run(folder, tmp_path / "run", f"--checkpoint {tmp_path}/diverged")

@@ -27,7 +27,6 @@ DOORS = (
     "-m scripts.evaluate --checkpoint x",
     "-m scripts.convert_qwen3 --input x --output y",
     "-m data.prepare",
-    "-m selfcheck.fuzz",
     "-m benchmarks.vocab_loss",
 )
 

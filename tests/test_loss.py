@@ -459,6 +459,7 @@ def test_peak_memory_through_backward_is_under_2_percent_of_the_standard_loss():
     assert plain > 2048 * 40_000 * 8 and ours < 0.02 * plain
 
 
+@pytest.mark.slow
 def test_doubling_the_vocabulary_adds_no_memory_beyond_the_weights_gradient():
     peaks = []
     for V in (20_000, 40_000):

@@ -283,7 +283,10 @@ def one_process(tmp_path, dataset, **settings):
             state,
             loader,
             tmp_path,
-            lambda cfg: f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume}",
+            lambda cfg: (
+                f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume} "
+                f"--lr {cfg.lr:g}"
+            ),
         ),
     )
 
@@ -328,22 +331,54 @@ def test_after_a_skipped_step_a_resumed_run_has_the_bits_of_the_uninterrupted_on
 
 def test_one_step_more_than_allowed_halts_and_names_the_way_back(tmp_path, dataset):
     state, loader, watch = one_process(tmp_path, dataset, max_skipped_steps=1)
-    (tmp_path / "step-00000001").mkdir()
-    state.step = 1
+    for at in (1, 2):
+        (tmp_path / f"step-{at:08d}").mkdir()
+    state.step = 2
     watch.after(poisoned_step(state, loader), print)
     with pytest.raises(
         NumericalHalt,
-        match=r"steps 2, 3 had .*; rows 4:12, .*: "
-        r"train.py --skip_rows 4:12 --resume .*step-00000001",
+        match=r"steps 3, 4 had .*; rows 8:16, .*: "
+        r"train.py --skip_rows 8:16 --resume .*step-00000001 --lr 3e-05",
     ):
         watch.after(poisoned_step(state, loader), print)
+
+
+def test_rows_are_blamed_and_not_the_learning_rate_where_the_run_went_on_after_them(
+    tmp_path, dataset
+):
+    state, loader, watch = one_process(tmp_path, dataset, max_skipped_steps=1)
+    watch.after(poisoned_step(state, loader), print)
+    step.train_step(state, step.micro_batches(loader.batch(1), 4, state.device))
+    with pytest.raises(NumericalHalt, match="steps 1, 3 had .* --resume auto --lr 0.0003"):
+        watch.after(poisoned_step(state, loader), print)
+
+
+def test_the_last_step_of_a_run_may_not_be_a_skipped_one(tmp_path, dataset):
+    state, loader, watch = one_process(tmp_path, dataset, max_steps=2, warmup_steps=1)
+    watch.after(poisoned_step(state, loader), print)
+    with pytest.raises(NumericalHalt, match="steps 1, 2 had "):
+        watch.after(poisoned_step(state, loader), print)
+
+
+def test_the_way_back_of_a_resumed_run_may_begin_before_it(tmp_path, dataset):
+    """A run that went on from a checkpoint of another folder, in which a newer one is of no use."""
+    for at in (1, 2, 3, 4):
+        (tmp_path / "old" / f"step-{at:08d}").mkdir(parents=True)
+    named = tmp_path / "old" / "step-00000003"
+    state, loader, watch = one_process(tmp_path / "new", dataset, resume=str(named))
+    state.step = 3
+    watch.after(poisoned_step(state, loader), print)
+    assert f"--resume {named.with_name('step-00000002')}" in watch.way_back(("12:16",))
+    state.step = 5  # the first of these was taken
+    watch.skipped = [5]
+    assert f"--resume {named} " in watch.way_back(("16:20",))
 
 
 def test_updates_in_the_backward_cannot_be_skipped(tmp_path, dataset):
     state, loader, watch = one_process(tmp_path, dataset, optimizer_in_backward=True, grad_clip=0.0)
     with pytest.raises(
         NumericalHalt,
-        match="after --optimizer_in_backward had changed other weights: train.py --skip_rows 0:4",
+        match="after --optimizer_in_backward had changed other weights.*: train.py --skip_rows 0:4",
     ):
         watch.after(poisoned_step(state, loader), print)
 
@@ -369,18 +404,19 @@ def test_a_disk_that_fails_the_library_does_not_stop_the_run(tmp_path, dataset, 
 
 def test_the_way_back_starts_at_the_newest_checkpoint_before_the_rows(tmp_path, dataset):
     state, _, watch = one_process(tmp_path, dataset)
+    state.step = 8
     for at in (2, 4, 6):
         (tmp_path / f"step-{at:08d}").mkdir()
-    assert watch.way_back(("17:20",)).endswith(
-        "--skip_rows 17:20 --resume " + str(tmp_path / "step-00000004")
+    assert watch.way_back(("17:20",)).startswith(
+        "train.py --skip_rows 17:20 --resume " + str(tmp_path / "step-00000004")
     )
-    assert watch.way_back(("3:4", "24:26")).endswith(
-        "--skip_rows 24:26 --resume " + str(tmp_path / "step-00000006")
+    assert watch.way_back(("3:4", "24:26")).startswith(
+        "train.py --skip_rows 24:26 --resume " + str(tmp_path / "step-00000006")
     )
-    assert watch.way_back(("20:28",)).endswith(
-        "--skip_rows 24:28 --resume " + str(tmp_path / "step-00000006")
+    assert watch.way_back(("20:28",)).startswith(
+        "train.py --skip_rows 24:28 --resume " + str(tmp_path / "step-00000006")
     )  # two steps, one before it
-    assert watch.way_back(("20:24",)).endswith(
-        "--skip_rows 20:24 --resume " + str(tmp_path / "step-00000004")
+    assert watch.way_back(("20:24",)).startswith(
+        "train.py --skip_rows 20:24 --resume " + str(tmp_path / "step-00000004")
     )
-    assert watch.way_back(("3:4",)).endswith("--skip_rows 3:4 --resume auto")
+    assert watch.way_back(("3:4",)).startswith("train.py --skip_rows 3:4 --resume auto")

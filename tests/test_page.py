@@ -186,6 +186,7 @@ def test_a_long_trace_makes_a_small_page_and_loses_no_peak():
     assert f"peak {amount(GIB + MIB)} in start" in text
 
 
+@pytest.mark.slow
 def test_a_deep_model_stays_below_one_megabyte():
     cfg = TrainConfig(
         model_size="tiny",

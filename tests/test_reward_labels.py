@@ -187,13 +187,19 @@ def test_a_disk_without_room_is_found_before_anything_is_computed(
     refused(folder, tmp_path, capsys, f"needs about {needed:,} bytes, and 100 are", "--data", data)
 
 
-def test_a_body_that_is_not_finite_makes_no_reward(folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        (float("nan"), "norm.weight holds NaN or infinity"),
+        (3e38, "of 270 of 270 texts are not finite: give a --checkpoint that has not diverged"),
+    ],
+)
+def test_a_body_that_is_not_finite_makes_no_reward(folder, tmp_path, capsys, value, said):
     decoder = Decoder(ModelConfig(**SHAPE))
-    decoder.norm.weight.data[3] = float("nan")
+    decoder.norm.weight.data.fill_(value)
     body = tmp_path / "body"
     qwen3.to_hf(decoder, body)
     given = ["--checkpoint", str(body), "--tokenizer", str(folder / "base")]
-    said = "of 270 of 270 texts are not finite: give a --checkpoint that has not diverged"
     refused(folder, tmp_path, capsys, said, *given, "--data", str(folder / "texts.jsonl"))
 
 

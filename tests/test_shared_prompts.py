@@ -178,9 +178,25 @@ def test_loss_and_every_gradient_equal_the_oracle_of_separate_rows(lengths, over
     truth = oracle_loss(weights, model.config, prompts, tokens_1N)
     truth.backward()
     assert loss.item() == pytest.approx(truth.item(), rel=1e-6)
+    gradients = {name: weight.grad.norm() for name, weight in weights.items()}
     for name, parameter in model.named_parameters():
         error = (parameter.grad - weights[name].grad).norm()
-        assert error <= 1e-5 * weights[name].grad.norm(), name
+        assert error <= gradient_bound(name, gradients), name
+
+
+def gradient_bound(name: str, norms: dict) -> float:
+    """How far the gradient of a parameter may be from the oracle's: 1e-5 of its own norm.
+
+    A query that sees one key gives it the weight 1 whatever both are, so the gradients of queries
+    and keys are exactly 0. The kernel finds them as the difference of two equal sums, dO V and
+    dO O, which some CPUs add in different orders. What is left is a rounding of those sums, which
+    are as large as the gradient of the values: one unit of fp32 of it, a hundredth of what others
+    may have.
+    """
+    if norms[name] > 0:
+        return 1e-5 * norms[name]
+    values = f"{name.partition('.attention.')[0]}.attention.v_proj.weight"
+    return torch.finfo(torch.float32).eps * norms[values]
 
 
 def test_logits_of_every_token_equal_those_of_separate_rows():

@@ -329,6 +329,26 @@ def test_a_damaged_checkpoint_is_named_and_not_renamed(finished, data, tmp_path,
     assert (source / "step-00000003").is_dir()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_no_numbers_are_named_before_anything_is_written(
+    hf, data, tmp_path, capsys, value
+):
+    model = qwen3.from_hf(hf)
+    name, weight = list(model.named_parameters())[3]
+    weight.data.view(-1)[-1] = value
+    qwen3.to_hf(model, tmp_path / "hf")
+    code, line = refused(capsys, f"--init_from {tmp_path / 'hf'}", data, tmp_path / "new")
+    assert code == 2
+    assert name in line and str(tmp_path / "hf") in line
+
+    run = tmp_path / "run"
+    convert_qwen3.main(["--input", str(tmp_path / "hf"), "--output", str(run)])
+    capsys.readouterr()
+    code, line = refused(capsys, f"--init_from {run}", data, tmp_path / "new")
+    assert code == 2
+    assert name in line and "step-00000000" in line
+
+
 def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(finished, tmp_path, capsys):
     other = prepared(tmp_path / "other", "longhaul/run", 500)
     code, line = refused(capsys, f"--init_from {finished}", other, tmp_path / "new")

@@ -505,16 +505,32 @@ def test_a_gradient_that_is_not_finite_is_said_and_logged_as_null(
     from longhaul import optim
 
     monkeypatch.setattr(optim, "clip_gradients", lambda model, largest: torch.tensor(torch.nan))
-    train.main(command(data, tmp_path / "run", "--max_steps 2"))
+    with pytest.raises(SystemExit) as stop:
+        train.main(command(data, tmp_path / "run", "--max_steps 2"))
+    assert stop.value.code == 5
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
     captured = capsys.readouterr()
     steps = [record for record in records if "loss" in record]
     assert [record["grad_norm"] for record in steps] == [None, None]
-    assert (
-        "step 1: the gradient is NaN or infinite, so no rank changed a weight"
-        in captured.out + captured.err
-    )
+    said = captured.out + captured.err
+    assert "step 1: the gradient is NaN or infinite, so no rank changed a weight" in said
+    assert "saved" not in said
+
+
+def test_weights_that_break_are_evaluated_without_a_sample_and_then_halt_the_run(
+    data, tmp_path, capsys
+):
+    broken = "--lr 1000 --warmup_steps 1 --max_steps 30 --eval_every 1 --max_skipped_steps 1"
+    with pytest.raises(SystemExit) as stop:
+        train.main(command(data, tmp_path / "run", broken))
+    assert stop.value.code == 5
+    assert "no sample at step" in capsys.readouterr().out
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    records = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    validated = [one["validation_loss"] for one in records if "validation_loss" in one]
+    assert validated[0] is not None
+    assert validated[-1] is None
 
 
 def test_data_of_another_tokenizer_than_the_checkpoints_is_refused(

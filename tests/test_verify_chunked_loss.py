@@ -9,11 +9,12 @@ import model
 import verify_chunked_loss as verify
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import vocab_stats
+from tests.tiers import slow
 
 SMALL = ["--device", "cpu", "--seq_len", "96", "--hidden_size", "32", "--vocab_size", "20000"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_the_documented_cases_are_printed_and_every_check_passes(capsys, dtype):
     assert verify.main([*SMALL, "--dtype", dtype]) == 0
     out = capsys.readouterr().out
@@ -40,6 +41,7 @@ def test_a_loss_that_keeps_every_logit_is_found(monkeypatch, capsys):
     assert any("bytes per token are kept" in text for text in failures(capsys))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_one_percent_off_is_found(monkeypatch, capsys):
     def wrong(*args, **options):
         return verify.chunked_loss(*args, **options) * 1.01
@@ -48,6 +50,7 @@ def test_a_loss_that_is_one_percent_off_is_found(monkeypatch, capsys):
     assert "the loss is that of float64 within 1e-3 nats" in failures(capsys)
 
 
+@pytest.mark.slow
 def test_a_labels_logit_that_is_rounded_to_bf16_is_found(monkeypatch, capsys):
     exact = vocab_loss.target_logits
 

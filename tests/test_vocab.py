@@ -215,6 +215,7 @@ def test_topk_equals_the_dense_topk_and_noise_only_reorders():
     )
 
 
+@pytest.mark.slow
 def test_self_certainty_over_a_frozen_head_takes_a_fiftieth_of_the_memory_of_full_logits():
     g = torch.Generator().manual_seed(0)
     h, w = (

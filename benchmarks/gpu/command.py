@@ -9,8 +9,8 @@ CUDA_LAUNCH_BLOCKING=1, which tells the line.
 
 FOLDER/results.json and results.md have every result as soon as it is known, with hardware, driver,
 versions and clocks; errors.txt has every traceback; results.tar.gz, written last, also has what
-each job printed. Code that fails its check against float64 is not timed. Without a GPU everything
-runs at toy sizes on one CPU thread, and the report says so. Keep a run with
+each job printed. Code that fails its check against float64 is not timed. Without a GPU,
+--toy runs everything at toy sizes on one CPU thread, and the report says so. Keep a run with
 `--out benchmarks/results/NAME`; `python -m benchmarks.report` then puts it into docs/BENCHMARKS.md.
 Exit code 0: done; 1: a part of longhaul is wrong or failed; 2: bad input, or a GPU that torch
 cannot use.
@@ -88,7 +88,7 @@ class GpuConfig:
         "the most important jobs come first",
         group="run",
     )
-    toy: bool = flag(False, "toy sizes on a GPU too: shows that everything runs", group="run")
+    toy: bool = flag(False, "toy sizes, on a CPU too: shows that everything runs", group="run")
     job: str = flag(
         "",
         "run this one job, in this process, into its folder below --out: for a debugger or "

@@ -87,15 +87,15 @@ def hidden_gpu() -> str:
 
 
 def refusal(device: torch.device, toy_asked: bool) -> str:
-    """Why a run must not begin, with the remedy; empty if it may.
-
-    Toy figures on a machine that has a GPU would waste its time.
-    """
+    """Why a run must not begin, with the remedy; empty if it may."""
     if device.type == "cuda" or toy_asked:
         return ""
     name = hidden_gpu()
     if not name:
-        return ""
+        return (
+            "torch sees no GPU, and a CPU's figures claim nothing: run it on a machine with a GPU, "
+            "or give --toy to see that everything runs"
+        )
     return (
         f"the driver lists {name}, but torch {torch.__version__} (CUDA {torch.version.cuda}) "
         "cannot use it: install a CUDA build of torch that the driver supports, or give --toy"

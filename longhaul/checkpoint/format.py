@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +189,17 @@ class Checkpoint:
     def tensors(self) -> set[str]:
         """The names of all tensors that the files hold shards of."""
         return {name for file in self.files.values() for name in file.ranges}
+
+
+def last_taken(step: int, skipped: Collection[int]) -> int:
+    """The newest step up to `step` that had a finite gradient; those that had none are `skipped`.
+
+    It was taken from the weights of the newest checkpoint before it, so that one is good. Of a
+    newer one nobody knows: its weights may be those that make every gradient NaN.
+    """
+    while step in skipped:
+        step -= 1
+    return step
 
 
 def checksum(manifest: dict) -> str:

@@ -29,6 +29,7 @@ from longhaul.checkpoint.format import (
     Shard,
     checksum,
     fresh_state,
+    last_taken,
     shards_of,
 )
 from longhaul.checkpoint.load import set_aside, verified
@@ -223,16 +224,19 @@ def _commit(shot: Snapshot, temporary: Path, final: Path, folder: Path):
 
 
 def prune(folder: Path, keep: int, say: Callable[[str], None] = print):
-    """Once the newest checkpoint re-verifies, delete all but the newest `keep`, and what killed
-    saves left behind.
+    """Once the newest checkpoint re-verifies, delete all but the newest `keep` and the newest good
+    one, and what killed saves left behind.
 
     What cannot be deleted stays, with a warning: the next save tries again.
     """
     steps = sorted(folder.glob("step-????????"))
+    good = []
     if steps:
-        verified(steps[-1])
+        newest = verified(steps[-1])
+        taken = last_taken(newest.step, newest.skipped)
+        good = [path for path in steps if int(path.name[5:]) < taken]
     try:
-        _delete_old(folder, steps[:-keep])
+        _delete_old(folder, [path for path in steps[:-keep] if path not in good[-1:]])
     except (OSError, StorageError) as error:
         say(f"warning: an old checkpoint could not be deleted ({error}): delete it by hand")
 

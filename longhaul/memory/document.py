@@ -5,6 +5,11 @@ GiB = 2^30 bytes, GB = 10^9 bytes.
     python -m longhaul.memory.document > docs/MEMORY.md
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
+from collections.abc import Iterator, Sequence
+
+from flags import Parser
 from footprint.device import SIZES, Demand, Placement, waterfall
 from footprint.timeline import alike, of_step, used_categories
 from longhaul.config import TrainConfig
@@ -270,9 +275,22 @@ SECTIONS = {
 
 def document() -> str:
     """The whole file."""
-    sections = [f"## {title}\n\n{section()}" for title, section in SECTIONS.items()]
-    return "\n\n".join([HEAD, *sections]) + "\n"
+    return "".join(paragraphs())
+
+
+def paragraphs() -> Iterator[str]:
+    """The parts of the file."""
+    yield f"{HEAD}\n"
+    for title, section in SECTIONS.items():
+        yield f"\n## {title}\n\n{section()}\n"
+
+
+def main(args: Sequence[str] | None = None):
+    """Print each part as soon as it is computed."""
+    Parser(prog="python -m longhaul.memory.document", description=__doc__).parse_args(args)
+    for paragraph in paragraphs():
+        print(paragraph, end="", flush=True)
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    main()

@@ -13,7 +13,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Set
+import sys
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ SIZES = ("batch", "seq")
 SPELLINGS = spellings(*DTYPES)
 AUTOCASTS = {"none": "none"} | spellings("bf16")
 OUTPUTS = ("html", "svg", "json")  # flags that name a file to write
+STANDARD_OUTPUT = "-"  # instead of a file, for --json without a name
+JSON = "file of every result; without a name, standard output, and all else goes to standard error"
 # how a refusal of footprint says that a value may be given
 GIVE_ANSWER = re.compile(r"answers=\{'([^']+)': \.\.\.\}")
 VERDICTS = {
@@ -65,7 +68,7 @@ class StepConfig:
     depth: int = flag(2, "of the module names that stages tell apart", at_least=1, at_most=99)
     html: str = flag("", "HTML file to write: the step's timeline and tables on one page")
     svg: str = flag("", "SVG file to write: the timeline alone")
-    json: str = flag("", "JSON file to write, with every result")
+    json: str = flag("", JSON, bare=STANDARD_OUTPUT)
     seq: int = flag(
         512, "tokens of a row; with --step the argument seq of step", at_least=1, at_most=MOST
     )
@@ -127,7 +130,7 @@ class StepConfig:
             path = Path(getattr(self, name))
             folder = path.absolute().parent
             reason = ""
-            if not getattr(self, name):
+            if not getattr(self, name) or (name == "json" and self.json == STANDARD_OUTPUT):
                 continue
             if path.is_dir():
                 reason = "it is a folder"
@@ -198,6 +201,12 @@ def main(words: list[str], say: Say) -> int:
     typed = cli.given(StepConfig, words, __doc__.splitlines()[0])
     cfg = StepConfig(**typed)
     _check_questions(cfg, typed.keys())
+    with apart_from_json(cfg.json):
+        return _answer(cfg, typed, say)
+
+
+def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
+    """Predict, search or advise, as it is asked for; the exit code."""
     asks = cfg.solve != "none" or cfg.advise
     on = cfg.card() if asks or cfg.has_card else None
     predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face(cfg, typed.keys())
@@ -259,13 +268,24 @@ def _write(cfg: StepConfig, report: Report, more: dict) -> None:
         report.svg(cfg.svg)
     if not cfg.json:
         return
-    found = report.json() | more
+    write_json(cfg.json, report.json() | more)
+
+
+def apart_from_json(path: str) -> contextlib.redirect_stdout:
+    """Inside the `with` block, prints go to standard error if the JSON goes to standard output."""
+    return contextlib.redirect_stdout(sys.stderr if path == STANDARD_OUTPUT else sys.stdout)
+
+
+def write_json(path: str, found: dict | list) -> None:
+    """Write results as JSON; ValueError if the file cannot be written."""
+    text = json.dumps(found, indent=1)
+    if path == STANDARD_OUTPUT:
+        print(text, file=sys.__stdout__, flush=True)
+        return
     try:
-        Path(cfg.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(
-            f"--json {cfg.json} cannot be written ({error}): name another file"
-        ) from None
+        raise ValueError(f"--json {path} cannot be written ({error}): name another file") from None
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class Rank:
         """What a background save holds of this rank's weights and optimizer states."""
         if not self.cfg.async_save:
             return 0
-        states = 12.0 if self.cfg.offload_optimizer else STATE_BYTES[self.cfg.optimizer]
+        states = 12.0 if self.cfg.offload_optimizer else moment_bytes(self.cfg.optimizer)
         return int((self.weight + states) * self.P) // self.shards
 
     @cached_property
@@ -229,7 +229,17 @@ def state_bytes(cfg: TrainConfig) -> float:
     """Bytes of optimizer state per parameter on the device; for Muon those of its matrices."""
     if cfg.offload_optimizer:
         return 12.0 if cfg.device == "cpu" else 0.0
-    return STATE_BYTES[cfg.optimizer]
+    return moment_bytes(cfg.optimizer)
+
+
+def moment_bytes(optimizer: str) -> float:
+    """Bytes of optimizer state per parameter; ValueError naming the table without an entry."""
+    if optimizer not in STATE_BYTES:
+        raise ValueError(
+            f"--optimizer {optimizer} has no bytes to plan with: add them to STATE_BYTES in "
+            "longhaul/memory/estimate.py"
+        )
+    return STATE_BYTES[optimizer]
 
 
 def static(rank: Rank) -> Terms:

@@ -6,13 +6,15 @@ longhaul's own step needs, which is simulated: the real step on fake tensors. GB
     python -m longhaul.memory.posttrain        rewrites docs/POSTTRAIN.md from "## Memory" on
 """
 
+import installed  # noqa: F401  (first: a missing package is answered in one line)
+
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flags import RaisingParser
+from flags import Parser, RaisingParser
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.document import BF16, FP32, table
@@ -315,8 +317,10 @@ def document() -> str:
     return "\n\n".join([HEAD, *sections]) + "\n"
 
 
-def main() -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Rewrite the end of the document."""
+    Parser(prog="python -m longhaul.memory.posttrain", description=__doc__).parse_args(args)
+    print(f"simulates the steps of {DOCUMENT}: some minutes", flush=True)
     title, *_ = HEAD.splitlines()
     before, *_ = DOCUMENT.read_text(encoding="utf-8").split(f"{title}\n")
     DOCUMENT.write_text(before + document(), encoding="utf-8")

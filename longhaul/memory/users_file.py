@@ -28,7 +28,7 @@ class UsersFile:
     """The file at `path`. ValueError if it is no Python file."""
 
     def __init__(self, path: str):
-        if not Path(path).is_file() or not path.endswith(".py"):
+        if not _is_python(Path(path)):
             raise ValueError(f"--step {path} is no Python file: give the path of one")
         self.path = path
         self.search = _search_path(Path(path).resolve().parent)
@@ -83,6 +83,11 @@ class UsersFile:
         if found is None:
             return name == "footprint"
         return found.origin in (str(ROOT / f"{name}.py"), str(ROOT / name / "__init__.py"))
+
+
+def _is_python(file: Path) -> bool:
+    # a null byte is a ValueError or a SyntaxError by the version of Python, without the file's name
+    return file.is_file() and file.suffix == ".py" and b"\0" not in file.read_bytes()
 
 
 def _search_path(folder: Path) -> list[str]:

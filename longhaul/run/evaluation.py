@@ -6,7 +6,7 @@ It changes nothing of the training: no weight, no optimizer state and no random 
 from data.load_tokenizer import load_tokenizer
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.score import ModelScorer, MustStop
-from longhaul.generate import generate
+from longhaul.generate import NotANumber, generate
 from longhaul.parallel import apply
 from longhaul.run.log import Logger, Validation
 from longhaul.run.preflight import Ready
@@ -45,8 +45,12 @@ class Evaluations:
         if report is None:
             return
         self._log(report)
-        if self.ready.dataset.tokenizer_path:
+        if not self.ready.dataset.tokenizer_path:
+            return
+        try:
             self.log.text(state.step, "sample", self._sample())
+        except NotANumber as error:  # the steps that come say what to do about it
+            self.log.say(f"no sample at step {state.step}: {error}")
 
     def _log(self, report: Report):
         step = self.state.step

@@ -24,6 +24,7 @@ from torch import Tensor
 from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
 from longhaul import dist, step
+from longhaul.checkpoint.format import last_taken
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from longhaul.step import MicroBatch, MustStop, StepResult, TrainState
@@ -134,8 +135,8 @@ class Health:
         return {"spike": score}
 
     def way_back(self, rows: Sequence[str]) -> str:
-        """The command that goes back to the newest checkpoint before the last of these rows, and
-        skips those that come after it.
+        """The command that goes back to the newest good checkpoint before the last of these rows,
+        skips those that come after it, and lowers the learning rate if the weights may be broken.
 
         It writes to another folder next to this one, so it stays right when this run has saved
         newer checkpoints.
@@ -143,7 +144,7 @@ class Health:
         ranges = parse_ranges(rows)
         resume = "auto"
         start = 0
-        for path in sorted(self.folder.glob("step-????????")):
+        for path in self._good_checkpoints():
             first = self.loader.first_position(int(path.name[5:]))
             if first < ranges[-1][1]:
                 start = first
@@ -156,7 +157,36 @@ class Health:
             output_dir=f"{self.folder}-around-{skipped[0][0]}",
             skip_rows=format_ranges(merged([*self.loader.skip, *skipped])),
         )
+        if self._may_be_broken():
+            cfg = dataclasses.replace(cfg, lr=lower_rate(cfg), override_settings=True)
         return self.command(cfg)
+
+    def _good_checkpoints(self) -> list[Path]:
+        """Those from whose weights a step was taken, oldest first: the one that --resume names and
+        those before it, then this run's.
+        """
+        found = []
+        if self.state.cfg.resume not in ("auto", "none"):
+            named = Path(self.state.cfg.resume)
+            others = sorted(named.parent.glob("step-????????"))
+            found = [path for path in others if path.name <= named.name]
+        found += sorted(self.folder.glob("step-????????"))
+        taken = last_taken(self.state.step, self.skipped)
+        return [path for path in found if int(path.name[5:]) < taken]
+
+    def _may_be_broken(self) -> bool:
+        """Whether the weights may be at fault and not the rows: several steps were skipped one
+        after the other, or the first one that was.
+        """
+        step = self.state.step
+        return step - last_taken(step, self.skipped) > 1 or self.skipped == [step]
+
+    def _fault(self) -> str:
+        """What the way back changes apart from the rows, in words."""
+        if not self._may_be_broken():
+            return ""
+        rate = lower_rate(self.state.cfg)
+        return f"; the weights may be broken, so this command lowers --lr to {rate:g}"
 
     def rows(self, step: int, ranks: Iterable[int] | None = None) -> tuple[str, ...]:
         """The rows of a step as ranges of the order; `ranks`: only theirs."""
@@ -188,20 +218,22 @@ class Health:
         if cfg.optimizer_in_backward:
             raise NumericalHalt(
                 f"step {step} had a NaN or infinite gradient (rows {' '.join(rows)}) after "
-                f"--optimizer_in_backward had changed other weights: {self.way_back(rows)}"
+                f"--optimizer_in_backward had changed other weights{self._fault()}: "
+                f"{self.way_back(rows)}"
             )
         if len(self.skipped) > cfg.max_skipped_steps:
-            self._halt()
+            self._halt(f"more than --max_skipped_steps {cfg.max_skipped_steps}")
+        if step == cfg.max_steps:
+            self._halt("and the run ends with the last of them")
 
-    def _halt(self):
+    def _halt(self, why: str):
         """NumericalHalt naming all skipped steps and their rows."""
         positions = [position for step in self.skipped for position in self._positions(step)]
         rows = format_ranges(ranges_of(positions))
         steps = ", ".join(str(step) for step in self.skipped)
         raise NumericalHalt(
-            f"steps {steps} had a NaN or infinite gradient, more than --max_skipped_steps "
-            f"{self.state.cfg.max_skipped_steps}; rows {' '.join(rows)}, written to "
-            f"{self.folder / 'skipped'}: {self.way_back(rows)}"
+            f"steps {steps} had a NaN or infinite gradient, {why}; rows {' '.join(rows)}, written "
+            f"to {self.folder / 'skipped'}{self._fault()}: {self.way_back(rows)}"
         )
 
     def _without_finite_loss(self, loss: Tensor) -> list[int]:
@@ -239,6 +271,13 @@ class Health:
         except (OSError, SafetensorError) as error:
             return f"could not be written down ({error})"
         return f"are in {path}"
+
+
+def lower_rate(cfg: TrainConfig) -> float:
+    """A learning rate for weights that the given one may have broken: a tenth, and no more than
+    the default.
+    """
+    return float(f"{min(cfg.lr / 10, type(cfg).lr):.3g}")
 
 
 # ---- silent corruption: the same step computed twice

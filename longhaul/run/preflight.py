@@ -81,7 +81,8 @@ class Ready:
         """The same run at a stage, with the stage's settings; commands are those of the run."""
 
         def command(cfg: TrainConfig) -> str:
-            asked = {name: getattr(cfg, name) for name in ("resume", "output_dir", "skip_rows")}
+            changed = ("resume", "output_dir", "skip_rows", "lr", "override_settings")
+            asked = {name: getattr(cfg, name) for name in changed}
             return self.command(dataclasses.replace(self.cfg, **asked))
 
         return dataclasses.replace(

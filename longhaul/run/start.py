@@ -18,6 +18,7 @@ import torch
 from data import hugging_face
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
+from files.tensors import Later
 from files.untrusted import refuse_pickle
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
@@ -288,15 +289,28 @@ def _attention_settings(settings: dict[str, Any], config: ModelConfig) -> dict[s
 
 
 def check(start: Start, config: ModelConfig):
-    """ValueError or CheckpointError unless the weights are intact and fit `config`; reads every
-    byte of a checkpoint, and the config.json of a Hugging Face folder.
+    """ValueError or CheckpointError unless the weights are intact, fit `config` and are numbers;
+    reads every byte of them.
     """
     if start.checkpoint is None:
         qwen3.check_geometry(config, start.folder)
+        _check_finite(start.folder, qwen3.stored_model(start.folder)[1])
         return
     load.verified(start.folder)
     with format.checkpoint_errors(start.folder), torch.device("meta"):
         load.check_weights(start.checkpoint, kernels.decoder(config))
+    _check_finite(start.folder, load.stored_weights(start.checkpoint))
+
+
+def _check_finite(folder: Path, weights: dict[str, Later]):
+    """ValueError naming a weight that holds NaN or infinity: no step from it would be finite."""
+    for name, weight in weights.items():
+        smallest, largest = weight.read().aminmax()  # both are NaN if any element is
+        if not (smallest.isfinite() and largest.isfinite()):
+            raise ValueError(
+                f"{folder}: its weight {name} holds NaN or infinity, so no step could train it: "
+                "name an older step-* folder, or get the weights again"
+            )
 
 
 def check_tokenizer(start: Start, dataset: Dataset):

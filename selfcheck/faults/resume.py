@@ -482,7 +482,7 @@ ROWS: list[Row] = [
         "other numbers of ranks: 2->1, 1->2, 2->3",
         "same rows; 1 and 2: same bits; indivisible: 7",
         worlds,
-        12,
+        4,
         200,
         slow=True,
     ),

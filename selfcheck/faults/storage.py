@@ -419,7 +419,7 @@ ROWS: list[Row] = [
         "one bit flipped in a checkpoint or shard",
         "detected, the checkpoint before used; named: 4",
         flipped_bits,
-        400,
+        100,
         10000,
     ),
     Row(

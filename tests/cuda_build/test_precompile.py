@@ -13,6 +13,7 @@ from benchmarks.gpu import kernels
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 86, 90, 100])
 def test_every_kernel_compiles_into_a_folder_that_can_be_carried(tmp_path, capability):
     command = [sys.executable, "-m", "benchmarks.gpu", "--precompile", str(tmp_path)]

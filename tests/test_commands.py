@@ -1,0 +1,238 @@
+"""Every command of the repository as a stranger tries it: bare, with --help, with a misspelt flag,
+ended by Ctrl-C. The commands are found in the tree, so that a new one is tried too.
+"""
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import profile_memory
+from longhaul import exits
+from tests.tiers import few_fast
+
+ROOT = Path(__file__).parent.parent
+STARTED_BY_A_RANK = {"longhaul.epilogue"}  # with the id of a process, when a run fails
+# It starts runs and kills them: on Ctrl-C they answer too.
+ANSWERED_BY_MANY = {"selfcheck.fault_matrix"}
+# Their arguments are those of pytest or train.py, or they are sourced.
+PASS_ON = {"setup.sh", "slurm.sh", "test.sh", "test_cuda_build.sh", "test_lm_eval.sh"}
+WRITTEN = {".md", ".py", ".sh", ".toml", ".json", ".svg", ".png", ".html"}
+SECONDS = 90  # until a command has said something, and until it has ended
+INTERRUPTED = 130
+
+
+def command_modules() -> list[str]:
+    """Names of the modules that are run with python -m, or from the root by their file."""
+    folders = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    files = [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
+    found = set()
+    for file in files:
+        is_package = file.name == "__main__.py"
+        if is_package or re.search(r'^if __name__ == "__main__":', file.read_text(), re.M):
+            path = file.parent if is_package else file.with_suffix("")
+            found.add(".".join(path.relative_to(ROOT).parts))
+    return sorted(found - STARTED_BY_A_RANK)
+
+
+def source_files() -> dict[Path, int]:
+    """When each file of the repository that a command might write was written."""
+    folders = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name != "runs"]
+    files = [file for folder in folders for file in [folder, *folder.rglob("*")]]
+    return {file: file.stat().st_mtime_ns for file in files if file.suffix in WRITTEN}
+
+
+COMMANDS = command_modules()
+SCRIPTS = sorted(path for path in ROOT.glob("scripts/*.sh") if path.name not in PASS_ON)
+
+
+@pytest.fixture
+def run_here(tmp_path, monkeypatch, capsys):
+    """Runs a command in this process and an empty folder; (exit code, stdout, stderr)."""
+
+    def run(module: str, *words: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return end.value.code, *capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
+    pipes = signal.getsignal(signal.SIGPIPE)
+    before = source_files()
+    yield run
+    signal.signal(signal.SIGPIPE, pipes)
+    assert source_files() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_doors_that_everybody_knows_are_among_the_commands():
+    known = {"train", "profile_memory", "verify_chunked_loss", "data.prepare", "benchmarks.gpu"}
+    assert known <= set(COMMANDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", few_fast(COMMANDS, every=12))
+def test_help_explains_the_command_and_writes_nothing(module, run_here):
+    code, out, err = run_here(module, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ")
+    assert "--help" in out
+    assert len(out.splitlines()) > 3
+
+
+def misspelt_flag(text: str) -> str:
+    """A flag that a text names without the letter before its last, such as --outpt."""
+    flags = re.findall(r"^ +(--\w{3,})", text, re.M)
+    flag = next((flag for flag in flags if flag != "--help"), "--help")
+    return flag[:-2] + flag[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", few_fast(COMMANDS, every=12))
+def test_a_misspelt_flag_is_named_in_one_line(module, run_here):
+    _, text, _ = run_here(module, "--help")
+    wrong = misspelt_flag(text)
+    code, out, err = run_here(module, wrong)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert wrong in err
+    assert re.search(r"did you mean --\w+\?|choose from --\w+", err)
+
+
+# ---- bare, in a process of its own
+
+
+def started(module: str, folder: Path, *words: str) -> subprocess.Popen:
+    """The command as a leader of its group, to which a terminal would send Ctrl-C."""
+    paths = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def interrupted(process: subprocess.Popen) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command that gets Ctrl-C after its first line, unless it
+    has ended by then.
+    """
+    too_long = threading.Timer(SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+    too_long.start()
+    first = process.stdout.readline()
+    if first:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    too_long.cancel()
+    return process.returncode, first + out, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [name for name in COMMANDS if name not in ANSWERED_BY_MANY])
+def test_a_bare_command_begins_or_says_what_it_needs_and_ctrl_c_is_one_line(module, tmp_path):
+    before = source_files()
+    code, out, err = interrupted(started(module, tmp_path))
+    lines = err.splitlines()
+    if code == exits.BAD_INPUT:
+        assert out == ""
+        assert len(lines) == 1
+        assert "--" in err or "OUTPUT_DIR" in err or "GPU" in err
+    elif code in (exits.DONE, -signal.SIGINT):  # it came when Python was about to end
+        assert lines == []
+    else:
+        # a run that trains says by its code that the same command begins again
+        assert code in (INTERRUPTED, exits.PREEMPTED), err
+        assert out
+        assert len(lines) == 1
+    assert source_files().keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "signal.raise_signal(signal.SIGINT)",
+        "Raises()",  # where Python itself would only say that it ignores the error
+    ],
+)
+def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
+    code = (
+        "import installed, signal\n"
+        "class Raises:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        f"{statement}\nprint('went on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (INTERRUPTED, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- the profiler
+
+
+def test_a_bare_profiler_plans_the_default_run(capsys):
+    assert profile_memory.main([]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("predicted for a GPU (CUDA), one of 1 rank(s): 4B (")
+    assert err == ""
+
+
+def test_json_without_a_name_is_all_that_standard_output_has(tmp_path):
+    process = started("profile_memory", tmp_path, "--model_size", "tiny", "--json")
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert json.loads(out)["config"]["model_size"] == "tiny"
+    assert "live GiB" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words, code, said",
+    [
+        ("--model_size tiny --gpu H100", 0, "fits"),
+        ("--model_size tiny --context_length 65536 --gpu_memory_gib 2", 3, "too small"),
+        ("--task analysis --model_size tiny --vram 1", 3, "too small"),
+    ],
+)
+def test_a_card_alone_is_planned_for(words, code, said, capsys):
+    assert profile_memory.main(words.split()) == code
+    assert capsys.readouterr().out.splitlines()[-1].count(said) == 1
+
+
+def test_the_profilers_help_names_the_flags_of_its_other_half(capsys):
+    with pytest.raises(SystemExit):
+        profile_memory.main(["--help"])
+    examples = capsys.readouterr().out.split("examples:")[1]
+    assert all(flag in examples for flag in ("--hf", "--step", "--svg"))
+
+
+# ---- shell scripts
+
+
+def scripted(script: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", str(script), *words], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_a_script_explains_itself_and_refuses_a_misspelt_option(script):
+    before = source_files()
+    helped = scripted(script, "--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert f"bash scripts/{script.name} " in helped.stdout
+
+    wrong = scripted(script, "--rehaerse")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert len(wrong.stderr.splitlines()) == 1
+    assert "--rehaerse" in wrong.stderr
+    assert source_files() == before

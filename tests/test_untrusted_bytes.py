@@ -1,0 +1,93 @@
+"""Everything that reads files from elsewhere accepts damaged bytes or refuses them in one line that
+is a ValueError: no other exception, no crash of a C or Rust parser, no 10 s, no 100 MB.
+
+Each input is a good file, damaged by a generator of its own seed. The readers run in a forked
+child, which a crash ends and this process survives.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from data import hugging_face
+from selfcheck.faults.readers import TARGETS, Target
+
+INPUTS = 400
+SECONDS = 10  # for one input
+LIMIT_MB = 100  # above what the process had before the first input
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_every_reader_refuses_damaged_files_in_one_line(target, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    good = target.make(folder)
+    target.read(folder)  # the good file is accepted; imports are made before the memory counts
+
+    log = tmp_path / "log"
+    child = FORK.Process(target=read_all, args=(target, good, folder, log))
+    child.start()
+    child.join()
+    words = log.read_text(encoding="utf-8", errors="replace")
+    assert child.exitcode == 0, f"exit code {child.exitcode} at the seed above: {words[-2000:]}"
+    refused, grown_mb = json.loads(words.splitlines()[-1])
+    assert refused > INPUTS // 10, "the damage does nothing"
+    assert grown_mb < LIMIT_MB
+
+
+def read_all(target: Target, good, folder: Path, log: Path):
+    """In the child: every input in turn. `log` gets the seeds, a traceback, and at the end how many
+    inputs were refused and the megabytes that the process grew by at most.
+    """
+    screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(screen, 1)
+    os.dup2(screen, 2)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = memory_mb("VmRSS")
+    refused = 0
+    for seed in range(INPUTS):
+        os.write(screen, f"\nseed {seed}\n".encode())
+        target.damage(random.Random(seed), good, folder)
+        signal.alarm(SECONDS)
+        refused += is_refused(target, folder)
+        signal.alarm(0)
+    figures = json.dumps([refused, memory_mb("VmHWM") - before])
+    os.write(screen, f"\n{figures}\n".encode())
+
+
+def is_refused(target: Target, folder: Path) -> bool:
+    """Whether the reader raises a ValueError that names a remedy in one line."""
+    try:
+        target.read(folder)
+    except ValueError as error:
+        bare = isinstance(error, (UnicodeError, json.JSONDecodeError))
+        if bare or "\n" in str(error):
+            raise AssertionError(f"words that name no remedy: {error!r}") from None
+        return True
+    return False
+
+
+def memory_mb(key: str) -> float:
+    """A field of /proc/self/status."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) / 1000 for line in file if line.startswith(key))
+
+
+def test_a_tokenizer_whose_library_panics_is_refused():
+    """As tokenizers 0.23.3 does on seeds 2414 and 7924 of tokenizer.json."""
+
+    class PanicException(BaseException):
+        pass
+
+    panics = hugging_face._Panics(Path("t.json"))
+    message = "t.json is one that tokenizers fails on .at 3.: save"
+    with pytest.raises(ValueError, match=message), panics:
+        raise PanicException("at\n3")
+    with pytest.raises(KeyboardInterrupt), panics:
+        raise KeyboardInterrupt

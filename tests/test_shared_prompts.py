@@ -12,14 +12,19 @@ import torch.nn.functional as F
 from footprint.measure import peak_bytes, saved_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
-from longhaul import dist, step
+from longhaul import dist, kernels, step
+from longhaul.clock import takes_clock
 from longhaul.config import TrainConfig
 from longhaul.generate import prefill
 from longhaul.memory.simulate import on_fake_tensors, trace_second_step
 from longhaul.memory.workspace import Workspaces
 from longhaul.parallel.context import Shard
 from longhaul.parallel.share_rows import RowSharing
-from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
+from longhaul.posttrain.prompts import (
+    CacheBehindPrompts,
+    SharedPrompts,
+    shared_prompt_attention,
+)
 from model import IGNORE, Decoder, KVCache, ModelConfig, NSAConfig
 from tests import oracle
 from tests.ranks import run_ranks
@@ -47,6 +52,11 @@ def small(**overrides) -> ModelConfig:
 
 def draw_tokens(prompts: SharedPrompts, seed: int = 0) -> torch.Tensor:
     return torch.randint(V, (1, prompts.tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def behind(prompts: SharedPrompts, tokens_BT: torch.Tensor) -> dict:
+    """The arguments of a forward over prompts and their responses."""
+    return {"positions": prompts.positions(tokens_BT.shape), "rows": prompts}
 
 
 def separate_rows(prompts: SharedPrompts, tokens_1N: torch.Tensor) -> list[tuple]:
@@ -146,7 +156,7 @@ def head_of(prompts: SharedPrompts):
 
 def shared_loss(model, prompts: SharedPrompts, tokens_1N: torch.Tensor) -> torch.Tensor:
     """`labels` are the tokens themselves: the head looks up which position scores which."""
-    return model(tokens_1N, tokens_1N, prompts=prompts, head=head_of(prompts))
+    return model(tokens_1N, tokens_1N, **behind(prompts, tokens_1N), head=head_of(prompts))
 
 
 def oracle_loss(weights: dict, config: ModelConfig, prompts, tokens_1N) -> torch.Tensor:
@@ -169,7 +179,7 @@ def doubles(model: Decoder) -> dict:
 )
 def test_loss_and_every_gradient_equal_the_oracle_of_separate_rows(lengths, overrides):
     prompts = SharedPrompts(lengths)
-    model = Decoder(small(**overrides))
+    model = kernels.decoder(small(**overrides))
     tokens_1N = draw_tokens(prompts)
     loss = shared_loss(model, prompts, tokens_1N)
     loss.backward()
@@ -201,10 +211,10 @@ def gradient_bound(name: str, norms: dict) -> float:
 
 def test_logits_of_every_token_equal_those_of_separate_rows():
     prompts = SharedPrompts([(19, 4, 9), (3, 7, 1, 2)])
-    model = Decoder(small())
+    model = kernels.decoder(small())
     tokens_1N = draw_tokens(prompts)
     with torch.no_grad():
-        found = model(tokens_1N, prompts=prompts)[0]
+        found = model(tokens_1N, **behind(prompts, tokens_1N))[0]
         rows = iter(separate_rows(prompts, tokens_1N))
         for prompt, *responses in prompts.spans():
             for response in responses:
@@ -216,14 +226,15 @@ def test_logits_of_every_token_equal_those_of_separate_rows():
 
 def test_groups_may_lie_in_several_rows_and_end_in_padding():
     """The padding of a row lengthens its last response, and changes nothing before it."""
-    model = Decoder(small())
+    model = kernels.decoder(small())
     short = SharedPrompts([(5, 3, 4), (6, 2, 2)])
     tokens_1N = draw_tokens(short)
     first, second = tokens_1N.split([12, 10], dim=1)
     padded = torch.cat([first, F.pad(second, (0, 2))])
     with torch.no_grad():
-        found = model.hidden(padded, prompts=SharedPrompts([(5, 3, 4), (6, 2, 4)]))
-        expected = model.hidden(tokens_1N, prompts=short)
+        longer = SharedPrompts([(5, 3, 4), (6, 2, 4)])
+        found = model.hidden(padded, **behind(longer, padded))
+        expected = model.hidden(tokens_1N, **behind(short, tokens_1N))
     assert_near(found.flatten(0, 1)[:22], expected[0])
 
 
@@ -242,13 +253,12 @@ class Responses:
     """The mean loss of the responses' tokens, as an objective of a training step."""
 
     def weight(self, micro) -> torch.Tensor:
-        own = micro["prompts"].scored()[1]
+        own = micro["rows"].scored()[1]
         return torch.tensor(len(own))
 
     def loss(self, model, micro, divisor) -> torch.Tensor:
-        return (
-            shared_loss(model, micro["prompts"], micro["tokens_BT"]) * self.weight(micro) / divisor
-        )
+        loss = shared_loss(model, micro["rows"], micro["tokens_BT"])
+        return loss * self.weight(micro) / divisor
 
     def tokens(self, micro, ranks: int) -> int:
         return ranks * micro["tokens_BT"].numel()
@@ -267,7 +277,8 @@ def micro_batches(rank: int = 0, ranks: int = 1) -> list[dict]:
     batch = []
     for seed, lengths in enumerate(MICRO_BATCHES):
         prompts = SharedPrompts(lengths)
-        batch.append(dict(tokens_BT=draw_tokens(prompts, seed), prompts=prompts))
+        tokens_1N = draw_tokens(prompts, seed)
+        batch.append(dict(tokens_BT=tokens_1N, **behind(prompts, tokens_1N)))
     return batch[rank::ranks]
 
 
@@ -340,7 +351,7 @@ def forward_and_backward(model: Decoder, batch: torch.Tensor, labels: torch.Tens
 
 
 def test_a_shared_prompt_needs_a_third_of_the_activations_or_less():
-    model = Decoder(small(num_layers=4, hidden_size=64, ffn_size=128, head_dim=8))
+    model = kernels.decoder(small(num_layers=4, hidden_size=64, ffn_size=128, head_dim=8))
     tokens_1N = draw_tokens(BEHIND)
     rows = torch.stack([tokens for tokens, _ in separate_rows(BEHIND, tokens_1N)])
     labels = rows.roll(-1, 1)
@@ -404,9 +415,9 @@ def test_a_gpu_is_planned_with_its_own_kernel(dtype, kernel):
 
 def branched(model: Decoder, prompt_CP: torch.Tensor, rows: int, length: int) -> KVCache:
     """A cache of `rows` rows behind the prompts."""
-    prompt = KVCache(model.config, *prompt_CP.shape)
+    prompt = model.new_cache(*prompt_CP.shape)
     prefill(model, prompt_CP, prompt)
-    return KVCache(model.config, rows, length, prompt=prompt)
+    return CacheBehindPrompts(prompt, rows, length)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -418,7 +429,7 @@ def test_rows_behind_a_prompt_have_the_logits_of_separate_rows(
     prompts, rows, prompt, length, overrides, dtype
 ):
     config = small(compute_dtype=dtype, **overrides)
-    model = Decoder(config).to(config.dtype)
+    model = kernels.decoder(config).to(config.dtype)
     generator = torch.Generator().manual_seed(0)
     prompt_CP = torch.randint(V, (prompts, prompt), generator=generator)
     own_BT = torch.randint(V, (rows, length), generator=generator)
@@ -436,15 +447,15 @@ def test_rows_behind_a_prompt_have_the_logits_of_separate_rows(
 
 def test_decoding_takes_the_memory_of_the_own_tokens_only():
     """4,096 tokens of a prompt, of which eight copies would take 8 MiB for each layer."""
-    model = Decoder(small(head_dim=32, num_kv_heads=4))
+    model = kernels.decoder(small(head_dim=32, num_kv_heads=4))
     tokens_1P = torch.zeros(1, 4096, dtype=torch.int64)
     with torch.no_grad():
-        prompt = KVCache(model.config, 1, 4096)
+        prompt = model.new_cache(1, 4096)
         prefill(model, tokens_1P, prompt)
         of_prompt = prompt.layers[0].k_BSGK.nbytes
 
         def decode():
-            cache = KVCache(model.config, 8, 2, prompt=prompt)
+            cache = CacheBehindPrompts(prompt, 8, 2)
             for _ in range(2):
                 model(torch.zeros(8, 1, dtype=torch.int64), cache=cache)
             return cache
@@ -471,42 +482,43 @@ def test_empty_parts_are_refused(lengths, message):
         SharedPrompts(lengths)
 
 
-SPARSE = dict(attention_type="nsa", nsa=NSAConfig(8, 4, 8, 4, 1, 2, 11))
+SPARSE = dict(attention=NSAConfig(8, 4, 8, 4, 1, 2, 11))
 
 
 def test_inputs_that_do_not_fit_are_refused():
-    model = Decoder(small())
+    model = kernels.decoder(small())
     prompts = SharedPrompts([(3, 2, 1)])
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     with pytest.raises(ValueError, match="give lengths that add up to 5"):
-        model.hidden(tokens[:, :5], prompts=prompts)
-    with pytest.raises(ValueError, match="drop doc_ids"):
-        model.hidden(tokens, doc_ids=tokens, prompts=prompts)
-    with pytest.raises(ValueError, match="give a KVCache with prompt="):
-        model.hidden(tokens, cache=KVCache(model.config, 1, 6), prompts=prompts)
-    with pytest.raises(ValueError, match="whose queries choose blocks.*choose attention_type"):
-        Decoder(small(**SPARSE)).hidden(tokens, prompts=prompts)
+        model.hidden(tokens[:, :5], positions=tokens[:, :5], rows=prompts)
+    given = behind(prompts, tokens)
+    with pytest.raises(ValueError, match="drop cache and doc_ids"):
+        model.hidden(tokens, doc_ids=tokens, **given)
+    with pytest.raises(ValueError, match="drop cache and doc_ids"):
+        model.hidden(tokens, cache=model.new_cache(1, 6), **given)
+    with pytest.raises(ValueError, match="NativeSparseAttention: choose attention_type standard"):
+        kernels.decoder(small(**SPARSE)).hidden(tokens, **given)
 
 
 def test_caches_that_cannot_be_continued_are_refused():
-    model = Decoder(small())
-    empty = KVCache(model.config, 2, 6)
+    model = kernels.decoder(small())
+    empty = model.new_cache(2, 6)
     with pytest.raises(ValueError, match="fill it with one token or more"):
-        KVCache(model.config, 4, 3, prompt=empty)
+        CacheBehindPrompts(empty, 4, 3)
     with pytest.raises(ValueError, match="5 rows that continue 2 prompts: give a multiple of 2"):
-        KVCache(model.config, 5, 3, prompt=empty)
-    sparse = small(**SPARSE)
-    with pytest.raises(ValueError, match="cannot share a prompt under NativeSparseAttention"):
-        KVCache(sparse, 4, 3, prompt=KVCache(sparse, 1, 6))
+        CacheBehindPrompts(empty, 5, 3)
+    sparse = kernels.decoder(small(**SPARSE))
+    with pytest.raises(ValueError, match="cannot share a prompt .*: choose attention_type standard"):
+        CacheBehindPrompts(sparse.new_cache(1, 6), 4, 3)
 
     cache = branched(model, torch.zeros(1, 5, dtype=torch.int64), 2, 4)
-    assert not cache.takes_clock
+    assert not takes_clock(cache)
     with pytest.raises(ValueError, match="give one token at a time"):
         model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
 
 
 def test_ranks_that_share_rows_refuse_shared_prompts():
-    model = Decoder(small())
+    model = kernels.decoder(small())
     RowSharing(Shard("ulysses", 0, 2)).wrap(model, compiled=False)
     prompts = SharedPrompts([(3, 2, 1)])
     with pytest.raises(ValueError, match="leave out --context_parallel_size"):

@@ -101,11 +101,7 @@ class SharedPrompts:
         """o [B, T, H, K] of the layer; ValueError if it is not full causal attention, or has other
         tokens.
         """
-        if not isinstance(layer, StandardAttention):
-            raise ValueError(
-                f"responses cannot share a prompt under {type(layer).__name__}: choose "
-                "attention_type standard"
-            )
+        _check_attention(layer)
         tokens = math.prod(inputs[0].shape[:2])
         if self.tokens != tokens:
             raise ValueError(
@@ -121,6 +117,15 @@ class SharedPrompts:
             ends = list(itertools.accumulate(group, initial=start))
             yield [slice(*pair) for pair in itertools.pairwise(ends)]
             start = ends[-1]
+
+
+def _check_attention(layer: Attention) -> None:
+    """ValueError if responses cannot share a prompt under this attention."""
+    if not isinstance(layer, StandardAttention):
+        raise ValueError(
+            f"responses cannot share a prompt under {type(layer).__name__}: choose "
+            "attention_type standard"
+        )
 
 
 def shared_prompt_attention(
@@ -234,7 +239,8 @@ class LayerBehindPrompt(LayerCache):
         self.prompt = prompt
 
     def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
-        """o [B, 1, H, K] of one token of each row."""
+        """o [B, 1, H, K] of one token of each row; ValueError as in `SharedPrompts.attend`."""
+        _check_attention(layer)
         q_B1HK, *keys_and_values = inputs
         own = self.append(*keys_and_values)
         return attention_behind_prompts(q_B1HK, *own, *self.prompt.stored())
@@ -247,6 +253,12 @@ class CacheBehindPrompts(KVCache):
     """
 
     def __init__(self, prompt: KVCache, rows: int, length: int):
+        kept = type(prompt.layers[0])
+        if kept is not LayerCache:
+            raise ValueError(
+                f"responses cannot share a prompt in a cache of {kept.__name__}: choose "
+                "attention_type standard"
+            )
         prompts = len(prompt.layers[0].k_BSGK)
         if rows % prompts:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""Indexed attention of model.py against its dense float64 oracle: outputs, the indexer's loss, all
-gradients; ties, budgets, documents, bounded memory.
+"""The plain version of indexed attention against its dense float64 oracle: outputs, the
+indexer's loss, all gradients; ties, budgets, documents, bounded memory.
 
 Letters as in tests/indexed_oracle.py.
 """
@@ -11,10 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import model
-from indexed.layer import IndexerConfig, pooled_keys
+from indexed import operators, plain, recall
+from indexed.layer import IndexerConfig
 from indexed.operators import indexed_backward, indexed_forward
-from indexed.plain import block_ranks, least_rank
+from indexed.plain import block_ranks, least_rank, pooled_keys
 from indexed.recall import Reading
 from longhaul import machine
 from longhaul.kernels import attention
@@ -34,7 +34,7 @@ SIZES = [
 @pytest.fixture(autouse=True)
 def plain_version(monkeypatch):
     """tests/test_indexed_engine.py is about the other one."""
-    monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
+    monkeypatch.setattr(operators, "engine_for", lambda dtype: None)
 
 
 def inputs(B, T, H, G, K, h, E, dtype=torch.float32) -> list[torch.Tensor]:
@@ -78,8 +78,9 @@ def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
 
 def few_logits(monkeypatch):
     """Chunks of 16 queries and small tiles of keys, so that short rows have several."""
-    monkeypatch.setattr(model, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(model, "TILE_KEYS", 1000)
+    monkeypatch.setattr(plain, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(recall, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(plain, "TILE_KEYS", 1000)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

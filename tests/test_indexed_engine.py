@@ -1,5 +1,5 @@
 """indexed/, whose time is that of what is read, against the float64 oracle of indexed attention and
-the plain version of model.py: the same outputs, gradients and choices, in bounded memory.
+the plain version: the same outputs, gradients and choices, in bounded memory.
 """
 
 import functools
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import model
 from footprint.measure import peak_bytes
 from indexed import choice, engine, layer, operators, plain
 from longhaul.memory.workspace import Workspaces
@@ -72,14 +71,14 @@ def test_in_bf16_it_errs_at_most_twice_as_much_as_the_plain_version(monkeypatch,
     """With heads of 64, from which on fp32 products are made of two bf16 ones."""
     tensors, upstream = operands(1, 600, 4, 2, 64, 2, 64, 4, torch.bfloat16)
     found, ranks = results(tensors, upstream, 4, 8)
-    monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
-    plain, plain_ranks = results(tensors, upstream, 4, 8)
+    monkeypatch.setattr(operators, "engine_for", lambda dtype: None)
+    of_plain, plain_ranks = results(tensors, upstream, 4, 8)
     truth, _ = results([x.double() for x in tensors], upstream, 4, 8)
 
     last = ranks & (2**31 - 1)
     assert (last == plain_ranks & (2**31 - 1)).float().mean() > 0.99
     for name in ("o", *NAMES):
-        assert relative(found[name], truth[name]) <= 2 * relative(plain[name], truth[name]), name
+        assert relative(found[name], truth[name]) <= 2 * relative(of_plain[name], truth[name]), name
     assert (found["kl"] - truth["kl"]).abs().max() <= 1e-5
 
 
@@ -108,8 +107,8 @@ def test_the_choice_is_that_of_a_sort_and_is_made_again_from_its_rank():
     assert torch.equal(chosen, order.sort(-1).values)
     rank = choice.least_rank(scores.gather(1, chosen), chosen)
     assert torch.equal(choice.choose_again(scores, rank, 17), chosen)
-    plain = plain.block_ranks(scores[None], torch.full((30, 1), 10_000), 4)
-    assert torch.equal(rank, plain.least_rank(plain, 17)[0])
+    ranks = plain.block_ranks(scores[None], torch.full((30, 1), 10_000), 4)
+    assert torch.equal(rank, plain.least_rank(ranks, 17)[0])
 
 
 def test_the_last_queries_of_a_row_give_what_the_whole_row_gives(small_parts):

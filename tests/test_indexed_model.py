@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from indexed.layer import IndexerConfig
-from longhaul import optim, qwen3, step
+from indexed.layer import IndexerConfig, own_losses
+from longhaul import kernels, optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
 from longhaul.dist import World
@@ -20,7 +20,7 @@ from longhaul.memory.estimate import estimate
 from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from model import Decoder, KVCache, ModelConfig
+from model import Decoder, ModelConfig, Standard
 from tests import indexed_oracle, oracle
 from tests.tiers import slow
 
@@ -30,8 +30,8 @@ BUDGET_OF_A_ROW = ("budget=400", "heads=3", "head_dim=24")
 
 
 def build(seed=1, **changes) -> Decoder:
-    settings = SHAPE | dict(attention_type="indexed", indexer=IndexerConfig(**SIZES)) | changes
-    return Decoder(ModelConfig.preset("tiny", **settings), seed=seed)
+    settings = SHAPE | dict(attention=IndexerConfig(**SIZES)) | changes
+    return kernels.decoder(ModelConfig.preset("tiny", **settings), seed=seed)
 
 
 def tokens(rows=2, length=120, seed=0) -> torch.Tensor:
@@ -78,9 +78,7 @@ def test_a_layer_is_its_equations_in_float64():
     layer = decoder.layers[0].attention
     x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(2))
     rope = decoder.rotary(70, x.device)
-    documents = layer.documents(decoder.config, None, (1, 70), x.device)
-    with decoder.losses.collected() as terms:
-        y = layer(x, rope, documents)
+    y = layer(x, rope, layer.rows(None, (1, 70), x.device))
 
     weights = {name: p.detach().double() for name, p in layer.named_parameters()}
     theta, eps = decoder.config.rope_theta, decoder.config.norm_eps
@@ -111,7 +109,7 @@ def test_a_layer_is_its_equations_in_float64():
     want = o.flatten(-2) @ weights["o_proj.weight"].T
     assert ((y.double() - want).norm() / want.norm()) <= 1e-5
     divergence = indexed_oracle.divergence(q, k, scores, chosen, 4).sum()
-    assert float(terms[0].detach()) == pytest.approx(float(divergence), rel=1e-5)
+    assert float(layer.measured[0, 0]) == pytest.approx(float(divergence), rel=1e-5)
 
 
 def test_packed_documents_equal_separate_ones_forward_and_backward():
@@ -120,11 +118,12 @@ def test_packed_documents_equal_separate_ones_forward_and_backward():
     ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
     weight = torch.randn(2, 120, 97, generator=torch.Generator().manual_seed(2))
 
-    def results(make_logits):
-        with decoder.losses.collected() as terms:
+    def results(make_logits, forwards):
+        with own_losses(decoder, warming=False) as own:
             logits = make_logits()
-        loss = (logits * weight).sum() + sum(terms)
-        return [logits, *torch.autograd.grad(loss, list(decoder.parameters()))]
+            summed = 1 / (len(decoder.layers) * forwards)  # of the mean over all layers' terms
+            loss = own.added_to((logits * weight).sum(), summed)
+            return [logits, *torch.autograd.grad(loss, list(decoder.parameters()))]
 
     def alone():
         rows = zip(x, lengths, strict=True)
@@ -138,7 +137,7 @@ def test_packed_documents_equal_separate_ones_forward_and_backward():
             2, 120, 97
         )
 
-    for got, want in zip(results(packed), results(alone), strict=True):
+    for got, want in zip(results(packed, 1), results(alone, 5), strict=True):
         assert want.abs().max() > 0
         assert (got - want).abs().max() <= 2e-5 * want.abs().max()
 
@@ -166,7 +165,7 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward():
     for given in (None, positions):
         full = decoder(x, positions=given)
         for parts in ([90] + [1] * 30, [1] * 120, [61, 41, 2, 1, 15]):
-            cache = KVCache(decoder.config, 2, 120)
+            cache = decoder.new_cache(2, 120)
             pieces = []
             for part, at in zip(x.split(parts, 1), torch.arange(120).split(parts), strict=True):
                 where = None if given is None else given[:, at]
@@ -178,7 +177,7 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward():
 @torch.no_grad()
 def test_a_cache_that_is_too_small_stays_as_it_was():
     decoder, x = build(), tokens()
-    cache = KVCache(decoder.config, 2, 100)
+    cache = decoder.new_cache(2, 100)
     first = decoder(x[:, :90], cache=cache)
     with pytest.raises(ValueError, match="holds 100 positions and 101 are needed"):
         decoder(x[:, 90:101], cache=cache)
@@ -197,7 +196,7 @@ def test_sampling_over_the_cache_is_greedy_decoding_of_the_full_forward():
 
 
 def test_the_cache_of_the_indexer_is_a_key_for_each_block():
-    cache = KVCache(build().config, 3, 402).layers[0]
+    cache = build().new_cache(3, 402).layers[0]
     assert cache.k_BNE.shape == (3, 402 // 4, 24)
 
 
@@ -207,7 +206,7 @@ def test_the_cache_of_the_indexer_is_a_key_for_each_block():
 def test_in_the_warm_up_only_the_indexer_learns_and_the_loss_is_that_of_dense_attention():
     cfg = settings(indexer_warmup=20)
     state, results = trained(cfg, 20)
-    dense = Decoder(dataclasses.replace(cfg.model(), attention_type="standard"), seed=cfg.seed)
+    dense = kernels.decoder(dataclasses.replace(cfg.model(), attention=Standard()), seed=cfg.seed)
     fresh = step.build(cfg, cfg.model(), "cpu").model
     for (name, p), before in zip(state.model.named_parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, before) != is_indexers(name), name
@@ -297,10 +296,10 @@ def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp
 
 
 def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):
-    dense = Decoder(dataclasses.replace(build().config, attention_type="standard"))
+    dense = kernels.decoder(dataclasses.replace(build().config, attention=Standard()))
     qwen3.to_hf(dense, tmp_path / "qwen3")
     sizes = IndexerConfig(**SIZES)
-    found = qwen3.from_hf(tmp_path / "qwen3", attention_type="indexed", indexer=sizes)
+    found = qwen3.from_hf(tmp_path / "qwen3", attention=sizes)
     theirs = dict(dense.named_parameters())
     added = {name for name, _ in found.named_parameters() if is_indexers(name)}
     for name, parameter in found.named_parameters():
@@ -342,7 +341,7 @@ def test_settings_without_effect_are_named_and_a_budget_of_the_row_is_warned_of(
     assert losses[0] == losses[1]
     assert any("reads a whole row" in line for line in settings(context_length=24).warnings())
     assert not any("reads a whole row" in line for line in settings().warnings())
-    narrow = dataclasses.replace(settings().model(), indexer=IndexerConfig(head_dim=8))
+    narrow = dataclasses.replace(settings().model(), attention=IndexerConfig(head_dim=8))
     with pytest.raises(ValueError, match="given head_dim=8; allowed: at least the model's 16"):
         attention_kind(narrow).check(narrow)
 
@@ -354,14 +353,16 @@ def test_parameters_and_operations_are_counted():
     decoder = build()
     assert decoder.config.num_params() == decoder.num_params()
 
-    config = dataclasses.replace(decoder.config, indexer=IndexerConfig(budget=8, r=4, head_dim=32))
+    config = dataclasses.replace(
+        decoder.config, attention=IndexerConfig(budget=8, r=4, head_dim=32)
+    )
     positions = torch.tensor([0, 3, 4, 11, 12, 30])
     keys = torch.tensor([1, 4, 5, 12, 9, 11])  # those that attention reads
     candidates, chosen = torch.tensor([0, 0, 1, 2, 3, 7]), torch.tensor([0, 0, 1, 2, 2, 2])
     scores = 2 * 4 * 32 * (candidates + 2 * chosen) / (12 * 4 * 16)
     assert torch.allclose(keys_read(config, positions), keys + scores)
 
-    standard = dataclasses.replace(config, attention_type="standard")
+    standard = dataclasses.replace(config, attention=Standard())
     added = train_flops(config, 100, 0.0) - train_flops(standard, 100, 0.0)
     assert added == pytest.approx(4 * 100 * 2 * 64 * 5 * 32)
 

@@ -1,4 +1,4 @@
-"""indexed/triton/ against the float64 oracle of indexed attention and model.py's plain version.
+"""indexed/triton/ against the float64 oracle of indexed attention and its plain version.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them, on a few dozen
 tokens and with tiles, chunks and groups cut small, so that every loop takes several steps; and
@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import model
-from indexed import layer, operators, plain
+from indexed import engine, operators, plain
+from indexed.layer import IndexerConfig, own_losses
 from longhaul import machine
+from longhaul.kinds import attention_kind
 from longhaul.memory.workspace import Workspaces
 from tests import indexed_oracle as oracle
 from tests.test_indexed import bounded_at, gradients, inputs, outputs, relative, wanted
@@ -116,13 +117,13 @@ def test_in_fp16_it_errs_at_most_twice_as_much_as_the_plain_version(monkeypatch)
     tensors = [x.to(DEVICE) for x in tensors]
     upstream = [x.to(DEVICE) for x in upstream]
     found, ranks = results(tensors, upstream, 4, 2, "triton")
-    monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
-    plain, plain_ranks = results(tensors, upstream, 4, 2, "torch")
+    monkeypatch.setattr(operators, "engine_for", lambda dtype: None)
+    without, plain_ranks = results(tensors, upstream, 4, 2, "torch")
     truth, _ = results([x.double() for x in tensors], upstream, 4, 2, "torch")
 
     assert torch.equal(ranks & (2**31 - 1), plain_ranks & (2**31 - 1))
     for name in ("o", *NAMES):
-        error, of_plain = (relative(x[name], truth[name]) for x in (found, plain))
+        error, of_plain = (relative(x[name], truth[name]) for x in (found, without))
         assert error <= 2 * of_plain, name
     assert (found["kl"] - truth["kl"]).abs().max() <= 1e-5
 
@@ -185,12 +186,12 @@ def test_nan_reaches_the_output_and_reads_nothing_out_of_bounds():
 @pytest.mark.parametrize("last", [1, 5])
 def test_the_last_queries_of_a_row_give_what_the_plain_row_gives(last, monkeypatch):
     q, k, v, q_idx, k_idx = (x.detach() for x in make(2, 67, 4, 2, 16, 3, 16))
-    k_NE = layer.pooled_keys(k_idx, 4)
+    k_NE = plain.pooled_keys(k_idx, 4)
     end = slice(67 - last, None)
     part, *_ = operators.indexed_forward(
         q[:, end], k, v, q_idx[:, end], k_NE, 4, 4, False, "triton"
     )
-    monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
+    monkeypatch.setattr(operators, "engine_for", lambda dtype: None)
     whole, *_ = operators.indexed_forward(q, k, v, q_idx, k_NE, 4, 4, False, "torch")
     assert relative(part, whole[:, end].double()) <= 1e-6
 
@@ -198,27 +199,27 @@ def test_the_last_queries_of_a_row_give_what_the_plain_row_gives(last, monkeypat
 def test_where_every_block_is_read_it_is_the_plain_version(monkeypatch):
     tensors = make(1, 30, 2, 1, 8, 2, 8)
     found = run(tensors, 4, 28)  # as many blocks as there are
-    monkeypatch.setattr(model, "indexed_core", lambda *_: None)
+    monkeypatch.setattr(operators, "indexed_core", lambda *_: None)
     assert all(torch.equal(x, y) for x, y in zip(found, run(tensors, 4, 28), strict=True))
 
 
 def test_a_model_with_packed_documents_learns_as_by_the_plain_version(monkeypatch):
     """Loss and gradients of a row of two documents, of 22 and of 3 tokens."""
     ids = (torch.arange(25) >= 22)[None].int()
-    indexer = layer.IndexerConfig(budget=16, heads=2, head_dim=16)
-    changes = dict(num_layers=1, num_heads=2, num_kv_heads=1, indexer=indexer)
+    indexer = IndexerConfig(budget=16, heads=2, head_dim=16)
+    changes = dict(num_layers=1, num_heads=2, num_kv_heads=1, attention=indexer)
 
     def learned(kernels):
         decoder = build(kernels=kernels, **changes).to(DEVICE)
         row = tokens(1, 26).to(DEVICE)
-        with decoder.losses.collected() as terms:
+        with own_losses(decoder, warming=False) as own:
             loss = decoder(row[:, :-1], row[:, 1:], doc_ids=ids)
-        total = loss.sum() + sum(terms)
-        total.backward()
-        return {name: p.grad for name, p in decoder.named_parameters()} | {"loss": total.detach()}
+            own.added_to(loss, 1.0).backward()
+        total = loss.detach() + decoder.layers[0].attention.measured[0, 0]
+        return {name: p.grad for name, p in decoder.named_parameters()} | {"loss": total}
 
     found = learned("triton")
-    monkeypatch.setattr(model, "indexed_twin", lambda dtype: None)
+    monkeypatch.setattr(operators, "engine_for", lambda dtype: None)
     for name, want in learned("torch").items():
         assert relative(found[name], want.double()) <= 1e-5, name
 
@@ -233,9 +234,9 @@ MANY = pytest.param(
 @pytest.mark.parametrize("documents, budget, heads, dim", [FEW, MANY])
 def test_packed_documents_equal_separate_ones_bit_for_bit(documents, budget, heads, dim):
     """o, the indexer's loss and the gradients of all inputs of a layer, in bf16 on a GPU."""
-    indexer = layer.IndexerConfig(budget=budget, heads=heads, head_dim=dim)
+    indexer = IndexerConfig(budget=budget, heads=heads, head_dim=dim)
     shape = dict(num_heads=2 * heads, num_kv_heads=2, head_dim=dim)
-    decoder = build(kernels="triton", num_layers=1, indexer=indexer, **shape)
+    decoder = build(kernels="triton", num_layers=1, attention=indexer, **shape)
     layer = decoder.layers[0].attention
     make_one = torch.Generator().manual_seed(3)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -248,12 +249,12 @@ def test_packed_documents_equal_separate_ones_bit_for_bit(documents, budget, hea
         tensors = [x.detach().requires_grad_() for x in tensors]
         shape = 1, sum(lengths)
         boundaries = torch.tensor([0, *lengths]).cumsum(0)
-        layout = layer.documents(decoder.config, boundaries, shape, DEVICE)
+        layout = layer.rows(boundaries, shape, DEVICE)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
-        with decoder.losses.collected() as terms:
-            o = layer.attend(tensors, decoder.rotary.at(positions[None]), layout)
-        (kl,) = terms
-        return o, *torch.autograd.grad(o.float().square().sum() + kl, tensors)
+        with own_losses(decoder, warming=False) as own:
+            o = layout.attend(layer, tensors, decoder.rotary.at(positions[None]))
+            total = own.added_to(o.float().square().sum(), 1.0)
+            return o, *torch.autograd.grad(total, tensors)
 
     packed = results(whole, documents)
     parts = zip(*(x.split(documents, dim=1) for x in whole), strict=True)
@@ -306,21 +307,19 @@ def core(kernels, heads=4, dtype=torch.float32):
 
 
 def test_auto_takes_the_kernels_on_cuda_and_the_engine_elsewhere(monkeypatch):
-    import indexed
-
-    assert core("auto") is core("torch") is indexed
+    assert core("auto") is core("torch") is engine
     assert core("triton") is attention
     with machine.running_on(OnCuda()):
         assert core("auto") is attention
-        assert core("torch") is indexed
-        assert core("auto", heads=512) is indexed  # too many for a tile
+        assert core("torch") is engine
+        assert core("auto", heads=512) is engine  # too many for a tile
         monkeypatch.setitem(sys.modules, "indexed.triton", None)
-        assert core("auto") is indexed
+        assert core("auto") is engine
 
 
 def test_kernels_that_cannot_run_are_refused_with_the_remedy(monkeypatch):
     config = build().config
-    kind = model.attention_kind(config)
+    kind = attention_kind(config)
     asked = dataclasses.replace(config, kernels="triton")
     kind.check(asked, "cpu")  # interpreted
     assert kind.warning(config, "cuda") is None
@@ -402,7 +401,7 @@ def test_bf16_is_within_its_rounding_of_the_plain_version_in_fp32(T, monkeypatch
     tensors, upstream = operands(1, T, 8, 2, 128, 4, 128, 4, torch.bfloat16)
     tensors, upstream = ([x.to(DEVICE) for x in group] for group in (tensors, upstream))
     found, ranks = results(tensors, upstream, 4, 128, "triton")
-    monkeypatch.setattr(model, "indexed_core", lambda *_: None)
+    monkeypatch.setattr(operators, "indexed_core", lambda *_: None)
     want, true_ranks = results([x.float() for x in tensors], upstream, 4, 128)
 
     last, true_last = (x & (2**31 - 1) for x in (ranks, true_ranks))

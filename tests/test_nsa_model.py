@@ -21,7 +21,7 @@ from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
-from model import Decoder, KVCache, ModelConfig, NSAConfig
+from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
@@ -39,9 +39,9 @@ KINDS = pytest.mark.parametrize(
 
 @pytest.fixture(params=["engine", "plain"])
 def either(request, monkeypatch):
-    """Runs a test twice: with nsa/, and as if that folder were absent."""
+    """Runs a test twice: with nsa/, and with the plain functions of model.py."""
     if request.param == "plain":
-        monkeypatch.setattr(model, "sparse_twin", lambda: None)
+        monkeypatch.setattr(kernels, "choose", lambda config: model.Ops())
 
 
 def build(kind=None, **changes) -> Decoder:
@@ -56,13 +56,12 @@ def build(kind=None, **changes) -> Decoder:
                 num_heads=4,
                 head_dim=16,
                 ffn_size=96,
-                attention_type="nsa",
-                nsa=NSAConfig(**SIZES, **kind or {}),
+                attention=NSAConfig(**SIZES, **kind or {}),
             ),
             **changes,
         },
     )
-    decoder, generator = Decoder(config), torch.Generator().manual_seed(1)
+    decoder, generator = kernels.decoder(config), torch.Generator().manual_seed(1)
     for name, parameter in decoder.named_parameters():
         if ".sparse." in name:
             parameter.data.normal_(0, 0.3, generator=generator)
@@ -79,7 +78,7 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(ki
     decoder, x = build(kind), tokens()
     full = decoder(x)
     for parts in ([150] + [1] * 50, [1] * 200, [100, 60, 1, 39], [7, 193]):
-        cache = KVCache(decoder.config, 2, 210)
+        cache = decoder.new_cache(2, 210)
         pieces = [decoder(part, cache=cache) for part in x.split(parts, 1)]
         assert cache.length == 200
         assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
@@ -89,7 +88,7 @@ def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward(ki
 @torch.no_grad()
 def test_bf16_decoding_stays_within_its_rounding_of_the_full_forward(kind, either):
     decoder, x = build(kind, compute_dtype="bfloat16"), tokens()
-    cache = KVCache(decoder.config, 2, 200)
+    cache = decoder.new_cache(2, 200)
     decoded = torch.cat(
         [decoder(part, cache=cache) for part in x.split([150] + [1] * 50, 1)], 1
     ).float()
@@ -102,7 +101,7 @@ def test_decoding_follows_positions_of_every_row_and_then_the_default_ones(eithe
     decoder, x = build(), tokens()
     rows = torch.stack((torch.arange(200) + 1000, torch.arange(200) * 2 + 7))
     for positions, later in ((rows, rows), (torch.arange(200).expand(2, -1), None)):
-        cache = KVCache(decoder.config, 2, 200)
+        cache = decoder.new_cache(2, 200)
         pieces = [decoder(x[:, :150], positions=positions[:, :150], cache=cache)]
         pieces += [
             decoder(
@@ -116,11 +115,11 @@ def test_decoding_follows_positions_of_every_row_and_then_the_default_ones(eithe
         assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max()
 
 
-@pytest.mark.parametrize("attention", ["standard", "nsa"])
+@pytest.mark.parametrize("attention", [Standard(), NSAConfig(**SIZES)], ids=["standard", "nsa"])
 @torch.no_grad()
 def test_a_cache_that_is_too_small_names_what_it_needs_and_stays_as_it_was(attention, either):
-    decoder, x = build(attention_type=attention), tokens()
-    cache = KVCache(decoder.config, 2, 160)
+    decoder, x = build(attention=attention), tokens()
+    cache = decoder.new_cache(2, 160)
     first = decoder(x[:, :150], cache=cache)
     with pytest.raises(
         ValueError, match="holds 160 positions and 161 are needed: build it with max_length >= 161"
@@ -168,29 +167,32 @@ def test_packed_documents_equal_separate_ones_forward_and_backward(kind, either)
         assert want.abs().max() > 0 and (got - want).abs().max() <= 2e-5 * want.abs().max(), name
 
 
+def compute_sparse_by(core, decoder):
+    for layer in decoder.layers:
+        layer.attention.ops = dataclasses.replace(layer.attention.ops, sparse=core)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_the_engine_in_the_decoder_equals_the_plain_version(packed):
     decoder, x = build(), tokens()
     ids = (torch.arange(200) >= 90).expand(2, -1) if packed else None
     results = []
     for core in (nsa.nsa_attention, model.plain_nsa_attention):
-        for layer in decoder.layers:
-            layer.attention.sparse.core = core
+        compute_sparse_by(core, decoder)
         logits = decoder(x, doc_ids=ids)
         results.append([logits, *torch.autograd.grad(logits.square().sum(), decoder.parameters())])
     for got, want in zip(*results):
         assert (got - want).abs().max() <= 3e-5 * want.abs().max()
 
 
-def test_the_engine_is_taken_if_it_can_be_imported_and_the_plain_version_otherwise(monkeypatch):
-    def core(**changes):
-        return build(**changes).layers[0].attention.sparse.core
-
-    assert core(kernels="torch") is nsa.nsa_attention
-    assert type(KVCache(build().config, 1, 8).layers[0]) is nsa.NSAState
-    monkeypatch.setattr(model, "sparse_twin", lambda: None)
-    assert core(kernels="torch") is model.plain_nsa_attention
-    assert type(KVCache(build().config, 1, 8).layers[0]) is model.SparseCache
+def test_the_trainer_takes_the_engine_and_a_decoder_alone_the_plain_version():
+    config = build(kernels="torch").config
+    for decoder, core, cache in (
+        (kernels.decoder(config), nsa.nsa_attention, nsa.NSAState),
+        (Decoder(config), model.plain_nsa_attention, model.SparseCache),
+    ):
+        assert decoder.layers[0].attention.ops.sparse is core
+        assert type(decoder.new_cache(1, 8).layers[0]) is cache
 
 
 class OnCuda(machine.Platform):
@@ -202,9 +204,9 @@ class OnCuda(machine.Platform):
 
 def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch):
     triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
-    monkeypatch.setattr(nsa, "nsa_attention", lambda *_: "engine")
+    monkeypatch.setattr(kernels, "nsa_attention", lambda *_: "engine")
     monkeypatch.setattr(triton, "nsa_attention", lambda *_: "triton")
-    core = kernels.choose_sparse_core(build().config)
+    core = kernels.sparse_core(build().config)
     assert core(torch.empty(0)) == "engine"
     with machine.running_on(OnCuda()):
         assert core(torch.empty(0)) == "triton"
@@ -213,8 +215,8 @@ def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch)
 def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
     monkeypatch.setitem(sys.modules, "nsa.triton", None)
     config = build().config
-    assert kernels.choose_sparse_core(config) is nsa.nsa_attention
-    kind = model.attention_kind(config)
+    assert kernels.sparse_core(config) is nsa.nsa_attention
+    kind = attention_kind(config)
     assert kind.warning(config, "cpu") is None
     assert re.search("slowly.*pip install triton", kind.warning(config, "cuda"))
     with pytest.raises(ValueError, match="pip install triton, or choose kernels='auto' or 'torch'"):
@@ -246,8 +248,8 @@ def test_a_card_that_cannot_run_the_kernels_is_told_before_the_first_step(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(shared))
-    config = ModelConfig.preset("4B", attention_type="nsa", compute_dtype="bfloat16")
-    warning = model.attention_kind(config).warning(config, "cuda")
+    config = ModelConfig.preset("4B", attention=NSAConfig(), compute_dtype="bfloat16")
+    warning = attention_kind(config).warning(config, "cuda")
     if words is None:
         assert warning is None
     else:
@@ -255,7 +257,7 @@ def test_a_card_that_cannot_run_the_kernels_is_told_before_the_first_step(
         assert "\n" not in warning
         asked = dataclasses.replace(config, kernels="triton")
         with pytest.raises(ValueError, match=words):
-            model.attention_kind(config).check(asked, "cuda")
+            attention_kind(config).check(asked, "cuda")
 
 
 def test_a_later_token_changes_no_earlier_logit(either):
@@ -267,7 +269,7 @@ def test_a_later_token_changes_no_earlier_logit(either):
 
 
 def test_training_starts_from_open_gates_and_mean_pooling():
-    fresh = Decoder(build().config)
+    fresh = kernels.decoder(build().config)
     for layer in fresh.layers:
         sparse = layer.attention.sparse
         assert (
@@ -323,9 +325,9 @@ def test_sampling_over_the_cache_is_greedy_decoding_of_the_full_forward():
 
 
 def test_qwen3_weights_start_a_sparse_model_and_what_nsa_adds_starts_fresh(tmp_path):
-    dense = Decoder(dataclasses.replace(build().config, attention_type="standard"))
+    dense = kernels.decoder(dataclasses.replace(build().config, attention=Standard()))
     qwen3.to_hf(dense, tmp_path / "qwen3")
-    sparse = qwen3.from_hf(tmp_path / "qwen3", attention_type="nsa", nsa=NSAConfig(**SIZES))
+    sparse = qwen3.from_hf(tmp_path / "qwen3", attention=NSAConfig(**SIZES))
     theirs, added = dict(dense.named_parameters()), 0
     for name, parameter in sparse.named_parameters():
         if ".sparse." in name:
@@ -345,13 +347,14 @@ def test_a_dtype_that_the_branches_cannot_run_is_refused_when_the_model_is_built
 
 TRITON = """
 import torch
-from model import Decoder, ModelConfig, NSAConfig
+from longhaul.kernels import decoder as build
+from model import ModelConfig, NSAConfig
 sizes = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=4, window=8)
 shape = dict(vocab_size=50, num_layers=1, hidden_size=32, num_heads=4, head_dim=16, ffn_size=32)
 config = ModelConfig.preset(
-    "tiny", **shape, attention_type="nsa", nsa=sizes, kernels="{kernels}", loss="standard"
+    "tiny", **shape, attention=sizes, kernels="{kernels}", loss="standard"
 )
-decoder, x = Decoder(config), torch.arange(60)[None] % 50
+decoder, x = build(config), torch.arange(60)[None] % 50
 loss = decoder(x[:, :-1], x[:, 1:])
 loss.backward()
 print(loss.item(), sum(p.grad.square().sum() for p in decoder.parameters()).item())
@@ -394,7 +397,7 @@ def test_a_sparse_configuration_survives_the_run_record():
             for name, value in json.loads(json.dumps(dataclasses.asdict(cfg))).items()
         }
     )
-    assert again.model() == cfg.model() and again.model().nsa == NSAConfig(
+    assert again.model() == cfg.model() and again.model().attention == NSAConfig(
         kv="separate", window=128
     )
 
@@ -424,8 +427,7 @@ def random_tokens_loss(core, steps=80) -> float:
         schedule="constant",
     )
     state = step.build(cfg, cfg.model(), "cpu")
-    for layer in state.model.layers:
-        layer.attention.sparse.core = core
+    compute_sparse_by(core, state.model)
     losses = []
     for index in range(steps):
         x = torch.randint(16, (4, 129), generator=torch.Generator().manual_seed(index))

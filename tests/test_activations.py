@@ -15,7 +15,7 @@ from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.machine import Platform, running_on
 from longhaul.parallel import checkpointing, tiling
-from model import MLP, KVCache, ModelConfig
+from model import MLP, ModelConfig, Ops
 from tests.tiers import few_fast
 
 T, V = 96, 101
@@ -119,7 +119,7 @@ def test_many_tiles_make_the_gradients_of_bf16_weights_no_noisier():
     """Sums over the tiles are fp32: in bf16 the later tiles would be rounded away."""
 
     def error(tiles: int) -> list[float]:
-        mlp = MLP(ModelConfig.preset("tiny", hidden_size=32, ffn_size=64))
+        mlp = MLP(ModelConfig.preset("tiny", hidden_size=32, ffn_size=64), Ops())
         generator = torch.Generator().manual_seed(0)
         for p in mlp.parameters():
             p.data = torch.randn(p.shape, generator=generator).bfloat16()
@@ -295,7 +295,7 @@ def test_levers_leave_validation_and_decoding_as_they_are():
     plain, changed = build(), build(**LEVERS["full, tiles, groups, offload"])
     x = batch(1, packed=False)[0]["tokens_BT"]
     assert (plain.model(x) - changed.model(x)).abs().max() <= 1e-5
-    caches = [KVCache(state.model.config, 1, T) for state in (plain, changed)]
+    caches = [state.model.new_cache(1, T) for state in (plain, changed)]
     for part in x.split([40, 1, 55], 1):
         a, b = (state.model(part, cache=cache) for state, cache in zip((plain, changed), caches))
         assert (a - b).abs().max() <= 1e-5

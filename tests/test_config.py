@@ -221,7 +221,7 @@ def test_switches_values_and_lists_are_read():
     assert cfg.gradient_checkpointing == "full"
     assert cfg.mlp_tiles == 0
     assert cfg.nsa == ("window=64", "sel_count=4")
-    assert cfg.model().nsa.window == 64
+    assert cfg.model().attention.window == 64
     assert cfg.lr == 2e-3
 
 
@@ -340,7 +340,7 @@ def test_a_run_that_ends_inside_its_warmup_is_told_the_rate_that_it_reaches():
 
 def test_sparse_attention_over_rows_that_fit_in_its_window_is_warned_about():
     settings = dict(model_size="tiny", attention_type="nsa")
-    window = TrainConfig(**settings).model().nsa.window
+    window = TrainConfig(**settings).model().attention.window
     (words,) = TrainConfig(**settings, context_length=window).warnings()
     assert "only adds work: use --attention_type standard" in words
     assert TrainConfig(**settings, context_length=window + 1).warnings() == []

@@ -3,12 +3,19 @@
 import pytest
 import torch
 
+from longhaul import kernels
+from longhaul.clock import ClockedCache
 from longhaul.generate import CapturedSteps, cuda_graph
 from longhaul.kernels import attention
+from longhaul.kinds import KINDS
 from longhaul.parallel import context
 from longhaul.parallel.parts import attention_part_backward
-from longhaul.posttrain.prompts import SharedPrompts, shared_prompt_attention
-from model import Decoder, Documents, KVCache, ModelConfig, StandardAttention
+from longhaul.posttrain.prompts import (
+    CacheBehindPrompts,
+    SharedPrompts,
+    shared_prompt_attention,
+)
+from model import Documents, ModelConfig, StandardAttention
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: PyTorch sees none"
@@ -139,13 +146,13 @@ def test_rows_that_continue_a_prompt(dtype):
         head_dim=64,
         compute_dtype=str(dtype).removeprefix("torch."),
     )
-    decoder = Decoder(config).to(DEVICE)
+    decoder = kernels.decoder(config).to(DEVICE)
     tokens = torch.randint(64, (3, 45), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     tokens[:, :40] = tokens[0, :40]
     with torch.no_grad():
-        prompt = KVCache(config, 1, 40, DEVICE)
+        prompt = decoder.new_cache(1, 40)
         decoder(tokens[:1, :40], cache=prompt)
-        cache = KVCache(config, 3, 5, DEVICE, prompt=prompt)
+        cache = CacheBehindPrompts(prompt, 3, 5)
         steps = [decoder(token_B1, cache=cache) for token_B1 in tokens[:, 40:].split(1, dim=1)]
         expected = decoder(tokens)[:, 40:]
     error = (torch.cat(steps, dim=1) - expected).abs().max() / expected.abs().max()
@@ -160,18 +167,19 @@ def test_captured_steps_have_the_logits_of_plain_ones(attention_type, dtype):
         vocab_size=64,
         num_layers=2,
         head_dim=64,
-        attention_type=attention_type,
+        attention=KINDS[attention_type].config(),
         compute_dtype=str(dtype).removeprefix("torch."),
         kernels="torch",
     )
-    decoder = Decoder(config).to(DEVICE)
+    decoder = kernels.decoder(config).to(DEVICE)
     tokens = torch.randint(64, (1, 90), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    plain = KVCache(config, 1, 128, DEVICE)
-    fixed = KVCache(config, 1, 128, DEVICE)
+    plain = decoder.new_cache(1, 128)
+    fixed = decoder.new_cache(1, 128)
     with torch.no_grad():
         decoder(tokens[:, :40], cache=plain)
         decoder(tokens[:, :40], cache=fixed)
-        steps = CapturedSteps(decoder, fixed, cuda_graph)
+        clocked = ClockedCache(fixed, rows=1, capacity=128, device=DEVICE)
+        steps = CapturedSteps(decoder, clocked, cuda_graph)
         for token_11 in tokens[:, 40:].split(1, dim=1):
             expected = decoder(token_11, cache=plain)[0, -1]
             error = (steps(token_11) - expected).abs().max() / expected.abs().max()
@@ -182,16 +190,16 @@ def test_captured_steps_have_the_logits_of_plain_ones(attention_type, dtype):
 def test_fused_operators_are_as_exact_as_the_plain_ones(dtype):
     tokens = torch.randint(64, (2, 77), generator=torch.Generator().manual_seed(0))
 
-    def gradients(device: str, dtype: torch.dtype, kernels: str) -> list[torch.Tensor]:
+    def gradients(device: str, dtype: torch.dtype, backend: str) -> list[torch.Tensor]:
         config = ModelConfig.preset(
             "tiny",
             vocab_size=64,
             num_layers=2,
             loss="standard",
             compute_dtype=str(dtype).removeprefix("torch."),
-            kernels=kernels,
+            kernels=backend,
         )
-        decoder = Decoder(config)
+        decoder = kernels.decoder(config)
         if dtype == torch.float64:
             decoder.double()
         decoder.to(device)

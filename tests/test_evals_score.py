@@ -8,7 +8,7 @@ import torch
 from longhaul import dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer, Scores, answers, score_all
-from model import IGNORE, KVCache
+from model import IGNORE
 from tests.ranks import run_ranks
 from tests.test_context import SPARSE
 
@@ -143,7 +143,7 @@ def test_figures_of_rows_that_continue_a_cache_are_those_of_the_whole_row():
 
     scorer = ModelScorer(model, "cpu")
     expected = scorer.figures(whole, double)
-    cache = KVCache(model.config, 1, T)
+    cache = model.new_cache(1, T)
     found = [scorer.figures(part, double, cache) for part in (beginning, rest)]
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-5, rtol=1e-5)
     assert not expected.requires_grad

@@ -16,8 +16,9 @@ import torch
 import train
 from data import prepare
 from data.writer import write_dataset
-from longhaul import dist
+from longhaul import dist, kernels
 from longhaul.checkpoint.load import load_model, verified
+from longhaul.clock import ClockedCache
 from longhaul.generate import (
     PREFILL_CHUNK,
     CapturedSteps,
@@ -28,7 +29,8 @@ from longhaul.generate import (
     filtered,
     generate,
 )
-from model import Decoder, KVCache, ModelConfig, NSAConfig, StandardAttention
+from longhaul.kinds import StandardKind
+from model import ModelConfig, NSAConfig, Standard
 from scripts import evaluate as evaluate_script
 from scripts import generate as generate_script
 from tests.tiers import slow
@@ -42,7 +44,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def decoder():
-    return Decoder(ModelConfig.preset("tiny", vocab_size=50, num_layers=2))
+    return kernels.decoder(ModelConfig.preset("tiny", vocab_size=50, num_layers=2))
 
 
 def test_top_k_keeps_the_k_most_probable_in_their_proportions():
@@ -94,21 +96,21 @@ def test_steps_of_fixed_shapes_have_the_logits_of_plain_ones(attention_type, kv,
         vocab_size=64,
         num_layers=2,
         init_std=0.2,
-        attention_type=attention_type,
-        nsa=sparse,
+        attention={"standard": Standard(), "nsa": sparse}[attention_type],
     )
-    decoder = Decoder(config)
+    decoder = kernels.decoder(config)
     for name, parameter in decoder.named_parameters():
         if name.endswith("_w2"):  # 0 at the start, so that compression would not depend on order
             torch.nn.init.normal_(parameter, std=0.3)
     tokens = torch.randint(64, (1, 60), generator=torch.Generator().manual_seed(start))
-    plain = KVCache(config, 1, 65)
-    fixed = KVCache(config, 1, 65)
+    plain = decoder.new_cache(1, 65)
+    fixed = decoder.new_cache(1, 65)
     with torch.no_grad():
         if start:
             decoder(tokens[:, :start], cache=plain)
             decoder(tokens[:, :start], cache=fixed)
-        steps = CapturedSteps(decoder, fixed, run_once)
+        clocked = ClockedCache(fixed, rows=1, capacity=65, device="cpu")
+        steps = CapturedSteps(decoder, clocked, run_once)
         for token_11 in tokens[:, start:].split(1, dim=1):
             expected = decoder(token_11, cache=plain)[0, -1]
             torch.testing.assert_close(steps(token_11), expected, atol=5e-5, rtol=0)
@@ -160,15 +162,14 @@ def test_a_step_is_captured_and_repeated_on_the_device_of_the_model(monkeypatch)
 
 
 def test_a_cache_whose_clock_runs_takes_one_token(decoder):
-    cache = KVCache(decoder.config, 1, 8)
-    cache.start_clock()
+    cache = ClockedCache(decoder.new_cache(1, 8), rows=1, capacity=8, device="cpu")
     with pytest.raises(ValueError, match="3 tokens for a cache whose clock runs: give one token"):
         decoder(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
 
 
 def test_matrices_in_the_compute_dtype_leave_the_logits_bit_identical():
     config = ModelConfig.preset("tiny", vocab_size=50, num_layers=2, compute_dtype="bfloat16")
-    decoder = Decoder(config)
+    decoder = kernels.decoder(config)
     tokens = torch.arange(9)[None]
     before = decoder(tokens)
     cast_matrices(decoder)
@@ -180,7 +181,7 @@ def test_matrices_in_the_compute_dtype_leave_the_logits_bit_identical():
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0}, {"top_k": 0, "top_p": 0.9}])
 def test_nothing_is_sampled_from_weights_that_are_no_numbers(sampling):
-    decoder = Decoder(ModelConfig.preset("tiny", vocab_size=50, num_layers=1))
+    decoder = kernels.decoder(ModelConfig.preset("tiny", vocab_size=50, num_layers=1))
     decoder.norm.weight.data[3] = float("nan")
     with pytest.raises(NotANumber, match="new token 1 .*: use an earlier checkpoint"):
         list(generate(decoder, [1, 2], 4, **sampling))
@@ -242,7 +243,7 @@ def test_scripts_generate_streams_the_prompt_and_its_continuation(run, capsys):
 
 
 def test_scripts_generate_says_that_an_attention_is_slow_on_the_device(run, capsys, monkeypatch):
-    monkeypatch.setattr(StandardAttention, "warning", lambda config, device: f"slow on {device}")
+    monkeypatch.setattr(StandardKind, "warning", lambda config, device: f"slow on {device}")
     flags = ["--checkpoint", str(run), "--ids", "1", "--max_new_tokens", "1", "--device", "cpu"]
     generate_script.main(flags)
     assert "warning: slow on cpu" in capsys.readouterr().err
@@ -325,7 +326,8 @@ def test_a_text_that_no_memory_holds_is_refused_before_anything_is_allocated(run
 
 def test_cache_bytes_are_those_of_the_cache():
     config = ModelConfig.preset("tiny")
-    kept = KVCache(config, 1, 100, "meta").layers
+    with torch.device("meta"):
+        kept = kernels.decoder(config).new_cache(1, 100).layers
     tensors = [tensor for layer in kept for tensor in (layer.k_BSGK, layer.v_BSGK)]
     assert cache_bytes(config, 100) == sum(tensor.nbytes for tensor in tensors)
 

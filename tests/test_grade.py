@@ -12,9 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from data.order import mix
 from footprint.measure import peak_bytes
-from longhaul import dist, step
+from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
+from longhaul.kinds import KINDS
 from longhaul.posttrain import grade
 from longhaul.posttrain.grade import GradeObjective, GradeSettings
 from longhaul.posttrain.reward import RewardModel
@@ -40,7 +41,7 @@ SHAPE = dict(
 
 
 def decoder(seed: int, **options) -> Decoder:
-    return Decoder(ModelConfig(**SHAPE | options), seed)
+    return kernels.decoder(ModelConfig(**SHAPE | options), seed)
 
 
 def reward_model(seed: int = 2, **options) -> RewardModel:
@@ -547,7 +548,7 @@ def test_settings_that_make_no_sense_are_refused(options, words):
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_allocated(options, shapes, words):
-    policy = ModelConfig(**SHAPE, attention_type=shapes.get("attention", "standard"))
+    policy = ModelConfig(**SHAPE, attention=KINDS[shapes.get("attention", "standard")].config())
     reward = ModelConfig(**SHAPE | {"vocab_size": shapes.get("reward", V)})
     with pytest.raises(ValueError, match=words):
         settings(**options).check(policy, reward, shapes.get("prompt", P), 16)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from data import reviews
+from longhaul import kernels
 from longhaul.posttrain import grade_demo
+from longhaul.posttrain.prompts import embedded
 from longhaul.posttrain.reward import RewardModel
-from model import Decoder
 
 
 def test_rows_hold_reviews_and_their_labels():
@@ -26,7 +27,7 @@ def test_what_counts_is_the_response_with_its_end():
 
 def test_a_reward_model_learns_mixtures_of_two_reviews():
     """Mixed with itself, a review is what it is; others are mixed like their labels."""
-    reward = RewardModel(Decoder(grade_demo.base_config().model()))
+    reward = RewardModel(kernels.decoder(grade_demo.base_config().model()))
     torch.nn.init.normal_(reward.weight)
     tokens_BT, label_B = next(grade_demo.rows(4, 3))
     same = tokens_BT[:1].expand(4, -1), label_B[:1].expand(4)
@@ -41,7 +42,7 @@ def test_a_reward_model_learns_mixtures_of_two_reviews():
     other_B = torch.randperm(4, generator=generator)
     share_B1 = torch.rand(4, 1, generator=generator)
     assert (other_B != torch.arange(4)).any()
-    embedded_BTD = reward.body.embedded(tokens_BT)
+    embedded_BTD = embedded(reward.body, tokens_BT)
     mixed_BTD = torch.lerp(embedded_BTD[other_B], embedded_BTD, share_B1[..., None])
     mixed_BTD[:, : reviews.PROMPT] = embedded_BTD[:, : reviews.PROMPT]
     hidden_BTD = reward.body.hidden(mixed_BTD)[:, reviews.PROMPT :]
@@ -58,8 +59,8 @@ def test_a_reward_model_learns_mixtures_of_two_reviews():
 
 def test_an_evaluation_repeats_itself():
     config = grade_demo.base_config().model()
-    policy = Decoder(config)
-    reward = RewardModel(Decoder(config, seed=1)).requires_grad_(False)
+    policy = kernels.decoder(config)
+    reward = RewardModel(kernels.decoder(config, seed=1)).requires_grad_(False)
     first = grade_demo.evaluate(policy, reward, "test", responses=2)
     assert first == grade_demo.evaluate(policy, reward, "test", responses=2)
     assert first.reward == pytest.approx(0.5)

@@ -11,7 +11,7 @@ import torch
 from data.dataset import open_dataset
 from data.prompts import Prompt
 from data.writer import TokenizedDocument, write_dataset
-from longhaul import step
+from longhaul import kernels, step
 from longhaul.config import TrainConfig
 from longhaul.exits import Halt
 from longhaul.posttrain import intuitor, policy, rollout
@@ -48,8 +48,8 @@ def sample(tokens: list[int], certainty: list[float] | None = None, truncated=Fa
 def made(**changes) -> tuple[Intuitor, list[dict]]:
     """Intuitor after a step over four prompts, and the micro-batches."""
     settings = Settings(**{"context_length": 20, "prompts_per_micro_batch": 2} | changes)
-    model = Decoder(TRAIN.model(), seed=1)
-    reference = Decoder(TRAIN.model(), seed=2).requires_grad_(False)
+    model = kernels.decoder(TRAIN.model(), seed=1)
+    reference = kernels.decoder(TRAIN.model(), seed=2).requires_grad_(False)
     found = Intuitor(settings, SAMPLING, LOSS, Answers(END, MARK), model, reference)
     return found, found.batch(3, prompts())
 
@@ -130,7 +130,7 @@ def test_a_reward_by_answers_needs_one_in_each_document(tmp_path):
 
 def test_self_certainty_is_the_mean_over_the_response_at_the_temperature():
     """Against full logits in float64: one position late, or temperature 1, would be found."""
-    model = Decoder(TRAIN.model(), seed=1)
+    model = kernels.decoder(TRAIN.model(), seed=1)
     cold = dataclasses.replace(SAMPLING, temperature=0.7)
     prompt = prompts()[0]
     (samples,) = rollout.sample(model, [prompt], cold)

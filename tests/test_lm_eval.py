@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from data import tokenizer as sentencepiece
 from data.load_tokenizer import load_tokenizer
-from longhaul import qwen3
-from model import Decoder, KVCache, ModelConfig, NSAConfig
+from longhaul import kernels, qwen3
+from model import Decoder, ModelConfig, NSAConfig
 from scripts import convert_qwen3
 from scripts import lm_eval as command
 from tests import qwen_tokenizer
@@ -40,8 +40,7 @@ SMALL = dict(
     init_std=0.15,
 )
 SPARSE = dict(
-    attention_type="nsa",
-    nsa=NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16),
+    attention=NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16),
 )
 SOURCE = """
 task: {name}
@@ -106,7 +105,7 @@ def folder(tmp_path_factory) -> Path:
         root / "tokenizer", documents(), 400, text_ids=EOD, padded=PADDED
     )
 
-    decoder = Decoder(ModelConfig(**SMALL), seed=1)
+    decoder = kernels.decoder(ModelConfig(**SMALL), seed=1)
     qwen3.to_hf(decoder, root / "model", context=WINDOW, eod_id=EOD)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, root / "model" / name)
@@ -261,7 +260,7 @@ def test_sparse_attention_answers_too(folder):
     installed("lm_eval")
     from longhaul.evals.harness import LonghaulLM
 
-    model = Decoder(ModelConfig(**SMALL | SPARSE), seed=2)
+    model = kernels.decoder(ModelConfig(**SMALL | SPARSE), seed=2)
     lm = LonghaulLM(model, load_tokenizer(folder), WINDOW)
     requests = pairs_of([150], [1, 5])
     found = lm._loglikelihood_tokens(requests, disable_tqdm=True)
@@ -286,8 +285,8 @@ def test_no_tensor_has_the_size_of_the_logits(adapter):
 
 
 def test_a_rewound_cache_continues_as_if_nothing_had_followed():
-    model = Decoder(ModelConfig(**SMALL), seed=3)
-    cache = KVCache(model.config, 1, 30)
+    model = kernels.decoder(ModelConfig(**SMALL), seed=3)
+    cache = model.new_cache(1, 30)
     with torch.no_grad():
         model(torch.tensor([ids(20, 1)]), cache=cache)
         first = model(torch.tensor([ids(5, 2)]), cache=cache)
@@ -297,7 +296,7 @@ def test_a_rewound_cache_continues_as_if_nothing_had_followed():
 
 
 def test_a_cache_of_sparse_attention_is_not_rewound():
-    cache = KVCache(ModelConfig(**SMALL | SPARSE), 1, 30)
+    cache = kernels.decoder(ModelConfig(**SMALL | SPARSE)).new_cache(1, 30)
     with pytest.raises(ValueError, match="cannot be rewound: make a new one"):
         cache.rewind(1)
 
@@ -404,7 +403,7 @@ def run(request, folder, tmp_path_factory) -> Path:
         convert_qwen3.main(["--input", str(folder), "--output", str(run)])
         return run
 
-    decoder = Decoder(ModelConfig(**SMALL), seed=2)
+    decoder = kernels.decoder(ModelConfig(**SMALL), seed=2)
     with torch.no_grad():  # no single bytes: transformers spells those that are no UTF-8 otherwise
         decoder.embed.weight[:BYTES] = 0
     qwen3.to_hf(decoder, run.with_name("model"), context=WINDOW)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from longhaul import dist, step
+from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.posttrain import policy
 from longhaul.posttrain.policy import Group, PolicyLoss, PolicyObjective, Response
@@ -27,7 +27,7 @@ SETTINGS = dict(kl_coef=0.3, temperature=0.7, max_response_length=9)
 @pytest.fixture(scope="module")
 def models() -> tuple[Decoder, Decoder]:
     """A policy and its reference."""
-    return Decoder(CONFIG, seed=1), Decoder(CONFIG, seed=2).requires_grad_(False)
+    return kernels.decoder(CONFIG, seed=1), kernels.decoder(CONFIG, seed=2).requires_grad_(False)
 
 
 def groups_of(seed: int = 0, groups: int = 3, old: bool = True) -> list[Group]:

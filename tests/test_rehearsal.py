@@ -73,8 +73,8 @@ def test_micro_batches_have_the_shapes_of_the_longest_groups():
 
     made = stretched(shortest_micro_batch(cfg), cfg)
     assert made.keys() == real.keys()
-    assert list(made["prompts"].lengths) == list(real["prompts"].lengths)
-    for name in made.keys() - {"prompts"}:
+    assert list(made["rows"].lengths) == list(real["rows"].lengths)
+    for name in made.keys() - {"rows"}:
         assert (made[name].shape, made[name].dtype) == (real[name].shape, real[name].dtype), name
 
 

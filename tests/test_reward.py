@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longhaul import kernels
 from longhaul.posttrain import reward as rewards
 from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
@@ -22,7 +23,7 @@ SHAPE = dict(
 
 
 def model(seed: int = 0) -> RewardModel:
-    reward = RewardModel(Decoder(ModelConfig(**SHAPE), seed))
+    reward = RewardModel(kernels.decoder(ModelConfig(**SHAPE), seed))
     with torch.no_grad():
         reward.weight.copy_(torch.linspace(-1, 1, 16)[None])
         reward.bias.fill_(0.25)
@@ -90,7 +91,7 @@ def test_a_folder_gives_back_the_same_rewards(tmp_path):
     saved = model()
     rewards.save(saved, tmp_path / "reward")
     config = rewards.read_config(tmp_path / "reward")
-    loaded = RewardModel(Decoder(config, seed=9))
+    loaded = RewardModel(kernels.decoder(config, seed=9))
     rewards.load_into(loaded, tmp_path / "reward")
     assert config.vocab_size == V
     assert torch.equal(loaded.forward_hard(*responses()), saved.forward_hard(*responses()))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import prepare
-from longhaul import qwen3
+from longhaul import kernels, qwen3
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
@@ -55,7 +55,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in made))
     spelled = [text["text"] for text in made]
     qwen_tokenizer.make(folder / "tokenizer", spelled, learned=300, text_ids=300, padded=V)
-    qwen3.to_hf(Decoder(ModelConfig(**SHAPE)), folder / "base")
+    qwen3.to_hf(kernels.decoder(ModelConfig(**SHAPE)), folder / "base")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(folder / "tokenizer" / name, folder / "base" / name)
     return folder
@@ -67,7 +67,7 @@ def run(folder: Path, out: Path, *more: str):
 
 
 def loaded(out: Path) -> RewardModel:
-    model = RewardModel(Decoder(reward.read_config(out)))
+    model = RewardModel(kernels.decoder(reward.read_config(out)))
     reward.load_into(model, out)
     return model
 
@@ -105,7 +105,7 @@ def test_labels_between_0_and_1_are_what_rewards_come_near(folder, tmp_path, cap
 
 
 def test_a_prompt_does_not_count_and_padding_changes_nothing():
-    model = RewardModel(Decoder(ModelConfig(**SHAPE))).requires_grad_(False)
+    model = RewardModel(kernels.decoder(ModelConfig(**SHAPE))).requires_grad_(False)
     long = Labelled(list(range(9)), 3, 1.0)
     short = Labelled([5, 6, 7], 0, 0.0)
     found = labels.features(model, [long, short], batch_size=2)
@@ -123,7 +123,7 @@ def test_the_head_takes_over_the_scale_of_its_features():
     wanted_D = torch.randn(32, generator=generator) / 100
     logit_N = (mean_ND - 50) @ wanted_D
     label_N = (torch.rand(4000, generator=generator) < logit_N.sigmoid()).float()
-    model = RewardModel(Decoder(ModelConfig(**SHAPE))).requires_grad_(False)
+    model = RewardModel(kernels.decoder(ModelConfig(**SHAPE))).requires_grad_(False)
     labels.fit_head(model, mean_ND, label_N, labels.F.binary_cross_entropy_with_logits, Fit())
     error_N = model.head(mean_ND) - logit_N
     assert error_N.std() < 0.25 * logit_N.std() and abs(error_N.mean()) < 0.2
@@ -195,7 +195,7 @@ def test_a_disk_without_room_is_found_before_anything_is_computed(
     ],
 )
 def test_a_body_that_is_not_finite_makes_no_reward(folder, tmp_path, capsys, value, said):
-    decoder = Decoder(ModelConfig(**SHAPE))
+    decoder = kernels.decoder(ModelConfig(**SHAPE))
     decoder.norm.weight.data.fill_(value)
     body = tmp_path / "body"
     qwen3.to_hf(decoder, body)
@@ -209,7 +209,7 @@ def test_features_that_hardly_vary_get_no_weight():
     label_N = (mean_ND[:, 0] > 0).float()
     mean_ND[:, 5:7] = 3 + 1e-5 * mean_ND[:, :1]  # which would tell the labels, too
     loss = labels.F.binary_cross_entropy_with_logits
-    model = RewardModel(Decoder(ModelConfig(**SHAPE))).requires_grad_(False)
+    model = RewardModel(kernels.decoder(ModelConfig(**SHAPE))).requires_grad_(False)
     labels.fit_head(model, mean_ND, label_N, loss, Fit(steps=50))
     assert torch.equal(model.weight[0, 5:7], torch.zeros(2))
     assert model.weight.abs().max() < 10 and model.weight[0, 0] > 0
@@ -231,7 +231,7 @@ def refused(folder: Path, tmp_path: Path, capsys, said: str, *given: str):
 
 def test_a_body_without_a_tokenizer_needs_one(folder, tmp_path, capsys):
     body = tmp_path / "body"
-    qwen3.to_hf(Decoder(ModelConfig(**SHAPE)), body)
+    qwen3.to_hf(kernels.decoder(ModelConfig(**SHAPE)), body)
     data = str(folder / "texts.jsonl")
     said = "has no tokenizer: give --tokenizer PATH"
     refused(folder, tmp_path, capsys, said, "--checkpoint", str(body), "--data", data)

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from data.prompts import Prompt
-from longhaul import dist, step
+from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
+from longhaul.kinds import StandardKind
 from longhaul.posttrain import policy, rollout
 from longhaul.posttrain.rollout import Sampling
-from model import Decoder, StandardAttention
+from model import Decoder
 from tests.ranks import run_ranks
 
 V = 50
@@ -38,7 +39,7 @@ def prompts(number: int = 5) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return Decoder(TRAIN.model(), seed=1)
+    return kernels.decoder(TRAIN.model(), seed=1)
 
 
 def tokens_of(groups) -> list[list[list[int]]]:
@@ -81,9 +82,9 @@ def test_training_says_of_the_tokens_what_sampling_said(model, temperature, shar
 @pytest.mark.parametrize("init_std", [0.02, 0.1])
 def test_in_bf16_they_differ_by_less_than_bf16_is_off(init_std):
     config = dataclasses.replace(TRAIN.model(), init_std=init_std)
-    low = Decoder(dataclasses.replace(config, compute_dtype="bfloat16"), seed=1)
+    low = kernels.decoder(dataclasses.replace(config, compute_dtype="bfloat16"), seed=1)
     stats, logprob_n, _ = both(low, SAMPLING, shared=True)
-    exact, *_ = both(low, SAMPLING, shared=True, scored_by=Decoder(config, seed=1))
+    exact, *_ = both(low, SAMPLING, shared=True, scored_by=kernels.decoder(config, seed=1))
 
     difference = (stats.logprob - logprob_n).abs().mean()
     assert difference <= (exact.logprob - logprob_n).abs().mean()
@@ -142,7 +143,7 @@ def test_greedy_responses_are_alike_and_small_ids_can_be_asked_for(model):
 
 def test_a_shared_prompt_changes_no_draw(model, monkeypatch):
     shared = rollout.sample(model, prompts(), SAMPLING, step=2)
-    monkeypatch.setattr(StandardAttention, "refused_prompts", "in this test")
+    monkeypatch.setattr(StandardKind, "refused_prompts", "in this test")
     for group, other in zip(shared, rollout.sample(model, prompts(), SAMPLING, step=2)):
         for sample, same in zip(group, other):
             assert sample.tokens_T.equal(same.tokens_T) and sample.truncated == same.truncated
@@ -181,7 +182,7 @@ def test_an_empty_prompt_is_refused(model):
 
 
 def diverged() -> Decoder:
-    model = Decoder(TRAIN.model(), seed=1)
+    model = kernels.decoder(TRAIN.model(), seed=1)
     with torch.no_grad():
         model.norm.weight[0] = torch.nan
     return model
@@ -200,7 +201,7 @@ def test_logits_that_are_not_finite_halt_the_run():
 
 
 def test_the_largest_logit_is_that_of_the_token(model):
-    broken = Decoder(TRAIN.model(), seed=1)
+    broken = kernels.decoder(TRAIN.model(), seed=1)
     with torch.no_grad():
         broken.lm_head.weight[V - 1] = torch.inf
         hidden_1D = model.hidden(torch.from_numpy(prompts()[0].tokens)[None])[:, -1]
@@ -224,7 +225,7 @@ def test_what_follows_the_end_of_a_response_is_not_judged(model):
 
 def halted_on(world: dist.World) -> str:
     """The words with which a rank halts of which only rank 1 has a model that has diverged."""
-    model = diverged() if world.rank == 1 else Decoder(TRAIN.model(), seed=1)
+    model = diverged() if world.rank == 1 else kernels.decoder(TRAIN.model(), seed=1)
     own = prompts(4)[2 * world.rank :][: 2 - world.rank]
     try:
         rollout.sample(model, own, SAMPLING, world=world)

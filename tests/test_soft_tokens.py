@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from longhaul import kernels
 from longhaul.parallel.checkpointing import checkpoint_layers
-from longhaul.posttrain.prompts import GradientCache, SoftTokens, mix
-from model import Decoder, ModelConfig
+from longhaul.posttrain.prompts import GradientCache, SoftTokens, embedded, mix
+from model import Decoder, ModelConfig, NSAConfig
 
 SHAPE = dict(
     vocab_size=61,
@@ -22,7 +23,7 @@ SHAPE = dict(
 
 
 def decoder(**options) -> Decoder:
-    return Decoder(ModelConfig(**{**SHAPE, **options})).double()
+    return kernels.decoder(ModelConfig(**{**SHAPE, **options})).double()
 
 
 def soft_tokens(B: int, T: int, K: int, V: int = 61) -> SoftTokens:
@@ -57,7 +58,7 @@ def gradients(model: Decoder, x_BTD: torch.Tensor, run) -> list[torch.Tensor]:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_row_token_by_token_has_the_gradients_of_the_whole_row(checkpointed):
     model = decoder()
-    x_BTD = model.embedded(soft_tokens(2, 7, 5)).detach()
+    x_BTD = embedded(model, soft_tokens(2, 7, 5)).detach()
     wanted = gradients(model, x_BTD, lambda m, x: m.hidden(x))
     if checkpointed:
         checkpoint_layers(model)
@@ -80,7 +81,7 @@ def test_a_forward_over_the_cache_leaves_it_as_it_was():
 
 def test_a_step_can_be_checkpointed_from_outside():
     model = decoder()
-    x_BTD = model.embedded(soft_tokens(1, 5, 4)).detach()
+    x_BTD = embedded(model, soft_tokens(1, 5, 4)).detach()
 
     def outside(model, x_BTD):
         cache = GradientCache(model.config)
@@ -131,12 +132,12 @@ def test_one_token_with_all_the_weight_is_that_token():
     model = decoder(compute_dtype="float32").float()
     tokens_BT = torch.tensor([[4, 60, 0]])
     soft = SoftTokens(torch.ones(1, 3, 1), tokens_BT[..., None])
-    assert torch.equal(model.embedded(soft), model.embedded(tokens_BT))
-    assert torch.equal(model.hidden(model.embedded(soft)), model.hidden(tokens_BT))
+    assert torch.equal(embedded(model, soft), embedded(model, tokens_BT))
+    assert torch.equal(model.hidden(embedded(model, soft)), model.hidden(tokens_BT))
 
 
 def test_sparse_attention_has_no_such_cache():
-    config = ModelConfig(**{**SHAPE, "attention_type": "nsa", "compute_dtype": "float32"})
+    config = ModelConfig(**{**SHAPE, "attention": NSAConfig(), "compute_dtype": "float32"})
     with pytest.raises(ValueError, match="nsa attention keeps more .*: take --attention_type"):
         GradientCache(config)
 

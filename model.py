@@ -1495,14 +1495,16 @@ class _ChunkedLoss(torch.autograd.Function):
             valid_C = labels_C != ignore_index
             target_C1 = labels_C.where(valid_C, 0)[:, None]
 
-            z_CV = (h_CD @ w_VD.T).to(divisor.dtype)
-            lse_C = z_CV.logsumexp(1)
-            total += (lse_C - z_CV.gather(1, target_C1)[:, 0]).where(valid_C, 0).sum()
+            x_CV = (h_CD @ w_VD.T).to(divisor.dtype)
+            x_CV -= x_CV.amax(1, keepdim=True)
+            own_C1 = x_CV.gather(1, target_C1)
+            # exp2, because torch.exp on a CPU is up to four times slower
+            sum_C1 = x_CV.mul_(math.log2(math.e)).exp2_().sum(1, keepdim=True)
+            total += (sum_C1.log() - own_C1)[:, 0].where(valid_C, 0).sum()
 
-            z_CV.sub_(lse_C[:, None]).exp_()  # softmax
-            z_CV.scatter_add_(1, target_C1, z_CV.new_full(target_C1.shape, -1.0))
-            z_CV.mul_((valid_C / divisor)[:, None])
-            dz_CV = z_CV.to(h_CD.dtype)
+            x_CV *= valid_C[:, None] / (divisor * sum_C1)  # softmax / divisor, 0 if ignored
+            x_CV.scatter_add_(1, target_C1, -(valid_C / divisor)[:, None])
+            dz_CV = x_CV.to(h_CD.dtype)
             if need_hidden:
                 torch.mm(dz_CV, w_VD, out=dh_ND[start : start + chunk])
             if need_weight:

@@ -52,7 +52,8 @@ def linear_cross_entropy(
         loss_n = (1 - e) (lse_n - z_n,label) + e (lse_n - mean_v z_nv) + z_loss lse_n^2
         with e = label_smoothing
 
-    hidden and weight have any floating dtype; the products run in hidden's, also under autocast.
+    hidden and weight have any floating dtype; the products run in hidden's, also under autocast, or
+    in fp32 on a CPU that is faster in it.
     The loss is fp32, and gradients have the dtype of their input. As in torch's cross_entropy,
     `reduction` is "mean" by default, over the valid tokens given here. With `num_valid` it divides
     by that number: under data parallelism or accumulation, the *global* number of valid tokens.
@@ -70,6 +71,9 @@ def linear_cross_entropy(
     if one_pass:
         _check_one_pass(hidden_ND, weight_VD, reduction)
     _check_options(softcap, label_smoothing, z_loss, num_valid)
+    # blocks of fp32 logits hold fewer tokens, whose gradients a low-precision weight cannot add up
+    if not (one_pass and weight_VD.element_size() < FP32):
+        hidden_ND = hidden_ND.to(platform().product_dtype(hidden_ND))
 
     kernels = choose_kernels(kernels, hidden_ND)
     device = platform().device(hidden_ND)

@@ -23,6 +23,7 @@ from benchmarks.clock import relative, seconds
 from flags import Parser, precision
 from indexed.layer import IndexerConfig
 from indexed.operators import indexed_forward
+from longhaul.kernels import block_norm
 from model import Compressor, Layout, NSAConfig
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -199,7 +200,7 @@ def decode_error(tensors):
 
 
 def compressor(dtype, device="cpu"):
-    compress = Compressor(K, CFG).to(device, dtype)
+    compress = Compressor(K, CFG, 1e-6, block_norm).to(device, dtype)
     for parameter in compress.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return compress

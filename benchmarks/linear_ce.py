@@ -1,5 +1,5 @@
 """Times the loss's elementwise tile bodies on CUDA: Triton twins against torch.compile and eager.
-Imports model.py and fused/.
+Imports longhaul/vocab/ and fused/.
 
     python -m benchmarks.linear_ce          # N = V = 8192 in bf16: one tile at the default size
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-import model
 from flags import Parser
 from longhaul.vocab import loss as vocab_loss
 
@@ -23,12 +22,12 @@ def variants() -> dict:
     from fused import linear_ce
 
     names = "fold_logsumexp", "logits_to_gradient"
-    eager = [getattr(model, name) for name in names]
+    eager = [getattr(vocab_loss, name) for name in names]
     return {
         "eager": eager,
         "compiled": [
             torch.compile(body, dynamic=True) for body in eager
-        ],  # dynamic, as longhaul.vocab.vocab_loss.tile_body has it
+        ],  # dynamic, as vocab_loss.tile_body has it
         "triton": [getattr(linear_ce, name) for name in names],
     }
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import clock, record
 from footprint.measure import peak_bytes, saved_bytes
-from longhaul import cli, dist, step
+from longhaul import cli, dist, kernels, step
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.posttrain import grade
@@ -270,7 +270,7 @@ def prompt_steps(cfg: PosttrainConfig) -> tuple[Step, Step]:
     R = cfg.response
     G = cfg.group_size
     V = cfg.prompt_vocab_size
-    model = Decoder(cfg.model(V))
+    model = kernels.decoder(cfg.model(V))
     generator = torch.Generator().manual_seed(0)
     prompt_P = torch.randint(V, (P,), generator=generator)
     responses_GR = torch.randint(V, (G, R), generator=generator)
@@ -278,7 +278,12 @@ def prompt_steps(cfg: PosttrainConfig) -> tuple[Step, Step]:
     shared = SharedPrompts([(P, *[R] * G)])
     packed_1N = torch.cat([prompt_P, responses_GR.flatten()])[None]
     packed = functools.partial(
-        model, packed_1N, packed_1N, prompts=shared, head=head_of(*shared.scored())
+        model,
+        packed_1N,
+        packed_1N,
+        positions=shared.positions(packed_1N.shape),
+        rows=shared,
+        head=head_of(*shared.scored()),
     )
 
     rows_GN = torch.cat([prompt_P.expand(G, P), responses_GR], 1)

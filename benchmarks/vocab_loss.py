@@ -29,6 +29,7 @@ from benchmarks.record import Run, Table, attempt, where
 from footprint.measure import peak_bytes
 from longhaul.cli import Parser
 from longhaul.dist import named_device
+from longhaul.kernels import loss_path
 from longhaul.vocab.loss import linear_cross_entropy
 from model import IGNORE, ModelConfig
 from verify_chunked_loss import gradients, naive_loop, standard_loss
@@ -72,7 +73,7 @@ def automatic_loss(hidden, weight, labels, kernels="auto"):
     V, D = weight.shape
     dtype = str(hidden.dtype).removeprefix("torch.")
     config = ModelConfig(vocab_size=V, hidden_size=D, compute_dtype=dtype)
-    path = config.loss_path(1, len(hidden), low_precision=weight.element_size() < 4)
+    path = loss_path(config, len(hidden), low_precision=weight.element_size() < 4)
     one_pass = path == "one_pass"
     return linear_cross_entropy(hidden, weight, labels, kernels=kernels, one_pass=one_pass)
 

@@ -81,7 +81,7 @@ def test_packed_rows(dtype):
     ends = torch.tensor([0, *lengths]).cumsum(0)
     documents = Documents.of(ends, 1, DEVICE)
     config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64)
-    attention = StandardAttention(config)
+    attention = StandardAttention(config, kernels.choose(config))
 
     def packed(q, k, v):
         return attention.packed((q, k, v), (), documents)

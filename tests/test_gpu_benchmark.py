@@ -137,7 +137,7 @@ def test_wrong_attention_of_ours_is_not_timed_and_fails_the_run(tmp_path):
     ways = {
         "SDPA, flash": attention.dense_by(attention.SDPBackend.FLASH_ATTENTION),
         "longhaul, wrong": attention.dense(
-            lambda q, k, v, *_: 1.05 * attention.standard_attention(q, k, v)
+            lambda q, k, v, *_: 1.05 * attention.kernels.attention(q, k, v)
         ),
     }
     contest = attention.check(attention.Contest((4, 1), checks.CFG, ways), TOY, run)

@@ -18,7 +18,6 @@ from longhaul.posttrain import intuitor, policy, rollout
 from longhaul.posttrain.intuitor import Answers, Counts, Guard, Intuitor, Settings
 from longhaul.posttrain.policy import PolicyLoss, PolicyObjective
 from longhaul.posttrain.rollout import Sample, Sampling
-from model import Decoder
 
 V = 15
 END = 14

@@ -508,7 +508,9 @@ def test_caches_that_cannot_be_continued_are_refused():
     with pytest.raises(ValueError, match="5 rows that continue 2 prompts: give a multiple of 2"):
         CacheBehindPrompts(empty, 5, 3)
     sparse = kernels.decoder(small(**SPARSE))
-    with pytest.raises(ValueError, match="cannot share a prompt .*: choose attention_type standard"):
+    with pytest.raises(
+        ValueError, match="cannot share a prompt .*: choose attention_type standard"
+    ):
         CacheBehindPrompts(sparse.new_cache(1, 6), 4, 3)
 
     cache = branched(model, torch.zeros(1, 5, dtype=torch.int64), 2, 4)

@@ -22,8 +22,9 @@ from benchmarks import attention, clock
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, attempt
 from footprint.measure import peak_bytes
+from longhaul import kernels
 from longhaul.flops import pairs
-from longhaul.kernels import attention
+from longhaul.kinds import KINDS
 from model import ModelConfig, NSAConfig
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -202,7 +203,7 @@ def plain(place: Place, tokens: int) -> Contest:
         return long(place)
     known = beside_indexed(place)
     ways = known.ways | {
-        "longhaul, standard": dense(lambda q, k, v, *_: attention(q, k, v)),
+        "longhaul, standard": dense(lambda q, k, v, *_: kernels.attention(q, k, v)),
         "flash-attn": flash_attn() if place.cuda else "needs a CUDA device",
     }
     if tokens <= MOST_ENGINE_TOKENS:
@@ -470,7 +471,9 @@ def achieved(contest: Contest, name: str, what: str, T: int, milliseconds: float
     input and output once in each direction.
     """
     H, G = contest.heads
-    config = ModelConfig.preset("4B", attention_type=contest.ways[name].kind, nsa=contest.cfg)
+    kind = contest.ways[name].kind
+    settings = contest.cfg if kind == "nsa" else KINDS[kind].config()
+    config = ModelConfig.preset("4B", attention=settings)
     read = pairs(config, T)  # compressed keys, and scores of blocks by their operations, count too
     products = 2 if what == "forward" else 7  # of queries with keys: 2 forward, 5 backward
     operations = products * 2 * H * attention.K * read

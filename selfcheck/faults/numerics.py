@@ -15,7 +15,8 @@ from safetensors import safe_open
 import longhaul.step
 from data.dataset import open_dataset
 from data.loader import IGNORE, Loader
-from model import Decoder, ModelConfig, NSAConfig
+from longhaul import kernels
+from model import Decoder, ModelConfig, NSAConfig, Standard
 from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
 
@@ -402,11 +403,10 @@ def small_model(attention: str, **settings) -> Decoder:
         head_dim=8,
         ffn_size=48,
         compute_dtype="float32",
-        attention_type=attention,
-        nsa=sparse,
+        attention={"standard": Standard(), "nsa": sparse}[attention],
         **settings,
     )
-    model = Decoder(config)
+    model = kernels.decoder(config)
     model.init_weights(0)
     return model
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import model
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab.loss import linear_cross_entropy
@@ -131,7 +130,7 @@ def test_the_unpacked_rows_of_cuda_give_the_same_result_even_if_their_logits_are
     h[::3] *= 1e3
     packed = in_one_pass(h, w, y)
     monkeypatch.setattr(
-        model,
+        vocab_loss,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )

@@ -61,7 +61,6 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"benchmarks", "selfcheck"},
 ]
 SAME_LEVEL = {
-    ("longhaul.analysis", "longhaul.checkpoint"),
     ("longhaul.analysis", "longhaul.evals"),
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),

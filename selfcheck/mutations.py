@@ -24,7 +24,7 @@ from selfcheck.faulty_lines import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", ".cuda-venv", "__pycache__", ".pytest_cache", "runs"
+    ".git", ".venv", ".venv-cpu", "__pycache__", ".pytest_cache", "runs"
 )
 SECONDS = 600  # that the tests of one fault may take
 PASSED, FAILED = 0, 1  # exit codes of pytest

@@ -42,6 +42,7 @@ from tests import nsa_oracle as oracle
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOY, FULL = Place(CPU, True), Place(CUDA, False)
 MIB = 2**20
+NO_TRITON = "triton is not installed: nothing of its kernels is tested"
 ROOT = Path(__file__).parent.parent
 
 
@@ -142,6 +143,7 @@ def test_steps_stand_beside_transformers_which_starts_from_the_same_weights(toy)
 
 @pytest.mark.slow
 def test_the_smoke_test_runs_kernels_alone_and_a_step_of_each_kind(toy):
+    pytest.importorskip("triton", reason=NO_TRITON)
     results = {row["what"]: row["result"] for row in toy[1]["tables"]["smoke"]["rows"]}
     alone = [name for name in results if name.endswith("_kernel")]
     assert tuple(alone) == smoke.TOY_KERNELS
@@ -596,7 +598,7 @@ def test_recorded_durations_replace_estimates_and_a_late_job_is_named(tmp_path, 
 
 
 def test_a_kernel_that_cannot_serve_is_a_reason_and_a_bug_elsewhere_is_not_swallowed():
-    errors = pytest.importorskip("triton.errors")
+    errors = pytest.importorskip("triton.errors", reason=NO_TRITON)
 
     def raising(error):
         raise error
@@ -913,6 +915,7 @@ def full_jobs():
 
 
 def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100):
+    pytest.importorskip("triton", reason=NO_TRITON)
     jobs = processes(full_jobs())
     names = " ".join(job.name for job in jobs)
     for words in (
@@ -942,7 +945,7 @@ def test_the_jobs_of_a_gpu_cover_every_size_and_each_has_a_name_of_its_own(h100)
 
 
 def test_every_kernel_has_a_job_in_the_smoke_test(h100):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     (whole,) = smoke.jobs(FULL)
     names = {job.name.rpartition(", ")[2] for job in whole.children}
     assert names == {*kernels.found(), "nsa", "indexed", "standard"}
@@ -966,14 +969,14 @@ def test_the_smoke_test_fails_where_a_gradient_is_not_that_of_pytorchs_operators
 
 
 def test_a_kernel_runs_in_the_layers_that_launch_it():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     assert smoke.kinds_of("pair_forward_kernel") == ("nsa",)
     assert smoke.kinds_of("attend_kernel") == ("indexed",)
     assert smoke.kinds_of("swiglu_kernel") == ("nsa", "standard")
 
 
 def test_every_kernel_in_the_sources_is_found():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     sources = [*ROOT.glob("fused/*.py"), *ROOT.glob("*/triton/*.py")]
     written = {
         name
@@ -1208,7 +1211,7 @@ print([row["result"] for row in run.data["tables"]["smoke"]["rows"]])
 
 @pytest.mark.slow
 def test_a_kernel_is_launched_alone_and_others_are_not(tmp_path):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     done = subprocess.run(
         [sys.executable, "-c", ALONE, str(tmp_path)],
         cwd=ROOT,
@@ -1223,7 +1226,7 @@ def test_a_kernel_is_launched_alone_and_others_are_not(tmp_path):
 
 
 def test_only_the_kernel_that_is_asked_for_runs_and_memory_is_zero():
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     kernel = kernels.found()["combine_kernel"]
     with kernels.alone("another_kernel") as launches:
         assert kernel[(1,)](None) is None
@@ -1249,7 +1252,7 @@ print(len(before), "cubins")
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_a_gpu_that_is_not_here_once(tmp_path):
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=NO_TRITON)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

@@ -89,7 +89,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
 }
 ROOMS = {name for level in LEVELS for name in level}
 OURS = {name.split(".")[0] for level in LEVELS for name in level}
-NOT_THE_PRODUCT = {"tests", ".venv", ".cuda-venv", "runs", "build"}
+NOT_THE_PRODUCT = {"tests", ".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(
     path for path in ROOT.rglob("*.py") if not NOT_THE_PRODUCT & set(path.relative_to(ROOT).parts)
 )

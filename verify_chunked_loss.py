@@ -186,6 +186,7 @@ def print_table(results: dict[str, dict]):
     print(f"  {'':<16}" + "".join(f"{name:>13}" for name in columns) + f"{'time, s':>10}")
     for name, result in results.items():
         errors = "".join(f"{error:>13.1e}" for error in result["errors"].values())
+        errors = errors.replace("nan", "  -")  # model.py has no loss of a token
         memory = f"{result['saved'] / MIB:>13.2f}{result['peak'] / MIB:>13.1f}"
         print(f"  {name:<16}{errors}{memory}{result['seconds']:>10.2f}")
 

@@ -1,5 +1,5 @@
-"""verify_chunked_loss.py --loss: a right loss passes each row, and each mistake that people lose runs
-to fails the row that names it.
+"""verify_chunked_loss.py --loss: a right loss passes each row, and each mistake that people lose
+runs to fails the row that names it.
 """
 
 from pathlib import Path

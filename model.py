@@ -1511,6 +1511,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(dz_CV, w_VD, out=dh_ND[start : start + chunk])
             if need_weight:
                 dw_VD += dz_CV.T @ h_CD
+            del x_CV, dz_CV  # before the next chunk is made
 
         ctx.save_for_backward(dh_ND, dw_VD if dw_VD is None else dw_VD.to(weight_VD.dtype))
         return total / divisor

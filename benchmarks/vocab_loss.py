@@ -9,7 +9,8 @@ thread (on CUDA: events), the median over rounds of fresh inputs; its ratio to l
 is the median of the rounds' ratios. Extra memory is the peak of all allocations beyond the two
 gradients. Errors are against float64 on the first tokens: of the loss absolute, in nats, and of
 gradients relative. Ours is timed only if its loss is within 1e-3 nats and its gradients are at most
-1.5 times as wrong as the standard's; others are timed if they compute the same function at all.
+1.5 times as wrong as the standard's; others are timed if their gradients are those of the same
+function at all. The loss that torch 2.13's own reports in bf16 is not: its gradients are.
 """
 
 import functools
@@ -32,17 +33,14 @@ from longhaul.dist import named_device
 from longhaul.kernels import loss_path
 from longhaul.vocab.loss import linear_cross_entropy
 from model import IGNORE, ModelConfig
-from verify_chunked_loss import gradients, naive_loop, standard_loss
+from model import linear_cross_entropy as plain_chunked_loss
+from verify_chunked_loss import TORCH_LOSSES, gradients, naive_loop, standard_loss
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there
 OURS, STANDARD = "longhaul", "standard"
 ERRORS = ("loss error", "dh error", "dW error")
-BOUNDS = (
-    1e-2,
-    5e-2,
-    # loss (nats) and relative gradients of another's: beyond them it is another function, not a
-    # coarser one
-)
+# relative gradients of another's: beyond it is another function, not a coarser one
+BOUND = 5e-2
 TABLE = Table(
     "loss",
     "The loss over the vocabulary, forward and backward, bf16",
@@ -108,7 +106,8 @@ def variants(device: torch.device, say=print) -> dict:
     table = {
         OURS: automatic_loss,
         STANDARD: standard_loss,
-        "longhaul, --loss chunked": linear_cross_entropy,
+        "longhaul, two passes": linear_cross_entropy,
+        "longhaul, model.py": plain_chunked_loss,
         f"longhaul, {other} bodies": bodies,
         "standard, torch.compile": torch.compile(standard_loss),
         "naive loop": functools.partial(naive_loop, chunk=512),
@@ -136,13 +135,9 @@ def torch_own(say=print) -> dict:
     if not hasattr(F, "linear_cross_entropy"):
         say(f"F.linear_cross_entropy: not in torch {torch.__version__}")
         return {}
-    found = {"F.linear_cross_entropy": lambda h, w, y: F.linear_cross_entropy(h, w, y)}
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        options = torch.nn.LinearCrossEntropyOptions(acc_policy="accurate")
-        found["F.linear_cross_entropy, chunks"] = lambda h, w, y: F.linear_cross_entropy(
-            h, w, y, options=options
-        )
-    return found
+    if not TORCH_LOSSES:
+        say(f"F.linear_cross_entropy in chunks: needs torch 2.13; this is {torch.__version__}")
+    return {"torch, full logits": F.linear_cross_entropy} | TORCH_LOSSES
 
 
 def installed_peers(say=print) -> dict:
@@ -205,7 +200,7 @@ def sound(name: str, errors: list[float], standard: list[float]) -> bool:
         return errors[0] <= 1e-3 and all(
             mine <= 1.5 * other for mine, other in zip(errors[1:], standard[1:], strict=True)
         )
-    return errors[0] <= BOUNDS[0] and all(error <= BOUNDS[1] for error in errors[1:])
+    return all(error <= BOUND for error in errors[1:])
 
 
 def checked(table: dict, few) -> dict:

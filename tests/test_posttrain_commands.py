@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import profile_memory
-import verify_chunked_loss
 from benchmarks.posttrain import PosttrainConfig
 from data import prepare
 from longhaul import cli
@@ -61,8 +60,6 @@ def parse(program: str, words: list[str]):
         reward.build_parser().parse_args(words)
     elif program == "profile_memory.py":
         cli.parse(profile_memory.flags_of(words), words, "", start.completed)
-    elif program == "verify_chunked_loss.py":
-        verify_chunked_loss.parsed(words)
     elif program == "longhaul.memory.posttrain":
         assert not words
     else:

@@ -7,7 +7,7 @@ from longhaul import kernels
 from longhaul.posttrain import reward as rewards
 from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
-from model import Decoder, ModelConfig
+from model import ModelConfig
 
 V = 61
 SHAPE = dict(

@@ -13,7 +13,7 @@ from longhaul import kernels, qwen3
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
-from model import Decoder, ModelConfig
+from model import ModelConfig
 from scripts import grade
 from scripts import reward as program
 from tests import qwen_tokenizer

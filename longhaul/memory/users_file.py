@@ -17,7 +17,8 @@ from types import ModuleType, TracebackType
 from footprint.refusal import LIBRARY, PACKAGES, Refused, place_of
 
 ROOT = Path(__file__).parents[2]
-OURS = tuple(str(ROOT / name) for name in ("longhaul", "footprint", "profile_memory.py"))
+PARTS = ("longhaul", "footprint", "profile_memory.py", "verify_chunked_loss.py")
+OURS = tuple(str(ROOT / name) for name in PARTS)
 # what multiprocessing names a script whose main part it does not run
 MODULE = "__mp_main__"
 MOST_CALLERS = 4  # lines that an error names beyond its own
@@ -29,7 +30,7 @@ class UsersFile:
 
     def __init__(self, path: str):
         if not _is_python(Path(path)):
-            raise ValueError(f"--step {path} is no Python file: give the path of one")
+            raise ValueError(f"{path} is no Python file: give the path of one")
         self.path = path
         self.search = _search_path(Path(path).resolve().parent)
         self.hidden = {MODULE, *(name for name in _our_names() if not self._finds_ours(name))}

@@ -353,7 +353,7 @@ def statistics(
     """`vocab_stats` of the response tokens of a micro-batch.
 
     Hidden states are taken in fp32, so that the logits are in fp32, too. From logits in bf16, a
-    probability is off by up to 2e-2 (`python verify_chunked_loss.py --policy`).
+    probability is off by up to 2e-2 (tests/test_policy_probabilities.py).
     """
     hidden_nD = exact(hidden_ND[micro["scored_n"]])
     return vocab_stats(

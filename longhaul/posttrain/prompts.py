@@ -247,8 +247,8 @@ class LayerBehindPrompt(LayerCache):
 
 
 class CacheBehindPrompts(KVCache):
-    """A cache of `rows` rows that continue those of `prompt`, a cache of prompts of one length, each
-    by at most `length` tokens of its own: equally many to a prompt, next to each other. The
+    """A cache of `rows` rows that continue those of `prompt`, a cache of prompts of one length,
+    each by at most `length` tokens of its own: equally many to a prompt, next to each other. The
     prompt's keys and values are read where they are, so it must not change any more.
     """
 

@@ -226,6 +226,10 @@ class ModelConfig:
                 raise ValueError(f"{name}={value} is out of range: give 0 or more {unit}")
 
     def _check_choices(self) -> None:
+        if not hasattr(self.attention, "layer"):
+            raise ValueError(
+                f"attention={self.attention!r} is no kind of attention: give Standard() or NSAConfig()"
+            )
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:

@@ -1,5 +1,5 @@
-"""The operators of indexed attention, forward and backward, and what computes them: the Triton twin,
-the engine that skips what is not read, or the plain version.
+"""The operators of indexed attention, forward and backward, and what computes them: the Triton
+twin, the engine that skips what is not read, or the plain version.
 
 The letters are those of layer.py.
 """

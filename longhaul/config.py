@@ -859,8 +859,8 @@ class TrainConfig:
 
         if isinstance(sparse, IndexerConfig) and self.context_length <= sparse.budget:
             found.append(
-                f"--indexer budget={sparse.budget} reads a whole row of {self.context_length}, so indexed "
-                "attention only adds work: use --attention_type standard, a longer "
+                f"--indexer budget={sparse.budget} reads a whole row of {self.context_length}, so "
+                "indexed attention only adds work: use --attention_type standard, a longer "
                 "--context_length or a smaller budget"
             )
         return found

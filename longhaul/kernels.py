@@ -256,7 +256,7 @@ def loss_path(config: ModelConfig, tokens: int, low_precision: bool = False) -> 
 def mean_loss(
     config: ModelConfig, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
 ) -> Tensor:
-    """Sum over the valid positions of -log p(label) / num_valid, by the loss that suits the size."""
+    """Sum over the valid positions of -log p(label) / num_valid, by the loss for the size."""
     path = loss_path(config, len(hidden_ND), weight_VD.element_size() < FP32)
     if path == "standard":
         return standard_cross_entropy(hidden_ND, weight_VD, labels_N, num_valid)

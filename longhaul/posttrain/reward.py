@@ -2,7 +2,8 @@
 
     reward = sigmoid(w . mean_t h_t + b)        the mean is over the tokens that count
 
-A policy is trained through it, so it reads mixtures of tokens (prompts.SoftTokens) as well as tokens.
+A policy is trained through it, so it reads mixtures of tokens (prompts.SoftTokens) as well as
+tokens.
 It has an embedding of its own; its vocabulary must be the policy's.
 
 The folder of a reward model is a Hugging Face Qwen3 folder, which holds the body, with one file

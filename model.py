@@ -228,7 +228,8 @@ class ModelConfig:
     def _check_choices(self) -> None:
         if not hasattr(self.attention, "layer"):
             raise ValueError(
-                f"attention={self.attention!r} is no kind of attention: give Standard() or NSAConfig()"
+                f"attention={self.attention!r} is no kind of attention: give Standard() or "
+                "NSAConfig()"
             )
         for name, allowed in CHOICES.items():
             value = getattr(self, name)

@@ -278,6 +278,20 @@ def import_from_here(module: str):
     return importlib.import_module(module)
 
 
+# What a stranger's function may raise; its row then says it.
+RAISED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 def check_users_loss(given: argparse.Namespace) -> list[bool]:
     """One table. Everything is checked in the first dtype, what depends on precision in each."""
     names = [given.dtype] if given.dtype else ["fp32", "bf16"]
@@ -296,7 +310,7 @@ def print_row(title: str, check: Callable, given: argparse.Namespace, dtype: tor
         return verdict(True, title + check(given, dtype))
     except Wrong as wrong:
         return verdict(False, f"{title}{wrong}")
-    except Exception as error:  # a stranger's function may raise anything, which its row then says
+    except RAISED as error:
         line = " ".join(str(error).split())
         return verdict(False, f"{title}raised {type(error).__name__}: {line[:200]}")
 

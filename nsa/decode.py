@@ -43,8 +43,8 @@ class NSAState:
     tail    [2,B,l,G,K]  a ring of the last l tokens before RoPE, which later blocks compress
     turns   [2,B,N,1,K/2]  cos and sin at the centres of the blocks that are not compressed yet
 
-    With a clock (longhaul/clock.py), one token at a time is decoded at its position, and `length` and
-    `blocks` stay. Then turns is a ring of the last l tokens' cos and sin, [2,B,l,1,K/2].
+    With a clock (longhaul/clock.py), one token at a time is decoded at its position, and `length`
+    and `blocks` stay. Then turns is a ring of the last l tokens' cos and sin, [2,B,l,1,K/2].
     """
 
     by_position = False

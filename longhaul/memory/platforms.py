@@ -1,7 +1,7 @@
 """The machine that the planner predicts, in place of the one that it runs on.
 
 Code asks `longhaul.machine.platform()` for what depends on the machine. The classes here answer for
-the target, while the tensors are fake ones on the CPU or have no values at all. Tiles of one loop are
+the target, while the tensors are fake ones on the CPU or have no values at all. Tiles of a loop are
 identical, so only the first two and the last one run.
 """
 

@@ -191,7 +191,12 @@ def print_table(results: dict[str, dict]):
         print(f"  {name:<16}{errors}{memory}{result['seconds']:>10.2f}")
 
 
-def judge(results: dict, N: int, V: int, dtype: torch.dtype) -> list[bool]:
+def judge(
+    results: dict,
+    N: int,
+    V: int,
+    dtype: torch.dtype,
+) -> list[bool]:
     """The claims."""
     plain = results["standard"]
     ours = results["chunked"]
@@ -304,7 +309,12 @@ def check_users_loss(given: argparse.Namespace) -> list[bool]:
     return results
 
 
-def print_row(title: str, check: Callable, given: argparse.Namespace, dtype: torch.dtype) -> bool:
+def print_row(
+    title: str,
+    check: Callable,
+    given: argparse.Namespace,
+    dtype: torch.dtype,
+) -> bool:
     """One row of the table; whether the loss passed."""
     try:
         return verdict(True, title + check(given, dtype))
@@ -373,7 +383,10 @@ def errors_between(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[
 
 
 def plain_problem(
-    given: argparse.Namespace, dtype: torch.dtype, N: int = 256, V: int = 2048
+    given: argparse.Namespace,
+    dtype: torch.dtype,
+    N: int = 256,
+    V: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `problem`, and no label is ignored."""
     hidden_ND, weight_VD, labels_N = problem(N, 64, V, dtype, given.device)
@@ -521,7 +534,10 @@ CHECKS = EXACTNESS | {
 
 
 def standard_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    reduction: str = "mean",
 ) -> Tensor:
     """Full logits, in fp32 at least."""
     logits_NV = hidden_ND @ weight_VD.T
@@ -530,7 +546,10 @@ def standard_loss(
 
 
 def one_pass_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    reduction: str = "mean",
 ) -> Tensor:
     """Gradients with the loss, if it is one number."""
     with_gradients = reduction != "none"
@@ -585,7 +604,11 @@ LOSSES = {
 
 
 def problem(
-    N: int, D: int, V: int, dtype: torch.dtype, device: torch.device
+    N: int,
+    D: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, weight and labels with logits of standard deviation 1 and every seventh token
     ignored.
@@ -599,7 +622,10 @@ def problem(
 
 
 def gradients(
-    loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    loss,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dh, dW)."""
     hidden_ND = hidden_ND.detach().requires_grad_()
@@ -608,7 +634,12 @@ def gradients(
     return value.detach(), *torch.autograd.grad(value, (hidden_ND, weight_VD))
 
 
-def result_of(loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> dict[str, Tensor]:
+def result_of(
+    loss,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+) -> dict[str, Tensor]:
     """The mean loss, each token's loss if the function can return it, and both gradients."""
     value, dh_ND, dw_VD = gradients(loss, hidden_ND, weight_VD, labels_N)
     result = dict(loss=value, dh=dh_ND, dW=dw_VD)
@@ -632,7 +663,11 @@ def errors_of(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, 
 
 
 def measured(
-    loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, exact: dict[str, Tensor]
+    loss,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    exact: dict[str, Tensor],
 ) -> dict:
     """Errors against float64, bytes kept beyond the inputs, peak beyond the gradients, seconds."""
     inputs = (hidden_ND, weight_VD, labels_N)

@@ -61,7 +61,12 @@ class IndexerConfig:
         if self.head_dim % 2:
             raise self._refusal(["head_dim"], "an even head_dim", "change head_dim")
 
-    def _refusal(self, names: list[str], allowed: str, remedy: str) -> ValueError:
+    def _refusal(
+        self,
+        names: list[str],
+        allowed: str,
+        remedy: str,
+    ) -> ValueError:
         given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return ValueError(f"IndexerConfig: given {given}; allowed: {allowed}; remedy: {remedy}")
 
@@ -171,7 +176,11 @@ class BlockLayout:
 
     @classmethod
     def of(
-        cls, cu_seqlens: Tensor | None, shape: tuple[int, int], r: int, device: Device
+        cls,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        r: int,
+        device: Device,
     ) -> "BlockLayout":
         """The layout of (B, T) = `shape` tokens; cu_seqlens as in `Attention.rows`."""
         B, T = shape
@@ -186,7 +195,12 @@ class BlockLayout:
         ]
         return cls(lengths, pinned_copy(torch.cat(first), device))
 
-    def attend(self, layer: "IndexedAttention", inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: "IndexedAttention",
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, T, H, K] of the layer."""
         return layer.attend_blocks(inputs, rope, self)
 
@@ -248,12 +262,20 @@ class IndexedAttention(Attention):
         self.measured: Tensor | None = None
 
     def inputs(
-        self, x_BTD: Tensor, rope: Rope, projected: tuple[Tensor, ...]
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        projected: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """q, k and v; the indexer's queries, and its keys before rotation."""
         return *super().inputs(x_BTD, rope, projected), *self.indexer(x_BTD, rope)
 
-    def attend_blocks(self, inputs: Sequence[Tensor], rope: Rope, documents: BlockLayout) -> Tensor:
+    def attend_blocks(
+        self,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+        documents: BlockLayout,
+    ) -> Tensor:
         """o [B, T, H, K] of whole rows; the indexer learns from them."""
         shape = inputs[0].shape
         lengths = [shape[1]]
@@ -327,12 +349,18 @@ class IndexedAttention(Attention):
         self.measured = torch.stack((sums, torch.stack((tokens, queries, queries))))
 
     def rows(
-        self, cu_seqlens: Tensor | None, shape: tuple[int, int], device: Device
+        self,
+        cu_seqlens: Tensor | None,
+        shape: tuple[int, int],
+        device: Device,
     ) -> BlockLayout:
         return BlockLayout.of(cu_seqlens, shape, self.indexer.cfg.r, device)
 
     def cache(
-        self, shape: tuple[int, int, int, int], device: Device, dtype: torch.dtype
+        self,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
     ) -> "IndexedCache":
         return IndexedCache(self.indexer.cfg, shape, device, dtype)
 
@@ -379,7 +407,12 @@ class IndexedCache(LayerCache):
         # of the unfinished block: keys before rotation, and the angles of its tokens
         self.open: list[Tensor] = []
 
-    def attend(self, layer: IndexedAttention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: IndexedAttention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, T, H, K] of T tokens that continue what is stored."""
         q_BTHK, k_BTGK, v_BTGK, q_BThE, raw_BT1E = inputs
         k_BNE = self.append_blocks(raw_BT1E, rope)

@@ -62,7 +62,12 @@ def least_rank(rank_BCN: Tensor, most: int) -> Tensor:
     return rank_BCN.topk(most).values[..., -1].clamp(min=0)
 
 
-def readable_keys(chosen_BCN: Tensor, query_C1: Tensor, r: int, tokens: int) -> Tensor:
+def readable_keys(
+    chosen_BCN: Tensor,
+    query_C1: Tensor,
+    r: int,
+    tokens: int,
+) -> Tensor:
     """Whether each of the first `tokens` tokens is in a chosen block, or in the query's own and not
     after it: [B, C, tokens].
     """
@@ -232,7 +237,11 @@ def query_chunks(inputs: IndexedInputs, r: int) -> list[QueryChunk]:
 
 
 def forward(
-    inputs: IndexedInputs, r: int, most: int, learns: bool, outputs: IndexedOutputs
+    inputs: IndexedInputs,
+    r: int,
+    most: int,
+    learns: bool,
+    outputs: IndexedOutputs,
 ) -> None:
     """Fills the outputs of `indexed_forward`."""
     for chunk in query_chunks(inputs, r):
@@ -342,7 +351,10 @@ def _backward_chunk(
 
 
 def _add_score_gradients(
-    dscores_BCN: Tensor, q_BChE: Tensor, k_BNE: Tensor, grads: IndexedInputs
+    dscores_BCN: Tensor,
+    q_BChE: Tensor,
+    k_BNE: Tensor,
+    grads: IndexedInputs,
 ) -> None:
     """Gradients of the indexer's queries and keys from those of the scores."""
     dtype = dscores_BCN.dtype
@@ -355,7 +367,11 @@ def _add_score_gradients(
 
 
 def _add_attention_gradients(
-    do_BCHK: Tensor, o_BCHK: Tensor, p_BGMCS: Tensor, inputs: IndexedInputs, grads: IndexedInputs
+    do_BCHK: Tensor,
+    o_BCHK: Tensor,
+    p_BGMCS: Tensor,
+    inputs: IndexedInputs,
+    grads: IndexedInputs,
 ) -> None:
     """Gradients of q, k and v from the probabilities."""
     _, G, _, C, _ = p_BGMCS.shape

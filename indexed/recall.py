@@ -39,7 +39,12 @@ class Reading:
 
     @torch.no_grad()
     def recall(
-        self, q_BTHK: Tensor, k_BSGK: Tensor, q_BThE: Tensor, k_BNE: Tensor, length: int
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        q_BThE: Tensor,
+        k_BNE: Tensor,
+        length: int,
     ) -> Tensor:
         """The share of full attention's mass on the keys that queries read, the largest share on as
         many blocks, and the number of queries, [3]; the shares are means over heads, summed over
@@ -64,7 +69,12 @@ class Reading:
         total_3[2].fill_(B * len(sampled))  # assigned, the number would be copied from the host
         return total_3
 
-    def _sampled(self, length: int, first: int, end: int) -> list[int]:
+    def _sampled(
+        self,
+        length: int,
+        first: int,
+        end: int,
+    ) -> list[int]:
         """Those of the sampled queries of a document that are from `first` on and before `end`."""
         choosing = length - (self.most + 1) * self.r  # they have more candidates than they read
         count = max(0, min(SAMPLED_QUERIES, choosing))
@@ -72,7 +82,12 @@ class Reading:
         return [query for query in sampled if first <= query < end]
 
     def _shares(
-        self, q_BCHK: Tensor, k_BSGK: Tensor, q_BChE: Tensor, k_BNE: Tensor, query_C1: Tensor
+        self,
+        q_BCHK: Tensor,
+        k_BSGK: Tensor,
+        q_BChE: Tensor,
+        k_BNE: Tensor,
+        query_C1: Tensor,
     ) -> Tensor:
         S = k_BSGK.shape[1]
         rank_BCN = block_ranks(block_scores(q_BChE, k_BNE), query_C1, self.r)

@@ -23,7 +23,13 @@ class Clock:
     key_bounds    [B + 1] int32, 0, S, ..., B * S, with S = `capacity`
     """
 
-    def __init__(self, position: int, rows: int, capacity: int, device: Device):
+    def __init__(
+        self,
+        position: int,
+        rows: int,
+        capacity: int,
+        device: Device,
+    ):
         self.capacity = capacity
         self.position = torch.full((1,), position, device=device)
         self.lengths = torch.full((rows,), position + 1, device=device, dtype=torch.int32)
@@ -91,7 +97,12 @@ class ClockedLayer:
         cache.k_BSGK[:, cache.length :] = 0
         cache.v_BSGK[:, cache.length :] = 0
 
-    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, 1, H, K] of the token at the clock's position."""
         q_B1HK, k_B1GK, v_B1GK = inputs
         self.cache.k_BSGK.index_copy_(1, self.clock.position, k_B1GK)
@@ -114,7 +125,13 @@ class ClockedCache:
     `clock.tick()` after each.
     """
 
-    def __init__(self, cache: KVCache, rows: int, capacity: int, device: Device):
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: int,
+        capacity: int,
+        device: Device,
+    ):
         self.first = cache.length  # the position of the first token
         self.clock = Clock(cache.length, rows, capacity, device)
         self.layers = [self._clocked(layer) for layer in cache.layers]
@@ -125,7 +142,12 @@ class ClockedCache:
         layer.start_clock(self.clock)
         return layer
 
-    def rope(self, rotary: RotaryCache, tokens: int, device: torch.device) -> Rope:
+    def rope(
+        self,
+        rotary: RotaryCache,
+        tokens: int,
+        device: torch.device,
+    ) -> Rope:
         """cos and sin of the token at the clock's position."""
         if tokens > 1:
             raise ValueError(

@@ -69,7 +69,11 @@ def choose(config: ModelConfig) -> Ops:
 
 
 def sdpa(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool, mask_TS: Tensor | None = None
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    causal: bool,
+    mask_TS: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention in the [B, T, H, K] layout, by a kernel whose memory is linear in T."""
     o_BHTK = platform().attention(
@@ -91,7 +95,10 @@ def attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
 
 
 def packed_attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Documents
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    documents: Documents,
 ) -> Tensor:
     """Full causal attention inside each of the documents."""
     inputs = (q_BTHK, k_BTGK, v_BTGK)
@@ -103,7 +110,10 @@ def packed_attention(
 
 
 def packed_flash_attention(
-    q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, documents: Documents
+    q_NHK: Tensor,
+    k_NGK: Tensor,
+    v_NGK: Tensor,
+    documents: Documents,
 ) -> Tensor:
     """Full causal attention inside each of the documents, in one call."""
     from torch.nn.attention.varlen import varlen_attn
@@ -145,14 +155,25 @@ def block_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return platform().rms_norm(x, weight, eps)
 
 
-def norm_rotate(kernels: str, x_BTHK: Tensor, weight_K: Tensor, eps: float, rope: Rope) -> Tensor:
+def norm_rotate(
+    kernels: str,
+    x_BTHK: Tensor,
+    weight_K: Tensor,
+    eps: float,
+    rope: Rope,
+) -> Tensor:
     """The normed heads, rotated by their tokens' angles."""
     if platform().takes_elementwise(x_BTHK, kernels):
         return elementwise.norm_rotate(x_BTHK, weight_K, *rope, eps)
     return model.rotate(rms_norm(x_BTHK, weight_K, eps), *rope)
 
 
-def rotate(kernels: str, x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(
+    kernels: str,
+    x_BTHK: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """The heads rotated by their tokens' angles."""
     if platform().takes_elementwise(x_BTHK, kernels):
         return elementwise.rotate(x_BTHK, cos, sin)
@@ -254,7 +275,11 @@ def loss_path(config: ModelConfig, tokens: int, low_precision: bool = False) -> 
 
 
 def mean_loss(
-    config: ModelConfig, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
+    config: ModelConfig,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    num_valid: Tensor,
 ) -> Tensor:
     """Sum over the valid positions of -log p(label) / num_valid, by the loss for the size."""
     path = loss_path(config, len(hidden_ND), weight_VD.element_size() < FP32)

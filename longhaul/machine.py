@@ -46,11 +46,22 @@ class Platform:
         """The parts that run, of those that grow and keep their buffers: all of them."""
         return parts
 
-    def tile_body(self, function: Callable, kernels: str, fastest: Callable) -> Callable:
+    def tile_body(
+        self,
+        function: Callable,
+        kernels: str,
+        fastest: Callable,
+    ) -> Callable:
         """What runs an elementwise tile function of the loss: fastest(function, kernels)."""
         return fastest(function, kernels)
 
-    def mixed_product(self, out: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    def mixed_product(
+        self,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        beta: int,
+    ) -> None:
         """out = beta * out + a @ b, where `out` has another dtype than a and b.
 
         On CUDA the product of low-precision numbers is written in fp32. Elsewhere it is rounded to
@@ -71,7 +82,12 @@ class Platform:
             return x.dtype
         return torch.float32 if fp32_is_faster(x.dtype) else x.dtype
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Tensor:
         """PyTorch's RMSNorm, which is one fused kernel on CUDA."""
         return F.rms_norm(x, weight.shape, weight, eps)
 

@@ -32,7 +32,11 @@ def attention_kernel(q_BTHK: Tensor) -> str:
 
 
 def attention_part(
-    kernel: str, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, causal: bool
+    kernel: str,
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """(o [B, T, H, K], log-sum-exp [B, H, T] in fp32) of the queries over these keys, with memory
     linear in T and S.
@@ -58,7 +62,10 @@ def attention_part(
 
 
 def merge_parts(
-    o_BTHK: Tensor, lse_BHT: Tensor, other_BTHK: Tensor, other_BHT: Tensor
+    o_BTHK: Tensor,
+    lse_BHT: Tensor,
+    other_BTHK: Tensor,
+    other_BHT: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(o, log-sum-exp) over all keys, from those over two parts of them.
 
@@ -101,7 +108,13 @@ def attention_part_backward(
 
 
 def _backward_cudnn(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     state = torch.zeros((), dtype=torch.int64, device=q.device)
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -124,7 +137,13 @@ def _backward_cudnn(
 
 
 def _backward_flash(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     offset = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -147,7 +166,13 @@ def _backward_flash(
 
 
 def _backward_efficient(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     H, T = q.shape[1:3]
     G = k.shape[1]

@@ -35,12 +35,22 @@ class SharedRows:
     pieces  gather_kv: this rank's, with the keys that they see
     """
 
-    def __init__(self, shard: context.Shard, whole: Any, pieces: list[context.Piece] | None):
+    def __init__(
+        self,
+        shard: context.Shard,
+        whole: Any,
+        pieces: list[context.Piece] | None,
+    ):
         self.shard = shard
         self.whole = whole
         self.pieces = pieces
 
-    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, t, H, K] of this rank's tokens. Everything that a head reads travels with it."""
         if self.shard.mode == "gather_kv":
             return self._over_gathered_keys(layer, inputs)
@@ -51,7 +61,12 @@ class SharedRows:
         o_BThK = self._of_whole_rows(layer, [arrived[id(x)] for x in inputs], rope)
         return context.to_tokens(o_BThK, self.shard)
 
-    def _of_whole_rows(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def _of_whole_rows(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         if self.whole is None:  # every row is one document
             return layer.attend_document(*inputs)
         return self.whole.attend(layer, inputs, rope)
@@ -122,7 +137,11 @@ class RowSharing:
         return self.shard.join(figures_SBt, shape[1]).flatten(1)
 
     def describe(
-        self, model: Decoder, cu_seqlens: Tensor, shape: tuple[int, int], positions_BT: Tensor
+        self,
+        model: Decoder,
+        cu_seqlens: Tensor,
+        shape: tuple[int, int],
+        positions_BT: Tensor,
     ) -> SharedRows:
         """The rows of documents cu_seqlens over B*T tokens."""
         whole = model.layers[0].attention.rows(cu_seqlens, shape, positions_BT.device)

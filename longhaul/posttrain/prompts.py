@@ -97,7 +97,12 @@ class SharedPrompts:
                 own.append(tokens)
         return torch.cat(scoring), torch.cat(own)
 
-    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, T, H, K] of the layer; ValueError if it is not full causal attention, or has other
         tokens.
         """
@@ -129,7 +134,10 @@ def _check_attention(layer: Attention) -> None:
 
 
 def shared_prompt_attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, prompts: SharedPrompts
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    prompts: SharedPrompts,
 ) -> Tensor:
     """Full causal attention of every prompt and response, each response behind its prompt.
 
@@ -146,7 +154,13 @@ class _SharedPromptAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, prompts: SharedPrompts) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        prompts: SharedPrompts,
+    ) -> Tensor:
         kernel = attention_kernel(q)
         _, N, H, _ = q.shape
         o = torch.empty_like(q)
@@ -184,7 +198,10 @@ class _SharedPromptAttention(torch.autograd.Function):
 
 
 def _gradients_of_group(
-    kernel: str, grad: Tensor, saved: tuple[Tensor, ...], spans: list[slice]
+    kernel: str,
+    grad: Tensor,
+    saved: tuple[Tensor, ...],
+    spans: list[slice],
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of a prompt and of each of its responses."""
     q, k, v, o, lse = saved
@@ -208,7 +225,11 @@ def _gradients_of_group(
 
 
 def attention_behind_prompts(
-    q_B1HK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, k_CPGK: Tensor, v_CPGK: Tensor
+    q_B1HK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    k_CPGK: Tensor,
+    v_CPGK: Tensor,
 ) -> Tensor:
     """Attention of one token of each row over the row's own keys and those of its prompt. Each of C
     prompts belongs to B/C rows, which are next to each other.
@@ -233,12 +254,22 @@ def attention_behind_prompts(
 class LayerBehindPrompt(LayerCache):
     """Keys and values of one layer's responses, which continue the rows of a prompt's cache."""
 
-    def __init__(self, prompt: LayerCache, rows: int, length: int):
+    def __init__(
+        self,
+        prompt: LayerCache,
+        rows: int,
+        length: int,
+    ):
         shape = (rows, length, *prompt.k_BSGK.shape[2:])
         super().__init__(shape, prompt.k_BSGK.device, prompt.k_BSGK.dtype)
         self.prompt = prompt
 
-    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, 1, H, K] of one token of each row; ValueError as in `SharedPrompts.attend`."""
         _check_attention(layer)
         q_B1HK, *keys_and_values = inputs
@@ -252,7 +283,12 @@ class CacheBehindPrompts(KVCache):
     prompt's keys and values are read where they are, so it must not change any more.
     """
 
-    def __init__(self, prompt: KVCache, rows: int, length: int):
+    def __init__(
+        self,
+        prompt: KVCache,
+        rows: int,
+        length: int,
+    ):
         kept = type(prompt.layers[0])
         if kept is not LayerCache:
             raise ValueError(
@@ -274,7 +310,12 @@ class CacheBehindPrompts(KVCache):
         """Positions stored so far, those of the prompt included."""
         return self.prompt_length + self.layers[0].length
 
-    def rope(self, rotary: RotaryCache, tokens: int, device: torch.device) -> Rope:
+    def rope(
+        self,
+        rotary: RotaryCache,
+        tokens: int,
+        device: torch.device,
+    ) -> Rope:
         """cos and sin of the next token of each row."""
         if tokens > 1:
             raise ValueError(
@@ -300,7 +341,12 @@ class LayerHistory:
         """Positions before the newest forward."""
         return sum(k_BTGK.shape[1] for k_BTGK in self.keys)
 
-    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer: Attention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B, T, H, K] of T tokens that continue what is stored."""
         q_BTHK, k_BTGK, v_BTGK = inputs
         keys_and_values = self.append(k_BTGK, v_BTGK)

@@ -234,9 +234,9 @@ def rewards() -> str:
     words = """
 
 The reward is detached, so that its logits need no gradient. A policy update makes logits too,
-unless they are tiled. Self-certainty needs one online log-sum-exp per token (`longhaul/vocab/statistics.py`);
-the mean of log-sum-exps over chunks of the vocabulary is off by at least the log of their
-number."""
+unless they are tiled. Self-certainty needs one online log-sum-exp per token
+(`longhaul/vocab/statistics.py`); the mean of log-sum-exps over chunks of the vocabulary is off by
+at least the log of their number."""
     return table(head, rows) + words
 
 

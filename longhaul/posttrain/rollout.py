@@ -54,7 +54,7 @@ class Sampling:
 
 class Sample(NamedTuple):
     """A sampled response, on the host: its tokens with the end of the document, which a truncated
-    one lacks, and the statistics of each (longhaul/vocab.py) when it was drawn, in float32.
+    one lacks, and the statistics of each (longhaul/vocab/) when it was drawn, in float32.
     """
 
     tokens_T: Tensor

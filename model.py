@@ -1472,6 +1472,8 @@ def linear_cross_entropy(
         divisor = (labels_N != ignore_index).sum() if num_valid is None else num_valid
     divisor = torch.as_tensor(divisor, dtype=wide(hidden_ND.dtype), device=hidden_ND.device)
     chunk = token_tile or max(1, CHUNK_BYTES // (4 * len(weight_VD)))
+    if not torch.is_grad_enabled():  # an autograd.Function would make the gradients all the same
+        hidden_ND, weight_VD = hidden_ND.detach(), weight_VD.detach()
     return _ChunkedLoss.apply(
         hidden_ND, weight_VD, labels_N, divisor.clamp(min=1), ignore_index, chunk
     )
@@ -1761,7 +1763,7 @@ class Decoder(nn.Module):
         if self.ops.loss is not None:
             return self.ops.loss
         if self.config.should_chunk(batch, seq):
-            return _chunked_mean
+            return functools.partial(_chunked_mean, self.config.loss_chunk_size or None)
         return standard_cross_entropy
 
     # ---- parameters
@@ -1813,9 +1815,15 @@ class Decoder(nn.Module):
 
 
 def _chunked_mean(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, num_valid: Tensor
+    token_tile: int | None,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    num_valid: Tensor,
 ) -> Tensor:
-    return linear_cross_entropy(hidden_ND, weight_VD, labels_N, num_valid=num_valid)
+    return linear_cross_entropy(
+        hidden_ND, weight_VD, labels_N, num_valid=num_valid, token_tile=token_tile
+    )
 
 
 def _shard_like(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -328,6 +328,11 @@ KINDS: dict[str, type[Kind]] = {
 }
 
 
+# The kinds that `longhaul.memory.verify_kind.verify_kind` is known to pass; a run with another one
+# warns.
+VERIFIED = ("standard", "nsa", "indexed")
+
+
 def attention_kind(config) -> type[Kind]:
     """The row of a configuration's kind; config is a ModelConfig or a TrainConfig."""
     name = config.attention.name if isinstance(config, ModelConfig) else config.attention_type

@@ -6,23 +6,29 @@ import functools
 import pytest
 import torch
 
+from longhaul import kernels
 from longhaul.analysis.activations import SITES, check_layers, replaced, stream
-from longhaul.kinds import attention_kind
 from longhaul.parallel import checkpointing, tiling
-from model import Decoder, ModelConfig, NSAConfig, document_boundaries, document_positions
+from model import (
+    Decoder,
+    ModelConfig,
+    NSAConfig,
+    Standard,
+    document_boundaries,
+    document_positions,
+)
 
 T, V = 61, 97
 D, L = 32, 3
 SPARSE = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16)
+KINDS = {"standard": Standard(), "nsa": SPARSE}
 
 
 @functools.cache
 def decoder(attention: str = "standard", dtype: str = "float32") -> Decoder:
     sizes = dict(vocab_size=V, hidden_size=D, num_layers=L, ffn_size=48, init_std=0.1)
-    config = ModelConfig.preset(
-        "tiny", attention_type=attention, nsa=SPARSE, compute_dtype=dtype, **sizes
-    )
-    return Decoder(config)
+    config = ModelConfig.preset("tiny", attention=KINDS[attention], compute_dtype=dtype, **sizes)
+    return kernels.decoder(config)
 
 
 def rows(count: int = 2) -> torch.Tensor:
@@ -58,7 +64,7 @@ def by_hand(model: Decoder, tokens: torch.Tensor, doc_ids: torch.Tensor | None) 
     rope = model.rotary(T, "cpu")
     if bounds is not None:
         rope = model.rotary.at(document_positions(bounds, tokens.shape))
-    places = attention_kind(model.config).documents(model.config, bounds, tokens.shape, "cpu")
+    places = model.layers[0].attention.rows(bounds, tokens.shape, "cpu")
     x = model.embed(tokens).to(model.config.dtype)
     found = {}
     for index, block in enumerate(model.layers):

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from longhaul import kernels
 from longhaul.analysis import distance
 from longhaul.analysis.activations import run
 from longhaul.analysis.distance import LayerDistances, bucket_name, bucket_of, measured
-from model import Decoder, ModelConfig, NSAConfig
+from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.test_analysis_activations import SPARSE
 
 V, HEADS = 97, 8
@@ -21,11 +22,9 @@ CLOSE = dict(rel=1e-5, abs=1e-6)
 def decoder(attention: str = "standard", dtype: str = "float32", **nsa) -> Decoder:
     """Large weights, so that heads differ and look at single keys."""
     sizes = dict(vocab_size=V, hidden_size=32, num_layers=2, ffn_size=48, init_std=0.5)
-    sparse = NSAConfig(**vars(SPARSE) | nsa)
-    config = ModelConfig.preset(
-        "tiny", attention_type=attention, nsa=sparse, compute_dtype=dtype, **sizes
-    )
-    return Decoder(config)
+    kinds = {"standard": Standard(), "nsa": NSAConfig(**vars(SPARSE) | nsa)}
+    config = ModelConfig.preset("tiny", attention=kinds[attention], compute_dtype=dtype, **sizes)
+    return kernels.decoder(config)
 
 
 def rows(tokens: int, count: int = 2) -> torch.Tensor:
@@ -97,9 +96,7 @@ def dense_parts(attention, inputs, rope, layout) -> dict:
         return torch.cat([a * c - b * s, b * c + a * s], -1).to(x.dtype)
 
     k_cmp, v_cmp = attention.sparse.compressor(raw, v_raw, rotate_as, layout)
-    parts = attention.sparse.core(
-        q, k, v, k_cmp, v_cmp, k_win, v_win, gates, cfg, return_parts=True
-    )
+    parts = attention.ops.sparse(q, k, v, k_cmp, v_cmp, k_win, v_win, gates, cfg, return_parts=True)
     block = torch.arange(k_cmp.shape[1])
     ended = block * cfg.cmp_stride + cfg.cmp_block - 1 <= t[:, None]
     middle = t[:, None] - (block * cfg.cmp_stride + cfg.cmp_block // 2)

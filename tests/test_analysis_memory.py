@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import profile_memory
-from longhaul import cli
+from longhaul import cli, kernels
 from longhaul.analysis import run
 from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.samples import Rows
 from longhaul.memory import analysis
-from model import Decoder, ModelConfig
+from model import ModelConfig, NSAConfig
 from scripts import run_full_analysis
 from tests.test_analysis_run import made  # noqa: F401  (a fixture)
 
@@ -24,7 +24,7 @@ FEW = Measures(
 )
 SETTINGS = {
     "standard": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3), FEW),
-    "nsa": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3, attention_type="nsa"), FEW),
+    "nsa": (ModelConfig.preset("tiny", vocab_size=500, num_layers=3, attention=NSAConfig()), FEW),
     "parts": (
         ModelConfig.preset("tiny", vocab_size=500, num_layers=3),
         dataclasses.replace(FEW, chunk=128),
@@ -76,7 +76,7 @@ def slow_if(names, is_slow) -> list:
 def test_each_part_is_planned_within_five_percent(name, part):
     what = asked(name)
     planned = analysis.peak(what, "cpu", part)
-    model = Decoder(what.config)
+    model = kernels.decoder(what.config)
     with analysis.meter(model, CPU) as meter:
         analysis.PARTS[part](model, RandomSamples(2, what.context_length), what)
     assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
@@ -86,7 +86,7 @@ def test_each_part_is_planned_within_five_percent(name, part):
 def test_packed_rows_in_parts_are_planned_within_five_percent(part):
     what = dataclasses.replace(asked("parts"), longest=300).shallow(1, 1)
     planned = analysis.peak(what, "cpu", part)
-    model = Decoder(what.config)
+    model = kernels.decoder(what.config)
     with analysis.meter(model, CPU) as meter:
         analysis.PARTS[part](model, PackedSamples(2, what.context_length), what)
     assert planned == pytest.approx(meter.peak_bytes, rel=0.05)
@@ -109,7 +109,7 @@ def test_an_autoencoder_of_any_layer_is_planned_within_five_percent(layer):
     measures = Measures(sae_tokens=1, layers=str(layer))
     what = analysis.Analysed(SETTINGS["standard"][0], measures, 4, 1024)
     planned = analysis.peak(what, "cpu", "sae")
-    model = Decoder(what.config)
+    model = kernels.decoder(what.config)
     with analysis.meter(model, CPU) as meter:
         samples = RandomSamples(4, what.context_length)
         run.train_autoencoder(model, samples, measures, layer, what.batch_size)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from longhaul import kernels
 from longhaul.analysis.patching import (
     CannotCopy,
     Pairs,
@@ -53,7 +54,7 @@ CONSTANT = 3 * V
 @torch.no_grad()
 def planted_copy_head(**changes) -> Decoder:
     """The model of this file's head line."""
-    model = Decoder(planted_config(**changes))
+    model = kernels.decoder(planted_config(**changes))
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.zero_()
@@ -228,14 +229,14 @@ def random_model(**changes) -> Decoder:
             **changes,
         }
     )
-    return Decoder(config, seed=2)  # by chance it tells the prompts apart
+    return kernels.decoder(config, seed=2)  # by chance it tells the prompts apart
 
 
 @torch.no_grad()
 def written_out(model, tokens_T, patches=()):
     """Logits [V] after a prompt, and what each layer's parts add, in float64; patches: (layer,
     site, positions, values)."""
-    reference = Decoder(ModelConfig(**(vars(model.config) | {"compute_dtype": "float64"})))
+    reference = kernels.decoder(ModelConfig(**(vars(model.config) | {"compute_dtype": "float64"})))
     reference.load_state_dict(model.state_dict())
     reference.double()
     rope = reference.rotary(len(tokens_T), tokens_T.device)
@@ -303,7 +304,7 @@ def test_prompts_in_parts_give_the_same_effects(chunk, pairs):
 
 def test_native_sparse_attention_is_patched_too(pairs):
     small = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, sel_count=3, window=8)
-    model = random_model(attention_type="nsa", nsa=small, init_std=0.6)
+    model = random_model(attention=small, init_std=0.6)
     effect_2C = Patching(model, pairs, rows=12, most_spans=2).layer(1)
     assert effect_2C[0, 1].abs() > 1e-3
     # what the last layer adds before the last position is read by nobody

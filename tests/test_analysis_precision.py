@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from longhaul import kernels
 from longhaul.analysis.activations import overflow, require_finite, stream
 from longhaul.analysis.autoencoder import (
     Autoencoder,
@@ -60,7 +61,7 @@ def periodic(rows: int, draw: torch.Generator) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """A model that repeats what stood 12 tokens before."""
-    model = Decoder(CONFIG)
+    model = kernels.decoder(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     draw = torch.Generator().manual_seed(0)
     for _ in range(100):
@@ -117,7 +118,7 @@ def sae(model) -> Autoencoder:
 
 @pytest.mark.parametrize("dtype", EXPECTED)
 def test_the_twin_computes_what_a_model_in_that_precision_does(dtype, model, low, rows_BT):
-    cast = Decoder(dataclasses.replace(CONFIG, compute_dtype=dtype)).requires_grad_(False)
+    cast = kernels.decoder(dataclasses.replace(CONFIG, compute_dtype=dtype)).requires_grad_(False)
     cast.load_state_dict(model.state_dict())
     for parameter in cast.parameters():
         if parameter.ndim == 2:  # on a CPU the norms multiply by fp32 weights
@@ -179,7 +180,7 @@ def test_jaccard_equals_sets_of_latents(model, low, rows_BT, sae):
 @pytest.fixture
 def overflowing(model) -> Decoder:
     """The model with an MLP in layer 1 whose output passes 65,504 in float16."""
-    large = Decoder(CONFIG)
+    large = kernels.decoder(CONFIG)
     large.load_state_dict(model.state_dict())
     with torch.no_grad():
         large.layers[1].mlp.down_proj.weight *= 1e6
@@ -208,7 +209,7 @@ def test_a_table_is_refused_if_a_precision_overflows(overflowing, rows_BT):
 
 
 def test_weights_that_are_not_finite_are_named(model, rows_BT):
-    broken = Decoder(CONFIG)
+    broken = kernels.decoder(CONFIG)
     broken.load_state_dict(model.state_dict())
     with torch.no_grad():
         broken.layers[0].attention.o_proj.weight[0, 0] = math.nan

@@ -21,21 +21,23 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {
         "model",
         "fused",
-        "nsa",
-        "indexed",
         "files",
         "footprint",
         "flags",
         "installed",
         "longhaul.epilogue",
+        "longhaul.machine",
     },
-    {"data", "longhaul.exits"},
+    {"data", "nsa", "longhaul.exits", "longhaul.vocab"},
     {
+        "indexed",
         "longhaul.dist",
         "longhaul.cli",
+        "longhaul.kernels",
         "longhaul.lengths",
         "longhaul.staging",
     },
+    {"longhaul.clock", "longhaul.kinds"},
     {
         "longhaul.config",
         "longhaul.generate",
@@ -43,7 +45,6 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "longhaul.optimizers",
         "longhaul.parallel",
         "longhaul.qwen3",
-        "longhaul.vocab",
     },
     {"longhaul.flops", "longhaul.step"},
     {
@@ -59,14 +60,8 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     {"scripts"},
     {"benchmarks", "selfcheck"},
 ]
-# model.py takes its twins where they are, inside functions; the rest are pairs of one level.
-LAZY = {("model", "fused"), ("model", "nsa"), ("model", "indexed")}
-SAME_LEVEL = LAZY | {
-    ("longhaul.analysis", "longhaul.checkpoint"),
+SAME_LEVEL = {
     ("longhaul.analysis", "longhaul.evals"),
-    ("indexed", "model"),
-    ("indexed", "nsa"),  # buffers and products, and what kernels share
-    ("nsa", "model"),  # the twin shares the checks and the layout of the plain version
     ("longhaul.config", "longhaul.parallel"),
     ("longhaul.optim", "longhaul.optimizers"),
     ("longhaul.run", "longhaul.checkpoint"),
@@ -94,7 +89,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
 }
 ROOMS = {name for level in LEVELS for name in level}
 OURS = {name.split(".")[0] for level in LEVELS for name in level}
-NOT_THE_PRODUCT = {"tests", ".venv", ".cuda-venv", "runs", "build"}
+NOT_THE_PRODUCT = {"tests", ".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(
     path for path in ROOT.rglob("*.py") if not NOT_THE_PRODUCT & set(path.relative_to(ROOT).parts)
 )
@@ -174,8 +169,6 @@ def test_the_ground_floor_imports_only_what_it_may(room):
 
 def test_the_modules_have_no_import_cycle():
     graph = {module_of(path): imports(path) for path in SOURCES}
-    for own, twin in LAZY:  # inside functions only, as the next test checks
-        graph[own] = {name for name in graph[own] if room_of(name) != twin}
     graph = {
         module: {other for other in graph if other in used and other != module}
         for module, used in graph.items()
@@ -187,16 +180,20 @@ def test_the_modules_have_no_import_cycle():
         done |= ready
 
 
-@pytest.mark.parametrize("own, twin", sorted(LAZY))
-def test_a_twin_is_imported_inside_functions_only(own, twin):
-    path = ROOT / f"{own}.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {
-        alias.name for node in at_import if isinstance(node, ast.Import) for alias in node.names
-    } | {node.module for node in at_import if isinstance(node, ast.ImportFrom)}
-    assert any(room_of(name) == twin for name in imports(path))
-    assert not any(room_of(name) == twin for name in names)
+def test_the_model_imports_only_torch_and_the_standard_library_inside_functions_too():
+    found = {name.split(".")[0] for name in imports(ROOT / "model.py")}
+    assert "torch" in found
+    assert found - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_decoders_are_built_by_the_one_file_that_knows_the_kernels():
+    builders = {
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Decoder", "model.Decoder")
+    }
+    assert builders == {"longhaul/kernels.py"}
 
 
 def test_the_rooms_have_no_import_cycle():
@@ -204,8 +201,6 @@ def test_the_rooms_have_no_import_cycle():
         (room_of(module_of(path)), room_of(name)) for path in SOURCES for name in imports(path)
     }
     used = {room: {other for own, other in edges if own == room} - {room, None} for room in ROOMS}
-    for own, other in LAZY:
-        used[own].discard(other)
     done: set[str] = set()
     while len(done) < len(used):
         ready = {room for room, others in used.items() if room not in done and others <= done}
@@ -250,16 +245,16 @@ ALONE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from model import Decoder, KVCache, ModelConfig, NSAConfig
+from model import Decoder, ModelConfig, NSAConfig, Standard
 
 torch.set_num_threads(1)
 small = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=8, sel_count=3, window=4)
 tokens = torch.randint(100, (2, 65), generator=torch.Generator().manual_seed(0))
 documents = torch.arange(64).ge(40).expand(2, -1)
 
-for attention in ("standard", "nsa"):
+for attention in (Standard(), small):
     shape = dict(vocab_size=100, num_layers=2, loss="chunked")
-    decoder = Decoder(ModelConfig.preset("tiny", attention_type=attention, nsa=small, **shape))
+    decoder = Decoder(ModelConfig.preset("tiny", attention=attention, **shape))
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
     losses = []
     for _ in range(8):
@@ -270,7 +265,7 @@ for attention in ("standard", "nsa"):
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 1, (attention, losses)
 
-    cache, drawn = KVCache(decoder.config, 1, 48), tokens[:1, :8]
+    cache, drawn = decoder.new_cache(1, 48), tokens[:1, :8]
     with torch.no_grad():
         hidden = decoder(drawn, cache=cache)
         for _ in range(40):
@@ -280,14 +275,7 @@ for attention in ("standard", "nsa"):
     assert cache.length == 48
     assert (whole - hidden).abs().max() <= 1e-4 * whole.abs().max(), attention
 
-for kernels in ("auto", "torch", "triton"):
-    try:
-        Decoder(ModelConfig.preset("tiny", attention_type="nsa", kernels=kernels))
-    except ValueError as error:
-        assert kernels == "triton" and "put the folder nsa/ next to model.py" in str(error), error
-    else:
-        assert kernels != "triton"
-assert not {"longhaul", "fused", "nsa", "data", "numpy.testing"} & set(sys.modules)
+assert not {"longhaul", "fused", "nsa", "indexed", "data", "numpy.testing"} & set(sys.modules)
 print("trained and generated")
 """
 

@@ -1,25 +1,28 @@
-"""A third kind of attention: docs/ARCHITECTURE.md adds sliding-window attention, and this file runs
-the document's own code.
+"""A kind of attention of a user's: docs/ARCHITECTURE.md adds block-mean attention, and this file
+runs the document's own code.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-import model
-from longhaul import cli, step
+import train
+from longhaul import cli, dist, kernels, step
+from longhaul.checkpoint.load import load_model, newest, verified
 from longhaul.config import TrainConfig
 from longhaul.flops import keys_read, train_flops
 from longhaul.generate import generate
-from longhaul.memory.estimate import estimate, saved_per_layer
+from longhaul.kinds import KINDS, Kind
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from model import Decoder, KVCache, ModelConfig
+from longhaul.memory.verify_kind import verify_kind
+from model import Attention, Decoder, ModelConfig, NSAConfig, Standard
+from selfcheck.faults import runs
 from tests import oracle
 from tests.ranks import run_ranks
-from tests.tiers import few_fast
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md"
 SHAPE = {
@@ -31,7 +34,7 @@ SHAPE = {
     "head_dim": 16,
     "ffn_size": 96,
 }
-TINY = {"model_size": "tiny", "attention_type": "window", "context_length": 2048}
+TINY = {"model_size": "tiny", "attention_type": "block_mean", "context_length": 2048}
 
 
 def example() -> str:
@@ -39,24 +42,24 @@ def example() -> str:
     return re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
-def add_window() -> type[model.Attention]:
-    """Run the example and return its class."""
-    names: dict = {}
+def add_block_mean() -> type:
+    """Run the example and return the class of its settings."""
+    names: dict = {"__name__": "block_mean"}
     exec(compile(example(), str(DOCUMENT), "exec"), names)
-    return names["SlidingWindowAttention"]
+    return names["BlockMean"]
 
 
 @pytest.fixture(autouse=True)
 def kind():
-    """The example's class, in the table during a test only, in place of one that a reader added."""
-    before = dict(model.ATTENTIONS)
-    yield add_window()
-    model.ATTENTIONS.clear()
-    model.ATTENTIONS.update(before)
+    """The example's settings, whose row is in the table during a test only."""
+    before = dict(KINDS)
+    yield add_block_mean()(r=16, top=2)
+    KINDS.clear()
+    KINDS.update(before)
 
 
-def build(**changes) -> Decoder:
-    return Decoder(ModelConfig.preset("tiny", attention_type="window", **SHAPE | changes), seed=1)
+def build(kind) -> Decoder:
+    return kernels.decoder(ModelConfig.preset("tiny", attention=kind, **SHAPE), seed=1)
 
 
 def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
@@ -67,14 +70,36 @@ def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
     return ((x.double() - truth).norm() / truth.norm()).item()
 
 
-def test_the_example_is_one_class_and_one_entry_of_at_most_forty_lines(kind):
-    assert len(example().splitlines()) <= 40
-    assert example().count("class ") == example().count("ATTENTIONS[") == 1
-    assert issubclass(kind, model.Attention)
+def block_mean_attention(q_THK, k_TGK, v_TGK, r: int, top: int) -> torch.Tensor:
+    """softmax(q k^T / sqrt(K)) v over the query's own block up to itself and the `top` past blocks
+    with the largest q . mean(k), one query of one head after the other.
+    """
+    T, H, K = q_THK.shape
+    k_THK, v_THK = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (k_TGK, v_TGK))
+    rows = []
+    for t in range(T):
+        start = t - t % r
+        means_NHK = k_THK[:start].reshape(-1, r, H, K).mean(1)
+        heads = []
+        for h in range(H):
+            ranked = (means_NHK[:, h] @ q_THK[t, h]).argsort(descending=True)
+            past = [torch.arange(n * r, (n + 1) * r) for n in ranked[:top].tolist()]
+            keys = torch.cat([*past, torch.arange(start, t + 1)])
+            weights = (k_THK[keys, h] @ q_THK[t, h] / K**0.5).softmax(0)
+            heads.append(weights @ v_THK[keys, h])
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def test_the_example_is_one_layer_its_settings_and_one_row(kind):
+    assert len([line for line in example().splitlines() if line]) <= 65
+    assert example().count("class ") == 3 and example().count("KINDS[") == 1
+    assert issubclass(type(build(kind).layers[0].attention), Attention)
+    assert issubclass(KINDS[kind.name], Kind)
 
 
 def test_it_equals_a_dense_float64_reference_forward_and_backward_with_packed_documents(kind):
-    decoder, x = build(), tokens()
+    decoder, x = build(kind), tokens()
     lengths = [[130, 1, 69], [12, 188]]
     ids = [[i for i, length in enumerate(row) for _ in range(length)] for row in lengths]
     logits = decoder(x, doc_ids=torch.tensor(ids))
@@ -85,7 +110,7 @@ def test_it_equals_a_dense_float64_reference_forward_and_backward_with_packed_do
     }
 
     def attention(q, k, v):
-        return oracle.windowed_attention(q, k, v, kind.window)
+        return block_mean_attention(q, k, v, kind.r, kind.top)
 
     truth = [
         oracle.decoder_logits(weights, decoder.config, document, attention)
@@ -102,19 +127,19 @@ def test_it_equals_a_dense_float64_reference_forward_and_backward_with_packed_do
         assert relative(grad, want) <= 2e-5, name
 
 
-def test_the_reference_notices_a_window_that_is_one_token_too_wide(kind):
-    decoder, x = build(), tokens(1)
-    narrow = decoder(x)
-    kind.window += 1
-    assert relative(decoder(x), narrow.double()) > 1e-3
+@pytest.mark.parametrize("changes", [dict(r=17), dict(top=3)], ids=str)
+def test_the_reference_notices_sizes_that_are_one_too_large(kind, changes):
+    x = tokens(1)
+    exact = build(kind)(x)
+    assert relative(build(dataclasses.replace(kind, **changes))(x), exact.double()) > 1e-3
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_it_trains(checkpointing):
+def test_it_trains(kind, checkpointing):
     overrides = tuple(f"{name}={size}" for name, size in SHAPE.items() if name != "vocab_size")
     cfg = TrainConfig(
         model_size="tiny",
-        attention_type="window",
+        attention_type="block_mean",
         model_overrides=overrides,
         vocab_size=97,
         context_length=200,
@@ -124,7 +149,8 @@ def test_it_trains(checkpointing):
         max_steps=20,
         gradient_checkpointing=checkpointing,
     )
-    state = step.build(cfg, cfg.model(), "cpu")
+    config = dataclasses.replace(cfg.model(), attention=kind)
+    state = step.build(cfg, config, "cpu")
     x = tokens(2, 201)
     batch = {
         "tokens_BT": x[:, :-1],
@@ -136,18 +162,18 @@ def test_it_trains(checkpointing):
 
 
 @torch.no_grad()
-def test_decoding_over_a_cache_equals_the_full_forward():
-    decoder, x = build(), tokens()
+def test_decoding_over_a_cache_equals_the_full_forward(kind):
+    decoder, x = build(kind), tokens()
     full = decoder(x)
     for parts in ([150] + [1] * 50, [1] * 200, [100, 60, 1, 39]):
-        cache = KVCache(decoder.config, 2, 200)
+        cache = decoder.new_cache(2, 200)
         decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
         assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
 
 
 @torch.no_grad()
-def test_sampling_is_greedy_decoding_of_the_full_forward():
-    decoder, prompt = build(), tokens(1, 90)[0].tolist()
+def test_sampling_is_greedy_decoding_of_the_full_forward(kind):
+    decoder, prompt = build(kind), tokens(1, 90)[0].tolist()
     ids = list(prompt)
     for token in generate(decoder, prompt, 8, temperature=0):
         assert decoder(torch.tensor([ids]))[0, -1].argmax() == token
@@ -155,49 +181,41 @@ def test_sampling_is_greedy_decoding_of_the_full_forward():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_the_simulated_peak_is_what_the_allocator_records(checkpointing):
     cfg = TrainConfig(**TINY, dtype="fp32", gradient_checkpointing=checkpointing)
     predicted = simulate(cfg, target="cpu").peak()[0]
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    few_fast([{"gradient_checkpointing": "full"}, {}, {"loss": "standard"}], 3),
-    ids=str,
-)
-def test_the_closed_form_is_within_a_thousandth_of_the_simulation(changes):
-    cfg = TrainConfig(**TINY, model_overrides=("num_layers=3",), **changes)
-    assert estimate(cfg, cfg.model()).peak == pytest.approx(simulate(cfg).peak()[0], rel=1e-3)
-
-
-def test_flops_and_parameters_follow_the_class(kind):
-    config = build().config
-    positions = torch.arange(150)
-    met = keys_read(config, positions)
-    assert met.tolist() == [min(t + 1, kind.window) for t in range(150)]
-    assert config.num_params() == sum(p.numel() for p in build().parameters())
+def test_flops_and_parameters_follow_the_row_and_the_layer(kind):
+    config = build(kind).config
+    met = keys_read(config, torch.arange(150))
+    wanted = [min(t // 16, 2) * 16 + t % 16 + 1 + t // 16 / 6 for t in range(150)]
+    assert met.tolist() == pytest.approx(wanted)
+    assert config.num_params() == sum(p.numel() for p in build(kind).parameters())
 
     standard = ModelConfig.preset("tiny", **SHAPE)
-    assert train_flops(config, 150, 0.0) == train_flops(standard, 150, 0.0)
-    assert saved_per_layer(config, 150, 2) > saved_per_layer(standard, 150, 2)
+    everything = dataclasses.replace(config, attention=dataclasses.replace(kind, r=150))
+    assert train_flops(everything, 150, 0.0) == train_flops(standard, 150, 0.0)
 
 
 def test_the_command_line_takes_it_and_context_parallelism_says_what_it_cannot_do():
-    cfg = cli.parse(TrainConfig, ["--model_size", "tiny", "--attention_type", "window"], "")
-    assert cfg.model().attention_type == "window"
-    with pytest.raises(ValueError, match="gather_kv cannot serve window attention, which is not"):
+    cfg = cli.parse(TrainConfig, ["--model_size", "tiny", "--attention_type", "block_mean"], "")
+    assert cfg.model().attention.name == "block_mean"
+    with pytest.raises(ValueError, match="gather_kv cannot serve block_mean attention, which is"):
         TrainConfig(**TINY, context_parallel_size=2, context_parallel_mode="gather_kv")
 
 
 def shared_loss(world, x: torch.Tensor) -> list[torch.Tensor]:
     """The loss of rows that the ranks share and a gradient, both summed over the ranks."""
-    add_window()
+    config = ModelConfig.preset("tiny", attention=add_block_mean()(r=16, top=2), **SHAPE)
     cfg = TrainConfig(
-        model_size="tiny", attention_type="window", context_parallel_size=world.size, dtype="fp32"
+        model_size="tiny",
+        attention_type="block_mean",
+        context_parallel_size=world.size,
+        dtype="fp32",
     )
-    config = ModelConfig.preset("tiny", attention_type="window", **SHAPE)
     state = step.build(cfg, config, "cpu", world)
     loss = state.model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
     loss.backward()
@@ -207,12 +225,106 @@ def shared_loss(world, x: torch.Tensor) -> list[torch.Tensor]:
     return shares
 
 
-def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one():
+def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one(kind):
     x = tokens(2, 201)
-    decoder = Decoder(ModelConfig.preset("tiny", attention_type="window", **SHAPE), seed=0)
+    decoder = kernels.decoder(ModelConfig.preset("tiny", attention=kind, **SHAPE), seed=0)
     loss = decoder(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
     loss.backward()
     want = decoder.layers[0].attention.k_proj.weight.grad
     for shared, grad in run_ranks(shared_loss, 2, x):
         assert shared == pytest.approx(loss.item(), rel=1e-5)
         assert relative(grad, want.double()) <= 2e-5
+
+
+def trained(world, x: torch.Tensor) -> dict:
+    """Losses of two steps whose rows the ranks divide, and the weights after them."""
+    config = ModelConfig.preset("tiny", attention=add_block_mean()(r=16, top=2), **SHAPE)
+    cfg = TrainConfig(model_size="tiny", attention_type="block_mean", dtype="fp32", max_steps=2)
+    mesh = dist.data_mesh(world, torch.device("cpu"), cfg.dp_replicate)
+    state = step.build(cfg, config, "cpu", world, mesh)
+    rows = x[world.rank :: world.size]
+    batch = [dict(tokens_BT=row[None, :-1], labels_BT=row[None, 1:]) for row in rows]
+    losses = [float(step.train_step(state, batch).loss) for _ in range(2)]
+    whole = {
+        name: parameter.full_tensor() if world.size > 1 else parameter
+        for name, parameter in state.model.named_parameters()
+    }
+    return dict(losses=losses, weights={name: tensor.detach() for name, tensor in whole.items()})
+
+
+def test_two_ranks_that_shard_the_model_train_as_one():
+    x = tokens(2, 201)
+    truth = trained(step.ONE_PROCESS, x)
+    for found in run_ranks(trained, 2, x):
+        assert found["losses"] == pytest.approx(truth["losses"], rel=2e-6)
+        for name, weight in truth["weights"].items():
+            assert relative(found["weights"][name], weight.double()) <= 2e-5, name
+
+
+def test_a_run_warns_of_a_kind_that_is_not_verified_and_records_its_settings(tmp_path, capsys):
+    data = runs.dataset(tmp_path / "data")
+    for name in ("block_mean", "standard"):
+        flags = ["--attention_type", name, "--max_steps", "1"]
+        train.main(runs.last_given(runs.arguments(data, tmp_path / name, *flags)))
+        said = [line for line in capsys.readouterr().out.splitlines() if "verify_kind" in line]
+        assert len(said) == (name == "block_mean") and all(name in line for line in said)
+
+    loaded = load_model(verified(newest(tmp_path / "block_mean")))
+    assert loaded.config.attention == KINDS["block_mean"].config()
+
+
+# ---- verify_kind
+
+
+def passed(settings) -> dict[str, bool]:
+    """Which checks hold, by a word of their name."""
+    words = ("cache", "future", "packed", "checkpointing", "planned")
+    checks = verify_kind(settings)
+    assert len(checks) == len(words)
+    return {word: holds for word, (name, holds, _) in zip(words, checks) if word in name}
+
+
+ALL = dict.fromkeys(("cache", "future", "packed", "checkpointing", "planned"), True)
+
+
+def test_the_example_passes_every_check_of_verify_kind(kind):
+    assert passed(kind) == ALL
+
+
+@pytest.mark.parametrize(
+    "settings", [Standard(), NSAConfig(8, 4, 32, 4, window=32)], ids=lambda settings: settings.name
+)
+def test_kinds_of_longhaul_pass_every_check(settings):
+    assert passed(settings) == ALL
+
+
+def broken(kind, **methods):
+    """Settings of a kind like the example whose layer has other methods."""
+    layer = type(build(kind).layers[0].attention)
+    wrong = type("Wrong", (layer,), methods)
+
+    @dataclasses.dataclass(frozen=True)
+    class Broken(type(kind)):
+        name = "broken"
+
+        def layer(self, config, ops):
+            return wrong(config, ops)
+
+    KINDS["broken"] = type("BrokenKind", (KINDS[kind.name],), {"config": Broken})
+    return Broken(kind.r, kind.top)
+
+
+def test_a_kind_that_reads_the_future_fails_that_check(kind):
+    def attend_document(layer, q, k, v):
+        return kernels.sdpa(q, k, v, causal=False)
+
+    wrong = broken(kind, attend_document=attend_document)
+    # tokens that are decoded one by one cannot see what the full forward sees
+    assert passed(wrong) == ALL | dict(future=False, cache=False)
+
+
+def test_a_kind_whose_documents_see_each_other_fails_that_check(kind):
+    def packed(layer, inputs, rope, documents):
+        return layer.attend_document(*inputs)
+
+    assert passed(broken(kind, packed=packed)) == ALL | dict(packed=False)

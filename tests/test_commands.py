@@ -24,7 +24,7 @@ STARTED_BY_A_RANK = {"longhaul.epilogue"}  # with the id of a process, when a ru
 # It starts runs and kills them: on Ctrl-C they answer too.
 ANSWERED_BY_MANY = {"selfcheck.fault_matrix"}
 # Their arguments are those of pytest or train.py, or they are sourced.
-PASS_ON = {"setup.sh", "slurm.sh", "test.sh", "test_cuda_build.sh", "test_lm_eval.sh"}
+PASS_ON = {"setup.sh", "slurm.sh", "test.sh"}
 WRITTEN = {".md", ".py", ".sh", ".toml", ".json", ".svg", ".png", ".html"}
 SECONDS = 90  # until a command has said something, and until it has ended
 INTERRUPTED = 130

@@ -1,23 +1,24 @@
 """Context gain: of planted scorers whose gain is known, of models that cannot see far, by ranks."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-import model
-from longhaul import dist, step
+from longhaul import dist, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.evals import gain
 from longhaul.evals.copies import far_copies
 from longhaul.evals.gain import Window
 from longhaul.evals.score import Item, ModelScorer, Scores
-from model import IGNORE
+from longhaul.kernels import sdpa
+from model import IGNORE, Attention
 from tests.ranks import run_ranks
-from tests.test_attention_kind import add_window
 
 WINDOW = Window(short=32, stride=8, ngram=4)
 V = 50
@@ -386,15 +387,27 @@ def test_the_default_window_follows_the_context():
 # --------------------------------------------------------------------------- a real model
 
 
-@pytest.fixture
-def window_attention():
-    """The attention of docs/ARCHITECTURE.md, which reads 64 keys, set to read 13."""
-    before = dict(model.ATTENTIONS)
-    kind = add_window()
-    kind.window = 13
-    yield kind
-    model.ATTENTIONS.clear()
-    model.ATTENTIONS.update(before)
+@dataclass(frozen=True)
+class Nearby:
+    """Settings of attention to the last `window` keys, the query's own included."""
+
+    name = "nearby"
+    window: int
+
+    def layer(self, config, ops):
+        return NearbyAttention(config, ops)
+
+
+class NearbyAttention(Attention):
+    def __init__(self, config, ops):
+        super().__init__(config, ops)
+        self.window = config.attention.window
+
+    def attend_document(self, q_BTHK, k_BSGK, v_BSGK):
+        T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+        age_TS = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        visible_TS = (age_TS >= 0) & (age_TS < self.window)
+        return sdpa(q_BTHK, k_BSGK, v_BSGK, causal=False, mask_TS=visible_TS)
 
 
 MODEL = dict(
@@ -417,16 +430,20 @@ def many_documents() -> Documents:
     return random_documents(*range(97, 73, -2))
 
 
-def test_a_model_that_cannot_see_past_the_short_context_gains_nothing(window_attention):
-    scorer = ModelScorer(built(dict(attention_type="window")).model, "cpu")
+def of_window(window: int) -> ModelScorer:
+    """The losses of the model whose queries read so many keys in each layer."""
+    config = dataclasses.replace(TrainConfig(**MODEL).model(), attention=Nearby(window))
+    return ModelScorer(kernels.decoder(config), "cpu")
+
+
+def test_a_model_that_cannot_see_past_the_short_context_gains_nothing():
     chosen = gain.sample(many_documents(), 96, WINDOW, rows=12)
 
     # two layers of 13 keys read 25 tokens, as many as every counted position of a window has seen
-    found = gain.measure(scorer, chosen)
+    found = gain.measure(of_window(13), chosen)
     assert abs(found.all.gain_D).max() < 1e-6
     # one key more a layer, and the first counted positions miss something
-    window_attention.window = 14
-    assert abs(gain.measure(scorer, chosen).all.gain_D).max() > 1e-5
+    assert abs(gain.measure(of_window(14), chosen).all.gain_D).max() > 1e-5
 
 
 def test_the_losses_of_both_sides_are_those_of_single_windows():

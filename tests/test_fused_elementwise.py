@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import model
+from longhaul import kernels
 from longhaul.machine import Platform, running_on
-from model import ModelConfig
+from model import ModelConfig, NSAConfig, Standard
 from tests import oracle
 
 triton = pytest.importorskip(
@@ -41,8 +42,18 @@ def poisoned_allocations(monkeypatch):
 class Fused(Platform):
     """A machine whose kernels are the fused ones, whatever the device."""
 
-    def fused(self, x, kernels):
-        return elementwise if kernels == "auto" else None
+    def takes_elementwise(self, x, kernels):
+        return kernels == "auto"
+
+
+class OnCuda(Platform):
+    """A machine that computes every tensor on a GPU."""
+
+    def device(self, x):
+        return torch.device("cuda")
+
+    def capability(self, device):
+        return 8, 0
 
 
 def draw(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
@@ -151,13 +162,12 @@ def test_swiglu_of_large_gates_is_finite():
 
 
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
-@pytest.mark.parametrize("attention_type", ["standard", "nsa"])
-def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention_type):
-    sparse = model.NSAConfig(8, 4, 8, 3, 1, 1, 6)
-    config = ModelConfig.preset(
-        "tiny", num_layers=1, vocab_size=64, attention_type=attention_type, nsa=sparse
-    )
-    decoder = model.Decoder(config).to(DEVICE)
+@pytest.mark.parametrize(
+    "attention", [Standard(), NSAConfig(8, 4, 8, 3, 1, 1, 6)], ids=["standard", "nsa"]
+)
+def test_a_layer_with_fused_operators_has_the_results_of_the_plain_one(attention):
+    config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, attention=attention)
+    decoder = kernels.decoder(config).to(DEVICE)
     tokens = torch.arange(2 * 21, device=DEVICE).view(2, 21) % 64
     doc_ids = torch.tensor([[0] * 9 + [1] * 12, [2] * 21])
 
@@ -188,5 +198,6 @@ def test_the_results_without_values_have_the_shapes_of_the_kernels():
 @pytest.mark.parametrize("kernels", ["torch", "compiled"])
 def test_other_kernels_are_not_replaced(kernels):
     x = torch.zeros(1, 1, 1, 2)
-    assert Platform().fused(x, "auto") is None  # a CPU
-    assert Fused().fused(x, kernels) is None
+    assert not Platform().takes_elementwise(x, "auto")  # a CPU
+    assert OnCuda().takes_elementwise(x, "auto")
+    assert not OnCuda().takes_elementwise(x, kernels)

@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import model
 from footprint.measure import peak_bytes, saved_bytes
+from longhaul import kernels
 from longhaul.vocab import loss as vocab_loss
+from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
+from model import ModelConfig
 from tests.tiers import few_fast
-from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
-from verify_chunked_loss import relative as rel
+from verify_chunked_loss import naive_loop, root_mean_square
 
 CPU = torch.device("cpu")
 TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]
@@ -252,7 +254,7 @@ def test_the_unpacked_rows_of_cuda_give_the_same_result(monkeypatch):
     y[::3] = -100
     packed = chunked(h, w, y)
     monkeypatch.setattr(
-        model,
+        vocab_loss,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )
@@ -266,7 +268,7 @@ def test_ignored_rows_with_huge_logits_give_no_nan_where_they_are_not_packed_awa
     h[::3] *= 1e3
     packed = chunked(h, w, y)
     monkeypatch.setattr(
-        model,
+        vocab_loss,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )
@@ -318,9 +320,7 @@ def test_numbers_that_make_no_loss_are_refused(options):
 
 @pytest.mark.parametrize("kind", ["standard", "chunked"])
 def test_a_validating_decoder_names_the_bad_label_whichever_loss_runs(kind):
-    decoder = model.Decoder(
-        model.ModelConfig.preset("tiny", vocab_size=32, num_layers=1, loss=kind)
-    )
+    decoder = kernels.decoder(ModelConfig.preset("tiny", vocab_size=32, num_layers=1, loss=kind))
     decoder.validate, tokens = True, torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(IndexError, match="label 32 at position 2: allowed are 0 to 31"):
         decoder(tokens, torch.tensor([[0, 1, 32, 3]]))

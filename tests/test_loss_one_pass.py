@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import model
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.vocab import loss as vocab_loss
+from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
-from verify_chunked_loss import gradients, standard_loss
-from verify_chunked_loss import relative as rel
 
 one_pass = functools.partial(linear_cross_entropy, one_pass=True)
 
@@ -131,7 +130,7 @@ def test_the_unpacked_rows_of_cuda_give_the_same_result_even_if_their_logits_are
     h[::3] *= 1e3
     packed = in_one_pass(h, w, y)
     monkeypatch.setattr(
-        model,
+        vocab_loss,
         "pack_valid",
         lambda labels, ignore: (slice(None), torch.where(labels != ignore, labels, -1)),
     )

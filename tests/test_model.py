@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import model
+from longhaul import kernels
 from longhaul.flops import train_flops
 from longhaul.vocab import loss as vocab_loss
-from model import GIB, IGNORE, Decoder, KVCache, ModelConfig, OnHost, RotaryCache
+from model import GIB, IGNORE, Decoder, ModelConfig, OnHost, RotaryCache, linear_cross_entropy
 from tests import oracle
 
 SMALL = dict(
@@ -30,14 +31,19 @@ SMALL = dict(
 )
 
 
-def build(seed: int = 0, dtype: str = "float32", **changes) -> Decoder:
+def build(seed: int = 0, dtype: str = "float32", make=kernels.decoder, **changes) -> Decoder:
     """A small decoder whose every weight matters: large matrices and norms between 0.5 and 1.5."""
-    decoder = Decoder(ModelConfig(**{**SMALL, **changes, "compute_dtype": dtype}), seed)
+    config = ModelConfig(**{**SMALL, **changes, "compute_dtype": dtype})
+    decoder = make(config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     for parameter in decoder.parameters():
         if parameter.ndim == 1:
             parameter.data.uniform_(0.5, 1.5, generator=generator)
     return decoder.double() if dtype == "float64" else decoder
+
+
+# the decoder of model.py alone, and that of the trainer
+MAKES = pytest.mark.parametrize("make", [Decoder, kernels.decoder], ids=["plain", "trainer's"])
 
 
 def some_tokens(*shape: int, seed: int = 0, vocab_size: int = SMALL["vocab_size"]) -> torch.Tensor:
@@ -105,23 +111,24 @@ def assert_equal_runs(got, truth, tolerance: float):
 # ------------------------------------------------------------------------------- against the oracle
 
 
+@MAKES
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 def test_logits_loss_and_every_gradient_equal_the_oracle_for_each_grouping_of_heads(
-    kv_heads, tied, loss
+    kv_heads, tied, loss, make
 ):
-    decoder = build(
-        dtype="float64", num_heads=8, num_kv_heads=kv_heads, tie_embeddings=tied, loss=loss
-    )
+    heads = dict(num_heads=8, num_kv_heads=kv_heads)
+    decoder = build(dtype="float64", make=make, **heads, tie_embeddings=tied, loss=loss)
     tokens, labels = some_tokens(2, 17), some_labels(2, 17)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
     assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
 
 
+@MAKES
 @pytest.mark.parametrize("length", [1, 2, 3, 255, 256, 257])
-def test_odd_lengths_equal_the_oracle(length):
-    decoder = build(dtype="float64")
+def test_odd_lengths_equal_the_oracle(length, make):
+    decoder = build(dtype="float64", make=make)
     tokens, labels = some_tokens(1, length), some_labels(1, length)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
     assert_equal_runs(decoder_run(decoder, tokens, labels), truth, 1e-10)
@@ -139,8 +146,9 @@ def test_fp32_is_within_rounding_of_the_truth():
 
 @pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 @pytest.mark.parametrize("seed", range(3))
-def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed):
-    decoder = build(seed, "bfloat16", loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
+@MAKES
+def test_bf16_errs_no_more_than_a_plain_bf16_path(loss, seed, make):
+    decoder = build(seed, "bfloat16", make, loss=loss, hidden_size=64, head_dim=16, ffn_size=96)
     tokens, labels = some_tokens(2, 65, seed=seed), some_labels(2, 65, seed=seed)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels)
     plain = oracle_run(weights_of(decoder, torch.bfloat16), decoder.config, tokens, labels)
@@ -252,8 +260,9 @@ def packed(continued: bool = False):
 
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss):
-    decoder = build(dtype="float64", loss=loss)
+@MAKES
+def test_packed_documents_equal_separate_ones_in_logits_and_gradients(continued, loss, make):
+    decoder = build(dtype="float64", make=make, loss=loss)
     doc_ids, documents = packed(continued)
     tokens, labels = some_tokens(3, 17), some_labels(3, 17)
     truth = oracle_run(weights_of(decoder), decoder.config, tokens, labels, documents)
@@ -367,25 +376,27 @@ def test_given_positions_win_over_the_documents_own():
         "rest and one",
     ],
 )
-def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts):
-    decoder, tokens = build(num_kv_heads=kv_heads), some_tokens(2, 23)
-    cache = KVCache(decoder.config, batch_size=2, max_length=30)
+@MAKES
+def test_decoding_with_the_cache_equals_the_full_forward_at_every_position(kv_heads, parts, make):
+    decoder, tokens = build(make=make, num_kv_heads=kv_heads), some_tokens(2, 23)
+    cache = decoder.new_cache(batch_size=2, max_length=30)
     with torch.no_grad():
         pieces = [decoder(part, cache=cache) for part in tokens.split(parts, dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
     assert cache.length == 23
 
 
-def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward():
-    decoder, tokens = build(), some_tokens(1, 700)
-    cache = KVCache(decoder.config, 1, 700)
+@MAKES
+def test_a_prefill_longer_than_a_chunk_of_queries_equals_the_full_forward(make):
+    decoder, tokens = build(make=make), some_tokens(1, 700)
+    cache = decoder.new_cache(1, 700)
     with torch.no_grad():
         pieces = [decoder(part, cache=cache) for part in tokens.split([101, 599], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_the_cache_has_the_compute_dtype_and_the_size_of_its_key_heads():
-    cache = KVCache(ModelConfig(**SMALL | dict(compute_dtype="bfloat16")), 3, 10)
+    cache = build(dtype="bfloat16").new_cache(3, 10)
     assert len(cache.layers) == 2 and cache.length == 0
     assert (
         cache.layers[0].k_BSGK.shape == (3, 10, 2, 6)
@@ -449,13 +460,13 @@ def test_a_rotation_in_half_precision_rounds_once_in_both_directions(dtype):
 
 def test_a_decoder_built_on_meta_moves_and_lengthens_its_positions():
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig(**SMALL))
+        decoder = kernels.decoder(ModelConfig(**SMALL))
         assert decoder(some_tokens(1, 4).to("meta")).shape == (1, 4, SMALL["vocab_size"])
     assert decoder.rotary.cos.is_meta
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
     decoder.init_weights(0)
-    reference = Decoder(ModelConfig(**SMALL))
+    reference = kernels.decoder(ModelConfig(**SMALL))
     for length in (3, 40, 7):
         tokens = some_tokens(1, length)
         assert torch.equal(decoder(tokens), reference(tokens))
@@ -555,8 +566,9 @@ WIDE = dict(
 )
 
 
-def training_pass(length: int, dtype: str, documents: bool):
-    decoder = Decoder(ModelConfig(**WIDE | dict(compute_dtype=dtype)))
+def training_pass(length: int, dtype: str, documents: bool, make):
+    tile = 256 if make is Decoder else 512  # plain chunks are fp32 whatever the dtype
+    decoder = make(ModelConfig(**WIDE | dict(compute_dtype=dtype, loss_chunk_size=tile)))
     tokens = some_tokens(1, length)
     doc_ids = (torch.arange(length) // 1500)[None] if documents else None
     return lambda: decoder(tokens, tokens, doc_ids=doc_ids).backward()
@@ -564,15 +576,16 @@ def training_pass(length: int, dtype: str, documents: bool):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents):
+@MAKES
+def test_a_training_pass_at_4096_tokens_allocates_neither_scores_nor_logits(dtype, documents, make):
     length, size = 4096, 2 if dtype == "bfloat16" else 4
-    largest = largest_allocation(training_pass(length, dtype, documents))
+    largest = largest_allocation(training_pass(length, dtype, documents, make))
     assert largest < length * length * size, "as large as the attention scores of one head"
     assert largest < length * WIDE["vocab_size"] * size / 4, "within 4x of the logits"
 
 
 def test_the_largest_allocation_of_the_layers_forward_and_backward_grows_linearly():
-    decoder = Decoder(ModelConfig(**WIDE | dict(vocab_size=64)))
+    decoder = kernels.decoder(ModelConfig(**WIDE | dict(vocab_size=64)))
 
     def peak(length):
         tokens = some_tokens(1, length, vocab_size=64)
@@ -582,10 +595,10 @@ def test_the_largest_allocation_of_the_layers_forward_and_backward_grows_linearl
 
 
 def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
-    decoder = Decoder(ModelConfig(**WIDE))
+    decoder = kernels.decoder(ModelConfig(**WIDE))
 
     def peak(length):
-        cache = KVCache(decoder.config, 1, length)
+        cache = decoder.new_cache(1, length)
         with torch.no_grad():
             decoder.hidden(some_tokens(1, length - 512), cache=cache)
             return largest_allocation(lambda: decoder.hidden(some_tokens(1, 512), cache=cache))
@@ -593,9 +606,10 @@ def test_prefilling_in_chunks_allocates_linearly_in_the_cached_length():
     assert peak(4096) <= 2.1 * peak(2048)
 
 
-def test_the_chunked_loss_saves_no_logits_for_the_backward():
+@MAKES
+def test_the_chunked_loss_saves_no_logits_for_the_backward(make):
     saved = []
-    decoder, tokens = Decoder(ModelConfig(**WIDE)), some_tokens(1, 1024)
+    decoder, tokens = make(ModelConfig(**WIDE)), some_tokens(1, 1024)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.append(t.numel()) or t, lambda t: t
     ):
@@ -607,30 +621,32 @@ def test_the_chunked_loss_saves_no_logits_for_the_backward():
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
-    direct = Decoder(ModelConfig(**SMALL), seed=3)
+    direct = kernels.decoder(ModelConfig(**SMALL), seed=3)
     with torch.device("meta"):
-        late = Decoder(ModelConfig(**SMALL))
+        late = kernels.decoder(ModelConfig(**SMALL))
     late.to_empty(device="cpu")
     late.tie_weights()
     torch.manual_seed(99)
     late.init_weights(3)
-    deeper = Decoder(ModelConfig(**SMALL | dict(tie_embeddings=False)), seed=3)
+    deeper = kernels.decoder(ModelConfig(**SMALL | dict(tie_embeddings=False)), seed=3)
     for name, weight in direct.state_dict().items():
         assert torch.equal(weight, late.state_dict()[name])
         assert name == "lm_head.weight" or torch.equal(weight, deeper.state_dict()[name])
-    assert not torch.equal(direct.embed.weight, Decoder(ModelConfig(**SMALL), seed=4).embed.weight)
+    assert not torch.equal(
+        direct.embed.weight, kernels.decoder(ModelConfig(**SMALL), seed=4).embed.weight
+    )
 
 
 def test_construction_leaves_the_global_random_state_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    Decoder(ModelConfig(**SMALL))
+    kernels.decoder(ModelConfig(**SMALL))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_equal_shapes_of_different_names_get_different_weights():
-    decoder = Decoder(ModelConfig(**SMALL | dict(num_kv_heads=4, tie_embeddings=False)))
+    decoder = kernels.decoder(ModelConfig(**SMALL | dict(num_kv_heads=4, tie_embeddings=False)))
     a, b = decoder.layers[0], decoder.layers[1]
     same_shape = [
         a.attention.q_proj,
@@ -644,7 +660,7 @@ def test_equal_shapes_of_different_names_get_different_weights():
 
 
 def test_initial_weights_have_the_documented_scale():
-    decoder = Decoder(ModelConfig.preset("tiny"))
+    decoder = kernels.decoder(ModelConfig.preset("tiny"))
     for name, parameter in decoder.named_parameters():
         if parameter.ndim == 1:
             assert (parameter == 1).all()
@@ -658,7 +674,7 @@ def test_initial_weights_have_the_documented_scale():
 
 def test_initialising_on_meta_is_refused_with_the_remedy():
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig(**SMALL))
+        decoder = kernels.decoder(ModelConfig(**SMALL))
     with pytest.raises(ValueError, match="to_empty"):
         decoder.init_weights()
 
@@ -679,7 +695,7 @@ def test_initialising_on_meta_is_refused_with_the_remedy():
 def test_presets_have_exactly_the_published_numbers_of_parameters(name, count):
     config = ModelConfig.preset(name)
     with torch.device("meta"):
-        assert Decoder(config).num_params() == config.num_params() == count
+        assert kernels.decoder(config).num_params() == config.num_params() == count
 
 
 @pytest.mark.parametrize(
@@ -742,29 +758,28 @@ def test_the_4b_costs_six_flops_per_parameter_and_mostly_attention_at_131k():
 )
 def test_the_ten_gib_rule_has_the_documented_figures(seq, gib, chunked):
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig.preset("4B", num_layers=1))
-    assert round(decoder.logits_gib(1, seq), 2) == gib
-    assert decoder.should_chunk(1, seq) is chunked
-    assert decoder.logits_gib(2, seq) == 2 * decoder.logits_gib(1, seq)
-    assert (
-        decoder.loss_function(1, seq) is not model.standard_cross_entropy
-    )  # at this vocabulary tiles win at any length
-    small = Decoder(
+        decoder = kernels.decoder(ModelConfig.preset("4B", num_layers=1))
+    assert round(decoder.config.logits_gib(1, seq), 2) == gib
+    assert decoder.config.should_chunk(1, seq) is chunked
+    assert decoder.config.logits_gib(2, seq) == 2 * decoder.config.logits_gib(1, seq)
+    # at this vocabulary tiles win at any length
+    assert kernels.loss_path(decoder.config, seq) != "standard"
+    small = kernels.decoder(
         ModelConfig.preset("tiny", vocab_size=128, num_layers=1, logits_threshold_gib=0.01)
     )
     for tokens in (8, 50_000):
         assert (
-            small.loss_function(1, tokens) is model.standard_cross_entropy
-        ) is not small.should_chunk(1, tokens)
-    assert not small.should_chunk(1, 8) and small.should_chunk(1, 50_000)
+            kernels.loss_path(small.config, tokens) == "standard"
+        ) is not small.config.should_chunk(1, tokens)
+    assert not small.config.should_chunk(1, 8) and small.config.should_chunk(1, 50_000)
 
 
 def test_the_threshold_and_an_explicit_loss_win_over_the_rule():
     tight = build(logits_threshold_gib=64 * 61 * 2 / GIB)
-    assert not tight.should_chunk(1, 64) and tight.should_chunk(1, 65)
-    assert build(loss="chunked").should_chunk(1, 1) and not build(loss="standard").should_chunk(
-        1, 10**9
-    )
+    assert not tight.config.should_chunk(1, 64) and tight.config.should_chunk(1, 65)
+    assert build(loss="chunked").config.should_chunk(1, 1) and not build(
+        loss="standard"
+    ).config.should_chunk(1, 10**9)
 
 
 @pytest.mark.parametrize("loss", ["chunked", "one_pass"])
@@ -779,20 +794,20 @@ def test_the_standard_loss_and_tiles_agree(loss):
 def test_auto_takes_one_pass_unless_it_adds_gradients_in_low_precision():
     config = ModelConfig.preset("4B", compute_dtype="bfloat16")
     block = vocab_loss.block_tokens(10**9, config.vocab_size, config.hidden_size, 2)
-    assert config.loss_path(1, 131_072) == "one_pass"
-    assert config.loss_path(1, block, low_precision=True) == "one_pass"
-    assert config.loss_path(2, block, low_precision=True) == "chunked"
+    assert kernels.loss_path(config, 131_072) == "one_pass"
+    assert kernels.loss_path(config, block, low_precision=True) == "one_pass"
+    assert kernels.loss_path(config, 2 * block, low_precision=True) == "chunked"
 
     asked = dataclasses.replace(config, loss="one_pass")
-    assert asked.loss_path(2, block) == "one_pass"
+    assert kernels.loss_path(asked, 2 * block) == "one_pass"
     with pytest.raises(ValueError, match="in low precision.*: give fewer tokens.*--loss chunked"):
-        asked.loss_path(2, block, low_precision=True)
+        kernels.loss_path(asked, 2 * block, low_precision=True)
 
 
 def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
     called = []
     monkeypatch.setattr(
-        model, "linear_cross_entropy", lambda *_, one_pass, **__: called.append(one_pass)
+        kernels, "linear_cross_entropy", lambda *_, one_pass, **__: called.append(one_pass)
     )
     for loss in ("chunked", "one_pass", "auto"):
         decoder = build(loss=loss, vocab_size=8192)
@@ -804,8 +819,9 @@ def test_the_path_of_the_loss_decides_what_the_decoder_computes(monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
-def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss):
-    decoder = build(loss=loss)
+@MAKES
+def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradients(loss, make):
+    decoder = build(make=make, loss=loss)
     value = decoder(some_tokens(2, 9), torch.full((2, 9), IGNORE))
     assert value.item() == 0 and value.requires_grad
     value.backward()
@@ -814,8 +830,9 @@ def test_labels_that_are_all_ignored_give_an_attached_zero_loss_and_zero_gradien
 
 @pytest.mark.parametrize("loss", ["standard", "chunked", "one_pass"])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor):
-    decoder = build(dtype="float64", loss=loss)
+@MAKES
+def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(loss, as_tensor, make):
+    decoder = build(dtype="float64", make=make, loss=loss)
     tokens, labels = some_tokens(4, 9), some_labels(4, 9)
     labels[1] = IGNORE
     valid = int((labels != IGNORE).sum())
@@ -827,6 +844,149 @@ def test_num_valid_divides_the_sum_so_that_shares_of_a_batch_add_to_its_mean(los
     assert error(sum(shares).detach(), whole[1]) < 1e-12
     for name, parameter in decoder.named_parameters():
         assert error(parameter.grad, whole[2][name]) < 1e-12, name
+
+
+# ----------------------------------------------------------- the loss in chunks, without a decoder
+
+
+def loss_inputs(N: int = 37, D: int = 24, V: int = 301, dtype=torch.float32):
+    """hidden, weight and labels, of which every fifth is ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight_VD = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    labels_N = torch.randint(V, (N,), generator=generator)
+    labels_N[::5] = IGNORE
+    return hidden_ND, weight_VD, labels_N
+
+
+def with_gradients(loss, hidden_ND, weight_VD) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, (hidden_ND, weight_VD))]
+
+
+def exact_loss(hidden_ND, weight_VD, labels_N, divisor: float = 1.0) -> list[torch.Tensor]:
+    """Through all logits in float64."""
+    h, w = (x.detach().double().requires_grad_() for x in (hidden_ND, weight_VD))
+    total = torch.nn.functional.cross_entropy(h @ w.T, labels_N, reduction="sum")
+    return with_gradients(total / divisor, h, w)
+
+
+@pytest.mark.parametrize("token_tile", [None, 1, 7, 36, 37, 1000])
+@pytest.mark.parametrize(
+    "options, divisor",
+    [
+        ({}, 29),  # of 37 labels 8 are ignored
+        (dict(reduction="sum"), 1),
+        (dict(num_valid=50), 50),
+        (dict(num_valid=torch.tensor(50)), 50),
+    ],
+    ids=["mean", "sum", "num_valid", "tensor"],
+)
+def test_the_loss_in_chunks_and_its_gradients_are_those_of_float64(token_tile, options, divisor):
+    hidden, weight, labels = loss_inputs()
+    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile, **options)
+    assert loss.dtype == torch.float32
+    got = with_gradients(loss, hidden, weight)
+    for name, x, truth in zip(
+        ("loss", "hidden", "weight"), got, exact_loss(hidden, weight, labels, divisor)
+    ):
+        assert error(x, truth) <= 1e-6, name
+    assert not got[1][::5].any(), "ignored rows"
+
+
+@pytest.mark.parametrize("token_tile", [None, 5])
+def test_the_loss_of_float64_is_exact(token_tile):
+    hidden, weight, labels = loss_inputs(dtype=torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, token_tile=token_tile)
+    assert loss.dtype == torch.float64
+    truth = exact_loss(hidden, weight, labels, 29)
+    for x, want in zip(with_gradients(loss, hidden, weight), truth):
+        assert error(x, want) <= 1e-13
+
+
+def test_in_bf16_the_loss_in_chunks_errs_no_more_than_all_logits_do():
+    hidden, weight, labels = loss_inputs(N=200, dtype=torch.bfloat16)
+    truth = exact_loss(hidden, weight, labels)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction="sum", token_tile=33)
+    got = with_gradients(loss, hidden, weight)
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    whole = model.standard_cross_entropy(hidden, weight, labels, torch.tensor(1.0))
+    plain = with_gradients(whole, hidden, weight)
+    for x, other, want in zip(got, plain, truth):
+        assert error(x, want) <= 1.1 * error(other, want)
+
+
+def test_fp32_weights_get_fp32_gradients_from_a_bf16_loss():
+    hidden, weight, labels = loss_inputs()
+    low = hidden.detach().bfloat16().requires_grad_()
+    got = with_gradients(linear_cross_entropy(low, weight, labels, token_tile=10), low, weight)
+    assert [x.dtype for x in got] == [torch.float32, torch.bfloat16, torch.float32]
+    for x, want in zip(got, exact_loss(low, weight, labels, 29)):
+        assert error(x, want) <= 1e-2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_of_ignored_labels_alone_is_zero_and_so_are_its_gradients(reduction):
+    hidden, weight, labels = loss_inputs()
+    labels = torch.full_like(labels, IGNORE)
+    loss = linear_cross_entropy(hidden, weight, labels, reduction=reduction, token_tile=10)
+    assert loss.requires_grad
+    assert not any(x.any() for x in with_gradients(loss, hidden, weight))
+
+
+def test_another_number_can_mark_ignored_labels():
+    hidden, weight, labels = loss_inputs()
+    marked = labels.where(labels != IGNORE, 3)
+    got = linear_cross_entropy(hidden, weight, marked, ignore_index=3)
+    want = linear_cross_entropy(hidden, weight, marked.where(marked != 3, IGNORE))
+    assert torch.equal(got, want)
+
+
+def test_the_loss_in_chunks_saves_two_gradients_and_holds_the_logits_of_one_chunk():
+    hidden, weight, labels = loss_inputs(N=512, D=16, V=4096)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        linear_cross_entropy(hidden, weight, labels, token_tile=64).backward()
+    assert [x.shape for x in saved] == [hidden.shape, weight.shape]
+
+    def whole_pass():
+        linear_cross_entropy(hidden, weight, labels, token_tile=64).backward()
+
+    assert largest_allocation(whole_pass) == 64 * 4096 * 4, "fp32 logits of one chunk"
+
+
+def test_a_loss_without_gradients_makes_none():
+    hidden, weight, labels = loss_inputs(N=64, D=64, V=32)
+    with torch.no_grad():
+        largest = largest_allocation(lambda: linear_cross_entropy(hidden, weight, labels))
+    assert largest < hidden.nbytes, "as large as the gradient of hidden"
+
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["hidden", "weight"])
+def test_of_a_frozen_input_the_loss_makes_no_gradient_and_of_the_other_the_same_one(frozen):
+    hidden, weight, labels = loss_inputs()
+    want = with_gradients(linear_cross_entropy(hidden, weight, labels), hidden, weight)
+    inputs = [hidden, weight]
+    inputs[frozen] = inputs[frozen].detach()
+    linear_cross_entropy(*inputs, labels).backward()
+    assert inputs[frozen].grad is None
+    assert torch.equal(inputs[1 - frozen].grad, want[2 - frozen])
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, words",
+    [
+        (lambda h, w, y: (h[None], w, y), ValueError, r"\[N, D\] and \[V, D\]"),
+        (lambda h, w, y: (h, w[:, 1:], y), ValueError, r"\[N, D\] and \[V, D\]"),
+        (lambda h, w, y: (h, w, y[1:]), ValueError, "one for each of the 37 rows"),
+        (lambda h, w, y: (h, w, y.where(y != IGNORE, 301)), IndexError, "label 301 at position 0"),
+    ],
+)
+def test_what_makes_no_loss_is_refused_in_one_line(wrong, kind, words):
+    with pytest.raises(kind, match=words) as caught:
+        linear_cross_entropy(*wrong(*loss_inputs()))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="'mean' or 'sum'"):
+        linear_cross_entropy(*loss_inputs(), reduction="none")
 
 
 def test_the_head_sends_any_function_to_its_weight():
@@ -858,7 +1018,6 @@ def test_the_head_sends_any_function_to_its_weight():
         (dict(rope_original_context=0), "rope_original_context=0"),
         (dict(norm_eps=0.0), "norm_eps=0.0"),
         (dict(norm_eps=math.nan), "norm_eps=nan"),
-        (dict(attention_type="flash"), "standard, nsa"),
         (dict(rope_scaling="ntk"), "none, linear, yarn"),
         (dict(loss="tiled"), "auto, standard, chunked"),
         (dict(compute_dtype="fp8"), "bfloat16"),
@@ -893,22 +1052,24 @@ def test_the_configuration_is_frozen_and_replaceable():
     "arguments,words",
     [
         (
-            lambda config: dict(tokens_BT=torch.zeros(5, dtype=torch.long)),
+            lambda decoder: dict(tokens_BT=torch.zeros(5, dtype=torch.long)),
             r"\(5,\).*\[batch, tokens\]",
         ),
-        (lambda config: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
+        (lambda decoder: dict(tokens_BT=torch.zeros(1, 0, dtype=torch.long)), "at least one token"),
         (
-            lambda config: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)),
+            lambda decoder: dict(tokens_BT=some_tokens(1, 5), labels_BT=some_labels(1, 4)),
             "one target per position",
         ),
         (
-            lambda config: dict(
-                tokens_BT=some_tokens(1, 5), doc_ids=torch.zeros(1, 5), cache=KVCache(config, 1, 5)
+            lambda decoder: dict(
+                tokens_BT=some_tokens(1, 5),
+                doc_ids=torch.zeros(1, 5),
+                cache=decoder.new_cache(1, 5),
             ),
             "cache and doc_ids",
         ),
         (
-            lambda config: dict(tokens_BT=some_tokens(1, 5), cache=KVCache(config, 1, 4)),
+            lambda decoder: dict(tokens_BT=some_tokens(1, 5), cache=decoder.new_cache(1, 4)),
             "max_length >= 5",
         ),
     ],
@@ -916,14 +1077,14 @@ def test_the_configuration_is_frozen_and_replaceable():
 def test_a_wrong_call_is_one_line_that_names_the_remedy(arguments, words):
     decoder = build()
     with pytest.raises(ValueError, match=words) as caught:
-        decoder(**arguments(decoder.config))
+        decoder(**arguments(decoder))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (1, 0)])
 def test_an_empty_cache_is_refused(sizes):
     with pytest.raises(ValueError, match="at least 1"):
-        KVCache(ModelConfig(**SMALL), *sizes)
+        build().new_cache(*sizes)
 
 
 # -------------------------------------------------------------------------------- copies, and alone
@@ -981,14 +1142,14 @@ def test_a_few_steps_of_training_learn_a_sequence_by_heart():
             "positions are (1, 1) and tokens (2, 6)",
         ),
         (
-            dict(cache=KVCache(ModelConfig.preset("tiny", vocab_size=32), 3, 8)),
+            dict(cache=kernels.decoder(ModelConfig.preset("tiny", vocab_size=32)).new_cache(3, 8)),
             "build it with batch_size=2",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_inputs_that_would_broadcast_silently_are_refused(changes, words):
-    decoder = Decoder(ModelConfig.preset("tiny", vocab_size=32))
+    decoder = kernels.decoder(ModelConfig.preset("tiny", vocab_size=32))
     with pytest.raises(ValueError, match=re.escape(words)):
         decoder(torch.zeros(2, 6, dtype=torch.int64), **changes)
 
@@ -1010,10 +1171,11 @@ def test_a_number_out_of_range_is_refused_by_name(changes):
         ModelConfig.preset("tiny", **changes)
 
 
-def test_both_losses_take_int32_labels():
+@MAKES
+def test_both_losses_take_int32_labels(make):
     tokens = torch.arange(12).view(2, 6)
     losses = [
-        Decoder(ModelConfig.preset("tiny", vocab_size=32, loss=kind))(tokens, tokens.int())
+        make(ModelConfig.preset("tiny", vocab_size=32, loss=kind))(tokens, tokens.int())
         for kind in ("standard", "chunked")
     ]
     torch.testing.assert_close(*losses)

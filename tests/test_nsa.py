@@ -16,8 +16,15 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from longhaul.machine import Platform, running_on
-from model import NSA_LEAST, Compressor, Layout, NSAConfig, plain_nsa_attention, select_blocks
+from model import (
+    NSA_LEAST,
+    Compressor,
+    Layout,
+    NSAConfig,
+    block_norm,
+    plain_nsa_attention,
+    select_blocks,
+)
 from nsa import branches as nsa_branches
 from nsa import decode as nsa_decode
 from nsa import engine as nsa_engine
@@ -389,7 +396,7 @@ def rope(x_BTGK, position_T):
 
 def compressor(cfg, K=16):
     torch.manual_seed(3)
-    module = Compressor(K, cfg)
+    module = Compressor(K, cfg, 1e-6, block_norm)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return module
@@ -479,17 +486,6 @@ def test_compression_restarts_at_every_document():
         assert torch.allclose(packed[i], joined, rtol=0, atol=1e-6)
 
 
-class Sent(Platform):
-    """Keeps what is copied to a GPU."""
-
-    def __init__(self):
-        self.tensors = []
-
-    def from_host(self, x, device):
-        self.tensors.append(x)
-        return x
-
-
 def test_the_layout_of_packed_documents_goes_to_a_gpu_through_pinned_memory(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x)
@@ -497,11 +493,18 @@ def test_the_layout_of_packed_documents_goes_to_a_gpu_through_pinned_memory(monk
     on_host = Layout.of(*arguments, "cpu")
     assert pinned == []
 
-    sent = Sent()
-    with running_on(sent):
-        layout = Layout.of(*arguments, "cuda")
-    assert len(sent.tensors) == len(pinned) == 3
-    assert all(x is y for x, y in zip(sent.tensors, pinned, strict=True))
+    sent = []
+
+    def send(x, device, non_blocking):
+        assert device == "cuda" and non_blocking
+        sent.append(x)
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    layout = Layout.of(*arguments, "cuda")
+    monkeypatch.undo()
+    assert len(sent) == len(pinned) == 3
+    assert all(x is y for x, y in zip(sent, pinned, strict=True))
     assert all_equal(layout[1:4], on_host[1:4])
 
 

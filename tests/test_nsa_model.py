@@ -22,7 +22,7 @@ from longhaul.generate import generate
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
 from model import Decoder, ModelConfig, NSAConfig, Standard
-from tests.tiers import few_fast
+from tests.tiers import few_fast, slow
 
 ROOT = Path(__file__).parent.parent
 SIZES = dict(
@@ -281,15 +281,14 @@ def test_training_starts_from_open_gates_and_mean_pooling():
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "changes, packed",
     [
-        dict(gradient_checkpointing="full"),
-        dict(gradient_checkpointing="full", loss="chunked"),
-        pytest.param(dict(compile=True), marks=pytest.mark.slow),
+        (dict(gradient_checkpointing="full"), False),
+        (dict(gradient_checkpointing="full", loss="chunked"), True),
+        slow(dict(compile=True), True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_levers_change_no_gradient(changes, packed, either):
     cfg, x = TrainConfig(**{"compile": False, **changes}), tokens(2, 161)
     batch = dict(

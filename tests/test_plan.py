@@ -15,7 +15,7 @@ import torch
 
 from data.progress import duration
 from footprint.measure import peak_bytes, saved_bytes
-from longhaul import flops, step
+from longhaul import flops, kernels, step
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import (
@@ -33,7 +33,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate, saved_per_layer
 from longhaul.run.log import PEAK_FLOPS
 from longhaul.staging import PINNED
-from model import GIB, Block, Decoder, Layout, ModelConfig, RotaryCache
+from model import GIB, Block, Layout, ModelConfig, RotaryCache
 from tests.tiers import few_fast
 
 BIG = TrainConfig(context_length=131072)
@@ -76,7 +76,7 @@ def peak(**changes) -> float:
 
 
 def block_of_ones(config: ModelConfig) -> Block:
-    block = Block(config)
+    block = Block(config, kernels.choose(config))
     for parameter in block.parameters():
         torch.nn.init.ones_(parameter)
     return block
@@ -116,7 +116,7 @@ def test_the_computed_bytes_of_a_sparse_layer_are_those_that_autograd_keeps(size
     block = block_of_ones(config)
     x = torch.zeros(1, 2048, 256, dtype=config.dtype, requires_grad=True)
     rope = RotaryCache(config)(2048, x.device)
-    documents = Layout.of(None, (1, 2048), config.nsa, "cpu")
+    documents = Layout.of(None, (1, 2048), config.attention, "cpu")
     kept = saved_bytes(lambda: block(x, rope, documents))
 
     weights = sum(p.numel() * (element if p.ndim == 2 else 4) for p in block.parameters())
@@ -184,7 +184,7 @@ def test_the_computed_peak_is_near_what_the_allocator_records(changes):
 def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
     config = ModelConfig.preset("tiny")
     with torch.device("meta"):
-        matrices = sum(p.numel() for p in Decoder(config).parameters() if p.ndim == 2)
+        matrices = sum(p.numel() for p in kernels.decoder(config).parameters() if p.ndim == 2)
     assert train_flops(config, 10, 0) == 6 * matrices * 10
     assert train_flops(config, 0, 55) == 12 * 4 * 8 * 32 * 55
     assert keys_read(config, torch.arange(10)).sum() == 55
@@ -199,7 +199,7 @@ def test_flops_count_the_matrices_six_times_and_the_causal_pairs():
 def test_sparse_flops_count_each_matrix_as_often_as_it_works(sizes):
     config = TrainConfig(model_size="tiny", attention_type="nsa", nsa=sizes).model()
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = kernels.decoder(config)
     assert decoder.num_params() == config.num_params()
 
     products = 0.0

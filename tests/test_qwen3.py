@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longhaul import qwen3
+from longhaul import kernels, qwen3
 from longhaul.checkpoint.load import load_model, verified
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, NSAConfig
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip(
@@ -163,7 +163,7 @@ def test_the_spelling_of_transformers_4_reads_the_same_as_that_of_5(tmp_path, sh
 
 def test_what_is_written_has_the_keys_that_transformers_4_reads(tmp_path):
     qwen3.to_hf(
-        Decoder(small(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)),
+        kernels.decoder(small(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)),
         tmp_path / "hf",
     )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -205,7 +205,7 @@ def small(**changes) -> ModelConfig:
     ],
 )
 def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
-    decoder = Decoder(small(init_std=0.2, **changes))
+    decoder = kernels.decoder(small(init_std=0.2, **changes))
     qwen3.to_hf(decoder, tmp_path / "hf")
     assert_same_logits(
         decoder, transformers.Qwen3ForCausalLM.from_pretrained(tmp_path / "hf").eval()
@@ -220,7 +220,7 @@ def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transform
 ):
     """A frequency that differs in its last bit turns far positions by up to 0.007 radians."""
     scaling = dict(rope_scaling=rope, rope_factor=4.0, rope_original_context=32_768)
-    decoder = Decoder(
+    decoder = kernels.decoder(
         small(init_std=0.2, head_dim=128, rope_theta=1e6, **({} if rope == "none" else scaling))
     )
     qwen3.to_hf(decoder, tmp_path)
@@ -313,7 +313,9 @@ def test_overrides_extend_the_context_of_an_imported_model(tmp_path):
 
 def test_weights_load_into_a_built_decoder_in_its_own_dtype(tmp_path):
     saved(tmp_path, dtype=torch.bfloat16, tie_word_embeddings=True)
-    decoder = Decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, compute_dtype="float32"))
+    decoder = kernels.decoder(
+        dataclasses.replace(qwen3.from_hf(tmp_path).config, compute_dtype="float32")
+    )
     qwen3.load_into(decoder, tmp_path)
     assert {p.dtype for p in decoder.parameters()} == {torch.float32}
     assert_same_logits(
@@ -324,12 +326,12 @@ def test_weights_load_into_a_built_decoder_in_its_own_dtype(tmp_path):
 def test_loading_into_a_decoder_of_another_size_names_the_field(tmp_path):
     saved(tmp_path)
     with pytest.raises(ValueError, match="hidden_size=48 and this model 24"):
-        qwen3.load_into(Decoder(small()), tmp_path)
+        qwen3.load_into(kernels.decoder(small()), tmp_path)
 
 
 def test_loading_under_other_rotary_settings_warns(tmp_path):
     saved(tmp_path, rope_parameters=dict(rope_type="default", rope_theta=5e6))
-    decoder = Decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, rope_theta=1e6))
+    decoder = kernels.decoder(dataclasses.replace(qwen3.from_hf(tmp_path).config, rope_theta=1e6))
     with pytest.warns(UserWarning, match="rope_theta=5000000.0; this model uses 1000000.0"):
         qwen3.load_into(decoder, tmp_path)
 
@@ -340,7 +342,7 @@ def load_sharded(world, folder: str) -> dict[str, torch.Tensor]:
     from longhaul.parallel import apply
 
     with torch.device("meta"):
-        decoder = Decoder(ModelConfig(**qwen3.read_config(Path(folder))))
+        decoder = kernels.decoder(ModelConfig(**qwen3.read_config(Path(folder))))
     apply.shard(decoder, dist.data_mesh(world, torch.device("cpu"), 1), torch.float32)
     decoder.to_empty(device="cpu")
     decoder.tie_weights()
@@ -375,7 +377,7 @@ def test_an_imported_decoder_trains(tmp_path):
 
 
 def test_names_map_one_to_one():
-    decoder = Decoder(small(tie_embeddings=False))
+    decoder = kernels.decoder(small(tie_embeddings=False))
     names = [qwen3.hf_name(name) for name, _ in decoder.named_parameters()]
     assert len(set(names)) == len(names)
     assert set(names) == set(random_model(num_hidden_layers=2).state_dict())
@@ -547,11 +549,11 @@ def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
     (tmp_path / "file").write_text("keep me")
     for name in ("used", "file"):
         with pytest.raises(ValueError, match="not an empty folder"):
-            qwen3.to_hf(Decoder(small()), tmp_path / name)
+            qwen3.to_hf(kernels.decoder(small()), tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "used"]
     assert (tmp_path / "used" / "notes.txt").read_text() == "keep me"
     (tmp_path / "empty").mkdir()
-    qwen3.to_hf(Decoder(small()), tmp_path / "empty")
+    qwen3.to_hf(kernels.decoder(small()), tmp_path / "empty")
     assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -559,8 +561,8 @@ def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
 
 
 def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
-    decoder = Decoder(small())
-    decoder.config = dataclasses.replace(decoder.config, attention_type="nsa")
+    decoder = kernels.decoder(small())
+    decoder.config = dataclasses.replace(decoder.config, attention=NSAConfig())
     with pytest.raises(ValueError, match="no Qwen3 counterpart"):
         qwen3.to_hf(decoder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ELSEWHERE = {".venv", ".cuda-venv", "runs", "build"}
+ELSEWHERE = {".venv", ".venv-cpu", "runs", "build"}
 SOURCES = sorted(
     path for path in ROOT.rglob("*.py") if not ELSEWHERE & set(path.relative_to(ROOT).parts)
 )

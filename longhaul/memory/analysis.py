@@ -286,7 +286,7 @@ def peak(asked: Analysed, target: str, name: str) -> int:
 def layer_bytes(config: ModelConfig) -> int:
     """The parameters of a layer in the compute dtype."""
     with torch.device("meta"):
-        block = Block(config).to(config.dtype)
+        block = Block(config, kernels.choose(config)).to(config.dtype)
     return sum(parameter.nbytes for parameter in block.parameters())
 
 

@@ -19,11 +19,11 @@ import torch
 
 from footprint.workspace import processors
 from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind, attention_params
+from longhaul.kinds import StandardKind, attention_kind, attention_params
 from longhaul.memory.inside import attention_workspace
 from longhaul.staging import PINNED
 from longhaul.vocab.loss import block_tokens, default_tiles, forward_columns
-from model import ModelConfig, StandardAttention
+from model import ModelConfig
 
 FP32 = 4
 INT64 = 8
@@ -555,7 +555,7 @@ def _copies_of_dq(rank: Rank) -> int:
 
     Sparse attention has some too, which only the simulation counts.
     """
-    if attention_kind(rank.config) is not StandardAttention:
+    if attention_kind(rank.config) is not StandardKind:
         return 0
     heads = rank.config.num_heads // rank.cfg.attention_head_groups
     copies = math.ceil(processors() / (rank.cfg.batch_size * heads))

@@ -30,7 +30,7 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
-from longhaul.kinds import attention_kind
+from longhaul.kinds import VERIFIED, attention_kind
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig
@@ -412,6 +412,12 @@ def announce(ready: Ready):
     slow = attention_kind(ready.config).warning(ready.config, ready.device)
     if slow:
         warnings.append(slow)
+    kind = ready.config.attention.name
+    if kind not in VERIFIED:
+        warnings.append(
+            f"--attention_type {kind} is not in VERIFIED of longhaul/kinds.py: verify it with "
+            "longhaul.memory.verify_kind.verify_kind"
+        )
     for words in warnings:
         print(f"warning: {words}")
 

@@ -191,9 +191,10 @@ SMALL = dict(
 
 
 def _decoder():
-    from model import Decoder, ModelConfig
+    from longhaul import kernels
+    from model import ModelConfig
 
-    decoder = Decoder(ModelConfig.preset("tiny", **SMALL))
+    decoder = kernels.decoder(ModelConfig.preset("tiny", **SMALL))
     decoder.init_weights(0)
     return decoder
 

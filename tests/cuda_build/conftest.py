@@ -18,18 +18,14 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parent.parent.parent
 REASON = "torch is a CPU build here, and a CUDA build is tested: the one that pip installs on Linux"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]):
+def pytest_runtest_setup():
     """Skip this folder's tests without a CUDA build, and say why."""
-    if torch.version.cuda is not None:
-        return
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=REASON))
+    if torch.version.cuda is None:
+        pytest.skip(REASON)
 
 
 @pytest.hookimpl(tryfirst=True)

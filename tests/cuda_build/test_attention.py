@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from longhaul.kernels import attention, sdpa
+from longhaul.kernels import attention, choose, sdpa
 from longhaul.machine import platform
 from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
 from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
@@ -26,16 +26,16 @@ def packed_documents(*lengths: int) -> Documents:
     return Documents(list(lengths), bounds)
 
 
-def attention() -> StandardAttention:
+def attention_layer() -> StandardAttention:
     config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, compute_dtype="bfloat16")
-    return StandardAttention(config)
+    return StandardAttention(config, choose(config))
 
 
 def attend_packed(dtype, *lengths: int) -> tuple[torch.Tensor, ...]:
     """q, k and o."""
     tokens = sum(lengths)
     q, k, v = (heads(tokens, count, dtype=dtype) for count in (8, 2, 2))
-    o = attention().packed((q, k, v), (), packed_documents(*lengths))
+    o = packed_documents(*lengths).attend(attention_layer(), (q, k, v), ())
     assert o.shape == q.shape
     return q, k, o
 
@@ -170,7 +170,7 @@ def test_a_shared_prompt_is_read_in_one_call(capability, dtype, kernel, monkeypa
     monkeypatch.setattr(torch.autograd, "_engine_run_backward", engine.run_backward)
     with card(capability) as run:
         q, k, v = (heads(31, count, dtype=dtype) for count in (8, 2, 2))
-        o = attention().packed((q, k, v), (), SharedPrompts([(20, 5, 6)]))
+        o = SharedPrompts([(20, 5, 6)]).attend(attention_layer(), (q, k, v), ())
         o.backward(torch.empty_like(o))
     assert run.kernels == [kernel] * 4 + [kernel + "_backward"] * 4
     assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]

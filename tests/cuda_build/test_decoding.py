@@ -1,14 +1,17 @@
 """A decoding step on a CUDA device: its launches, counted, and that nothing in it waits."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhaul import generate
+from longhaul import generate, kernels
+from longhaul.clock import ClockedCache
 from longhaul.generate import CapturedSteps, _choose
-from model import Decoder, KVCache, ModelConfig
+from longhaul.kinds import KINDS
+from model import ModelConfig
 from tests.cuda_build.fakes import HOPPER, card
 
 FLASH = "aten::_flash_attention_forward"
@@ -35,22 +38,23 @@ def steps_of(layers: int, attention_type: str, captured: bool) -> list[list[str]
         "4B",
         num_layers=layers,
         vocab_size=1024,
-        attention_type=attention_type,
+        attention=KINDS[attention_type].config(),
         compute_dtype="bfloat16",
     )
     with torch.device("meta"):
-        decoder = Decoder(config).to(config.dtype)
+        decoder = kernels.decoder(config).to(config.dtype)
     found = []
     with card(HOPPER) as run, torch.no_grad():
         decoder.to_empty(device="cuda").tie_weights()
-        cache = KVCache(config, 1, 4096, "cuda")
+        cache = decoder.new_cache(1, 4096)
         for layer in cache.layers:
             layer.length = 3004  # 3007 is the last token of a compressed block
-            layer.blocks = config.nsa.compressed_blocks(3004)
+            layer.blocks = KINDS["nsa"].config().compressed_blocks(3004)
             layer.turns = torch.zeros(2, 1, 1, 1, 64, device="cuda")
 
         token_11 = torch.zeros((1, 1), dtype=torch.int64, device="cuda")
-        step = CapturedSteps(decoder, cache, run_once) if captured else None
+        if captured:
+            step = CapturedSteps(decoder, ClockedCache(cache, 1, 4096, "cuda"), run_once)
         for _ in range(4):
             run.operators.names.clear()
             run.choices.chosen.clear()
@@ -124,11 +128,11 @@ def test_the_host_waits_once_per_token(attention_type, captured, monkeypatch):
         "tiny",
         num_layers=1,
         vocab_size=64,
-        attention_type=attention_type,
+        attention=KINDS[attention_type].config(),
         compute_dtype="bfloat16",
     )
     with torch.device("meta"):
-        decoder = Decoder(config)
+        decoder = kernels.decoder(config)
     generator = SimpleNamespace(manual_seed=lambda seed: None)
     monkeypatch.setattr(torch, "Generator", lambda device: generator)
     monkeypatch.setattr(generate, "cuda_graph", run_once)
@@ -137,7 +141,8 @@ def test_the_host_waits_once_per_token(attention_type, captured, monkeypatch):
     with card(HOPPER), Reads() as reads:
         decoder.to_empty(device="cuda").tie_weights()
         if attention_type == "nsa" and not captured:
-            monkeypatch.setattr(decoder.layers[0].attention.sparse, "core", first_token_of)
+            attention = decoder.layers[0].attention
+            attention.ops = dataclasses.replace(attention.ops, sparse=first_token_of)
         tokens = list(generate.generate(decoder, prompt, 6, temperature=0, captured=captured))
     assert tokens == [1] * 6
     assert reads.count == 6

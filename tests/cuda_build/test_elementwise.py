@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from fused import elementwise, elementwise_kernels  # noqa: E402
+from longhaul.kernels import choose  # noqa: E402
 from model import ModelConfig, StandardAttention  # noqa: E402
 from tests.cuda_build.fakes import HOPPER, TURING, card  # noqa: E402
 
@@ -103,7 +104,7 @@ def project(capability, kernels: str = "auto", dtype=torch.bfloat16) -> list[str
     config = ModelConfig.preset("tiny", num_layers=1, vocab_size=64, kernels=kernels)
     with card(capability) as run:
         with torch.device("cuda"):
-            layer = StandardAttention(config)
+            layer = StandardAttention(config, choose(config))
         x = torch.empty(1, 32, config.hidden_size, device="cuda", dtype=dtype)
         cos = torch.empty(1, 32, 1, config.head_dim // 2, device="cuda")
         run.operators.names.clear()

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from indexed.operators import indexed_backward, indexed_forward
-from indexed.triton import attention
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
+
+attention = pytest.importorskip(
+    "indexed.triton.attention", reason="triton is not installed: no kernel is launched"
+)
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ def test_torchs_own_is_right_in_fp32_but_for_ignored_rows_and_wrong_in_bf16(
         f"options = torch.nn.LinearCrossEntropyOptions(acc_policy={policy!r})\n"
         "loss = functools.partial(torch.nn.functional.linear_cross_entropy, options=options)\n"
     )
-    # the sum of the losses is kept in bf16, and the mean of no losses is 0 / 0
+    # its loss in bf16 is of low precision, and the mean of no losses is 0 / 0
     expected = {"fp32 all labels ignored", "bf16 loss and gradients", "bf16 exploding logits"}
     assert failed_rows(f"{path}:loss", capsys) == expected
 

@@ -59,7 +59,7 @@ DOCUMENTED = {
     131_072: (37.09, True),
 }
 MIB = 2**20
-DEFAULTS = dict(dtype="bf16", seq_len=128, hidden_size=32, vocab_size=151_936)
+DEFAULTS = dict(loss=None, dtype="bf16", seq_len=128, hidden_size=32, vocab_size=151_936)
 LOSS_DEFAULTS = dict(dtype=None, seq_len=16_384, hidden_size=32, vocab_size=32_768)
 SAVED_LIMIT = 12  # bytes per token beyond the inputs
 
@@ -73,7 +73,11 @@ TOKEN_FLOOR = 1e-5  # nats: the rounding of a token's loss in fp32
 def main(args: list[str] | None = None) -> int:
     """Run all checks; the exit code."""
     given = parsed(args)
-    checks = check_users_loss(given) if given.loss else [*check_rule(), *check_computation(given)]
+    checks = (
+        check_users_loss(given)
+        if given.loss is not None
+        else [*check_rule(), *check_computation(given)]
+    )
 
     failed = checks.count(False)
     print(f"\n{len(checks) - failed} passed, {failed} failed")
@@ -95,7 +99,7 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--loss",
-        default="",
+        default=argparse.SUPPRESS,
         metavar="FILE.py:FUNCTION",
         help="check this function, or package.module:FUNCTION, and nothing of longhaul",
     )
@@ -107,15 +111,15 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
         sizes = f"{DEFAULTS[name]:,}; with --loss {LOSS_DEFAULTS[name]:,}, for the memory alone"
         text = f"{words} in the comparison (default: {sizes})"
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=text)
-    typed = parser.parse_args(args)
-    given = argparse.Namespace(**(LOSS_DEFAULTS if typed.loss else DEFAULTS) | vars(typed))
+    typed = vars(parser.parse_args(args))
+    given = argparse.Namespace(**(LOSS_DEFAULTS if "loss" in typed else DEFAULTS) | typed)
 
     if min(given.seq_len, given.hidden_size, given.vocab_size) < 1:
         parser.error("a size below 1: give --seq_len, --hidden_size and --vocab_size of at least 1")
     try:
         given.device = named_device(given.device)
         check_size(given)
-        if given.loss:
+        if given.loss is not None:
             given.function = users_loss(given.loss)
     except ValueError as error:
         parser.refuse(error)
@@ -128,7 +132,7 @@ def check_size(given: argparse.Namespace):
     """
     logits = given.seq_len * given.vocab_size
     weight = given.hidden_size * given.vocab_size
-    width = 4 if given.loss else 8
+    width = 4 if given.loss is not None else 8
     needed = width * (3 * logits + 2 * weight) / GIB  # logits, their softmax and gradient
     available = available_gib(given.device, World())
     if needed > available:

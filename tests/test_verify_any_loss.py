@@ -186,6 +186,7 @@ def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     "loss",
     [
+        "",
         "mine.py",
         "nowhere.py:loss",
         "no_such_module:loss",

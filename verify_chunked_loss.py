@@ -39,6 +39,16 @@ from longhaul.kernels import loss_path
 from longhaul.memory.plan import available_gib
 from longhaul.memory.users_file import ToldInOneLine, UsersFile
 from longhaul.vocab import linear_cross_entropy
+from longhaul.vocab.check import (
+    CHECKS,
+    EXACTNESS,
+    Subject,
+    Wrong,
+    gradients,
+    problem,
+    relative,
+    standard_loss,
+)
 from model import GIB, IGNORE, ModelConfig
 from model import linear_cross_entropy as plain_chunked_loss
 
@@ -49,7 +59,7 @@ DOCUMENTED = {
     131_072: (37.09, True),
 }
 MIB = 2**20
-DEFAULTS = dict(dtype="bf16", seq_len=128, hidden_size=32, vocab_size=151_936)
+DEFAULTS = dict(loss=None, dtype="bf16", seq_len=128, hidden_size=32, vocab_size=151_936)
 LOSS_DEFAULTS = dict(dtype=None, seq_len=16_384, hidden_size=32, vocab_size=32_768)
 SAVED_LIMIT = 12  # bytes per token beyond the inputs
 
@@ -63,7 +73,11 @@ TOKEN_FLOOR = 1e-5  # nats: the rounding of a token's loss in fp32
 def main(args: list[str] | None = None) -> int:
     """Run all checks; the exit code."""
     given = parsed(args)
-    checks = check_users_loss(given) if given.loss else [*check_rule(), *check_computation(given)]
+    checks = (
+        check_users_loss(given)
+        if given.loss is not None
+        else [*check_rule(), *check_computation(given)]
+    )
 
     failed = checks.count(False)
     print(f"\n{len(checks) - failed} passed, {failed} failed")
@@ -85,7 +99,7 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--loss",
-        default="",
+        default=argparse.SUPPRESS,
         metavar="FILE.py:FUNCTION",
         help="check this function, or package.module:FUNCTION, and nothing of longhaul",
     )
@@ -97,15 +111,15 @@ def parsed(args: list[str] | None) -> argparse.Namespace:
         sizes = f"{DEFAULTS[name]:,}; with --loss {LOSS_DEFAULTS[name]:,}, for the memory alone"
         text = f"{words} in the comparison (default: {sizes})"
         parser.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, help=text)
-    typed = parser.parse_args(args)
-    given = argparse.Namespace(**(LOSS_DEFAULTS if typed.loss else DEFAULTS) | vars(typed))
+    typed = vars(parser.parse_args(args))
+    given = argparse.Namespace(**(LOSS_DEFAULTS if "loss" in typed else DEFAULTS) | typed)
 
     if min(given.seq_len, given.hidden_size, given.vocab_size) < 1:
         parser.error("a size below 1: give --seq_len, --hidden_size and --vocab_size of at least 1")
     try:
         given.device = named_device(given.device)
         check_size(given)
-        if given.loss:
+        if given.loss is not None:
             given.function = users_loss(given.loss)
     except ValueError as error:
         parser.refuse(error)
@@ -118,7 +132,7 @@ def check_size(given: argparse.Namespace):
     """
     logits = given.seq_len * given.vocab_size
     weight = given.hidden_size * given.vocab_size
-    width = 4 if given.loss else 8
+    width = 4 if given.loss is not None else 8
     needed = width * (3 * logits + 2 * weight) / GIB  # logits, their softmax and gradient
     available = available_gib(given.device, World())
     if needed > available:
@@ -191,12 +205,7 @@ def print_table(results: dict[str, dict]):
         print(f"  {name:<16}{errors}{memory}{result['seconds']:>10.2f}")
 
 
-def judge(
-    results: dict,
-    N: int,
-    V: int,
-    dtype: torch.dtype,
-) -> list[bool]:
+def judge(results: dict, N: int, V: int, dtype: torch.dtype) -> list[bool]:
     """The claims."""
     plain = results["standard"]
     ours = results["chunked"]
@@ -246,16 +255,7 @@ def token_bound(plain_error: float, V: int) -> float:
     return max(remains * plain_error, TOKEN_FLOOR)
 
 
-# ---- any loss: what people lost runs to
-
-SHARE = 0.5  # of the fp32 logits: the largest peak of a loss that never has them as a whole
-SLACK = 1.5  # an error may be this factor of the plain loss's own error, or so large:
-LOSS_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}  # nats
-GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 3e-4}
-
-
-class Wrong(Exception):
-    """What a check has found."""
+# ---- the loss of a user
 
 
 def users_loss(words: str) -> Callable:
@@ -283,41 +283,28 @@ def import_from_here(module: str):
     return importlib.import_module(module)
 
 
-# What a stranger's function may raise; its row then says it.
-RAISED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
 def check_users_loss(given: argparse.Namespace) -> list[bool]:
     """One table. Everything is checked in the first dtype, what depends on precision in each."""
     names = [given.dtype] if given.dtype else ["fp32", "bf16"]
+    sizes = given.seq_len, given.hidden_size, given.vocab_size
     print(f"{given.loss} on {given.device}, against float64:")
     results = []
     for name in names:
         dtype = getattr(torch, PRECISIONS[name])
+        subject = Subject(given.function, dtype, given.device, *sizes)
         for row, check in (CHECKS if name == names[0] else EXACTNESS).items():
-            results.append(print_row(f"{name}  {row:<32}", check, given, dtype))
+            results.append(print_row(f"{name}  {row:<32}", check, subject))
     return results
 
 
-def print_row(
-    title: str,
-    check: Callable,
-    given: argparse.Namespace,
-    dtype: torch.dtype,
-) -> bool:
+# what a stranger's loss raises when it cannot serve; anything else ends the program
+RAISED = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError)
+
+
+def print_row(title: str, check: Callable, subject: Subject) -> bool:
     """One row of the table; whether the loss passed."""
     try:
-        return verdict(True, title + check(given, dtype))
+        return verdict(True, title + check(subject))
     except Wrong as wrong:
         return verdict(False, f"{title}{wrong}")
     except RAISED as error:
@@ -325,231 +312,11 @@ def print_row(
         return verdict(False, f"{title}raised {type(error).__name__}: {line[:200]}")
 
 
-def compare(
-    loss: Callable,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    form: Callable = lambda loss: loss,
-    trained: tuple[bool, bool] = (True, True),
-    scale: float = 1.0,
-) -> str:
-    """Loss and gradients against float64, as a line of figures; Wrong if one is off by more than
-    the plain loss allows. `form` makes of the loss what is computed, `trained` says which of hidden
-    and weight require gradients, and `scale` is how much larger than usual the logits are.
-    """
-    hidden_ND, weight_VD, labels_N = inputs
-    exact = outcome(form(standard_loss), hidden_ND.double(), weight_VD.double(), labels_N, trained)
-    plain = errors_between(outcome(form(standard_loss), *inputs, trained), exact)
-    found = errors_between(outcome(form(loss), *inputs, trained), exact)
-
-    dtype = hidden_ND.dtype
-    faults = []
-    for name, error in found.items():
-        limit = (LOSS_LIMITS if name == "loss" else GRADIENT_LIMITS)[dtype]
-        if not error <= max(SLACK * plain[name], scale * limit):  # true for NaN, too
-            faults.append(f"{name} is off by {error:.1e}, the plain loss by {plain[name]:.1e}")
-    if faults:
-        raise Wrong("; ".join(faults))
-    return "errors: " + ", ".join(f"{name} {error:.1e}" for name, error in found.items())
-
-
-def outcome(
-    loss: Callable,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    trained: tuple[bool, bool] = (True, True),
-) -> dict[str, Tensor]:
-    """The loss, and the gradients of what is trained."""
-    needed_by = dict(zip(("dh", "dW"), trained, strict=True))
-    leaves = dict(dh=hidden_ND.detach(), dW=weight_VD.detach())
-    for name, leaf in leaves.items():
-        leaf.requires_grad_(needed_by[name])
-    value = loss(*leaves.values(), labels_N)
-    if not isinstance(value, Tensor) or value.ndim:
-        raise Wrong(f"returned {value!r:.60}: return a tensor without dimensions")
-
-    wanted = [name for name, needed in needed_by.items() if needed]
-    result = dict(loss=value.detach())
-    if wanted:
-        found = torch.autograd.grad(value, [leaves[name] for name in wanted])
-        result |= dict(zip(wanted, found, strict=True))
-    return result
-
-
-def errors_between(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of the loss absolute, of the gradients relative."""
-    errors = {name: relative(result[name], exact[name]) for name in result if name != "loss"}
-    return dict(loss=abs(float(result["loss"]) - float(exact["loss"])), **errors)
-
-
-def plain_problem(
-    given: argparse.Namespace,
-    dtype: torch.dtype,
-    N: int = 256,
-    V: int = 2048,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `problem`, and no label is ignored."""
-    hidden_ND, weight_VD, labels_N = problem(N, 64, V, dtype, given.device)
-    return hidden_ND, weight_VD, labels_N.where(labels_N != IGNORE, 0)
-
-
-def check_exactness(given, dtype) -> str:
-    return compare(given.function, plain_problem(given, dtype))
-
-
-def check_exploding(given, dtype) -> str:
-    """Logits around +8192 and -8192, all of them multiples of 64, which bf16 does not round."""
-    generator = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randint(-1, 2, (256, 64), generator=generator)
-    weight_VD = 64 * torch.randint(-1, 2, (2048, 64), generator=generator)
-    hidden_ND[:, 0] = 64
-    labels_N = plain_problem(given, dtype)[2]
-    for offset in (128, -128):
-        weight_VD[:, 0] = offset
-        inputs = (x.to(given.device, dtype) for x in (hidden_ND, weight_VD))
-        line = compare(given.function, (*inputs, labels_N), scale=8192 / 8)
-    return line
-
-
-def check_some_ignored(given, dtype) -> str:
-    """Two of three labels are ignored: they count nowhere."""
-    hidden_ND, weight_VD, labels_N = plain_problem(given, dtype)
-    labels_N[torch.arange(len(labels_N)) % 3 > 0] = IGNORE
-    line = compare(given.function, (hidden_ND, weight_VD, labels_N))
-    dh_ND = outcome(given.function, hidden_ND, weight_VD, labels_N)["dh"]
-    if dh_ND[labels_N == IGNORE].any():
-        raise Wrong("hidden states of ignored labels have a gradient")
-    return line
-
-
-def check_all_ignored(given, dtype) -> str:
-    """As on a rank whose micro-batch is all prompt or padding."""
-    hidden_ND, weight_VD, labels_N = plain_problem(given, dtype)
-    found = outcome(given.function, hidden_ND, weight_VD, torch.full_like(labels_N, IGNORE))
-    largest = max(float(found[name].abs().max()) for name in ("dh", "dW"))
-    line = f"loss {float(found['loss']):g}, largest gradient {largest:g}"
-    if largest != 0 or not math.isfinite(found["loss"]):
-        raise Wrong(line)
-    return line
-
-
-def check_odd_sizes(given, dtype) -> str:
-    """One token; then primes, which no tile divides."""
-    compare(given.function, plain_problem(given, dtype, N=1))
-    return compare(given.function, plain_problem(given, dtype, N=131, V=2503))
-
-
-def check_edges(given, dtype) -> str:
-    """Labels on both sides of each multiple of 64, where tiles begin and end."""
-    V = 4099
-    starts = torch.arange(64, V, 64)
-    labels_N = torch.cat([starts, starts - 1, torch.tensor([0, V - 1])]).to(given.device)
-    hidden_ND, weight_VD, _ = plain_problem(given, dtype, len(labels_N), V)
-    return compare(given.function, (hidden_ND, weight_VD, labels_N))
-
-
-def check_upstream(given, dtype) -> str:
-    """(3 * loss).backward(), as loss scaling and accumulation have it."""
-
-    def tripled(loss: Callable) -> Callable:
-        return lambda *inputs: 3 * loss(*inputs)
-
-    return compare(given.function, plain_problem(given, dtype), tripled)
-
-
-def check_two_calls(given, dtype) -> str:
-    """Two calls before one backward: what the first keeps must outlive the second."""
-
-    def in_halves(loss: Callable) -> Callable:
-        return lambda h, w, y: loss(h[:128], w, y[:128]) + loss(h[128:], w, y[128:])
-
-    return compare(given.function, plain_problem(given, dtype), in_halves)
-
-
-def check_second_backward(given, dtype) -> str:
-    """A second backward gives the same gradients, or is refused."""
-    hidden_ND, weight_VD, labels_N = plain_problem(given, dtype)
-    leaves = hidden_ND.requires_grad_(), weight_VD.requires_grad_()
-    value = 3 * given.function(*leaves, labels_N)
-    # copies, because the gradients may be what the second backward changes
-    first = [x.clone() for x in torch.autograd.grad(value, leaves, retain_graph=True)]
-    try:
-        second = torch.autograd.grad(value, leaves)
-    except (RuntimeError, ValueError) as error:
-        return f"refused with {type(error).__name__}"
-    for name, before, after in zip(("dh", "dW"), first, second, strict=True):
-        error = relative(after, before.double())
-        if not error <= GRADIENT_LIMITS[dtype]:
-            raise Wrong(f"{name} of the second backward differs by {error:.1e}")
-    return "the same gradients"
-
-
-def check_strides(given, dtype) -> str:
-    """Hidden states [N, D] whose neighbours in memory are neither in a row nor in a column."""
-    hidden_ND, weight_VD, labels_N = plain_problem(given, dtype)
-    wide_NE = hidden_ND.repeat_interleave(2, dim=1)
-    wide_NE[:, 1::2] = 7
-    return compare(given.function, (wide_NE[:, ::2], weight_VD, labels_N))
-
-
-def check_frozen(given, dtype, trained: tuple[bool, bool]) -> str:
-    return compare(given.function, plain_problem(given, dtype), trained=trained)
-
-
-def check_memory(given, dtype) -> str:
-    """The peak of forward and backward, above inputs and gradients."""
-    inputs = problem(given.seq_len, given.hidden_size, given.vocab_size, dtype, given.device)
-    gradients(given.function, *(x[:16] if x is not inputs[1] else x for x in inputs))  # compiles
-    taken = peak_bytes(lambda: gradients(given.function, *inputs), given.device)
-    peak = taken - sum(x.nbytes for x in inputs[:2])
-
-    logits = 4 * given.seq_len * given.vocab_size
-    text = f"peak {peak / MIB:,.0f} MiB, {peak / logits:.0%} of the logits in fp32"
-    if peak > SHARE * logits:
-        raise Wrong(f"{text} (at most {SHARE:.0%})")
-    return text
-
-
-EXACTNESS = {
-    "loss and gradients": check_exactness,
-    "exploding logits": check_exploding,
-}
-CHECKS = EXACTNESS | {
-    "some labels ignored": check_some_ignored,
-    "all labels ignored": check_all_ignored,
-    "odd sizes": check_odd_sizes,
-    "labels at the edges of tiles": check_edges,
-    "upstream gradient of 3": check_upstream,
-    "two calls, one backward": check_two_calls,
-    "second backward": check_second_backward,
-    "hidden is not contiguous": check_strides,
-    "weight is frozen": functools.partial(check_frozen, trained=(True, False)),
-    "hidden is frozen": functools.partial(check_frozen, trained=(False, True)),
-    "nothing is trained": functools.partial(check_frozen, trained=(False, False)),
-    "memory through the backward": check_memory,
-}
-
-
 # ---- the losses: hidden [N, D], weight [V, D], labels [N] -> a mean over valid tokens, or [N]
 
 
-def standard_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    reduction: str = "mean",
-) -> Tensor:
-    """Full logits, in fp32 at least."""
-    logits_NV = hidden_ND @ weight_VD.T
-    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    return F.cross_entropy(wide_NV, labels_N, ignore_index=IGNORE, reduction=reduction)
-
-
 def one_pass_loss(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    reduction: str = "mean",
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
 ) -> Tensor:
     """Gradients with the loss, if it is one number."""
     with_gradients = reduction != "none"
@@ -603,43 +370,7 @@ LOSSES = {
 }
 
 
-def problem(
-    N: int,
-    D: int,
-    V: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight and labels with logits of standard deviation 1 and every seventh token
-    ignored.
-    """
-    generator = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randn(N, D, generator=generator).to(device, dtype)
-    weight_VD = (torch.randn(V, D, generator=generator) / D**0.5).to(device, dtype)
-    labels_N = torch.randint(V, (N,), generator=generator).to(device)
-    labels_N[6::7] = IGNORE
-    return hidden_ND, weight_VD, labels_N
-
-
-def gradients(
-    loss,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, dh, dW)."""
-    hidden_ND = hidden_ND.detach().requires_grad_()
-    weight_VD = weight_VD.detach().requires_grad_()
-    value = loss(hidden_ND, weight_VD, labels_N)
-    return value.detach(), *torch.autograd.grad(value, (hidden_ND, weight_VD))
-
-
-def result_of(
-    loss,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-) -> dict[str, Tensor]:
+def result_of(loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> dict[str, Tensor]:
     """The mean loss, each token's loss if the function can return it, and both gradients."""
     value, dh_ND, dw_VD = gradients(loss, hidden_ND, weight_VD, labels_N)
     result = dict(loss=value, dh=dh_ND, dW=dw_VD)
@@ -663,11 +394,7 @@ def errors_of(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, 
 
 
 def measured(
-    loss,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    exact: dict[str, Tensor],
+    loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, exact: dict[str, Tensor]
 ) -> dict:
     """Errors against float64, bytes kept beyond the inputs, peak beyond the gradients, seconds."""
     inputs = (hidden_ND, weight_VD, labels_N)
@@ -685,10 +412,6 @@ def measured(
     taken = peak_bytes(lambda: gradients(loss, *inputs), hidden_ND.device)
     peak = taken - sum(tensor.nbytes for tensor in inputs[:2])
     return dict(errors=errors, saved=max(saved, 0), peak=peak, seconds=seconds)
-
-
-def relative(value: Tensor, exact: Tensor) -> float:
-    return float((value.double() - exact).norm() / exact.norm())
 
 
 def root_mean_square(error_N: Tensor) -> float:

@@ -31,10 +31,11 @@ from footprint.measure import peak_bytes
 from longhaul.cli import Parser
 from longhaul.dist import named_device
 from longhaul.kernels import loss_path
+from longhaul.vocab.check import gradients, standard_loss
 from longhaul.vocab.loss import linear_cross_entropy
 from model import IGNORE, ModelConfig
 from model import linear_cross_entropy as plain_chunked_loss
-from verify_chunked_loss import TORCH_LOSSES, gradients, naive_loop, standard_loss
+from verify_chunked_loss import TORCH_LOSSES, naive_loop
 
 CHECK_TOKENS = 256  # tokens of the float64 check: [tokens, V] in float64 exists there
 OURS, STANDARD = "longhaul", "standard"

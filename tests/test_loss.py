@@ -13,11 +13,12 @@ from torch.utils.checkpoint import checkpoint
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul import kernels
 from longhaul.vocab import loss as vocab_loss
+from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from model import ModelConfig
 from tests.tiers import few_fast
-from verify_chunked_loss import gradients, naive_loop, root_mean_square, standard_loss
-from verify_chunked_loss import relative as rel
+from verify_chunked_loss import naive_loop, root_mean_square
 
 CPU = torch.device("cpu")
 TILES = [(4096, 4096), (64, 512), (100, 99), (7, 1000)]

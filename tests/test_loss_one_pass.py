@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.vocab import loss as vocab_loss
+from longhaul.vocab.check import gradients, standard_loss
+from longhaul.vocab.check import relative as rel
 from longhaul.vocab.loss import linear_cross_entropy
 from tests.test_loss import CPU, KERNELS, OPTIONS, SCALES, dense, huge_logits, inputs, truth
-from verify_chunked_loss import gradients, standard_loss
-from verify_chunked_loss import relative as rel
 
 one_pass = functools.partial(linear_cross_entropy, one_pass=True)
 

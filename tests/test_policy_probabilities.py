@@ -7,7 +7,7 @@ import torch
 
 from longhaul.posttrain import policy
 from longhaul.posttrain.policy import statistics
-from verify_chunked_loss import problem
+from longhaul.vocab.check import problem
 
 PEAKED = 6.0  # standard deviation of the logits
 MEAN = 1e-4  # the largest mean and single error of a probability

@@ -1723,8 +1723,8 @@ class Decoder(nn.Module):
         return self.norm(x_BTD)
 
     def apply_embedding(self, function: Callable, *args) -> Tensor:
-        """function(weight_VD, *args) with the whole embedding, in the compute dtype."""
-        return function(self.embed.weight, *args).to(self.config.dtype)
+        """function(embed, *args), in the compute dtype; inside, the weight of the embedding is whole."""
+        return function(self.embed, *args).to(self.config.dtype)
 
     def apply_head(self, hidden_ND: Tensor, function: Callable, *args):
         """function(hidden_ND, weight_VD, *args) with the whole output weight, for callers that

@@ -1142,7 +1142,7 @@ def read_pairs(pairs: tuple[str, ...], cls: type, given_by: str) -> dict[str, An
     """
     types = {spec.name: spec.type for spec in dataclasses.fields(cls)}
     flags = {spec.name: spec.name for spec in dataclasses.fields(TrainConfig)}
-    flags["compute_dtype"] = "dtype"
+    flags |= {"compute_dtype": "dtype", "attention": "attention_type"}
 
     values = {}
     for pair in pairs:

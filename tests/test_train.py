@@ -319,10 +319,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
             "NSAConfig: given window=0; allowed: window an integer >= 1; remedy: change window",
         ),
         (
-            ["--nsa", "windows=9"],
+            ["--attention_type", "nsa", "--nsa", "windows=9"],
             "--nsa 'windows=9': give name=value with a name of cmp_block, cmp_stride, sel_block",
         ),
-        (["--model_overrides", "nsa=1"], "use the flag --nsa"),
+        (["--model_overrides", "attention=1"], "use the flag --attention_type"),
         (["--init_from", "/nonexistent"], "name a folder with a Hugging Face Qwen3 model"),
         (["--config", "/nonexistent.toml"], "--config /nonexistent.toml"),
         (["stray"], "'stray' is not a flag and follows none"),
@@ -396,18 +396,10 @@ def test_mfu_counts_the_keys_that_a_query_meets_in_its_document(attention, monke
     assert mfu(config, rows, 2, 2.0, cpu) == pytest.approx(flops / 2.0 / 2e12, rel=1e-12)
 
 
-def test_sizes_of_an_attention_that_does_not_run_tell_no_runs_apart(data, tmp_path):
+def test_sizes_of_an_attention_that_does_not_run_are_not_part_of_a_run(data, tmp_path):
     train.main(command(data, tmp_path, "--max_steps 1 --schedule constant --eval_every 0"))
     record = json.loads((tmp_path / "run.json").read_text())
     assert not [name for name in record["identity"] if name.startswith("nsa")]
-    train.main(
-        command(
-            data,
-            tmp_path,
-            "--max_steps 2 --schedule constant --eval_every 0 --nsa window=32",
-        )
-    )
-    assert len(losses(tmp_path)) == 2
 
 
 def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -404,10 +405,10 @@ def embedded(model: Decoder, tokens: Tensor | SoftTokens) -> Tensor:
     return model.apply_embedding(_embed, tokens)
 
 
-def _embed(table_VD: Tensor, tokens: Tensor | SoftTokens) -> Tensor:
+def _embed(embed: nn.Embedding, tokens: Tensor | SoftTokens) -> Tensor:
     if isinstance(tokens, SoftTokens):
-        return mix(tokens, table_VD)
-    return F.embedding(tokens, table_VD)
+        return mix(tokens, embed.weight)
+    return embed(tokens)
 
 
 def mix(soft: SoftTokens, table_VD: Tensor) -> Tensor:

@@ -1723,7 +1723,7 @@ class Decoder(nn.Module):
         return self.norm(x_BTD)
 
     def apply_embedding(self, function: Callable, *args) -> Tensor:
-        """function(embed, *args), in the compute dtype; inside, the weight of the embedding is whole."""
+        """function(embed, *args) in the compute dtype; inside, the weight of `embed` is whole."""
         return function(self.embed, *args).to(self.config.dtype)
 
     def apply_head(self, hidden_ND: Tensor, function: Callable, *args):

@@ -66,6 +66,8 @@ def resources(built) -> dict:
         Path(file.name).write_bytes(built.asm["cubin"])
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         used = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assembly = [CUOBJDUMP, "-sass", file.name]
+        code = subprocess.run(assembly, capture_output=True, text=True, check=True).stdout
     registers = int(re.search(r"REG:(\d+)", used)[1])
     warps = built.metadata.num_warps
     products = re.findall(
@@ -74,6 +76,7 @@ def resources(built) -> dict:
     return {
         "registers": registers,
         "stack": int(re.search(r"STACK:(\d+)", used)[1]),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "shared": built.metadata.shared,
         "warps": warps,
         "ctas": min(65536 // (registers * 32 * warps), 232448 // max(built.metadata.shared, 1)),

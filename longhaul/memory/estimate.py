@@ -27,7 +27,9 @@ from model import ModelConfig
 
 FP32 = 4
 INT64 = 8
-PROCESS_GIB = 0.45  # resident memory of a process with torch loaded, on a CPU
+# Resident memory of a process with torch loaded, on a CPU: measured with torch 2.13, whose CUDA build
+# has more libraries.
+PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
 CUDA = torch.device("cuda")
 STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.03, "muon": 4.0}

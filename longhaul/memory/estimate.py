@@ -27,7 +27,7 @@ from model import ModelConfig
 
 FP32 = 4
 INT64 = 8
-# Resident memory of a process with torch loaded, on a CPU: measured with torch 2.13, whose CUDA build
+# Resident memory of a process with torch loaded, on a CPU, measured with torch 2.13: the CUDA build
 # has more libraries.
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU

@@ -342,17 +342,7 @@ class LayerHistory:
         """Positions before the newest forward."""
         return sum(k_BTGK.shape[1] for k_BTGK in self.keys)
 
-    def attend(
-        self,
-        layer: Attention,
-        inputs: Sequence[Tensor],
-        rope: Rope,
-    ) -> Tensor:
-        """o [B, T, H, K] of T tokens that continue what is stored."""
-        q_BTHK, k_BTGK, v_BTGK = inputs
-        keys_and_values = self.append(k_BTGK, v_BTGK)
-        with layer.ops.varying(q_BTHK):
-            return layer.attend_document(q_BTHK, *keys_and_values)
+    attend = LayerCache.attend  # over what `append` returns
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values, those of the newest forward included."""

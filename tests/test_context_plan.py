@@ -14,7 +14,7 @@ from longhaul import cli, dist
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.estimate import estimate
+from longhaul.memory.estimate import PROCESS_GIB, estimate
 from longhaul.parallel import context
 from tests import test_train
 from tests.ranks import run_program
@@ -188,7 +188,7 @@ def test_by_default_a_plan_takes_what_the_machine_has(monkeypatch):
 def test_the_fewest_ranks_that_hold_a_row_share_it():
     world = dist.World(0, 8, 0, 8)
     cfg = dataclasses.replace(LONG, attention_type="standard")
-    sizes = [ranks_per_row(cfg, available, world) for available in (4.0, 2.0, 1.3)]
+    sizes = [ranks_per_row(cfg, available, world) for available in (4.0, 2.0, PROCESS_GIB + 0.85)]
     assert sizes == sorted(sizes)
     assert sizes[0] == 2
     assert sizes[-1] == 8

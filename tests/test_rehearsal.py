@@ -20,6 +20,7 @@ from longhaul.config import TrainConfig
 from longhaul.memory import advise, fit, reserve, soft, solve
 from longhaul.memory import plan as planner
 from longhaul.memory.deep import profile
+from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.needs import largest as largest_method
 from longhaul.memory.needs import needs, resident
 from longhaul.memory.reconcile import allocator_peak
@@ -421,7 +422,7 @@ def test_a_plan_names_the_stages_of_the_simulated_step():
 def test_a_rollout_that_does_not_fit_names_its_lever():
     many = dict(rollout_prompts=64, global_batch_size=64, max_response_length=200)
     cfg = changed(model_overrides=("num_layers=1",), **many)
-    asked = planner.plan(cfg, cfg.model(), dist.World(), CPU, available=0.52)
+    asked = planner.plan(cfg, cfg.model(), dist.World(), CPU, available=PROCESS_GIB + 0.07)
     assert asked.estimate.peak_stage == "rollout" and not asked.fits
     assert fit.closest(asked).asked.rollout_prompts == 1
 

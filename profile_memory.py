@@ -6,7 +6,7 @@ runs on fake tensors. Sizes are in GiB (2^30 bytes) and per rank. Exit code 0: d
 fits; 2: bad input, or the request fits after changes; 3: nothing fits.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import signal

@@ -3,7 +3,7 @@
 longhaul/training.py has what a run does, and longhaul/step.py what a step does.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 from longhaul import training
 from longhaul.config import TrainConfig

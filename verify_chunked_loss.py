@@ -17,7 +17,7 @@ mean over the labels that are not -100. Each row of its table names what people 
     python verify_chunked_loss.py --loss package.module:loss --dtype bf16
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import functools
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flags import PRECISIONS, Parser, precision
+from base.flags import PRECISIONS, Parser, precision
 from footprint.measure import peak_bytes, saved_bytes
 from longhaul.dist import World, named_device
 from longhaul.kernels import loss_path

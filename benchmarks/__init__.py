@@ -2,4 +2,4 @@
 table that docs/BENCHMARKS.md or docs/FITTING.md shows.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)

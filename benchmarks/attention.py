@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from base.flags import Parser, precision
 from benchmarks.clock import relative, seconds
-from flags import Parser, precision
 from indexed.layer import IndexerConfig
 from indexed.operators import indexed_forward
 from longhaul.kernels import block_norm

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from flags import Parser
+from base.flags import Parser
 from longhaul.vocab import loss as vocab_loss
 
 BOUND = 2.0**-7  # twice the rounding step of bf16: eager's own distance from float64 is one step

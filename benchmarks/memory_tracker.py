@@ -13,8 +13,8 @@ import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from base.flags import Parser
 from benchmarks.clock import seconds
-from flags import Parser
 from footprint.tracker import Tracker
 from longhaul import step
 from longhaul.config import TrainConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from files import durable
-from files.tensors import write_tensors
-from flags import Parser
+from base import durable
+from base.flags import Parser
+from base.tensors import write_tensors
 
 
 class Counted(durable.Digests):

@@ -18,13 +18,13 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
+from base.flags import Parser
 from data import pipeline
 from data.corpus import embedded_files, read_corpus
 from data.hugging_face import HuggingFaceTokenizer
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
 from data.sources import Document, by_directory
 from data.tokenizer import CHUNK_CHARS, chunks
-from flags import Parser
 
 ROUNDS = 3
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from flags import precision
+from base.flags import precision
 from longhaul import dist, qwen3, step
 from longhaul.cli import Parser
 from longhaul.config import TrainConfig

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import sentencepiece
 
+from base.durable import locked
 from data.dataset import Dataset, open_dataset
 from data.manifest import MANIFEST, VERSION, IntegrityError
 from data.pipeline import build_dataset
 from data.sources import Document, Report, by_directory, decode
-from files.durable import locked
 
 PACKAGES = ("numpy", "torch")
 CORPUS_VERSION = 2  # raise it when the same files and settings give another dataset

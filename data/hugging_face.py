@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from base.untrusted import read_json, refuse_pickle
 from data.tokenizer import require_encodable
-from files.untrusted import read_json, refuse_pickle
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from base.durable import replacing, write_bytes
+from base.untrusted import is_pickle, read_json
 from data.storage import Storage, token_dtype
-from files.durable import replacing, write_bytes
-from files.untrusted import is_pickle, read_json
 
 MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"

@@ -42,6 +42,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import sentencepiece
 
+from base import durable
 from data.dataset import Dataset
 from data.load_tokenizer import AnyTokenizer, load_tokenizer
 from data.manifest import MANIFEST
@@ -51,7 +52,6 @@ from data.sources import Document
 from data.storage import token_dtype
 from data.tokenizer import SENTENCEPIECE, train
 from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, require_new
-from files import durable
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384

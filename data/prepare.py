@@ -16,7 +16,7 @@ Exit codes: 0 done, 2 bad input (one line with the remedy, before anything is wr
 data, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import functools
@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import flags
+from base import flags
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
 from data.manifest import IntegrityError

@@ -20,7 +20,7 @@ The folder is an ordinary dataset. Its manifest says under "task" which ids are 
 noise. Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import flags
+from base import flags
 from data import synthetic
 from data.dataset import Dataset
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset

@@ -13,7 +13,7 @@ A line says for which context lengths this is not training at that context. Exit
 2 bad input, 3 damaged data.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import hashlib
 import importlib.util
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import flags
+from base import flags
 from data.corpus import prepare_embedded
 from data.dataset import Dataset, Split, open_dataset
 from data.manifest import IntegrityError

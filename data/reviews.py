@@ -14,7 +14,7 @@ maker are split into training, validation and test; reviews are only of the firs
 The folder is an ordinary dataset. Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import flags
+from base import flags
 from data import synthetic
 from data.dataset import Dataset
 from data.order import permute

@@ -20,7 +20,7 @@ without cuts: a guess is followed by ends that are not learned. The manifest has
 marker of an answer, under "answer_id". Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-import flags
+from base import flags
 from data import synthetic
 from data.dataset import Dataset
 from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset

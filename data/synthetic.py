@@ -7,7 +7,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-import flags
+from base import flags
 from data.dataset import Dataset
 
 EXIT_BAD_INPUT = 2

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from files.untrusted import refuse_pickle
+from base.untrusted import refuse_pickle
 
 SENTENCEPIECE = "tokenizer.model"  # the name of the file in a folder
 EOD_TOKEN = "<|endoftext|>"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from base import durable
 from data import hugging_face
 from data.dataset import Dataset, ShardReader
 from data.manifest import (
@@ -31,7 +32,6 @@ from data.manifest import (
 from data.order import mix
 from data.storage import Storage
 from data.tokenizer import SENTENCEPIECE
-from files import durable
 
 SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # ids are counted this many at a time

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from nsa.branches import Buffers, product_fp32
 
 TILE_PRODUCTS = 2**18  # of a tile: 1 MiB in fp32

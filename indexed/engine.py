@@ -23,9 +23,9 @@ from torch import Tensor
 
 import indexed.choice as choice
 import indexed.reading as reading
+from base.machine import platform
 from indexed import plain
 from indexed.plain import IndexedInputs, IndexedOutputs
-from longhaul.machine import platform
 from nsa.branches import Buffers
 
 # A query that sees at most so many times the budget is masked.

@@ -17,10 +17,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from base.machine import pinned_copy
 from indexed.operators import indexed_forward, triton_indexed_core
 from indexed.plain import pooled_keys, rotate_first
 from indexed.recall import Reading
-from longhaul.machine import pinned_copy
 from model import (
     Attention,
     Decoder,

@@ -9,9 +9,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from base.machine import Device, platform
 from indexed import engine, plain
 from indexed.plain import IndexedInputs, IndexedOutputs, wide_zeros, with_gradients
-from longhaul.machine import Device, platform
 
 
 @torch.library.custom_op("longhaul::indexed_forward", mutates_args=())

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from model import CHUNK_LOGITS, Device, Rope, rotate, wide
 
 TILE_KEYS = 2**20  # elements of keys that are converted at once: 4 MiB in fp32

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from base.machine import pinned_copy
 from indexed.plain import (
     block_ranks,
     block_scores,
@@ -17,7 +18,6 @@ from indexed.plain import (
     readable_keys,
     softmax_,
 )
-from longhaul.machine import pinned_copy
 from model import CHUNK_LOGITS, wide
 
 SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured

@@ -11,13 +11,11 @@ from pathlib import Path
 
 # Imported under these names, from the folder that this package lies in.
 NEIGHBOURS = (
+    "base",
     "data",
-    "files",
-    "flags",
     "footprint",
     "fused",
     "indexed",
-    "installed",
     "model",
     "nsa",
 )

@@ -12,8 +12,8 @@ from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flags import Parser as Parser
-from flags import RaisingParser
+from base.flags import Parser as Parser
+from base.flags import RaisingParser
 
 Config = TypeVar("Config")
 

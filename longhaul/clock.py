@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from longhaul.kernels import sdpa
-from longhaul.machine import platform
 from model import Attention, Device, KVCache, LayerCache, Rope, RotaryCache
 
 

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
-from flags import PRECISIONS, spellings
 from indexed.layer import IndexerConfig
 from longhaul import lengths
 from longhaul.cli import check_ranges, flag, known_words, words_of

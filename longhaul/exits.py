@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from files.durable import StorageError as StorageError
+from base.durable import StorageError as StorageError
 
 DONE = 0
 BAD_INPUT = 2  # found before the first step

@@ -1,7 +1,7 @@
 """The one file that knows which faster versions of model.py's functions exist, and puts them into a
 model: `decoder(config)` in place of `Decoder(config)`.
 
-    attention  PyTorch's own kernels, chosen by hand on CUDA (longhaul/machine.py says which)
+    attention  PyTorch's own kernels, chosen by hand on CUDA (base/machine.py says which)
     elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (fused/)
     sparse     block-major operators (nsa/), on CUDA Triton kernels (nsa/triton/)
     loss       tiles of the vocabulary (longhaul/vocab/), their bodies compiled or in Triton on CUDA
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import model
+from base.machine import FP32, Device, flash_attention, platform
 from fused import elementwise
-from longhaul.machine import FP32, Device, flash_attention, platform
 from longhaul.vocab.loss import SEVERAL_BLOCKS, TILES_WIN, block_tokens, linear_cross_entropy
 from model import (
     Decoder,

@@ -12,10 +12,10 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
+from base.machine import FP32
 from indexed import layer as indexed
 from indexed.operators import why_no_indexed_triton
 from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
-from longhaul.machine import FP32
 from model import Device, ModelConfig, NSAConfig, Ops, Standard
 
 

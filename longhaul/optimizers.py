@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from base.machine import platform
 from longhaul.dist import local_shard
-from longhaul.machine import platform
 from longhaul.staging import Staging, slabs
 
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)

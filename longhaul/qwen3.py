@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from files.tensors import WEIGHTS, Later, opened, write_one_by_one
-from files.untrusted import read_json, refuse_pickle
+from base.tensors import WEIGHTS, Later, opened, write_one_by_one
+from base.untrusted import read_json, refuse_pickle
 from longhaul import kernels
 from longhaul.kinds import attention_kind
 from model import Decoder, ModelConfig

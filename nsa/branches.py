@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 
 STEP_LOGITS = 2**20  # logits that exist at once in the compressed branch: 4 MiB in fp32
 STEP_QUERIES = 256  # queries of a step of the compressed branch, at most

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from model import Layout, Rope, rotate
 
 # The compressed keys are read in multiples of this number, because the first product of a CPU with

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from nsa.branches import Buffers, Sizes, product_fp32
 
 LOG2E = 1.4426950408889634

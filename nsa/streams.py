@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from longhaul.machine import platform
+from base.machine import platform
 
 _ONE_CALL = threading.Lock()
 

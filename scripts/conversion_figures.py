@@ -7,7 +7,7 @@ Prints a table in Markdown and writes OUTPUT_DIR/conversion.json. Exit codes: 0 
 keeps 95% of the scores of the model that it starts from, 1 it does not, 2 bad input, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import json
 import sys
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from files import durable
-from files.untrusted import read_json
-from flags import Parser
+from base import durable
+from base.flags import Parser
+from base.untrusted import read_json
 from scripts.proof_figures import seconds_of, seeds_in
 
 LENGTHS = (4_096, 16_384)

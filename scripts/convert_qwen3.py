@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 
+from base import durable
+from base.flags import PRECISIONS, Parser, precision
+from base.tensors import Later
 from data.dataset import Dataset, open_dataset
 from data.export_tokenizer import EXTRAS, exported
 from data.hugging_face import (
@@ -25,9 +28,6 @@ from data.hugging_face import (
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
-from files import durable
-from files.tensors import Later
-from flags import PRECISIONS, Parser, precision
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified

@@ -22,15 +22,15 @@ from typing import Any, TextIO
 
 import torch
 
+from base import durable
+from base.flags import Parser, precision
+from base.untrusted import read_json, refuse_pickle
 from data import hugging_face
 from data.corpus import prepare_embedded
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import duration
-from files import durable
-from files.untrusted import read_json, refuse_pickle
-from flags import Parser, precision
 from longhaul import flops, lengths, qwen3
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from base.flags import PRECISIONS, Parser, precision
+from base.untrusted import refuse_pickle
 from data.hugging_face import hash_of_folder
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_tokenizer
-from files.untrusted import refuse_pickle
-from flags import PRECISIONS, Parser, precision
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified

@@ -5,7 +5,7 @@ gradient of the reward reaches the policy (GRADE). --demo needs nothing else: it
 trains a first model and a reward model on them, and improves the first. docs/POSTTRAIN.md has more.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from base import durable
 from data import reviews
 from data.writer import choose_validation, write_dataset
-from files import durable
 from longhaul import cli, dist, qwen3, step, training
 from longhaul.checkpoint import load
 from longhaul.config import TrainConfig

@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from base.flags import PRECISIONS, Parser, precision
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from flags import PRECISIONS, Parser, precision
 from longhaul import qwen3
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.dist import named_device

@@ -6,7 +6,7 @@ documented ones: DIR/proof.json, the heatmap of the first seed, and the table in
 Exit codes: 0 every figure passes its bar, 1 one does not, 2 bad input, 6 storage.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import shlex
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from files import durable
-from files.untrusted import parse_json, read_json
-from flags import RaisingParser
+from base import durable
+from base.flags import RaisingParser
+from base.untrusted import parse_json, read_json
 
 SCRIPT = "bash scripts/long_context_proof.sh"
 EXIT_MISSED = 1

@@ -6,7 +6,7 @@ labels, and what it makes of held-out texts is printed. scripts.grade takes the 
 --reward_checkpoint (docs/POSTTRAIN.md).
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import argparse
 import json
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from base import durable
+from base.flags import Parser, precision
 from data.fields import TextField
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from files import durable
-from flags import Parser, precision
 from longhaul import qwen3, step
 from longhaul.checkpoint.load import check_tokenizer
 from longhaul.config import TrainConfig

@@ -6,7 +6,7 @@ with the parts that are done; on a finished folder it prints the result. docs/AN
 the figures mean.
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import dataclasses
 import sys
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from base.flags import line_and_code
 from data.dataset import Dataset
 from data.progress import duration
-from flags import line_and_code
 from longhaul import cli, qwen3
 from longhaul.analysis import report
 from longhaul.analysis.config import AnalysisConfig

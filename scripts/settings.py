@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from flags import Parser
+from base.flags import Parser
 from longhaul.config import TrainConfig
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "SETTINGS.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from flags import Parser
+from base.flags import Parser
 from selfcheck.faults import corruption, data, numerics, process, resume, runs, security, storage
 from selfcheck.faults.rows import Failed, Row
 

@@ -3,7 +3,7 @@
 Small tensors are faster with one thread, and results then do not depend on the number of cores.
 """
 
-import installed  # noqa: F401  (first: torch reads what it sets only once)
+import base.installed  # noqa: F401  (first: torch reads what it sets only once)
 
 import importlib.metadata
 import os

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from base.machine import Platform, running_on
 from footprint.measure import saved_bytes
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.machine import Platform, running_on
 from longhaul.parallel import checkpointing, tiling
 from model import MLP, ModelConfig, Ops
 from tests.tiers import few_fast

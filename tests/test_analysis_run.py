@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from base.flags import underscored
 from data.dataset import open_dataset
 from data.writer import write_dataset
-from flags import underscored
 from longhaul import qwen3
 from longhaul.analysis import parts as parts_of
 from longhaul.analysis import run as running

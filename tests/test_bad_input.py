@@ -22,10 +22,10 @@ from pyarrow import parquet as pq
 import profile_memory
 import train
 import verify_chunked_loss
+from base.flags import underscored
 from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
 from benchmarks.gpu import command
 from data import prepare, recall, report, reviews, sums
-from flags import underscored
 from scripts import (
     conversion_figures,
     convert_qwen3,

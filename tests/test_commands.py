@@ -168,7 +168,7 @@ def test_a_bare_command_begins_or_says_what_it_needs_and_ctrl_c_is_one_line(modu
 )
 def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
     code = (
-        "import installed, signal\n"
+        "import base.installed, signal\n"
         "class Raises:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
         f"{statement}\nprint('went on')"

@@ -8,7 +8,7 @@ import shlex
 import pytest
 import torch
 
-from flags import Parser, RaisingParser
+from base.flags import Parser, RaisingParser
 from longhaul import cli, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig

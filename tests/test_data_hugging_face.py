@@ -219,7 +219,7 @@ def test_a_dataset_holds_a_tokenizer_that_transformers_and_the_next_preparation_
     assert AutoTokenizer.from_pretrained(prepared).eos_token_id == dataset.eod_id
 
     for name, path in (("folder", prepared), ("file", prepared / "tokenizer.json")):
-        assert prepare(ROOT / "files", tmp_path / name, path) == 0
+        assert prepare(ROOT / "base", tmp_path / name, path) == 0
         again = open_dataset(tmp_path / name)
         assert again.tokenizer_sha256 == dataset.tokenizer_sha256
         assert (again.vocab_size, again.eod_id) == (640, dataset.eod_id)
@@ -367,7 +367,7 @@ code = prepare.main(["--input", sys.argv[1], "--output", sys.argv[3], "--tokeniz
 print(code, file=sys.stderr)
 train.main(["--data", sys.argv[4], "--model_size", "tiny", "--output_dir", sys.argv[3]])
 """
-    paths = [ROOT / "flags.py", small, tmp_path / "d", prepared]
+    paths = [ROOT / "base/flags.py", small, tmp_path / "d", prepared]
     result = subprocess.run(
         [sys.executable, "-c", script, *map(str, paths)], capture_output=True, text=True, cwd=ROOT
     )

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 
+from base import durable
 from data import report
 from data.dataset import open_dataset
 from data.loader import IGNORE, Loader
 from data.manifest import MANIFEST, IntegrityError
 from data.storage import Storage, token_dtype
 from data.writer import TokenizedDocument, Writer, unigram_entropy, write_dataset
-from files import durable
 
 VOCAB = 50
 EOD = 0

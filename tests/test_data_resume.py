@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from base import durable
 from data import pipeline
 from data.dataset import open_dataset
 from data.manifest import IntegrityError
@@ -26,7 +27,6 @@ from data.prepare import main
 from data.sources import Document
 from data.tokenizer import train
 from data.writer import Writer, write_dataset
-from files import durable
 
 ROOT = Path(__file__).parent.parent
 WORDS = [

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from base.durable import building, locked
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.manifest import MANIFEST, IntegrityError, token_dtype
 from data.writer import (
@@ -20,7 +21,6 @@ from data.writer import (
     unigram_entropy,
     write_dataset,
 )
-from files.durable import building, locked
 
 VOCAB, EOD = 100, 0
 

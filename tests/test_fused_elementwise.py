@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import model
+from base.machine import Platform, running_on
 from longhaul import kernels
-from longhaul.machine import Platform, running_on
 from model import ModelConfig, NSAConfig, Standard
 from tests import oracle
 

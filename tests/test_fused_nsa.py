@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhaul.machine import Platform, running_on
+from base.machine import Platform, running_on
 from model import NSAConfig
 from nsa import engine
 from tests import nsa_oracle as oracle

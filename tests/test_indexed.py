@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from base import machine
 from indexed import operators, plain, recall
 from indexed.layer import IndexerConfig
 from indexed.operators import indexed_backward, indexed_forward
 from indexed.plain import block_ranks, least_rank, pooled_keys
 from indexed.recall import Reading
-from longhaul import machine
 from longhaul.kernels import attention
 from tests import indexed_oracle as oracle
 

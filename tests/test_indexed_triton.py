@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from base import machine
 from indexed import engine, operators, plain
 from indexed.layer import IndexerConfig, own_losses
-from longhaul import machine
 from longhaul.kinds import attention_kind
 from longhaul.memory.workspace import Workspaces
 from tests import indexed_oracle as oracle

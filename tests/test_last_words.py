@@ -1,7 +1,5 @@
 """The last line on screen: under torchrun it is the remedy, and without torch as well."""
 
-import installed
-
 import contextlib
 import os
 import re
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from base import installed
 from longhaul import exits
 from selfcheck.faults import runs
 
@@ -261,7 +260,7 @@ def test_an_old_python_is_named_with_the_one_that_is_needed(monkeypatch):
 def test_everything_that_is_imported_is_packaged():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packaged = settings["tool"]["setuptools"]
-    assert set(packaged["py-modules"]) == {"flags", "installed", "model"}
+    assert set(packaged["py-modules"]) == {"model"}
     needed = settings["project"]["dependencies"]
     assert (ROOT / "requirements.txt").read_text().split() == [*needed, "pytest>=9"]
     assert settings["project"]["requires-python"] == ">=3.11"

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from files import durable
+from base import durable
 from longhaul.run import log
 from longhaul.run.health import recent_losses
 

@@ -16,7 +16,8 @@ import torch
 
 import model
 import nsa
-from longhaul import kernels, machine, qwen3, step
+from base import machine
+from longhaul import kernels, qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from longhaul.kinds import attention_kind

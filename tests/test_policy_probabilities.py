@@ -55,5 +55,5 @@ def test_in_bf16_they_are_four_times_as_exact_as_those_of_logits_in_bf16():
 def test_hidden_states_that_stay_in_bf16_are_noticed(monkeypatch):
     monkeypatch.setattr(policy, "exact", lambda hidden_nD: hidden_nD)
     # on a CPU that multiplies faster in fp32 the statistics may be exact all the same
-    monkeypatch.setattr("longhaul.machine.fp32_is_faster", lambda dtype: False)
+    monkeypatch.setattr("base.machine.fp32_is_faster", lambda dtype: False)
     assert errors(torch.bfloat16)["ours"].mean() > MEAN

@@ -4,10 +4,10 @@ import importlib
 
 import pytest
 
-import flags
 import profile_memory
 import train
 import verify_chunked_loss
+from base import flags
 from benchmarks import train_step
 
 SPELLINGS = ("bf16", "bfloat16", "torch.bfloat16", "fp32", "float32", "torch.float32")

@@ -39,7 +39,7 @@ def planned(available: float) -> planner.Plan:
 def settings_after_import(**environment) -> list[str]:
     """What a command has set when it has imported `installed`."""
     clean = {name: value for name, value in os.environ.items() if name not in NAMES}
-    code = f"import installed, os; print([os.environ.get(name) for name in {NAMES!r}])"
+    code = f"import base.installed, os; print([os.environ.get(name) for name in {NAMES!r}])"
     command = [sys.executable, "-c", code]
     done = subprocess.run(
         command, env=clean | environment, capture_output=True, text=True, check=True
@@ -66,7 +66,7 @@ def test_every_command_that_trains_imports_it_before_torch():
             for line in Path(file).read_text().splitlines()
             if line.startswith(("import ", "from "))
         ]
-        assert lines[0].startswith("import installed"), file
+        assert lines[0].startswith("import base.installed"), file
 
 
 def test_a_step_whose_live_bytes_fit_may_reserve_too_much(monkeypatch, trace):

@@ -181,7 +181,7 @@ def test_bad_input_is_one_line_and_writes_nothing(folder, tmp_path, capsys, flag
 def test_a_disk_without_room_is_found_before_anything_is_computed(
     folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("files.durable.free_bytes", lambda folder: 100)
+    monkeypatch.setattr("base.durable.free_bytes", lambda folder: 100)
     data = str(folder / "texts.jsonl")
     needed = 4 * ModelConfig(**SHAPE).num_params()
     refused(folder, tmp_path, capsys, f"needs about {needed:,} bytes, and 100 are", "--data", data)

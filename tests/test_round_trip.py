@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch.multiprocessing import ProcessExitedException
 
 import train
+from base import durable
 from data import prepare
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids, load_tokenizer
 from data.mixture import check_same_ids
-from files import durable
 from longhaul import qwen3
 from longhaul.checkpoint.load import has_other_ids, load_model, newest, verified
 from longhaul.checkpoint.save import save

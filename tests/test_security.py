@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from files import tensors
-from files.untrusted import is_pickle, parse_json, read_json, refuse_pickle
+from base import tensors
+from base.untrusted import is_pickle, parse_json, read_json, refuse_pickle
 from selfcheck.faults.security import evil
 from tests.test_architecture import SOURCES, imports, parsed
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from files import durable, tensors
-from files.tensors import Later, write_tensors
+from base import durable, tensors
+from base.tensors import Later, write_tensors
 from longhaul import dist, exits, step
 from longhaul.checkpoint.save import Saver, size_of, slow_shutdown
 from longhaul.config import TrainConfig

@@ -1,7 +1,5 @@
 """How OpenMP's threads wait in every command: asleep, unless the user says otherwise."""
 
-import installed
-
 import os
 import re
 import subprocess
@@ -9,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from base import installed
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.skipif(

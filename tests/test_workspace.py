@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from base.machine import running_on
 from footprint import workspace
 from longhaul.config import TrainConfig
-from longhaul.machine import running_on
 from longhaul.memory.estimate import estimate
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate

@@ -17,12 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from base.machine import Platform, running_on
 from benchmarks.gpu import kernels
 from footprint.cuda import FusedRMSNorm
 from longhaul import step
 from longhaul.config import TrainConfig
 from longhaul.kinds import KINDS
-from longhaul.machine import Platform, running_on
 from longhaul.memory.simulate import fake_batch
 from longhaul.vocab import loss as vocab_loss
 

@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from base.machine import platform
 from indexed import plain
 from indexed.choice import LARGEST_INDEX
 from indexed.plain import IndexedInputs, IndexedOutputs
@@ -37,7 +38,6 @@ from indexed.triton.kernels import (
     mass_kernel,
     rank_kernel,
 )
-from longhaul.machine import platform
 from nsa.triton.attention import supported
 from nsa.triton.forward import INTERPRETED
 from nsa.triton.layout import ceil_div, launch

@@ -29,8 +29,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from files import durable
-from files.tensors import read_tensors, write_tensors
+from base import durable
+from base.tensors import read_tensors, write_tensors
 from model import Device
 
 AUXILIARY = 1 / 32  # weight of the loss of the dead latents

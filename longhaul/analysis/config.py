@@ -7,7 +7,7 @@ model, the data and the folder of a run.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flags import PRECISIONS, spellings
+from base.flags import PRECISIONS, spellings
 from longhaul.analysis.distance import CHUNK
 from longhaul.analysis.precision import REFERENCE, check_precisions
 from longhaul.cli import check_ranges, flag, known_words, words_of

@@ -27,9 +27,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from data.order import GOLDEN, MASK, mix
 from longhaul.analysis.activations import check_layers, hooked
-from longhaul.machine import platform
 from model import (
     Attention,
     Decoder,

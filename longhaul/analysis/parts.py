@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from files import durable
-from files.tensors import read_tensors, write_tensors
-from files.untrusted import read_json
+from base import durable
+from base.tensors import read_tensors, write_tensors
+from base.untrusted import read_json
 
 SETTINGS = "settings.json"
 FORMAT = 2  # of the parts' files

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from model import Device
 
 FP16_MAX = 65_504.0

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from files import durable
-from files.tensors import Later
+from base import durable
+from base.tensors import Later
 from longhaul import dist, exits, optimizers
 from longhaul.kinds import KINDS, settings_names
 from model import Decoder, ModelConfig, Standard

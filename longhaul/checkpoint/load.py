@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from base import durable
+from base.tensors import WEIGHTS, Later, opened
+from base.untrusted import parse_json, refuse_pickle
 from data.load_tokenizer import find_tokenizer, hash_of_ids
 from data.tokenizer import SENTENCEPIECE
-from files import durable
-from files.tensors import WEIGHTS, Later, opened
-from files.untrusted import parse_json, refuse_pickle
 from longhaul import optimizers
 from longhaul.checkpoint.format import (
     MANIFEST,

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch.distributed import ProcessGroup
 
-from files import durable, tensors
-from files.durable import StorageError
-from files.tensors import Later
+from base import durable, tensors
+from base.durable import StorageError
+from base.tensors import Later
 from longhaul import dist, step
 from longhaul.checkpoint.format import (
     FORMAT,

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from longhaul import dist
 from longhaul.kinds import attention_kind
-from longhaul.machine import platform
 from longhaul.parallel import apply
 from longhaul.vocab import vocab_stats
 from longhaul.vocab.loss import linear_cross_entropy

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flags import PRECISIONS, spellings
+from base.flags import PRECISIONS, spellings
 from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
 from longhaul.analysis.config import Measures
 from longhaul.config import TrainConfig

@@ -5,11 +5,11 @@ GiB = 2^30 bytes, GB = 10^9 bytes.
     python -m longhaul.memory.document > docs/MEMORY.md
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 from collections.abc import Iterator, Sequence
 
-from flags import Parser
+from base.flags import Parser
 from footprint.device import SIZES, Demand, Placement, waterfall
 from footprint.timeline import alike, of_step, used_categories
 from longhaul.config import TrainConfig

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import spellings
+from base.flags import spellings
 from footprint import Refused, Report, predict
 from footprint.device import Card, Placement, card
 from footprint.owners import holdings

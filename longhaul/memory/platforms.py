@@ -1,6 +1,6 @@
 """The machine that the planner predicts, in place of the one that it runs on.
 
-Code asks `longhaul.machine.platform()` for what depends on the machine. The classes here answer for
+Code asks `base.machine.platform()` for what depends on the machine. The classes here answer for
 the target, while the tensors are fake ones on the CPU or have no values at all. Tiles of a loop are
 identical, so only the first two and the last one run.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from base.machine import Platform, running_on
 from footprint.cuda import FusedRMSNorm
 from footprint.tracker import Tracker
-from longhaul.machine import Platform, running_on
 
 
 def few(tiles: Sequence) -> Sequence:

@@ -6,7 +6,7 @@ longhaul's own step needs, which is simulated: the real step on fake tensors. GB
     python -m longhaul.memory.posttrain        rewrites docs/POSTTRAIN.md from "## Memory" on
 """
 
-import installed  # noqa: F401  (first: a missing package is answered in one line)
+import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import functools
 import sys
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flags import Parser, RaisingParser
+from base.flags import Parser, RaisingParser
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.document import BF16, FP32, table

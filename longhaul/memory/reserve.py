@@ -23,8 +23,8 @@ GROWS = -1  # a capacity: the segments are expandable
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether CUDA's allocator has segments that grow: installed.py asks for them, unless the user
-    has set the allocator otherwise.
+    """Whether CUDA's allocator has segments that grow: base/installed.py asks for them, unless the
+    user has set the allocator otherwise.
     """
     values = [environment.get(name, "") for name in ALLOCATOR_SETTINGS]
     return any("expandable_segments:true" in value.lower() for value in values)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from base import machine
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
 from indexed import operators
-from longhaul import machine
 from longhaul.memory.platforms import Bodies
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import statistics

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from longhaul.machine import platform
+from base.machine import platform
 from model import Decoder
 
 # What selective checkpointing keeps: the outputs of attention, the only part of a layer whose time

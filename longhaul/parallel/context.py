@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from longhaul.kinds import KINDS
-from longhaul.machine import platform
 from longhaul.parallel.parts import attention_part, attention_part_backward, merge_parts
 
 MODES = ("auto", "ulysses", "gather_kv")

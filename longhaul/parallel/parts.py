@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.machine import check_efficient, for_each_query_head, platform
+from base.machine import check_efficient, for_each_query_head, platform
 from model import wide
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from longhaul.machine import platform
+from base.machine import platform
 from model import Decoder, ModelConfig
 
 OUTPUT = "o_proj.weight"

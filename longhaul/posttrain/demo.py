@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from files import durable
+from base import durable
 from longhaul import cli, dist
 from longhaul.posttrain.config import PolicyConfig
 

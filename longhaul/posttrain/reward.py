@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from files import tensors
+from base import tensors
 from longhaul import qwen3
 from longhaul.parallel import apply
 from longhaul.posttrain.prompts import SoftTokens, embedded

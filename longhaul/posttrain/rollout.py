@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from base.machine import platform
 from data.order import GOLDEN, MASK, mix
 from data.prompts import Prompt
 from longhaul import dist
 from longhaul.exits import NumericalHalt
 from longhaul.generate import check_sampling, prompt_part
 from longhaul.kinds import attention_kind
-from longhaul.machine import platform
 from longhaul.parallel import apply
 from longhaul.posttrain import policy
 from longhaul.posttrain.prompts import CacheBehindPrompts

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from files import durable
+from base import durable
 from longhaul import dist, exits
 from longhaul.run.heartbeat import Heartbeat
 

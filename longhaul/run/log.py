@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from numpy.typing import NDArray
 
+from base import durable
 from data.loader import Batch
 from data.progress import duration
-from files import durable
 from longhaul.evals.measures import Report
 from longhaul.flops import keys_read, train_flops
 from model import GIB, ModelConfig

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from base import durable, untrusted
 from data import corpus, mixture, order, staged
 from data.dataset import Dataset, check_vocab, open_dataset
 from data.export_tokenizer import complete_tokenizer
 from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
-from files import durable, untrusted
 from longhaul import dist
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint

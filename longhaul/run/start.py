@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from base.tensors import Later
+from base.untrusted import refuse_pickle
 from data import hugging_face
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
-from files.tensors import Later
-from files.untrusted import refuse_pickle
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint

@@ -1,5 +1,5 @@
 """What is made of hidden states and the output weight without logits [N, V]: the cross-entropy and
-statistics of each token, in tiles of the vocabulary. It needs longhaul/machine.py, torch, and for
+statistics of each token, in tiles of the vocabulary. It needs base/machine.py, torch, and for
 kernels="triton" Triton.
 
     from longhaul.vocab import linear_cross_entropy

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longhaul.machine import FP32, platform
+from base.machine import FP32, platform
 
 KERNELS = ("auto", "torch", "compiled", "triton")
 

@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.machine import platform
+from base.machine import platform
 from nsa.branches import Sizes
 from nsa.triton.forward import load_rows, store_rows
 from nsa.triton.layout import Documents, count_to, launch, to_device

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from files import durable
+from base import durable
 from longhaul import dist, step
 from longhaul.checkpoint import load, save
 from longhaul.checkpoint.format import CheckpointError
@@ -22,7 +22,7 @@ CALLS = (
     "rename",
     "make_folder",
     "remove",
-)  # of files.durable: all that changes the disk in a save
+)  # of base.durable: all that changes the disk in a save
 
 
 def watch(before: Callable, *, arguments: bool = False):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import data.corpus
 import data.dataset
-from files import durable
+from base import durable
 from longhaul import step
 from longhaul.checkpoint import load
 from longhaul.evals import score

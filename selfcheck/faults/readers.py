@@ -171,7 +171,7 @@ def damage_safetensors(rng: random.Random, good: bytes, folder: Path):
 
 
 def read_safetensors(folder: Path):
-    from files import tensors
+    from base import tensors
 
     with tensors.opened(folder / "model.safetensors") as source:
         for name in source.keys():  # noqa: SIM118  a safetensors file is not a dict
@@ -245,7 +245,7 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
     """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
-    from files import durable
+    from base import durable
     from longhaul.checkpoint.format import checksum
 
     manifest, content, name = good

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from base import tensors
 from data import loader
-from files import tensors
 from longhaul import optim, step, training
 from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import verified

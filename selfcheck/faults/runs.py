@@ -25,8 +25,8 @@ import longhaul.generate  # noqa: F401
 import longhaul.run.log  # noqa: F401
 import longhaul.step  # noqa: F401
 import train
+from base.flags import underscored
 from data.writer import write_dataset
-from flags import underscored
 from longhaul import cli
 from longhaul.config import TrainConfig
 from longhaul.flops import step_seconds

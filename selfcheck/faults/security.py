@@ -10,9 +10,9 @@ import struct
 import zipfile
 from pathlib import Path
 
+from base import durable
+from base.tensors import check_header
 from data.dataset import open_dataset
-from files import durable
-from files.tensors import check_header
 from longhaul import qwen3
 from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import verified

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from base import durable
 from data.dataset import open_dataset
 from data.manifest import IntegrityError
-from files import durable
 from longhaul.checkpoint import load
 from longhaul.checkpoint.format import checksum
 from longhaul.run import log

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longhaul.machine import Platform, running_on
+from base.machine import Platform, running_on
 
 HOPPER = (9, 0)
 AMPERE = (8, 0)

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
+from base.machine import platform
 from longhaul.kernels import attention, choose, sdpa
-from longhaul.machine import platform
 from longhaul.parallel.parts import attention_kernel, attention_part, attention_part_backward
 from longhaul.posttrain.prompts import SharedPrompts, attention_behind_prompts
 from model import Documents, ModelConfig, OnHost, StandardAttention, document_boundaries

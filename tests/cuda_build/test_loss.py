@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from longhaul import machine
+from base import machine
 from longhaul.vocab import loss as vocab_loss
 from tests.cuda_build.fakes import HOPPER, Card, Operators
 

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
+from base.machine import running_on
 from indexed import layer
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
-from longhaul.machine import running_on
 from longhaul.staging import Staging, slabs
 from model import Decoder, OnHost
 from tests.cuda_build import engine

@@ -20,8 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from files import durable
-from files.untrusted import parse_json, refuse_pickle
+from base import durable
+from base.untrusted import parse_json, refuse_pickle
 
 HEADER_BYTES = 2 * 2**20  # 15,000 tensors; the 4B with its optimizer states has 160 KB
 MAX_DIMENSIONS = 8

@@ -21,12 +21,12 @@ import torch.nn.functional as F
 
 from base.flags import Parser, precision
 from benchmarks.clock import relative, seconds
-from indexed.layer import IndexerConfig
-from indexed.operators import indexed_forward
 from longhaul.kernels import block_norm
+from longhaul.sparse.indexed.layer import IndexerConfig
+from longhaul.sparse.indexed.operators import indexed_forward
+from longhaul.sparse.nsa import decode as nsa_decode
+from longhaul.sparse.nsa import engine as nsa_engine
 from model import Compressor, Layout, NSAConfig
-from nsa import decode as nsa_decode
-from nsa import engine as nsa_engine
 from tests import indexed_oracle
 from tests import nsa_oracle as oracle
 

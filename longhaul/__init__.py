@@ -14,10 +14,7 @@ NEIGHBOURS = (
     "base",
     "data",
     "footprint",
-    "fused",
-    "indexed",
     "model",
-    "nsa",
 )
 
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
-from indexed.layer import IndexerConfig
 from longhaul import lengths
 from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
@@ -20,6 +19,7 @@ from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind
 from longhaul.parallel import context
+from longhaul.sparse.indexed.layer import IndexerConfig
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 # Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length

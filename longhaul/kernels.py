@@ -2,9 +2,9 @@
 model: `decoder(config)` in place of `Decoder(config)`.
 
     attention  PyTorch's own kernels, chosen by hand on CUDA (base/machine.py says which)
-    elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (fused/)
-    sparse     block-major operators (nsa/), on CUDA Triton kernels (nsa/triton/)
-    loss       tiles of the vocabulary (longhaul/vocab/), their bodies compiled or in Triton on CUDA
+    elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (elementwise/)
+    sparse     block-major operators (sparse/nsa/), on CUDA Triton kernels (sparse/nsa/triton/)
+    loss       tiles of the vocabulary (vocab/), their bodies compiled or in Triton on CUDA
 
 `config.kernels`: "auto" takes the fastest that can run; "torch" PyTorch's operators alone;
 "compiled" and "triton" ask for one kind, and are refused if it cannot run. The functions ask
@@ -21,7 +21,9 @@ from torch import Tensor
 
 import model
 from base.machine import FP32, Device, flash_attention, platform
-from fused import elementwise
+from longhaul.elementwise import operators as elementwise
+from longhaul.sparse.nsa.decode import NSAState
+from longhaul.sparse.nsa.engine import nsa_attention
 from longhaul.vocab.loss import SEVERAL_BLOCKS, TILES_WIN, block_tokens, linear_cross_entropy
 from model import (
     Decoder,
@@ -34,8 +36,6 @@ from model import (
     causal_attention,
     standard_cross_entropy,
 )
-from nsa.decode import NSAState
-from nsa.engine import nsa_attention
 
 
 def decoder(config: ModelConfig, seed: int = 0) -> Decoder:
@@ -191,7 +191,7 @@ def swiglu(kernels: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def sparse_core(config: ModelConfig) -> Callable:
-    """The function that computes NSA: nsa/, which skips the blocks that are not read; with
+    """The function that computes NSA: sparse/nsa/, which skips the blocks that are not read; with
     kernels="triton" its Triton twin; with kernels="auto" that one for tensors on CUDA, if it can
     run there.
 
@@ -222,7 +222,7 @@ def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Cal
     stands for a GPU that is not at hand.
     """
     try:
-        from nsa.triton import attention as twin
+        from longhaul.sparse.nsa.triton import attention as twin
     except ImportError as error:
         raise ValueError(
             f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from base.machine import FP32
-from indexed import layer as indexed
-from indexed.operators import why_no_indexed_triton
 from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
+from longhaul.sparse.indexed import layer as indexed
+from longhaul.sparse.indexed.operators import why_no_indexed_triton
 from model import Device, ModelConfig, NSAConfig, Ops, Standard
 
 

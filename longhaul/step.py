@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from data.loader import Batch
-from indexed.layer import figures, own_losses
 from longhaul import dist, kernels, optim
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
+from longhaul.sparse.indexed.layer import figures, own_losses
 from model import IGNORE, Decoder, ModelConfig, OnHost
 
 MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads

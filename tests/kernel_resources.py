@@ -23,10 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from indexed.operators import indexed_backward, indexed_forward
-from indexed.triton import attention as indexed
+from longhaul.sparse.indexed.operators import indexed_backward, indexed_forward
+from longhaul.sparse.indexed.triton import attention as indexed
+from longhaul.sparse.nsa.triton import attention, dense
 from model import NSAConfig
-from nsa.triton import attention, dense
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of a block of threads

@@ -20,14 +20,18 @@ ROOT = Path(__file__).parent.parent
 LEVELS = [  # a module imports modules of lower levels, and of its own room
     {
         "model",
-        "fused",
         "base",
         "footprint",
         "longhaul.epilogue",
     },
-    {"data", "nsa", "longhaul.exits", "longhaul.vocab"},
     {
-        "indexed",
+        "data",
+        "longhaul.elementwise",
+        "longhaul.exits",
+        "longhaul.sparse",
+        "longhaul.vocab",
+    },
+    {
         "longhaul.dist",
         "longhaul.cli",
         "longhaul.kernels",
@@ -69,9 +73,9 @@ SAME_LEVEL = {
 OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
     "model": {"torch"},
-    "nsa": {"torch", "triton"},
-    "indexed": {"torch", "triton"},
-    "fused": {"torch", "triton"},
+    "longhaul.elementwise": {"torch", "triton"},
+    "longhaul.sparse": {"torch", "triton"},
+    "longhaul.vocab": {"torch", "triton"},
     "base": {"torch", "safetensors"},
     "footprint": {"torch"},
     "longhaul.epilogue": set(),
@@ -270,7 +274,7 @@ for attention in (Standard(), small):
     assert cache.length == 48
     assert (whole - hidden).abs().max() <= 1e-4 * whole.abs().max(), attention
 
-assert not {"longhaul", "fused", "nsa", "indexed", "data", "numpy.testing"} & set(sys.modules)
+assert not {"longhaul", "base", "data", "numpy.testing"} & set(sys.modules)
 print("trained and generated")
 """
 

@@ -1,4 +1,4 @@
-"""fused/elementwise.py against model.py's operators and against float64, forward and backward.
+"""longhaul/elementwise/operators.py against model.py's operators and float64, forward and backward.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them, in fp32 and in
 fp16.
@@ -17,7 +17,9 @@ triton = pytest.importorskip(
     "triton", reason="triton is not installed: the fused elementwise kernels are not tested"
 )
 
-from fused import elementwise, elementwise_kernels, sizes  # noqa: E402
+from longhaul.elementwise import kernels as elementwise_kernels  # noqa: E402
+from longhaul.elementwise import operators as elementwise  # noqa: E402
+from longhaul.elementwise import sizes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = {torch.float32: 2.0**-23, torch.float16: 2.0**-10}  # of one rounding

@@ -1,4 +1,4 @@
-"""fused/linear_ce.py against the functions of model.py that it replaces and against float64.
+"""longhaul/vocab/triton_bodies.py against the functions that it replaces and against float64.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them, in fp32 and fp16
 (its bf16 products are wrong) and at tiny shapes.
@@ -21,7 +21,7 @@ triton = pytest.importorskip(
     "triton", reason="triton is not installed: the kernels of the loss are not tested"
 )
 
-from fused import linear_ce  # noqa: E402  without triton it cannot be imported
+from longhaul.vocab import triton_bodies as linear_ce  # noqa: E402  without triton it cannot be imported
 from tests.test_loss import SCALES, huge_logits  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -325,7 +325,7 @@ def test_the_loss_computed_with_the_kernels_equals_float64_forward_and_backward(
 
 COMPILE = """
     import triton
-    from fused import linear_ce
+    from longhaul.vocab import triton_bodies as linear_ce
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

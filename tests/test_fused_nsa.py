@@ -1,4 +1,4 @@
-"""nsa/triton/ against the dense float64 oracle and nsa/engine.py.
+"""longhaul/sparse/nsa/triton/ against the dense float64 oracle and longhaul/sparse/nsa/engine.py.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them: in fp32 and
 fp16, because its bf16 products are wrong, on a few dozen tokens, and with tiles cut small, so that
@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from base.machine import Platform, running_on
+from longhaul.sparse.nsa import engine
 from model import NSAConfig
-from nsa import engine
 from tests import nsa_oracle as oracle
 from tests.test_nsa import (
     NAMES,
@@ -38,8 +38,8 @@ triton = pytest.importorskip(
     reason="triton is not installed: the kernels of Native Sparse Attention are not tested",
 )
 
-from nsa.triton import attention, dense  # noqa: E402  without triton they cannot be imported
-from nsa.triton.layout import lay_out  # noqa: E402
+from longhaul.sparse.nsa.triton import attention, dense  # noqa: E402  without triton they cannot be imported
+from longhaul.sparse.nsa.triton.layout import lay_out  # noqa: E402
 from tests.kernel_resources import SHARED_MEMORY  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -589,14 +589,16 @@ def test_a_layer_of_131072_tokens_launches_few_kernels(monkeypatch):
 
 def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
     tensors = make(6, G=1)
-    with pytest.raises(ValueError, match="float64.*nsa.engine.nsa_attention"):
+    with pytest.raises(ValueError, match="float64.*longhaul.sparse.nsa.engine.nsa_attention"):
         attention.require(torch.float64, tensors[0].device)
     monkeypatch.setattr(attention, "INTERPRETED", True)
     with pytest.raises(ValueError, match="bfloat16.*bf16 products are wrong"):
         attention.nsa_attention(*(x.bfloat16() for x in tensors), SMALL)
     monkeypatch.setattr(attention, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    with pytest.raises(ValueError, match=f"float32 on {DEVICE}.*capability >= 8.0.*nsa.engine"):
+    with pytest.raises(
+        ValueError, match=f"float32 on {DEVICE}.*capability >= 8.0.*longhaul.sparse.nsa.engine"
+    ):
         attention.nsa_attention(*tensors, SMALL)
 
 
@@ -611,7 +613,7 @@ def test_kernels_that_cannot_run_raise_and_name_the_remedy(monkeypatch):
     ],
 )
 def test_sizes_that_do_not_fit_the_chip_are_refused(settings, cfg, words):
-    with pytest.raises(ValueError, match=f"{words}.*nsa.engine"):
+    with pytest.raises(ValueError, match=f"{words}.*longhaul.sparse.nsa.engine"):
         attention.nsa_attention(*make(6, G=1, cfg=cfg, **settings), cfg)
 
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from base import machine
-from indexed import operators, plain, recall
-from indexed.layer import IndexerConfig
-from indexed.operators import indexed_backward, indexed_forward
-from indexed.plain import block_ranks, least_rank, pooled_keys
-from indexed.recall import Reading
 from longhaul.kernels import attention
+from longhaul.sparse.indexed import operators, plain, recall
+from longhaul.sparse.indexed.layer import IndexerConfig
+from longhaul.sparse.indexed.operators import indexed_backward, indexed_forward
+from longhaul.sparse.indexed.plain import block_ranks, least_rank, pooled_keys
+from longhaul.sparse.indexed.recall import Reading
 from tests import indexed_oracle as oracle
 
 # (B, T, H, G, K, h, E, r, budget)
@@ -259,7 +259,7 @@ def bounded_at(T: int, kernels: str = "auto") -> None:
 
 
 class OneChunk(machine.Platform):
-    """Runs only the largest chunk of queries, which is the last one of indexed/."""
+    """Runs only the largest chunk of queries, which is the last one of longhaul/sparse/indexed/."""
 
     def parts(self, parts, size):
         return [max(parts, key=size)]

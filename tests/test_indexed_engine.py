@@ -1,4 +1,4 @@
-"""indexed/, whose time is that of what is read, against the float64 oracle of indexed attention and
+"""sparse/indexed/, whose time is that of what is read, against a float64 oracle and
 the plain version: the same outputs, gradients and choices, in bounded memory.
 """
 
@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from footprint.measure import peak_bytes
-from indexed import choice, engine, layer, operators, plain
 from longhaul.memory.workspace import Workspaces
+from longhaul.sparse.indexed import choice, engine, layer, operators, plain
 from tests.test_indexed import SIZES, bounded_at, gradients, inputs, outputs, relative, wanted
 
 NAMES = ("dq", "dk", "dv", "dq of the indexer", "dk of the indexer")

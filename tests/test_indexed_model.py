@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from indexed.layer import IndexerConfig, own_losses
 from longhaul import kernels, optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
 from longhaul.config import TrainConfig
@@ -20,6 +19,7 @@ from longhaul.memory.estimate import estimate
 from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
+from longhaul.sparse.indexed.layer import IndexerConfig, own_losses
 from model import Decoder, ModelConfig, Standard
 from tests import indexed_oracle, oracle
 from tests.tiers import slow

@@ -1,4 +1,4 @@
-"""indexed/triton/ against the float64 oracle of indexed attention and its plain version.
+"""sparse/indexed/triton/ against the float64 oracle of indexed attention and its plain version.
 
 The kernels run on a GPU if there is one. Otherwise Triton's interpreter runs them, on a few dozen
 tokens and with tiles, chunks and groups cut small, so that every loop takes several steps; and
@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from base import machine
-from indexed import engine, operators, plain
-from indexed.layer import IndexerConfig, own_losses
 from longhaul.kinds import attention_kind
 from longhaul.memory.workspace import Workspaces
+from longhaul.sparse.indexed import engine, operators, plain
+from longhaul.sparse.indexed.layer import IndexerConfig, own_losses
 from tests import indexed_oracle as oracle
 from tests.test_indexed import bounded_at, gradients, inputs, outputs, relative, wanted
 from tests.test_indexed_engine import operands, results
@@ -32,8 +32,8 @@ triton = pytest.importorskip(
     reason="triton is not installed: the kernels of indexed attention are not tested",
 )
 
-from indexed.triton import attention  # noqa: E402  without triton it cannot be imported
-from indexed.triton import kernels as kernel_file  # noqa: E402
+from longhaul.sparse.indexed.triton import attention  # noqa: E402  without triton it cannot be imported
+from longhaul.sparse.indexed.triton import kernels as kernel_file  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_gpu = pytest.mark.skipif(
@@ -313,7 +313,7 @@ def test_auto_takes_the_kernels_on_cuda_and_the_engine_elsewhere(monkeypatch):
         assert core("auto") is attention
         assert core("torch") is engine
         assert core("auto", heads=512) is engine  # too many for a tile
-        monkeypatch.setitem(sys.modules, "indexed.triton", None)
+        monkeypatch.setitem(sys.modules, "longhaul.sparse.indexed.triton", None)
         assert core("auto") is engine
 
 
@@ -333,7 +333,7 @@ def test_kernels_that_cannot_run_are_refused_with_the_remedy(monkeypatch):
         with pytest.raises(ValueError, match=f"bfloat16 on cpu.*products are wrong.*{remedy}"):
             outputs([x.bfloat16() for x in make(1, 21, 2, 1, 8, 2, 8)], 4, 8, "triton")
 
-    monkeypatch.setattr("nsa.triton.attention.INTERPRETED", False)
+    monkeypatch.setattr("longhaul.sparse.nsa.triton.attention.INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     with pytest.raises(ValueError, match=f"on cuda; .*capability >= 8.0.*{remedy}"):
@@ -342,7 +342,7 @@ def test_kernels_that_cannot_run_are_refused_with_the_remedy(monkeypatch):
     with pytest.raises(ValueError, match=f"on cpu; .*{remedy}"):
         kind.check(asked, "cpu")
 
-    monkeypatch.setitem(sys.modules, "indexed.triton", None)
+    monkeypatch.setitem(sys.modules, "longhaul.sparse.indexed.triton", None)
     with pytest.raises(ValueError, match="pip install triton, or choose kernels='auto' or 'torch'"):
         kind.check(asked)
 

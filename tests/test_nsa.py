@@ -16,6 +16,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from longhaul.sparse.nsa import branches as nsa_branches
+from longhaul.sparse.nsa import decode as nsa_decode
+from longhaul.sparse.nsa import engine as nsa_engine
 from model import (
     NSA_LEAST,
     Compressor,
@@ -25,9 +28,6 @@ from model import (
     plain_nsa_attention,
     select_blocks,
 )
-from nsa import branches as nsa_branches
-from nsa import decode as nsa_decode
-from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 from tests.tiers import slow
 

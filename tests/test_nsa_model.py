@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import model
-import nsa
 from base import machine
 from longhaul import kernels, qwen3, step
 from longhaul.config import TrainConfig
 from longhaul.generate import generate
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
+from longhaul.sparse import nsa
 from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.tiers import few_fast, slow
 
@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize(
 
 @pytest.fixture(params=["engine", "plain"])
 def either(request, monkeypatch):
-    """Runs a test twice: with nsa/, and with the plain functions of model.py."""
+    """Runs a test twice: with longhaul/sparse/nsa/, and with the plain functions of model.py."""
     if request.param == "plain":
         monkeypatch.setattr(kernels, "choose", lambda config: model.Ops())
 
@@ -204,7 +204,9 @@ class OnCuda(machine.Platform):
 
 
 def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch):
-    triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
+    triton = pytest.importorskip(
+        "longhaul.sparse.nsa.triton.attention", reason="triton is not installed"
+    )
     monkeypatch.setattr(kernels, "nsa_attention", lambda *_: "engine")
     monkeypatch.setattr(triton, "nsa_attention", lambda *_: "triton")
     core = kernels.sparse_core(build().config)
@@ -214,7 +216,7 @@ def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch)
 
 
 def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nsa.triton", None)
+    monkeypatch.setitem(sys.modules, "longhaul.sparse.nsa.triton", None)
     config = build().config
     assert kernels.sparse_core(config) is nsa.nsa_attention
     kind = attention_kind(config)
@@ -244,7 +246,9 @@ class Card:
 def test_a_card_that_cannot_run_the_kernels_is_told_before_the_first_step(
     monkeypatch, capability, shared, words
 ):
-    triton = pytest.importorskip("nsa.triton.attention", reason="triton is not installed")
+    triton = pytest.importorskip(
+        "longhaul.sparse.nsa.triton.attention", reason="triton is not installed"
+    )
     monkeypatch.setattr(triton, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

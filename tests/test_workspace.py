@@ -11,8 +11,8 @@ from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate
 from longhaul.memory.workspace import Workspaces
 from longhaul.run.health import deterministic
+from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
-from nsa.branches import Sizes
 from tests.tiers import few_fast
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -66,7 +66,9 @@ def test_the_closed_form_knows_deterministic_attention(changes):
 
 def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():
     """Beyond what it returns: results of a chunk of pairs, one KV head folded, dq, flash."""
-    attention = pytest.importorskip("nsa.triton.attention", reason="Triton cannot be imported")
+    attention = pytest.importorskip(
+        "longhaul.sparse.nsa.triton.attention", reason="Triton cannot be imported"
+    )
     cfg, T = NSAConfig(), 131_072
     N = cfg.compressed_blocks(T)
     keys = [meta(1, n, 8, 128) for n in (T, T, N, N, T, T)]

@@ -25,9 +25,9 @@ from footprint.measure import peak_bytes
 from longhaul import kernels
 from longhaul.flops import pairs
 from longhaul.kinds import KINDS
+from longhaul.sparse.nsa import decode as nsa_decode
+from longhaul.sparse.nsa import engine as nsa_engine
 from model import ModelConfig, NSAConfig
-from nsa import decode as nsa_decode
-from nsa import engine as nsa_engine
 from tests import nsa_oracle as oracle
 
 OURS = "longhaul"
@@ -278,7 +278,7 @@ def triton_nsa(cfg: NSAConfig) -> Way | str:
     """The Triton twin; of MEANS with the pooling inside, as fla's has it."""
     if not importlib.util.find_spec("triton"):
         return "not installed (pip install triton)"
-    from nsa.triton import attention as twin
+    from longhaul.sparse.nsa.triton import attention as twin
 
     way = sparse(twin.nsa_attention, cfg)
     return (

@@ -12,7 +12,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-PACKAGES = ("fused", "nsa.triton", "indexed.triton")
+PACKAGES = (
+    "longhaul.elementwise",
+    "longhaul.vocab",
+    "longhaul.sparse.nsa.triton",
+    "longhaul.sparse.indexed.triton",
+)
 LAUNCHER = "run"  # the method of every kind of kernel that a launch calls
 
 

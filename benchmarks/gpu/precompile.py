@@ -100,7 +100,7 @@ def loss_tiles(tokens: int) -> None:
 
     The whole loss cannot run without values on a CPU, where it looks at its labels.
     """
-    from fused import linear_ce
+    from longhaul.vocab import triton_bodies as linear_ce
 
     rows, columns = vocab_loss.default_tiles(tokens, VOCABULARY, torch.device("cuda"), "triton")
     z_NV = torch.empty(rows, columns, dtype=torch.bfloat16, device="cpu")
@@ -208,9 +208,9 @@ def as_if_on(capability: int) -> Iterator[None]:
     """Inside the `with` block, the model, our kernels and Triton believe in that GPU."""
     from triton.runtime.driver import driver
 
-    from fused import linear_ce
-    from indexed.triton import attention as indexed
-    from nsa.triton import attention, layout
+    from longhaul.sparse.indexed.triton import attention as indexed
+    from longhaul.sparse.nsa.triton import attention, layout
+    from longhaul.vocab import triton_bodies as linear_ce
 
     driver.set_active(Driver(capability))
     with (

@@ -10,10 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from footprint.tracker import Tracker
-from indexed.operators import indexed_forward
 from longhaul.kernels import choose, takes_triton
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
+from longhaul.sparse.indexed.operators import indexed_forward
 from model import ModelConfig, RotaryCache
 
 

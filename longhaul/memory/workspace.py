@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from base import machine
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
-from indexed import operators
 from longhaul.memory.platforms import Bodies
+from longhaul.sparse.indexed import operators
+from longhaul.sparse.nsa import engine
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import statistics
-from nsa import engine
 
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
@@ -51,7 +51,7 @@ def body(name: str) -> Callable:
     if name in OURS:
         return OURS[name]._init_fn
     # imported when it is met: Triton may be absent, and takes time to import
-    twin = importlib.import_module("nsa.triton.attention")
+    twin = importlib.import_module("longhaul.sparse.nsa.triton.attention")
     operators = (twin.nsa_triton_forward, twin.nsa_triton_backward)
     return {op._qualname: op._init_fn for op in operators}[name]
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from indexed.operators import indexed_backward, indexed_forward
-from indexed.plain import IndexedOutputs, pooled_keys
-from indexed.recall import Reading
 from longhaul.parallel.context import Piece, Shard, gather_rows, scatter_sums
+from longhaul.sparse.indexed.operators import indexed_backward, indexed_forward
+from longhaul.sparse.indexed.plain import IndexedOutputs, pooled_keys
+from longhaul.sparse.indexed.recall import Reading
 from model import wide
 
 

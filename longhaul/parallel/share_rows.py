@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from indexed.layer import IndexedAttention
 from longhaul.parallel import context
 from longhaul.parallel.gathered_blocks import gathered_blocks
+from longhaul.sparse.indexed.layer import IndexedAttention
 from model import (
     IGNORE,
     Attention,

@@ -283,7 +283,7 @@ def choose_kernels(kernels: str, tile_like: Tensor) -> str:
     device = platform().device(tile_like)
     if kernels == "triton":
         try:
-            from fused import linear_ce
+            import longhaul.vocab.triton_bodies as linear_ce
         except ImportError as error:
             raise ValueError(
                 f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or "
@@ -309,7 +309,7 @@ def fastest_body(function: Callable, kernels: str) -> Callable:
     Compiled with dynamic shapes: otherwise every ragged last tile would compile again.
     """
     if kernels == "triton":
-        from fused import linear_ce
+        import longhaul.vocab.triton_bodies as linear_ce
 
         return getattr(linear_ce, function.__name__)
     if kernels == "compiled":

@@ -13,7 +13,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed: nothing 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fused import elementwise, elementwise_kernels  # noqa: E402
+from longhaul.elementwise import kernels as elementwise_kernels  # noqa: E402
+from longhaul.elementwise import operators as elementwise  # noqa: E402
 from longhaul.kernels import choose  # noqa: E402
 from model import ModelConfig, StandardAttention  # noqa: E402
 from tests.cuda_build.fakes import HOPPER, TURING, card  # noqa: E402

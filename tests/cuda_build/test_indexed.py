@@ -7,11 +7,12 @@ import contextlib
 import pytest
 import torch
 
-from indexed.operators import indexed_backward, indexed_forward
+from longhaul.sparse.indexed.operators import indexed_backward, indexed_forward
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
 attention = pytest.importorskip(
-    "indexed.triton.attention", reason="triton is not installed: no kernel is launched"
+    "longhaul.sparse.indexed.triton.attention",
+    reason="triton is not installed: no kernel is launched",
 )
 
 

@@ -7,13 +7,14 @@ import contextlib
 import pytest
 import torch
 
+from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
-from nsa.branches import Sizes
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
 attention, dense, layout = (
     pytest.importorskip(
-        f"nsa.triton.{name}", reason="triton is not installed: no kernel is launched"
+        f"longhaul.sparse.nsa.triton.{name}",
+        reason="triton is not installed: no kernel is launched",
     )
     for name in ("attention", "dense", "layout")
 )

@@ -15,9 +15,9 @@ triton = pytest.importorskip("triton", reason="triton is not installed: nothing 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from longhaul.sparse.nsa.triton import dense  # noqa: E402
+from longhaul.sparse.nsa.triton.layout import Documents  # noqa: E402
 from model import NSAConfig  # noqa: E402
-from nsa.triton import dense  # noqa: E402
-from nsa.triton.layout import Documents  # noqa: E402
 from tests.cuda_build.fakes import AMPERE, HOPPER, TURING, card  # noqa: E402
 
 CFG = NSAConfig()

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from base.machine import running_on
-from indexed import layer
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
+from longhaul.sparse.indexed import layer
 from longhaul.staging import Staging, slabs
 from model import Decoder, OnHost
 from tests.cuda_build import engine

@@ -12,5 +12,5 @@ streams.py   how the streams of an operator share the threads
 triton/      the kernels for GPUs
 """
 
-from nsa.decode import NSAState as NSAState
-from nsa.engine import nsa_attention as nsa_attention
+from longhaul.sparse.nsa.decode import NSAState as NSAState
+from longhaul.sparse.nsa.engine import nsa_attention as nsa_attention

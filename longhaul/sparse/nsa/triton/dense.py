@@ -38,9 +38,9 @@ import triton.language as tl
 from torch import Tensor
 
 from base.machine import platform
-from nsa.branches import Sizes
-from nsa.triton.forward import load_rows, store_rows
-from nsa.triton.layout import Documents, count_to, launch, to_device
+from longhaul.sparse.nsa.branches import Sizes
+from longhaul.sparse.nsa.triton.forward import load_rows, store_rows
+from longhaul.sparse.nsa.triton.layout import Documents, count_to, launch, to_device
 
 PIECE = 512  # queries of a window in one call of a kernel that takes no limit, at least
 LSE_STEP = 32  # the memory-efficient kernel pads log-sum-exps to a multiple of this

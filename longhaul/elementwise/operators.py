@@ -11,14 +11,14 @@ Letters: B rows, T tokens, H heads, K head dimension, P programs of a kernel.
 import torch
 from torch import Tensor
 
-from fused.sizes import programs
+from longhaul.elementwise.sizes import programs
 
 # ---- (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
 
 
 @torch.library.custom_op("longhaul::rotate", mutates_args=())
 def _rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, inverse: bool) -> Tensor:
-    from fused import elementwise_kernels
+    from longhaul.elementwise import kernels as elementwise_kernels
 
     y_BTHK = torch.empty(x_BTHK.shape, device=x_BTHK.device, dtype=x_BTHK.dtype)
     elementwise_kernels.rotate(x_BTHK, cos_BT1k, sin_BT1k, y_BTHK, inverse)
@@ -54,7 +54,7 @@ def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
 def _norm_rotate(
     x_BTHK: Tensor, weight_K: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    from fused import elementwise_kernels
+    from longhaul.elementwise import kernels as elementwise_kernels
 
     y_BTHK = torch.empty(x_BTHK.shape, device=x_BTHK.device, dtype=x_BTHK.dtype)
     rstd_BTH = torch.empty(x_BTHK.shape[:-1], device=x_BTHK.device, dtype=torch.float32)
@@ -78,7 +78,7 @@ def _norm_rotate_backward(
     rstd_BTH: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """dx, and for each program its sum of the weight's gradient: no atomics, so results repeat."""
-    from fused import elementwise_kernels
+    from longhaul.elementwise import kernels as elementwise_kernels
 
     dx_BTHK = torch.empty(x_BTHK.shape, device=x_BTHK.device, dtype=x_BTHK.dtype)
     shape = programs(rstd_BTH.numel()), len(weight_K)
@@ -128,7 +128,7 @@ def norm_rotate(
 
 @torch.library.custom_op("longhaul::swiglu", mutates_args=())
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    from fused import elementwise_kernels
+    from longhaul.elementwise import kernels as elementwise_kernels
 
     y = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     elementwise_kernels.swiglu(gate, up, y)
@@ -142,7 +142,7 @@ def _(gate, up):
 
 @torch.library.custom_op("longhaul::swiglu_backward", mutates_args=())
 def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    from fused import elementwise_kernels
+    from longhaul.elementwise import kernels as elementwise_kernels
 
     d_gate = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
     d_up = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)

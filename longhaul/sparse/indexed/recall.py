@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from base.machine import pinned_copy
-from indexed.plain import (
+from longhaul.sparse.indexed.plain import (
     block_ranks,
     block_scores,
     block_sums,

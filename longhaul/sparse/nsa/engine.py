@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import check_sparse_inputs, sparse_documents
-from nsa.branches import (
+from longhaul.sparse.nsa.branches import (
     BranchKV,
     Buffers,
     Sizes,
@@ -33,8 +32,9 @@ from nsa.branches import (
     steps_backward,
     steps_forward,
 )
-from nsa.selected import BackwardInputs, selected_backward, selected_forward
-from nsa.streams import Stream, each_stream
+from longhaul.sparse.nsa.selected import BackwardInputs, selected_backward, selected_forward
+from longhaul.sparse.nsa.streams import Stream, each_stream
+from model import check_sparse_inputs, sparse_documents
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16
 

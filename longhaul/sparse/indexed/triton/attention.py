@@ -25,11 +25,11 @@ import triton
 from torch import Tensor
 
 from base.machine import platform
-from indexed import plain
-from indexed.choice import LARGEST_INDEX
-from indexed.plain import IndexedInputs, IndexedOutputs
-from indexed.reading import LOG2E, Pairs, sort_pairs, target
-from indexed.triton.kernels import (
+from longhaul.sparse.indexed import plain
+from longhaul.sparse.indexed.choice import LARGEST_INDEX
+from longhaul.sparse.indexed.plain import IndexedInputs, IndexedOutputs
+from longhaul.sparse.indexed.reading import LOG2E, Pairs, sort_pairs, target
+from longhaul.sparse.indexed.triton.kernels import (
     attend_kernel,
     dkv_kernel,
     dq_kernel,
@@ -38,9 +38,9 @@ from indexed.triton.kernels import (
     mass_kernel,
     rank_kernel,
 )
-from nsa.triton.attention import supported
-from nsa.triton.forward import INTERPRETED
-from nsa.triton.layout import ceil_div, launch
+from longhaul.sparse.nsa.triton.attention import supported
+from longhaul.sparse.nsa.triton.forward import INTERPRETED
+from longhaul.sparse.nsa.triton.layout import ceil_div, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK_RANKS = 2**23  # ranks that exist at once: 64 MiB

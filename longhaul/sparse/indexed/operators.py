@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from base.machine import Device, platform
-from indexed import engine, plain
-from indexed.plain import IndexedInputs, IndexedOutputs, wide_zeros, with_gradients
+from longhaul.sparse.indexed import engine, plain
+from longhaul.sparse.indexed.plain import IndexedInputs, IndexedOutputs, wide_zeros, with_gradients
 
 
 @torch.library.custom_op("longhaul::indexed_forward", mutates_args=())
@@ -81,7 +81,7 @@ def triton_indexed_core(
     """
     remedy = "choose kernels='auto' or 'torch'"
     try:
-        from indexed.triton import attention
+        from longhaul.sparse.indexed.triton import attention
     except ImportError as error:
         raise ValueError(f"kernels='triton': {error}: pip install triton, or {remedy}") from None
 

@@ -48,11 +48,11 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.branches import BranchKV, Sizes
-from nsa.engine import attend
-from nsa.selected import LOG2E
-from nsa.triton import dense
-from nsa.triton.backward import (
+from longhaul.sparse.nsa.branches import BranchKV, Sizes
+from longhaul.sparse.nsa.engine import attend
+from longhaul.sparse.nsa.selected import LOG2E
+from longhaul.sparse.nsa.triton import dense
+from longhaul.sparse.nsa.triton.backward import (
     delta_kernel,
     far_dkv_kernel,
     local_dkv_kernel,
@@ -60,7 +60,7 @@ from nsa.triton.backward import (
     pair_backward_kernel,
     segment_sum_kernel,
 )
-from nsa.triton.forward import (
+from longhaul.sparse.nsa.triton.forward import (
     INTERPRETED,
     choose_kernel,
     combine_kernel,
@@ -68,7 +68,7 @@ from nsa.triton.forward import (
     merge_kernel,
     pair_forward_kernel,
 )
-from nsa.triton.layout import (
+from longhaul.sparse.nsa.triton.layout import (
     Pairs,
     Span,
     ceil_div,
@@ -87,7 +87,7 @@ PARTIAL_RESULT_NUMBERS = 9 * 2**25
 FOLDED_NUMBERS = 2**28  # numbers of folded q and o in the forward: 512 MiB in bf16
 CHOICE_NUMBERS = 4096  # numbers that a program of choose_kernel holds: 32 per thread
 H100_SHARED_MEMORY = 227 * 1024
-ENGINE = "use --kernels torch (nsa.engine.nsa_attention)"
+ENGINE = "use --kernels torch (longhaul.sparse.nsa.engine.nsa_attention)"
 
 
 # ---- where the kernels run
@@ -1187,10 +1187,10 @@ def nsa_attention(
 ) -> Tensor | dict[str, Tensor]:
     """Native Sparse Attention: o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089).
 
-    Shapes, dtypes, results and errors are those of nsa.engine.nsa_attention. Needs at most 64 query
-    heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per block. Keep cu_seqlens on
-    the host, or the call waits for the device. Raises ValueError if the kernels do not run on the
-    tensors' device and dtype.
+    Shapes, dtypes, results and errors are those of the engine's nsa_attention. Needs at most 64
+    query heads per KV head, head dim 256, sel_block 128 and 32 KiB of keys per block. Keep
+    cu_seqlens on the host, or the call waits for the device. Raises ValueError if the kernels do
+    not run on the tensors' device and dtype.
     """
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
     return attend(nsa_triton_forward, (q, *kv), gates, cfg, cu_seqlens, return_parts)

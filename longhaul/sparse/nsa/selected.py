@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
-from nsa.branches import Buffers, Sizes, product_fp32
+from longhaul.sparse.nsa.branches import Buffers, Sizes, product_fp32
 
 LOG2E = 1.4426950408889634
 TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding

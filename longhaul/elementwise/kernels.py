@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fused.sizes import ROWS, programs
+from longhaul.elementwise.sizes import ROWS, programs
 
 ELEMENTS = 4096  # of a program of SwiGLU: 32 per thread
 

@@ -24,7 +24,7 @@ scale                         1 / sqrt(K)
 import triton
 import triton.language as tl
 
-from nsa.triton.forward import (
+from longhaul.sparse.nsa.triton.forward import (
     add_product,
     forced_keys,
     forced_steps,

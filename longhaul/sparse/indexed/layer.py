@@ -18,9 +18,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from base.machine import pinned_copy
-from indexed.operators import indexed_forward, triton_indexed_core
-from indexed.plain import pooled_keys, rotate_first
-from indexed.recall import Reading
+from longhaul.sparse.indexed.operators import indexed_forward, triton_indexed_core
+from longhaul.sparse.indexed.plain import pooled_keys, rotate_first
+from longhaul.sparse.indexed.recall import Reading
 from model import (
     Attention,
     Decoder,

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-import indexed.choice as choice
-import indexed.reading as reading
+import longhaul.sparse.indexed.choice as choice
+import longhaul.sparse.indexed.reading as reading
 from base.machine import platform
-from indexed import plain
-from indexed.plain import IndexedInputs, IndexedOutputs
-from nsa.branches import Buffers
+from longhaul.sparse.indexed import plain
+from longhaul.sparse.indexed.plain import IndexedInputs, IndexedOutputs
+from longhaul.sparse.nsa.branches import Buffers
 
 # A query that sees at most so many times the budget is masked.
 MASKED = 2.5

@@ -28,7 +28,7 @@ r                     tokens of a block
 import triton
 import triton.language as tl
 
-from nsa.triton.forward import add_product, load_rows, product, store_rows
+from longhaul.sparse.nsa.triton.forward import add_product, load_rows, product, store_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.branches import Buffers, product_fp32
+from longhaul.sparse.nsa.branches import Buffers, product_fp32
 
 LOG2E = 1.4426950408889634
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from base.machine import platform
-from nsa.branches import Buffers, product_fp32
+from longhaul.sparse.nsa.branches import Buffers, product_fp32
 
 TILE_PRODUCTS = 2**18  # of a tile: 1 MiB in fp32
 TILE_CHOICES = 2**16  # scores among which blocks are found at once

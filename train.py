@@ -1,12 +1,12 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=2 train.py` on two ranks.
 
-longhaul/training.py has what a run does, and longhaul/step.py what a step does.
+longhaul/run/training.py has what a run does, and longhaul/step.py what a step does.
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
-from longhaul import training
 from longhaul.config import TrainConfig
+from longhaul.run import training
 from longhaul.run.pretraining import Pretraining
 
 PROGRAM = training.Program(TrainConfig, __doc__.splitlines()[0], Pretraining)

@@ -8,6 +8,8 @@ It needs only torch.
 import contextlib
 import functools
 import importlib.util
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -267,3 +269,41 @@ def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BSGK, v_BSGK))
     o_BHTK, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
     return o_BHTK.transpose(1, 2)
+
+
+# ---- a process on the machine
+
+
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Use only deterministic kernels inside, and put the setting back afterwards; as outside, if
+    that is not wanted. An operator that has no such kernel raises a RuntimeError.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    # otherwise every new tensor would first be written with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far: the allocator's on CUDA, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    if sys.platform == "linux":
+        # not ru_maxrss, which a process inherits from the one that started it
+        with open("/proc/self/status") as status:
+            line = next(line for line in status if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024 / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -17,7 +17,7 @@ from longhaul.cli import check_ranges, flag, known_words, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
-from longhaul.kinds import KINDS, attention_kind
+from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
 from longhaul.parallel import context
 from longhaul.sparse.indexed.layer import IndexerConfig
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
@@ -1047,7 +1047,7 @@ class TrainConfig:
         """How `context_ranks` ranks share a row, and why; ValueError if they cannot."""
         return context.choose(
             self.context_parallel_mode,
-            config.attention.name,
+            unfit_exchanges(config.attention.name),
             config.num_heads,
             config.num_kv_heads,
             self.context_length,

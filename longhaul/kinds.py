@@ -344,6 +344,15 @@ def attention_kind(config) -> type[Kind]:
     return KINDS[name]
 
 
+def unfit_exchanges(attention: str) -> dict[str, str]:
+    """Mode of context parallelism -> why it cannot serve this kind of attention."""
+    refused = KINDS[attention].refused_exchanges
+    return {
+        mode: f"{mode} cannot serve {attention} attention, {reason}"
+        for mode, reason in refused.items()
+    }
+
+
 @functools.lru_cache(maxsize=256)
 def attention_params(config: ModelConfig) -> int:
     """Parameters of one layer's attention; nothing is allocated."""

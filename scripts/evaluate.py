@@ -24,6 +24,7 @@ import torch
 
 from base import durable
 from base.flags import Parser, precision
+from base.machine import peak_memory_gib
 from base.untrusted import read_json, refuse_pickle
 from data import hugging_face
 from data.corpus import prepare_embedded
@@ -47,7 +48,6 @@ from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
 from longhaul.run import start
-from longhaul.run.log import peak_memory_gib
 from model import Decoder, ModelConfig
 
 COLUMNS = 100  # of the table

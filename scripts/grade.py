@@ -18,7 +18,7 @@ import numpy as np
 from base import durable
 from data import reviews
 from data.writer import choose_validation, write_dataset
-from longhaul import cli, dist, qwen3, step, training
+from longhaul import cli, dist, qwen3, step
 from longhaul.checkpoint import load
 from longhaul.config import TrainConfig
 from longhaul.memory import posttrain
@@ -26,7 +26,8 @@ from longhaul.posttrain import demo, grade_demo, reward
 from longhaul.posttrain.config import GradeConfig, with_sources
 from longhaul.posttrain.grade import METHODS
 from longhaul.posttrain.grade_demo import Score
-from longhaul.posttrain.source import GradeSource, judged_prompts
+from longhaul.run import training
+from longhaul.run.policies import GradeSource, judged_prompts
 
 SCORE = "test.json"  # in a run's folder: what the demo measured at its end
 # of 96 prompts of one length a dataset takes 24: the other half is for longer ones

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 from data import sums
-from longhaul import training
 from longhaul.memory import posttrain
 from longhaul.posttrain import demo
 from longhaul.posttrain.config import IntuitorConfig, with_sources
-from longhaul.posttrain.source import IntuitorSource, prompts_in_order
+from longhaul.run import training
+from longhaul.run.policies import IntuitorSource, prompts_in_order
 
 PROGRAM = training.Program(
     config=IntuitorConfig,

@@ -33,42 +33,28 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
     },
     {
         "longhaul.dist",
+        "longhaul.parallel",
         "longhaul.cli",
         "longhaul.kernels",
         "longhaul.lengths",
         "longhaul.staging",
     },
-    {"longhaul.clock", "longhaul.kinds"},
+    {"longhaul.clock", "longhaul.kinds", "longhaul.optimizers"},
     {
         "longhaul.config",
         "longhaul.generate",
         "longhaul.optim",
-        "longhaul.optimizers",
-        "longhaul.parallel",
         "longhaul.qwen3",
     },
     {"longhaul.flops", "longhaul.step"},
-    {
-        "longhaul.analysis",
-        "longhaul.checkpoint",
-        "longhaul.evals",
-        "longhaul.posttrain",
-        "longhaul.run",
-    },
+    {"longhaul.checkpoint", "longhaul.evals"},
+    {"longhaul.analysis", "longhaul.posttrain"},
     {"longhaul.memory"},
-    {"longhaul.training"},
+    {"longhaul.run"},
     {"train", "profile_memory", "verify_chunked_loss"},
     {"scripts"},
     {"benchmarks", "selfcheck"},
 ]
-SAME_LEVEL = {
-    ("longhaul.analysis", "longhaul.evals"),
-    ("longhaul.config", "longhaul.parallel"),
-    ("longhaul.optim", "longhaul.optimizers"),
-    ("longhaul.run", "longhaul.checkpoint"),
-    ("longhaul.run", "longhaul.evals"),
-    ("longhaul.posttrain", "longhaul.run"),
-}
 # optional extras of the data preparation
 OPTIONAL = {"tokenizers", "pyarrow", "zstandard", "fsspec", "matplotlib"}
 STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outside
@@ -149,7 +135,7 @@ def imports_upwards(path: Path) -> list[str]:
     found = []
     for name in imports(path) if room else ():
         other = room_of(name)
-        if other and other != room and (room, other) not in SAME_LEVEL:
+        if other and other != room:
             levels = level_of(room), level_of(other)
             if levels[1] >= levels[0]:
                 found.append(f"{room} (level {levels[0]}) imports {other} (level {levels[1]})")

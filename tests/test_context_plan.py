@@ -12,6 +12,7 @@ import torch
 import train
 from longhaul import cli, dist
 from longhaul.config import TrainConfig
+from longhaul.kinds import unfit_exchanges
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import PROCESS_GIB, estimate
@@ -45,19 +46,19 @@ LONG = TrainConfig(model_size="tiny", attention_type="nsa", context_length=131_0
     ids=str,
 )
 def test_the_mode_moves_fewer_bytes_or_is_the_only_one(ranks, mode, why):
-    choice = context.choose("auto", "standard", 32, 8, 131_072, ranks, 2)
+    choice = context.choose("auto", unfit_exchanges("standard"), 32, 8, 131_072, ranks, 2)
     assert choice.mode == mode
     assert why in choice.why
 
 
 def test_sparse_attention_keeps_whole_groups_of_heads_on_a_rank():
-    assert context.choose("auto", "nsa", 32, 8, 131_072, 8, 2).mode == "ulysses"
+    assert context.choose("auto", unfit_exchanges("nsa"), 32, 8, 131_072, 8, 2).mode == "ulysses"
     with pytest.raises(
         ValueError,
         match=r"size 16 .*8 do not divide over 16 ranks; gather_kv cannot serve nsa "
         r".*choose --context_parallel_size from \[1, 2, 4, 8\]",
     ):
-        context.choose("auto", "nsa", 32, 8, 131_072, 16, 2)
+        context.choose("auto", unfit_exchanges("nsa"), 32, 8, 131_072, 16, 2)
 
 
 def test_the_bytes_are_those_of_the_tensors_that_travel():

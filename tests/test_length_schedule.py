@@ -17,7 +17,7 @@ from data.loader import Loader
 from data.mixture import Corpus, Fraction, order
 from data.staged import APART, Stage, Staged, require_longer_documents
 from data.writer import write_dataset
-from longhaul import dist, lengths, training
+from longhaul import dist, lengths
 from longhaul.checkpoint import resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig
@@ -25,7 +25,7 @@ from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
-from longhaul.run import start
+from longhaul.run import start, training
 from selfcheck.faults import runs
 
 CPU = torch.device("cpu")

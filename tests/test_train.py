@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from longhaul import dist, training
+from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
-from longhaul.run import pretraining
+from longhaul.run import pretraining, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from selfcheck.faults import runs

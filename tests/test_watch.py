@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import train
-from longhaul import dist, optim, training
+from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import PROCESS_GIB
 from longhaul.memory.watch import compared_at, comparison, failed_bytes, out_of_memory
+from longhaul.run import training
 from model import GIB
 from tests import test_train
 

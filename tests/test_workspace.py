@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from base.machine import running_on
+from base.machine import deterministic, running_on
 from footprint import workspace
 from longhaul.config import TrainConfig
 from longhaul.memory.estimate import estimate
 from longhaul.memory.platforms import Bodies
 from longhaul.memory.simulate import simulate
 from longhaul.memory.workspace import Workspaces
-from longhaul.run.health import deterministic
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
 from tests.tiers import few_fast

@@ -20,12 +20,12 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
 from longhaul.flops import run_words, step_seconds, time_words, warm_up_seconds
+from longhaul.kinds import unfit_exchanges
 from longhaul.memory import reserve
 from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
 from longhaul.memory.needs import usual, warm_up
 from longhaul.parallel import context
 from longhaul.posttrain.config import PolicyConfig
-from longhaul.run import start
 from model import GIB, ModelConfig
 
 # Ranks on a CPU share one memory with everything else on the machine: a rank that needs more than
@@ -365,7 +365,7 @@ def _ranks_per_row(cfg: TrainConfig, config: ModelConfig, world: World) -> list[
     ranks = world.size // cfg.dp_replicate
     sizes = context.allowed_sizes(
         cfg.context_parallel_mode,
-        config.attention.name,
+        unfit_exchanges(config.attention.name),
         config.num_kv_heads,
         cfg.context_length,
         ranks,
@@ -426,6 +426,9 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 
 # ---- its command
 
+# Settings whose default is not what the folder of --init_from says, so that a command names them.
+NAMED_WITH_WEIGHTS = {"context_length", "rope_theta", "rope_scaling", "rope_original_context"}
+
 
 def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     """The shell command of a configuration: the settings that differ from the defaults, and those
@@ -434,7 +437,7 @@ def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:
     words = [_launcher(world, cfg.PROGRAM)]
     if timeout:
         words.insert(0, f"{dist.TIMEOUT}={timeout}")
-    named = start.ALWAYS_NAMED if cfg.init_from else ()
+    named = NAMED_WITH_WEIGHTS if cfg.init_from else ()
     for spec in dataclasses.fields(cfg):
         value = getattr(cfg, spec.name)
         default = () if spec.default is dataclasses.MISSING else spec.default

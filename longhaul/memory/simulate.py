@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from base.machine import deterministic
 from data.loader import Batch
 from footprint.prediction import fake_process_group
 from footprint.trace import Trace
@@ -25,7 +26,6 @@ from longhaul.memory.platforms import predicting
 from longhaul.memory.rehearsal import Rehearsal, rehearsal
 from longhaul.memory.stages import label, telling
 from longhaul.memory.workspace import Workspaces
-from longhaul.run.health import deterministic
 from model import Decoder, OnHost
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step

@@ -21,7 +21,7 @@ from footprint.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
-from longhaul.kinds import attention_kind
+from longhaul.kinds import attention_kind, unfit_exchanges
 from longhaul.memory import fit
 from longhaul.memory.estimate import Estimate, estimate
 from longhaul.memory.fit import Verdict
@@ -237,7 +237,7 @@ def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
         return False
     sizes = allowed_sizes(
         cfg.context_parallel_mode,
-        cfg.attention_type,
+        unfit_exchanges(cfg.attention_type),
         cfg.model().num_kv_heads,
         cfg.context_length,
         ranks,

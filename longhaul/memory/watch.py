@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
+from base.machine import peak_memory_gib
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
 from longhaul.memory.stages import StagePeaks, telling
-from longhaul.run.log import peak_memory_gib
 from longhaul.step import TrainState
 from model import GIB
 

@@ -13,7 +13,7 @@ one span.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.kinds import KINDS
 from longhaul.parallel.parts import attention_part, attention_part_backward, merge_parts
 
 MODES = ("auto", "ulysses", "gather_kv")
@@ -51,21 +50,21 @@ def bytes_moved(mode: str, heads: int, kv_heads: int, ranks: int, element: int) 
 
 def choose(
     asked: str,
-    attention: str,
+    unfit: Mapping[str, str],
     heads: int,
     kv_heads: int,
     tokens: int,
     ranks: int,
     element: int,
 ) -> Choice:
-    """How `ranks` ranks share a row of `tokens` tokens.
+    """How `ranks` ranks share a row of `tokens` tokens. `unfit`: mode -> why it is refused.
 
     ValueError if they cannot, with the numbers of ranks that can.
     """
-    refusals = {mode: refusal(mode, attention, kv_heads, tokens, ranks) for mode in _modes(asked)}
+    refusals = {mode: refusal(mode, unfit, kv_heads, tokens, ranks) for mode in _modes(asked)}
     possible = [mode for mode, reason in refusals.items() if not reason]
     if not possible:
-        sizes = allowed_sizes(asked, attention, kv_heads, tokens, ranks)
+        sizes = allowed_sizes(asked, unfit, kv_heads, tokens, ranks)
         otherwise = ", or --context_parallel_mode auto" if asked != "auto" else ""
         raise ValueError(
             f"--context_parallel_size {ranks} with --context_parallel_mode {asked}: "
@@ -84,11 +83,10 @@ def choose(
     return Choice(best, f"it moves {moved[best] / moved[other]:.2f} of the bytes of {other}")
 
 
-def refusal(mode: str, attention: str, kv_heads: int, tokens: int, ranks: int) -> str:
+def refusal(mode: str, unfit: Mapping[str, str], kv_heads: int, tokens: int, ranks: int) -> str:
     """Why `mode` cannot run, or an empty string."""
-    reason = KINDS[attention].refused_exchanges.get(mode)
-    if reason:
-        return f"{mode} cannot serve {attention} attention, {reason}"
+    if mode in unfit:
+        return unfit[mode]
     if mode == "ulysses" and kv_heads % ranks:
         return (
             f"ulysses gives each rank whole KV heads, and {kv_heads} do not divide over {ranks} "
@@ -104,11 +102,17 @@ def refusal(mode: str, attention: str, kv_heads: int, tokens: int, ranks: int) -
     return ""
 
 
-def allowed_sizes(asked: str, attention: str, kv_heads: int, tokens: int, most: int) -> list[int]:
+def allowed_sizes(
+    asked: str,
+    unfit: Mapping[str, str],
+    kv_heads: int,
+    tokens: int,
+    most: int,
+) -> list[int]:
     """Numbers of ranks up to `most` that `choose` accepts."""
     sizes = [1]
     for ranks in range(2, most + 1):
-        refusals = [refusal(mode, attention, kv_heads, tokens, ranks) for mode in _modes(asked)]
+        refusals = [refusal(mode, unfit, kv_heads, tokens, ranks) for mode in _modes(asked)]
         if "" in refusals:
             sizes.append(ranks)
     return sizes

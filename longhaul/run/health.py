@@ -12,8 +12,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from base.machine import deterministic
 from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
 from longhaul import dist, step
@@ -305,28 +305,6 @@ def audited_step(
             return None
         _require_equal_gradients(state, expected)
     return step.update(state, batch, second)
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Use only deterministic kernels inside, and put the setting back afterwards; as outside, if
-    that is not wanted. An operator that has no such kernel raises a RuntimeError.
-    """
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled()
-    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-
-    torch.use_deterministic_algorithms(True, warn_only=False)
-    # otherwise every new tensor would first be written with NaN
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=only_warned)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def _gradient_digests(state: TrainState) -> dict[str, int]:

@@ -10,7 +10,6 @@ Only rank 0 reports. If the disk refuses the log, rank 0 says so once, and train
 
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from data.loader import Batch
 from data.progress import duration
 from longhaul.evals.measures import Report
 from longhaul.flops import keys_read, train_flops
-from model import GIB, ModelConfig
+from model import ModelConfig
 
 # Dense bf16 peak in FLOP/s according to the vendors' data sheets. A device that is not in this
 # table has no MFU.
@@ -70,19 +69,6 @@ def mfu(
     pairs = float(keys_read(config, torch.from_numpy(rows.positions)).sum())
     flops = train_flops(config, rows.tokens.size, pairs) / ranks_per_row
     return flops / seconds / peak
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process so far: the allocator's on CUDA, resident memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    if sys.platform == "linux":
-        # not ru_maxrss, which a process inherits from the one that started it
-        with open("/proc/self/status") as status:
-            line = next(line for line in status if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024 / GIB
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, others in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
 def perplexity(loss: float) -> float:

@@ -45,9 +45,6 @@ COMPLETED = {
     "context_length",
 }
 
-# Those among them whose default is not what the folder says, so that a command always names them.
-ALWAYS_NAMED = {"context_length", "rope_theta", "rope_scaling", "rope_original_context"}
-
 # max_position_embeddings of Qwen3 is the 32,768 tokens that it was trained at and room for an
 # answer; its own instructions for yarn take the former.
 QWEN3_CONTEXTS = {40_960: 32_768}

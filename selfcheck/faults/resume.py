@@ -15,9 +15,10 @@ import torch
 
 from base import tensors
 from data import loader
-from longhaul import optim, step, training
+from longhaul import optim, step
 from longhaul.checkpoint.format import checksum
 from longhaul.checkpoint.load import verified
+from longhaul.run import training
 from selfcheck.faults import runs
 from selfcheck.faults.rows import Row, require
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from base.machine import deterministic, peak_memory_gib
 from longhaul import cli, dist, exits, step
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.save import Saver
@@ -27,8 +28,8 @@ from longhaul.memory import plan as planner
 from longhaul.memory.watch import Watch, compared_at, comparison, out_of_memory, report
 from longhaul.run import start
 from longhaul.run.guard import Guard
-from longhaul.run.health import Health, audited_step, deterministic
-from longhaul.run.log import Logger, peak_memory_gib
+from longhaul.run.health import Health, audited_step
+from longhaul.run.log import Logger
 from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Batches, Source
 from longhaul.run.rescue import Rescue, slow_micro_batch

@@ -94,7 +94,7 @@ class Platform:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def takes_elementwise(self, x: Tensor, kernels: str) -> bool:
-        """Whether the Triton kernels of longhaul/fused/elementwise.py compute with x.
+        """Whether the Triton kernels of longhaul/elementwise/ compute with x.
 
         Not inside a compiled caller, because the compiler fuses these operators itself.
         """

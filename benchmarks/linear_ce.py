@@ -1,5 +1,5 @@
 """Times the loss's elementwise tile bodies on CUDA: Triton twins against torch.compile and eager.
-Imports longhaul/vocab/ and fused/.
+Imports longhaul/vocab/.
 
     python -m benchmarks.linear_ce          # N = V = 8192 in bf16: one tile at the default size
 

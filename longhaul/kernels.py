@@ -24,7 +24,13 @@ from base.machine import FP32, Device, flash_attention, platform
 from longhaul.elementwise import operators as elementwise
 from longhaul.sparse.nsa.decode import NSAState
 from longhaul.sparse.nsa.engine import nsa_attention
-from longhaul.vocab.loss import SEVERAL_BLOCKS, TILES_WIN, block_tokens, linear_cross_entropy
+from longhaul.vocab.loss import (
+    SEVERAL_BLOCKS,
+    TILES_WIN,
+    block_tokens,
+    choose_kernels,
+    linear_cross_entropy,
+)
 from model import (
     Decoder,
     Documents,
@@ -63,6 +69,21 @@ def choose(config: ModelConfig) -> Ops:
     if isinstance(config.attention, NSAConfig):
         ops = dataclasses.replace(ops, sparse=sparse_core(config), sparse_cache=NSAState)
     return ops
+
+
+def chosen_in_words(config: ModelConfig, device: Device) -> str:
+    """What computes a model's functions on the device, for the log of a run."""
+    sample = torch.empty(0, dtype=config.dtype, device=device)
+    takes_kernels = platform().takes_elementwise(sample, config.kernels)
+    parts = [f"RMSNorm, RoPE and SwiGLU by {'Triton' if takes_kernels else 'PyTorch'}"]
+
+    if isinstance(config.attention, NSAConfig):
+        on_cuda = torch.device(device).type == "cuda"
+        by_triton = config.kernels == "triton" or (on_cuda and takes_triton(config))
+        parts.append(f"sparse attention by {'Triton' if by_triton else 'PyTorch, block by block'}")
+
+    parts.append(f"tiles of the loss by {choose_kernels(config.kernels, sample)}")
+    return "; ".join(parts)
 
 
 # ---- attention

@@ -30,6 +30,7 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
+from longhaul.kernels import chosen_in_words
 from longhaul.kinds import VERIFIED, attention_kind
 from longhaul.run import start
 from longhaul.run.guard import Guard
@@ -422,6 +423,7 @@ def announce(ready: Ready):
         print(f"warning: {words}")
 
     print(f"loss: {cfg.loss_in_words(ready.config, ready.world.size)}")
+    print(f"kernels: {chosen_in_words(ready.config, ready.device)}")
     print("\n".join(ready.loader.summary(cfg.max_steps)), flush=True)
     if cfg.whole_documents:
         for stage in cfg.stages():

@@ -272,7 +272,7 @@ def spans(size: int, tile: int) -> list[slice]:
 
 def choose_kernels(kernels: str, tile_like: Tensor) -> str:
     """What computes the elementwise tile bodies: "torch" (eager), "compiled" (torch.compile) or
-    "triton" (fused/).
+    "triton" (triton_bodies.py).
 
     "auto" is compiled on CUDA and inside a compiled caller, and eager otherwise. The Triton twins
     are used only if they are asked for.

@@ -1,0 +1,58 @@
+"""The rooms that are usable by themselves, each in a folder that holds only what it names."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul import kernels
+from model import ModelConfig, NSAConfig
+
+ROOT = Path(__file__).parent.parent
+VOCAB = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from longhaul.vocab import linear_cross_entropy, vocab_stats
+
+torch.manual_seed(0)
+hidden_ND = torch.randn(37, 16, requires_grad=True)
+weight_VD = torch.randn(301, 16, requires_grad=True)
+labels_N = torch.randint(301, (37,))
+loss = linear_cross_entropy(hidden_ND, weight_VD, labels_N)
+loss.backward()
+
+logits_NV = hidden_ND.detach() @ weight_VD.detach().t()
+expected = torch.nn.functional.cross_entropy(logits_NV, labels_N)
+assert abs(loss - expected) < 1e-5, (loss, expected)
+entropy_N = torch.distributions.Categorical(logits=logits_NV).entropy()
+assert (vocab_stats(hidden_ND, weight_VD).entropy - entropy_N).abs().max() < 1e-4
+assert not {"model", "footprint", "data"} & set(sys.modules)
+print("computed")
+"""
+
+
+def test_the_loss_engine_needs_its_folder_one_file_of_base_and_torch(tmp_path):
+    shutil.copytree(ROOT / "longhaul/vocab", tmp_path / "longhaul/vocab")
+    (tmp_path / "base").mkdir()
+    shutil.copy(ROOT / "base/machine.py", tmp_path / "base/machine.py")
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", VOCAB, str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "computed\n", done.stderr
+
+
+@pytest.mark.parametrize("attention, words", [(None, ""), (NSAConfig(), "sparse attention by ")])
+def test_a_run_can_say_what_computes_its_functions(attention, words):
+    given = {} if attention is None else {"attention": attention}
+    config = ModelConfig.preset("tiny", vocab_size=64, compute_dtype="float32", **given)
+    said = kernels.chosen_in_words(config, torch.device("cpu"))
+    assert said.startswith("RMSNorm, RoPE and SwiGLU by PyTorch") and words in said
+    assert said.endswith("tiles of the loss by torch")

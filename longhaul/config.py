@@ -467,13 +467,6 @@ class TrainConfig:
         many=True,
         group="numerics",
     )
-    check_replicas_every: int = flag(
-        100,
-        "every N steps, check that the replicas of --dp_replicate have the same weights and "
-        "optimizer states; 0: never",
-        at_least=0,
-        group="numerics",
-    )
 
     # ---- run
 
@@ -521,13 +514,6 @@ class TrainConfig:
     async_save: bool = flag(
         False,
         "write checkpoints in the background, from a copy in host memory, while training goes on",
-        group="run",
-    )
-    audit_every: int = flag(
-        0,
-        "every N steps, run forward and backward twice and fail unless the gradients match "
-        "bit for bit; 0: never",
-        at_least=0,
         group="run",
     )
     deterministic: bool = flag(
@@ -818,11 +804,6 @@ class TrainConfig:
                 "--optimizer muon orthogonalises whole matrices, but with --optimizer_in_backward "
                 "each rank decides for its own shard whether to step: drop one of them"
             )
-        if self.audit_every:
-            raise ValueError(
-                "--audit_every computes gradients twice before any weight changes, but "
-                "--optimizer_in_backward changes weights at once: drop one of them"
-            )
         if self.grad_clip:
             raise ValueError(
                 "--optimizer_in_backward updates weights before the global norm is known: "
@@ -883,7 +864,6 @@ class TrainConfig:
             decay_fraction=self.schedule != "wsd" or only_warmup,
             min_lr_ratio=self.schedule == "constant" or only_warmup,
             indexer_warmup=self.indexer_ineffective,
-            check_replicas_every=self.dp_replicate == 1,
             logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
         )

@@ -8,10 +8,8 @@ import contextlib
 import errno
 import json
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any, TextIO
 
 from base.durable import StorageError as StorageError
@@ -24,8 +22,6 @@ NUMERICS = 5
 STORAGE = 6  # StorageError's
 WORLD = 7  # ranks: a wrong number of them, or one that was lost
 PREEMPTED = 75  # asked to stop, and saved
-
-LAUNCHER = os.getppid()  # torchrun, if it started this process
 
 
 class Halt(Exception):
@@ -64,17 +60,13 @@ def cause_and_remedy(words: str) -> tuple[str, str]:
 
 
 def last_words(message: str) -> None:
-    """Print `message` on standard error, where nothing comes after it, under torchrun either."""
+    """Print `message` on standard error, and have torchrun repeat it in its report."""
     print(message, file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     # what only repeats the message may fail, as on a full disk: the exit code must not change
     with contextlib.suppress(OSError):
         _write_error_file(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), message)
-    # without a launcher there is no report to wait for, and another process is the parent now
-    if os.getppid() == LAUNCHER and not _will_restart():
-        with contextlib.suppress(OSError):
-            _say_after_torchrun(message)
 
 
 def _write_error_file(path: str, message: str) -> None:
@@ -83,26 +75,6 @@ def _write_error_file(path: str, message: str) -> None:
     content = {"message": {"message": message, "extraInfo": extra}}
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-def _will_restart() -> bool:
-    """Whether torchrun will start its ranks again (--max_restarts), so that it does not end now."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-
-
-def _say_after_torchrun(message: str) -> None:
-    """Have the message printed below the report of torchrun, the parent of this rank.
-
-    In a session of its own, the process outlives the group of this rank, which torchrun kills.
-    """
-    program = str(Path(__file__).with_name("epilogue.py"))
-    subprocess.Popen(
-        [sys.executable, "-I", "-S", program, str(LAUNCHER), message],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
 
 
 # ---- screens that go away

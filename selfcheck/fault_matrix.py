@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from base.flags import Parser
-from selfcheck.faults import corruption, data, numerics, process, resume, runs, security, storage
+from selfcheck.faults import data, numerics, process, resume, runs, security, storage
 from selfcheck.faults.rows import Failed, Row
 
 GROUPS: dict[str, list[Row]] = {
@@ -22,7 +22,7 @@ GROUPS: dict[str, list[Row]] = {
     "B": storage.ROWS,
     "C": resume.ROWS,
     "D": data.ROWS,
-    "E": numerics.ROWS + corruption.ROWS,
+    "E": numerics.ROWS,
     "F": security.ROWS,
 }
 FORK = multiprocessing.get_context("fork")

@@ -22,7 +22,6 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "model",
         "base",
         "footprint",
-        "longhaul.epilogue",
     },
     {
         "data",
@@ -64,7 +63,6 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "longhaul.vocab": {"torch", "triton"},
     "base": {"torch", "safetensors"},
     "footprint": {"torch"},
-    "longhaul.epilogue": set(),
     "data": {"numpy", "sentencepiece", "tqdm"} | OPTIONAL,
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),

@@ -242,7 +242,6 @@ train --loss_spike nan
 train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
-train --check_replicas_every -1
 train --save_every 0
 train --save_minutes nan
 train --save_minutes -1
@@ -250,7 +249,6 @@ train --keep_last 1
 train --resume /nonexistent
 train --resume {text}
 train --resume {folder}
-train --audit_every -1
 train --timeout 0
 train --eval_every -1
 train --eval_rows 0

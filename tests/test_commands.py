@@ -20,7 +20,6 @@ from longhaul import exits
 from tests.tiers import few_fast
 
 ROOT = Path(__file__).parent.parent
-STARTED_BY_A_RANK = {"longhaul.epilogue"}  # with the id of a process, when a run fails
 # It starts runs and kills them: on Ctrl-C they answer too.
 ANSWERED_BY_MANY = {"selfcheck.fault_matrix"}
 # Their arguments are those of pytest or train.py, or they are sourced.
@@ -40,7 +39,7 @@ def command_modules() -> list[str]:
         if is_package or re.search(r'^if __name__ == "__main__":', file.read_text(), re.M):
             path = file.parent if is_package else file.with_suffix("")
             found.add(".".join(path.relative_to(ROOT).parts))
-    return sorted(found - STARTED_BY_A_RANK)
+    return sorted(found)
 
 
 def source_files() -> dict[Path, int]:

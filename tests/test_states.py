@@ -379,10 +379,6 @@ def test_bare_weights_are_in_the_compute_precision():
             "each rank decides for its own shard",
         ),
         (
-            dict(optimizer_in_backward=True, grad_clip=0.0, audit_every=5),
-            "--audit_every computes gradients twice",
-        ),
-        (
             dict(offload_optimizer=True, optimizer="adamw_8bit"),
             "--offload_optimizer keeps fp32 moments",
         ),

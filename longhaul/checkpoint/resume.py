@@ -298,6 +298,9 @@ def changes(checkpoint: Checkpoint | None, cfg: TrainConfig) -> list[str]:
                 f"warning: the checkpoint was written with {name}={recorded}, and this run has "
                 f"{name}={value}: the last bits may differ from now on"
             )
+    dropped = sorted(checkpoint.config.keys() - {spec.name for spec in dataclasses.fields(cfg)})
+    if dropped:
+        lines.append(f"settings of the checkpoint that no longer exist, ignored: {dropped}")
     for name, (old, new) in changed_settings(checkpoint, cfg).items():
         effect = ""
         if name == "max_steps" and isinstance(old, int):

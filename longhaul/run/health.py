@@ -1,10 +1,8 @@
-"""What watches the numbers of a run: skipped steps, loss spikes, silent corruption, drifting
-replicas.
+"""What watches the numbers of a run: skipped steps and loss spikes.
 
 A step whose gradient is NaN or infinite on any rank changes no weight on any (step.train_step);
 here it is counted, and its rows are written to a file. A loss spike is reported with the command
-that trains around it. An audited step is computed twice, and replicas are compared now and then:
-two results that differ in one bit mean that hardware or a kernel is at fault.
+that trains around it.
 """
 
 import dataclasses
@@ -20,20 +18,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from base.machine import deterministic
 from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
-from longhaul import dist, step
+from longhaul import dist
 from longhaul.checkpoint.format import last_taken
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
-from longhaul.step import MicroBatch, MustStop, StepResult, TrainState
+from longhaul.step import StepResult, TrainState
 
 WINDOW = 64  # losses that a spike is measured against
 ENOUGH = 16  # with fewer than these nothing is called a spike
 FLOOR = 0.01  # of the median: a flat curve's deviation is taken as at least this
-SLAB = 2**22  # elements digested at a time: 32 MiB
-PRIME = 6364136223846793005  # odd, so that multiplying by it modulo 2^64 loses nothing
 
 Say = Callable[[str], None]  # prints a line
 
@@ -130,8 +125,6 @@ class Health:
                 f"median {self.spikes.median():.4f}, rows {' '.join(rows)}; if the loss does not "
                 f"recover, train around these rows: {self.way_back(rows)}"
             )
-        if cfg.check_replicas_every and step % cfg.check_replicas_every == 0:
-            require_equal_replicas(self.state)
         return {"spike": score}
 
     def way_back(self, rows: Sequence[str]) -> str:
@@ -278,113 +271,3 @@ def lower_rate(cfg: TrainConfig) -> float:
     the default.
     """
     return float(f"{min(cfg.lr / 10, type(cfg).lr):.3g}")
-
-
-# ---- silent corruption: the same step computed twice
-
-
-def audited_step(
-    state: TrainState, batch: list[MicroBatch], must_stop: MustStop | None = None
-) -> StepResult | None:
-    """`step.train_step` with its forward and backward computed twice; NumericalHalt names the
-    tensors whose gradients differ, and no weight is changed.
-
-    It costs a second forward and backward, but no memory for a second gradient: one number per
-    gradient is compared. On CUDA it needs deterministic kernels, since atomic additions differ from
-    run to run; an operator that has none raises.
-    """
-    with deterministic(state.device.type == "cuda"):
-        first = step.gradients(state, batch, must_stop)
-        if first is None:
-            return None
-        expected = _gradient_digests(state)
-        state.optimizer.zero_grad(set_to_none=True)
-
-        second = step.gradients(state, batch, must_stop)
-        if second is None:
-            return None
-        _require_equal_gradients(state, expected)
-    return step.update(state, batch, second)
-
-
-def _gradient_digests(state: TrainState) -> dict[str, int]:
-    """64 bits of every gradient that this rank holds."""
-    named = [(name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None]
-    digests = torch.stack([digest(dist.local_shard(gradient)) for _, gradient in named])
-    return dict(zip([name for name, _ in named], digests.tolist(), strict=True))
-
-
-def _require_equal_gradients(state: TrainState, expected: dict[str, int]):
-    """NumericalHalt, on all ranks, if the gradients of any rank have other bits than expected."""
-    found = _gradient_digests(state)
-    wrong = [name for name in expected | found if found.get(name) != expected.get(name)]
-    if not dist.any_rank(bool(wrong)):
-        return
-    where = f"rank {state.world.rank}: {_first_three(wrong)}" if wrong else "another rank"
-    raise NumericalHalt(
-        f"step {state.step + 1} computed twice gave different gradients ({where}), so this machine "
-        "computes wrongly; no weight was changed: run the same command again on another machine"
-    )
-
-
-# ---- replicas that drift apart
-
-
-def require_equal_replicas(state: TrainState):
-    """NumericalHalt, on all ranks, naming the tensors of which two replicas hold different bits.
-    Without replicas there is nothing to do.
-
-    Each rank digests its shards to 8 bytes a tensor and exchanges them with the ranks that hold the
-    same shards.
-    """
-    if state.mesh is None or state.mesh.ndim == 1:
-        return
-    named = named_tensors(state)
-    names = [name for name, _ in named]
-    mine = torch.stack([digest(tensor).to(state.device) for _, tensor in named])
-
-    group = state.mesh.get_group("replicate")
-    theirs = [torch.empty_like(mine) for _ in range(group.size())]
-    torch.distributed.all_gather(theirs, mine, group=group)
-
-    differ = (torch.stack(theirs) != theirs[0]).any(0).int()
-    torch.distributed.all_reduce(differ)  # over all ranks, which hold other shards
-    wrong = [name for name, count in zip(names, differ.tolist(), strict=True) if count]
-    if wrong:
-        raise NumericalHalt(
-            f"step {state.step}: the replicas hold different bits of {_first_three(wrong)}, so "
-            "hardware or a kernel is at fault: find the machine and remove it, then run the same "
-            "command again, which resumes from the newest checkpoint"
-        )
-
-
-def named_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
-    """This rank's part of every parameter and optimizer state, in the same order on all ranks."""
-    found = []
-    for name, parameter in state.model.named_parameters():
-        found.append((name, dist.local_shard(parameter)))
-        for key, value in sorted(state.optimizer.state[parameter].items()):
-            found.append((f"{key} of {name}", dist.local_shard(value)))
-    return found
-
-
-@torch.no_grad()
-def digest(tensor: Tensor) -> Tensor:
-    """64 bits that change with any bit of the tensor: sum_i (2i + 1) word_i modulo 2^64 over a
-    slab, and slabs are chained by a multiplication.
-    """
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    words = tensor.detach().contiguous().reshape(-1).view(integers[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    if not len(words):
-        return total
-    for slab in words.split(SLAB):
-        odd = torch.arange(1, 2 * len(slab), 2, dtype=torch.int64, device=words.device)
-        total = total * PRIME + (slab.long() * odd).sum()
-    return total
-
-
-def _first_three(names: list[str]) -> str:
-    """The first three names, and how many more there are."""
-    listed = ", ".join(names[:3])
-    return f"{listed} and {len(names) - 3} more" if len(names) > 3 else listed

@@ -28,7 +28,7 @@ from longhaul.memory import plan as planner
 from longhaul.memory.watch import Watch, compared_at, comparison, out_of_memory, report
 from longhaul.run import start
 from longhaul.run.guard import Guard
-from longhaul.run.health import Health, audited_step
+from longhaul.run.health import Health
 from longhaul.run.log import Logger
 from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Batches, Source
@@ -61,7 +61,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
     with Guard(program.config.PROGRAM.removeprefix("-m "), world) as guard:
         cfg = cli.parse(program.config, args, program.description, completed)
         device = dist.choose_device(cfg.device, world)
-        if cfg.audit_every or cfg.deterministic:
+        if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         dist.start(world, device)
@@ -292,17 +292,14 @@ class Run:
         """Whether a step was done: if the run is asked to stop, the step is given up between two
         micro-batches.
         """
-        cfg = self.cfg
         state = self.state
         start = time.perf_counter()
         tokens = state.tokens
-        audited = cfg.audit_every and (state.step + 1) % cfg.audit_every == 0
-        one_step = audited_step if audited else step.train_step
         with self._unchanged():
             loaded, batch = self.batches.take(state.step)
             computing = time.perf_counter()
             with self._kernels(), self.watch.over(state):
-                result = one_step(state, batch, self.guard.must_stop)
+                result = step.train_step(state, batch, self.guard.must_stop)
         if result is None:
             return False
 

@@ -344,52 +344,6 @@ def _around(flags: list[str], folder: Path, first: int, resumed: int):
     require(sum(rows_seen(two).values(), []) == whole, f"two ranks went over {rows_seen(two)}")
 
 
-def drift(trials: int, folder: Path) -> str:
-    """Row 44: one bit of a weight or of a moment, on one of two replicas."""
-    data = runs.dataset(folder / "data", 400)
-    for trial in range(trials):
-        out = folder / f"run-{trial}"
-        args = runs.arguments(
-            data,
-            out,
-            "--batch_size",
-            "2",
-            "--max_steps",
-            "12",
-            "--save_every",
-            "5",
-            "--dp_replicate",
-            "2",
-            "--check_replicas_every",
-            "5",
-        )
-        moment, layer = trial % 2 == 1, trial // 2 % 2
-        two_ranks(args, folder / f"{trial}.log", 5, at({7}, trial // 2 % 2, _flip(moment, layer)))
-        name = f"layers.{layer}.mlp.down_proj.weight"
-        # a moment takes its weight along
-        name = f"{name}, exp_avg_sq of {name}, so" if moment else f"{name}, so"
-        record = runs.exit_record(out)
-        require(
-            record["code"] == 5
-            and record["last_step"] == 9
-            and f"bits of {name}" in record["cause"],
-            f"exit.json says {record}",
-        )
-        two_ranks(args, folder / f"{trial}.again.log", 0)
-    return "both ranks end with 5 within 5 steps, the tensor named; the same command then finishes"
-
-
-def _flip(moment: bool, layer: int) -> Callable:
-    def fault(train_step, state, batch, *rest):
-        result = train_step(state, batch, *rest)
-        weight = state.model.layers[layer].mlp.down_proj.weight
-        tensor = (state.optimizer.state[weight]["exp_avg_sq"] if moment else weight.data).to_local()
-        tensor.view(torch.int32).view(-1)[5] ^= 1 << 20
-        return result
-
-    return fault
-
-
 def small_model(attention: str, **settings) -> Decoder:
     """A float32 decoder of 64 ids."""
     sparse = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, sel_count=4, window=16)
@@ -428,15 +382,6 @@ ROWS: list[Row] = [
         spike,
         1,
         10,
-        slow=True,
-    ),
-    Row(
-        44,
-        "replicas drift apart",
-        "caught within N steps, the tensor named",
-        drift,
-        2,
-        16,
         slow=True,
     ),
 ]

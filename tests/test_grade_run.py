@@ -202,6 +202,10 @@ def test_a_run_that_is_extended_says_how_tau_jumps():
     drawn = dataclasses.replace(longer, method="reinforce")
     assert not any("tau" in line for line in resume.changes(checkpoint, drawn))
 
+    recorded["audit_every"] = 0
+    said = "settings of the checkpoint that no longer exist, ignored: ['audit_every']"
+    assert said in resume.changes(checkpoint, cfg)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ste", "reinforce"])

@@ -1,5 +1,5 @@
 """benchmarks.gpu --precompile: every kernel of a step compiles for a card that is not here, with
-the Triton of a CUDA build of torch. tests/kernel_resources.py compiles them for other cards.
+the Triton of a CUDA build of torch. Other tests compile those of attention for other cards.
 """
 
 import subprocess

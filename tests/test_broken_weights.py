@@ -84,6 +84,7 @@ def test_the_printed_command_trains_from_it_to_its_end(broken):
     assert None not in losses
 
 
+@pytest.mark.slow
 def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
     """The halted run has saved no more than one that was killed there."""
     words = rescue(broken)
@@ -96,6 +97,7 @@ def test_a_resume_in_the_middle_of_skipped_steps_keeps_it(broken, data):
     assert value_of("--resume", again) == value_of("--resume", words)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_skipped_steps_has_not_saved_its_last_one(broken, data, tmp_path):
     end = str(skipped_since(broken) + 1)
     for _ in range(2):  # the same command again does not find a completed run

@@ -1,4 +1,4 @@
-"""The fault matrix at its CI trial counts. The fast tests run the quick rows of one group."""
+"""The fault matrix at its CI trial counts."""
 
 import subprocess
 import sys
@@ -10,15 +10,11 @@ from selfcheck import fault_matrix
 
 ROOT = Path(__file__).parent.parent
 EVERY = [row for rows in fault_matrix.GROUPS.values() for row in rows]
-FAST_GROUPS = {"F"}
-CASES = [
-    pytest.param(group, slow, marks=() if group in FAST_GROUPS and not slow else pytest.mark.slow)
-    for group in fault_matrix.GROUPS
-    for slow in (False, True)
-]
 
 
-@pytest.mark.parametrize("group, slow", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", fault_matrix.GROUPS)
+@pytest.mark.parametrize("slow", [False, True])
 def test_every_row_of_the_fault_matrix_holds(group, slow):
     """In a process that forks before it starts a thread, which this one may have done."""
     rows = [str(row.number) for row in fault_matrix.GROUPS[group] if row.slow == slow]

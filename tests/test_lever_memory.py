@@ -32,7 +32,7 @@ RUNGS = [
 @pytest.mark.parametrize("changes", few_fast(RUNGS, len(RUNGS)), ids=str)
 def test_a_levers_predicted_peak_is_what_the_allocator_records(changes):
     torch.set_num_threads(1)
-    cfg = TrainConfig(**dict(model_size="tiny", context_length=2048, dtype="fp32") | changes)
+    cfg = TrainConfig(**dict(model_size="tiny", context_length=1024, dtype="fp32") | changes)
     assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
 
 

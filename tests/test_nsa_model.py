@@ -3,6 +3,7 @@ other models, no leak.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -294,7 +295,10 @@ def test_training_starts_from_open_gates_and_mean_pooling():
     ],
     ids=str,
 )
-def test_levers_change_no_gradient(changes, packed, either):
+def test_levers_change_no_gradient(changes, packed, either, monkeypatch):
+    # without code for the CPU, which takes long and is tested by test_context.py
+    compiling = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiling)
     cfg, x = TrainConfig(**{"compile": False, **changes}), tokens(2, 161)
     batch = dict(
         tokens_BT=x[:, :-1],

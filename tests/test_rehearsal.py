@@ -198,7 +198,7 @@ def test_a_vocabulary_with_padding_is_predicted_to_the_byte(changes, monkeypatch
         dict(max_new_tokens=9, gradient_accumulation_steps=2),
         dict(max_new_tokens=32, context_length=41),
         dict(method="reinforce", max_new_tokens=32),
-        dict(method="ste", gradient_checkpointing="none", model_overrides=("num_layers=4",)),
+        dict(method="ste", gradient_checkpointing="none", model_overrides=("num_layers=2",)),
         dict(vocab_size=32_000, device="cuda", dtype="bf16"),
     ],
     ids=str,
@@ -395,7 +395,7 @@ def test_131072_packed_tokens_take_what_pretraining_takes():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, target", [(1, "cpu"), (2, "cuda")])
 def test_deep_policies_follow_from_shallow_ones(ranks, target):
-    cfg = changed(model_overrides=("num_layers=7",))
+    cfg = changed(model_overrides=("num_layers=6",))
     whole = simulate(cfg, ranks, target).peak_by_stage()
     found = profile(cfg, ranks, target)
     assert {stage: sum(sizes.values()) for stage, sizes in found.stages.items()} == whole

@@ -4,6 +4,7 @@ the prompt's keys where they are.
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -325,7 +326,10 @@ def test_levers_change_nothing(plain, changes):
 
 
 @pytest.mark.slow
-def test_compiled_layers_leave_shared_prompts_eager(plain):
+def test_compiled_layers_leave_shared_prompts_eager(plain, monkeypatch):
+    # without code for the CPU, which takes a minute and is tested by test_parallel.py
+    compiling = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiling)
     assert_same(train(ONE, dict(compile=True, gradient_checkpointing="full")), plain)
 
 

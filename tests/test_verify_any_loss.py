@@ -9,6 +9,7 @@ import torch
 
 import model
 import verify_chunked_loss as verify
+from tests.tiers import few_fast, slow
 
 # The row of memory at a size at which a chunk of model.py is small, too.
 SIZES = ["--device", "cpu", "--seq_len", "4096", "--hidden_size", "16", "--vocab_size", "4096"]
@@ -117,14 +118,13 @@ def failed_rows(loss: str, capsys, *flags: str) -> set[str]:
 @pytest.mark.parametrize(
     "loss", ["longhaul.vocab:linear_cross_entropy", "model:linear_cross_entropy"]
 )
-@pytest.mark.parametrize("dtype", [[], ["--dtype", "bf16"]], ids=["both", "bf16"])
-def test_ours_pass_each_row(loss, dtype, capsys, monkeypatch):
+def test_ours_pass_each_row(loss, capsys, monkeypatch):
     monkeypatch.setattr(model, "CHUNK_BYTES", CHUNK_BYTES)
-    assert failed_rows(loss, capsys, *dtype) == set()
+    assert failed_rows(loss, capsys) == set()
 
 
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")
-@pytest.mark.parametrize("policy", ["auto", "accurate"])
+@pytest.mark.parametrize("policy", ["auto", slow("accurate")])
 def test_torchs_own_is_right_in_fp32_but_for_ignored_rows_and_wrong_in_bf16(
     policy, tmp_path, capsys
 ):
@@ -152,7 +152,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("loss", MISTAKES)
+@pytest.mark.parametrize("loss", few_fast(MISTAKES, 4))
 def test_a_mistake_fails_the_row_that_names_it(loss, file, capsys):
     expected = {f"fp32 {MEMORY}"} | MISTAKES[loss]  # all of them have whole logits
     assert failed_rows(f"{file}:{loss}", capsys) == expected

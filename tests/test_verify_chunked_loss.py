@@ -35,6 +35,7 @@ def failures(capsys) -> list[str]:
     return [line.split("FAILED: ")[1] for line in lines if "✗ FAILED: " in line]
 
 
+@pytest.mark.slow
 def test_a_loss_that_keeps_every_logit_is_found(monkeypatch, capsys):
     monkeypatch.setitem(verify.LOSSES, "chunked", verify.naive_loop)
     assert any("bytes per token are kept" in text for text in failures(capsys))

@@ -1,5 +1,5 @@
-"""benchmarks.gpu --precompile: every kernel of a step compiles for cards that are not here, with
-the Triton of a CUDA build of torch.
+"""benchmarks.gpu --precompile: every kernel of a step compiles for a card that is not here, with
+the Triton of a CUDA build of torch. Other tests compile those of attention for other cards.
 """
 
 import subprocess
@@ -14,11 +14,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 86, 90, 100])
-def test_every_kernel_compiles_into_a_folder_that_can_be_carried(tmp_path, capability):
+def test_every_kernel_compiles_into_a_folder_that_can_be_carried(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--precompile", str(tmp_path)]
     done = subprocess.run(
-        [*command, "--capability", str(capability)],
+        [*command, "--capability", "90"],
         cwd=ROOT,
         capture_output=True,
         text=True,

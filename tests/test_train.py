@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -406,6 +407,23 @@ def test_a_folder_of_other_files_is_not_touched(data, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert "holds other files and no run" in refusal(command(data, tmp_path), capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_checkpoints_without_their_record_are_taken_by_init_from(finished, data, tmp_path, capsys):
+    out = shutil.copytree(finished, tmp_path / "run")
+    (out / "run.json").unlink()
+    said = refusal(command(data, out), capsys)
+    assert f"--init_from {out}" in said and "a new --output_dir" in said
+    flags = f"--init_from {out} --max_steps 1 --schedule constant --eval_every 0"
+    train.main(command(data, tmp_path / "new", flags))
+
+
+def test_a_batch_that_the_checkpoint_does_not_fit_speaks_of_the_checkpoint(
+    finished, data, tmp_path, capsys
+):
+    out = shutil.copytree(finished, tmp_path / "run")
+    said = refusal(command(data, out, "--batch_size 3 --max_steps 9"), capsys)
+    assert "the checkpoint's steps have" in said and "--global_batch_size" not in said
 
 
 def test_a_checkpoint_is_not_continued_into_a_folder_that_went_further_or_holds_another_run(

@@ -131,6 +131,11 @@ def read_record(folder: Path) -> dict | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder} is a file: name a folder")
     if not record.exists():
+        if any(folder.glob(f"step-*/{MANIFEST}")):
+            raise ValueError(
+                f"--output_dir {folder} holds checkpoints and no run.json, so no run is there: "
+                f"give --init_from {folder} and a new --output_dir to train on from their weights"
+            )
         if folder.exists() and any(path.name not in LEFTOVERS for path in folder.iterdir()):
             raise ValueError(
                 f"--output_dir {folder} holds other files and no run: choose an empty or new folder"

@@ -17,6 +17,7 @@ tokenizers, pyarrow, zstandard and fsspec are optional.
     dataset.py    an open folder: memory-mapped documents of each split
     packing.py    documents -> rows, by best fit, nothing cropped
     order.py      position -> row, by a keyed permutation without an array
+    sampler.py    the same for any dataset of yours, with torch's DataLoader
     loader.py     position -> tokens, labels, positions and document ids of a row
     mixture.py    position -> corpus, for several corpora in fixed shares
     staged.py     step -> context length, for a run with a --length_schedule

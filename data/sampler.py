@@ -6,7 +6,7 @@
         train(batch)
     saved = sampler.state_dict()       # the same on all ranks: any number of them may load it
 
-It needs data/order.py, and not even torch. An epoch is a permutation of the rows by the seed and the
+It needs data/order.py alone, not torch. An epoch is a permutation of the rows by the seed and the
 epoch's number, without an array of them. The ranks take its positions in turn, so after t rows on
 each of w ranks, t * w rows have been trained: those of the first positions, whatever w was before.
 """

@@ -29,6 +29,7 @@ from torch import Tensor
 from base.machine import platform
 from longhaul.sparse.nsa.branches import Buffers, product_fp32, starts
 from longhaul.sparse.nsa.selected import (
+    TILE_ROWS,
     BackwardInputs,
     Tiles,
     cut_tiles,
@@ -44,9 +45,10 @@ from longhaul.sparse.nsa.selected import (
 from longhaul.sparse.nsa.streams import Stream, each_stream
 from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
 
-CHUNK_PAIRS = 2**15  # pairs of a chunk, at least: their results are 32 MiB for 4 heads of 128
-CHUNKS = 32  # of a stream, at most: pairs enough to keep the tiles full
-TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
+# Pairs of a chunk, at least: their results take 32 MiB for 4 heads of 128 in bf16. A longer stream
+# has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
+# as large as the stream's queries.
+CHUNK_PAIRS = 2**15
 OWN_AT_ONCE = 8  # dense tiles whose logits exist at the same time
 
 
@@ -107,8 +109,7 @@ def _chunks(
     """The queries of a stream, of which the first has position `first`, in chunks that end where
     a block ends.
     """
-    size = max(CHUNK_PAIRS // n, T // CHUNKS)
-    size = -(-size // l) * l
+    size = -(-max(CHUNK_PAIRS, T) // (n * l)) * l
     chunks = []
     for start in starts(-(first % l), T, size):
         queries = slice(max(0, start), min(start + size, T))
@@ -447,7 +448,7 @@ def _tiles_lse(
     q_CMK = pad_queries(q_CMK, 1, 0.0)
     for block_N, part, query_S in tile_groups(tiles):
         q_NRK = queries_of(q_CMK, query_S, tiles)
-        lse_SM[part] = _tile_lse(q_NRK, k_JlK[block_N], buffers).view(-1, M)
+        lse_SM[part] = _tile_lse(q_NRK, k_JlK.index_select(0, block_N), buffers).view(-1, M)
     return lse_SM
 
 

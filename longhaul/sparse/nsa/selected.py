@@ -380,7 +380,9 @@ def tiles_forward(
     q_CMK = pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
     for block_N, part, query_S in tile_groups(tiles):
         q_NRK = queries_of(q_CMK, query_S, tiles)
-        o, lse = tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N], buffers)
+        o, lse = tile_forward(
+            q_NRK, k_JSK.index_select(0, block_N), v_JSK.index_select(0, block_N), buffers
+        )
         o_SMK[part] = o.view(-1, M, K)
         lse_SM[part] = lse.view(-1, M)
     return o_SMK, lse_SM
@@ -413,8 +415,8 @@ def tiles_backward(
     for block_N, part, query_S in tile_groups(tiles):
         dq, dk_NSK, dv_NSK = tile_backward(
             BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs)),
-            k_JSK[block_N],
-            v_JSK[block_N],
+            k_JSK.index_select(0, block_N),
+            v_JSK.index_select(0, block_N),
             buffers,
         )
         dq_SMK[part] = dq.view(-1, M, K)

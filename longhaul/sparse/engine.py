@@ -248,6 +248,34 @@ def _own_forward(
     return o_CMK, lse_CM.masked_fill(~pairs.has_own_C[:, None], -torch.inf)
 
 
+def _few_queries(
+    q_TMK: Tensor,
+    k_SK: Tensor,
+    v_SK: Tensor,
+    chosen_Tn: Tensor,
+    l: int,
+    products: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(o_TMK, lse_TM) of the last T of S positions, whose chosen keys R = n*l are gathered: for
+    fewer than one read per key, as in decoding, where all keys would be copied otherwise.
+    """
+    S, K = k_SK.shape
+    T = len(q_TMK)
+    device = q_TMK.device
+    position_l = torch.arange(l, device=device)
+    key_TR = (chosen_Tn.long().unsqueeze(-1) * l + position_l).flatten(1)
+    t_T1 = torch.arange(S - T, S, device=device)[:, None]
+    hidden_TR = (key_TR < 0) | (key_TR > t_T1)
+
+    index = key_TR.clamp_(0, S - 1).flatten()
+    k_TRK, v_TRK = (x.index_select(0, index).view(T, -1, K).to(products) for x in (k_SK, v_SK))
+    q_TMK = q_TMK.to(products)
+    o_TMK, lse_TM = tile_forward(q_TMK, k_TRK, v_TRK, Buffers(q_TMK), hidden_TR[:, None])
+    blind_T1 = hidden_TR.all(-1, keepdim=True)
+    o_TMK = o_TMK.masked_fill_(blind_T1.unsqueeze(-1), 0)
+    return o_TMK, lse_TM.masked_fill_(blind_T1, -torch.inf)
+
+
 def _empty_outputs(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
     o_BTHK = q_BTHK.new_empty(q_BTHK.shape)
     return o_BTHK, q_BTHK.new_empty(q_BTHK.shape[:3], dtype=torch.float32)
@@ -265,9 +293,15 @@ def block_sparse_forward(
 ) -> tuple[Tensor, Tensor]:
     """(o_BTHK, lse_BTH); `products` is the dtype in which products are computed."""
     o_BTHK, lse_BTH = _empty_outputs(q_BTHK)
+    n = chosen_BTGn.shape[3]
 
     def forward(stream: Stream) -> None:
         k_SK, v_SK = k_BSGK[stream.blocks], v_BSGK[stream.blocks]
+        if stream.length * n * block < len(k_SK):
+            q_TMK, chosen_Tn = q_BTHK[stream.heads], chosen_BTGn[stream.tokens]
+            found = _few_queries(q_TMK, k_SK, v_SK, chosen_Tn, block, products)
+            o_BTHK[stream.heads], lse_BTH[stream.heads] = found
+            return
         _forward_stream(
             q_BTHK[stream.heads],
             KeysValues(_in_blocks(k_SK, block, products), _in_blocks(v_SK, block, products)),

@@ -1,5 +1,6 @@
 """The engine of block-sparse attention and its plain version against a dense float64 oracle."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -7,11 +8,18 @@ import torch
 
 from base.machine import Platform, running_on
 from footprint.measure import peak_bytes
+from longhaul.config import TrainConfig
+from longhaul.kinds import KINDS, Kind
 from longhaul.memory.platforms import Bodies
+from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.simulate import simulate
+from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_mass, block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
+from model import Attention
 from tests.oracle import causal_attention
+from tests.tiers import few_fast
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -384,6 +392,56 @@ def test_the_bodies_take_more_elements_than_32_bits_count(target):
         engine.block_sparse_forward._init_fn(*last)
     assert integers.dtypes == {torch.int64}
     assert [x.shape for x in (o, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+
+
+# ---- in a model
+
+
+@dataclasses.dataclass(frozen=True)
+class NearBlocks:
+    """The first block, and every second one of the last 2 * near blocks."""
+
+    name = "near_blocks"
+    block: int = 16
+    near: int = 3
+
+    def layer(self, config, ops):
+        return NearBlocksAttention(config, ops)
+
+
+class NearBlocksAttention(Attention):
+    def __init__(self, config, ops):
+        super().__init__(config, ops)
+        self.sizes = config.attention
+
+    def attend_document(self, q_BTHK, k_BSGK, v_BSGK):
+        (B, S, G, _), T = k_BSGK.shape, q_BTHK.shape[1]
+        own_T1 = torch.arange(S - T, S)[:, None] // self.sizes.block
+        near_Tn = own_T1 - 2 * torch.arange(self.sizes.near)
+        first_T1 = torch.where((near_Tn == 0).any(1, keepdim=True), -1, 0)
+        chosen_Tn = torch.cat([near_Tn, first_T1], 1).int()
+        chosen_BTGn = chosen_Tn[None, :, None].expand(B, T, G, -1)
+        return block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)[0]
+
+
+class NearBlocksKind(Kind):
+    config = NearBlocks
+
+
+def test_a_kind_made_of_the_engine_passes_what_the_trainer_asks(monkeypatch):
+    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
+    checks = verify_kind(NearBlocks())
+    assert [name for name, passed, _ in checks if not passed] == []
+
+
+@pytest.mark.parametrize("checkpointing", few_fast(["selective", "none", "full"], 9))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, monkeypatch):
+    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
+    changes = dict(context_length=3001, dtype=dtype, gradient_checkpointing=checkpointing)
+    cfg = TrainConfig(model_size="tiny", attention_type="near_blocks", **changes)
+    planned = simulate(cfg, target="cpu").peak()[0]
+    assert planned == pytest.approx(allocator_peak(cfg), rel=0.01)
 
 
 # ---- operators and bad input

@@ -99,6 +99,7 @@ class Chunk(NamedTuple):
     own: slice  # the blocks that they are in
     rows: int  # queries of an own tile
     before: int  # rows of the first own tile that are before the first query
+    pairs: int  # at most so many with blocks before the own one
 
 
 def _chunks(
@@ -114,16 +115,25 @@ def _chunks(
     chunks = []
     for start in starts(-(first % l), T, size):
         queries = slice(max(0, start), min(start + size, T))
-        chunks.append(_chunk(queries, first, l))
+        chunks.append(_chunk(queries, first, n, l))
     return chunks
 
 
-def _chunk(queries: slice, first: int, l: int) -> Chunk:
+def _chunk(
+    queries: slice,
+    first: int,
+    n: int,
+    l: int,
+) -> Chunk:
     low, high = first + queries.start, first + queries.stop
     own = slice(low // l, -(-high // l))
+    pairs = 0
+    for j in range(own.start, own.stop):
+        in_block = min(high, (j + 1) * l) - max(low, j * l)
+        pairs += in_block * min(n, j)
     if own.stop - own.start == 1:  # as in decoding: no more rows than queries
-        return Chunk(queries, low, own, rows=high - low, before=0)
-    return Chunk(queries, low, own, rows=l, before=low % l)
+        return Chunk(queries, low, own, rows=high - low, before=0, pairs=pairs)
+    return Chunk(queries, low, own, rows=l, before=low % l, pairs=pairs)
 
 
 class Pairs(NamedTuple):
@@ -179,19 +189,19 @@ def _pairs(
         has_own_C=is_own_Cn.any(1),
         is_own_Cn=is_own_Cn,
         hidden_Rl=hidden_Rl.repeat_interleave(M, 0),
-        tiles=cut_tiles(block_Cn, J, _tile_pairs(C, M)),
+        tiles=cut_tiles(block_Cn, J, _tile_pairs(chunk, M), chunk.pairs),
     )
 
 
-def _tile_pairs(C: int, M: int) -> int:
+def _tile_pairs(chunk: Chunk, M: int) -> int:
     """Pairs of a tile: a block has at most one of each query."""
-    return max(1, min(TILE_ROWS // M, C))
+    queries = chunk.queries.stop - chunk.queries.start
+    return max(1, min(TILE_ROWS // M, queries))
 
 
 def _slot_results(
     q_TMK: Tensor,
     chunks: list[Chunk],
-    n: int,
     J: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -199,8 +209,7 @@ def _slot_results(
     this size is new pages, and writing these for the first time takes as long as a product.
     """
     _, M, K = q_TMK.shape
-    queries = [chunk.queries.stop - chunk.queries.start for chunk in chunks]
-    slots = max(slot_count(C * n, J, _tile_pairs(C, M)) for C in queries)
+    slots = max(slot_count(chunk.pairs, J, _tile_pairs(chunk, M)) for chunk in chunks)
     return q_TMK.new_empty(slots, M, K, dtype=dtype)
 
 
@@ -218,10 +227,9 @@ def _forward_stream(
     """Fills o and lse of one stream, whose first query has the position `first`."""
     T, M, _ = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
-    n = chosen_Tn.shape[1]
     buffers = Buffers(kv.k_JlK)
-    chunks = _chunks(T, first, n, l)
-    results_SMK = _slot_results(q_TMK, chunks, n, J, buffers.like.dtype)
+    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
     for chunk in chunks:
         queries = chunk.queries
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
@@ -350,10 +358,9 @@ def _backward_stream(
     """Fills dq of one stream and adds to dk and dv, of which dk lacks the factor 1 / sqrt(K)."""
     T, M, K = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
-    n = chosen_Tn.shape[1]
     buffers = Buffers(kv.k_JlK)
-    chunks = _chunks(T, first, n, l)
-    results_SMK = _slot_results(q_TMK, chunks, n, J, buffers.like.dtype)
+    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
     for chunk in chunks:
         queries = chunk.queries
         pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)

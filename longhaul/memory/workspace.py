@@ -19,6 +19,7 @@ from base import machine
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
 from longhaul.memory.platforms import Bodies
+from longhaul.sparse.choose import choose_operator
 from longhaul.sparse.indexed import operators
 from longhaul.sparse.nsa import engine
 from longhaul.vocab import loss as vocab_loss
@@ -27,8 +28,9 @@ from longhaul.vocab import statistics
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
 INDEXED = (operators.indexed_forward, operators.indexed_backward)
+CHOICE = (choose_operator,)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
-OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + STATISTICS}
+OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 

@@ -1,0 +1,43 @@
+"""Blocks by the model's own logits.
+
+    S[t, b] = max over the group's heads h and the keys s of b of q_h[t] . k_s
+
+It is one of the seven products of attention's forward and backward, so it costs a seventh of full
+attention at any length; other choices are measured against it. Letters: those of choose.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longhaul.sparse.choose import Products
+from longhaul.sparse.layer import BlockConfig
+
+
+@dataclass(frozen=True)
+class Exact(BlockConfig):
+    """Attention over the blocks that hold the largest logits."""
+
+    name = "exact"
+    found = "all"
+
+    def scores(
+        self,
+        q_ZCMK: Tensor,
+        k_ZSK: Tensor,
+        first: int,
+        N: int,
+        products: Products,
+    ) -> Tensor:
+        Z, C, M, _ = q_ZCMK.shape
+        scores_ZNC = q_ZCMK.new_empty((Z, N, C), dtype=torch.float32)
+        for tile in products.tiles(N, Z * C * M * self.block):
+            keys = slice(tile.start * self.block, tile.stop * self.block)
+            logits_ZLR = products(k_ZSK[:, keys], q_ZCMK.flatten(1, 2))
+            largest_ZNR = logits_ZLR.unflatten(1, (len(tile), self.block)).amax(2)
+            scores_ZNC[:, tile.start : tile.stop] = largest_ZNR.unflatten(2, (C, M)).amax(3)
+        return scores_ZNC.transpose(1, 2)
+
+    def vectors_scored(self, tokens: Tensor) -> Tensor:
+        return tokens

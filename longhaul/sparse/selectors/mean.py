@@ -1,0 +1,40 @@
+"""Blocks by the mean of their keys (MoBA, arXiv 2502.13189; FlashMoBA, 2511.11571).
+
+    S[t, b] = sum over the group's heads h of q_h[t] . mean(k_s, s in b)
+
+MoBA chooses for each head; here the heads of a group share a choice. Letters: those of choose.py.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longhaul.sparse.choose import Products
+from longhaul.sparse.layer import BlockConfig
+
+
+@dataclass(frozen=True)
+class Mean(BlockConfig):
+    """Attention over the blocks whose mean key is nearest to the query."""
+
+    name = "mean"
+
+    init: int = 0
+    local: int = 1
+
+    def span(self) -> tuple[int, int]:
+        return self.block, self.block
+
+    def summarise(self, k_BSGK: Tensor) -> Tensor:
+        N = k_BSGK.shape[1] // self.block
+        return k_BSGK[:, : N * self.block].float().unflatten(1, (N, self.block)).mean(2)
+
+    def scores(
+        self,
+        q_ZCMK: Tensor,
+        mean_ZNK: Tensor,
+        first: int,
+        N: int,
+        products: Products,
+    ) -> Tensor:
+        return products(q_ZCMK.float().sum(2), mean_ZNK[:, :N])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from longhaul.sparse.choose import SELECTORS, Products, choose_blocks
-from longhaul.sparse.plain import plain_block_sparse_attention as block_sparse_attention
+from longhaul.sparse.engine import block_sparse_attention
+from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
 
 # The smallest value of each number of the settings.
@@ -146,8 +147,10 @@ class SelectedAttention(Attention):
 
         early_BTHK, late_BTHK = q_BTHK.split((dense, T - dense), dim=1)
         chosen_BTGn = choose_blocks(self.sizes, late_BTHK, k_BSGK, summary_BJGW)
-        inputs = late_BTHK, k_BSGK, v_BSGK, chosen_BTGn
-        o_BTHK, _ = block_sparse_attention(*inputs, self.sizes.block)
+        attend = block_sparse_attention
+        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
+            attend = plain_block_sparse_attention
+        o_BTHK, _ = attend(late_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
         if not dense:
             return o_BTHK
         seen = slice(0, first + dense)

@@ -36,6 +36,7 @@ from longhaul.sparse.nsa.selected import (
     merge_parts,
     pad_queries,
     queries_of,
+    slot_count,
     tile_backward,
     tile_forward,
     tile_groups,
@@ -178,8 +179,29 @@ def _pairs(
         has_own_C=is_own_Cn.any(1),
         is_own_Cn=is_own_Cn,
         hidden_Rl=hidden_Rl.repeat_interleave(M, 0),
-        tiles=cut_tiles(block_Cn, J, max(1, min(TILE_ROWS // M, C))),
+        tiles=cut_tiles(block_Cn, J, _tile_pairs(C, M)),
     )
+
+
+def _tile_pairs(C: int, M: int) -> int:
+    """Pairs of a tile: a block has at most one of each query."""
+    return max(1, min(TILE_ROWS // M, C))
+
+
+def _slot_results(
+    q_TMK: Tensor,
+    chunks: list[Chunk],
+    n: int,
+    J: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Memory for the results of the slots, which all chunks use one after another: new memory of
+    this size is new pages, and writing these for the first time takes as long as a product.
+    """
+    _, M, K = q_TMK.shape
+    queries = [chunk.queries.stop - chunk.queries.start for chunk in chunks]
+    slots = max(slot_count(C * n, J, _tile_pairs(C, M)) for C in queries)
+    return q_TMK.new_empty(slots, M, K, dtype=dtype)
 
 
 # ---- forward
@@ -196,14 +218,19 @@ def _forward_stream(
     """Fills o and lse of one stream, whose first query has the position `first`."""
     T, M, _ = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
+    n = chosen_Tn.shape[1]
     buffers = Buffers(kv.k_JlK)
-    for chunk in _chunks(T, first, chosen_Tn.shape[1], l):
+    chunks = _chunks(T, first, n, l)
+    results_SMK = _slot_results(q_TMK, chunks, n, J, buffers.like.dtype)
+    for chunk in chunks:
         queries = chunk.queries
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
         pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
         own = _own_forward(q_CMK, kv, pairs, buffers)
-        others = tiles_forward(q_CMK, *kv, pairs.tiles, buffers)
-        o_TMK[queries], lse_TM[queries] = merge_parts(*own, *others, pairs.tiles.slot_CP)
+        o_SMK = results_SMK[: len(pairs.tiles.query_S)]
+        lse_SM = tiles_forward(q_CMK, *kv, pairs.tiles, buffers, o_SMK)
+        merged = merge_parts(*own, o_SMK, lse_SM, pairs.tiles.slot_CP)
+        o_TMK[queries], lse_TM[queries] = merged
 
 
 def _own_forward(
@@ -289,14 +316,18 @@ def _backward_stream(
     """Fills dq of one stream and adds to dk and dv, of which dk lacks the factor 1 / sqrt(K)."""
     T, M, K = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
+    n = chosen_Tn.shape[1]
     buffers = Buffers(kv.k_JlK)
-    for chunk in _chunks(T, first, chosen_Tn.shape[1], l):
+    chunks = _chunks(T, first, n, l)
+    results_SMK = _slot_results(q_TMK, chunks, n, J, buffers.like.dtype)
+    for chunk in chunks:
         queries = chunk.queries
         pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
         inputs = saved.inputs(queries, q_CMK)
         dq_CMK = _own_backward(inputs, kv, pairs, dkv, buffers).float()
-        dq_CMK += tiles_backward(inputs, *kv, pairs.tiles, *dkv, buffers)
+        dq_SMK = results_SMK[: len(pairs.tiles.query_S)]
+        dq_CMK += tiles_backward(inputs, *kv, pairs.tiles, *dkv, buffers, dq_SMK)
         dq_TMK[queries] = dq_CMK.mul_(K**-0.5)
 
 
@@ -461,7 +492,10 @@ def _tile_lse(
     logits_NRl = product_fp32(q_NRK, k_NlK, buffers, "logits").mul_(q_NRK.shape[-1] ** -0.5)
     if hidden_Rl is not None:
         logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
-    return logits_NRl.logsumexp(-1)
+    # logsumexp would hold a copy that the planner does not see
+    most_NR1 = logits_NRl.amax(-1, keepdim=True)
+    sum_NR = logits_NRl.sub_(most_NR1).exp_().sum(-1)
+    return sum_NR.log_().add_(most_NR1.squeeze(-1))
 
 
 # ---- the operators of PyTorch

@@ -307,7 +307,7 @@ def test_inside_it_takes_what_the_planner_says(name, dtype):
     """The operator alone, of which the planner visits the last chunks."""
     sizes = dataclasses.replace(SELECTORS[name], block=64)
     q, k, _ = (x[:1].to(dtype) for x in drawn(2000, 2000, K=64))
-    args = q, k, None, sizes.name, json.dumps(dataclasses.asdict(sizes))
+    args = q, k, None, sizes.name, json.dumps(dataclasses.asdict(sizes)), dtype
     planned = Workspaces("cpu")._inside(choose_operator._qualname, args)
     planned += choose_operator(*args).nbytes
     call = functools.partial(choose_operator, *args)
@@ -337,7 +337,7 @@ def test_flops_count_the_keys_read_and_the_scores():
         ("exact", "count=2", "count >= init + local"),
         ("exact", "page=8", "'page=8': give name=value with a name of count, block"),
         ("bounds", "page=24", "block a multiple of page"),
-        ("pooled", "stride=24", "block and kernel multiples of stride"),
+        ("pooled", "stride=24", "kernel <= block"),
         ("pooled", "reduce=mean", "max or logsumexp"),
         ("standard", "count=8", "changes nothing of --attention_type standard"),
         ("nsa", "count=8", "changes nothing of --attention_type nsa"),

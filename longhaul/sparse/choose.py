@@ -15,6 +15,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ SELECTORS: dict[str, type] = {}  # the settings of each selector, by name
 class Products:
     """The products of one call, in fp32 and in buffers that are used again.
 
-    room  numbers that may exist at once
+    dtype  of what is multiplied
+    room   numbers that may exist at once
     """
 
-    def __init__(self, q: Tensor, room: int):
-        self.room = room
+    def __init__(self, q: Tensor, dtype: torch.dtype):
+        on_cuda = platform().device(q).type == "cuda"
+        self.room = CUDA_PRODUCTS if on_cuda else CPU_PRODUCTS
+        self.dtype = dtype
         self._buffers = Buffers(q)
 
     def __call__(self, a_ZJW: Tensor, b_ZRW: Tensor) -> Tensor:
@@ -50,6 +54,15 @@ class Products:
         size = max(1, self.room // numbers)
         tiles = [range(b, min(b + size, blocks)) for b in range(0, blocks, size)]
         return platform().tiles(tiles)
+
+
+class Chunk(NamedTuple):
+    """Some queries of a few streams, and how many blocks are scored for them."""
+
+    q_ZCMK: Tensor
+    first: int  # position of the first query
+    N: int
+    products: Products
 
 
 @torch.no_grad()
@@ -65,7 +78,9 @@ def choose_blocks(
     sizes         the settings of a selector (layer.py)
     summary_BJGW  what it keeps of the keys, if that is at hand
     """
-    return choose_operator(q_BTHK, k_BSGK, summary_BJGW, sizes.name, json.dumps(asdict(sizes)))
+    settings = json.dumps(asdict(sizes))
+    dtype = platform().product_dtype(q_BTHK)
+    return choose_operator(q_BTHK, k_BSGK, summary_BJGW, sizes.name, settings, dtype)
 
 
 @torch.library.custom_op("longhaul::choose_blocks", mutates_args=())
@@ -75,27 +90,30 @@ def choose_operator(
     summary_BJGW: Tensor | None,
     name: str,
     settings: str,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """As `choose_blocks`; the settings are JSON."""
+    """As `choose_blocks`; the settings are JSON. `dtype`: of what is multiplied."""
     sizes = selector(name, settings)
     if summary_BJGW is None:
-        summary_BJGW = sizes.summarise(k_BSGK)
+        scored = k_BSGK.shape[1] > sizes.block  # otherwise every query is in the first block
+        summary_BJGW = sizes.summarise(k_BSGK) if scored else k_BSGK
     chosen_BTGn = _empty_choice(q_BTHK, k_BSGK, sizes)
     chosen_BGTn = chosen_BTGn.transpose(1, 2)
 
     S, G = k_BSGK.shape[1:3]
     q_BGTMK = q_BTHK.unflatten(2, (G, -1)).transpose(1, 2)
-    on_cuda = platform().device(q_BTHK).type == "cuda"
-    products = Products(q_BTHK, CUDA_PRODUCTS if on_cuda else CPU_PRODUCTS)
-    for b, groups in platform().tiles(_streams(*q_BGTMK.shape[:2], on_cuda)):
-        q_ZTMK = q_BGTMK[b, groups]
+    products = Products(q_BTHK, dtype)
+    for b, groups in platform().tiles(_streams(q_BGTMK)):
         summary_ZJW = summary_BJGW[b, :, groups].transpose(0, 1).contiguous()
-        _choose_of_streams(q_ZTMK, summary_ZJW, S, sizes, products, chosen_BGTn[b, groups])
+        if summary_ZJW.dtype == q_BTHK.dtype:
+            summary_ZJW = summary_ZJW.to(dtype)
+        streams = q_BGTMK[b, groups], summary_ZJW, chosen_BGTn[b, groups]
+        _choose_of_streams(*streams, S, sizes, products)
     return chosen_BTGn
 
 
 @choose_operator.register_fake
-def _(q_BTHK, k_BSGK, summary_BJGW, name, settings):
+def _(q_BTHK, k_BSGK, summary_BJGW, name, settings, dtype):
     return _empty_choice(q_BTHK, k_BSGK, selector(name, settings))
 
 
@@ -112,44 +130,60 @@ def _empty_choice(q_BTHK: Tensor, k_BSGK: Tensor, sizes) -> Tensor:
     return q_BTHK.new_empty((B, T, G, n), dtype=torch.int32)
 
 
-def _streams(rows: int, groups: int, at_once: bool) -> list[tuple[int, slice]]:
+def _streams(q_BGTMK: Tensor) -> list[tuple[int, slice]]:
     """The streams that are computed together: on a GPU all of a row, on a CPU one."""
-    size = groups if at_once else 1
-    starts = range(0, groups, size)
-    return [(b, slice(g, g + size)) for b in range(rows) for g in starts]
+    rows, groups = q_BGTMK.shape[:2]
+    on_cuda = platform().device(q_BGTMK).type == "cuda"
+    size = groups if on_cuda else 1
+    return [(b, slice(g, g + size)) for b in range(rows) for g in range(0, groups, size)]
 
 
 def _choose_of_streams(
     q_ZTMK: Tensor,
     summary_ZJW: Tensor,
+    chosen_ZTn: Tensor,
     S: int,
     sizes,
     products: Products,
-    chosen_ZTn: Tensor,
 ) -> None:
     """Fills chosen_ZTn, a chunk of queries after the other."""
     Z, T, M, _ = q_ZTMK.shape
     numbers = Z * M * max(1, sizes.columns(S))
     size = max(1, min(MOST_QUERIES, products.room // numbers))
-    starts = list(range(0, T, size))
-    for start in platform().last(starts):
+    forced = sizes.init + sizes.local
+    free = chosen_ZTn.shape[-1] - forced
+    for start in platform().last(list(range(0, T, size))):
         few = slice(start, min(start + size, T))
-        first = S - T + few.start
+        first = S - T + start
         own_C = torch.arange(first, S - T + few.stop, device=q_ZTMK.device) // sizes.block
-        # blocks before the local ones of the last query, which is the one that has most of them
-        N = max(0, (S - T + few.stop - 1) // sizes.block + 1 - sizes.local)
-        free_ZCf = chosen_ZTn.new_empty((Z, len(own_C), 0))
-        free = chosen_ZTn.shape[-1] - sizes.init - sizes.local
+        write_forced(chosen_ZTn[:, few], own_C, sizes)
+
+        N = (S - T + few.stop - 1) // sizes.block + 1 - sizes.local  # of the last query
         if free > 0 and N > sizes.init:
-            q_ZCMK = q_ZTMK[:, few].contiguous()
-            scores_ZCN = sizes.scores(q_ZCMK, summary_ZJW, first, N, products)
-            free_ZCf = best_blocks(hidden(scores_ZCN, own_C, sizes), min(free, N))
-        fill(chosen_ZTn[:, few], free_ZCf, own_C, sizes)
+            q_ZCMK = q_ZTMK[:, few].to(products.dtype).contiguous()
+            scores_ZCN = sizes.scores(Chunk(q_ZCMK, first, N, products), summary_ZJW)
+            best_ZCf = best_blocks(hidden(scores_ZCN, own_C, sizes), min(free, N))
+            chosen_ZTn[:, few, forced : forced + best_ZCf.shape[-1]] = best_ZCf
+
+
+def write_forced(chosen_ZCn: Tensor, own_C: Tensor, sizes) -> None:
+    """Writes the forced blocks, and behind them that there are no others."""
+    own_C1 = own_C[:, None].int()
+    integers = dict(device=own_C.device, dtype=torch.int32)
+    near_Cl = own_C1 - torch.arange(sizes.local, **integers)
+    first_Ci = torch.arange(sizes.init, **integers).expand(len(own_C), -1)
+    # the first blocks may be among the near ones, and there may be fewer of either
+    first_Ci = first_Ci.masked_fill(first_Ci > own_C1 - sizes.local, NO_BLOCK)
+    forced_Cf = torch.cat((near_Cl.clamp(min=NO_BLOCK), first_Ci), dim=1)
+
+    forced_Cf = forced_Cf[:, : chosen_ZCn.shape[-1]]
+    chosen_ZCn.fill_(NO_BLOCK)
+    chosen_ZCn[..., : forced_Cf.shape[1]] = forced_Cf
 
 
 def hidden(scores_ZCN: Tensor, own_C: Tensor, sizes) -> Tensor:
-    """The scores, with -inf for the blocks that are forced or not complete. All others are finite:
-    NaN is chosen first, so that it shows.
+    """The scores, with -inf for the blocks that are forced or not complete. All others are finite,
+    and NaN is chosen first, so that it shows.
     """
     most = torch.finfo(scores_ZCN.dtype).max
     scores_ZCN = scores_ZCN.nan_to_num(nan=most, posinf=most, neginf=-most)
@@ -171,25 +205,3 @@ def best_blocks(scores_ZCN: Tensor, most: int) -> Tensor:
     found = torch.nonzero_static(taken_ZCN, size=Z * C * most)[:, 2].view(Z, C, most)
     is_none_ZCm = scores_ZCN.gather(-1, found) == -torch.inf
     return found.int().masked_fill_(is_none_ZCm, NO_BLOCK)
-
-
-def fill(
-    chosen_ZCn: Tensor,
-    free_ZCf: Tensor,
-    own_C: Tensor,
-    sizes,
-) -> None:
-    """Writes the forced blocks and the chosen others."""
-    own_C1 = own_C[:, None].int()
-    near_Cl = own_C1 - torch.arange(sizes.local, device=own_C.device, dtype=torch.int32)
-    first_i = torch.arange(sizes.init, device=own_C.device, dtype=torch.int32)
-    first_Ci = first_i.expand(len(own_C), -1)
-    # the first blocks may be among the near ones, and there may be fewer of either
-    first_Ci = first_Ci.masked_fill(first_Ci > own_C1 - sizes.local, NO_BLOCK)
-    forced_Cf = torch.cat((near_Cl.clamp(min=NO_BLOCK), first_Ci), dim=1)
-
-    n = chosen_ZCn.shape[-1]
-    forced = min(n, forced_Cf.shape[1])
-    chosen_ZCn.fill_(NO_BLOCK)
-    chosen_ZCn[..., :forced] = forced_Cf[:, :forced]
-    chosen_ZCn[..., forced : forced + free_ZCf.shape[-1]] = free_ZCf

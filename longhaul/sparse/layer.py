@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from longhaul.sparse.choose import SELECTORS, Products, choose_blocks
+from longhaul.sparse.choose import SELECTORS, Chunk, choose_blocks
 from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
@@ -93,26 +93,19 @@ class BlockConfig:
         """What is scored [B, J, G, W]: every whole entry, from the first key on."""
         return k_BSGK
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        summary_ZJW: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        """Scores [Z, C, N] in fp32 of the first N blocks, for queries that count from `first`."""
+    def scores(self, chunk: Chunk, summary_ZJW: Tensor) -> Tensor:
+        """Scores [Z, C, N] in fp32 of the first N blocks, for the queries of the chunk."""
         raise NotImplementedError(f"{type(self).__name__} defines no scores")
-
-    def columns(self, tokens: int) -> int:
-        """Numbers of a query head that exist at once in `scores`, over so many tokens."""
-        return tokens // self.block
 
     def vectors_scored(self, tokens: Tensor) -> Tensor:
         """Vectors of K numbers with which a query head is multiplied, over so many tokens."""
-        return tokens // self.block
+        return tokens // max(1, self.span()[1])
 
     # ---- what follows from it
+
+    def columns(self, tokens: int) -> int:
+        """Scores of a query head over so many tokens that exist at once."""
+        return tokens // (self.span()[1] or self.block)
 
     def entries(self, tokens: int) -> int:
         """Whole entries of the summary of so many tokens."""

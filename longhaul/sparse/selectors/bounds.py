@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longhaul.sparse.choose import Products
+from longhaul.sparse.choose import Chunk
 from longhaul.sparse.layer import BlockConfig
 
 
@@ -39,22 +39,14 @@ class Bounds(BlockConfig):
         k_BPpGK = k_BSGK[:, : whole * self.page].unflatten(1, (whole, self.page))
         return torch.cat((k_BPpGK.amax(2), k_BPpGK.amin(2)), dim=-1)
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        bounds_ZPW: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        C, M = q_ZCMK.shape[1:3]
-        q_ZRW = torch.cat((q_ZCMK.clamp(min=0), q_ZCMK.clamp(max=0)), dim=-1).flatten(1, 2)
+    def scores(self, chunk: Chunk, bounds_ZPW: Tensor) -> Tensor:
+        C, M = chunk.q_ZCMK.shape[1:3]
+        halves = chunk.q_ZCMK.clamp(min=0), chunk.q_ZCMK.clamp(max=0)
+        q_ZRW = torch.cat(halves, dim=-1).flatten(1, 2)
         pages = self.block // self.page
-        bounds_ZPR = products(bounds_ZPW[:, : N * pages], q_ZRW)
-        return bounds_ZPR.unflatten(1, (N, pages)).amax(2).unflatten(2, (C, M)).amax(3).mT
-
-    def columns(self, tokens: int) -> int:
-        return tokens // self.page
+        bounds_ZPR = chunk.products(bounds_ZPW[:, : chunk.N * pages], q_ZRW)
+        bounds_ZNR = bounds_ZPR.unflatten(1, (chunk.N, pages)).amax(2)
+        return bounds_ZNR.unflatten(2, (C, M)).amax(3).mT
 
     def vectors_scored(self, tokens: Tensor) -> Tensor:
         return 2 * (tokens // self.page)

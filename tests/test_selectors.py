@@ -114,7 +114,8 @@ def assert_chosen(sizes, q: torch.Tensor, k: torch.Tensor, chosen: torch.Tensor,
     """The forced blocks and the best others. `ties`: how near in score two blocks may be that
     change places; 0: never, and of equal ones the lower index is read.
     """
-    T, S, G = q.shape[1], k.shape[1], k.shape[2]
+    T = q.shape[1]
+    S, G = k.shape[1:3]
     for b in range(2):
         for g in range(G):
             q_TMK = q[b].unflatten(1, (G, -1))[:, g]

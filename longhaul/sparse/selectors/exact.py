@@ -27,8 +27,10 @@ class Exact(BlockConfig):
         q_ZRK = chunk.q_ZCMK.flatten(1, 2)
         scores_ZNC = q_ZRK.new_empty((Z, chunk.N, C), dtype=torch.float32)
         for tile in chunk.products.tiles(chunk.N, Z * C * M * self.block):
-            keys = slice(tile.start * self.block, tile.stop * self.block)
-            logits_ZLR = chunk.products(k_ZSK[:, keys], q_ZRK)
-            largest_ZNR = logits_ZLR.unflatten(1, (len(tile), self.block)).amax(2)
-            scores_ZNC[:, tile.start : tile.stop] = largest_ZNR.unflatten(2, (C, M)).amax(3)
-        return scores_ZNC.transpose(1, 2)
+            first = tile.start * self.block
+            end = tile.stop * self.block
+            logits_ZLR = chunk.products(k_ZSK[:, first:end], q_ZRK)
+            logits_ZNlR = logits_ZLR.unflatten(1, (len(tile), self.block))
+            largest_ZNCM = logits_ZNlR.amax(2).unflatten(2, (C, M))
+            scores_ZNC[:, tile.start : tile.stop] = largest_ZNCM.amax(3)
+        return scores_ZNC.mT

@@ -20,6 +20,7 @@ from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
 from longhaul.parallel import context
 from longhaul.sparse.indexed.layer import IndexerConfig
+from longhaul.sparse.layer import BlockConfig
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
 # Tokens per tile of the MLP if --mlp_tiles leaves the choice open: matrix products of this length
@@ -78,7 +79,9 @@ class TrainConfig:
     attention_type: str = flag(
         "standard",
         "kind of attention: standard is full causal attention, nsa is Native Sparse Attention, "
-        "indexed reads the blocks that a trained indexer chooses",
+        "indexed reads the blocks that a trained indexer chooses; without new weights, exact reads "
+        "the blocks with the largest logits, bounds those with the largest bounds of them, pooled "
+        "and mean those whose means of keys fit best",
         aliases=("attention",),
         choices=KINDS,
         group="model",
@@ -95,6 +98,13 @@ class TrainConfig:
         (),
         "fields of IndexerConfig as name=value, for example budget=1024 r=4; "
         "needs --attention_type indexed",
+        many=True,
+        group="model",
+    )
+    blocks: tuple[str, ...] = flag(
+        (),
+        "fields of the settings of exact, bounds, pooled or mean as name=value, for example "
+        "count=32 local=4; needs one of these as --attention_type",
         many=True,
         group="model",
     )
@@ -730,7 +740,7 @@ class TrainConfig:
 
     def _check_attention_sizes(self) -> None:
         """ValueError for sizes of another attention, which would train this one without a word."""
-        for name, kind in (("nsa", "nsa"), ("indexer", "indexed")):
+        for name, kind in (("nsa", "nsa"), ("indexer", "indexed"), ("blocks", "exact")):
             given = getattr(self, name)
             if given and attention_kind(self).settings != name:
                 raise ValueError(
@@ -843,6 +853,13 @@ class TrainConfig:
                 f"--indexer budget={sparse.budget} reads a whole row of {self.context_length}, so "
                 "indexed attention only adds work: use --attention_type standard, a longer "
                 "--context_length or a smaller budget"
+            )
+
+        if isinstance(sparse, BlockConfig) and self.context_length <= sparse.dense_tokens:
+            found.append(
+                f"--attention_type {self.attention_type} reads every key before position "
+                f"{sparse.dense_tokens}, so rows of {self.context_length} have full attention: "
+                "give a longer --context_length, or --blocks with a smaller count or dense_below"
             )
         return found
 

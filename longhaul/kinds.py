@@ -16,6 +16,8 @@ from base.machine import FP32
 from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
 from longhaul.sparse.indexed import layer as indexed
 from longhaul.sparse.indexed.operators import why_no_indexed_triton
+from longhaul.sparse.layer import BlockConfig
+from longhaul.sparse.selectors import SELECTED
 from model import Device, ModelConfig, NSAConfig, Ops, Standard
 
 
@@ -54,6 +56,10 @@ class Kind:
     @classmethod
     def warning(cls, config: ModelConfig, device: Device) -> str | None:
         """What a user should know about this kind on the device, in one line."""
+
+    @classmethod
+    def notice(cls, config: ModelConfig) -> str | None:
+        """What is known of this kind, in one line at the start of a run."""
 
     @classmethod
     def is_learner(cls, name: str) -> bool:
@@ -321,16 +327,65 @@ class IndexedKind(Kind):
         return 2 * keys + queries + element * tokens // indexer.r * indexer.head_dim
 
 
+class SelectedKind(Kind):
+    """Attention over the blocks that a selector chooses; it has no weights of its own."""
+
+    config = BlockConfig
+    settings = "blocks"
+    is_qwen3 = True
+
+    @classmethod
+    def notice(cls, config: ModelConfig) -> str | None:
+        sizes = config.attention
+        words = f"{sizes.name} attention reads {sizes.count} blocks of {sizes.block} tokens"
+        if not sizes.found:
+            return f"{words}; what it finds at 16 of 256 blocks is not measured"
+        return (
+            f"{words}; a first measurement, without training and on needles of one token, found "
+            f"{sizes.found} of what full attention finds, at 16 of 256 blocks"
+        )
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """The keys of attention, and the scores in units of a key's operations: over forward and
+        backward a key takes 12 H K of them, and a score 2 H K.
+        """
+        sizes = config.attention
+        past = positions + 1
+        chosen = (sizes.count - 1) * sizes.block + positions % sizes.block + 1
+        sparse = chosen + sizes.vectors_scored(past) / 6
+        return past.to(sparse.dtype).where(positions < sizes.dense_tokens, sparse)
+
+    @classmethod
+    def chosen_bytes(cls, config: ModelConfig, tokens: int) -> int:
+        """Bytes of the chosen blocks, int32, of the queries that choose."""
+        sizes = config.attention
+        choosing = max(0, tokens - sizes.dense_tokens)
+        return 4 * choosing * config.num_kv_heads * sizes.count
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The chosen blocks as well."""
+        return super().saved_bytes(config, tokens, element) + cls.chosen_bytes(config, tokens)
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The chosen blocks as well."""
+        return super().output_bytes(config, tokens, element) + cls.chosen_bytes(config, tokens)
+
+
 KINDS: dict[str, type[Kind]] = {
     "standard": StandardKind,
     "nsa": NSAKind,
     "indexed": IndexedKind,
 }
+for config in SELECTED:
+    KINDS[config.name] = type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
 
 
 # The kinds that `longhaul.memory.verify_kind.verify_kind` is known to pass; a run with another one
 # warns.
-VERIFIED = ("standard", "nsa", "indexed")
+VERIFIED = ("standard", "nsa", "indexed", *(config.name for config in SELECTED))
 
 
 def attention_kind(config) -> type[Kind]:
@@ -361,7 +416,7 @@ def attention_params(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in layer.parameters())
 
 
-# ---- how configurations are recorded: the settings of every kind, by the names of their flags
+# ---- how configurations are recorded: with the settings of their kind, by the name of its flag
 
 
 def recorded(config: ModelConfig) -> dict:
@@ -369,11 +424,9 @@ def recorded(config: ModelConfig) -> dict:
     fields = asdict(config)
     del fields["attention"]
     fields["attention_type"] = config.attention.name
-    for name, kind in KINDS.items():
-        own = name == config.attention.name
-        if kind.settings or (own and dataclasses.fields(kind.config)):
-            settings = config.attention if own else kind.config()
-            fields[kind.settings or name] = asdict(settings)
+    kind = attention_kind(config)
+    if dataclasses.fields(kind.config):
+        fields[kind.settings or config.attention.name] = asdict(config.attention)
     return fields
 
 

@@ -195,6 +195,9 @@ def sampled(
     slow = attention_kind(config).warning(config, device)
     if slow:
         print(f"warning: {slow}", file=sys.stderr)
+    notice = attention_kind(config).notice(config)
+    if notice:
+        print(f"attention: {notice}", file=sys.stderr)
     model = source.load(device, PRECISIONS[given.dtype])
     if device.type == "cuda":
         cast_matrices(model)

@@ -431,6 +431,9 @@ def announce(ready: Ready):
     for words in warnings:
         print(f"warning: {words}")
 
+    notice = attention_kind(ready.config).notice(ready.config)
+    if notice:
+        print(f"attention: {notice}")
     print(f"loss: {cfg.loss_in_words(ready.config, ready.world.size)}")
     print(f"kernels: {chosen_in_words(ready.config, ready.device)}")
     print("\n".join(ready.loader.summary(cfg.max_steps)), flush=True)

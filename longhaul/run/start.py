@@ -42,6 +42,7 @@ COMPLETED = {
     "attention_type",
     "nsa",
     "indexer",
+    "blocks",
     "context_length",
 }
 

@@ -1,0 +1,215 @@
+"""Attention over blocks of keys that a selector chooses without weights of its own: the settings,
+the layer, and what it keeps while decoding. selectors/ has the equations, one file for each.
+
+Letters: B rows, T tokens, S stored positions, H query heads, G KV heads, K head dimension, C
+queries of a chunk, M = H/G, Z = B*G, N blocks, J entries of a summary, W their width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from longhaul.sparse.choose import SELECTORS, Chunk, choose_blocks
+from longhaul.sparse.engine import block_sparse_attention
+from longhaul.sparse.plain import plain_block_sparse_attention
+from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
+
+# The smallest value of each number of the settings.
+LEAST = {
+    "count": 1,
+    "block": 1,
+    "init": 0,
+    "local": 1,
+    "dense_below": 0,
+    "page": 1,
+    "kernel": 1,
+    "stride": 1,
+}
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of attention over chosen blocks, and how blocks are scored: a selector is a subclass,
+    a frozen dataclass with a `name`.
+    """
+
+    name: ClassVar[str] = ""
+    # How much of what full attention finds it was measured to find, as the line of a run says it.
+    found: ClassVar[str] = ""
+
+    count: int = 16  # blocks that a query reads, the forced ones included
+    block: int = 64  # tokens of a block
+    init: int = 1  # of the blocks, the first ones of the document
+    local: int = 2  # of the blocks, the query's own one and those before it
+    dense_below: int = 0  # queries before this position read every key before them
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        SELECTORS[cls.name] = cls
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and (type(value) is not int or value < LEAST[field.name]):
+                allowed = f"{field.name} an integer >= {LEAST[field.name]}"
+                raise self.refusal([field.name], allowed, f"change {field.name}")
+        if self.count < self.init + self.local:
+            raise self.refusal(
+                ["count", "init", "local"],
+                "count >= init + local",
+                "raise count or force fewer blocks",
+            )
+
+    def refusal(
+        self,
+        names: list[str],
+        allowed: str,
+        remedy: str,
+    ) -> ValueError:
+        """The error of settings that do not fit, in one line."""
+        given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return ValueError(f"--blocks: given {given}; allowed: {allowed}; remedy: {remedy}")
+
+    def layer(self, config: ModelConfig, ops: Ops) -> Attention:
+        return SelectedAttention(config, ops)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Queries before this position of a document read every key before them."""
+        return max(self.dense_below, self.count * self.block)
+
+    # ---- what a selector says
+
+    def span(self) -> tuple[int, int]:
+        """Tokens of which an entry of the summary is made, and tokens to the next one's; (0, 0)
+        for keys that are scored as they are.
+        """
+        return 0, 0
+
+    def summarise(self, k_BSGK: Tensor) -> Tensor:
+        """What is scored [B, J, G, W]: every whole entry, from the first key on."""
+        return k_BSGK
+
+    def scores(self, chunk: Chunk, summary_ZJW: Tensor) -> Tensor:
+        """Scores [Z, C, N] in fp32 of the first N blocks, for the queries of the chunk."""
+        raise NotImplementedError(f"{type(self).__name__} defines no scores")
+
+    def vectors_scored(self, tokens: Tensor) -> Tensor:
+        """Vectors of K numbers with which a query head is multiplied, over so many tokens."""
+        return tokens // max(1, self.span()[1])
+
+    # ---- what follows from it
+
+    def columns(self, tokens: int) -> int:
+        """Scores of a query head over so many tokens that exist at once."""
+        return tokens // (self.span()[1] or self.block)
+
+    def entries(self, tokens: int) -> int:
+        """Whole entries of the summary of so many tokens."""
+        span, step = self.span()
+        if not span or tokens < span:
+            return 0
+        return (tokens - span) // step + 1
+
+
+class SelectedAttention(Attention):
+    """Attention of each query over the blocks that the settings choose, and full causal attention
+    of the first `dense_tokens` queries of a document, which read every block.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__(config, ops)
+        self.sizes = config.attention
+
+    def attend_document(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        summary_BJGW: Tensor | None = None,
+    ) -> Tensor:
+        """o [B, T, H, K] of the last T of the S positions; the summary of all, if it is kept."""
+        T = q_BTHK.shape[1]
+        first = k_BSGK.shape[1] - T
+        dense = min(T, max(0, self.sizes.dense_tokens - first))
+        if dense == T:
+            return self.ops.attention(q_BTHK, k_BSGK, v_BSGK)
+
+        early_BTHK, late_BTHK = q_BTHK.split((dense, T - dense), dim=1)
+        chosen_BTGn = choose_blocks(self.sizes, late_BTHK, k_BSGK, summary_BJGW)
+        attend = block_sparse_attention
+        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
+            attend = plain_block_sparse_attention
+        o_BTHK, _ = attend(late_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
+        if not dense:
+            return o_BTHK
+        seen = slice(0, first + dense)
+        early_BTHK = self.ops.attention(early_BTHK, k_BSGK[:, seen], v_BSGK[:, seen])
+        return torch.cat((early_BTHK, o_BTHK), dim=1)
+
+    def packed(
+        self,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+        documents: Documents,
+    ) -> Tensor:
+        if max(documents.lengths) <= self.sizes.dense_tokens:
+            return self.ops.packed(*inputs, documents)
+        return super().packed(inputs, rope, documents)
+
+    def cache(
+        self,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> "SelectedCache":
+        return SelectedCache(self.sizes, shape, device, dtype)
+
+
+class SelectedCache(LayerCache):
+    """Keys and values of one layer, and the summary of all whole entries, which grows with them."""
+
+    def __init__(
+        self,
+        sizes: BlockConfig,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ):
+        super().__init__(shape, device, dtype)
+        self.sizes = sizes
+        self.summary_BJGW = None
+        span, _ = sizes.span()
+        if span:
+            B, length, G, K = shape
+            entry = sizes.summarise(torch.empty((B, span, G, K), dtype=dtype, device=device))
+            room = B, sizes.entries(length), *entry.shape[2:]
+            self.summary_BJGW = torch.empty(room, dtype=entry.dtype, device=device)
+
+    def attend(
+        self,
+        layer: SelectedAttention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what is stored."""
+        q_BTHK, k_BTGK, v_BTGK = inputs
+        before = self.sizes.entries(self.length)
+        keys_and_values = self.append(k_BTGK, v_BTGK)
+        summary_BJGW = self._summary(before)
+        with layer.ops.varying(q_BTHK):
+            return layer.attend_document(q_BTHK, *keys_and_values, summary_BJGW)
+
+    def _summary(self, before: int) -> Tensor | None:
+        """The summary of what is stored, of which `before` entries were there."""
+        if self.summary_BJGW is None:
+            return None
+        now = self.sizes.entries(self.length)
+        if now > before:
+            span, step = self.sizes.span()
+            tokens = slice(before * step, (now - 1) * step + span)
+            self.summary_BJGW[:, before:now] = self.sizes.summarise(self.k_BSGK[:, tokens])
+        return self.summary_BJGW[:, :now]

@@ -122,6 +122,7 @@ class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight, _ = ctx.saved_tensors
+        grad = grad.contiguous()  # copied unless it is, for as long as the kernel runs
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 

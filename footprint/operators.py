@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from footprint.copies import LEFT_OVER, left_over
 from footprint.cudnn import backward as cudnn_backward
 from footprint.cudnn import forward as cudnn_forward
 from footprint.lstm import taken
@@ -101,4 +102,6 @@ def corrected(func, target: str) -> Callable:
     """What returns on fake tensors what the operator does on the target, "cpu" or "cuda"."""
     if func in NORMS:
         return functools.partial(with_statistics, target, func)
+    if func._schema.name in LEFT_OVER:
+        return functools.partial(left_over, func)
     return CORRECTED.get(func, func)

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from footprint.memories import DEVICE
+from footprint.patches import patched
+from footprint.places import StepTracker
 from footprint.tracker import Tracker
 
 
@@ -55,24 +58,24 @@ def arrays(tracker: Tracker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def offloading(tracker: Tracker) -> Iterator[None]:
+def offloading(tracker: StepTracker) -> Iterator[None]:
     """Inside the `with` block `torch.autograd.graph.save_on_cpu` keeps tensors in host memory, as
     on a GPU: among tensors of a CPU it copies nothing.
     """
-    start = save_on_cpu.__init__
 
     def pack(tensor: Tensor) -> Tensor:
         with tracker.on_host():
             return tensor.detach().clone()
 
-    def started(hooks: save_on_cpu, *_, **__) -> None:
-        saved_tensors_hooks.__init__(hooks, pack, torch.clone)
+    def unpack(tensor: Tensor) -> Tensor:
+        with tracker.memories.make(DEVICE):
+            return tensor.clone()
 
-    save_on_cpu.__init__ = started
-    try:
+    def started(hooks: save_on_cpu, *_, **__) -> None:
+        saved_tensors_hooks.__init__(hooks, pack, unpack)
+
+    with patched({(save_on_cpu, "__init__"): started}):
         yield
-    finally:
-        save_on_cpu.__init__ = start
 
 
 @contextlib.contextmanager
@@ -85,11 +88,8 @@ def gpu_scalers() -> Iterator[None]:
     def started(scaler: GradScaler, device: str = "cuda", *args, **kwargs) -> None:
         start(scaler, "cpu", *args, **kwargs)
 
-    GradScaler.__init__ = started
-    try:
+    with patched({(GradScaler, "__init__"): started}):
         yield
-    finally:
-        GradScaler.__init__ = start
 
 
 @contextlib.contextmanager
@@ -99,14 +99,8 @@ def saving_nothing() -> Iterator[None]:
     """
     places = [(torch, "save"), (torch.serialization, "save"), (torch.serialization, "_save")]
     places += [(torch.serialization, "_open_zipfile_writer")]
-    kept = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, _nothing)
-    try:
+    with patched(dict.fromkeys(places, _nothing)):
         yield
-    finally:
-        for (module, name), function in zip(places, kept, strict=True):
-            setattr(module, name, function)
 
 
 def _nothing(*_, **__) -> contextlib.AbstractContextManager:

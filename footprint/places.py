@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from footprint.memories import DEVICE, Memories
 from footprint.operators import corrected
 from footprint.refusal import ON_THE_CPU, Refused, place
 from footprint.tracker import Tracker
@@ -76,6 +77,7 @@ class StepTracker(Tracker):
         super().__init__(workspace, fake)
         self.target = workspace.target
         self.known = known
+        self.memories = Memories(self)
         self.depth = depth
         self.phases: list[tuple[int, str]] = [(0, START)]  # (time, the phase that starts then)
         self.phase = START
@@ -161,6 +163,18 @@ class StepTracker(Tracker):
 
     def _value(self, value: Tensor):
         return self.read_argument(value)
+
+    def _record(self, func, args, outputs) -> None:
+        memories = self.memories
+        is_one = self.target != "cuda" or self.making_host_tensors
+        if is_one or memories.choose(func, args) == DEVICE:
+            super()._record(func, args, outputs)
+        elif memories.are_two:
+            with self.on_host():
+                super()._record(func, args, outputs)
+        else:
+            super()._record(func, args, outputs)
+            memories.note(outputs)
 
     def follow(self, func, args, kwargs, outputs) -> None:
         if self.fake:

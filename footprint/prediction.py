@@ -39,13 +39,14 @@ from footprint.outside import (
 )
 from footprint.owners import adopt, label, move_data
 from footprint.places import DEPTH, StepTracker
-from footprint.ranks import GlooWorkspaces, data_parallel
+from footprint.ranks import GlooWorkspaces, data_parallel, joining
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.trials import not_settled, repeatable, settle
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
+from footprint.written import AsWritten, with_a_device
 
 State = TypeVar("State")
 TARGETS = ("cpu", "cuda")
@@ -132,7 +133,7 @@ def predict(
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(target, fake=True, depth=depth)
-    with _rank_of(world_size), _on_fake_tensors(tracker, target, answers):
+    with _rank_of(world_size, target), _on_fake_tensors(tracker, target, answers, world_size):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, target, world_size)
 
@@ -263,7 +264,7 @@ class Enough(BaseException):
 
 @contextlib.contextmanager
 def _on_fake_tensors(
-    tracker: StepTracker, target: str, answers: Mapping[str, object]
+    tracker: StepTracker, target: str, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     with contextlib.ExitStack() as stack:
@@ -289,7 +290,9 @@ def _on_fake_tensors(
             stack.enter_context(gpu_optimizers())
             stack.enter_context(gpu_scalers())
             stack.enter_context(offloading(tracker))
+            stack.enter_context(with_a_device(tracker, ranks))
             modes.insert(0, CudaOperators())
+            modes.append(AsWritten(tracker.memories))
         else:
             stack.enter_context(random_states(tracker))
             stack.enter_context(arrays(tracker))
@@ -333,12 +336,14 @@ def _words(error: RuntimeError, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _rank_of(ranks: int) -> Iterator[None]:
+def _rank_of(ranks: int, target: str) -> Iterator[None]:
     """This process is rank 0 of `ranks` for the wrappers of PyTorch; nothing for one rank."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_process_group(ranks))
         if ranks > 1:
             stack.enter_context(data_parallel())
+        if target == "cuda":
+            stack.enter_context(joining(ranks, _start_fake_group))
         yield
 
 
@@ -360,11 +365,12 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
         sys.excepthook = excepthook
 
 
-def _start_fake_group(ranks: int) -> None:
+def _start_fake_group(ranks: int, start: Callable = torch.distributed.init_process_group) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    start("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -13,7 +13,8 @@ from footprint.measure import peak_bytes
 
 LARGEST = 2**28  # bytes of the inputs of a convolution that is run
 MOST_PRODUCTS = 2**31  # multiplications of a product that is run
-CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
+MEASURED = ("aten::convolution", "aten::convolution_backward")
+MEASURED += ("aten::native_batch_norm_backward",)
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 HALF = (torch.float16, torch.bfloat16)
 
@@ -21,7 +22,9 @@ HALF = (torch.float16, torch.bfloat16)
 def is_probed(func, args) -> bool:
     """Whether the operator has to be run to be measured."""
     name = func._schema.name
-    return name in CONVOLUTIONS or (name in PRODUCTS and args[-1].dtype in HALF)
+    if name == "aten::gelu_backward":
+        return not all(value.is_contiguous() for value in args)
+    return name in MEASURED or (name in PRODUCTS and args[-1].dtype in HALF)
 
 
 def is_small(func, args) -> bool:
@@ -46,11 +49,6 @@ def inside_bytes(func, args) -> int:
 def _real(value):
     if not isinstance(value, Tensor):
         return value
-    return torch.zeros(value.shape, dtype=value.dtype).as_strided(value.shape, _dense(value))
-
-
-def _dense(value: Tensor) -> tuple[int, ...]:
-    """The strides, if the tensor is dense: else those of a contiguous one."""
-    if torch.ops.aten.is_non_overlapping_and_dense(value):
-        return value.stride()
-    return torch.empty(value.shape, device="meta").stride()
+    last = sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    memory = torch.zeros(1 + max(last, 0), dtype=value.dtype)
+    return memory.as_strided(value.shape, value.stride())

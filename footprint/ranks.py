@@ -5,12 +5,13 @@ fake collectives do not have, and gets them here.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from footprint.patches import patched
 from footprint.refusal import Refused
 from footprint.workspace import ProbedWorkspaces
 
@@ -51,14 +52,41 @@ def data_parallel() -> Iterator[None]:
         (DistributedDataParallel, "register_comm_hook"): _refuse_hooks,
         (torch.distributed.Reducer, "_rebuild_buckets"): lambda _: False,
     }
-    originals = {(owner, name): getattr(owner, name) for owner, name in patches}
-    try:
-        for (owner, name), replacement in patches.items():
-            setattr(owner, name, replacement)
+    with patched(patches):
         yield
+
+
+@contextlib.contextmanager
+def joining(ranks: int, start_group: Callable[[int], None]) -> Iterator[None]:
+    """Inside the `with` block init_process_group finds the group that there is, or one of a single
+    rank, and wrappers that are given GPUs take the CPU, on which fake tensors lie.
+    """
+    from torch.distributed import device_mesh, distributed_c10d
+    from torch.nn.parallel import DistributedDataParallel
+
+    replicate, arrange = DistributedDataParallel.__init__, device_mesh.DeviceMesh.__init__
+
+    def join(*_, **__) -> None:
+        if not torch.distributed.is_initialized():
+            start_group(ranks)
+
+    def replicated(self, module, device_ids=None, output_device=None, *args, **kwargs) -> None:
+        replicate(self, module, None, None, *args, **kwargs)
+
+    def arranged(self, device_type: str, *args, **kwargs) -> None:
+        arrange(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    modules = (torch.distributed, distributed_c10d, device_mesh)
+    patches = {(module, "init_process_group"): join for module in modules}
+    patches[DistributedDataParallel, "__init__"] = replicated
+    patches[device_mesh.DeviceMesh, "__init__"] = arranged
+    was_there = torch.distributed.is_initialized()
+    try:
+        with patched(patches):
+            yield
     finally:
-        for (owner, name), original in originals.items():
-            setattr(owner, name, original)
+        if torch.distributed.is_initialized() and not was_there:
+            torch.distributed.destroy_process_group()
 
 
 def _sent(_, bucket) -> Future[Tensor]:

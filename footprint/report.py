@@ -72,6 +72,13 @@ class Report:
         return Demand.of(self.trace, self.world_size) if self.target == "cuda" else None
 
     @property
+    def host_peak(self) -> int:
+        """Most bytes that the step keeps in host memory, as far as PyTorch makes them: what it
+        moves there, and what it has not moved to the device.
+        """
+        return self.trace.host_peak
+
+    @property
     def reserved(self) -> int | None:
         """Most bytes that the CUDA caching allocator reserves, with classic segments; None for a
         CPU.
@@ -90,6 +97,8 @@ class Report:
             rows.append(f"cards: {self.demand.cards_text()}")
         else:
             rows.append(f"live peak {self.peak / GIB:.3f} GiB")
+        if self.host_peak:
+            rows.append(f"host memory: at most {self.host_peak / GIB:.3f} GiB")
         if self.not_modelled:
             rows.append(f"not in the prediction: {'; '.join(self.not_modelled)}")
         if self.assumed:
@@ -105,6 +114,7 @@ class Report:
             "categories": self.stages[self.peak_stage],
             "stages": self.by_stage,
             "top_tensors": [group | {"shape": list(group["shape"])} for group in self.largest],
+            "host_peak_bytes": self.host_peak,
             "target": self.target,
             "ranks": self.world_size,
             "not_modelled": self.not_modelled,

@@ -155,7 +155,7 @@ class Tracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 self.register(tensor, func)
 
-        extra = self.workspace(func, args, outputs)
+        extra = 0 if self.making_host_tensors else self.workspace(func, args, outputs)
         if extra:
             self._event(0, NO_STORAGE)
             self.trace.workspaces.append((self.time, extra, str(func)))

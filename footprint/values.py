@@ -32,6 +32,7 @@ KERNEL = (
 )
 MOST_KNOWN = 2**18  # elements of a tensor whose values are computed
 TWIN = "_footprint_twin"  # the attribute of a fake tensor that has its values
+CONSTANT = "constant"  # the attribute that PyTorch has for a few of them
 DRAWN = "_footprint_drawn"  # the attribute of a twin's storage that depends on random integers
 READS = {
     Tensor.item,
@@ -173,6 +174,20 @@ class KnownValues:
             count = int(torch.count_nonzero(twin))
         return args[0].new_empty((count, twin.dim()), dtype=torch.int64)
 
+    def copied(self, tensor: Tensor, memo: dict) -> Tensor:
+        """copy.deepcopy of a tensor, which would copy what is known of it as if it were fake."""
+        twin = self.of(tensor)
+        for name in (TWIN, CONSTANT):
+            held = getattr(tensor, name, None)
+            memo[id(held)] = held
+        fake = Tensor.__deepcopy__(tensor, memo)
+        if isinstance(fake, FakeTensor):
+            setattr(fake, CONSTANT, None)
+            if twin is not None:
+                with _disable_current_modes():
+                    self._keep(fake, twin.clone())
+        return fake
+
     def suppose_all(self, fake: Tensor, value: bool) -> None:
         """Take all elements of a tensor of booleans to be `value`, unless they are known."""
         if self.of(fake) is not None:
@@ -305,6 +320,8 @@ class Reading(TorchFunctionMode):
             raise Refused(f"{place()}: {KERNEL}")
         if func is Tensor.pin_memory:  # host memory, which fake tensors do not know
             return args[0]
+        if func is Tensor.__deepcopy__:
+            return self.known.copied(*args)
         if func is one_hot:
             return self._one_hot(*args, **kwargs)
         if func in SPLITS:  # they would take a refusal for a tensor of several sizes

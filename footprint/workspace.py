@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from footprint.copies import copied_bytes
 from footprint.cudnn import backward_copies, forward_copies
 from footprint.lstm import taken
 from footprint.probe import inside_bytes, is_probed, is_small
@@ -27,7 +28,8 @@ class KernelWorkspaces:
 
     def __call__(self, func, args, outputs) -> int:
         declared = DECLARED[self.target].get(func._schema.name)
-        return declared(self.threads, *args) if declared else 0
+        inside = declared(self.threads, *args) if declared else 0
+        return inside + copied_bytes(self.target, func, args, outputs)
 
     def not_modelled(self) -> list[str]:
         """What is left out, in words."""

@@ -2,6 +2,7 @@
 tells apart, what it refuses, and that it needs torch only.
 """
 
+import copy
 import dataclasses
 import functools
 import io
@@ -20,6 +21,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -352,6 +354,27 @@ def test_values_that_follow_from_constants_are_those_of_a_real_step():
     predict(build, step, "cpu")
     del found[7:]  # of the second step
     assert found == [[[0, 2, 4], [6, 8, 10]], 10, 30, False, True, False, [[0, 1], [1, 0], [1, 2]]]
+
+
+def test_copies_of_a_model_with_known_values_are_those_of_the_real_step():
+    """A teacher that follows a model with batch norms, which count their batches."""
+
+    def build():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        teacher = copy.deepcopy(model).requires_grad_(False)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        return model, teacher, average, torch.optim.SGD(model.parameters())
+
+    def step(state):
+        model, teacher, average, optimizer = state
+        pixels = torch.randn(4, 3, 32, 32)
+        (model(pixels) - teacher(pixels)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        assert copy.deepcopy(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+    assert predict(build, step, "cpu").peak == pytest.approx(measure(build, step), abs=TOLERANCE)
 
 
 def test_a_users_optimizer_is_recognised_by_its_methods():

@@ -1,0 +1,134 @@
+"""What kernels copy before they compute, by classes of operators: memory that a tracker of tensors
+cannot see. Sizes are bytes.
+
+- Kernels that want dense rows copy what is not (aten/native: SoftMax.cpp, layer_norm.cpp,
+  Embedding.cpp and their CUDA files; LinearAlgebra.cpp and cuda/Blas.cpp for products).
+- On a CPU, elementwise operators compute in one dtype: operands of another are copied to it, and so
+  is a result (TensorIterator.cpp). On CUDA they convert as they read.
+- Sums in another dtype than their input's copy it (ReduceOpsUtils.h); CUDA reads half precision as
+  it is.
+- Losses with a reduction hold the loss of each element (Loss.cpp).
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+HALF = (torch.float16, torch.bfloat16)
+# operator -> which of its arguments are copied unless they are contiguous
+CONTIGUOUS = {
+    "aten::_softmax": (0,),
+    "aten::_log_softmax": (0,),
+    "aten::_softmax_backward_data": (0, 1),
+    "aten::_log_softmax_backward_data": (0, 1),
+    "aten::native_layer_norm": (0,),
+    "aten::native_layer_norm_backward": (0, 1),
+    "aten::embedding": (1,),
+    "aten::embedding_dense_backward": (0, 1),
+}
+PRODUCTS = {
+    "aten::mm": (0, 1),
+    "aten::addmm": (1, 2),
+    "aten::bmm": (0, 1),
+    "aten::baddbmm": (1, 2),
+}
+SUMS = ["sum", "nansum", "prod", "cumsum", "cumprod", "mean", "any", "all", "linalg_vector_norm"]
+MASKS = ("condition", "mask")  # arguments of elementwise operators that have no part in the dtype
+# losses -> how often they hold the loss of each element, beyond their result
+LOSSES = {
+    "aten::mse_loss": 1,
+    "aten::smooth_l1_loss": 1,
+    "aten::huber_loss": 1,
+    "aten::soft_margin_loss": 0,
+    "aten::binary_cross_entropy": 0,
+}
+# Their result is what is left of all elements' losses, and keeps that memory.
+LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
+
+
+def copied_bytes(target: str, func, args, outputs) -> int:
+    """What the operator copies on the target, "cpu" or "cuda"."""
+    name = func._schema.name
+    if name in CONTIGUOUS:
+        given = [args[position] for position in CONTIGUOUS[name]]
+        copied = sum(dense_bytes(value) for value in given if not value.is_contiguous())
+        return copied + (given[0].nbytes if _multiplies(target, name) else 0)
+    if name in PRODUCTS:
+        given = [args[position] for position in PRODUCTS[name]]
+        return sum(dense_bytes(value) for value in given if not is_matrix(value))
+    if name in LOSSES:
+        return LOSSES[name] * each_bytes(args) if _reduces(outputs, args) else 0
+    if name == "aten::soft_margin_loss_backward":
+        return 2 * each_bytes(args[1:])
+    if name.removeprefix("aten::") in SUMS:
+        return sum_bytes(target, name, args[0], outputs)
+    if target == "cpu" and torch.Tag.pointwise in func.tags:
+        return converted_bytes(func, args, outputs)
+    return 0
+
+
+def dense_bytes(value: Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def _multiplies(target: str, name: str) -> bool:
+    """Softmax's backward on CUDA holds grad * output (cuda/SoftMax.cu)."""
+    return target == "cuda" and name == "aten::_softmax_backward_data"
+
+
+def is_matrix(value: Tensor) -> bool:
+    """Whether a product takes the matrix as it lies: rows or columns without gaps inside."""
+    rows, columns = value.shape[-2:]
+    down, across = value.stride()[-2:]
+    by_rows = across == 1 and down >= max(1, columns)
+    return by_rows or (down == 1 and across >= max(1, rows))
+
+
+def each_bytes(args) -> int:
+    """The loss of each element."""
+    given = [value.shape for value in args[:2]]
+    return torch.broadcast_shapes(*given).numel() * args[0].element_size()
+
+
+def _reduces(result: object, args) -> bool:
+    return isinstance(result, Tensor) and result.dim() == 0 and args[0].dim() > 0
+
+
+def left_over(func, *args) -> Tensor:
+    """The result of a loss, which lies in the memory of all elements' losses."""
+    result = func(*args)
+    if not _reduces(result, args):
+        return result
+    each = args[0].new_empty(each_bytes(args) // args[0].element_size())
+    return each.as_strided((), ())
+
+
+def sum_bytes(target: str, name: str, given: Tensor, result: Tensor) -> int:
+    wide = result.dtype
+    if target == "cpu" and name == "aten::mean" and wide in HALF:
+        wide = torch.float32
+    if target == "cuda" and (given.dtype in HALF or wide == torch.bool):
+        return 0
+    return given.numel() * wide.itemsize if given.dtype != wide else 0
+
+
+def converted_bytes(func, args, outputs) -> int:
+    """Operands, and a result, in another dtype than that in which the operator computes."""
+    named = zip(func._schema.arguments, args, strict=False)
+    given = [leaf for name, value in named if name.name not in MASKS for leaf in tree_leaves(value)]
+    given = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.dim()]
+    if not given or not isinstance(outputs, Tensor):
+        return 0
+    dtypes = [value.dtype for value in given]
+    common = functools.reduce(torch.promote_types, dtypes)
+    is_new = not func._schema.is_mutable
+    if is_new and outputs.dtype != torch.bool:
+        common = outputs.dtype
+    if any(dtype.is_complex for dtype in dtypes) and not common.is_complex:
+        return 0
+    converted = [value for value in given if value.dtype != common]
+    if not is_new and outputs.dtype != common:
+        converted.append(outputs)
+    return sum(value.numel() * common.itemsize for value in converted)

@@ -1,0 +1,120 @@
+"""Two memories: which tensors of a step that is written for a GPU are in the host's.
+
+All fake tensors lie on a CPU. In a step that says "cuda" anywhere, what PyTorch's functions make
+without a device is in host memory, and so is what is computed from such tensors alone; the rest is
+on the device. In a step that never says it, everything is on the device that is predicted.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from footprint.trace import Trace
+from footprint.tracker import Tracker
+
+HOST = "host"
+DEVICE = "device"
+aten = torch.ops.aten
+# operators that read one memory and write the other
+COPIES = (aten.copy_.default, aten._foreach_copy_.default)
+
+
+class Memories:
+    """Where the storages of a tracker are."""
+
+    def __init__(self, tracker: Tracker):
+        self.tracker = tracker
+        self.are_two = False  # whether the step has said "cuda"
+        self.making = ""  # HOST or DEVICE: what a function makes that runs now
+        self.undecided: set[int] = set()  # ids of storages made for the host before it has
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Also a tensor that no operator of the step has made."""
+        if not isinstance(tensor, FakeTensor):
+            return True
+        address = tensor.untyped_storage()._cdata
+        if address in self.tracker.host:
+            return True
+        _, identity = self.tracker.alive.get(address, (None, None))
+        return identity in self.undecided
+
+    @contextlib.contextmanager
+    def make(self, memory: str) -> Iterator[None]:
+        """What PyTorch makes inside the `with` block is in that memory."""
+        before = self.making
+        self.making = memory
+        try:
+            yield
+        finally:
+            self.making = before
+
+    def begin_two(self) -> None:
+        """The step says "cuda": what it has made without a device was in host memory."""
+        if self.are_two:
+            return
+        self.are_two = True
+        tracker, trace = self.tracker, self.tracker.trace
+        events = [event for event in trace.events if event.storage in self.undecided]
+        trace.events = [event for event in trace.events if event.storage not in self.undecided]
+        trace.host_peaks["start"] = trace.host_peaks.get("start", 0) + Trace(events).peak()[0]
+        for address, (reference, identity) in list(tracker.alive.items()):
+            storage = reference()
+            if identity in self.undecided and storage is not None:
+                del tracker.alive[address]
+                del tracker.held[identity]
+                end = weakref.ref(storage, lambda _, address=address: tracker.host.pop(address, 0))
+                tracker.host[address] = end, storage.nbytes()
+        self.undecided.clear()
+
+    def choose(self, func, args) -> str:
+        """The memory of what an operator returns. What the device computes with is on the device:
+        PyTorch takes only numbers from host memory.
+        """
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        on_host = [tensor for tensor in given if self.is_on_host(tensor)]
+        if not given or self.making == DEVICE:
+            return self.making or DEVICE
+        if len(on_host) == len(given):
+            return HOST
+        if func not in COPIES:
+            for tensor in on_host:
+                if tensor.dim():
+                    self._bring(tensor)
+        return DEVICE
+
+    def _bring(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        tracker, address = self.tracker, storage._cdata
+        if tracker.host.pop(address, None):
+            tracker._begin_storage(address, storage, tensor, "from host memory")
+        elif address in tracker.alive:
+            self.undecided.discard(tracker.alive[address][1])
+
+    def note(self, outputs: object) -> None:
+        """What was made for the host before the step has said "cuda"."""
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor):
+                known = self.tracker.alive.get(leaf.untyped_storage()._cdata)
+                if known is not None:
+                    self.undecided.add(known[1])
+
+
+class Moved(torch.autograd.Function):
+    """A copy in the other memory; its gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, memories: Memories, memory: str) -> Tensor:
+        ctx.memories = memories
+        ctx.back = DEVICE if memory == HOST else HOST
+        held = memories.tracker.on_host() if memory == HOST else memories.make(DEVICE)
+        with held:
+            return x.detach().clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return Moved.apply(grad, ctx.memories, ctx.back), None, None

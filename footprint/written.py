@@ -1,0 +1,323 @@
+"""Steps as they are written for a GPU, on a machine that has none: where a step says "cuda", the
+simulated device is meant.
+
+Fake tensors cannot lie on a CUDA device that does not exist, so they lie on the CPU, and the step
+is told otherwise. PyTorch's own files are told the truth.
+"""
+
+import collections
+import contextlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import autocast
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from footprint.allocator import GIB
+from footprint.device import CARDS
+from footprint.memories import DEVICE, HOST, Memories, Moved
+from footprint.patches import patched
+from footprint.places import StepTracker, local
+from footprint.refusal import HERE, TORCH
+from footprint.tracker import Tracker
+
+CARD = "H100"  # the card that answers when a step asks which one there is
+MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
+CUDA = torch.device("cuda", 0)
+MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
+ANSWERS = {
+    Tensor.is_cuda.__get__: True,
+    Tensor.is_cpu.__get__: False,
+    Tensor.get_device: 0,
+}
+
+
+def is_torchs(frame: types.FrameType) -> bool:
+    """Whether the running function is PyTorch's or ours, and not for the step."""
+    file = frame.f_code.co_filename
+    return file.startswith((TORCH, HERE)) and file != MODULES
+
+
+def kind(device: object) -> str:
+    """The type of a device as a step gives it; a number is that of a GPU; "" if there is none."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return "cuda"
+    if isinstance(device, str | torch.device):
+        return str(device).partition(":")[0]
+    return ""
+
+
+class AsWritten(TorchFunctionMode):
+    """Functions of PyTorch that are given or asked for a device."""
+
+    def __init__(self, memories: Memories):
+        super().__init__()
+        self.memories = memories
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_steps = not is_torchs(sys._getframe(1))
+        if func in ANSWERS and is_steps and self._is_on_device(args[0]):
+            return ANSWERS[func]
+        if func in MOVES:
+            return self._move(func, args, kwargs, is_steps)
+        if func is torch._C._nn._parse_to:  # of Module.to, which asks what a number means
+            args = [CUDA if isinstance(value, int) else value for value in args]
+        if "device" in kwargs or "pin_memory" in kwargs or func in _device._device_constructors():
+            return self._make(func, args, kwargs, is_steps)
+        return func(*args, **kwargs)
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        tensor = local(tensor)
+        is_real = tensor.device.type != "meta"
+        return self.memories.are_two and is_real and not self.memories.is_on_host(tensor)
+
+    def _make(self, func, args, kwargs, is_steps: bool):
+        """A factory: what is made without a device, and not by PyTorch, is in host memory."""
+        device = kwargs.get("device")
+        if device is None and func in _device._device_constructors():
+            device = _device.CURRENT_DEVICE
+        name = kind(device)
+        if name == "meta":
+            return func(*args, **kwargs)
+
+        memory = HOST if is_steps or not name else ""
+        if name == "cuda":
+            self.memories.begin_two()
+            memory = DEVICE
+        kwargs = kwargs | ({"device": "cpu"} if name else {})
+        kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        is_hosts = name == "cpu" and memory == HOST and self.memories.are_two
+        made = self.memories.tracker.on_host() if is_hosts else self.memories.make(memory)
+        with made:
+            return func(*args, **kwargs)
+
+    def _move(self, func, args, kwargs, is_steps: bool):
+        """The tensor, or a copy if it is not in the memory that is asked for."""
+        tensor, *rest = args
+        wanted = self._wanted(func, rest, kwargs)
+        if wanted == "cuda":
+            self.memories.begin_two()
+        if func is Tensor.to:
+            rest = ["cpu" if kind(value) == "cuda" else value for value in rest]
+            if "device" in kwargs:
+                kwargs = kwargs | {"device": "cpu"}
+            tensor = func(tensor, *rest, **kwargs)
+        if not self.memories.are_two or wanted not in ("cuda", "cpu"):
+            return tensor
+        if wanted == "cpu" and not (is_steps or func is Tensor.cpu):
+            return tensor
+        memory = DEVICE if wanted == "cuda" else HOST
+        is_there = self.memories.is_on_host(local(tensor)) == (memory == HOST)
+        if (is_there and func is not Tensor.pin_memory) or tensor is not local(tensor):
+            return tensor
+        return Moved.apply(tensor, self.memories, memory)
+
+    def _wanted(self, func, rest: list, kwargs) -> str:
+        if func is not Tensor.to:
+            return "cuda" if func is Tensor.cuda else "cpu"
+        given = [*rest, kwargs.get("device"), kwargs.get("other")]
+        for value in given:
+            if isinstance(value, Tensor):
+                return "cpu" if self.memories.is_on_host(local(value)) else "cuda"
+            if kind(value):
+                return kind(value)
+        return ""
+
+
+# ---- what is asked about the device
+
+
+class Idle:
+    """A stream, an event, or a context: whatever it is told, it has done."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+    def __enter__(self) -> "Idle":
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def elapsed_time(self, _) -> float:
+        return 1.0
+
+
+class Meter:
+    """torch.cuda's counters, answered from the tracker's record."""
+
+    def __init__(self, tracker: Tracker):
+        self.tracker = tracker
+        self.since = 0  # the time from which peaks count
+
+    def allocated(self, *_, **__) -> int:
+        return sum(self.tracker.held.values())
+
+    def peak(self, *_, **__) -> int:
+        if self.since > self.tracker.time:  # another record has begun
+            self.since = 0
+        levels = self.tracker.trace.levels()
+        return max((size for time, size in levels if time > self.since), default=self.allocated())
+
+    def reset(self, *_, **__) -> None:
+        self.since = self.tracker.time
+
+    def free(self, *_, **__) -> tuple[int, int]:
+        total = total_memory()
+        return total - self.allocated(), total
+
+    def stats(self, *_, **__) -> dict[str, int]:
+        found = collections.defaultdict(int)
+        for name in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+            found[f"{name}.all.current"] = self.allocated()
+            found[f"{name}.all.peak"] = self.peak()
+        return found
+
+
+def total_memory() -> int:
+    return int(CARDS[CARD][0] * GIB)
+
+
+def properties(*_, **__) -> types.SimpleNamespace:
+    major, minor = divmod(CARDS[CARD][1], 10)
+    sizes = dict(total_memory=total_memory(), multi_processor_count=132, warp_size=32)
+    return types.SimpleNamespace(name=f"NVIDIA {CARD}", major=major, minor=minor, **sizes)
+
+
+def constant(value: object, original: object = None):
+    """A function that answers the step; PyTorch's own files get the original's answer."""
+
+    def answer(*args, **kwargs):
+        if callable(original) and is_torchs(sys._getframe(1)):
+            return original(*args, **kwargs)
+        return value
+
+    return answer
+
+
+DOES_NOTHING = "synchronize empty_cache ipc_collect init manual_seed manual_seed_all seed seed_all"
+DOES_NOTHING += " set_device set_rng_state set_rng_state_all set_per_process_memory_fraction"
+COUNTERS = {
+    "allocated": "memory_allocated memory_reserved memory_cached",
+    "peak": "max_memory_allocated max_memory_reserved max_memory_cached",
+    "reset": "reset_peak_memory_stats reset_max_memory_allocated reset_accumulated_memory_stats",
+    "free": "mem_get_info",
+    "stats": "memory_stats",
+}
+
+
+def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
+    """What torch.cuda and torch.accelerator say to the step."""
+    cuda, accelerator = torch.cuda, torch.accelerator
+    found: dict[tuple[object, str], object] = {}
+    constants = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": min(ranks, 8),
+        "current_device": 0,
+        "current_device_index": 0,
+        "current_accelerator": torch.device("cuda"),
+        "get_device_name": f"NVIDIA {CARD}",
+        "get_device_capability": divmod(CARDS[CARD][1], 10),
+        "set_device_index": None,
+        "memory_summary": "",
+    }
+    for owner in (cuda, accelerator):
+        for name, value in constants.items():
+            if name in vars(owner):
+                found[owner, name] = constant(value, getattr(owner, name))
+        for name in DOES_NOTHING.split():
+            if name in vars(owner):
+                found[owner, name] = constant(None)
+        meter = Meter(tracker)
+        for counter, names in COUNTERS.items():
+            for name in names.split():
+                if name in vars(owner):
+                    found[owner, name] = getattr(meter, counter)
+    for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream"):
+        found[cuda, name] = Idle
+    for name in ("range_push", "range_pop", "mark"):
+        found[cuda.nvtx, name] = constant(None)
+    found[cuda, "get_device_properties"] = properties
+    found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()
+    found[cuda, "get_rng_state_all"] = lambda *_: [torch.get_rng_state()]
+    return found
+
+
+def _autocast() -> dict[tuple[object, str], object]:
+    """Autocast for CUDA is that of the CPU, in the precision that CUDA takes by itself."""
+    start, enabled, dtype = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def started(self, device_type: str, given: torch.dtype | None = None, *args, **kwargs) -> None:
+        given = kwargs.pop("dtype", given)
+        if device_type == "cuda":
+            device_type, given = "cpu", given or dtype("cuda")
+        start(self, device_type, given, *args, **kwargs)
+
+    return {
+        (autocast, "__init__"): started,
+        (torch, "is_autocast_enabled"): lambda *_: enabled("cpu"),
+        (torch, "get_autocast_dtype"): lambda *_: dtype("cpu"),
+        (torch, "get_autocast_gpu_dtype"): lambda: dtype("cpu"),
+    }
+
+
+def _device_of_fakes(memories: Memories) -> property:
+    """A fake tensor's device, which Python code answers before a mode is asked."""
+    read = FakeTensor.device.fget
+
+    def device(tensor: FakeTensor) -> torch.device:
+        if is_torchs(sys._getframe(1)) or not memories.are_two or memories.is_on_host(tensor):
+            return read(tensor)
+        return CUDA if read(tensor).type == "cpu" else read(tensor)
+
+    return property(device)
+
+
+class _IsGenerator(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, GENERATOR)
+
+
+class Generator(metaclass=_IsGenerator):
+    """A generator of random numbers, on the CPU whatever it is asked for."""
+
+    def __new__(cls, device: object = None):
+        return GENERATOR("cpu")
+
+
+GENERATOR = torch.Generator
+
+
+@contextlib.contextmanager
+def with_a_device(tracker: StepTracker, ranks: int) -> Iterator[None]:
+    """Steps inside the `with` block find a CUDA device."""
+    default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
+    before = getattr(default, "device_context", None)
+    patches = _answers(tracker, ranks) | _autocast() | {(torch, "Generator"): Generator}
+    patches[Tensor, "record_stream"] = constant(None)
+    patches[FakeTensor, "device"] = _device_of_fakes(tracker.memories)
+    if ranks > 1:
+        launched = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=min(ranks, 8))
+        os.environ.update({name: str(value) for name, value in launched.items()})
+    try:
+        with patched(patches):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        if getattr(default, "device_context", None) is not before:
+            torch.set_default_device(before and before.device)

@@ -32,9 +32,9 @@ cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # at most OMP_NUM_THREA
 
 # The rotary base grows with the length: with the old base, almost nothing is found at four times the length.
 short=${SHORT:-16:150:1e4,32:300:1e4}
-near=${NEAR:-64:150:1e4,256:80:1e4,1024:80:1e4}
-middle=${MIDDLE:-4096:60:4e4}
-far=${FAR:-8192:14:8e4,16384:10:1.6e5}
+near=${NEAR:-64:150:1e4,256:160:1e4,1024:160:1e4}
+middle=${MIDDLE:-4096:150:4e4}
+far=${FAR:-8192:40:8e4,16384:25:1.6e5}
 farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
 indexed=${INDEXED:-4096:100:1.6e5}
@@ -90,14 +90,14 @@ last() { local stage=${1##*,}; echo "${stage%%:*}"; }  # the longest length of a
 
 learn_to_retrieve() {  # a model answers from any place of its context; the file not-learned, if it does not
     dataset data-near python -m data.recall --seed "$seed" --lengths 16:4 32:8 64:16 256:32 1024:64
-    dataset data-far python -m data.recall --seed "$seed" --tokens 400000 --lengths 64:16 256:32 1024:64 2048:96 4096:128 8192:128 16384:128 32768:64
+    dataset data-far python -m data.recall --seed "$seed" --tokens 1000000 --lengths 64:16 256:32 1024:64 2048:64 4096:64 8192:64 16384:64 32768:64
 
     # At 32 tokens the model suddenly begins to compare keys; with some first weights later than these steps.
     local attempt begun answer=no
     for attempt in 0 1 2; do
         begun=short-$attempt
         train "$begun" data-near "$short" --seed $((10 * seed + attempt)) --lr 3e-3 --warmup_steps 20 --batch_size 64 --vocab_size 385 --model_size tiny \
-            --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=64 tie_embeddings=false init_std=0.09
+            --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=128 ffn_size=64 tie_embeddings=false init_std=0.09
         answer=$(learned "$begun")
         if [ "$answer" = yes ]; then break; fi
         echo "seed $seed: $begun does not compare keys yet"

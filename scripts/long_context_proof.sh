@@ -7,7 +7,7 @@
 # SEEDS="0"   of the data, the weights and the order of the rows; "0 1 2": three proofs, one after the other
 # A seed that misses a bar does not stop the others. At the end the script fails, and prints how to repeat such a seed.
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
-# ITEMS=48    rows at each length of the evaluations, each with four questions; at 32,768 tokens half as many
+# ITEMS=24    rows at each length and noise of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
 # INDEXED=4096:100:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
@@ -26,7 +26,7 @@ elif [[ $# -gt 1 || "${1:-}" == -* ]]; then
     exit 2
 fi
 folder=${1:-runs/long-context-proof}
-items=${ITEMS:-48}
+items=${ITEMS:-24}
 seeds=${SEEDS:-0}
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # at most OMP_NUM_THREADS, if that is set
 
@@ -39,6 +39,7 @@ farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
 indexed=${INDEXED:-4096:100:1.6e5}
 text=${TEXT:-800}
+noises=multikey,multikey_values,multikey_keys,multikey_all,multikey_constant,newest
 proof=${PROOF:-context}
 
 settings() {  # NAME=VALUE of those that were given
@@ -84,7 +85,7 @@ evaluate() {  # run $1, into folder $2, by the given flags
     part "$2" python -m scripts.evaluate --checkpoint "$out/$1" --device cpu --output "$out/$2" "${@:3}"
 }
 
-retrieval() { evaluate "$1" "$2" --evals retrieval --tasks multikey --lengths "$3" --items "$4"; }
+retrieval() { evaluate "$1" "$2" --evals retrieval --tasks "$3" --lengths "$4" --items "$5"; }
 rising() { printf '%s\n' "$@" | sort -nu | paste -sd, -; }  # lengths, each once
 last() { local stage=${1##*,}; echo "${stage%%:*}"; }  # the longest length of a schedule
 
@@ -113,7 +114,7 @@ learn_to_retrieve() {  # a model answers from any place of its context; the file
     train near data-near "$near" --init_from "$out/$begun" --batch_size 2 --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train middle data-far "$middle" --init_from "$out/near" --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    retrieval far standard "$(rising 1024 4096 "$(last "$far")")" "$items"
+    retrieval far standard "$noises" "$(rising 1024 4096 "$(last "$far")")" "$items"
 }
 
 sparsely() {  # the same model with sparse attention
@@ -128,8 +129,8 @@ retrieve() {  # proof 1: the context reaches farther than the lengths that it wa
     local later=(--long_fraction 0.75 --seed "$seed")
     train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
     sparsely
-    retrieval farthest farthest-retrieval "$(last "$farthest")" $(((items + 1) / 2))
-    retrieval sparse sparse-retrieval "$(rising 1024 4096 "$(last "$sparse")")" "$items"
+    retrieval farthest farthest-retrieval multikey_all "$(last "$farthest")" $(((items + 1) / 2))
+    retrieval sparse sparse-retrieval multikey "$(rising 1024 4096 "$(last "$sparse")")" "$items"
 }
 
 convert() {  # sparse and indexed attention of 1,024 tokens answer as the model that they were made from
@@ -144,7 +145,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
 
     local name
     for name in sparse indexed; do
-        retrieval $name $name-converted "$(rising 4096 "$(last "$far")")" "$items"
+        retrieval $name $name-converted multikey "$(rising 4096 "$(last "$far")")" "$items"
     done
 }
 

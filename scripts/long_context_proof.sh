@@ -39,7 +39,7 @@ farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
 indexed=${INDEXED:-4096:100:1.6e5}
 text=${TEXT:-800}
-noises=multikey,multikey_values,multikey_keys,multikey_all,multikey_constant,newest
+noises=multikey,multikey-values,multikey-keys,multikey-all,multikey-constant,newest
 proof=${PROOF:-context}
 
 settings() {  # NAME=VALUE of those that were given
@@ -129,7 +129,7 @@ retrieve() {  # proof 1: the context reaches farther than the lengths that it wa
     local later=(--long_fraction 0.75 --seed "$seed")
     train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
     sparsely
-    retrieval farthest farthest-retrieval multikey_all "$(last "$farthest")" $(((items + 1) / 2))
+    retrieval farthest farthest-retrieval multikey-all "$(last "$farthest")" $(((items + 1) / 2))
     retrieval sparse sparse-retrieval multikey "$(rising 1024 4096 "$(last "$sparse")")" "$items"
 }
 

@@ -47,21 +47,21 @@ class Bar(NamedTuple):
 
 NOISES = {  # what stands between the pairs, by the task
     "multikey": "noise of ids of its own",
-    "multikey_values": "noise of values",
-    "multikey_keys": "noise of keys that are not in a pair",
-    "multikey_all": "noise of all ids but the pairs' keys",
-    "multikey_constant": "noise of one id",
+    "multikey-values": "noise of values",
+    "multikey-keys": "noise of keys that are not in a pair",
+    "multikey-all": "noise of all ids but the pairs' keys",
+    "multikey-constant": "noise of one id",
     "newest": "the newest of two values, noise of ids of its own",
 }
 
 RETRIEVAL = (
     Bar("standard", "multikey", 16_384, 0.98, "FAR"),
-    Bar("standard", "multikey_values", 16_384, 0.98, "FAR"),
-    Bar("standard", "multikey_keys", 16_384, 0.95, "FAR"),
-    Bar("standard", "multikey_all", 16_384, 0.98, "FAR"),
-    Bar("standard", "multikey_constant", 16_384, 0.0, "FAR"),
+    Bar("standard", "multikey-values", 16_384, 0.98, "FAR"),
+    Bar("standard", "multikey-keys", 16_384, 0.95, "FAR"),
+    Bar("standard", "multikey-all", 16_384, 0.98, "FAR"),
+    Bar("standard", "multikey-constant", 16_384, 0.0, "FAR"),
     Bar("standard", "newest", 16_384, 0.0, "FAR"),
-    Bar("farthest-retrieval", "multikey_all", 32_768, 0.90, "FARTHEST"),
+    Bar("farthest-retrieval", "multikey-all", 32_768, 0.90, "FARTHEST"),
     Bar("sparse-retrieval", "multikey", 4_096, 0.95, "SPARSE"),
 )
 

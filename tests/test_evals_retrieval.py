@@ -186,9 +186,9 @@ def test_perfect_recall_is_right_in_every_noise(name):
 
 
 NOISES = {
-    "multikey_values": set(range(128, 256)),
-    "multikey_keys": set(range(128)),
-    "multikey_all": set(range(384)),
+    "multikey-values": set(range(128, 256)),
+    "multikey-keys": set(range(128)),
+    "multikey-all": set(range(384)),
 }
 
 
@@ -200,7 +200,7 @@ def test_the_noise_has_the_ids_of_its_kind_and_none_of_the_keys(task):
 
 
 def test_constant_noise_has_one_id_that_differs_from_row_to_row():
-    found = [noise for _, noise in noises("multikey_constant", 512, 12)]
+    found = [noise for _, noise in noises("multikey-constant", 512, 12)]
     assert all(len(noise) == 1 for noise in found) and len(set.union(*found)) > 8
 
 

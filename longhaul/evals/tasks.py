@@ -11,7 +11,7 @@ RULER (Hsieh et al. 2024, arXiv 2404.06654) without its text, so they need no to
     tracking2     a key with a value, a key with that key as its value, and a key with the second
                   one: the last key is asked, and the answer is the value of the first
     tracking4     the same with four links
-    multikey_values, multikey_keys, multikey_all, multikey_constant
+    multikey-values, multikey-keys, multikey-all, multikey-constant
                   multikey in harder noise: random values, keys that are not in the row, both and
                   what the noise has otherwise, or one of these ids all the time
     newest        multikey in which each key is written again later with another value, which counts
@@ -456,10 +456,10 @@ TASKS: dict[str, Callable[[Draw], Plan]] = {
     "tracking4": partial(tracking, hops=4),
 }
 HARDER_TASKS: dict[str, Callable[[Draw], Plan]] = {  # asked only if they are named
-    "multikey_values": partial(multikey_noise, kind="values"),
-    "multikey_keys": partial(multikey_noise, kind="keys"),
-    "multikey_all": partial(multikey_noise, kind="all"),
-    "multikey_constant": partial(multikey_noise, kind="constant"),
+    "multikey-values": partial(multikey_noise, kind="values"),
+    "multikey-keys": partial(multikey_noise, kind="keys"),
+    "multikey-all": partial(multikey_noise, kind="all"),
+    "multikey-constant": partial(multikey_noise, kind="constant"),
     "newest": newest,
 }
 ALL_TASKS = TASKS | HARDER_TASKS

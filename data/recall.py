@@ -11,9 +11,9 @@ nothing but looking far back lowers the loss. The form is that of associative re
 
     k7 v3 . . k2 v9 . . . . k5 v1 . . .  k2 v9  k7 v3  k5 v1  end
 
-The noise of a document has one of five kinds, each as often: the ids of noise, the values, the keys
-of no pair, all of these, or one of them all the time. So no class of ids says where a pair is: a
-value is what stands behind its key.
+The noise of a document has one of four kinds, each as often: the ids of noise, the values, the keys
+of no pair, or all of these. So no class of ids says where a pair is: a value is what stands behind
+its key.
 
 The short documents, of at most --easy tokens, help a model to begin to compare keys. They may ask a
 key again, or else it could learn to answer with a value that was not used yet. And a share of them
@@ -49,7 +49,7 @@ VOCABULARY = END + 1
 
 MOST_PAIRS = KINDS // 2  # half of the keys are left for the noise
 FEWEST_PAIRS = 8  # in a document that is not short
-NOISES = ("own", "values", "keys", "all", "constant")
+NOISES = ("own", "values", "keys", "all")
 
 LENGTHS = ("16:4", "32:8", "64:16", "256:32", "1024:64")
 WANTED = "give LENGTH:PAIRS, such as 256:32"
@@ -93,7 +93,7 @@ def recall(form: Form, random: np.random.Generator, noise: str = "own") -> Token
     begins = places + np.arange(form.pairs)
     asked = random.choice(form.pairs, form.asked, replace=form.again)
 
-    tokens = random.choice(noise_ids(noise, pairs[:, 0], random), form.length)
+    tokens = random.choice(noise_ids(noise, pairs[:, 0]), form.length)
     tokens[begins] = pairs[:, 0]
     tokens[begins + 1] = pairs[:, 1]
     tokens[first_asked:end] = pairs[asked].flatten()
@@ -104,17 +104,10 @@ def recall(form: Form, random: np.random.Generator, noise: str = "own") -> Token
     return TokenizedDocument(tokens, learned=learned)
 
 
-def noise_ids(noise: str, keys: np.ndarray, random: np.random.Generator) -> np.ndarray:
+def noise_ids(noise: str, keys: np.ndarray) -> np.ndarray:
     """The ids that stand between the pairs with these keys, which are none of them."""
-    if noise == "own":
-        return np.arange(NOISE.start, NOISE.stop)
-    if noise == "values":
-        return np.arange(VALUES.start, VALUES.stop)
-    if noise == "keys":
-        return np.setdiff1d(KEYS, keys)
-
-    everything = np.setdiff1d(np.arange(END), keys)
-    return everything if noise == "all" else random.choice(everything, 1)
+    pools = {"own": NOISE, "values": VALUES, "keys": KEYS, "all": range(END)}
+    return np.setdiff1d(pools[noise], keys)
 
 
 def periodic(form: Form, random: np.random.Generator) -> TokenizedDocument:

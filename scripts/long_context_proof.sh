@@ -7,7 +7,7 @@
 # SEEDS="0"   of the data, the weights and the order of the rows; "0 1 2": three proofs, one after the other
 # A seed that misses a bar does not stop the others. At the end the script fails, and prints how to repeat such a seed.
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
-# ITEMS=24    rows at each length and noise of the evaluations, each with four questions; at 32,768 tokens half as many
+# ITEMS=16    rows at each length and noise of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
 # INDEXED=4096:100:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
@@ -26,15 +26,15 @@ elif [[ $# -gt 1 || "${1:-}" == -* ]]; then
     exit 2
 fi
 folder=${1:-runs/long-context-proof}
-items=${ITEMS:-24}
+items=${ITEMS:-16}
 seeds=${SEEDS:-0}
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # at most OMP_NUM_THREADS, if that is set
 
 # The rotary base grows with the length: with the old base, almost nothing is found at four times the length.
 short=${SHORT:-16:150:1e4,32:300:1e4}
 near=${NEAR:-64:150:1e4,256:160:1e4,1024:160:1e4}
-middle=${MIDDLE:-4096:150:4e4}
-far=${FAR:-8192:40:8e4,16384:25:1.6e5}
+middle=${MIDDLE:-4096:120:4e4}
+far=${FAR:-8192:32:8e4,16384:20:1.6e5}
 farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
 indexed=${INDEXED:-4096:100:1.6e5}
@@ -113,7 +113,7 @@ learn_to_retrieve() {  # a model answers from any place of its context; the file
     local later=(--long_fraction 0.75 --seed "$seed")
     train near data-near "$near" --init_from "$out/$begun" --batch_size 2 --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train middle data-far "$middle" --init_from "$out/near" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
+    schedule=cosine train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
     retrieval far standard "$noises" "$(rising 1024 4096 "$(last "$far")")" "$items"
 }
 
@@ -127,7 +127,7 @@ retrieve() {  # proof 1: the context reaches farther than the lengths that it wa
     learn_to_retrieve
     if [ -f "$out/not-learned" ]; then return; fi
     local later=(--long_fraction 0.75 --seed "$seed")
-    train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
+    train farthest data-far "$farthest" --init_from "$out/far" --lr 1e-3 --warmup_steps 2 "${later[@]}"
     sparsely
     retrieval farthest farthest-retrieval multikey-all "$(last "$farthest")" $(((items + 1) / 2))
     retrieval sparse sparse-retrieval multikey "$(rising 1024 4096 "$(last "$sparse")")" "$items"

@@ -524,7 +524,7 @@ def test_reports():
 
 def test_no_line_of_the_table_is_longer_than_a_hundred_characters():
     lengths = [1024 * 2**power for power in range(10)]
-    scores = [score(70, length, task) for length in lengths for task in TASKS]
+    scores = [score(70, length, task) for length in lengths for task in ALL_TASKS]
     lines = Retrieval(tuple(scores)).line().splitlines()
     assert max(map(len, lines)) <= 100
     for length in lengths:
@@ -593,6 +593,7 @@ def test_letters_stand_where_they_are_written():
     assert (rows.min(), rows.max()) == (3, 16)
     assert abs(columns.mean() - 19.5) < 1
     known = set(heatmap.FONT)
+    assert set("".join(ALL_TASKS)) <= known
     assert set("0123456789%.,- ") | set("abcdefghijklmnopqrstuvwxyz") == known
     assert all(dots.shape == (9, 6) for dots in heatmap.FONT.values())
     assert all(dots.any() for letter, dots in heatmap.FONT.items() if letter != " ")

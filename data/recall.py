@@ -2,7 +2,7 @@
 
     python -m data.recall --output data/recall
         documents of 16 to 1,024 tokens
-    python -m data.recall --output data/far --lengths 1024:64 4096:128 16384:128 --tokens 2000000
+    python -m data.recall --output data/far --lengths 1024:64 4096:64 16384:64 --tokens 2000000
 
 In a document, pairs of a key and a value stand at random places in noise. The keys follow once
 more at the end, in random order, and the answer to each is its value. Only answers are learned, so
@@ -11,10 +11,15 @@ nothing but looking far back lowers the loss. The form is that of associative re
 
     k7 v3 . . k2 v9 . . . . k5 v1 . . .  k2 v9  k7 v3  k5 v1  end
 
+The noise of a document has one of four kinds, each as often: the ids of noise, the values, the keys
+of no pair, or all of these. So no class of ids says where a pair is: a value is what stands behind
+its key.
+
 The short documents, of at most --easy tokens, help a model to begin to compare keys. They may ask a
 key again, or else it could learn to answer with a value that was not used yet. And a share of them
 (--periodic) is a list of pairs that is repeated, with another period in each document: they have an
-answer at every second token, and attending to a fixed distance gains nothing in them.
+answer at every second token, and attending to a fixed distance gains nothing in them. The longer
+documents have 8 pairs or more, up to PAIRS, small numbers as often as large ones (log-uniform).
 
 The folder is an ordinary dataset. Its manifest says under "task" which ids are keys, values and
 noise. Exit codes: 0 done, 2 bad input, 6 storage.
@@ -41,6 +46,10 @@ VALUES = range(KINDS, 2 * KINDS)
 NOISE = range(2 * KINDS, 3 * KINDS)
 END = 3 * KINDS  # of a document
 VOCABULARY = END + 1
+
+MOST_PAIRS = KINDS // 2  # half of the keys are left for the noise
+FEWEST_PAIRS = 8  # in a document that is not short
+NOISES = ("own", "values", "keys", "all")
 
 LENGTHS = ("16:4", "32:8", "64:16", "256:32", "1024:64")
 WANTED = "give LENGTH:PAIRS, such as 256:32"
@@ -73,7 +82,7 @@ def task() -> dict:
 # ---- documents
 
 
-def recall(form: Form, random: np.random.Generator) -> TokenizedDocument:
+def recall(form: Form, random: np.random.Generator, noise: str = "own") -> TokenizedDocument:
     """Pairs at random places in noise, asked at the end in random order, once or as it comes."""
     pairs = draw_pairs(form.pairs, random)
     end = form.length - 1
@@ -84,7 +93,7 @@ def recall(form: Form, random: np.random.Generator) -> TokenizedDocument:
     begins = places + np.arange(form.pairs)
     asked = random.choice(form.pairs, form.asked, replace=form.again)
 
-    tokens = random.integers(NOISE.start, NOISE.stop, form.length)
+    tokens = random.choice(noise_ids(noise, pairs[:, 0]), form.length)
     tokens[begins] = pairs[:, 0]
     tokens[begins + 1] = pairs[:, 1]
     tokens[first_asked:end] = pairs[asked].flatten()
@@ -93,6 +102,12 @@ def recall(form: Form, random: np.random.Generator) -> TokenizedDocument:
     learned = np.zeros(form.length, dtype=bool)
     learned[first_asked + 1 : end : 2] = True
     return TokenizedDocument(tokens, learned=learned)
+
+
+def noise_ids(noise: str, keys: np.ndarray) -> np.ndarray:
+    """The ids that stand between the pairs with these keys, which are none of them."""
+    pools = {"own": NOISE, "values": VALUES, "keys": KEYS, "all": range(END)}
+    return np.setdiff1d(pools[noise], keys)
 
 
 def periodic(form: Form, random: np.random.Generator) -> TokenizedDocument:
@@ -123,8 +138,18 @@ def documents(
     for form in forms:
         random = np.random.default_rng([seed, form.length, form.pairs])
         for _ in range(-(-tokens // form.length)):
-            make = periodic if form.again and random.random() < share else recall
-            yield make(form, random)
+            if form.again and random.random() < share:
+                yield periodic(form, random)
+            else:
+                yield recall(draw_form(form, random), random, str(random.choice(NOISES)))
+
+
+def draw_form(form: Form, random: np.random.Generator) -> Form:
+    """A document that is not short has FEWEST_PAIRS or more, up to those of its form."""
+    if form.again or form.pairs <= FEWEST_PAIRS:
+        return form
+    pairs = np.exp(random.uniform(np.log(FEWEST_PAIRS), np.log(form.pairs + 1)))
+    return form._replace(pairs=min(int(pairs), form.pairs))
 
 
 # ---- the command line
@@ -160,8 +185,8 @@ def parse_form(word: str) -> Form:
         raise ValueError(f"--lengths {word[:40]!r} is no length: {WANTED}")
 
     form = Form(int(length), int(pairs))
-    if not 1 <= form.pairs <= KINDS:
-        raise ValueError(f"--lengths {word} has {pairs} pairs: give 1 to {KINDS}")
+    if not 1 <= form.pairs <= MOST_PAIRS:
+        raise ValueError(f"--lengths {word} has {pairs} pairs: give 1 to {MOST_PAIRS}")
     least = 2 * form.pairs + 3
     if form.length < least:
         raise ValueError(
@@ -200,7 +225,7 @@ def _parser() -> flags.RaisingParser:
         nargs="+",
         metavar="LENGTH:PAIRS",
         default=LENGTHS,
-        help=f"tokens of a document and the pairs in it (default {' '.join(LENGTHS)})",
+        help=f"tokens of a document and the most pairs in it (default {' '.join(LENGTHS)})",
     )
     add(
         "--tokens",

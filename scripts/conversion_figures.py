@@ -74,8 +74,9 @@ def figures_of(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def scores_of(path: Path) -> dict[str, float]:
-    """The share of right answers at each of LENGTHS."""
-    scores = {one["length"]: float(one["score"]) for one in read_json(path)["retrieval"]["scores"]}
+    """The share of right answers in noise with ids of its own, at each of LENGTHS."""
+    found = read_json(path)["retrieval"]["scores"]
+    scores = {one["length"]: float(one["score"]) for one in found if one["task"] == "multikey"}
     missing = [str(length) for length in LENGTHS if length not in scores]
     if missing:
         raise ValueError(f"{path} has no score at {', '.join(missing)} tokens: let FAR end there")

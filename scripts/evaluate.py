@@ -43,6 +43,7 @@ from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
+from longhaul.evals.tasks import ALL_TASKS
 from longhaul.kinds import attention_kind
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
@@ -116,7 +117,9 @@ def add_what(parser: Parser):
         help="retrieval: tokens of a row; by default powers of two from 1,024 to --context_length",
     )
     parser.add_argument(
-        "--tasks", metavar="NAMES", help=f"retrieval: of {','.join(EVAL_TASKS)} (default: all)"
+        "--tasks",
+        metavar="NAMES",
+        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(EVAL_TASKS)})",
     )
     parser.add_argument(
         "--items",
@@ -238,7 +241,7 @@ def asked_for(given: argparse.Namespace, names: tuple[str, ...], opened: "Opened
     context = given.context_length or opened.context
     tasks = EVAL_TASKS
     if given.tasks is not None:
-        tasks = known_words("--tasks", given.tasks, EVAL_TASKS)
+        tasks = known_words("--tasks", given.tasks, tuple(ALL_TASKS))
     return Asked(
         context_length=context,
         names=tuple(dict.fromkeys("loss" if name == "position" else name for name in names)),

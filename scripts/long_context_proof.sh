@@ -7,7 +7,7 @@
 # SEEDS="0"   of the data, the weights and the order of the rows; "0 1 2": three proofs, one after the other
 # A seed that misses a bar does not stop the others. At the end the script fails, and prints how to repeat such a seed.
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
-# ITEMS=48    rows at each length of the evaluations, each with four questions; at 32,768 tokens half as many
+# ITEMS=16    rows at each length and noise of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
 # INDEXED=4096:100:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
@@ -26,19 +26,20 @@ elif [[ $# -gt 1 || "${1:-}" == -* ]]; then
     exit 2
 fi
 folder=${1:-runs/long-context-proof}
-items=${ITEMS:-48}
+items=${ITEMS:-16}
 seeds=${SEEDS:-0}
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # at most OMP_NUM_THREADS, if that is set
 
 # The rotary base grows with the length: with the old base, almost nothing is found at four times the length.
 short=${SHORT:-16:150:1e4,32:300:1e4}
-near=${NEAR:-64:150:1e4,256:80:1e4,1024:80:1e4}
-middle=${MIDDLE:-4096:60:4e4}
-far=${FAR:-8192:14:8e4,16384:10:1.6e5}
+near=${NEAR:-64:150:1e4,256:160:1e4,1024:160:1e4}
+middle=${MIDDLE:-4096:120:4e4}
+far=${FAR:-8192:32:8e4,16384:20:1.6e5}
 farthest=${FARTHEST:-32768:2:3.2e5}
 sparse=${SPARSE:-1024:15:1.6e5,2048:10:1.6e5,4096:5:1.6e5}
 indexed=${INDEXED:-4096:100:1.6e5}
 text=${TEXT:-800}
+noises=multikey,multikey-values,multikey-keys,multikey-all,multikey-constant,newest
 proof=${PROOF:-context}
 
 settings() {  # NAME=VALUE of those that were given
@@ -84,20 +85,20 @@ evaluate() {  # run $1, into folder $2, by the given flags
     part "$2" python -m scripts.evaluate --checkpoint "$out/$1" --device cpu --output "$out/$2" "${@:3}"
 }
 
-retrieval() { evaluate "$1" "$2" --evals retrieval --tasks multikey --lengths "$3" --items "$4"; }
+retrieval() { evaluate "$1" "$2" --evals retrieval --tasks "$3" --lengths "$4" --items "$5"; }
 rising() { printf '%s\n' "$@" | sort -nu | paste -sd, -; }  # lengths, each once
 last() { local stage=${1##*,}; echo "${stage%%:*}"; }  # the longest length of a schedule
 
 learn_to_retrieve() {  # a model answers from any place of its context; the file not-learned, if it does not
     dataset data-near python -m data.recall --seed "$seed" --lengths 16:4 32:8 64:16 256:32 1024:64
-    dataset data-far python -m data.recall --seed "$seed" --tokens 400000 --lengths 64:16 256:32 1024:64 2048:96 4096:128 8192:128 16384:128 32768:64
+    dataset data-far python -m data.recall --seed "$seed" --tokens 1000000 --lengths 64:16 256:32 1024:64 2048:64 4096:64 8192:64 16384:64 32768:64
 
     # At 32 tokens the model suddenly begins to compare keys; with some first weights later than these steps.
     local attempt begun answer=no
     for attempt in 0 1 2; do
         begun=short-$attempt
         train "$begun" data-near "$short" --seed $((10 * seed + attempt)) --lr 3e-3 --warmup_steps 20 --batch_size 64 --vocab_size 385 --model_size tiny \
-            --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=64 tie_embeddings=false init_std=0.09
+            --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=128 ffn_size=64 tie_embeddings=false init_std=0.09
         answer=$(learned "$begun")
         if [ "$answer" = yes ]; then break; fi
         echo "seed $seed: $begun does not compare keys yet"
@@ -112,8 +113,8 @@ learn_to_retrieve() {  # a model answers from any place of its context; the file
     local later=(--long_fraction 0.75 --seed "$seed")
     train near data-near "$near" --init_from "$out/$begun" --batch_size 2 --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train middle data-far "$middle" --init_from "$out/near" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    retrieval far standard "$(rising 1024 4096 "$(last "$far")")" "$items"
+    schedule=cosine train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
+    retrieval far standard "$noises" "$(rising 1024 4096 "$(last "$far")")" "$items"
 }
 
 sparsely() {  # the same model with sparse attention
@@ -126,10 +127,10 @@ retrieve() {  # proof 1: the context reaches farther than the lengths that it wa
     learn_to_retrieve
     if [ -f "$out/not-learned" ]; then return; fi
     local later=(--long_fraction 0.75 --seed "$seed")
-    train farthest data-far "$farthest" --init_from "$out/far" --lr 2e-3 --warmup_steps 2 "${later[@]}"
+    train farthest data-far "$farthest" --init_from "$out/far" --lr 1e-3 --warmup_steps 2 "${later[@]}"
     sparsely
-    retrieval farthest farthest-retrieval "$(last "$farthest")" $(((items + 1) / 2))
-    retrieval sparse sparse-retrieval "$(rising 1024 4096 "$(last "$sparse")")" "$items"
+    retrieval farthest farthest-retrieval multikey-all "$(last "$farthest")" $(((items + 1) / 2))
+    retrieval sparse sparse-retrieval multikey "$(rising 1024 4096 "$(last "$sparse")")" "$items"
 }
 
 convert() {  # sparse and indexed attention of 1,024 tokens answer as the model that they were made from
@@ -144,7 +145,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
 
     local name
     for name in sparse indexed; do
-        retrieval $name $name-converted "$(rising 4096 "$(last "$far")")" "$items"
+        retrieval $name $name-converted multikey "$(rising 4096 "$(last "$far")")" "$items"
     done
 }
 

@@ -16,6 +16,7 @@ import pytest
 import train
 from data import recall
 from longhaul import lengths
+from longhaul.evals.tasks import ALL_TASKS
 from scripts import proof_figures
 from selfcheck.faults import runs
 
@@ -82,7 +83,10 @@ elif "retrieval" in words:
     lengths = words[words.index("--lengths") + 1].split(",")
     score = float(os.environ.get("SCORE", 1.0)) if folder.name == "indexed-converted" else 1.0
     same = {{"score": score, "interval": [0.93, 1.0], "answers": 192}}
-    record = {{"scores": [{{"length": int(length)}} | same for length in lengths]}}
+    tasks = words[words.index("--tasks") + 1].split(",")
+    scores = [{{"task": task, "length": int(n)}} | same for task in tasks for n in lengths]
+    scores = [one | {{"score": 0.4}} if one["task"] == "newest" else one for one in scores]
+    record = {{"scores": scores}}
     (folder / "eval.json").write_text(json.dumps({{"retrieval": record}}))
 elif "gain" in words:
     figures = {{"gain": 0.01, "interval": [0.005, 0.015], "documents": 27}}
@@ -133,7 +137,7 @@ def test_one_unlucky_seed_stops_no_other_and_is_repeated_by_the_printed_command(
         line.startswith("seed 1, retrieval at ") and "more steps in SHORT" in line
         for line in missed
     )
-    assert len(missed) == 3 and "not measured" in done.stdout
+    assert len(missed) == len(proof_figures.RETRIEVAL) and "not measured" in done.stdout
 
     command = remedy.split(": ")[-1]
     assert command == f"SEEDS=1 ITEMS=4 {proof_figures.SCRIPT} {tmp_path / 'out'}-again"
@@ -153,6 +157,7 @@ def test_a_conversion_takes_over_the_parts_of_a_proof_and_has_bars_of_its_own(pr
     added = [f"seed-0/{name}" for name in ("indexed", "sparse-converted", "indexed-converted")]
     assert commands(tmp_path)[len(before) :] == added
     assert "| indexed | seed 0 | 100.0% | 100.0% |" in done.stdout
+    assert "| standard | seed 0 | 100.0% | 100.0% |" in done.stdout
     assert "reads 0.600 of full attention's mass" in done.stdout and "read 0.625" in done.stdout
 
     again = f"bash {SCRIPT} {tmp_path / 'again'}"
@@ -243,12 +248,15 @@ def test_every_variable_that_the_script_reads_is_explained_at_its_top():
 
 def write_proof(folder: Path, seed: int, tokens: int | None = None, **figures):
     """What the script leaves behind for a seed; `tokens`: every length of a bar is this instead."""
+    records = {bar.folder: [] for bar in proof_figures.RETRIEVAL}
     for bar in proof_figures.RETRIEVAL:
         found = {"score": 1.0, "interval": [0.9, 1.0], "answers": 192} | figures
         perfect = {"score": 1.0, "interval": [0.99, 1.0], "answers": 192}
         scores = [{"length": 1024} | perfect, {"length": tokens or bar.tokens} | found]
         scores.append({"length": 131_072} | perfect)
-        write(folder, seed, bar.folder, {"retrieval": {"scores": scores}})
+        records[bar.folder] += [{"task": bar.task} | score for score in scores]
+    for name, scores in records.items():
+        write(folder, seed, name, {"retrieval": {"scores": scores}})
     write_gain(folder, seed)
     parts = ["data-near", "short-0", "data-near"]
     ended = '{{"ended": "{}", "wall": 60.25, "user": 80.5, "system": 1.5}}'
@@ -270,23 +278,28 @@ def write(folder: Path, seed: int, name: str, record: dict):
 
 
 def missed(folder: Path) -> list[str]:
-    """The folders' names of the evaluations of seed 3 that miss their bars."""
+    """The tasks and lengths of seed 3 that miss their bars, and the folder of the gain."""
     proof = json.loads((folder / "proof.json").read_text())
-    names = [*(bar.folder for bar in proof_figures.RETRIEVAL), proof_figures.GAIN]
+    bars = [f"{bar.task} {bar.tokens}" for bar in proof_figures.RETRIEVAL]
+    names = [*bars, proof_figures.GAIN]
     figures = proof["seeds"][1]["figures"]
     assert all(figure["passed"] for figure in proof["seeds"][0]["figures"])
     return [name for name, one in zip(names, figures, strict=True) if not one["passed"]]
+
+
+BARS = [f"{bar.task} {bar.tokens}" for bar in proof_figures.RETRIEVAL]
+EASIEST = ["multikey 16384", "multikey-values 16384", "multikey-all 16384"]
 
 
 @pytest.mark.parametrize(
     "figures, names",
     [
         ({}, []),
-        ({"score": 0.949}, ["standard", "sparse-retrieval"]),
-        ({"score": 0.899}, ["standard", "farthest-retrieval", "sparse-retrieval"]),
-        ({"interval": [0.899, 1.0]}, ["standard"]),
-        ({"tokens": 65_536}, ["standard", "farthest-retrieval", "sparse-retrieval"]),
-        ({"tokens": 16_384}, ["farthest-retrieval", "sparse-retrieval"]),
+        ({"score": 0.979}, EASIEST),
+        ({"score": 0.949}, [*BARS[:4], "multikey 4096"]),
+        ({"score": 0.899}, [*BARS[:4], *BARS[6:]]),
+        ({"tokens": 65_536}, BARS),
+        ({"tokens": 16_384}, BARS[6:]),
     ],
 )
 def test_each_figure_is_held_to_its_bar_at_the_length_of_the_bar(figures, names, tmp_path, capsys):
@@ -312,12 +325,24 @@ def test_a_gain_must_be_that_of_256_tokens_over_64_and_not_0_by_chance(gain, tmp
 
 
 def test_the_bars_are_those_of_the_specification():
-    bars = [(bar.attention, bar.tokens, bar.score, bar.low) for bar in proof_figures.RETRIEVAL]
+    bars = [(bar.task, bar.tokens, bar.score) for bar in proof_figures.RETRIEVAL]
     assert bars == [
-        ("standard", 16_384, 0.95, 0.90),
-        ("standard", 32_768, 0.90, 0.0),
-        ("sparse", 4_096, 0.95, 0.0),
+        ("multikey", 16_384, 0.98),
+        ("multikey-values", 16_384, 0.98),
+        ("multikey-keys", 16_384, 0.95),
+        ("multikey-all", 16_384, 0.98),
+        ("multikey-constant", 16_384, 0.0),
+        ("newest", 16_384, 0.0),
+        ("multikey-all", 32_768, 0.90),
+        ("multikey", 4_096, 0.95),
     ]
+
+
+def test_the_script_asks_in_each_noise_that_has_a_row():
+    text = SCRIPT.read_text(encoding="utf-8")
+    asked = re.search(r"^noises=(\S+)$", text, re.M)[1].split(",")
+    assert asked == list(proof_figures.NOISES)
+    assert set(asked) <= set(ALL_TASKS)
 
 
 def test_the_seconds_of_each_part_are_kept_and_their_sum_is_in_the_table(tmp_path, capsys):
@@ -423,7 +448,7 @@ def test_published_figures_replace_those_of_the_document(tmp_path, capsys):
 
     proof = json.loads((tmp_path / "docs" / "proof.json").read_text())
     table = proof_figures.table(proof)
-    assert table in capsys.readouterr().out and table.count("50.0%") == 3
+    assert table in capsys.readouterr().out and table.count("50.0%") == len(BARS)
     expected = f"before\n{proof_figures.BEGIN}\n{table}\n{proof_figures.END}\nafter\n"
     assert document.read_text() == expected
     assert (tmp_path / "docs" / "heatmap.png").read_bytes() == b"a picture"
@@ -482,9 +507,9 @@ def test_the_script_continues_after_a_kill_and_then_does_nothing_anew(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     (seed,) = json.loads((tmp_path / "out" / "proof.json").read_text())["seeds"]
     reasons = [figure["reason"] for figure in seed["figures"]]
-    assert reasons[0] == "not measured at this length, only at 1,024 and 4,096 tokens"
-    assert reasons[1] == "not measured at this length, only at 2,048 tokens"
-    assert reasons[2:] == ["", ""]
+    assert set(reasons[:6]) == {"not measured at this length, only at 1,024 and 4,096 tokens"}
+    assert reasons[6] == "not measured at this length, only at 2,048 tokens"
+    assert reasons[7:] == ["", ""]
     assert {one["part"] for one in seed["seconds"] if one["stopped"]} == {"near"}
     assert all(one["wall"] > 0 and one["cpu"] > 0 for one in seed["seconds"])
     for name in ("standard", "farthest-retrieval", "sparse-retrieval"):

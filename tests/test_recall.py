@@ -29,7 +29,7 @@ def write(folder, *more: str) -> int:
     return recall.main([*flags, *more])
 
 
-@pytest.mark.parametrize("form", [Form(7, 2), Form(16, 4), FORM, Form(100, 20), Form(1024, 128)])
+@pytest.mark.parametrize("form", [Form(7, 2), Form(16, 4), FORM, Form(100, 20), Form(1024, 64)])
 @pytest.mark.parametrize("make", [recall.recall, recall.periodic])
 def test_every_answer_is_the_value_behind_the_one_earlier_pair_of_its_key(form, make):
     for seed in range(20):
@@ -68,9 +68,73 @@ def test_short_documents_ask_keys_again_and_only_they_are_periodic():
     for tokens, _, learned in recall.documents(forms, 6400, 0.5, 1):
         asked = tokens[np.flatnonzero(learned) - 1].tolist()
         again = len(set(asked)) < len(asked)
-        kinds[len(tokens)].add((bool(np.isin(tokens, NOISE).any()), again))
-    assert kinds[64] == {(True, False)}
-    assert kinds[32] == {(True, True), (True, False), (False, True)}
+        period = int(np.flatnonzero(learned)[0]) - 1
+        repeated = (tokens[period:-1] == tokens[: -1 - period]).all()
+        kinds[len(tokens)].add((bool(repeated), again))
+    assert kinds[64] == {(False, False)}
+    assert kinds[32] == {(False, True), (False, False), (True, True)}
+
+
+# ---- the noise
+
+
+IDS = {"own": set(NOISE), "values": set(VALUES), "keys": set(KEYS), "all": set(range(END))}
+
+
+def parted(tokens, learned) -> tuple[set[int], list[int]]:
+    """The keys that a document asks for, and its noise: what is not in their pairs."""
+    asked = set(tokens[np.flatnonzero(learned) - 1].tolist())
+    body = tokens[: int(np.flatnonzero(learned)[0]) - 1].tolist()
+    noise = []
+    before = None
+    for token in body:
+        if token not in asked and before not in asked:
+            noise.append(token)
+        before = token
+    return asked, noise
+
+
+@pytest.mark.parametrize("kind", recall.NOISES)
+def test_noise_has_all_ids_of_its_kind_and_never_a_key_that_is_asked(kind):
+    form = Form(8192, 16)
+    for seed in range(4):
+        document = recall.recall(form, random(seed), kind)
+        asked, noise = parted(document.tokens, document.learned)
+        assert len(asked) == 16 and len(noise) == form.length - 1 - 4 * 16
+        assert set(noise) == IDS[kind] - asked
+
+
+def test_noise_of_its_own_ids_shares_none_with_pairs_and_each_kind_comes_as_often():
+    assert not IDS["own"] & IDS["values"] and not IDS["own"] & IDS["keys"]
+    assert IDS["all"] == IDS["own"] | IDS["values"] | IDS["keys"]
+    times = dict.fromkeys(recall.NOISES, 0)
+    for tokens, _, learned in recall.documents([Form(2048, 64)], 2048 * 500, 0.5, 3):
+        noise = set(parted(tokens, learned)[1])
+        kinds = [kind for kind in IDS if noise <= IDS[kind]]
+        times[kinds[0]] += 1
+    assert sum(times.values()) == 500 and min(times.values()) > 90
+
+
+def test_long_documents_have_8_pairs_or_more_and_small_numbers_as_often_as_large():
+    numbers = []
+    for _, _, learned in recall.documents([Form(256, 64)], 256 * 2000, 0.5, 4):
+        numbers.append(int(learned.sum()))
+    assert min(numbers) == 8 and max(numbers) > 60
+    halves = [sum(number < 16 for number in numbers), sum(number >= 32 for number in numbers)]
+    assert all(0.28 < half / 2000 < 0.38 for half in halves)
+
+
+def test_pairs_stand_at_every_depth_as_often_in_every_noise():
+    for kind in recall.NOISES:
+        eighths = np.zeros(8)
+        for seed in range(60):
+            document = recall.recall(Form(1024, 32), random(seed), kind)
+            asked, _ = parted(document.tokens, document.learned)
+            body = document.tokens[: 1023 - 64]
+            places = np.flatnonzero(np.isin(body, list(asked)))
+            eighths += np.histogram(places, 8, (0, len(body)))[0]
+        assert eighths.sum() == 60 * 32
+        assert (abs(eighths / eighths.mean() - 1) < 0.25).all()
 
 
 def test_periods_differ_from_document_to_document():
@@ -134,7 +198,7 @@ def test_a_seed_is_a_dataset(tmp_path):
     [
         (["--lengths", "16"], "'16' is no length: give LENGTH:PAIRS"),
         (["--lengths", "16:7"], "take 17 tokens: give longer documents, or fewer pairs"),
-        (["--lengths", "999:129"], "has 129 pairs: give 1 to 128"),
+        (["--lengths", "999:65"], "has 65 pairs: give 1 to 64"),
         (["--lengths", "16:2", "16:3"], "names 16 twice: keep one"),
         (["--tokens", "15"], "less than one document of 64 tokens: give 64 or more"),
         (["--periodic", "1.5"], "is no share: give 0 to 1"),

@@ -11,6 +11,10 @@ RULER (Hsieh et al. 2024, arXiv 2404.06654) without its text, so they need no to
     tracking2     a key with a value, a key with that key as its value, and a key with the second
                   one: the last key is asked, and the answer is the value of the first
     tracking4     the same with four links
+    multikey-values, multikey-keys, multikey-all, multikey-constant
+                  multikey in harder noise: random values, keys that are not in the row, both and
+                  what the noise has otherwise, or one of these ids all the time
+    newest        multikey in which each key is written again later with another value, which counts
 
 Where a lookup does not say what is wanted (multivalue, tracking), a second key or chain with its
 answer shows it before the question. An item depends on its seed, task, length and index only.
@@ -18,7 +22,7 @@ answer shows it before the question. An item depends on its seed, task, length a
 
 import difflib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -187,7 +191,7 @@ class TaskItems(Sequence[TaskItem]):
 
         draw = self._draw(index)
         for _ in range(DRAWS):
-            plan = TASKS[self.task](draw)
+            plan = ALL_TASKS[self.task](draw)
             row = lay_out(plan, self.length, self.vocabulary.noise, draw.random)
             if not row.has_accident(plan):
                 return row.item(self.task)
@@ -212,14 +216,14 @@ class TaskItems(Sequence[TaskItem]):
         """How often a guess without a lookup is right: any of the values that stand in the row, or,
         where that is only the answer, any of the ids of which answers are made.
         """
-        values = TASKS[self.task](self._draw(0)).values
+        values = ALL_TASKS[self.task](self._draw(0)).values
         if values > 1:
             return 1 / values
         pool = self.vocabulary.passage if self.task == "copy" else self.vocabulary.values
         return self._guess(len(pool))
 
     def _guess(self, ids: int) -> float:
-        plan = TASKS[self.task](self._draw(0))
+        plan = ALL_TASKS[self.task](self._draw(0))
         answers = [question.answer for question in plan.questions if question.needle is not None]
         return ids ** -len(answers[0])
 
@@ -228,7 +232,7 @@ class TaskItems(Sequence[TaskItem]):
         return Draw(self.vocabulary, self.sizes, np.random.default_rng(key), index)
 
     def _check(self) -> None:
-        plan = TASKS[self.task](self._draw(0))
+        plan = ALL_TASKS[self.task](self._draw(0))
         needed = plan.tokens - 1  # the last answer is a label only
         if self.length < needed:
             raise ValueError(
@@ -271,13 +275,15 @@ class Question(NamedTuple):
 
 class Plan(NamedTuple):
     """The needles and questions of a row, and `unique`: what must stand in it only as often as
-    these wrote it, with that number. values: how many different ones the needles have.
+    these wrote it, with that number. values: how many different ones the needles have. noise: the
+    ids from which noise is drawn; None: a window of the vocabulary's.
     """
 
     needles: list[Needle]
     questions: list[Question]
     unique: dict[Ids, int]
     values: int = 1
+    noise: NDArray | None = None
 
     @property
     def tokens(self) -> int:
@@ -324,6 +330,15 @@ class Draw:
             )
         return self.random.choice(ids, number, replace=False).tolist()
 
+    def noise(self, kind: str, keys: Iterable[Ids]) -> NDArray:
+        """The ids of a kind of noise; a key of one id is none of them."""
+        known = self.vocabulary
+        every = (known.keys, known.values, known.passage)
+        pool = {"values": known.values, "keys": known.keys}.get(kind, np.concatenate(every))
+        if known.key_width == 1:
+            pool = np.setdiff1d(pool, [key[0] for key in keys])
+        return self.random.choice(pool, 1) if kind == "constant" else np.unique(pool)
+
     def passage(self, tokens: int) -> Ids:
         """Random ids of the noise."""
         return tuple(self.random.choice(self.vocabulary.passage, tokens).tolist())
@@ -343,21 +358,25 @@ class Draw:
 # --------------------------------------------------------------------------- the tasks
 
 
-def pairs(draw: Draw, number: int, asked: int) -> Plan:
-    """`number` keys with a value each, of which `asked` are asked in random order."""
+def pairs(draw: Draw, number: int, asked: int, times: int = 1) -> Plan:
+    """`number` keys, each written so many times with another value; the last values of `asked` of
+    them are asked in random order.
+    """
     keys = draw.keys(number)
-    values = draw.values(number)
+    values = draw.values(number * times)
     needles = []
-    for key, value in zip(keys, values, strict=True):
-        needles.append(Needle((*key, value), draw.depth()))
+    for key in keys:
+        for depth in sorted(draw.depth() for _ in range(times)):
+            needles.append(Needle((*key, values[len(needles)]), depth))
 
     questions = []
-    unique = dict.fromkeys(keys, 1)
+    unique = dict.fromkeys(keys, times)
     for index in draw.random.permutation(number)[:asked]:
         key = keys[index]
-        questions.append(Question(draw.cue(key), (values[index],), int(index)))
+        last = times * (int(index) + 1) - 1
+        questions.append(Question(draw.cue(key), (values[last],), last))
         unique[key] += 1
-    return Plan(needles, questions, unique, number)
+    return Plan(needles, questions, unique, len(needles))
 
 
 def single(draw: Draw) -> Plan:
@@ -368,6 +387,17 @@ def single(draw: Draw) -> Plan:
 def multikey(draw: Draw) -> Plan:
     """Many keys, of which several are asked."""
     return pairs(draw, draw.sizes.keys, draw.sizes.asked)
+
+
+def multikey_noise(draw: Draw, kind: str) -> Plan:
+    """multikey in a kind of noise."""
+    plan = multikey(draw)
+    return plan._replace(noise=draw.noise(kind, plan.unique))
+
+
+def newest(draw: Draw) -> Plan:
+    """multikey in which every key is written twice: the newer value counts."""
+    return pairs(draw, draw.sizes.keys, draw.sizes.asked, times=2)
 
 
 def multivalue(draw: Draw) -> Plan:
@@ -425,15 +455,24 @@ TASKS: dict[str, Callable[[Draw], Plan]] = {
     "tracking2": partial(tracking, hops=2),
     "tracking4": partial(tracking, hops=4),
 }
+HARDER_TASKS: dict[str, Callable[[Draw], Plan]] = {  # asked only if they are named
+    "multikey-values": partial(multikey_noise, kind="values"),
+    "multikey-keys": partial(multikey_noise, kind="keys"),
+    "multikey-all": partial(multikey_noise, kind="all"),
+    "multikey-constant": partial(multikey_noise, kind="constant"),
+    "newest": newest,
+}
+ALL_TASKS = TASKS | HARDER_TASKS
 
 
 def check_task(task: str) -> None:
     """ValueError for a task that does not exist, with the one that was probably meant."""
-    if task in TASKS:
+    if task in ALL_TASKS:
         return
-    nearest = difflib.get_close_matches(task, TASKS, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(task, ALL_TASKS, n=1, cutoff=0.5)
     meant = f", perhaps {nearest[0]}" if nearest else ""
-    raise ValueError(f"there is no retrieval task {task!r}: use one of {', '.join(TASKS)}{meant}")
+    names = ", ".join(ALL_TASKS)
+    raise ValueError(f"there is no retrieval task {task!r}: use one of {names}{meant}")
 
 
 # --------------------------------------------------------------------------- the row
@@ -463,10 +502,13 @@ class Row:
 
 
 def lay_out(plan: Plan, length: int, noise: NDArray, random: np.random.Generator) -> Row:
-    """The plan in a random window of the noise, length + 1 tokens in all."""
+    """The plan in its noise or in a random window of `noise`, length + 1 tokens in all."""
     size = length + 1 - plan.tokens
-    start = int(random.integers(len(noise) - size + 1))
-    hay = noise[start : start + size]
+    if plan.noise is None:
+        start = int(random.integers(len(noise) - size + 1))
+        hay = noise[start : start + size]
+    else:
+        hay = random.choice(plan.noise, size)
 
     cuts = [round(needle.depth * size) for needle in plan.needles]
     parts = []

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -36,7 +37,14 @@ from longhaul import flops, lengths, qwen3
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.cli import known_words
-from longhaul.config import EVAL_TASKS, EVALS, SHORTEST_EVAL, TrainConfig
+from longhaul.config import (
+    EVAL_TASKS,
+    EVALS,
+    SHORTEST_EVAL,
+    TrainConfig,
+    add_attention,
+    read_with,
+)
 from longhaul.dist import World, named_device
 from longhaul.evals import heatmap
 from longhaul.evals.compare import Comparison
@@ -141,6 +149,7 @@ def add_where(parser: Parser):
         choices=tuple(DTYPES),
         help="compute precision; by default the run's own",
     )
+    add_attention(parser)
     parser.add_argument(
         "--chunk",
         default="auto",
@@ -171,7 +180,8 @@ def evaluate(given: argparse.Namespace):
     files = Files.of(given, names)
     check_flags(given, names)
     device = named_device(given.device)
-    models = [Opened.of(given.checkpoint, given.dtype, device)]
+    first = Opened.of(given.checkpoint, given.dtype, device)
+    models = [first.read_with(given.attention_type, given.blocks)]
     if given.against:
         models.append(Opened.of(given.against, given.dtype, device))
         check_pair(*models)
@@ -306,15 +316,30 @@ class Opened:
         reach = round(config.rope_original_context * config.rope_factor)
         return cls(path, cfg, cfg.model(), cfg.context_length, reach, None)
 
+    def read_with(self, attention: str | None, blocks: Sequence[str]) -> "Opened":
+        """The same model with another attention, if one is given."""
+        config = read_with(self.config, attention, blocks)
+        if config == self.config:
+            return self
+        cfg = dataclasses.replace(self.cfg, attention_type=attention, blocks=tuple(blocks))
+        return dataclasses.replace(self, cfg=cfg, config=config)
+
     def load(self, device: torch.device) -> Decoder:
         """The model on `device`, with the levers of its run that a forward has."""
         dtype = DTYPES[self.cfg.dtype]
         if self.checkpoint is None:
             name = str(dtype).removeprefix("torch.")
-            model = qwen3.from_hf(self.folder, device, dtype, compute_dtype=name)
+            attention = self.config.attention
+            model = qwen3.from_hf(
+                self.folder, device, dtype, compute_dtype=name, attention=attention
+            )
         else:
             model = load_model(
-                self.checkpoint, device, self.config.compute_dtype, self.config.kernels
+                self.checkpoint,
+                device,
+                self.config.compute_dtype,
+                self.config.kernels,
+                attention=self.config.attention,
             )
             if self.cfg.weights_in_compute_dtype:
                 model.to(dtype)

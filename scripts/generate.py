@@ -6,6 +6,7 @@ standard output as it is sampled; the rate goes to standard error. With `--ids` 
 """
 
 import argparse
+import dataclasses
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+from longhaul.config import add_attention, read_with
 from longhaul.dist import World, named_device
 from longhaul.generate import (
     TEMPERATURE,
@@ -85,6 +87,7 @@ def build_parser() -> Parser:
         default="fp32",
         help="compute precision",
     )
+    add_attention(parser)
     return parser
 
 
@@ -103,6 +106,8 @@ def run(given: argparse.Namespace):
     check_sampling(given.temperature, given.top_k, given.top_p)
     device = named_device(given.device)
     source = opened(Path(given.checkpoint))
+    config = read_with(source.config, given.attention_type, given.blocks)
+    source = dataclasses.replace(source, config=config)
 
     if given.ids is not None:
         check_ids(given, source.config.vocab_size)
@@ -140,8 +145,9 @@ class Source:
     def load(self, device: torch.device, dtype: str) -> Decoder:
         """The model on `device`, computing in this precision by its name in torch."""
         if self.checkpoint is None:
-            return qwen3.from_hf(self.folder, device, getattr(torch, dtype), compute_dtype=dtype)
-        return load_model(self.checkpoint, device, dtype)
+            precision = dict(dtype=getattr(torch, dtype), compute_dtype=dtype)
+            return qwen3.from_hf(self.folder, device, attention=self.config.attention, **precision)
+        return load_model(self.checkpoint, device, dtype, attention=self.config.attention)
 
 
 def opened(folder: Path) -> Source:

@@ -2,12 +2,13 @@
 it.
 """
 
+import json
 import re
 
 import pytest
 import torch
 
-from benchmarks import attention
+from benchmarks import attention, selectors
 
 
 @pytest.fixture(autouse=True)
@@ -72,3 +73,36 @@ def test_the_attention_benchmark_refuses_to_time_what_is_wrong(monkeypatch):
             patch.setattr(module, name, wrong)
             with pytest.raises(SystemExit, match=f"{words} .*off by"):
                 attention.refuse_if_wrong("fp32")
+
+
+def test_the_share_of_the_best_choice_is_that_of_dense_probabilities():
+    make = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 700, 4, 16, generator=make) * 3
+    k = torch.randn(1, 700, 2, 16, generator=make)
+    mass_BCGN = selectors.block_masses(q[:, -9:], k, 64)
+    logits = (q[0, -1, 3] @ k[0, :, 1].T) / 4
+    expected_N = torch.stack([part.sum() for part in logits.softmax(0).split(64)])
+    others = (q[0, -1, 2] @ k[0, :, 1].T / 4).softmax(0).split(64)
+    mean_N = (expected_N + torch.stack([part.sum() for part in others])) / 2
+    assert (mass_BCGN[0, -1, 1] - mean_N).abs().max() < 1e-6
+
+    assert selectors.share_of_best(selectors.settings("exact", 11), q, k) == pytest.approx(1)
+    shares = [
+        selectors.share_of_best(selectors.settings(name, 4), q, k) for name in ("exact", "mean")
+    ]
+    assert 1 > shares[0] > shares[1]
+
+
+def test_the_table_of_selectors_is_relative_to_standard_attention(tmp_path):
+    for seed, found in enumerate((0.5, 0.25)):
+        figures = {"standard, 4096, 0": {"retrieval": 0.5}}
+        figures["exact, 4096, 16"] = {"retrieval": found, "recall": 0.75}
+        for name, content in figures.items():
+            (tmp_path / f"seed-{seed}, {name}.json").write_text(json.dumps(content))
+    table = selectors.result_table(tmp_path, [4096], [16])
+    assert "| exact | 0.75 (0.50 to 1.00), recall 0.75 |" in table and "| mean | - |" in table
+
+
+def test_times_of_selectors_are_printed_next_to_sdpa(capsys):
+    assert selectors.main(["--times", "1100", "--blocks", "4"]) == 0
+    assert re.search(r"^\| 1,100 \| [\d.]+ s \| [\d.]+x", capsys.readouterr().out, re.M)

@@ -156,6 +156,31 @@ def test_rows_in_parts_have_the_figures_of_whole_rows(folder, capsys):
     assert "rows of 256 tokens in parts of 100 over the KV cache" in " ".join(parts.split())
 
 
+def test_a_model_of_standard_attention_is_read_sparsely(folder, capsys):
+    words = f"--checkpoint {folder}/a {FEW}"
+    dense = without_costs(printed(capsys, words))
+    blocks = "--attention_type exact --blocks block=16 init=1 local=1"
+    everything = without_costs(printed(capsys, f"{words} {blocks} count=16"))
+    assert everything[1:] == dense[1:]
+    few = without_costs(printed(capsys, f"{words} {blocks} count=2"))
+    assert "exact attention" in few[0] and few[1:] != dense[1:]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--attention_type nsa", "choose from"),
+        ("--blocks count=2", "needs --attention_type"),
+        ("--attention_type exact --blocks size=2", "give name=value"),
+    ],
+)
+def test_an_attention_that_cannot_read_a_model_is_one_line(folder, capsys, flags, words):
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(f"--checkpoint {folder}/a --device cpu {flags}".split())
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2 and words in line
+
+
 def test_one_process_evaluates_whatever_levers_the_run_had(folder, capsys, monkeypatch):
     words = f"--checkpoint {folder}/a --device cpu --batches 2 --evals loss"
     plain = without_costs(printed(capsys, words))

@@ -242,6 +242,18 @@ def test_scripts_generate_streams_the_prompt_and_its_continuation(run, capsys):
     )
 
 
+def test_scripts_generate_reads_a_model_of_standard_attention_sparsely(run, capsys):
+    ids = [str(number) for number in range(3, 40)]
+    flags = ["--checkpoint", str(run), "--max_new_tokens", "9", "--device", "cpu", "--ids", *ids]
+    sparsely = "--attention_type exact --blocks count=8 block=8 init=0 local=1".split()
+    printed = []
+    for more in ([], sparsely):
+        generate_script.main([*flags, "--temperature", "0", *more])
+        printed.append(capsys.readouterr())
+    assert printed[0].out == printed[1].out
+    assert "exact attention reads 8 blocks of 8 tokens" in printed[1].err
+
+
 def test_scripts_generate_says_that_an_attention_is_slow_on_the_device(run, capsys, monkeypatch):
     monkeypatch.setattr(StandardKind, "warning", lambda config, device: f"slow on {device}")
     flags = ["--checkpoint", str(run), "--ids", "1", "--max_new_tokens", "1", "--device", "cpu"]

@@ -216,11 +216,13 @@ def load_model(
     dtype: str | None = None,
     kernels: str | None = None,
     weights: torch.dtype | None = None,
+    attention: object | None = None,
 ) -> Decoder:
-    """The checkpoint's model without its optimizer, on `device`; `dtype` and `kernels` override
-    its own. The parameters are fp32, or `weights`: each is converted as it is read.
+    """The checkpoint's model without its optimizer, on `device`; `dtype`, `kernels` and the
+    settings `attention` override its own. The parameters are fp32, or `weights`: each is converted
+    as it is read.
     """
-    given = {"compute_dtype": dtype, "kernels": kernels}
+    given = {"compute_dtype": dtype, "kernels": kernels, "attention": attention}
     overrides = {name: value for name, value in given.items() if value}
     with checkpoint_errors(checkpoint.folder), torch.device("meta"):
         model = decoder(model_config(checkpoint, **overrides))

@@ -99,7 +99,13 @@ def write_json(path: Path, content: dict) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write durably, which then takes the place of `path`, atomically."""
+    """A file to write durably, which then takes the place of `path`, atomically.
+
+    ValueError for what is no plain file, such as /dev/stdout, which must stay.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no plain file: give the name of a file")
+    path = path.resolve()  # the file that a link names, not the link
     temporary = path.with_name(f".tmp-{path.name}")
     yield temporary
     rename(temporary, path)

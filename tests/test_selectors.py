@@ -4,7 +4,6 @@ against their equations in float64.
 
 import dataclasses
 import functools
-import json
 
 import pytest
 import torch
@@ -308,7 +307,7 @@ def test_inside_it_takes_what_the_planner_says(name, dtype):
     """The operator alone, of which the planner visits the last chunks."""
     sizes = dataclasses.replace(SELECTORS[name], block=64)
     q, k, _ = (x[:1].to(dtype) for x in drawn(2000, 2000, K=64))
-    args = q, k, None, sizes.name, json.dumps(dataclasses.asdict(sizes)), dtype
+    args = q, k, None, sizes.name, sizes.text, dtype
     planned = Workspaces("cpu")._inside(choose_operator._qualname, args)
     planned += choose_operator(*args).nbytes
     call = functools.partial(choose_operator, *args)

@@ -258,12 +258,14 @@ def cut_tiles(
     block_CP: Tensor,
     J: int,
     R: int,
+    pairs: int,
 ) -> Tiles:
-    """Sorts the pairs by block and gives each block as many tiles of R pairs as its pairs need.
+    """Sorts at most `pairs` pairs by block and gives each block as many tiles of R as it needs.
 
     Block J stands for no pair: its slot is the last one, which is in no tile. The number of slots
-    does not depend on the values. On CUDA there are as many tiles, so that the host never waits for
-    the device, and on meta tensors, which have no values.
+    does not depend on the values, nor does the number of tiles whose logits exist at the same time.
+    On CUDA there are as many tiles as slots, so that the host never waits for the device, and on
+    meta tensors, which have no values.
     """
     C, P = block_CP.shape
     device = block_CP.device
@@ -276,11 +278,12 @@ def cut_tiles(
     end_J = tiles_J.cumsum(0)
     first_J = F.pad(end_J, (1, 0))
 
-    slots = slot_count(C * P, J, R)
+    slots = slot_count(pairs, J, R)
     count = most = (slots - 1) // R
     if not (block_CP.is_cuda or block_CP.is_meta):
         needed = int(end_J[-1])
-        count = min(most, -(-needed // TILES_STEP) * TILES_STEP)
+        rounded = -(-needed // TILES_STEP) * TILES_STEP
+        count = min(most, max(rounded, TILES_AT_ONCE))
 
     pair = torch.arange(C * P, device=device)
     position = pair - start_J[sorted_block]  # among the pairs of its block
@@ -422,16 +425,31 @@ def tiles_backward(
     )
     for block_N, part, query_S in tile_groups(tiles):
         rows = BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs))
-        _, dk_NSK, dv_NSK = tile_backward(
-            rows,
-            k_JSK.index_select(0, block_N),
-            v_JSK.index_select(0, block_N),
-            buffers,
-            out_NRK=dq_SMK[part].view(rows.q.shape),
-        )
-        add_tiles(dk_JSK, block_N, dk_NSK)
-        add_tiles(dv_JSK, block_N, dv_NSK)
+        _group_backward(rows, k_JSK, v_JSK, block_N, dk_JSK, dv_JSK, buffers, dq_SMK[part])
+        del rows  # before those of the next group exist
     return gather_sum(dq_SMK, tiles.slot_CP)
+
+
+def _group_backward(
+    rows: BackwardInputs,
+    k_JSK: Tensor,
+    v_JSK: Tensor,
+    block_N: Tensor,
+    dk_JSK: Tensor,
+    dv_JSK: Tensor,
+    buffers: Buffers,
+    dq_SMK: Tensor,
+) -> None:
+    """A few tiles of `tiles_backward`."""
+    _, dk_NSK, dv_NSK = tile_backward(
+        rows,
+        k_JSK.index_select(0, block_N),
+        v_JSK.index_select(0, block_N),
+        buffers,
+        out_NRK=dq_SMK.view(rows.q.shape),
+    )
+    add_tiles(dk_JSK, block_N, dk_NSK)
+    add_tiles(dv_JSK, block_N, dv_NSK)
 
 
 def merge_parts(
@@ -462,7 +480,7 @@ def merge_parts(
 def _dynamic_tiles(block_idx_Cn: Tensor, J: int, M: int, cfg: Sizes) -> Tiles:
     """The tiles of the dynamic pairs of a chunk."""
     dynamic_CP = block_idx_Cn[:, cfg.forced :]
-    return cut_tiles(dynamic_CP.long(), J, max(1, TILE_ROWS // M))
+    return cut_tiles(dynamic_CP.long(), J, max(1, TILE_ROWS // M), dynamic_CP.numel())
 
 
 def selected_forward(

@@ -12,9 +12,11 @@ import train
 from footprint.measure import peak_bytes
 from longhaul import kernels, qwen3, step
 from longhaul.config import TrainConfig
+from longhaul.dist import World
 from longhaul.flops import keys_read
 from longhaul.generate import generate
 from longhaul.kinds import KINDS, recorded
+from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.memory.verify_kind import verify_kind
@@ -288,7 +290,7 @@ def test_it_passes_every_check_of_verify_kind(sizes):
 
 
 def planned_run(kind: str, **changes) -> TrainConfig:
-    small = ("count=8", "dense_below=0", "local=2")
+    small = ("count=8", "dense_below=0", "local=2")  # choose from 512 tokens on
     sizes = dict(model_size="tiny", vocab_size=97, context_length=2048, dtype="fp32")
     return TrainConfig(**sizes | changes, attention_type=kind, blocks=small)
 
@@ -296,15 +298,18 @@ def planned_run(kind: str, **changes) -> TrainConfig:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", [sizes.name for sizes in SELECTED])
-def test_the_simulated_peak_is_what_the_allocator_records(kind, checkpointing):
+def test_the_simulated_and_the_planned_peak_are_what_the_allocator_records(kind, checkpointing):
     cfg = planned_run(kind, gradient_checkpointing=checkpointing)
-    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
+    recorded_peak = allocator_peak(cfg)
+    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(recorded_peak, rel=1e-3)
+    plan = planner.plan(cfg, cfg.model(), World(), torch.device("cpu"), 64.0)
+    assert plan.peak == pytest.approx(recorded_peak, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["exact", *map(slow, SELECTORS.keys() - {"exact"})])
+@pytest.mark.parametrize("name", ["exact", slow("bounds"), slow("pooled"), slow("logsumexp")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inside_it_takes_what_the_planner_says(name, dtype):
-    """The operator alone, of which the planner visits the last chunks."""
+    """The operator alone, of which the planner visits the last chunks; that of mean is too small."""
     sizes = dataclasses.replace(SELECTORS[name], block=64)
     q, k, _ = (x[:1].to(dtype) for x in drawn(2000, 2000, K=64))
     args = q, k, None, sizes.name, sizes.text, dtype

@@ -261,7 +261,7 @@ def best_blocks(scores_ZCN: Tensor, most: int) -> Tensor:
     best_ZCm = scores_ZCN.topk(most, sorted=False).values
     least_ZC1 = best_ZCm.amin(-1, keepdim=True)
     is_above_ZCm = best_ZCm > least_ZC1
-    left_ZC1 = most - is_above_ZCm.sum(-1, keepdim=True)
+    left_ZC1 = most - is_above_ZCm.sum(-1, keepdim=True, dtype=torch.int32)
     tied_ZCN = scores_ZCN == least_ZC1
     rank_ZCN = tied_ZCN.int().cumsum_(-1)
     tied_ZCN &= rank_ZCN <= left_ZC1

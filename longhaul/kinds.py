@@ -380,13 +380,17 @@ class SelectedKind(Kind):
         return super().output_bytes(config, tokens, element) + added
 
 
+def selected_kind(config: type[BlockConfig]) -> type[Kind]:
+    """The row of a selector, whose settings these are."""
+    return type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
+
+
 KINDS: dict[str, type[Kind]] = {
     "standard": StandardKind,
     "nsa": NSAKind,
     "indexed": IndexedKind,
 }
-for config in SELECTED:
-    KINDS[config.name] = type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
+KINDS |= {config.name: selected_kind(config) for config in SELECTED}
 
 
 # The kinds that `longhaul.memory.verify_kind.verify_kind` is known to pass; a run with another one

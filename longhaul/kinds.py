@@ -357,21 +357,32 @@ class SelectedKind(Kind):
         return past.to(sparse.dtype).where(positions < sizes.dense_tokens, sparse)
 
     @classmethod
-    def chosen_bytes(cls, config: ModelConfig, tokens: int) -> int:
-        """Bytes of the chosen blocks, int32, of the queries that choose."""
+    def chosen_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of the chosen blocks, int32, and of the outputs that are joined."""
         sizes = config.attention
-        choosing = max(0, tokens - sizes.dense_tokens)
-        return 4 * choosing * config.num_kv_heads * sizes.count
+        if tokens <= sizes.dense_tokens:
+            return 0
+        chosen = 4 * (tokens - sizes.dense_queries) * config.num_kv_heads * sizes.count
+        if not sizes.dense_queries:
+            return chosen
+        return chosen + element * tokens * config.num_heads * config.head_dim
 
     @classmethod
     def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
         """The chosen blocks as well."""
-        return super().saved_bytes(config, tokens, element) + cls.chosen_bytes(config, tokens)
+        added = cls.chosen_bytes(config, tokens, element)
+        return super().saved_bytes(config, tokens, element) + added
 
     @classmethod
     def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
         """The chosen blocks as well."""
-        return super().output_bytes(config, tokens, element) + cls.chosen_bytes(config, tokens)
+        added = 4 * tokens * config.num_kv_heads * config.attention.count
+        return super().output_bytes(config, tokens, element) + added
+
+
+def selected_kind(config: type[BlockConfig]) -> type[Kind]:
+    """The row of a selector, whose settings these are."""
+    return type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
 
 
 KINDS: dict[str, type[Kind]] = {
@@ -379,8 +390,7 @@ KINDS: dict[str, type[Kind]] = {
     "nsa": NSAKind,
     "indexed": IndexedKind,
 }
-for config in SELECTED:
-    KINDS[config.name] = type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
+KINDS |= {config.name: selected_kind(config) for config in SELECTED}
 
 
 # The kinds that `longhaul.memory.verify_kind.verify_kind` is known to pass; a run with another one

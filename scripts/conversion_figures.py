@@ -24,7 +24,7 @@ LENGTHS = (4_096, 16_384)
 KEPT = 0.95  # of the scores of standard attention
 LAST = 10  # steps of the warm-up whose recall counts
 ATTENTIONS = {  # name -> (folder of its evaluation, the run that converted)
-    "standard": ("standard", "far"),
+    "standard": ("far-converted", "far"),
     "sparse (NSA)": ("sparse-converted", "sparse"),
     "indexed": ("indexed-converted", "indexed"),
 }

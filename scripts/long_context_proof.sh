@@ -14,7 +14,7 @@
 # TEXT=800, TEXT_BYTES=10000000    steps of the run on text, and the most bytes of the embedded corpus that it reads from
 # OUTPUT_DIR/proof.json has the figures, and the seconds of each part; OUTPUT_DIR/seed-0/standard, farthest-retrieval,
 # sparse-retrieval and text-gain have those of each evaluation (eval.json) and its picture (heatmap.png). Those of
-# "convert" are in OUTPUT_DIR/seed-0/sparse-converted and indexed-converted.
+# "convert" are in OUTPUT_DIR/seed-0/far-converted, sparse-converted and indexed-converted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export LC_ALL=C  # a point in the seconds in every language
@@ -114,7 +114,6 @@ learn_to_retrieve() {  # a model answers from any place of its context; the file
     train near data-near "$near" --init_from "$out/$begun" --batch_size 2 --lr 2e-3 --warmup_steps 10 "${later[@]}"
     train middle data-far "$middle" --init_from "$out/near" --lr 2e-3 --warmup_steps 10 "${later[@]}"
     schedule=cosine train far data-far "$far" --init_from "$out/middle" --lr 2e-3 --warmup_steps 10 "${later[@]}"
-    retrieval far standard "$noises" "$(rising 1024 4096 "$(last "$far")")" "$items"
 }
 
 sparsely() {  # the same model with sparse attention
@@ -128,6 +127,7 @@ retrieve() {  # proof 1: the context reaches farther than the lengths that it wa
     if [ -f "$out/not-learned" ]; then return; fi
     local later=(--long_fraction 0.75 --seed "$seed")
     train farthest data-far "$farthest" --init_from "$out/far" --lr 1e-3 --warmup_steps 2 "${later[@]}"
+    retrieval farthest standard "$noises" "$(rising 1024 4096 "$(last "$far")")" "$items"
     sparsely
     retrieval farthest farthest-retrieval multikey-all "$(last "$farthest")" $(((items + 1) / 2))
     retrieval sparse sparse-retrieval multikey "$(rising 1024 4096 "$(last "$sparse")")" "$items"
@@ -144,7 +144,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
         --long_fraction 0.75 --seed "$seed" --attention_type indexed --indexer budget=1024 --indexer_warmup $((steps - 1))
 
     local name
-    for name in sparse indexed; do
+    for name in far sparse indexed; do
         retrieval $name $name-converted multikey "$(rising 4096 "$(last "$far")")" "$items"
     done
 }

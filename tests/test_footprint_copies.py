@@ -1,4 +1,4 @@
-"""footprint/: what kernels copy inside, one operator at a time, against the allocator of the CPU."""
+"""footprint/: what kernels copy inside, one operator at a time against the allocator."""
 
 import pytest
 import torch

@@ -6,8 +6,17 @@
 See docs/FOOTPRINT.md.
 """
 
+from footprint.estimate import estimate_memory
 from footprint.prediction import Recording, measure, observe, predict
 from footprint.refusal import Refused
 from footprint.report import Report
 
-__all__ = ["Recording", "Refused", "Report", "measure", "observe", "predict"]
+__all__ = [
+    "Recording",
+    "Refused",
+    "Report",
+    "estimate_memory",
+    "measure",
+    "observe",
+    "predict",
+]

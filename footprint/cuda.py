@@ -34,6 +34,16 @@ NOT_MODELLED = {
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
     "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }
+DECOMPOSITIONS = "scratch memory of linear algebra, such as decompositions and matrix_exp"
+# the same on any device
+ANYWHERE = {
+    "matrix_exp": DECOMPOSITIONS,
+    "cholesky": DECOMPOSITIONS,
+    "linalg_eig": DECOMPOSITIONS,
+    "householder": DECOMPOSITIONS,
+    "_embedding_bag": "scratch memory of bags of embeddings by their largest elements",
+    "kthvalue": "scratch memory of kthvalue and of quantiles",
+}
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
 
@@ -168,12 +178,13 @@ def gpu_optimizers() -> Iterator[None]:
         handle.remove()
 
 
-def not_modelled(trace: Trace, autocast: bool, ranks: int = 1) -> list[str]:
-    """What of this step the prediction for CUDA leaves out."""
+def not_modelled(trace: Trace, target: str, autocast: bool, ranks: int = 1) -> list[str]:
+    """What of this step the prediction leaves out."""
     ran = {storage.op for storage in trace.storages.values()}
-    found = [words for part, words in NOT_MODELLED.items() if any(part in op for op in ran)]
-    if autocast:
+    parts = ANYWHERE | NOT_MODELLED if target == "cuda" else ANYWHERE
+    found = [words for part, words in parts.items() if any(part in op for op in ran)]
+    if autocast and target == "cuda":
         found.append(AUTOCAST)
-    if ranks > 1:
+    if ranks > 1 and target == "cuda":
         found.append(RANKS)
     return list(dict.fromkeys(found))

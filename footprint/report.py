@@ -34,8 +34,7 @@ class Report:
     def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
         trace = of_step(tracker.trace)
         missing = tracker.workspace.not_modelled()
-        if target == "cuda":
-            missing += left_out(trace, tracker.autocast, world_size)
+        missing += left_out(trace, target, tracker.autocast, world_size)
         assumed = list(tracker.known.assumed)
         return cls(trace, target, world_size, tracker.first_peak, missing, assumed)
 

@@ -80,11 +80,12 @@ def _tiles_cpu(q_BHTK: Tensor, k_BGSK: Tensor) -> tuple[int, int]:
 
 
 def flash_forward_cpu(threads: int, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
-    """Per thread: a tile of scores, running maxima and sums, results, all fp32; and the scores in
-    the inputs' dtype if that is shorter.
+    """Per thread: a tile of scores, running maxima and sums, results, all fp32 (fp64 for those
+    inputs); and the scores in the inputs' dtype if that is shorter.
     """
     queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
-    wide = 4 * queries * (keys + 2 + q_BHTK.shape[3])
+    number = max(4, q_BHTK.element_size())
+    wide = number * queries * (keys + 2 + q_BHTK.shape[3])
 
     short = 0
     if q_BHTK.element_size() < 4:
@@ -100,7 +101,8 @@ def flash_backward_cpu(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Te
     queries, keys = _tiles_cpu(q_BHTK, k_BGSK)
     short = q_BHTK.element_size() if q_BHTK.element_size() < 4 else 0
     copied = 0 if do_BHTK.transpose(1, 2).is_contiguous() else do_BHTK.nbytes
-    return copied + threads * queries * (4 + 2 * keys * (4 + short))
+    number = max(4, q_BHTK.element_size())
+    return copied + threads * queries * (number + 2 * keys * (number + short))
 
 
 def flash_backward_cuda(threads: int, do_BHTK: Tensor, q_BHTK: Tensor, k_BGSK: Tensor, *_) -> int:
@@ -201,6 +203,12 @@ def embedding_bag_backward_cpu(
     return 3 * indices.nbytes + made_again
 
 
+def group_norm_backward_cuda(threads: int, *args) -> int:
+    """For each row three sums of a channel and two of a group, fp32 (group_norm_kernel.cu)."""
+    N, C, _, groups = args[5:9]
+    return 4 * N * (3 * C + 2 * groups)
+
+
 def sort_cpu(threads: int, x: Tensor, *args) -> int:
     """The indices of one row, which are copied into all of them."""
     return 8 * (x.shape[-1] if x.ndim else 1)
@@ -226,6 +234,7 @@ DECLARED: dict[str, dict[str, Declared]] = {
         # cuDNN's frontend declares the same four: dq and sums per query in fp32, and with grouped
         # heads dk and dv of each query head
         CUDNN + "_backward": flash_backward_cuda,
+        "aten::native_group_norm_backward": group_norm_backward_cuda,
         "aten::_cudnn_rnn": forward_copies,
         "aten::_cudnn_rnn_backward": backward_copies,
         "aten::_flash_attention_backward": flash_backward_of_documents,

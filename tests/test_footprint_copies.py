@@ -1,4 +1,4 @@
-"""footprint/: what kernels copy inside, one operator at a time, against the allocator of the CPU."""
+"""footprint/: what kernels copy inside, one operator at a time against the allocator."""
 
 import pytest
 import torch
@@ -22,6 +22,11 @@ def turned(y):
     return y.t() * torch.ones(N, N)
 
 
+def attend(x):
+    q_BHTK = x.view(1, 8, -1, 64)
+    return F.scaled_dot_product_attention(q_BHTK, q_BHTK, q_BHTK)
+
+
 def products(x):
     return F.linear(x, torch.ones(N, N))
 
@@ -35,6 +40,7 @@ CASES = {
     "gelu": lambda x: turned(F.gelu(x)),
     "gelu, expanded": F.gelu,
     "embedding": lambda x: turned(F.embedding(torch.zeros(N, 2, dtype=torch.long).t()[0], x)),
+    "attention in float64": lambda x: attend(x.double()),
     "a product's gradient": products,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) * 1.0,
     "float by bool": lambda x: x * (x > 0.5),
@@ -96,6 +102,20 @@ def test_on_cuda_softmax_holds_the_product_of_its_gradient_and_its_result():
         return predict(lambda: torch.rand(N, N, requires_grad=True), step, "cuda").peak
 
     assert peak(lambda x: x.softmax(-1)) - peak(torch.sigmoid) == ROWS
+
+
+@pytest.mark.parametrize(
+    "compute, words",
+    [
+        (torch.matrix_exp, "linear algebra"),
+        (lambda x: torch.linalg.cholesky(x @ x.t()), "linear algebra"),
+        (lambda x: F.embedding_bag(torch.zeros(2, 4).long(), x, mode="max"), "bags"),
+    ],
+)
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_an_operator_whose_inside_is_not_known_is_named(compute, words, target):
+    report = predict(lambda: torch.rand(64, 64, requires_grad=True), compute, target)
+    assert any(words in left_out for left_out in report.not_modelled)
 
 
 def test_on_cuda_operands_of_two_dtypes_are_not_copied():

@@ -1,0 +1,94 @@
+"""The memory of a usual training step, from a model and a batch that are already there."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from footprint.prediction import predict
+from footprint.report import Report
+
+
+def estimate_memory(
+    model: nn.Module,
+    inputs: object,
+    optimizer: Callable[..., Optimizer] | None = None,
+    loss: Callable[[object], Tensor] | None = None,
+    target: str = "cuda",
+) -> Report:
+    """The memory of a training step of `model` on `inputs`, both on the CPU or on meta.
+
+    inputs: a tensor, a tuple of arguments, or a dictionary of named ones. optimizer: a class, or
+    anything that makes an optimizer of parameters; without one nothing is updated. loss: of the
+    model's output; else its `loss`, or the mean of its first tensor. If nothing is trained, the
+    forward alone. Model and inputs stay as they are.
+    """
+
+    def build() -> tuple[nn.Module, Optimizer | None]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model, optimizer(trained) if optimizer else None
+
+    def step(state: tuple[nn.Module, Optimizer | None]) -> None:
+        output = _call(model, tree_map(_imagined, inputs))
+        value = (loss or _usual_loss)(output)
+        if value.requires_grad:
+            value.backward()
+        if state[1]:
+            state[1].step()
+        model.zero_grad()
+
+    with contextlib.ExitStack() as swapped:
+
+        def build_of_fakes():
+            swapped.enter_context(_without_values(model))
+            return build()
+
+        return predict(build_of_fakes, step, target)
+
+
+def _call(model: nn.Module, inputs: object) -> object:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _usual_loss(output: object) -> Tensor:
+    found = getattr(output, "loss", None)
+    if found is None:
+        found = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    return found.mean() if found.dim() else found
+
+
+def _imagined(value: object) -> object:
+    """A fake tensor for a real one, whose values stay known if they are few."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu":
+        return value.detach().clone()
+    return torch.empty_like(value, device="cpu")
+
+
+@contextlib.contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """The model's parameters and buffers are fake until the end of the `with` block."""
+    fakes: dict[Tensor, Tensor] = {}
+    for buffer in model.buffers():
+        fakes[buffer] = _imagined(buffer)
+    for parameter in model.parameters():
+        made = torch.empty_like(parameter, device="cpu", requires_grad=False)
+        fakes[parameter] = nn.Parameter(made, parameter.requires_grad)
+    _exchange(model, fakes)
+    try:
+        yield
+    finally:
+        _exchange(model, {fake: real for real, fake in fakes.items()})
+
+
+def _exchange(model: nn.Module, tensors: Mapping[Tensor, Tensor]) -> None:
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                held[name] = tensors.get(tensor, tensor)

@@ -245,7 +245,7 @@ def test_scripts_generate_streams_the_prompt_and_its_continuation(run, capsys):
 def test_scripts_generate_reads_a_model_of_standard_attention_sparsely(run, capsys):
     ids = [str(number) for number in range(3, 40)]
     flags = ["--checkpoint", str(run), "--max_new_tokens", "9", "--device", "cpu", "--ids", *ids]
-    sparsely = "--attention_type exact --blocks count=8 block=8 init=0 local=1".split()
+    sparsely = ["--attention_type", "exact", "--blocks", "count=8", "block=8", "init=0", "local=1"]
     printed = []
     for more in ([], sparsely):
         generate_script.main([*flags, "--temperature", "0", *more])

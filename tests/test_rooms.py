@@ -12,9 +12,8 @@ from longhaul import kernels
 from model import ModelConfig, NSAConfig
 
 ROOT = Path(__file__).parent.parent
+PATH = "import sys; sys.path.insert(0, sys.argv[1])\n"
 VOCAB = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import torch
 from longhaul.vocab import linear_cross_entropy, vocab_stats
 
@@ -35,18 +34,37 @@ print("computed")
 """
 
 
-def test_the_loss_engine_needs_its_folder_one_file_of_base_and_torch(tmp_path):
-    shutil.copytree(ROOT / "longhaul/vocab", tmp_path / "longhaul/vocab")
-    (tmp_path / "base").mkdir()
-    shutil.copy(ROOT / "base/machine.py", tmp_path / "base/machine.py")
+def test_the_engine_of_sparse_attention_needs_its_folder_two_files_and_torch(tmp_path):
+    """Runs the example of docs/SPARSE.md."""
+    page = (ROOT / "docs/SPARSE.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    copy_room(tmp_path, "longhaul/sparse", "base/machine.py", "model.py")
+    checks = "assert o.shape == q.shape and k.grad.isfinite().all()\nprint('computed')"
+    assert run_alone(tmp_path, f"{PATH}{example}\n{checks}") == "computed\n"
+
+
+def copy_room(folder: Path, room: str, *files: str) -> None:
+    shutil.copytree(ROOT / room, folder / room)
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
+def run_alone(folder: Path, code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-I", "-c", VOCAB, str(tmp_path)],
-        cwd=tmp_path,
+        [sys.executable, "-I", "-c", code, str(folder)],
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.stdout == "computed\n", done.stderr
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def test_the_loss_engine_needs_its_folder_one_file_of_base_and_torch(tmp_path):
+    copy_room(tmp_path, "longhaul/vocab", "base/machine.py")
+    assert run_alone(tmp_path, PATH + VOCAB) == "computed\n"
 
 
 @pytest.mark.parametrize("attention, words", [(None, ""), (NSAConfig(), "sparse attention by ")])

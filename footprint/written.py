@@ -231,6 +231,16 @@ COUNTERS = {
 }
 
 
+IDLE = (
+    "Stream",
+    "Event",
+    "stream",
+    "device",
+    "current_stream",
+    "default_stream",
+)
+
+
 def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
     """What torch.cuda and torch.accelerator say to the step."""
     cuda, accelerator = torch.cuda, torch.accelerator
@@ -259,7 +269,7 @@ def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
         for name, counter in COUNTERS.items():
             if name in vars(owner):
                 found[owner, name] = getattr(meter, counter)
-    for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream"):
+    for name in IDLE:
         found[cuda, name] = Idle
     found[cuda, "get_device_properties"] = properties
     found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()

@@ -34,7 +34,17 @@ PRODUCTS = {
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
 }
-SUMS = ["sum", "nansum", "prod", "cumsum", "cumprod", "mean", "any", "all", "linalg_vector_norm"]
+SUMS = [
+    "sum",
+    "nansum",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "mean",
+    "any",
+    "all",
+    "linalg_vector_norm",
+]
 MASKS = ("condition", "mask")  # arguments of elementwise operators that have no part in the dtype
 # losses -> how often they hold the loss of each element, beyond their result
 LOSSES = {

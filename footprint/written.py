@@ -207,15 +207,38 @@ def constant(value: object, original: object = None):
     return answer
 
 
-DOES_NOTHING = "synchronize empty_cache ipc_collect init manual_seed manual_seed_all seed seed_all"
-DOES_NOTHING += " set_device set_rng_state set_rng_state_all set_per_process_memory_fraction"
+DOES_NOTHING = (
+    "synchronize",
+    "empty_cache",
+    "ipc_collect",
+    "init",
+    "manual_seed",
+    "manual_seed_all",
+    "seed",
+    "seed_all",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+)
 COUNTERS = {
-    "allocated": "memory_allocated memory_reserved memory_cached",
-    "peak": "max_memory_allocated max_memory_reserved max_memory_cached",
-    "reset": "reset_peak_memory_stats reset_max_memory_allocated reset_accumulated_memory_stats",
-    "free": "mem_get_info",
-    "stats": "memory_stats",
+    "memory_allocated": "allocated",
+    "memory_reserved": "allocated",
+    "max_memory_allocated": "peak",
+    "max_memory_reserved": "peak",
+    "reset_peak_memory_stats": "reset",
+    "mem_get_info": "free",
+    "memory_stats": "stats",
 }
+
+
+IDLE = (
+    "Stream",
+    "Event",
+    "stream",
+    "device",
+    "current_stream",
+    "default_stream",
+)
 
 
 def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
@@ -239,18 +262,15 @@ def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
         for name, value in constants.items():
             if name in vars(owner):
                 found[owner, name] = constant(value, getattr(owner, name))
-        for name in DOES_NOTHING.split():
+        for name in DOES_NOTHING:
             if name in vars(owner):
                 found[owner, name] = constant(None)
         meter = Meter(tracker)
-        for counter, names in COUNTERS.items():
-            for name in names.split():
-                if name in vars(owner):
-                    found[owner, name] = getattr(meter, counter)
-    for name in ("Stream", "Event", "stream", "device", "current_stream", "default_stream"):
+        for name, counter in COUNTERS.items():
+            if name in vars(owner):
+                found[owner, name] = getattr(meter, counter)
+    for name in IDLE:
         found[cuda, name] = Idle
-    for name in ("range_push", "range_pop", "mark"):
-        found[cuda.nvtx, name] = constant(None)
     found[cuda, "get_device_properties"] = properties
     found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()
     found[cuda, "get_rng_state_all"] = lambda *_: [torch.get_rng_state()]
@@ -259,7 +279,9 @@ def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
 
 def _autocast() -> dict[tuple[object, str], object]:
     """Autocast for CUDA is that of the CPU, in the precision that CUDA takes by itself."""
-    start, enabled, dtype = autocast.__init__, torch.is_autocast_enabled, torch.get_autocast_dtype
+    start = autocast.__init__
+    enabled = torch.is_autocast_enabled
+    dtype = torch.get_autocast_dtype
 
     def started(self, device_type: str, given: torch.dtype | None = None, *args, **kwargs) -> None:
         given = kwargs.pop("dtype", given)

@@ -43,7 +43,7 @@ CASES = {
     "attention in float64": lambda x: attend(x.double()),
     "a product's gradient": products,
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True) * 1.0,
-    "float by bool": lambda x: x * (x > 0.5),
+    "float by bool": lambda x: torch.mul(x, x > 0.5),
     "float by int": lambda x: x * torch.ones(N, N, dtype=torch.int32),
     "float by float64": lambda x: (x + torch.ones(N, N, dtype=torch.float64)).float(),
     "float by bfloat16": lambda x: x * torch.ones(N, N, dtype=torch.bfloat16),

@@ -38,8 +38,6 @@ class BlockConfig:
     """
 
     name: ClassVar[str] = ""
-    # How much of what full attention finds it was measured to find, as the line of a run says it.
-    found: ClassVar[str] = ""
 
     count: int = 16  # blocks that a query reads, the forced ones included
     block: int = 64  # tokens of a block

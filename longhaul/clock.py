@@ -10,7 +10,16 @@ from torch import Tensor
 
 from base.machine import platform
 from longhaul.kernels import sdpa
-from model import Attention, Device, KVCache, LayerCache, Rope, RotaryCache
+from model import (
+    Attention,
+    Device,
+    KVCache,
+    LayerCache,
+    ModelConfig,
+    Rope,
+    RotaryCache,
+    Standard,
+)
 
 
 class Clock:
@@ -114,10 +123,12 @@ class ClockedLayer:
         return False
 
 
-def takes_clock(cache: KVCache) -> bool:
-    """Whether a `ClockedCache` can go on where the cache is."""
+def takes_clock(cache: KVCache, config: ModelConfig) -> bool:
+    """Whether a `ClockedCache` can go on where the cache of such a model is."""
     layer = cache.layers[0]
-    return type(layer) is LayerCache or getattr(layer, "takes_clock", False)
+    if type(layer) is LayerCache:
+        return config.attention.name == Standard.name  # others may read its keys otherwise
+    return getattr(layer, "takes_clock", False)
 
 
 class ClockedCache:

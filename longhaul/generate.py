@@ -109,7 +109,7 @@ def generate(
     prompt_1T = torch.tensor([prompt], device=device)
     if len(prompt) > 1:
         prefill(model, prompt_1T[:, :-1], cache)
-    if captured and device.type == "cuda" and takes_clock(cache):
+    if captured and device.type == "cuda" and takes_clock(cache, model.config):
         next_logits = CapturedSteps(model, ClockedCache(cache, 1, capacity, device), cuda_graph)
 
     logits_V = next_logits(prompt_1T[:, -1:])

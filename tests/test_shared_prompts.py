@@ -518,7 +518,7 @@ def test_caches_that_cannot_be_continued_are_refused():
         CacheBehindPrompts(sparse.new_cache(1, 6), 4, 3)
 
     cache = branched(model, torch.zeros(1, 5, dtype=torch.int64), 2, 4)
-    assert not takes_clock(cache)
+    assert not takes_clock(cache, model.config)
     with pytest.raises(ValueError, match="give one token at a time"):
         model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
 

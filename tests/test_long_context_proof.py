@@ -154,11 +154,8 @@ def test_a_conversion_takes_over_the_parts_of_a_proof_and_has_bars_of_its_own(pr
     before = commands(tmp_path)
     done = pretended(PROOF="convert")
     assert done.returncode == 0, done.stderr
-    added = [
-        f"seed-0/{name}"
-        for name in ("indexed", "far-converted", "sparse-converted", "indexed-converted")
-    ]
-    assert commands(tmp_path)[len(before) :] == added
+    added = ["indexed", "far-converted", "sparse-converted", "indexed-converted"]
+    assert commands(tmp_path)[len(before) :] == [f"seed-0/{name}" for name in added]
     assert "| indexed | seed 0 | 100.0% | 100.0% |" in done.stdout
     assert "| standard | seed 0 | 100.0% | 100.0% |" in done.stdout
     assert "reads 0.600 of full attention's mass" in done.stdout and "read 0.625" in done.stdout

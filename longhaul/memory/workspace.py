@@ -19,6 +19,7 @@ from base import machine
 from footprint.tracker import Tracker
 from footprint.workspace import KernelWorkspaces, signature
 from longhaul.memory.platforms import Bodies
+from longhaul.sparse import engine as blocks
 from longhaul.sparse.choose import choose_operator
 from longhaul.sparse.indexed import operators
 from longhaul.sparse.nsa import engine
@@ -27,10 +28,15 @@ from longhaul.vocab import statistics
 
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
+BLOCKS = (
+    blocks.block_sparse_forward,
+    blocks.block_sparse_backward,
+    blocks.block_mass_forward,
+)
 INDEXED = (operators.indexed_forward, operators.indexed_backward)
 CHOICE = (choose_operator,)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
-OURS = {op._qualname: op for op in LOSS + SPARSE + INDEXED + CHOICE + STATISTICS}
+OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + INDEXED + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 
@@ -44,7 +50,7 @@ def is_sparse(name: str) -> bool:
     """Whether it is sparse attention: its document boundaries stay on the host with their values,
     because loops run over them.
     """
-    return name.startswith(TWIN) or (name in OURS and OURS[name] in SPARSE)
+    return name.startswith(TWIN) or (name in OURS and OURS[name] in SPARSE + BLOCKS)
 
 
 @functools.cache
@@ -97,7 +103,7 @@ class Workspaces(KernelWorkspaces):
         """Streams of sparse attention that run at the same time: on a CPU one per thread."""
         if not is_sparse(name) or self.target == "cuda":
             return 1
-        k_BTGK = args[1] if name.endswith("forward") else args[2]
+        k_BTGK = args[2] if name.endswith("backward") else args[1]
         B, _, G, _ = k_BTGK.shape
         return min(self.threads, B * G)
 

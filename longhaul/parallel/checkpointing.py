@@ -31,6 +31,7 @@ ATTENTION_OPS = {
     "longhaul::nsa_triton_paired_forward",
     "longhaul::indexed_forward",
     "longhaul::choose_blocks",
+    "longhaul::block_sparse_forward",
 }
 
 

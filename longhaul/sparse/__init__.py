@@ -1,4 +1,9 @@
 """Sparse attention whose time is that of what is read: for CPUs, and as Triton kernels for GPUs.
 
-`nsa` is Native Sparse Attention, `indexed` attention whose blocks an indexer chooses.
+`engine` is exact attention over chosen blocks, however they were chosen, and `plain` the same by
+masks. `nsa` is Native Sparse Attention, `indexed` attention whose blocks an indexer chooses.
 """
+
+from longhaul.sparse.engine import block_mass as block_mass
+from longhaul.sparse.engine import block_sparse_attention as block_sparse_attention
+from longhaul.sparse.nsa import nsa_attention as nsa_attention

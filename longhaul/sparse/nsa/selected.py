@@ -50,7 +50,7 @@ class BackwardInputs(NamedTuple):
 # ---- attention inside tiles
 
 
-def _tile_forward(
+def tile_forward(
     q_NRK: Tensor,
     k_NSK: Tensor,
     v_NSK: Tensor,
@@ -72,7 +72,7 @@ def _tile_forward(
     return o_NRK, lse_NR
 
 
-def _tile_backward(
+def tile_backward(
     inputs: BackwardInputs,
     k_NSK: Tensor,
     v_NSK: Tensor,
@@ -143,7 +143,7 @@ def _forced_tiles(
     return index_NS, hidden_lS.repeat_interleave(M, 0)
 
 
-def _pad_queries(
+def pad_queries(
     x_CM_: Tensor,
     count: int,
     value: float,
@@ -157,7 +157,7 @@ def _by_block(x_CM_: Tensor, l: int) -> Tensor:
     """[C,M,...] as [blocks of l queries, l*M, ...], the last one padded with zeros."""
     M, *rest = x_CM_.shape[1:]
     missing = -len(x_CM_) % l
-    return _pad_queries(x_CM_, missing, 0.0).view(-1, l * M, *rest)
+    return pad_queries(x_CM_, missing, 0.0).view(-1, l * M, *rest)
 
 
 def _forced_forward(
@@ -176,7 +176,7 @@ def _forced_forward(
 
     outs = []
     for q, index in zip(q_parts, index_parts, strict=True):
-        outs.append(_tile_forward(q, k_TK[index], v_TK[index], buffers, hidden_RS))
+        outs.append(tile_forward(q, k_TK[index], v_TK[index], buffers, hidden_RS))
     o_NRK = torch.cat([o for o, _ in outs])
     lse_NR = torch.cat([lse for _, lse in outs])
     o_CMK = o_NRK.view(-1, M, K)[:C]
@@ -203,7 +203,7 @@ def _forced_backward(
     dq_parts = []
     block = start // cfg.sel_block
     for *parts, index in zip(*input_parts, index_parts, strict=True):
-        dq_NRK, dk_NSK, dv_NSK = _tile_backward(
+        dq_NRK, dk_NSK, dv_NSK = tile_backward(
             BackwardInputs(*parts),
             k_TK[index],
             v_TK[index],
@@ -237,28 +237,28 @@ def _add_forced(
 # ---- dynamic blocks: tiles of pairs of one block
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """Pairs sorted by block and cut into tiles of R pairs; the slots of a tile share a block."""
 
-    slot_CP: Tensor  # the slot of each query's p-th dynamic pair
-    query_S: Tensor  # the query of each slot, C for padding
+    slot_CP: Tensor  # the slot of each query's p-th pair
+    query_S: Tensor  # the query of each slot, C for padding; the last slot is that of no pair
     block_N: Tensor  # the block of each tile
     R: int
 
 
-def _cut_tiles(
+def cut_tiles(
     block_CP: Tensor,
     J: int,
-    M: int,
-) -> _Tiles:
-    """Sorts the pairs by block and gives each block as many tiles as its pairs need.
+    R: int,
+) -> Tiles:
+    """Sorts the pairs by block and gives each block as many tiles of R pairs as its pairs need.
 
-    There are slots for the most tiles that so many pairs can need, so that memory does not depend
-    on the values. On CUDA there are as many tiles, so that the host never waits for the device, and
-    on meta tensors, which have no values.
+    Block J stands for no pair: its slot is the last one, which is in no tile. There are slots for
+    the most tiles that so many pairs can need, so that memory does not depend on the values. On
+    CUDA there are as many tiles, so that the host never waits for the device, and on meta tensors,
+    which have no values.
     """
     C, P = block_CP.shape
-    R = max(1, TILE_ROWS // M)
     device = block_CP.device
 
     # A stable sort: sums over a block's pairs have the same order every time.
@@ -267,7 +267,7 @@ def _cut_tiles(
     start_J = torch.searchsorted(sorted_block, all_blocks)
     tiles_J = (start_J.diff() + R - 1) // R
     end_J = tiles_J.cumsum(0)
-    first_J = F.pad(end_J, (1, 0))[:-1]
+    first_J = F.pad(end_J, (1, 0))
 
     most = C * P // R + min(J, C * P)
     count = most
@@ -278,18 +278,20 @@ def _cut_tiles(
     pair = torch.arange(C * P, device=device)
     position = pair - start_J[sorted_block]  # among the pairs of its block
     slot = first_J[sorted_block] * R + position
-    query_S = torch.full((most * R,), C, device=device)
+    slot.masked_fill_(sorted_block == J, most * R)
+    query_S = torch.full((most * R + 1,), C, device=device)
     query_S.index_copy_(0, slot, order // P)
+    query_S[-1] = C
     slot_P = torch.empty_like(order)
     slot_P.index_copy_(0, order, slot)
 
     tile = torch.arange(count, device=device)
     block_N = torch.searchsorted(end_J, tile, right=True)
     block_N.clamp_max_(J - 1)
-    return _Tiles(slot_P.view(C, P), query_S, block_N, R)
+    return Tiles(slot_P.view(C, P), query_S, block_N, R)
 
 
-def _tile_groups(tiles: _Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
+def tile_groups(tiles: Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
     """(block of each tile, slots, query of each slot) of a few tiles at a time."""
     starts = range(0, len(tiles.block_N), TILES_AT_ONCE)
     for x in platform().tiles(starts):
@@ -298,10 +300,10 @@ def _tile_groups(tiles: _Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
         yield tiles.block_N[x:y], slots, tiles.query_S[slots]
 
 
-def _queries_of(
+def queries_of(
     x_CM_: Tensor,
     query_S: Tensor,
-    tiles: _Tiles,
+    tiles: Tiles,
 ) -> Tensor:
     """The queries and heads [N,R*M,...] of a few tiles."""
     N = len(query_S) // tiles.R
@@ -316,7 +318,7 @@ def _blocks(x_TK: Tensor, l: int) -> Tensor:
     return x_TK[: J * l].view(J, l, K)
 
 
-def _gather_sum(
+def gather_sum(
     x_SMK: Tensor,
     slot_CP: Tensor,
     weight_CMP: Tensor | None = None,
@@ -343,7 +345,7 @@ def _gather_sum(
     return bag.view(C, M, K)
 
 
-def _add_tiles(
+def add_tiles(
     total_JSK: Tensor,
     block_N: Tensor,
     part_NSK: Tensor,
@@ -358,29 +360,100 @@ def _add_tiles(
         total_JSK.index_add_(0, block_N, part_NSK.float())
 
 
-def _tiles_forward(
+def tiles_forward(
     q_CMK: Tensor,
     k_JSK: Tensor,
     v_JSK: Tensor,
-    tiles: _Tiles,
+    tiles: Tiles,
     buffers: Buffers,
 ) -> tuple[Tensor, Tensor]:
-    """(o_SMK, lse_SM) of the slots of all tiles, with any content behind the last one."""
+    """(o_SMK, lse_SM) of the slots of all tiles, with any content behind the last one; the slot of
+    no pair has the log-sum-exp of no key.
+    """
     _, M, K = q_CMK.shape
     slots = len(tiles.query_S)
     o_SMK = q_CMK.new_empty(slots, M, K)
     lse_SM = q_CMK.new_empty(slots, M, dtype=torch.float32)
+    o_SMK[-1] = 0
+    lse_SM[-1] = -torch.inf
 
-    q_CMK = _pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
-    for block_N, part, query_S in _tile_groups(tiles):
-        q_NRK = _queries_of(q_CMK, query_S, tiles)
-        o, lse = _tile_forward(q_NRK, k_JSK[block_N], v_JSK[block_N], buffers)
+    q_CMK = pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
+    for block_N, part, query_S in tile_groups(tiles):
+        q_NRK = queries_of(q_CMK, query_S, tiles)
+        o, lse = tile_forward(
+            q_NRK, k_JSK.index_select(0, block_N), v_JSK.index_select(0, block_N), buffers
+        )
         o_SMK[part] = o.view(-1, M, K)
         lse_SM[part] = lse.view(-1, M)
     return o_SMK, lse_SM
 
 
+def tiles_backward(
+    inputs: BackwardInputs,
+    k_JSK: Tensor,
+    v_JSK: Tensor,
+    tiles: Tiles,
+    dk_JSK: Tensor,
+    dv_JSK: Tensor,
+    buffers: Buffers,
+) -> Tensor:
+    """dq_CMK over the pairs of all tiles; adds to dk and dv.
+
+    dq and dk lack the factor 1 / sqrt(K).
+    """
+    _, M, K = inputs.q.shape
+    dq_SMK = inputs.q.new_empty(len(tiles.query_S), M, K)
+    dq_SMK[-1] = 0
+
+    # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
+    inputs = BackwardInputs(
+        q=pad_queries(inputs.q, 1, 0.0),
+        do=pad_queries(inputs.do, 1, 0.0),
+        lse=pad_queries(inputs.lse, 1, torch.inf),
+        delta=pad_queries(inputs.delta, 1, 0.0),
+    )
+    for block_N, part, query_S in tile_groups(tiles):
+        dq, dk_NSK, dv_NSK = tile_backward(
+            BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs)),
+            k_JSK.index_select(0, block_N),
+            v_JSK.index_select(0, block_N),
+            buffers,
+        )
+        dq_SMK[part] = dq.view(-1, M, K)
+        add_tiles(dk_JSK, block_N, dk_NSK)
+        add_tiles(dv_JSK, block_N, dv_NSK)
+    return gather_sum(dq_SMK, tiles.slot_CP)
+
+
+def merge_parts(
+    o_CMK: Tensor,
+    lse_CM: Tensor,
+    o_SMK: Tensor,
+    lse_SM: Tensor,
+    slot_CP: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(o_CMK, lse_CM) of one softmax over the keys of a first part and those of a query's slots.
+
+    A query without any key has o = 0 and lse = -inf.
+    """
+    lse_CPM = torch.cat([lse_CM[:, None], lse_SM[slot_CP]], 1)
+    total_CM = lse_CPM.logsumexp(1)
+    finite_CM = total_CM.clamp_min(torch.finfo(torch.float32).min)
+    weight_CPM = (lse_CPM - finite_CM[:, None]).exp()
+    weight_CMP = weight_CPM.transpose(1, 2)
+
+    first = o_CMK * weight_CMP[..., :1]
+    others = gather_sum(o_SMK, slot_CP, weight_CMP[..., 1:])
+    return first + others, total_CM
+
+
 # ---- the branch
+
+
+def _dynamic_tiles(block_idx_Cn: Tensor, J: int, M: int, cfg: Sizes) -> Tiles:
+    """The tiles of the dynamic pairs of a chunk."""
+    dynamic_CP = block_idx_Cn[:, cfg.forced :]
+    return cut_tiles(dynamic_CP.long(), J, max(1, TILE_ROWS // M))
 
 
 def selected_forward(
@@ -399,20 +472,9 @@ def selected_forward(
 
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
-    dynamic_CP = block_idx_Cn[:, cfg.forced :]
-    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), q_CMK.shape[1])
-    o_SMK, lse_SM = _tiles_forward(q_CMK, k_JSK, v_JSK, tiles, buffers)
-
-    # Merge: the first part is the forced blocks, the others are the dynamic ones.
-    lse_parts = [forced_lse_CM[:, None], lse_SM[tiles.slot_CP]]
-    lse_CPM = torch.cat(lse_parts, 1)
-    total_CM = lse_CPM.logsumexp(1)
-    weight_CPM = (lse_CPM - total_CM[:, None]).exp()
-    weight_CMP = weight_CPM.transpose(1, 2)
-
-    forced = forced_o_CMK * weight_CMP[..., :1]
-    dynamic = _gather_sum(o_SMK, tiles.slot_CP, weight_CMP[..., 1:])
-    return forced + dynamic, total_CM
+    tiles = _dynamic_tiles(block_idx_Cn, len(k_JSK), q_CMK.shape[1], cfg)
+    o_SMK, lse_SM = tiles_forward(q_CMK, k_JSK, v_JSK, tiles, buffers)
+    return merge_parts(forced_o_CMK, forced_lse_CM, o_SMK, lse_SM, tiles.slot_CP)
 
 
 def selected_backward(
@@ -434,28 +496,8 @@ def selected_backward(
     if cfg.sel_count == cfg.forced:
         return forced_dq_CMK
 
-    _, M, K = inputs.q.shape
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
-    dynamic_CP = block_idx_Cn[:, cfg.forced :]
-    tiles = _cut_tiles(dynamic_CP.long(), len(k_JSK), M)
-    dq_SMK = forced_dq_CMK.new_empty(len(tiles.query_S), M, K)
-
-    # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
-    inputs = BackwardInputs(
-        q=_pad_queries(inputs.q, 1, 0.0),
-        do=_pad_queries(inputs.do, 1, 0.0),
-        lse=_pad_queries(inputs.lse, 1, torch.inf),
-        delta=_pad_queries(inputs.delta, 1, 0.0),
-    )
-    for block_N, part, query_S in _tile_groups(tiles):
-        dq, dk_NSK, dv_NSK = _tile_backward(
-            BackwardInputs(*(_queries_of(x, query_S, tiles) for x in inputs)),
-            k_JSK[block_N],
-            v_JSK[block_N],
-            buffers,
-        )
-        dq_SMK[part] = dq.view(-1, M, K)
-        _add_tiles(dk_JSK, block_N, dk_NSK)
-        _add_tiles(dv_JSK, block_N, dv_NSK)
-    return forced_dq_CMK + _gather_sum(dq_SMK, tiles.slot_CP)
+    tiles = _dynamic_tiles(block_idx_Cn, len(k_JSK), inputs.q.shape[1], cfg)
+    dq_CMK = tiles_backward(inputs, k_JSK, v_JSK, tiles, dk_JSK, dv_JSK, buffers)
+    return forced_dq_CMK + dq_CMK

@@ -1,0 +1,412 @@
+"""The engine of block-sparse attention and its plain version against a dense float64 oracle."""
+
+import functools
+
+import pytest
+import torch
+
+from base.machine import Platform, running_on
+from footprint.measure import peak_bytes
+from longhaul.memory.platforms import Bodies
+from longhaul.memory.workspace import Workspaces
+from longhaul.sparse import block_mass, block_sparse_attention, engine
+from longhaul.sparse.plain import plain_block_sparse_attention
+from tests.oracle import causal_attention
+
+BOTH = pytest.mark.parametrize(
+    "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
+)
+CPU = torch.device("cpu")
+
+
+# ---- the oracle: one document of one row
+
+
+def reads(chosen_TGn, S, block):
+    """[T,G,S]: which keys the last T of S queries read."""
+    T, G, _ = chosen_TGn.shape
+    read_TGS = torch.zeros(T, G, S, dtype=torch.bool)
+    for t in range(T):
+        for g in range(G):
+            for j in chosen_TGn[t, g].tolist():
+                if j >= 0:
+                    read_TGS[t, g, j * block : (j + 1) * block] = True
+        read_TGS[t, :, S - T + t + 1 :] = False
+    return read_TGS
+
+
+def oracle(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block):
+    """(o, lse) of rows that are one document each; every query reads a key."""
+    M = q_BTHK.shape[2] // k_BSGK.shape[2]
+    results = []
+    for q_THK, k_SGK, v_SGK, chosen_TGn in zip(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn):
+        read_THS = reads(chosen_TGn, len(k_SGK), block).repeat_interleave(M, 1)
+        k_SHK, v_SHK = (x.repeat_interleave(M, 1) for x in (k_SGK, v_SGK))
+        logits_THS = torch.einsum("thk,shk->ths", q_THK, k_SHK) / q_THK.shape[-1] ** 0.5
+        logits_THS = logits_THS.masked_fill(~read_THS, -torch.inf)
+        o_THK = torch.einsum("ths,shk->thk", logits_THS.softmax(-1), v_SHK)
+        results.append((o_THK, logits_THS.logsumexp(-1)))
+    return tuple(torch.stack(part) for part in zip(*results))
+
+
+# ---- inputs
+
+
+def choose(generator, B, T, S, G, block, n):
+    """A random choice with the own block, in any order and with unused slots between."""
+    chosen_BTGn = torch.full((B, T, G, n), -1, dtype=torch.int32)
+    for b, t, g in torch.cartesian_prod(*map(torch.arange, (B, T, G))).tolist():
+        own = (S - T + t) // block
+        most = int(torch.randint(n, (), generator=generator))
+        blocks = [*torch.randperm(own, generator=generator)[:most].tolist(), own]
+        blocks += [-1] * (n - len(blocks))
+        order = torch.randperm(n, generator=generator)
+        chosen_BTGn[b, t, g] = torch.tensor(blocks, dtype=torch.int32)[order]
+    return chosen_BTGn
+
+
+def operands(B=1, T=75, S=None, G=2, M=2, K=16, block=8, n=5, dtype=torch.float32, seed=0):
+    """q, k, v, chosen, and gradients of o and lse."""
+    S = S or T
+    generator = torch.Generator().manual_seed(seed)
+    normal = functools.partial(torch.randn, generator=generator)
+    q, do = (normal(B, T, G * M, K).to(dtype) for _ in range(2))
+    k, v = (normal(B, S, G, K).to(dtype) for _ in range(2))
+    return (q, k, v), choose(generator, B, T, S, G, block, n), (do, normal(B, T, G * M))
+
+
+def results(attention, qkv, chosen, upstream, block=8, **options):
+    """o, lse, dq, dk, dv."""
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    o, lse = attention(*qkv, chosen, block, **options)
+    do, dlse = upstream
+    grads = torch.autograd.grad([o, lse], qkv, [do.to(o.dtype), dlse.to(lse.dtype)])
+    return o.detach(), lse.detach(), *grads
+
+
+def truth(qkv, chosen, upstream, block=8):
+    return results(oracle, [x.double() for x in qkv], chosen, upstream, block)
+
+
+def error(x, y):
+    return float((x.double() - y).norm() / y.norm())
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks, groups of tiles and groups of own tiles in a short row."""
+    monkeypatch.setattr(engine, "CHUNK_PAIRS", 128)
+    monkeypatch.setattr(engine, "OWN_AT_ONCE", 2)
+
+
+# ---- exactness
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(B=2, T=75),
+        dict(T=64, M=1),
+        dict(T=51, S=120, M=4),
+        dict(T=1, S=76, M=8),
+        dict(T=3, S=76, block=64, n=2),
+        dict(T=1),
+        dict(T=130, G=1, M=4, block=64, n=2, K=80),
+        dict(T=40, n=1),
+    ],
+    ids=str,
+)
+def test_results_and_gradients_are_those_of_the_oracle(attention, sizes, small_chunks):
+    block = sizes.get("block", 8)
+    qkv, chosen, upstream = operands(**sizes)
+    found = results(attention, qkv, chosen, upstream, block)
+    for x, y in zip(found, truth(qkv, chosen, upstream, block), strict=True):
+        assert error(x, y) <= 1e-5
+    if attention is plain_block_sparse_attention:
+        exact = results(attention, [x.double() for x in qkv], chosen, upstream, block)
+        assert exact[1].dtype == torch.float64
+        for x, y in zip(exact, truth(qkv, chosen, upstream, block), strict=True):
+            assert error(x, y) <= 1e-12
+
+
+@BOTH
+def test_each_result_alone_has_its_own_gradients(attention):
+    qkv, chosen, (do, dlse) = operands()
+    zeros = (torch.zeros_like(do), torch.zeros_like(dlse))
+    for name, upstream in (("o", (do, zeros[1])), ("lse", (zeros[0], dlse))):
+        leaves = [x.requires_grad_() for x in qkv]
+        o, lse = attention(*leaves, chosen, 8)
+        result, gradient = (o, do) if name == "o" else (lse, dlse)
+        found = torch.autograd.grad(result, leaves, gradient, allow_unused=True)
+        for x, y in zip(found, truth(qkv, chosen, upstream)[2:], strict=True):
+            assert (y.norm() == 0 and (x is None or x.norm() == 0)) or error(x, y) <= 1e-5
+
+
+class Fp32Products(Platform):
+    """A CPU whose fp32 products are the faster ones."""
+
+    def product_dtype(self, x):
+        return torch.float32
+
+
+@pytest.mark.parametrize("machine", [Platform, Fp32Products])
+@pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 64), (torch.float16, 32)], ids=str)
+def test_low_precision_is_about_as_exact_as_the_plain_version(dtype, K, machine, small_chunks):
+    qkv, chosen, upstream = operands(T=203, M=4, K=K, dtype=dtype)
+    wanted = truth(qkv, chosen, upstream)
+    plain = results(plain_block_sparse_attention, qkv, chosen, upstream)
+    with running_on(machine()):
+        found = results(block_sparse_attention, qkv, chosen, upstream)
+    for x, other, y in zip(found, plain, wanted, strict=True):
+        assert error(x, y) <= max(1.5 * error(other, y), 1e-6)
+        assert x.dtype == other.dtype
+
+
+@BOTH
+def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention):
+    qkv, chosen, upstream = operands()
+    own_T = torch.arange(75) // 8
+    chosen = chosen.masked_fill(chosen == own_T[:, None, None], -1)
+    blind_BTG = (chosen < 0).all(-1)
+    assert blind_BTG.any() and not blind_BTG.all()
+    blind_BTH = blind_BTG.repeat_interleave(2, -1)
+    upstream = upstream[0], upstream[1].masked_fill(blind_BTH, 0)
+    o, lse, dq, dk, dv = results(attention, qkv, chosen, upstream)
+    assert (o[blind_BTH] == 0).all() and (dq[blind_BTH] == 0).all()
+    assert torch.equal(lse == -torch.inf, blind_BTH)
+
+    # the oracle, for which the blind queries read their own block and are then left out
+    seeing = chosen.clone()
+    seeing[..., 0] = torch.where(blind_BTG, own_T[:, None].int(), seeing[..., 0])
+    do = upstream[0].masked_fill(blind_BTH.unsqueeze(-1), 0)
+    wanted = truth(qkv, seeing, (do, upstream[1]))
+    keep_BTH = ~blind_BTH
+    for x, y in zip((o, lse, dq), wanted, strict=False):
+        assert error(x[keep_BTH], y[keep_BTH]) <= 1e-5
+    assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
+
+
+@BOTH
+def test_a_choice_of_all_blocks_is_standard_attention(attention):
+    (q, k, v), _, _ = operands(T=75)
+    blocks = torch.arange(10, dtype=torch.int32)
+    own_T1 = torch.arange(75)[:, None] // 8
+    chosen_Tn = torch.where(blocks <= own_T1, blocks, -1)
+    chosen = chosen_Tn[None, :, None].expand(1, 75, 2, 10)
+    o, _ = attention(q, k, v, chosen, 8)
+    assert error(o[0], causal_attention(*(x[0].double() for x in (q, k, v)))) <= 1e-6
+
+
+# ---- documents and parts
+
+
+@BOTH
+def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_chunks):
+    lengths = (13, 1, 40, 21)
+    cu_seqlens = torch.tensor([0, 13, 14, 54, 75], dtype=torch.int32)
+    qkv, _, (do, dlse) = operands(B=2)
+    generator = torch.Generator().manual_seed(1)
+    choices = [choose(generator, 2, length, length, 2, 8, 5) for length in lengths]
+    chosen = torch.cat(choices, 1)
+    found = results(attention, qkv, chosen, (do, dlse), cu_seqlens=cu_seqlens)
+
+    split = [x.split(lengths, 1) for x in (*qkv, chosen, do, dlse)]
+    separate = [
+        results(attention, parts[:3], parts[3], parts[4:]) for parts in zip(*split, strict=True)
+    ]
+    for x, parts in zip(found, zip(*separate, strict=True), strict=True):
+        assert error(x, torch.cat(parts, 1).double()) <= 1e-6
+
+    # only the third document has an upstream gradient: that of all other keys is exactly 0
+    outside = torch.ones(75, dtype=torch.bool)
+    outside[14:54] = False
+    only = do.masked_fill(outside[:, None, None], 0), dlse.masked_fill(outside[:, None], 0)
+    _, _, *grads = results(attention, qkv, chosen, only, cu_seqlens=cu_seqlens)
+    assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
+
+
+@BOTH
+def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attention):
+    (q, k, v), chosen, _ = operands(T=75)
+    o, lse = attention(q, k, v, chosen, 8)
+    for count in (1, 8, 30):
+        end = slice(75 - count, 75)
+        part_o, part_lse = attention(q[:, end], k, v, chosen[:, end], 8)
+        assert error(part_o, o[:, end].double()) <= 1e-6
+        assert error(part_lse, lse[:, end].double()) <= 1e-6
+
+
+def test_repeats_are_the_same_bits_whatever_the_threads(small_chunks):
+    qkv, chosen, upstream = operands(B=2, T=203, M=4, K=64, dtype=torch.bfloat16)
+    once = results(block_sparse_attention, qkv, chosen, upstream)
+    again = results(block_sparse_attention, qkv, chosen, upstream)
+    torch.set_num_threads(2)
+    threads = results(block_sparse_attention, qkv, chosen, upstream)
+    for x, y, z in zip(once, again, threads, strict=True):
+        assert torch.equal(x, y) and torch.equal(x, z)
+
+
+# ---- mass
+
+
+@pytest.mark.parametrize("sizes", [dict(B=2), dict(T=1, S=76), dict(T=50, S=120)], ids=str)
+def test_the_mass_of_a_block_is_the_mean_probability_of_its_keys(sizes, small_chunks):
+    (q, k, v), chosen, _ = operands(**sizes)
+    _, lse = block_sparse_attention(q, k, v, chosen, 8)
+    mass = block_mass(q, k, chosen, lse, 8)
+
+    S = k.shape[1]
+    k_BSHK = k.repeat_interleave(2, 2)
+    logits_BTHS = torch.einsum("bthk,bshk->bths", q.double(), k_BSHK.double()) / 4
+    p_BTHS = (logits_BTHS - lse.double().unsqueeze(-1)).exp()
+    read = torch.stack([reads(row, S, 8) for row in chosen]).repeat_interleave(2, 2)
+    p_BTHN = (p_BTHS * read).cumsum(-1)
+    ends = torch.arange(7, S + 7, 8).clamp_max(S - 1)
+    p_BTHN = p_BTHN[..., ends].diff(dim=-1, prepend=torch.zeros(*p_BTHN.shape[:-1], 1))
+    p_BTGN = p_BTHN.unflatten(2, (2, 2)).mean(3)
+    wanted = p_BTGN.gather(-1, chosen.long().clamp_min(0)).masked_fill(chosen < 0, 0)
+    assert (mass - wanted).abs().max() <= 1e-5
+    assert (mass.sum(-1) - 1).abs().max() <= 1e-5
+
+
+def test_masses_of_packed_documents_are_those_of_separate_ones():
+    (q, k, _), chosen, _ = operands(T=40)
+    chosen = torch.cat([chosen[:, :13], chosen[:, :27]], 1)
+    lse = torch.zeros(1, 40, 4)
+    cu_seqlens = torch.tensor([0, 13, 40])
+    packed = block_mass(q, k, chosen, lse, 8, cu_seqlens)
+    parts = [(x[:, :13], x[:, 13:]) for x in (q, k, chosen, lse)]
+    separate = [block_mass(*part, 8) for part in zip(*parts, strict=True)]
+    assert torch.allclose(packed, torch.cat(separate, 1), rtol=1e-5)
+
+
+# ---- memory
+
+
+def random_choice(T, G, block, n, generator):
+    """The own block and n-1 random earlier ones, some of them twice as unused."""
+    own_T1 = torch.arange(T)[:, None] // block
+    drawn = torch.rand(T, n - 1, generator=generator) * own_T1
+    chosen_Tn = torch.cat([drawn.int(), own_T1.int()], 1).sort(-1).values
+    repeated = chosen_Tn[:, 1:] == chosen_Tn[:, :-1]
+    chosen_Tn[:, :-1].masked_fill_(repeated, -1)
+    return chosen_Tn[None, :, None].expand(1, T, G, n).contiguous()
+
+
+def long_operands(T, M, K, dtype):
+    generator = torch.Generator().manual_seed(0)
+    make = functools.partial(torch.randn, generator=generator)
+    q, do = (make(1, T, M, K).to(dtype) for _ in range(2))
+    k, v = (make(1, T, 1, K).to(dtype) for _ in range(2))
+    chosen = random_choice(T, 1, 16, 8, generator)
+    return (q, k, v), chosen, (do, make(1, T, M))
+
+
+def peak(T):
+    qkv, chosen, upstream = long_operands(T, 2, 32, torch.bfloat16)
+    return peak_bytes(lambda: results(block_sparse_attention, qkv, chosen, upstream, 16), CPU)
+
+
+def test_the_peak_of_forward_and_backward_is_linear_in_the_tokens(monkeypatch):
+    monkeypatch.setattr(engine, "CHUNK_PAIRS", 1024)
+    at_2k, at_4k, at_8k = (peak(T) for T in (2048, 4096, 8192))
+    assert at_8k <= 2.1 * at_4k <= 2.1**2 * at_2k
+
+
+def inside(operator, arguments):
+    """Bytes at the peak of its body, without inputs and results, as the planner counts them."""
+    return Workspaces("cpu")._inside(operator._qualname, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T, S", [(2500, 2500), (700, 2501), (1, 900)])
+@pytest.mark.parametrize("products", [None, torch.float32])
+def test_the_operators_hold_inside_what_the_planner_says(T, S, dtype, products, monkeypatch):
+    monkeypatch.setattr(engine, "CHUNK_PAIRS", 2048)
+    products = products or dtype
+    (q, k, v), chosen, (do, dlse) = long_operands(S, 4, 64, dtype)
+    q, do, dlse, chosen = (x[:, S - T :].contiguous() for x in (q, do, dlse, chosen))
+    numbers = None, 16, products
+    o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)
+    backward = (do, q, k, v, chosen, o, lse, dlse, *numbers)
+    calls = [
+        (engine.block_sparse_forward, (q, k, v, chosen, *numbers)),
+        (engine.block_sparse_backward, backward),
+        (engine.block_mass_forward, (q, k, chosen, lse, *numbers)),
+    ]
+    for operator, arguments in calls:
+        call = functools.partial(operator, *arguments)
+        returned = torch.utils._pytree.tree_leaves(call())
+        planned = inside(operator, arguments)
+        planned += sum(x.untyped_storage().nbytes() for x in returned)
+        assert planned == pytest.approx(peak_bytes(call, CPU), rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_the_bodies_take_more_elements_than_32_bits_count(target):
+    T, H, G, K = 2**21, 32, 8, 128
+    make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    q, k, v = make(1, T, H, K), make(1, T, G, K), make(1, T, G, K)
+    chosen = make(1, T, G, 16, dtype=torch.int32)
+    assert q.numel() > 2**32
+    numbers = None, 64, torch.bfloat16
+    with running_on(Bodies(target)):
+        o, lse = engine.block_sparse_forward._init_fn(q, k, v, chosen, *numbers)
+        saved = (q, k, v, chosen, o, lse)
+        grads = engine.block_sparse_backward._init_fn(q, *saved, lse, *numbers)
+    assert [x.shape for x in (o, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+
+
+# ---- operators and bad input
+
+
+def test_the_operators_follow_the_rules_of_pytorch():
+    (q, k, v), chosen, (do, dlse) = operands(T=20)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    numbers = torch.tensor([0, 9, 20]), 8, torch.float32
+    torch.library.opcheck(engine.block_sparse_forward, (*leaves, chosen, *numbers))
+    with torch.no_grad():
+        o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)
+        saved = (q, k, v, chosen, o, lse)
+        torch.library.opcheck(engine.block_sparse_backward, (do, *saved, dlse, *numbers))
+        torch.library.opcheck(engine.block_mass_forward, (q, k, chosen, lse, *numbers))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda q, k, v, c: (q[:, :, :3], k, v, c),
+        lambda q, k, v, c: (q, k[:, :19], v[:, :19], c),
+        lambda q, k, v, c: (q, k, v[..., :8], c),
+        lambda q, k, v, c: (q, k, v.double(), c),
+        lambda q, k, v, c: (q, k, v, c[:, :19]),
+        lambda q, k, v, c: (q, k, v, c[..., :0]),
+        lambda q, k, v, c: (q, k, v, c.float()),
+        lambda q, k, v, c: (q, k, v, c, 0),
+        lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0, 19])),
+        lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0, 9, 9, 20])),
+        lambda q, k, v, c: (q, k, v, c, 8, torch.tensor([0.0, 20.0])),
+        lambda q, k, v, c: (q[:, 1:], k, v, c[:, 1:], 8, torch.tensor([0, 19])),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(attention, bad):
+    qkv, chosen, _ = operands(T=20)
+    with pytest.raises(ValueError, match="^block_sparse_attention: given .*; allowed: "):
+        attention(*bad(*qkv, chosen))
+
+
+def test_fp64_is_for_the_plain_version():
+    qkv, chosen, _ = operands(T=20, dtype=torch.float64)
+    with pytest.raises(ValueError, match="float64"):
+        block_sparse_attention(*qkv, chosen, 8)
+
+
+@pytest.mark.parametrize("blocks", [[9, 3], [2, 2]], ids=["later than its own", "twice"])
+def test_the_plain_version_refuses_a_choice_that_no_chooser_makes(blocks):
+    (q, k, v), _, _ = operands(T=1, S=75)
+    chosen = torch.tensor(blocks, dtype=torch.int32).expand(1, 1, 2, 2)
+    plain_block_sparse_attention(q, k, v, chosen.sort().values[..., :1], 8)
+    with pytest.raises(ValueError, match="allowed: "):
+        plain_block_sparse_attention(q[:, :1], k[:, :70], v[:, :70], chosen, 8)

@@ -144,6 +144,8 @@ def export_hf(
     checkpoint = verified(newest(source))
     config = model_config(checkpoint)
     qwen3.require_counterpart(config)
+    if config.attention.name != "standard":
+        print(f"attention_type={config.attention.name} is exported as Qwen3's full attention")
 
     context = qwen3.readable_context(config, start.trained_context(checkpoint))
     found = tokenizer_of(checkpoint, tokenizer, eod)

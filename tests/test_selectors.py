@@ -1,0 +1,405 @@
+"""Attention over blocks that a selector without weights chooses: one suite for all selectors,
+against their equations in float64.
+"""
+
+import dataclasses
+import functools
+import json
+
+import pytest
+import torch
+
+import train
+from footprint.measure import peak_bytes
+from longhaul import kernels, qwen3, step
+from longhaul.config import TrainConfig
+from longhaul.flops import keys_read
+from longhaul.generate import generate
+from longhaul.kinds import KINDS, recorded
+from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.simulate import simulate
+from longhaul.memory.verify_kind import verify_kind
+from longhaul.memory.workspace import Workspaces
+from longhaul.sparse import choose
+from longhaul.sparse.choose import choose_blocks, choose_operator
+from longhaul.sparse.selectors import SELECTED, Bounds, Exact, Mean, Pooled
+from model import ModelConfig, Standard, document_boundaries
+from scripts import convert_qwen3
+from selfcheck.faults import runs
+from tests.ranks import run_ranks
+from tests.tiers import slow
+
+SMALL_KERNELS = dict(dense_below=0, kernel=8, stride=4)
+SELECTORS = {
+    "exact": Exact(count=5, block=16),
+    "bounds": Bounds(count=5, block=16, page=4),
+    "pooled": Pooled(count=5, block=16, local=2, **SMALL_KERNELS),
+    "logsumexp": Pooled(count=5, block=16, local=2, reduce="logsumexp", **SMALL_KERNELS),
+    "mean": Mean(count=5, block=16),
+}
+SHAPE = dict(
+    vocab_size=97,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=96,
+)
+LENGTHS = [130, 1, 69, 12, 188]  # of the documents of two rows of 200
+every_selector = pytest.mark.parametrize("sizes", SELECTORS.values(), ids=SELECTORS)
+
+
+def build(attention, seed: int = 1):
+    return kernels.decoder(ModelConfig.preset("tiny", attention=attention, **SHAPE), seed=seed)
+
+
+def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
+    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def drawn(T: int, S: int, heads=(4, 2), K: int = 16, whole: bool = False, seed: int = 0) -> list:
+    """q, k and v of the last T of S positions of two rows; of small whole numbers, which often tie,
+    if `whole`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, T, heads[0], K), *[(2, S, heads[1], K)] * 2]
+    found = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [x.round() for x in found] if whole else found
+
+
+def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((x.double() - truth).norm() / truth.norm()).item()
+
+
+# ---- the equations, densely and in float64
+
+
+def true_scores(sizes, q_TMK: torch.Tensor, k_SK: torch.Tensor, t: int) -> torch.Tensor:
+    """Scores [N] of the blocks before that of the query at position t, under one KV head."""
+    q_MK = q_TMK[t - len(k_SK)].double()
+    k_SK = k_SK.double()
+    N = t // sizes.block
+    blocks_NlK = k_SK[: N * sizes.block].unflatten(0, (N, sizes.block))
+    if isinstance(sizes, Exact):
+        return torch.einsum("mk,nlk->nml", q_MK, blocks_NlK).amax((1, 2))
+    if isinstance(sizes, Bounds):
+        pages_NPpK = blocks_NlK.unflatten(1, (-1, sizes.page))
+        bounds = [
+            q_MK * end_NPK[:, :, None] for end_NPK in (pages_NPpK.amin(2), pages_NPpK.amax(2))
+        ]
+        return torch.maximum(*bounds).sum(-1).amax((1, 2))
+    if isinstance(sizes, Mean):
+        return torch.einsum("mk,nk->n", q_MK, blocks_NlK.mean(1))
+
+    starts = range(0, t + 2 - sizes.kernel, sizes.stride)
+    means_JK = torch.stack([k_SK[j : j + sizes.kernel].mean(0) for j in starts])
+    p_J = (q_MK @ means_JK.T / q_MK.shape[-1] ** 0.5).softmax(-1).sum(0)
+    found = []
+    for b in range(N):
+        first, end = b * sizes.block, (b + 1) * sizes.block
+        p_touching = [
+            p for p, j in zip(p_J, starts, strict=True) if j < end and j + sizes.kernel > first
+        ]
+        p_touching = torch.stack(p_touching)
+        found.append(p_touching.amax() if sizes.reduce == "max" else p_touching.sum())
+    return torch.stack(found)
+
+
+def forced(sizes, own: int) -> set[int]:
+    return set(range(min(sizes.init, own + 1))) | set(range(max(0, own - sizes.local + 1), own + 1))
+
+
+def assert_chosen(sizes, q: torch.Tensor, k: torch.Tensor, chosen: torch.Tensor, ties: float):
+    """The forced blocks and the best others. `ties`: how near in score two blocks may be that
+    change places; 0: never, and of equal ones the lower index is read.
+    """
+    T, S, G = q.shape[1], k.shape[1], k.shape[2]
+    for b in range(2):
+        for g in range(G):
+            q_TMK = q[b].unflatten(1, (G, -1))[:, g]
+            for t in range(S - T, S):
+                own = t // sizes.block
+                read = [block for block in chosen[b, t - S + T, g].tolist() if block >= 0]
+                assert len(set(read)) == len(read) == min(sizes.count, own + 1)
+                assert forced(sizes, own) <= set(read) <= set(range(own + 1))
+                if len(read) == own + 1:
+                    continue
+                scores_N = true_scores(sizes, q_TMK, k[b, :, g], t)
+                free = sorted(set(range(own)) - forced(sizes, own))
+                ranked = sorted(free, key=lambda block: (-scores_N[block], block))
+                best = set(ranked[: sizes.count - len(forced(sizes, own))])
+                wrong = best ^ (set(read) - forced(sizes, own))
+                span = (scores_N[list(wrong)].amax() - scores_N[list(wrong)].amin()) if wrong else 0
+                assert not wrong or (ties and span <= ties * scores_N.abs().max()), (b, g, t)
+
+
+@every_selector
+def test_the_choice_is_that_of_the_equations(sizes):
+    for T, S in ((200, 200), (7, 165)):
+        q, k, _ = drawn(T, S)
+        assert_chosen(sizes, q, k, choose_blocks(sizes, q, k), ties=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact", "bounds", "mean"])
+def test_of_equal_scores_the_lower_index_is_read_whatever_the_chunks(name, monkeypatch):
+    """Whole numbers are summed without rounding, so scores that should be equal are."""
+    sizes = SELECTORS[name]
+    q, k, _ = drawn(150, 150, whole=True)
+    chosen = choose_blocks(sizes, q, k)
+    assert_chosen(sizes, q, k, chosen, ties=0)
+    assert torch.equal(choose_blocks(sizes, q.bfloat16(), k.bfloat16()), chosen)
+    for room in (1, 2**12, 2**15):
+        monkeypatch.setattr(choose, "CPU_PRODUCTS", room)
+        assert torch.equal(choose_blocks(sizes, q, k).sort().values, chosen.sort().values)
+
+
+def test_exact_chooses_the_top_of_dense_logits():
+    sizes = SELECTORS["exact"]
+    q, k, _ = drawn(1, 200)
+    logits_BGMS = torch.einsum("bgmk,bsgk->bgms", q[:, 0].unflatten(1, (2, 2)), k)
+    best_BGN = logits_BGMS[..., 16:176].unflatten(-1, (10, 16)).amax((2, -1))
+    wanted = best_BGN.topk(2).indices + 1
+    found = choose_blocks(sizes, q, k)[:, 0].sort().values
+    assert torch.equal(found[..., [0, -2, -1]], torch.tensor([0, 11, 12]).int().expand(2, 2, 3))
+    assert torch.equal(found[..., 1:3], wanted.sort().values.int())
+
+
+@pytest.mark.parametrize("name", ["exact", "bounds", "mean"])
+def test_blocks_that_are_not_numbers_are_read_first_and_the_own_one_always(name):
+    sizes = SELECTORS[name]
+    q, k, _ = drawn(1, 200)
+    k[:, 50] = torch.nan
+    read = choose_blocks(sizes, q, k)
+    assert (read == 12).any(-1).all() and (read == 3).any(-1).all()
+
+
+# ---- the layer
+
+
+def masked_attention(sizes, q, k, v) -> torch.Tensor:
+    """softmax(q k^T / sqrt(K)) v under the mask of the chosen blocks, in the dtype of q."""
+    T, G = k.shape[1:3]
+    chosen = choose_blocks(sizes, q.float(), k.float()).long()
+    reads_BTGN = torch.zeros(*chosen.shape[:3], T // sizes.block + 2, dtype=torch.bool)
+    reads_BTGN.scatter_(-1, chosen + 1, True)
+    reads_BTGS = reads_BTGN[..., 1:].repeat_interleave(sizes.block, -1)[..., :T]
+    reads_BTGS |= (torch.arange(T) < sizes.dense_tokens)[:, None, None]
+    reads_BGTS = reads_BTGS.transpose(1, 2) & torch.ones(T, T, dtype=torch.bool).tril()
+    logits = torch.einsum("btgmk,bsgk->bgmts", q.unflatten(2, (G, -1)), k) / q.shape[-1] ** 0.5
+    p = logits.masked_fill(~reads_BGTS[:, :, None], -torch.inf).softmax(-1)
+    return torch.einsum("bgmts,bsgk->btgmk", p, v).flatten(2, 3)
+
+
+@every_selector
+def test_the_layer_is_dense_attention_under_the_mask_of_the_choice_with_its_gradients(sizes):
+    layer = build(sizes).layers[0].attention
+    inputs = [x.requires_grad_() for x in drawn(200, 200)]
+    truth_inputs = [x.detach().double().requires_grad_() for x in inputs]
+    o, truth = layer.attend_document(*inputs), masked_attention(sizes, *truth_inputs)
+    assert relative(o, truth) <= 1e-5
+
+    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(3))
+    grads = torch.autograd.grad((o * weight).sum(), inputs)
+    wanted = torch.autograd.grad((truth * weight.double()).sum(), truth_inputs)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert relative(grad, want) <= 1e-5
+    again = layer.attend_document(*inputs)
+    assert torch.equal(again, o)
+    for grad, once in zip(torch.autograd.grad((again * weight).sum(), inputs), grads, strict=True):
+        assert torch.equal(grad, once)
+
+
+@every_selector
+def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not(sizes):
+    x = tokens()
+    standard = build(Standard())(x)
+    whole = build(dataclasses.replace(sizes, count=13))(x)
+    assert (whole - standard).abs().max() <= 1e-5 * standard.abs().max()
+    late = build(dataclasses.replace(sizes, dense_below=200))(x)
+    assert (late - standard).abs().max() <= 1e-5 * standard.abs().max()
+    assert relative(build(sizes)(x), standard.double()) > 1e-3
+
+
+@every_selector
+def test_packed_documents_equal_separate_ones_and_leak_nothing(sizes):
+    layer = build(sizes).layers[0].attention
+    inputs = [x.requires_grad_() for x in drawn(200, 200)]
+    ids = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS)).view(2, 200)
+    rows = layer.rows(document_boundaries(ids), (2, 200), "cpu")
+    o = rows.attend(layer, inputs, None)
+    documents = zip(*[x.flatten(0, 1)[None].split(LENGTHS, 1) for x in inputs], strict=True)
+    separate = torch.cat([layer.attend_document(*parts) for parts in documents], 1).view_as(o)
+    assert relative(o, separate.double()) <= 1e-6
+
+    last = o.flatten(0, 1)[-188:].square().sum()
+    for grad in torch.autograd.grad(last, inputs):
+        assert not grad.flatten(0, 1)[:-188].any() and grad.flatten(0, 1)[-188:].any()
+
+
+@every_selector
+@torch.no_grad()
+def test_decoding_equals_the_forward_however_the_prompt_is_cut(sizes):
+    decoder, x = build(sizes), tokens()
+    full = decoder(x)
+    for parts in ([150] + [1] * 50, [100, 60, 1, 39], [3] + [1] * 197):
+        cache = decoder.new_cache(2, 200)
+        decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
+        assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
+    cache.rewind(141)
+    again = decoder(x[:, 141:], cache=cache)
+    assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
+
+
+def shared_loss(world, name: str, x: torch.Tensor) -> list[torch.Tensor]:
+    """The loss of rows that the ranks share and a gradient, both summed over the ranks."""
+    sizes = SELECTORS[name]
+    config = ModelConfig.preset("tiny", attention=sizes, **SHAPE)
+    run = dict(model_size="tiny", attention_type=sizes.name, dtype="fp32")
+    cfg = TrainConfig(**run, context_parallel_size=world.size)
+    state = step.build(cfg, config, "cpu", world)
+    loss = state.model(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
+    loss.backward()
+    shares = [loss.detach(), state.model.layers[0].attention.k_proj.weight.grad]
+    for share in shares:
+        torch.distributed.all_reduce(share)
+    return shares
+
+
+@pytest.mark.parametrize("name", ["bounds", *map(slow, SELECTORS.keys() - {"bounds"})])
+def test_two_ranks_that_share_rows_give_the_loss_and_gradient_of_one(name):
+    x = tokens(2, 201)
+    decoder = build(SELECTORS[name], seed=0)
+    loss = decoder(x[:, :-1], x[:, 1:], doc_ids=(torch.arange(200) >= 90).expand(2, -1))
+    loss.backward()
+    want = decoder.layers[0].attention.k_proj.weight.grad
+    for shared, grad in run_ranks(shared_loss, 2, name, x):
+        assert shared == pytest.approx(loss.item(), rel=2e-6)
+        assert relative(grad, want.double()) <= 2e-5
+
+
+# ---- what the trainer asks
+
+
+@pytest.mark.slow
+@every_selector
+def test_it_passes_every_check_of_verify_kind(sizes):
+    assert [name for name, passed, _ in verify_kind(sizes) if not passed] == []
+
+
+def planned_run(kind: str, **changes) -> TrainConfig:
+    small = ("count=8", "dense_below=0", "local=2")
+    sizes = dict(model_size="tiny", vocab_size=97, context_length=2048, dtype="fp32")
+    return TrainConfig(**sizes | changes, attention_type=kind, blocks=small)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind", [sizes.name for sizes in SELECTED])
+def test_the_simulated_peak_is_what_the_allocator_records(kind, checkpointing):
+    cfg = planned_run(kind, gradient_checkpointing=checkpointing)
+    assert simulate(cfg, target="cpu").peak()[0] == pytest.approx(allocator_peak(cfg), rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["exact", *map(slow, SELECTORS.keys() - {"exact"})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inside_it_takes_what_the_planner_says(name, dtype):
+    """The operator alone, of which the planner visits the last chunks."""
+    sizes = dataclasses.replace(SELECTORS[name], block=64)
+    q, k, _ = (x[:1].to(dtype) for x in drawn(2000, 2000, K=64))
+    args = q, k, None, sizes.name, json.dumps(dataclasses.asdict(sizes))
+    planned = Workspaces("cpu")._inside(choose_operator._qualname, args)
+    planned += choose_operator(*args).nbytes
+    call = functools.partial(choose_operator, *args)
+    assert planned == pytest.approx(peak_bytes(call, torch.device("cpu")), rel=0.01)
+
+
+def test_flops_count_the_keys_read_and_the_scores():
+    def found(sizes) -> list[float]:
+        return keys_read(ModelConfig.preset("tiny", attention=sizes), torch.arange(200)).tolist()
+
+    read = [t + 1 if t < 80 else 4 * 16 + t % 16 + 1 for t in range(200)]
+    scored = {
+        "exact": lambda t: (t + 1) / 6,
+        "bounds": lambda t: 2 * ((t + 1) // 4) / 6,
+        "pooled": lambda t: (t + 1) // 4 / 6,
+        "mean": lambda t: (t + 1) // 16 / 6,
+    }
+    for name, cost in scored.items():
+        wanted = [keys + (cost(t) if t >= 80 else 0) for t, keys in enumerate(read)]
+        assert found(SELECTORS[name]) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "kind, blocks, words",
+    [
+        ("exact", "count=0", "count an integer >= 1"),
+        ("exact", "count=2", "count >= init + local"),
+        ("exact", "page=8", "'page=8': give name=value with a name of count, block"),
+        ("bounds", "page=24", "block a multiple of page"),
+        ("pooled", "stride=24", "block and kernel multiples of stride"),
+        ("pooled", "reduce=mean", "max or logsumexp"),
+        ("standard", "count=8", "changes nothing of --attention_type standard"),
+        ("nsa", "count=8", "changes nothing of --attention_type nsa"),
+    ],
+)
+def test_a_wrong_size_is_one_line_that_names_the_flag(kind, blocks, words):
+    with pytest.raises(ValueError, match="--blocks") as caught:
+        TrainConfig(model_size="tiny", attention_type=kind, blocks=(blocks,))
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_context_parallelism_over_gathered_keys_is_refused():
+    with pytest.raises(ValueError, match="gather_kv cannot serve exact attention"):
+        planned_run("exact", context_parallel_size=2, context_parallel_mode="gather_kv")
+
+
+def test_the_settings_are_recorded_under_the_name_of_their_flag():
+    for sizes in SELECTORS.values():
+        found = recorded(ModelConfig.preset("tiny", attention=sizes))
+        assert found["attention_type"] == sizes.name
+        assert found["blocks"] == dataclasses.asdict(sizes)
+
+
+# ---- a Qwen3 folder
+
+
+@pytest.mark.parametrize("name", ["exact", *map(slow, SELECTORS.keys() - {"exact"})])
+def test_a_qwen3_folder_generates_evaluates_trains_and_is_exported(name, tmp_path, capsys):
+    sizes = SELECTORS[name]
+    data = runs.dataset(tmp_path / "data")
+    folder = tmp_path / "qwen3"
+    config = ModelConfig.preset("tiny", **SHAPE | dict(vocab_size=512))
+    qwen3.to_hf(kernels.decoder(config, seed=1), folder)
+
+    changed = dataclasses.asdict(sizes).items() - dataclasses.asdict(type(sizes)()).items()
+    blocks = [f"{key}={value}" for key, value in changed]
+    flags = ["--init_from", str(folder), "--attention_type", sizes.name, "--blocks", *blocks]
+    flags += ["--max_steps", "1", "--lr", "0", "--context_length", "256", "--eval_every", "1"]
+    common = [
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--warmup_steps",
+        "0",
+        "--eval_rows",
+        "1",
+        "--batch_size",
+        "1",
+    ]
+    where = ["--data", str(data), "--output_dir", str(tmp_path / "run")]
+    train.main([*flags, *common, *where])
+    said = capsys.readouterr().out
+    assert f"attention: {sizes.name} attention reads 5 blocks of 16" in said and "eval" in said
+
+    loaded = KINDS[sizes.name].config(**dataclasses.asdict(sizes))
+    model = kernels.decoder(dataclasses.replace(config, attention=loaded), seed=1)
+    assert len(list(generate(model, tokens(1, 120)[0].tolist(), 3, temperature=0))) == 3
+
+    convert_qwen3.main(
+        ["--checkpoint", str(tmp_path / "run"), "--output", str(tmp_path / "back")]
+        + ["--tokenizer", "none"]
+    )
+    assert "full attention" in capsys.readouterr().out
+    assert qwen3.from_hf(tmp_path / "back").config.attention == Standard()

@@ -21,6 +21,7 @@ from footprint.workspace import KernelWorkspaces, signature
 from longhaul.memory.platforms import Bodies
 from longhaul.sparse import engine as blocks
 from longhaul.sparse.choose import choose_operator
+from longhaul.sparse.index_loss import index_loss_operator
 from longhaul.sparse.indexed import operators
 from longhaul.sparse.nsa import engine
 from longhaul.vocab import loss as vocab_loss
@@ -34,7 +35,7 @@ BLOCKS = (
     blocks.block_mass_forward,
 )
 INDEXED = (operators.indexed_forward, operators.indexed_backward)
-CHOICE = (choose_operator,)
+CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + INDEXED + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longhaul.sparse.choose import SELECTORS, Products, choose_blocks
-from longhaul.sparse.plain import plain_block_sparse_attention as block_sparse_attention
+from longhaul.sparse.engine import block_sparse_attention
 from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
 
 # The smallest value of each number of the settings.
@@ -24,6 +24,7 @@ LEAST = {
     "local": 1,
     "dense_below": 0,
     "page": 1,
+    "head_dim": 2,
     "kernel": 1,
     "stride": 1,
 }

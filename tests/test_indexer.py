@@ -1,0 +1,270 @@
+"""Attention over the blocks that an indexer chooses, and what the indexer learns from, against
+their equations, dense and in float64.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from longhaul import kernels
+from longhaul.sparse import choose, index_loss
+from longhaul.sparse.choose import choose_blocks
+from longhaul.sparse.indexer import Indexed, own_losses, recall
+from model import ModelConfig, Standard, document_boundaries
+
+SIZES = Indexed(count=5, block=16, head_dim=24)
+FORCED = Indexed(count=5, block=16, init=1, local=2, head_dim=24)
+SHAPE = dict(
+    vocab_size=97,
+    num_layers=2,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    ffn_size=96,
+)
+NAMES = ("dq", "dk", "dv", "dq of the indexer", "dk of the indexer")
+
+
+def build(attention=SIZES, seed: int = 1, **changes):
+    config = ModelConfig.preset("tiny", attention=attention, **SHAPE | changes)
+    return kernels.decoder(config, seed=seed)
+
+
+def drawn(T: int = 200, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """q, k, v and the indexer's queries and keys of two rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(4, 16), (2, 16), (2, 16), (2, 24), (1, 24)]
+    found = [torch.randn((2, T, *shape), generator=generator) for shape in shapes]
+    found[3] *= 1.7  # so that the student is far from uniform
+    return [x.to(dtype).requires_grad_() for x in found]
+
+
+def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
+    if truth.norm() == 0:
+        return float(x.double().norm())
+    return ((x.double() - truth).norm() / truth.norm()).item()
+
+
+# ---- the equations
+
+
+def true_scores(q_BTGE, k_BT1E, block: int) -> torch.Tensor:
+    """[B, T, G, N]: the largest logit of each block, of the keys that are not after the query."""
+    T, E = q_BTGE.shape[1], q_BTGE.shape[3]
+    logits = torch.einsum("btge,bse->btgs", q_BTGE, k_BT1E[:, :, 0]) / E**0.5
+    later = torch.ones(T, T, dtype=torch.bool).triu(1)
+    logits = logits.masked_fill(later[:, None], -torch.inf)
+    return torch.stack([part.amax(-1) for part in logits.split(block, dim=-1)], -1)
+
+
+def true_choice(scores_BTGN: torch.Tensor, sizes) -> torch.Tensor:
+    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie."""
+    reads = torch.zeros_like(scores_BTGN, dtype=torch.bool)
+    for b, t, g in torch.cartesian_prod(*map(torch.arange, scores_BTGN.shape[:3])).tolist():
+        own = t // sizes.block
+        forced = set(range(min(sizes.init, own + 1)))
+        forced |= set(range(max(0, own + 1 - sizes.local), own + 1))
+        found = scores_BTGN[b, t, g].tolist()
+        others = sorted(set(range(own + 1)) - forced, key=lambda n: (-found[n], n))
+        reads[b, t, g, [*forced, *others[: sizes.count - len(forced)]]] = True
+    return reads
+
+
+def true_outputs(inputs, sizes, warming: bool = False) -> tuple[torch.Tensor, ...]:
+    """(o, loss, the blocks that are read), in float64."""
+    q, k, v, q_idx, k_idx = inputs
+    T, G = k.shape[1:3]
+    scores = true_scores(q_idx, k_idx, sizes.block)
+    own = torch.arange(T)[:, None] // sizes.block
+    seen = (torch.arange(scores.shape[-1]) <= own)[None, :, None].expand_as(scores)
+    reads = seen if warming else true_choice(scores.detach(), sizes)
+
+    keys = reads.repeat_interleave(sizes.block, -1)[..., :T]
+    keys = keys & torch.ones(T, T, dtype=torch.bool).tril()[:, None]
+    logits = torch.einsum("btgmk,bsgk->btgms", q.unflatten(2, (G, -1)), k) / q.shape[-1] ** 0.5
+    p = logits.masked_fill(~keys[:, :, :, None], -torch.inf).softmax(-1)
+    o = torch.einsum("btgms,bsgk->btgmk", p, v).flatten(2, 3)
+
+    mean = p.detach().mean(3)
+    mass = torch.stack([part.sum(-1) for part in mean.split(sizes.block, dim=-1)], -1)
+    share = scores.masked_fill(~reads, -torch.inf).log_softmax(-1)
+    terms = torch.xlogy(mass, mass) - mass * share.masked_fill(~reads, 0.0)
+    return o, terms.sum(-1).mean(2).sum(), reads
+
+
+def gradients(o: torch.Tensor, loss: torch.Tensor, inputs) -> tuple[torch.Tensor, ...]:
+    weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
+    total = (o * weight).sum() + 0.37 * loss
+    return torch.autograd.grad(total, inputs, materialize_grads=True)
+
+
+@pytest.fixture
+def few_logits(monkeypatch):
+    """Chunks of few queries, so that short rows have several."""
+    monkeypatch.setattr(index_loss, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(choose, "CPU_PRODUCTS", 2**12)
+
+
+# ---- the layer against them
+
+
+@pytest.mark.parametrize("sizes", [SIZES, FORCED], ids=["own", "first and two local"])
+@pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
+def test_choice_output_loss_and_gradients_are_those_of_the_equations(sizes, warming, few_logits):
+    inputs = drawn()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    true_o, true_loss, reads = true_outputs(exact, sizes, warming)
+    if not warming:
+        chosen = choose_blocks(sizes, inputs[3], inputs[4].expand(-1, -1, 2, -1)).long()
+        found = torch.zeros(*chosen.shape[:3], 14, dtype=torch.bool).scatter_(-1, chosen + 1, True)
+        assert torch.equal(found[..., 1:], reads)
+
+    decoder = build(sizes)
+    layer = decoder.layers[0].attention
+    with own_losses(decoder, warming):
+        o, loss = layer.attend_indexed(*inputs, learns=True)
+    assert relative(o, true_o) <= 1e-5
+    assert relative(loss, true_loss.detach()) <= 1e-5 and true_loss > 100
+
+    truth = gradients(true_o, true_loss, exact)
+    if warming:  # in which the model learns nothing
+        found = torch.autograd.grad(0.37 * loss, inputs[3:])
+        truth = truth[3:]
+    else:
+        found = gradients(o, loss, inputs)
+    for name, grad, want in zip(NAMES[-len(found) :], found, truth, strict=True):
+        assert want.norm() > 0 and relative(grad, want) <= 1e-5, name
+
+
+@pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
+def test_repeats_are_bit_identical(warming):
+    decoder, runs = build(), []
+    for _ in range(2):
+        inputs = drawn()
+        with own_losses(decoder, warming):
+            o, loss = decoder.layers[0].attention.attend_indexed(*inputs, learns=True)
+        runs.append([o, loss, *torch.autograd.grad(loss, inputs[3:])])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_the_model_and_the_indexer_do_not_see_each_other():
+    inputs = drawn()
+    o, loss = build().layers[0].attention.attend_indexed(*inputs, learns=True)
+    of_o = torch.autograd.grad(o.sum(), inputs, retain_graph=True, materialize_grads=True)
+    of_loss = torch.autograd.grad(loss, inputs, materialize_grads=True)
+    assert [bool(grad.any()) for grad in of_o] == [True] * 3 + [False] * 2
+    assert [bool(grad.any()) for grad in of_loss] == [False] * 3 + [True] * 2
+
+
+def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
+    inputs = drawn(dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    true_o, true_loss, _ = true_outputs(exact, SIZES)
+    o, loss = build().layers[0].attention.attend_indexed(*inputs, learns=True)
+    assert relative(o, true_o) <= 2**-7
+    assert relative(loss, true_loss.detach()) <= 1e-3
+    found = torch.autograd.grad(loss, inputs[3:])
+    for grad, want in zip(found, torch.autograd.grad(true_loss, exact[3:]), strict=True):
+        assert relative(grad, want) <= 2**-7
+
+
+def test_a_layer_turns_and_norms_its_index_heads_as_the_models():
+    for width, turning in ((24, 16), (16, 16), (8, 8)):
+        decoder = build(dataclasses.replace(SIZES, head_dim=width))
+        layer = decoder.layers[0].attention
+        x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(2))
+        q, k = layer.indexer(x, decoder.rotary(70, x.device))
+        assert q.shape == (1, 70, 2, width) and k.shape == (1, 70, 1, width)
+        raw = (x.double() @ layer.indexer.k_proj.weight.double().T)[0]
+        normed = raw / (raw.square().mean(-1, keepdim=True) + decoder.config.norm_eps).sqrt()
+        frequencies = decoder.config.rope_theta ** -(torch.arange(0, turning, 2) / turning)
+        angles = torch.arange(70)[:, None] * frequencies.double()
+        a, b, rest = normed.split((turning // 2, turning // 2, width - turning), -1)
+        turned = a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos(), rest
+        assert relative(k[0, :, 0].detach(), torch.cat(turned, -1).detach()) <= 1e-5
+
+
+def test_of_a_head_that_cannot_turn_like_the_models_a_line_says_so():
+    with pytest.raises(ValueError, match="--blocks: given head_dim=12; allowed: a divisor of"):
+        build(dataclasses.replace(SIZES, head_dim=12))
+
+
+def test_a_budget_of_the_row_is_standard_attention_and_a_smaller_one_is_not():
+    x = tokens()
+    standard = build(Standard())(x)
+    for changes in (dict(count=13), dict(dense_below=200)):
+        whole = build(dataclasses.replace(SIZES, **changes))(x)
+        assert (whole - standard).abs().max() <= 1e-5 * standard.abs().max()
+    assert relative(build()(x), standard.double()) > 1e-3
+
+
+def tokens(rows: int = 2, length: int = 200) -> torch.Tensor:
+    return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_packed_documents_equal_separate_ones_forward_and_backward():
+    decoder, x = build(), tokens()
+    lengths = [[130, 1, 69], [12, 188]]
+    ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
+    documents = [
+        part for row, cut in zip(x, lengths, strict=True) for part in row[None].split(cut, 1)
+    ]
+
+    def results(parts: list[dict]) -> list[torch.Tensor]:
+        total = torch.zeros(())
+        with own_losses(decoder, warming=False) as own:
+            found = [decoder(**part).flatten(0, 1) for part in parts]
+            logits = torch.cat(found)
+            weight = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+            mean = 1 / (len(decoder.layers) * len(parts))  # of the layers' terms
+            total = own.added_to((logits * weight).sum(), mean)
+            return [logits, *torch.autograd.grad(total, list(decoder.parameters()))]
+
+    packed = results([dict(tokens_BT=x, doc_ids=ids)])
+    separate = results([dict(tokens_BT=part) for part in documents])
+    for got, want in zip(packed, separate, strict=True):
+        assert want.abs().max() > 0
+        assert (got - want).abs().max() <= 2e-5 * want.abs().max()
+
+
+def test_a_document_leaks_nothing_into_the_next():
+    layer, inputs = build().layers[0].attention, drawn()
+    ids = (torch.arange(200) >= 90).expand(2, -1)
+    rows = layer.rows(document_boundaries(ids), (2, 200), "cpu")
+    o = rows.attend(layer, inputs, None)
+    for grad in torch.autograd.grad(o[:, 90:].square().sum(), inputs[:3]):
+        assert not grad[:, :90].any() and grad[:, 90:].any()
+
+
+@torch.no_grad()
+def test_decoding_equals_the_forward_however_the_prompt_is_cut():
+    decoder, x = build(), tokens()
+    full = decoder(x)
+    for parts in ([150] + [1] * 50, [100, 60, 1, 39], [3] + [1] * 197):
+        cache = decoder.new_cache(2, 200)
+        decoded = [decoder(part, cache=cache) for part in x.split(parts, dim=1)]
+        assert (torch.cat(decoded, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
+    cache.rewind(141)
+    again = decoder(x[:, 141:], cache=cache)
+    assert (again - full[:, 141:]).abs().max() <= 1e-5 * full.abs().max()
+
+
+def test_the_recall_is_the_share_of_full_attention_that_is_read():
+    inputs = [x.detach() for x in drawn()]
+    read, best, count = recall(SIZES, *inputs).tolist()
+    sampled = [199 - i * 120 // 16 for i in range(16)]
+    exact = [x.double() for x in inputs]
+    scores = true_scores(*exact[3:], SIZES.block)
+    logits = torch.einsum("btgmk,bsgk->btgms", exact[0].unflatten(2, (2, 2)), exact[1]) / 4
+    logits.masked_fill_(torch.ones(200, 200, dtype=torch.bool).triu(1)[:, None, None], -torch.inf)
+    p = logits.softmax(-1).mean(3)
+    mass = torch.stack([part.sum(-1) for part in p.split(SIZES.block, dim=-1)], -1)
+    want = (mass * true_choice(scores, SIZES)).sum(-1).mean(2)[:, sampled].sum()
+    limit = mass.topk(SIZES.count).values.sum(-1).mean(2)[:, sampled].sum()
+    assert count == 32 and 0.05 < want / count < limit / count < 0.999
+    assert read == pytest.approx(float(want), rel=1e-5)
+    assert best == pytest.approx(float(limit), rel=1e-5)
+    few = [x[:, :80] for x in inputs]  # which all queries read whole
+    assert recall(SIZES, *few).tolist() == [0, 0, 0]

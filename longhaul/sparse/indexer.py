@@ -347,8 +347,8 @@ def recall(
     q_BTGE: Tensor,
     k_BT1E: Tensor,
 ) -> Tensor:
-    """The share of full attention's mass on the blocks that queries choose, the largest share on as
-    many blocks, and the number of queries, [3]; the shares are means over heads, summed over rows
+    """The share of full attention's mass on the blocks that queries choose, the same if they chose
+    by that mass, and the number of queries, [3]; the shares are means over heads, summed over rows
     and sampled queries.
 
     They are 16 of the queries that have a choice, at equal distances from the end of the document
@@ -369,23 +369,23 @@ def recall(
         for g in range(G):
             q_CE = q_BTGE[b, position_C, g]
             scores_CJ, _ = block_scores(q_CE, k_JlE, position_C, buffers)
-            chosen_Cn = _choice(sizes, scores_CJ, position_C)
             k_JlK = _in_blocks(k_BTGK[b, :, g], sizes.block, q_BTHK.dtype)
             q_CMK = q_BTHK[b].unflatten(1, (G, -1))[position_C, g]
             mass_CJ = block_masses(q_CMK, k_JlK, position_C, buffers)
-            total_3[0] += mass_CJ.gather(1, chosen_Cn.long()).sum() / G
-            total_3[1] += mass_CJ.topk(sizes.count).values.sum() / G
+            for index, ranked_CJ in enumerate((scores_CJ, mass_CJ)):
+                read_Cn = _choice(sizes, ranked_CJ, position_C)
+                total_3[index] += mass_CJ.gather(1, read_Cn.long()).sum() / G
     total_3[2].fill_(B * count)  # assigned, the number would be copied from the host
     return total_3
 
 
 def _choice(sizes: Indexed, scores_CJ: Tensor, position_C: Tensor) -> Tensor:
-    """[C, n]: the blocks that queries with a choice read."""
+    """[C, n]: the blocks that queries with a choice read; the scores are kept."""
     own_C = position_C // sizes.block
     chosen_1Cn = own_C.new_empty((1, len(own_C), sizes.count), dtype=torch.int32)
     free_1Cf = chosen_1Cn[..., :0]
     free = sizes.count - sizes.init - sizes.local
     if free:
-        free_1Cf = best_blocks(hidden(scores_CJ[None], own_C, sizes), free)
+        free_1Cf = best_blocks(hidden(scores_CJ[None].clone(), own_C, sizes), free)
     fill(chosen_1Cn, free_1Cf, own_C, sizes)
     return chosen_1Cn[0]

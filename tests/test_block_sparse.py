@@ -1,5 +1,6 @@
 """The engine of block-sparse attention and its plain version against a dense float64 oracle."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -7,11 +8,18 @@ import torch
 
 from base.machine import Platform, running_on
 from footprint.measure import peak_bytes
+from longhaul.config import TrainConfig
+from longhaul.kinds import KINDS, Kind
 from longhaul.memory.platforms import Bodies
+from longhaul.memory.reconcile import allocator_peak
+from longhaul.memory.simulate import simulate
+from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse import block_mass, block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
+from model import Attention
 from tests.oracle import causal_attention
+from tests.tiers import few_fast
 
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
@@ -110,6 +118,8 @@ def small_chunks(monkeypatch):
         dict(T=64, M=1),
         dict(T=51, S=120, M=4),
         dict(T=1, S=76, M=8),
+        dict(T=2, S=203, M=4),
+        dict(T=1, S=39),
         dict(T=3, S=76, block=64, n=2),
         dict(T=1),
         dict(T=130, G=1, M=4, block=64, n=2, K=80),
@@ -152,8 +162,11 @@ class Fp32Products(Platform):
 
 @pytest.mark.parametrize("machine", [Platform, Fp32Products])
 @pytest.mark.parametrize("dtype, K", [(torch.bfloat16, 64), (torch.float16, 32)], ids=str)
-def test_low_precision_is_about_as_exact_as_the_plain_version(dtype, K, machine, small_chunks):
-    qkv, chosen, upstream = operands(T=203, M=4, K=K, dtype=dtype)
+@pytest.mark.parametrize("T, S", [(203, 203), (2, 203)])
+def test_low_precision_is_about_as_exact_as_the_plain_version(
+    dtype, K, machine, T, S, small_chunks
+):
+    qkv, chosen, upstream = operands(T=T, S=S, M=4, K=K, dtype=dtype)
     wanted = truth(qkv, chosen, upstream)
     plain = results(plain_block_sparse_attention, qkv, chosen, upstream)
     with running_on(machine()):
@@ -230,7 +243,7 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
 def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attention):
     (q, k, v), chosen, _ = operands(T=75)
     o, lse = attention(q, k, v, chosen, 8)
-    for count in (1, 8, 30):
+    for count in (1, 3, 8, 30):
         end = slice(75 - count, 75)
         part_o, part_lse = attention(q[:, end], k, v, chosen[:, end], 8)
         assert error(part_o, o[:, end].double()) <= 1e-6
@@ -320,7 +333,7 @@ def inside(operator, arguments):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("T, S", [(2500, 2500), (700, 2501), (1, 900)])
+@pytest.mark.parametrize("T, S", [(2500, 2500), (700, 2501), (300, 40_000)])
 @pytest.mark.parametrize("products", [None, torch.float32])
 def test_the_operators_hold_inside_what_the_planner_says(T, S, dtype, products, monkeypatch):
     monkeypatch.setattr(engine, "CHUNK_PAIRS", 2048)
@@ -343,19 +356,92 @@ def test_the_operators_hold_inside_what_the_planner_says(T, S, dtype, products, 
         assert planned == pytest.approx(peak_bytes(call, CPU), rel=0.01)
 
 
+class IntegersMade(torch.utils._python_dispatch.TorchDispatchMode):
+    """The dtypes of integers that operations compute; views of `given` are not computed."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = given.untyped_storage()._cdata
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            integer = isinstance(x, torch.Tensor) and x.dtype in INTEGERS
+            if integer and x.untyped_storage()._cdata != self.given:
+                self.dtypes.add(x.dtype)
+        return out
+
+
+INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_the_bodies_take_more_elements_than_32_bits_count(target):
-    T, H, G, K = 2**21, 32, 8, 128
+    T = 2**21
     make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
-    q, k, v = make(1, T, H, K), make(1, T, G, K), make(1, T, G, K)
-    chosen = make(1, T, G, 16, dtype=torch.int32)
+    q, k, v = (make(1, T, heads, 128) for heads in (32, 8, 8))
+    chosen = make(1, T, 8, 16, dtype=torch.int32)
     assert q.numel() > 2**32
     numbers = None, 64, torch.bfloat16
-    with running_on(Bodies(target)):
+    with running_on(Bodies(target)), IntegersMade(chosen) as integers:
         o, lse = engine.block_sparse_forward._init_fn(q, k, v, chosen, *numbers)
         saved = (q, k, v, chosen, o, lse)
         grads = engine.block_sparse_backward._init_fn(q, *saved, lse, *numbers)
+        last = (q[:, -1:], k, v, chosen[:, -1:], *numbers)
+        engine.block_sparse_forward._init_fn(*last)
+    assert integers.dtypes == {torch.int64}
     assert [x.shape for x in (o, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+
+
+# ---- in a model
+
+
+@dataclasses.dataclass(frozen=True)
+class NearBlocks:
+    """The first block, and every second one of the last 2 * near blocks."""
+
+    name = "near_blocks"
+    block: int = 16
+    near: int = 3
+
+    def layer(self, config, ops):
+        return NearBlocksAttention(config, ops)
+
+
+class NearBlocksAttention(Attention):
+    def __init__(self, config, ops):
+        super().__init__(config, ops)
+        self.sizes = config.attention
+
+    def attend_document(self, q_BTHK, k_BSGK, v_BSGK):
+        (B, S, G, _), T = k_BSGK.shape, q_BTHK.shape[1]
+        own_T1 = torch.arange(S - T, S)[:, None] // self.sizes.block
+        near_Tn = own_T1 - 2 * torch.arange(self.sizes.near)
+        first_T1 = torch.where((near_Tn == 0).any(1, keepdim=True), -1, 0)
+        chosen_Tn = torch.cat([near_Tn, first_T1], 1).int()
+        chosen_BTGn = chosen_Tn[None, :, None].expand(B, T, G, -1)
+        return block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)[0]
+
+
+class NearBlocksKind(Kind):
+    config = NearBlocks
+
+
+def test_a_kind_made_of_the_engine_passes_what_the_trainer_asks(monkeypatch):
+    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
+    checks = verify_kind(NearBlocks())
+    assert [name for name, passed, _ in checks if not passed] == []
+
+
+@pytest.mark.parametrize("checkpointing", few_fast(["selective", "none", "full"], 9))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, monkeypatch):
+    monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
+    changes = dict(context_length=3001, dtype=dtype, gradient_checkpointing=checkpointing)
+    cfg = TrainConfig(model_size="tiny", attention_type="near_blocks", **changes)
+    planned = simulate(cfg, target="cpu").peak()[0]
+    assert planned == pytest.approx(allocator_peak(cfg), rel=0.01)
 
 
 # ---- operators and bad input

@@ -36,6 +36,7 @@ from longhaul.sparse.nsa.selected import (
     merge_parts,
     pad_queries,
     queries_of,
+    slot_count,
     tile_backward,
     tile_forward,
     tile_groups,
@@ -98,6 +99,7 @@ class Chunk(NamedTuple):
     own: slice  # the blocks that they are in
     rows: int  # queries of an own tile
     before: int  # rows of the first own tile that are before the first query
+    pairs: int  # at most so many with blocks before the own one
 
 
 def _chunks(
@@ -113,16 +115,25 @@ def _chunks(
     chunks = []
     for start in starts(-(first % l), T, size):
         queries = slice(max(0, start), min(start + size, T))
-        chunks.append(_chunk(queries, first, l))
+        chunks.append(_chunk(queries, first, n, l))
     return chunks
 
 
-def _chunk(queries: slice, first: int, l: int) -> Chunk:
+def _chunk(
+    queries: slice,
+    first: int,
+    n: int,
+    l: int,
+) -> Chunk:
     low, high = first + queries.start, first + queries.stop
     own = slice(low // l, -(-high // l))
+    pairs = 0
+    for j in range(own.start, own.stop):
+        in_block = min(high, (j + 1) * l) - max(low, j * l)
+        pairs += in_block * min(n, j)
     if own.stop - own.start == 1:  # as in decoding: no more rows than queries
-        return Chunk(queries, low, own, rows=high - low, before=0)
-    return Chunk(queries, low, own, rows=l, before=low % l)
+        return Chunk(queries, low, own, rows=high - low, before=0, pairs=pairs)
+    return Chunk(queries, low, own, rows=l, before=low % l, pairs=pairs)
 
 
 class Pairs(NamedTuple):
@@ -178,8 +189,28 @@ def _pairs(
         has_own_C=is_own_Cn.any(1),
         is_own_Cn=is_own_Cn,
         hidden_Rl=hidden_Rl.repeat_interleave(M, 0),
-        tiles=cut_tiles(block_Cn, J, max(1, min(TILE_ROWS // M, C))),
+        tiles=cut_tiles(block_Cn, J, _tile_pairs(chunk, M), chunk.pairs),
     )
+
+
+def _tile_pairs(chunk: Chunk, M: int) -> int:
+    """Pairs of a tile: a block has at most one of each query."""
+    queries = chunk.queries.stop - chunk.queries.start
+    return max(1, min(TILE_ROWS // M, queries))
+
+
+def _slot_results(
+    q_TMK: Tensor,
+    chunks: list[Chunk],
+    J: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Memory for the results of the slots, which all chunks use one after another: new memory of
+    this size is new pages, and writing these for the first time takes as long as a product.
+    """
+    _, M, K = q_TMK.shape
+    slots = max(slot_count(chunk.pairs, J, _tile_pairs(chunk, M)) for chunk in chunks)
+    return q_TMK.new_empty(slots, M, K, dtype=dtype)
 
 
 # ---- forward
@@ -197,13 +228,17 @@ def _forward_stream(
     T, M, _ = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
     buffers = Buffers(kv.k_JlK)
-    for chunk in _chunks(T, first, chosen_Tn.shape[1], l):
+    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
+    for chunk in chunks:
         queries = chunk.queries
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
         pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
         own = _own_forward(q_CMK, kv, pairs, buffers)
-        others = tiles_forward(q_CMK, *kv, pairs.tiles, buffers)
-        o_TMK[queries], lse_TM[queries] = merge_parts(*own, *others, pairs.tiles.slot_CP)
+        o_SMK = results_SMK[: len(pairs.tiles.query_S)]
+        lse_SM = tiles_forward(q_CMK, *kv, pairs.tiles, buffers, o_SMK)
+        merged = merge_parts(*own, o_SMK, lse_SM, pairs.tiles.slot_CP)
+        o_TMK[queries], lse_TM[queries] = merged
 
 
 def _own_forward(
@@ -219,6 +254,34 @@ def _own_forward(
     o_CMK = pairs.own_queries([o for o, _ in outs], M)
     lse_CM = pairs.own_queries([lse for _, lse in outs], M)
     return o_CMK, lse_CM.masked_fill(~pairs.has_own_C[:, None], -torch.inf)
+
+
+def _few_queries(
+    q_TMK: Tensor,
+    k_SK: Tensor,
+    v_SK: Tensor,
+    chosen_Tn: Tensor,
+    l: int,
+    products: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(o_TMK, lse_TM) of the last T of S positions, whose chosen keys R = n*l are gathered: for
+    fewer than one read per key, as in decoding, where all keys would be copied otherwise.
+    """
+    S, K = k_SK.shape
+    T = len(q_TMK)
+    device = q_TMK.device
+    position_l = torch.arange(l, device=device)
+    key_TR = (chosen_Tn.long().unsqueeze(-1) * l + position_l).flatten(1)
+    t_T1 = torch.arange(S - T, S, device=device)[:, None]
+    hidden_TR = (key_TR < 0) | (key_TR > t_T1)
+
+    index = key_TR.clamp_(0, S - 1).flatten()
+    k_TRK, v_TRK = (x.index_select(0, index).view(T, -1, K).to(products) for x in (k_SK, v_SK))
+    q_TMK = q_TMK.to(products)
+    o_TMK, lse_TM = tile_forward(q_TMK, k_TRK, v_TRK, Buffers(q_TMK), hidden_TR[:, None])
+    blind_T1 = hidden_TR.all(-1, keepdim=True)
+    o_TMK = o_TMK.masked_fill_(blind_T1.unsqueeze(-1), 0)
+    return o_TMK, lse_TM.masked_fill_(blind_T1, -torch.inf)
 
 
 def _empty_outputs(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,9 +301,15 @@ def block_sparse_forward(
 ) -> tuple[Tensor, Tensor]:
     """(o_BTHK, lse_BTH); `products` is the dtype in which products are computed."""
     o_BTHK, lse_BTH = _empty_outputs(q_BTHK)
+    n = chosen_BTGn.shape[3]
 
     def forward(stream: Stream) -> None:
         k_SK, v_SK = k_BSGK[stream.blocks], v_BSGK[stream.blocks]
+        if stream.length * n * block < len(k_SK):
+            q_TMK, chosen_Tn = q_BTHK[stream.heads], chosen_BTGn[stream.tokens]
+            found = _few_queries(q_TMK, k_SK, v_SK, chosen_Tn, block, products)
+            o_BTHK[stream.heads], lse_BTH[stream.heads] = found
+            return
         _forward_stream(
             q_BTHK[stream.heads],
             KeysValues(_in_blocks(k_SK, block, products), _in_blocks(v_SK, block, products)),
@@ -290,13 +359,16 @@ def _backward_stream(
     T, M, K = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
     buffers = Buffers(kv.k_JlK)
-    for chunk in _chunks(T, first, chosen_Tn.shape[1], l):
+    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
+    for chunk in chunks:
         queries = chunk.queries
         pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
         inputs = saved.inputs(queries, q_CMK)
         dq_CMK = _own_backward(inputs, kv, pairs, dkv, buffers).float()
-        dq_CMK += tiles_backward(inputs, *kv, pairs.tiles, *dkv, buffers)
+        dq_SMK = results_SMK[: len(pairs.tiles.query_S)]
+        dq_CMK += tiles_backward(inputs, *kv, pairs.tiles, *dkv, buffers, dq_SMK)
         dq_TMK[queries] = dq_CMK.mul_(K**-0.5)
 
 
@@ -461,7 +533,10 @@ def _tile_lse(
     logits_NRl = product_fp32(q_NRK, k_NlK, buffers, "logits").mul_(q_NRK.shape[-1] ** -0.5)
     if hidden_Rl is not None:
         logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
-    return logits_NRl.logsumexp(-1)
+    # logsumexp would hold a copy that the planner does not see
+    most_NR1 = logits_NRl.amax(-1, keepdim=True)
+    sum_NR = logits_NRl.sub_(most_NR1).exp_().sum(-1)
+    return sum_NR.log_().add_(most_NR1.squeeze(-1))
 
 
 # ---- the operators of PyTorch

@@ -56,6 +56,7 @@ def tile_forward(
     v_NSK: Tensor,
     buffers: Buffers,
     hidden_RS: Tensor | None = None,
+    out_NRK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(o_NRK, lse_NR) of each tile; hidden logits are -inf, so that exp makes exact zeros of them.
 
@@ -67,7 +68,7 @@ def tile_forward(
         logits_NRS.masked_fill_(hidden_RS, -torch.inf)
     p_NRS = buffers.take("p", logits_NRS.shape, torch.float32)
     torch.softmax(logits_NRS, -1, out=p_NRS)
-    o_NRK = buffers.rounded("high", p_NRS) @ v_NSK
+    o_NRK = torch.bmm(buffers.rounded("high", p_NRS), v_NSK, out=out_NRK)
     lse_NR = logits_NRS.amax(-1) - p_NRS.amax(-1).log()
     return o_NRK, lse_NR
 
@@ -78,6 +79,7 @@ def tile_backward(
     v_NSK: Tensor,
     buffers: Buffers,
     hidden_RS: Tensor | None = None,
+    out_NRK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of each tile; `inputs` has tensors [N,R,...], with the lse over all blocks.
 
@@ -102,7 +104,7 @@ def tile_backward(
     ds_NRS.sub_(delta_NR.unsqueeze(-1))
     ds_NRS.mul_(p_NRS)
     ds_NRS = buffers.rounded("low", ds_NRS)
-    dq_NRK = ds_NRS @ k_NSK
+    dq_NRK = torch.bmm(ds_NRS, k_NSK, out=out_NRK)
     dk_NSK = ds_NRS.mT @ q_NRK
     dv_NSK = buffers.rounded("high", p_NRS).mT @ do_NRK
     return dq_NRK, dk_NSK, dv_NSK
@@ -246,17 +248,24 @@ class Tiles(NamedTuple):
     R: int
 
 
+def slot_count(pairs: int, J: int, R: int) -> int:
+    """Slots for the most tiles that so many pairs can need, and the one of no pair."""
+    most = pairs // R + min(J, pairs)
+    return most * R + 1
+
+
 def cut_tiles(
     block_CP: Tensor,
     J: int,
     R: int,
+    pairs: int,
 ) -> Tiles:
-    """Sorts the pairs by block and gives each block as many tiles of R pairs as its pairs need.
+    """Sorts at most `pairs` pairs by block and gives each block as many tiles of R as it needs.
 
-    Block J stands for no pair: its slot is the last one, which is in no tile. There are slots for
-    the most tiles that so many pairs can need, so that memory does not depend on the values. On
-    CUDA there are as many tiles, so that the host never waits for the device, and on meta tensors,
-    which have no values.
+    Block J stands for no pair: its slot is the last one, which is in no tile. The number of slots
+    does not depend on the values, nor does the number of tiles whose logits exist at the same time.
+    On CUDA there are as many tiles as slots, so that the host never waits for the device, and on
+    meta tensors, which have no values.
     """
     C, P = block_CP.shape
     device = block_CP.device
@@ -269,17 +278,18 @@ def cut_tiles(
     end_J = tiles_J.cumsum(0)
     first_J = F.pad(end_J, (1, 0))
 
-    most = C * P // R + min(J, C * P)
-    count = most
+    slots = slot_count(pairs, J, R)
+    count = most = (slots - 1) // R
     if not (block_CP.is_cuda or block_CP.is_meta):
         needed = int(end_J[-1])
-        count = min(most, -(-needed // TILES_STEP) * TILES_STEP)
+        rounded = -(-needed // TILES_STEP) * TILES_STEP
+        count = min(most, max(rounded, TILES_AT_ONCE))
 
     pair = torch.arange(C * P, device=device)
     position = pair - start_J[sorted_block]  # among the pairs of its block
     slot = first_J[sorted_block] * R + position
-    slot.masked_fill_(sorted_block == J, most * R)
-    query_S = torch.full((most * R + 1,), C, device=device)
+    slot.masked_fill_(sorted_block == J, slots - 1)
+    query_S = torch.full((slots,), C, device=device)
     query_S.index_copy_(0, slot, order // P)
     query_S[-1] = C
     slot_P = torch.empty_like(order)
@@ -366,26 +376,28 @@ def tiles_forward(
     v_JSK: Tensor,
     tiles: Tiles,
     buffers: Buffers,
-) -> tuple[Tensor, Tensor]:
-    """(o_SMK, lse_SM) of the slots of all tiles, with any content behind the last one; the slot of
-    no pair has the log-sum-exp of no key.
+    out_SMK: Tensor,
+) -> Tensor:
+    """Fills o of the slots of all tiles, with any content behind the last one, and returns lse_SM;
+    the slot of no pair has the log-sum-exp of no key.
     """
-    _, M, K = q_CMK.shape
-    slots = len(tiles.query_S)
-    o_SMK = q_CMK.new_empty(slots, M, K)
+    slots, M, K = out_SMK.shape
     lse_SM = q_CMK.new_empty(slots, M, dtype=torch.float32)
-    o_SMK[-1] = 0
+    out_SMK[-1] = 0
     lse_SM[-1] = -torch.inf
 
     q_CMK = pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
     for block_N, part, query_S in tile_groups(tiles):
         q_NRK = queries_of(q_CMK, query_S, tiles)
-        o, lse = tile_forward(
-            q_NRK, k_JSK.index_select(0, block_N), v_JSK.index_select(0, block_N), buffers
+        _, lse_NR = tile_forward(
+            q_NRK,
+            k_JSK.index_select(0, block_N),
+            v_JSK.index_select(0, block_N),
+            buffers,
+            out_NRK=out_SMK[part].view(q_NRK.shape),
         )
-        o_SMK[part] = o.view(-1, M, K)
-        lse_SM[part] = lse.view(-1, M)
-    return o_SMK, lse_SM
+        lse_SM[part] = lse_NR.view(-1, M)
+    return lse_SM
 
 
 def tiles_backward(
@@ -396,13 +408,12 @@ def tiles_backward(
     dk_JSK: Tensor,
     dv_JSK: Tensor,
     buffers: Buffers,
+    dq_SMK: Tensor,
 ) -> Tensor:
-    """dq_CMK over the pairs of all tiles; adds to dk and dv.
+    """dq_CMK over the pairs of all tiles; fills dq of the slots, and adds to dk and dv.
 
     dq and dk lack the factor 1 / sqrt(K).
     """
-    _, M, K = inputs.q.shape
-    dq_SMK = inputs.q.new_empty(len(tiles.query_S), M, K)
     dq_SMK[-1] = 0
 
     # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
@@ -413,16 +424,32 @@ def tiles_backward(
         delta=pad_queries(inputs.delta, 1, 0.0),
     )
     for block_N, part, query_S in tile_groups(tiles):
-        dq, dk_NSK, dv_NSK = tile_backward(
-            BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs)),
-            k_JSK.index_select(0, block_N),
-            v_JSK.index_select(0, block_N),
-            buffers,
-        )
-        dq_SMK[part] = dq.view(-1, M, K)
-        add_tiles(dk_JSK, block_N, dk_NSK)
-        add_tiles(dv_JSK, block_N, dv_NSK)
+        rows = BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs))
+        _group_backward(rows, k_JSK, v_JSK, block_N, dk_JSK, dv_JSK, buffers, dq_SMK[part])
+        del rows  # before those of the next group exist
     return gather_sum(dq_SMK, tiles.slot_CP)
+
+
+def _group_backward(
+    rows: BackwardInputs,
+    k_JSK: Tensor,
+    v_JSK: Tensor,
+    block_N: Tensor,
+    dk_JSK: Tensor,
+    dv_JSK: Tensor,
+    buffers: Buffers,
+    dq_SMK: Tensor,
+) -> None:
+    """A few tiles of `tiles_backward`."""
+    _, dk_NSK, dv_NSK = tile_backward(
+        rows,
+        k_JSK.index_select(0, block_N),
+        v_JSK.index_select(0, block_N),
+        buffers,
+        out_NRK=dq_SMK.view(rows.q.shape),
+    )
+    add_tiles(dk_JSK, block_N, dk_NSK)
+    add_tiles(dv_JSK, block_N, dv_NSK)
 
 
 def merge_parts(
@@ -453,7 +480,7 @@ def merge_parts(
 def _dynamic_tiles(block_idx_Cn: Tensor, J: int, M: int, cfg: Sizes) -> Tiles:
     """The tiles of the dynamic pairs of a chunk."""
     dynamic_CP = block_idx_Cn[:, cfg.forced :]
-    return cut_tiles(dynamic_CP.long(), J, max(1, TILE_ROWS // M))
+    return cut_tiles(dynamic_CP.long(), J, max(1, TILE_ROWS // M), dynamic_CP.numel())
 
 
 def selected_forward(
@@ -473,7 +500,8 @@ def selected_forward(
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
     tiles = _dynamic_tiles(block_idx_Cn, len(k_JSK), q_CMK.shape[1], cfg)
-    o_SMK, lse_SM = tiles_forward(q_CMK, k_JSK, v_JSK, tiles, buffers)
+    o_SMK = q_CMK.new_empty(len(tiles.query_S), *q_CMK.shape[1:])
+    lse_SM = tiles_forward(q_CMK, k_JSK, v_JSK, tiles, buffers, o_SMK)
     return merge_parts(forced_o_CMK, forced_lse_CM, o_SMK, lse_SM, tiles.slot_CP)
 
 
@@ -499,5 +527,6 @@ def selected_backward(
     k_JSK = _blocks(k_TK, cfg.sel_block)
     v_JSK = _blocks(v_TK, cfg.sel_block)
     tiles = _dynamic_tiles(block_idx_Cn, len(k_JSK), inputs.q.shape[1], cfg)
-    dq_CMK = tiles_backward(inputs, k_JSK, v_JSK, tiles, dk_JSK, dv_JSK, buffers)
+    dq_SMK = inputs.q.new_empty(len(tiles.query_S), *inputs.q.shape[1:])
+    dq_CMK = tiles_backward(inputs, k_JSK, v_JSK, tiles, dk_JSK, dv_JSK, buffers, dq_SMK)
     return forced_dq_CMK + dq_CMK

@@ -15,6 +15,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +35,15 @@ SELECTORS: dict[str, type] = {}  # the settings of each selector, by name
 class Products:
     """The products of one call, in fp32 and in buffers that are used again.
 
-    room  numbers that may exist at once
+    dtype  of what is multiplied
+    room   numbers that may exist at once
     """
 
-    def __init__(self, q: Tensor, room: int):
-        self.room = room
+    def __init__(self, q: Tensor, dtype: torch.dtype):
+        self.dtype = dtype
+        self.room = CPU_PRODUCTS
+        if on_cuda(q):
+            self.room = CUDA_PRODUCTS
         self._buffers = Buffers(q)
 
     def __call__(self, a_ZJW: Tensor, b_ZRW: Tensor) -> Tensor:
@@ -48,8 +53,29 @@ class Products:
     def tiles(self, blocks: int, numbers: int) -> Sequence[range]:
         """The blocks in tiles, if a block has so many numbers."""
         size = max(1, self.room // numbers)
-        tiles = [range(b, min(b + size, blocks)) for b in range(0, blocks, size)]
+        tiles = []
+        for start in range(0, blocks, size):
+            stop = min(start + size, blocks)
+            tiles.append(range(start, stop))
         return platform().tiles(tiles)
+
+
+class Chunk(NamedTuple):
+    """Some queries of a few streams, and how many blocks are scored for them."""
+
+    q_ZCMK: Tensor
+    first: int  # position of the first query
+    N: int
+    products: Products
+
+
+class Streams(NamedTuple):
+    """The streams that are computed together: on a GPU all of a row, on a CPU one."""
+
+    q_ZTMK: Tensor
+    summary_ZJW: Tensor
+    chosen_ZTn: Tensor  # filled chunk by chunk
+    before: int  # positions before the first query
 
 
 @torch.no_grad()
@@ -65,7 +91,16 @@ def choose_blocks(
     sizes         the settings of a selector (layer.py)
     summary_BJGW  what it keeps of the keys, if that is at hand
     """
-    return choose_operator(q_BTHK, k_BSGK, summary_BJGW, sizes.name, json.dumps(asdict(sizes)))
+    settings = json.dumps(asdict(sizes))
+    dtype = platform().product_dtype(q_BTHK)
+    return choose_operator(
+        q_BTHK,
+        k_BSGK,
+        summary_BJGW,
+        sizes.name,
+        settings,
+        dtype,
+    )
 
 
 @torch.library.custom_op("longhaul::choose_blocks", mutates_args=())
@@ -75,27 +110,37 @@ def choose_operator(
     summary_BJGW: Tensor | None,
     name: str,
     settings: str,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """As `choose_blocks`; the settings are JSON."""
+    """As `choose_blocks`; the settings are JSON. `dtype`: of what is multiplied."""
     sizes = selector(name, settings)
     if summary_BJGW is None:
-        summary_BJGW = sizes.summarise(k_BSGK)
-    chosen_BTGn = _empty_choice(q_BTHK, k_BSGK, sizes)
-    chosen_BGTn = chosen_BTGn.transpose(1, 2)
+        summary_BJGW = k_BSGK
+        if k_BSGK.shape[1] > sizes.block:  # otherwise every query is in the first block
+            summary_BJGW = sizes.summarise(k_BSGK)
+    summary_dtype = summary_BJGW.dtype
+    if summary_dtype == q_BTHK.dtype:  # others are fp32, and stay so
+        summary_dtype = dtype
 
-    S, G = k_BSGK.shape[1:3]
-    q_BGTMK = q_BTHK.unflatten(2, (G, -1)).transpose(1, 2)
-    on_cuda = platform().device(q_BTHK).type == "cuda"
-    products = Products(q_BTHK, CUDA_PRODUCTS if on_cuda else CPU_PRODUCTS)
-    for b, groups in platform().tiles(_streams(*q_BGTMK.shape[:2], on_cuda)):
-        q_ZTMK = q_BGTMK[b, groups]
-        summary_ZJW = summary_BJGW[b, :, groups].transpose(0, 1).contiguous()
-        _choose_of_streams(q_ZTMK, summary_ZJW, S, sizes, products, chosen_BGTn[b, groups])
+    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+    G = k_BSGK.shape[2]
+    chosen_BTGn = _empty_choice(q_BTHK, k_BSGK, sizes)
+    products = Products(q_BTHK, dtype)
+    for b, groups in platform().tiles(_streams(q_BTHK, G)):
+        q_TZMK = q_BTHK[b].unflatten(1, (G, -1))[:, groups]
+        summary_JZW = summary_BJGW[b, :, groups].to(summary_dtype)
+        streams = Streams(
+            q_ZTMK=q_TZMK.transpose(0, 1),
+            summary_ZJW=summary_JZW.transpose(0, 1).contiguous(),
+            chosen_ZTn=chosen_BTGn[b, :, groups].transpose(0, 1),
+            before=S - T,
+        )
+        _choose_of_streams(streams, sizes, products)
     return chosen_BTGn
 
 
 @choose_operator.register_fake
-def _(q_BTHK, k_BSGK, summary_BJGW, name, settings):
+def _(q_BTHK, k_BSGK, summary_BJGW, name, settings, dtype):
     return _empty_choice(q_BTHK, k_BSGK, selector(name, settings))
 
 
@@ -105,91 +150,128 @@ def selector(name: str, settings: str):
     return SELECTORS[name](**json.loads(settings))
 
 
+def on_cuda(x: Tensor) -> bool:
+    """Whether x is computed on a GPU."""
+    return platform().device(x).type == "cuda"
+
+
 def _empty_choice(q_BTHK: Tensor, k_BSGK: Tensor, sizes) -> Tensor:
     B, T, _, _ = q_BTHK.shape
-    S, G = k_BSGK.shape[1:3]
-    n = min(sizes.count, -(-S // sizes.block))
+    _, S, G, _ = k_BSGK.shape
+    blocks = -(-S // sizes.block)
+    n = min(sizes.count, blocks)
     return q_BTHK.new_empty((B, T, G, n), dtype=torch.int32)
 
 
-def _streams(rows: int, groups: int, at_once: bool) -> list[tuple[int, slice]]:
-    """The streams that are computed together: on a GPU all of a row, on a CPU one."""
-    size = groups if at_once else 1
-    starts = range(0, groups, size)
-    return [(b, slice(g, g + size)) for b in range(rows) for g in starts]
+def _streams(q_BTHK: Tensor, groups: int) -> list[tuple[int, slice]]:
+    """Row and KV heads of the streams that are computed together."""
+    size = groups if on_cuda(q_BTHK) else 1
+    found = []
+    for b in range(len(q_BTHK)):
+        for start in range(0, groups, size):
+            found.append((b, slice(start, start + size)))
+    return found
 
 
 def _choose_of_streams(
-    q_ZTMK: Tensor,
-    summary_ZJW: Tensor,
-    S: int,
+    streams: Streams,
     sizes,
     products: Products,
-    chosen_ZTn: Tensor,
 ) -> None:
-    """Fills chosen_ZTn, a chunk of queries after the other."""
-    Z, T, M, _ = q_ZTMK.shape
-    numbers = Z * M * max(1, sizes.columns(S))
-    size = max(1, min(MOST_QUERIES, products.room // numbers))
+    """Fills the choice, a chunk of queries after the other."""
+    Z, T, M, _ = streams.q_ZTMK.shape
+    columns = max(1, sizes.columns(streams.before + T))
+    size = products.room // (Z * M * columns)
+    size = max(1, min(MOST_QUERIES, size))
     starts = list(range(0, T, size))
     for start in platform().last(starts):
-        few = slice(start, min(start + size, T))
-        first = S - T + few.start
-        own_C = torch.arange(first, S - T + few.stop, device=q_ZTMK.device) // sizes.block
-        # blocks before the local ones of the last query, which is the one that has most of them
-        N = max(0, (S - T + few.stop - 1) // sizes.block + 1 - sizes.local)
-        free_ZCf = chosen_ZTn.new_empty((Z, len(own_C), 0))
-        free = chosen_ZTn.shape[-1] - sizes.init - sizes.local
-        if free > 0 and N > sizes.init:
-            q_ZCMK = q_ZTMK[:, few].contiguous()
-            scores_ZCN = sizes.scores(q_ZCMK, summary_ZJW, first, N, products)
-            free_ZCf = best_blocks(hidden(scores_ZCN, own_C, sizes), min(free, N))
-        fill(chosen_ZTn[:, few], free_ZCf, own_C, sizes)
+        stop = min(start + size, T)
+        _choose_of_chunk(streams, slice(start, stop), sizes, products)
 
 
-def hidden(scores_ZCN: Tensor, own_C: Tensor, sizes) -> Tensor:
-    """The scores, with -inf for the blocks that are forced or not complete. All others are finite:
-    NaN is chosen first, so that it shows.
+def _choose_of_chunk(
+    streams: Streams,
+    queries: slice,
+    sizes,
+    products: Products,
+) -> None:
+    """Fills the choice of some queries: the forced blocks, and the best of the others."""
+    chosen_ZCn = streams.chosen_ZTn[:, queries]
+    first = streams.before + queries.start
+    last = streams.before + queries.stop - 1
+    position_C = torch.arange(first, last + 1, device=chosen_ZCn.device)
+    own_C = position_C // sizes.block
+    forced = sizes.init + sizes.local
+    write_forced(chosen_ZCn, own_C, sizes)
+
+    # blocks before the local ones of the last query, which has most of them
+    N = last // sizes.block + 1 - sizes.local
+    free = min(N, chosen_ZCn.shape[-1] - forced)
+    if free <= 0 or N <= sizes.init:
+        return
+    q_ZCMK = streams.q_ZTMK[:, queries].to(products.dtype)
+    chunk = Chunk(q_ZCMK.contiguous(), first, N, products)
+    scores_ZCN = sizes.scores(chunk, streams.summary_ZJW)
+    scores_ZCN = hide_others(scores_ZCN, own_C, sizes)
+    chosen_ZCn[..., forced : forced + free] = best_blocks(scores_ZCN, free)
+
+
+def write_forced(
+    chosen_ZCn: Tensor,
+    own_C: Tensor,
+    sizes,
+) -> None:
+    """Writes the forced blocks, and behind them that there are no others."""
+    own_C1 = own_C[:, None].int()
+    device = own_C.device
+    back_l = torch.arange(sizes.local, dtype=torch.int32, device=device)
+    near_Cl = own_C1 - back_l
+    near_Cl = near_Cl.clamp(min=NO_BLOCK)
+
+    # the first blocks may be among the near ones, and there may be fewer of either
+    first_i = torch.arange(sizes.init, dtype=torch.int32, device=device)
+    first_Ci = first_i.expand(len(own_C), -1)
+    is_near_Ci = first_Ci > own_C1 - sizes.local
+    first_Ci = first_Ci.masked_fill(is_near_Ci, NO_BLOCK)
+
+    forced_Cf = torch.cat((near_Cl, first_Ci), dim=1)
+    forced_Cf = forced_Cf[:, : chosen_ZCn.shape[-1]]
+    chosen_ZCn.fill_(NO_BLOCK)
+    chosen_ZCn[..., : forced_Cf.shape[1]] = forced_Cf
+
+
+def hide_others(
+    scores_ZCN: Tensor,
+    own_C: Tensor,
+    sizes,
+) -> Tensor:
+    """The scores, with -inf for the blocks that are forced or not complete. All others are finite,
+    and NaN is chosen first, so that it shows.
     """
     most = torch.finfo(scores_ZCN.dtype).max
     scores_ZCN = scores_ZCN.nan_to_num(nan=most, posinf=most, neginf=-most)
-    block_N = torch.arange(scores_ZCN.shape[-1], device=scores_ZCN.device)
-    is_candidate_CN = block_N <= own_C[:, None] - sizes.local
-    is_candidate_CN &= block_N >= sizes.init
-    return scores_ZCN.masked_fill_(~is_candidate_CN, -torch.inf)
+    N = scores_ZCN.shape[-1]
+    block_N = torch.arange(N, device=own_C.device)
+    last_C1 = own_C[:, None] - sizes.local
+    is_other_CN = block_N > last_C1
+    is_other_CN |= block_N < sizes.init
+    return scores_ZCN.masked_fill_(is_other_CN, -torch.inf)
 
 
 def best_blocks(scores_ZCN: Tensor, most: int) -> Tensor:
     """int32 [Z, C, most]: the largest scores, the lower index first on a tie; -1 for -inf."""
-    least_ZC1 = scores_ZCN.topk(most, sorted=False).values.amin(-1, keepdim=True)
+    best_ZCm = scores_ZCN.topk(most, sorted=False).values
+    least_ZC1 = best_ZCm.amin(-1, keepdim=True)
     taken_ZCN = scores_ZCN > least_ZC1
+    taken_ZC1 = taken_ZCN.sum(-1, keepdim=True, dtype=torch.int32)
+
     tied_ZCN = scores_ZCN == least_ZC1
-    left_ZC1 = most - taken_ZCN.sum(-1, keepdim=True, dtype=torch.int32)
-    taken_ZCN |= tied_ZCN & (tied_ZCN.cumsum(-1, dtype=torch.int32) <= left_ZC1)
+    rank_ZCN = tied_ZCN.cumsum(-1, dtype=torch.int32)
+    tied_ZCN &= rank_ZCN <= most - taken_ZC1
+    taken_ZCN |= tied_ZCN
 
     Z, C, _ = scores_ZCN.shape
-    found = torch.nonzero_static(taken_ZCN, size=Z * C * most)[:, 2].view(Z, C, most)
-    is_none_ZCm = scores_ZCN.gather(-1, found) == -torch.inf
-    return found.int().masked_fill_(is_none_ZCm, NO_BLOCK)
-
-
-def fill(
-    chosen_ZCn: Tensor,
-    free_ZCf: Tensor,
-    own_C: Tensor,
-    sizes,
-) -> None:
-    """Writes the forced blocks and the chosen others."""
-    own_C1 = own_C[:, None].int()
-    near_Cl = own_C1 - torch.arange(sizes.local, device=own_C.device, dtype=torch.int32)
-    first_i = torch.arange(sizes.init, device=own_C.device, dtype=torch.int32)
-    first_Ci = first_i.expand(len(own_C), -1)
-    # the first blocks may be among the near ones, and there may be fewer of either
-    first_Ci = first_Ci.masked_fill(first_Ci > own_C1 - sizes.local, NO_BLOCK)
-    forced_Cf = torch.cat((near_Cl.clamp(min=NO_BLOCK), first_Ci), dim=1)
-
-    n = chosen_ZCn.shape[-1]
-    forced = min(n, forced_Cf.shape[1])
-    chosen_ZCn.fill_(NO_BLOCK)
-    chosen_ZCn[..., :forced] = forced_Cf[:, :forced]
-    chosen_ZCn[..., forced : forced + free_ZCf.shape[-1]] = free_ZCf
+    found = torch.nonzero_static(taken_ZCN, size=Z * C * most)
+    block_ZCm = found[:, 2].view(Z, C, most)
+    is_none_ZCm = scores_ZCN.gather(-1, block_ZCm) == -torch.inf
+    return block_ZCm.int().masked_fill_(is_none_ZCm, NO_BLOCK)

@@ -19,11 +19,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from longhaul.sparse.choose import best_blocks, choose_blocks, fill, hidden
+from longhaul.sparse.choose import best_blocks, choose_blocks, hide_others, write_forced
 from longhaul.sparse.engine import _in_blocks, block_sparse_attention
 from longhaul.sparse.index_loss import block_masses, block_scores, index_loss
 from longhaul.sparse.layer import SelectedAttention, SelectedCache
 from longhaul.sparse.nsa.branches import Buffers
+from longhaul.sparse.plain import plain_block_sparse_attention
 from longhaul.sparse.selectors.exact import Exact
 from model import (
     Attention,
@@ -277,7 +278,10 @@ class IndexedAttention(SelectedAttention):
         block = self.sizes.block
         k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
         chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
-        o_BTHK, lse_BTH = block_sparse_attention(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+        attend = block_sparse_attention
+        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
+            attend = plain_block_sparse_attention
+        o_BTHK, lse_BTH = attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
         if not learns:
             return o_BTHK, None
         read = chosen_BTGn, lse_BTH
@@ -380,12 +384,12 @@ def recall(
 
 
 def _choice(sizes: Indexed, scores_CJ: Tensor, position_C: Tensor) -> Tensor:
-    """[C, n]: the blocks that queries with a choice read; the scores are kept."""
+    """[C, n]: the blocks that queries with a choice read."""
     own_C = position_C // sizes.block
     chosen_1Cn = own_C.new_empty((1, len(own_C), sizes.count), dtype=torch.int32)
-    free_1Cf = chosen_1Cn[..., :0]
-    free = sizes.count - sizes.init - sizes.local
-    if free:
-        free_1Cf = best_blocks(hidden(scores_CJ[None].clone(), own_C, sizes), free)
-    fill(chosen_1Cn, free_1Cf, own_C, sizes)
+    write_forced(chosen_1Cn, own_C, sizes)
+    forced = sizes.init + sizes.local
+    if sizes.count > forced:
+        others_1CJ = hide_others(scores_CJ[None], own_C, sizes)
+        chosen_1Cn[..., forced:] = best_blocks(others_1CJ, sizes.count - forced)
     return chosen_1Cn[0]

@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from longhaul.sparse.choose import SELECTORS, Products, choose_blocks
+from longhaul.sparse.choose import SELECTORS, Chunk, choose_blocks
 from longhaul.sparse.engine import block_sparse_attention
+from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
 
 # The smallest value of each number of the settings.
@@ -93,26 +94,19 @@ class BlockConfig:
         """What is scored [B, J, G, W]: every whole entry, from the first key on."""
         return k_BSGK
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        summary_ZJW: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        """Scores [Z, C, N] in fp32 of the first N blocks, for queries that count from `first`."""
+    def scores(self, chunk: Chunk, summary_ZJW: Tensor) -> Tensor:
+        """Scores [Z, C, N] in fp32 of the first N blocks, for the queries of the chunk."""
         raise NotImplementedError(f"{type(self).__name__} defines no scores")
-
-    def columns(self, tokens: int) -> int:
-        """Numbers of a query head that exist at once in `scores`, over so many tokens."""
-        return tokens // self.block
 
     def vectors_scored(self, tokens: Tensor) -> Tensor:
         """Vectors of K numbers with which a query head is multiplied, over so many tokens."""
-        return tokens // self.block
+        return tokens // max(1, self.span()[1])
 
     # ---- what follows from it
+
+    def columns(self, tokens: int) -> int:
+        """Scores of a query head over so many tokens that exist at once."""
+        return tokens // (self.span()[1] or self.block)
 
     def entries(self, tokens: int) -> int:
         """Whole entries of the summary of so many tokens."""
@@ -147,8 +141,10 @@ class SelectedAttention(Attention):
 
         early_BTHK, late_BTHK = q_BTHK.split((dense, T - dense), dim=1)
         chosen_BTGn = choose_blocks(self.sizes, late_BTHK, k_BSGK, summary_BJGW)
-        inputs = late_BTHK, k_BSGK, v_BSGK, chosen_BTGn
-        o_BTHK, _ = block_sparse_attention(*inputs, self.sizes.block)
+        attend = block_sparse_attention
+        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
+            attend = plain_block_sparse_attention
+        o_BTHK, _ = attend(late_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
         if not dense:
             return o_BTHK
         seen = slice(0, first + dense)

@@ -1,4 +1,4 @@
-"""The selectors: which blocks of keys a query reads, one file for each, beside its equation. None
+"""The selectors: which blocks of keys a query reads, one file for each, with its equation. None
 has weights, so any model of standard attention runs with them as it is.
 
 A further one is a file like these and a row of SELECTED.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longhaul.sparse.choose import Products
+from longhaul.sparse.choose import Chunk
 from longhaul.sparse.layer import BlockConfig
 
 
@@ -36,25 +36,23 @@ class Bounds(BlockConfig):
 
     def summarise(self, k_BSGK: Tensor) -> Tensor:
         whole = k_BSGK.shape[1] // self.page
-        k_BPpGK = k_BSGK[:, : whole * self.page].unflatten(1, (whole, self.page))
-        return torch.cat((k_BPpGK.amax(2), k_BPpGK.amin(2)), dim=-1)
+        k_BSGK = k_BSGK[:, : whole * self.page]
+        k_BPpGK = k_BSGK.unflatten(1, (whole, self.page))
+        largest = k_BPpGK.amax(2)
+        smallest = k_BPpGK.amin(2)
+        return torch.cat((largest, smallest), dim=-1)
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        bounds_ZPW: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        C, M = q_ZCMK.shape[1:3]
-        q_ZRW = torch.cat((q_ZCMK.clamp(min=0), q_ZCMK.clamp(max=0)), dim=-1).flatten(1, 2)
+    def scores(self, chunk: Chunk, bounds_ZPW: Tensor) -> Tensor:
+        C, M = chunk.q_ZCMK.shape[1:3]
+        above = chunk.q_ZCMK.clamp(min=0)
+        below = chunk.q_ZCMK.clamp(max=0)
+        q_ZCMW = torch.cat((above, below), dim=-1)
         pages = self.block // self.page
-        bounds_ZPR = products(bounds_ZPW[:, : N * pages], q_ZRW)
-        return bounds_ZPR.unflatten(1, (N, pages)).amax(2).unflatten(2, (C, M)).amax(3).mT
-
-    def columns(self, tokens: int) -> int:
-        return tokens // self.page
+        bounds_ZPW = bounds_ZPW[:, : chunk.N * pages]
+        bounds_ZPR = chunk.products(bounds_ZPW, q_ZCMW.flatten(1, 2))
+        bounds_ZNpR = bounds_ZPR.unflatten(1, (chunk.N, pages))
+        largest_ZNCM = bounds_ZNpR.amax(2).unflatten(2, (C, M))
+        return largest_ZNCM.amax(3).mT
 
     def vectors_scored(self, tokens: Tensor) -> Tensor:
         return 2 * (tokens // self.page)

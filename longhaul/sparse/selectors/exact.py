@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longhaul.sparse.choose import Products
+from longhaul.sparse.choose import Chunk
 from longhaul.sparse.layer import BlockConfig
 
 
@@ -22,22 +22,15 @@ class Exact(BlockConfig):
     name = "exact"
     found = "all"
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        k_ZSK: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        Z, C, M, _ = q_ZCMK.shape
-        scores_ZNC = q_ZCMK.new_empty((Z, N, C), dtype=torch.float32)
-        for tile in products.tiles(N, Z * C * M * self.block):
-            keys = slice(tile.start * self.block, tile.stop * self.block)
-            logits_ZLR = products(k_ZSK[:, keys], q_ZCMK.flatten(1, 2))
-            largest_ZNR = logits_ZLR.unflatten(1, (len(tile), self.block)).amax(2)
-            scores_ZNC[:, tile.start : tile.stop] = largest_ZNR.unflatten(2, (C, M)).amax(3)
-        return scores_ZNC.transpose(1, 2)
-
-    def vectors_scored(self, tokens: Tensor) -> Tensor:
-        return tokens
+    def scores(self, chunk: Chunk, k_ZSK: Tensor) -> Tensor:
+        Z, C, M, _ = chunk.q_ZCMK.shape
+        q_ZRK = chunk.q_ZCMK.flatten(1, 2)
+        scores_ZNC = q_ZRK.new_empty((Z, chunk.N, C), dtype=torch.float32)
+        for tile in chunk.products.tiles(chunk.N, Z * C * M * self.block):
+            first = tile.start * self.block
+            end = tile.stop * self.block
+            logits_ZLR = chunk.products(k_ZSK[:, first:end], q_ZRK)
+            logits_ZNlR = logits_ZLR.unflatten(1, (len(tile), self.block))
+            largest_ZNCM = logits_ZNlR.amax(2).unflatten(2, (C, M))
+            scores_ZNC[:, tile.start : tile.stop] = largest_ZNCM.amax(3)
+        return scores_ZNC.mT

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from longhaul.sparse.choose import Products
+from longhaul.sparse.choose import Chunk
 from longhaul.sparse.layer import BlockConfig
 
 
@@ -27,14 +27,9 @@ class Mean(BlockConfig):
 
     def summarise(self, k_BSGK: Tensor) -> Tensor:
         N = k_BSGK.shape[1] // self.block
-        return k_BSGK[:, : N * self.block].float().unflatten(1, (N, self.block)).mean(2)
+        k_BSGK = k_BSGK[:, : N * self.block].float()
+        return k_BSGK.unflatten(1, (N, self.block)).mean(2)
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        mean_ZNK: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        return products(q_ZCMK.float().sum(2), mean_ZNK[:, :N])
+    def scores(self, chunk: Chunk, mean_ZNK: Tensor) -> Tensor:
+        q_ZCK = chunk.q_ZCMK.float().sum(2)
+        return chunk.products(q_ZCK, mean_ZNK[:, : chunk.N])

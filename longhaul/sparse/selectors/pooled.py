@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longhaul.sparse.choose import Products
+from longhaul.sparse.choose import Chunk
 from longhaul.sparse.layer import BlockConfig
 
 
@@ -34,9 +34,9 @@ class Pooled(BlockConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.block % self.stride or self.kernel % self.stride:
-            names = ["block", "kernel", "stride"]
-            raise self.refusal(names, "block and kernel multiples of stride", "change stride")
+        if self.block % self.stride or self.kernel % self.stride or self.kernel > self.block:
+            allowed = "block and kernel multiples of stride, and kernel <= block"
+            raise self.refusal(["block", "kernel", "stride"], allowed, "change them")
         if self.reduce not in ("max", "logsumexp"):
             raise self.refusal(["reduce"], "max or logsumexp", "choose one of them")
 
@@ -44,38 +44,19 @@ class Pooled(BlockConfig):
         return self.kernel, self.stride
 
     def summarise(self, k_BSGK: Tensor) -> Tensor:
-        J = self.entries(k_BSGK.shape[1])
-        if not J:
-            return k_BSGK[:, :0].float()
         return k_BSGK.float().unfold(1, self.kernel, self.stride).mean(-1)
 
-    def scores(
-        self,
-        q_ZCMK: Tensor,
-        kbar_ZJK: Tensor,
-        first: int,
-        N: int,
-        products: Products,
-    ) -> Tensor:
-        C, M, K = q_ZCMK.shape[1:]
-        J = self.entries(first + C)
-        logits_ZRJ = products(q_ZCMK.float().flatten(1, 2), kbar_ZJK[:, :J]).mul_(K**-0.5)
-        end_J = torch.arange(J, device=q_ZCMK.device) * self.stride + self.kernel
-        seen_C = torch.arange(first, first + C, device=q_ZCMK.device) + 1
-        is_future_CJ = end_J > seen_C[:, None]
-        logits_ZCMJ = logits_ZRJ.unflatten(1, (C, M)).masked_fill_(
-            is_future_CJ[:, None], -torch.inf
-        )
+    def scores(self, chunk: Chunk, kbar_ZJK: Tensor) -> Tensor:
+        q_ZCMK = chunk.q_ZCMK.float()
+        t_C = torch.arange(q_ZCMK.shape[1], device=q_ZCMK.device) + chunk.first
+        J = self.entries(chunk.first + len(t_C))
+        logits_ZRJ = chunk.products(q_ZCMK.flatten(1, 2), kbar_ZJK[:, :J])
+        last_J = torch.arange(J, device=t_C.device) * self.stride + self.kernel - 1
+        logits_ZCMJ = logits_ZRJ.mul_(q_ZCMK.shape[-1] ** -0.5).unflatten(1, q_ZCMK.shape[1:3])
+        logits_ZCMJ.masked_fill_(last_J > t_C[:, None, None], -torch.inf)
         p_ZCJ = logits_ZCMJ.softmax(-1).sum(2)
 
-        each = self.block // self.stride
-        before = self.kernel // self.stride - 1
-        p_ZCJ = F.pad(p_ZCJ[..., : N * each], (before, max(0, N * each - J)))
+        each, before = self.block // self.stride, self.kernel // self.stride - 1
+        p_ZCJ = F.pad(p_ZCJ[..., : chunk.N * each], (before, max(0, chunk.N * each - J)))
         touching_ZCNj = p_ZCJ.unfold(-1, each + before, each)
         return touching_ZCNj.amax(-1) if self.reduce == "max" else touching_ZCNj.sum(-1)
-
-    def columns(self, tokens: int) -> int:
-        return tokens // self.stride
-
-    def vectors_scored(self, tokens: Tensor) -> Tensor:
-        return tokens // self.stride

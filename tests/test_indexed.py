@@ -12,6 +12,7 @@ from longhaul.sparse import choose, index_loss
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.indexer import Indexed, own_losses, recall
 from model import ModelConfig, Standard, document_boundaries
+from tests import indexed_oracle as oracle
 
 SIZES = Indexed(count=5, block=16, head_dim=24)
 FORCED = Indexed(count=5, block=16, init=1, local=2, head_dim=24)
@@ -47,53 +48,6 @@ def relative(x: torch.Tensor, truth: torch.Tensor) -> float:
     return ((x.double() - truth).norm() / truth.norm()).item()
 
 
-# ---- the equations
-
-
-def true_scores(q_BTGE, k_BT1E, block: int) -> torch.Tensor:
-    """[B, T, G, N]: the largest logit of each block, of the keys that are not after the query."""
-    T, E = q_BTGE.shape[1], q_BTGE.shape[3]
-    logits = torch.einsum("btge,bse->btgs", q_BTGE, k_BT1E[:, :, 0]) / E**0.5
-    later = torch.ones(T, T, dtype=torch.bool).triu(1)
-    logits = logits.masked_fill(later[:, None], -torch.inf)
-    return torch.stack([part.amax(-1) for part in logits.split(block, dim=-1)], -1)
-
-
-def true_choice(scores_BTGN: torch.Tensor, sizes) -> torch.Tensor:
-    """bool [B, T, G, N]: forced blocks, and the best others, the lower index on a tie."""
-    reads = torch.zeros_like(scores_BTGN, dtype=torch.bool)
-    for b, t, g in torch.cartesian_prod(*map(torch.arange, scores_BTGN.shape[:3])).tolist():
-        own = t // sizes.block
-        forced = set(range(min(sizes.init, own + 1)))
-        forced |= set(range(max(0, own + 1 - sizes.local), own + 1))
-        found = scores_BTGN[b, t, g].tolist()
-        others = sorted(set(range(own + 1)) - forced, key=lambda n: (-found[n], n))
-        reads[b, t, g, [*forced, *others[: sizes.count - len(forced)]]] = True
-    return reads
-
-
-def true_outputs(inputs, sizes, warming: bool = False) -> tuple[torch.Tensor, ...]:
-    """(o, loss, the blocks that are read), in float64."""
-    q, k, v, q_idx, k_idx = inputs
-    T, G = k.shape[1:3]
-    scores = true_scores(q_idx, k_idx, sizes.block)
-    own = torch.arange(T)[:, None] // sizes.block
-    seen = (torch.arange(scores.shape[-1]) <= own)[None, :, None].expand_as(scores)
-    reads = seen if warming else true_choice(scores.detach(), sizes)
-
-    keys = reads.repeat_interleave(sizes.block, -1)[..., :T]
-    keys = keys & torch.ones(T, T, dtype=torch.bool).tril()[:, None]
-    logits = torch.einsum("btgmk,bsgk->btgms", q.unflatten(2, (G, -1)), k) / q.shape[-1] ** 0.5
-    p = logits.masked_fill(~keys[:, :, :, None], -torch.inf).softmax(-1)
-    o = torch.einsum("btgms,bsgk->btgmk", p, v).flatten(2, 3)
-
-    mean = p.detach().mean(3)
-    mass = torch.stack([part.sum(-1) for part in mean.split(sizes.block, dim=-1)], -1)
-    share = scores.masked_fill(~reads, -torch.inf).log_softmax(-1)
-    terms = torch.xlogy(mass, mass) - mass * share.masked_fill(~reads, 0.0)
-    return o, terms.sum(-1).mean(2).sum(), reads
-
-
 def gradients(o: torch.Tensor, loss: torch.Tensor, inputs) -> tuple[torch.Tensor, ...]:
     weight = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o.dtype)
     total = (o * weight).sum() + 0.37 * loss
@@ -115,7 +69,7 @@ def few_logits(monkeypatch):
 def test_choice_output_loss_and_gradients_are_those_of_the_equations(sizes, warming, few_logits):
     inputs = drawn()
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    true_o, true_loss, reads = true_outputs(exact, sizes, warming)
+    true_o, true_loss, reads = oracle.outputs(exact, sizes, warming)
     if not warming:
         chosen = choose_blocks(sizes, inputs[3], inputs[4].expand(-1, -1, 2, -1)).long()
         found = torch.zeros(*chosen.shape[:3], 14, dtype=torch.bool).scatter_(-1, chosen + 1, True)
@@ -161,7 +115,7 @@ def test_the_model_and_the_indexer_do_not_see_each_other():
 def test_in_bf16_loss_and_gradients_are_those_of_the_rounded_inputs():
     inputs = drawn(dtype=torch.bfloat16)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    true_o, true_loss, _ = true_outputs(exact, SIZES)
+    true_o, true_loss, _ = oracle.outputs(exact, SIZES)
     o, loss = build().layers[0].attention.attend_indexed(*inputs, learns=True)
     assert relative(o, true_o) <= 2**-7
     assert relative(loss, true_loss.detach()) <= 1e-3
@@ -256,13 +210,13 @@ def test_the_recall_is_the_share_of_full_attention_that_is_read():
     read, best, count = recall(SIZES, *inputs).tolist()
     sampled = [199 - i * 120 // 16 for i in range(16)]
     exact = [x.double() for x in inputs]
-    scores = true_scores(*exact[3:], SIZES.block)
+    scores = oracle.scores(*exact[3:], SIZES.block)
     logits = torch.einsum("btgmk,bsgk->btgms", exact[0].unflatten(2, (2, 2)), exact[1]) / 4
     logits.masked_fill_(torch.ones(200, 200, dtype=torch.bool).triu(1)[:, None, None], -torch.inf)
     p = logits.softmax(-1).mean(3)
     mass = torch.stack([part.sum(-1) for part in p.split(SIZES.block, dim=-1)], -1)
-    want = (mass * true_choice(scores, SIZES)).sum(-1).mean(2)[:, sampled].sum()
-    limit = (mass * true_choice(mass, SIZES)).sum(-1).mean(2)[:, sampled].sum()
+    want = (mass * oracle.choose(scores, SIZES)).sum(-1).mean(2)[:, sampled].sum()
+    limit = (mass * oracle.choose(mass, SIZES)).sum(-1).mean(2)[:, sampled].sum()
     assert count == 32 and 0.05 < want / count < limit / count < 0.999
     assert read == pytest.approx(float(want), rel=1e-5)
     assert best == pytest.approx(float(limit), rel=1e-5)

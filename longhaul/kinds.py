@@ -281,8 +281,8 @@ class SelectedKind(Kind):
 
     @classmethod
     def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The chosen blocks as well, and the outputs of the first queries and of the others, beside
-        the whole of both.
+        """The chosen blocks as well, and the outputs of the first queries and of the others, which
+        are joined in a copy.
         """
         added = cls.chosen_bytes(config, tokens)
         if tokens > config.attention.dense_tokens:

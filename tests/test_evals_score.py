@@ -175,7 +175,7 @@ SETTINGS = [
     dict(context_parallel_size=2, context_parallel_mode="ulysses"),
     dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
     NSA | dict(context_parallel_size=2),
-    INDEXED | dict(context_parallel_size=2),
+    INDEXED,
 ]
 
 

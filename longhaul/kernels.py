@@ -22,6 +22,7 @@ from torch import Tensor
 import model
 from base.machine import FP32, Device, flash_attention, platform
 from longhaul.elementwise import operators as elementwise
+from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.nsa.decode import NSAState
 from longhaul.sparse.nsa.engine import nsa_attention
 from longhaul.vocab.loss import (
@@ -82,6 +83,8 @@ def chosen_in_words(config: ModelConfig, device: Device) -> str:
         by_triton = config.kernels == "triton" or (on_cuda and takes_triton(config))
         parts.append(f"sparse attention by {'Triton' if by_triton else 'PyTorch, block by block'}")
 
+    if isinstance(config.attention, BlockConfig):
+        parts.append("sparse attention by PyTorch, block by block")
     parts.append(f"tiles of the loss by {choose_kernels(config.kernels, sample)}")
     return "; ".join(parts)
 

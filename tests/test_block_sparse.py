@@ -438,8 +438,9 @@ def test_a_kind_made_of_the_engine_passes_what_the_trainer_asks(monkeypatch):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, monkeypatch):
     monkeypatch.setitem(KINDS, "near_blocks", NearBlocksKind)
-    changes = dict(context_length=3001, dtype=dtype, gradient_checkpointing=checkpointing)
-    cfg = TrainConfig(model_size="tiny", attention_type="near_blocks", **changes)
+    sizes = dict(model_size="tiny", vocab_size=1000, context_length=2001)
+    changes = dict(dtype=dtype, gradient_checkpointing=checkpointing)
+    cfg = TrainConfig(attention_type="near_blocks", **sizes, **changes)
     planned = simulate(cfg, target="cpu").peak()[0]
     assert planned == pytest.approx(allocator_peak(cfg), rel=0.01)
 

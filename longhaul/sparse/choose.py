@@ -14,7 +14,6 @@ ones, J entries of a summary, W their width.
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -91,14 +90,13 @@ def choose_blocks(
     sizes         the settings of a selector (layer.py)
     summary_BJGW  what it keeps of the keys, if that is at hand
     """
-    settings = json.dumps(asdict(sizes))
     dtype = platform().product_dtype(q_BTHK)
     return choose_operator(
         q_BTHK,
         k_BSGK,
         summary_BJGW,
         sizes.name,
-        settings,
+        sizes.text,
         dtype,
     )
 
@@ -262,13 +260,12 @@ def best_blocks(scores_ZCN: Tensor, most: int) -> Tensor:
     """int32 [Z, C, most]: the largest scores, the lower index first on a tie; -1 for -inf."""
     best_ZCm = scores_ZCN.topk(most, sorted=False).values
     least_ZC1 = best_ZCm.amin(-1, keepdim=True)
-    taken_ZCN = scores_ZCN > least_ZC1
-    taken_ZC1 = taken_ZCN.sum(-1, keepdim=True, dtype=torch.int32)
-
+    is_above_ZCm = best_ZCm > least_ZC1
+    left_ZC1 = most - is_above_ZCm.sum(-1, keepdim=True, dtype=torch.int32)
     tied_ZCN = scores_ZCN == least_ZC1
-    rank_ZCN = tied_ZCN.cumsum(-1, dtype=torch.int32)
-    tied_ZCN &= rank_ZCN <= most - taken_ZC1
-    taken_ZCN |= tied_ZCN
+    rank_ZCN = tied_ZCN.int().cumsum_(-1)
+    tied_ZCN &= rank_ZCN <= left_ZC1
+    taken_ZCN = tied_ZCN.logical_or_(scores_ZCN > least_ZC1)
 
     Z, C, _ = scores_ZCN.shape
     found = torch.nonzero_static(taken_ZCN, size=Z * C * most)

@@ -48,8 +48,6 @@ class Indexed(Exact):
     """Attention over the blocks that hold the largest logits of an indexer."""
 
     name = "indexed"
-    found = ""
-
     init: int = 0
     local: int = 1
     head_dim: int = 128  # of the indexer's heads
@@ -233,9 +231,10 @@ class IndexedAttention(SelectedAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """o [B, T, H, K] of the last T of the S positions of one document, and the loss."""
         T, S = q_BTHK.shape[1], k_BSGK.shape[1]
-        dense = min(T, max(0, self.sizes.dense_tokens - (S - T)))
-        if self.losses.warming:
+        dense = max(0, min(T, self.sizes.dense_queries - (S - T)))
+        if S <= self.sizes.dense_tokens or self.losses.warming:
             dense = T
+        if self.losses.warming:
             q_BTHK, k_BSGK, v_BSGK = (x.detach() for x in (q_BTHK, k_BSGK, v_BSGK))
 
         parts = []
@@ -243,15 +242,15 @@ class IndexedAttention(SelectedAttention):
         (early_BTHK, late_BTHK), (early_BTGE, late_BTGE) = early_and_late
         if dense:
             seen = [x[:, : S - T + dense] for x in (k_BSGK, v_BSGK, k_BS1E)]
-            parts.append(self._attend_all(early_BTHK, early_BTGE, *seen, learns))
+            parts.append(self._attend_every_key(early_BTHK, early_BTGE, *seen, learns))
         if dense < T:
             keys = k_BSGK, v_BSGK, k_BS1E
-            parts.append(self._attend_chosen(late_BTHK, late_BTGE, *keys, learns))
+            parts.append(self._attend_blocks(late_BTHK, late_BTGE, *keys, learns))
         outputs, terms = zip(*parts, strict=True)
         o_BTHK = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return o_BTHK, sum(terms) if learns else None
 
-    def _attend_all(
+    def _attend_every_key(
         self,
         q_BTHK: Tensor,
         q_BTGE: Tensor,
@@ -266,7 +265,7 @@ class IndexedAttention(SelectedAttention):
         block = self.sizes.block
         return o_BTHK, index_loss(q_BTGE, k_BS1E[:, :, 0], q_BTHK, k_BSGK, block)
 
-    def _attend_chosen(
+    def _attend_blocks(
         self,
         q_BTHK: Tensor,
         q_BTGE: Tensor,

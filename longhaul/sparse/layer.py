@@ -5,8 +5,9 @@ Letters: B rows, T tokens, S stored positions, H query heads, G KV heads, K head
 queries of a chunk, M = H/G, Z = B*G, N blocks, J entries of a summary, W their width.
 """
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -38,8 +39,6 @@ class BlockConfig:
     """
 
     name: ClassVar[str] = ""
-    # How much of what full attention finds it was measured to find, as the line of a run says it.
-    found: ClassVar[str] = ""
 
     count: int = 16  # blocks that a query reads, the forced ones included
     block: int = 64  # tokens of a block
@@ -52,6 +51,8 @@ class BlockConfig:
         SELECTORS[cls.name] = cls
 
     def __post_init__(self):
+        # as the operator takes them; made here because a compiler cannot
+        object.__setattr__(self, "text", json.dumps(asdict(self)))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type is int and (type(value) is not int or value < LEAST[field.name]):
@@ -81,6 +82,13 @@ class BlockConfig:
     def dense_tokens(self) -> int:
         """Queries before this position of a document read every key before them."""
         return max(self.dense_below, self.count * self.block)
+
+    @property
+    def dense_queries(self) -> int:
+        """Queries of a longer document that full attention serves: those for which `count` blocks
+        would not be every block.
+        """
+        return self.dense_below if self.dense_below > self.count * self.block else 0
 
     # ---- what a selector says
 
@@ -134,22 +142,33 @@ class SelectedAttention(Attention):
     ) -> Tensor:
         """o [B, T, H, K] of the last T of the S positions; the summary of all, if it is kept."""
         T = q_BTHK.shape[1]
-        first = k_BSGK.shape[1] - T
-        dense = min(T, max(0, self.sizes.dense_tokens - first))
-        if dense == T:
+        S = k_BSGK.shape[1]
+        if S <= self.sizes.dense_tokens:
             return self.ops.attention(q_BTHK, k_BSGK, v_BSGK)
+        dense = min(T, self.sizes.dense_queries - (S - T))
+        if dense <= 0:
+            return self._attend_chosen(q_BTHK, k_BSGK, v_BSGK, summary_BJGW)
 
         early_BTHK, late_BTHK = q_BTHK.split((dense, T - dense), dim=1)
-        chosen_BTGn = choose_blocks(self.sizes, late_BTHK, k_BSGK, summary_BJGW)
+        late_BTHK = self._attend_chosen(late_BTHK, k_BSGK, v_BSGK, summary_BJGW)
+        seen = slice(0, S - T + dense)
+        early_BTHK = self.ops.attention(early_BTHK, k_BSGK[:, seen], v_BSGK[:, seen])
+        return torch.cat((early_BTHK, late_BTHK), dim=1)
+
+    def _attend_chosen(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        summary_BJGW: Tensor | None,
+    ) -> Tensor:
+        """o [B, T, H, K] over the blocks that are chosen."""
+        chosen_BTGn = choose_blocks(self.sizes, q_BTHK, k_BSGK, summary_BJGW)
         attend = block_sparse_attention
         if q_BTHK.dtype == torch.float64:  # which only the plain version takes
             attend = plain_block_sparse_attention
-        o_BTHK, _ = attend(late_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
-        if not dense:
-            return o_BTHK
-        seen = slice(0, first + dense)
-        early_BTHK = self.ops.attention(early_BTHK, k_BSGK[:, seen], v_BSGK[:, seen])
-        return torch.cat((early_BTHK, o_BTHK), dim=1)
+        o_BTHK, _ = attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
+        return o_BTHK
 
     def packed(
         self,

@@ -21,7 +21,6 @@ class Bounds(BlockConfig):
     """Attention over the blocks whose largest logit may be the largest."""
 
     name = "bounds"
-    found = "half"
 
     page: int = 16  # keys that share a bound
 

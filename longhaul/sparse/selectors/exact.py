@@ -20,7 +20,6 @@ class Exact(BlockConfig):
     """Attention over the blocks that hold the largest logits."""
 
     name = "exact"
-    found = "all"
 
     def scores(self, chunk: Chunk, k_ZSK: Tensor) -> Tensor:
         Z, C, M, _ = chunk.q_ZCMK.shape

@@ -23,7 +23,6 @@ class Pooled(BlockConfig):
     """Attention over the blocks whose means of keys draw most attention."""
 
     name = "pooled"
-    found = "a quarter"
 
     count: int = 64
     local: int = 32

@@ -14,6 +14,7 @@ import argparse
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,8 +23,10 @@ import torch.nn.functional as F
 from base.flags import Parser, precision
 from benchmarks.clock import relative, seconds
 from longhaul.kernels import block_norm
-from longhaul.sparse.indexed.layer import IndexerConfig
-from longhaul.sparse.indexed.operators import indexed_forward
+from longhaul.sparse.choose import choose_blocks
+from longhaul.sparse.engine import block_sparse_attention
+from longhaul.sparse.index_loss import index_loss
+from longhaul.sparse.indexer import Indexed
 from longhaul.sparse.nsa import decode as nsa_decode
 from longhaul.sparse.nsa import engine as nsa_engine
 from model import Compressor, Layout, NSAConfig
@@ -32,7 +35,7 @@ from tests import nsa_oracle as oracle
 
 WHAT = ["forward", "training", "decode", "memory"]
 CFG = NSAConfig()
-INDEXER = IndexerConfig()
+INDEXER = Indexed()
 M = 4
 K = 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -57,20 +60,22 @@ def sdpa(tensors):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def indexer_inputs(T, dtype, grad=True, device="cpu", seed=1):
-    """The indexer's queries, and its keys of blocks."""
+def indexer_inputs(T, dtype, grad=True, groups=1, device="cpu", seed=1):
+    """The indexer's queries, and its key, which the groups share."""
     make = torch.Generator(device).manual_seed(seed)
-    shapes = [(1, T, INDEXER.heads, INDEXER.head_dim), (1, T // INDEXER.r, INDEXER.head_dim)]
+    shapes = [(1, T, heads, INDEXER.head_dim) for heads in (groups, 1)]
     tensors = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
     return [x.requires_grad_(grad) for x in tensors]
 
 
-def indexed(tensors, budget=INDEXER.budget, kernels="auto"):
-    """o, and the indexer's loss."""
+def indexed(tensors, sizes=INDEXER):
+    """o, and with gradients the indexer's loss."""
     q, k, v, *_, q_idx, k_idx = tensors
-    most = budget // INDEXER.r
-    learns = torch.is_grad_enabled()
-    return indexed_forward(q, k, v, q_idx, k_idx, INDEXER.r, most, learns, kernels)[:2]
+    chosen = choose_blocks(sizes, q_idx, k_idx.expand(-1, -1, k.shape[2], -1))
+    o, lse = block_sparse_attention(q, k, v, chosen, sizes.block)
+    if not torch.is_grad_enabled():
+        return o
+    return o, index_loss(q_idx, k_idx[:, :, 0], q, k, sizes.block, chosen, lse)
 
 
 def train(function, tensors):
@@ -109,21 +114,19 @@ def refuse_if_wrong(dtype):
             )
 
 
-def indexed_errors(tensors, budget=128, kernels="auto"):
-    """As `nsa_errors`, with a budget that leaves most of the blocks out, and the indexer's loss.
+def indexed_errors(tensors):
+    """As `nsa_errors`, with a choice that leaves most of the blocks out, and the indexer's loss.
 
     The indexer's inputs are rounded to whole numbers: products of them are exact in every dtype and
     order, so that the choice is the oracle's, with many equal scores.
     """
+    sizes = replace(INDEXER, count=4)
     whole = [x.detach().round().requires_grad_() for x in tensors[-2:]]
-
-    def exact(q, k, v, q_idx, k_idx):
-        scores = indexed_oracle.scores(q_idx, k_idx)
-        chosen = indexed_oracle.choose(scores.detach(), INDEXER.r, budget)
-        o = indexed_oracle.attention(q, k, v, chosen, INDEXER.r)
-        return o, indexed_oracle.divergence(q, k, scores, chosen, INDEXER.r)
-
-    return errors(lambda *x: indexed(x, budget, kernels), exact, [*tensors[:3], *whole])
+    return errors(
+        lambda *x: indexed(x, sizes),
+        lambda *x: indexed_oracle.outputs(x, sizes)[:2],
+        [*tensors[:3], *whole],
+    )
 
 
 def nsa_errors(attention, tensors, cfg=CFG):

@@ -47,7 +47,7 @@ python -m benchmarks.gpu --out benchmarks/results/NAME && python -m benchmarks.r
 | which Triton kernels run at all | smoke test |
 | exactness of a packed row against PyTorch's operators | smoke test |
 | exactness of the kernels on a GPU | attention and loss (each checks before it times), exact |
-| sparse and indexed against dense attention at 131,072 tokens, forward and backward | attention |
+| sparse against dense attention at 131,072 tokens, forward and backward | attention |
 | a step of the 4B at 131,072 tokens: time, MFU, planned and measured memory | step |
 | the loss over 151,936 words next to its peers | loss |
 | where the time goes, kernel by kernel, and whether the host is waited for | profile |

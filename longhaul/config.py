@@ -19,7 +19,6 @@ from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
 from longhaul.parallel import context
-from longhaul.sparse.indexed.layer import IndexerConfig
 from longhaul.sparse.layer import BlockConfig
 from model import CHOICES, PRESETS, ModelConfig, NSAConfig
 
@@ -94,17 +93,10 @@ class TrainConfig:
         many=True,
         group="model",
     )
-    indexer: tuple[str, ...] = flag(
-        (),
-        "fields of IndexerConfig as name=value, for example budget=1024 r=4; "
-        "needs --attention_type indexed",
-        many=True,
-        group="model",
-    )
     blocks: tuple[str, ...] = flag(
         (),
-        "fields of the settings of exact, bounds, pooled or mean as name=value, for example "
-        "count=32 local=4; needs one of these as --attention_type",
+        "fields of the settings of indexed, exact, bounds, pooled or mean as name=value, for "
+        "example count=32 local=4; needs one of these as --attention_type",
         many=True,
         group="model",
     )
@@ -740,7 +732,7 @@ class TrainConfig:
 
     def _check_attention_sizes(self) -> None:
         """ValueError for sizes of another attention, which would train this one without a word."""
-        for name, kind in (("nsa", "nsa"), ("indexer", "indexed"), ("blocks", "exact")):
+        for name, kind in (("nsa", "nsa"), ("blocks", "exact")):
             given = getattr(self, name)
             if given and attention_kind(self).settings != name:
                 raise ValueError(
@@ -848,13 +840,6 @@ class TrainConfig:
                 "--attention_type standard, or a longer --context_length"
             )
 
-        if isinstance(sparse, IndexerConfig) and self.context_length <= sparse.budget:
-            found.append(
-                f"--indexer budget={sparse.budget} reads a whole row of {self.context_length}, so "
-                "indexed attention only adds work: use --attention_type standard, a longer "
-                "--context_length or a smaller budget"
-            )
-
         if isinstance(sparse, BlockConfig) and self.context_length <= sparse.dense_tokens:
             found.append(
                 f"--attention_type {self.attention_type} reads every key before position "
@@ -890,7 +875,7 @@ class TrainConfig:
     @property
     def indexer_ineffective(self) -> bool:
         """Whether the attention has no indexer."""
-        return attention_kind(self).settings != "indexer"
+        return not attention_kind(self).learner
 
     @property
     def dense_steps(self) -> int:

@@ -142,20 +142,19 @@ def step_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str)
 def warm_up_seconds(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:
     """The same of a step of an indexer's dense warm-up; 0 for a run without one.
 
-    Attention reads all keys, as with a budget of the whole row. Of the 12*H*K operations for a
-    pair, 4 are in the forward; the backward, in which the model does not learn, computes the logits
-    again, which takes 2, and no gradients of them. Operations on the indexer's scores are all done.
+    Attention reads all keys. Of the 12*H*K operations for a pair, the 4 of the forward are done and
+    none of the backward, in which the model does not learn.
     """
     if not cfg.dense_steps:
         return 0.0
-    r = config.attention.r
-    whole_row = dataclasses.replace(config.attention, budget=-(-cfg.context_length // r) * r)
+    whole_row = dataclasses.replace(config.attention, dense_below=cfg.context_length)
     dense = dataclasses.replace(config, attention=whole_row)
     standard = dataclasses.replace(config, attention=Standard())
     all_keys = step_operations(cfg, standard, ranks).attention / (1 + attention_again(cfg) / 3)
 
     products, attention = step_operations(cfg, dense, ranks)
-    return _seconds_for(Operations(products, attention - all_keys / 2), cfg, dense, device) / ranks
+    done = Operations(products, attention - all_keys * 2 / 3)
+    return _seconds_for(done, cfg, dense, device) / ranks
 
 
 def longest_step(cfg: TrainConfig, config: ModelConfig, ranks: int, device: str) -> float:

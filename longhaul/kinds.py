@@ -14,8 +14,7 @@ from torch import Tensor
 
 from base.machine import FP32
 from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
-from longhaul.sparse.indexed import layer as indexed
-from longhaul.sparse.indexed.operators import why_no_indexed_triton
+from longhaul.sparse import indexer
 from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.selectors import SELECTED
 from model import Device, ModelConfig, NSAConfig, Ops, Standard
@@ -244,89 +243,6 @@ class NSAKind(Kind):
         return 4 * keys
 
 
-class IndexedKind(Kind):
-    """Indexed attention."""
-
-    config = indexed.IndexerConfig
-    settings = "indexer"
-    prompt_in_parts = False
-    starts_fresh = ("indexer",)
-    learner = "indexer"
-    figures = indexed.FIGURES
-    refused_exchanges = {"ulysses": "whose heads share one choice"}
-    refused_levers = {
-        "compile": "whose indexer's loss leaves the layer",
-        "attention_head_groups": "whose heads share one choice",
-    }
-    refused_prompts = "whose queries choose blocks over the whole row"
-
-    @classmethod
-    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
-        indexed.check(config, device)
-
-    @classmethod
-    def warning(cls, config: ModelConfig, device: Device) -> str | None:
-        if config.kernels != "auto" or torch.device(device).type != "cuda":
-            return None
-        why = why_no_indexed_triton(*indexed.kernel_sizes(config), device)
-        if why is None:
-            return None
-        return (
-            "indexed attention runs in PyTorch operators, slowly, because the kernels cannot: "
-            f"{why}"
-        )
-
-    @classmethod
-    def added_products(cls, config: ModelConfig) -> int:
-        """Parameters of the indexer's two projections."""
-        indexer = config.attention
-        return config.hidden_size * (indexer.heads + 1) * indexer.head_dim
-
-    @classmethod
-    def products(cls, config: ModelConfig) -> float:
-        """The indexer's projections count 2/3: their input, detached, needs no gradient."""
-        return super().products(config) + cls.added_products(config) * 2 / 3
-
-    @classmethod
-    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
-        """Keys of attention, and the indexer's scores in units of a key's operations.
-
-        Over forward and backward a key takes 12 H K operations. A score takes 2 h E, and if its
-        block is chosen twice as many more, for the gradients of its query and its key.
-        """
-        indexer = config.attention
-        candidates = positions // indexer.r
-        chosen = candidates.clamp(max=indexer.most_blocks)
-        keys = chosen * indexer.r + positions % indexer.r + 1
-
-        operations = 2 * indexer.heads * indexer.head_dim * (candidates + 2 * chosen)
-        return keys + operations / (12 * config.num_heads * config.head_dim)
-
-    @classmethod
-    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The indexer's queries before norm and rotated, keys before norm and pooled, the
-        statistics of both norms, and for each query its rank (8 bytes) and a log-sum-exp.
-        """
-        indexer = config.attention
-        rows = (2 * indexer.heads + 1) * tokens + tokens // indexer.r
-        statistics = FP32 * tokens * (indexer.heads + 1)
-        added = element * rows * indexer.head_dim + statistics + tokens * (8 + FP32)
-        return super().saved_bytes(config, tokens, element) + added
-
-    @classmethod
-    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The indexer's loss, the ranks and two log-sum-exps as well."""
-        return super().output_bytes(config, tokens, element) + tokens * (8 + 2 * FP32)
-
-    @classmethod
-    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Gradients of keys and values, of the indexer's queries and of its pooled keys."""
-        indexer = config.attention
-        keys = element * tokens * config.num_kv_heads * config.head_dim
-        queries = element * tokens * indexer.heads * indexer.head_dim
-        return 2 * keys + queries + element * tokens // indexer.r * indexer.head_dim
-
-
 # How much of what full attention finds was found by choosing 16 of 256 blocks without training, in
 # a first measurement on needles of one token; of pooled by what it reduces with.
 FOUND = {
@@ -394,6 +310,84 @@ class SelectedKind(Kind):
 def selected_kind(config: type[BlockConfig]) -> type[Kind]:
     """The row of a selector, whose settings these are."""
     return type(f"{config.__name__}Kind", (SelectedKind,), {"config": config})
+
+
+class IndexedKind(SelectedKind):
+    """Attention over the blocks that a trained indexer chooses."""
+
+    config = indexer.Indexed
+    is_qwen3 = False
+    starts_fresh = ("indexer",)
+    learner = "indexer"
+    figures = indexer.FIGURES
+    refused_exchanges = {
+        "ulysses": "whose groups share one index key",
+        "gather_kv": "whose queries choose blocks over the whole row",
+    }
+    refused_levers = {
+        "compile": "whose indexer's loss leaves the layer",
+        "attention_head_groups": "whose groups share one index key",
+    }
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        indexer.check(config)
+
+    @classmethod
+    def notice(cls, config: ModelConfig) -> str | None:
+        sizes = config.attention
+        return (
+            f"indexed attention reads {sizes.count} blocks of {sizes.block} tokens, which its "
+            "indexer chooses; in a first measurement it found them only at the length at which it "
+            "was trained"
+        )
+
+    @classmethod
+    def added_products(cls, config: ModelConfig) -> int:
+        """Parameters of the indexer's two projections."""
+        return config.hidden_size * (config.num_kv_heads + 1) * config.attention.head_dim
+
+    @classmethod
+    def products(cls, config: ModelConfig) -> float:
+        """The indexer's projections count 2/3: their input, detached, needs no gradient."""
+        return super().products(config) + cls.added_products(config) * 2 / 3
+
+    @classmethod
+    def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
+        """The keys of attention, and in units of a key's operations the teacher and the scores.
+
+        Over forward and backward a key takes 12 H K of them. The teacher computes the logits again,
+        which takes 2 H K. A score takes 2 G E; those of the chosen blocks are computed twice, and
+        the gradients of a block take 4 G E.
+        """
+        sizes = config.attention
+        past = positions + 1
+        is_dense = positions < sizes.dense_tokens
+        chosen = (sizes.count - 1) * sizes.block + positions % sizes.block + 1
+        read = past.where(is_dense, chosen)
+        scored = read + past.where(~is_dense, 0) + 2 * read / sizes.block
+        index = config.num_kv_heads * sizes.head_dim / (config.num_heads * config.head_dim)
+        return read + (read + index * scored) / 6
+
+    @classmethod
+    def indexer_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """Bytes of the indexer's queries and keys."""
+        return element * tokens * (config.num_kv_heads + 1) * config.attention.head_dim
+
+    @classmethod
+    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The indexer's queries and keys before norm and the gradients of both, which the forward
+        computes, with the statistics of the norms.
+        """
+        statistics = FP32 * tokens * (config.num_kv_heads + 1)
+        added = 2 * cls.indexer_bytes(config, tokens, element) + statistics
+        return super().saved_bytes(config, tokens, element) + added
+
+    @classmethod
+    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
+        """The gradients of the indexer's queries and keys as well."""
+        added = cls.indexer_bytes(config, tokens, element)
+        return super().output_bytes(config, tokens, element) + added
 
 
 KINDS: dict[str, type[Kind]] = {

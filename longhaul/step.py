@@ -17,7 +17,7 @@ from longhaul import dist, kernels, optim
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.parallel import apply
-from longhaul.sparse.indexed.layer import figures, own_losses
+from longhaul.sparse.indexer import figures, own_losses
 from model import IGNORE, Decoder, ModelConfig, OnHost
 
 MicroBatch = dict[str, Tensor | OnHost]  # what an objective's loss reads
@@ -76,7 +76,7 @@ class TrainState:
     # whether a first step has checked its labels, at the cost of a host synchronisation
     checked: bool = False
     data: dict = field(default_factory=dict)  # the loader's state, as the checkpoint keeps it
-    # what the layers measured in the newest step, on this rank, as `indexed.layer.figures`
+    # what the layers measured in the newest step, on this rank, as `indexer.figures`
     figures: Tensor | None = None
     listeners: list[Callable[[str], None]] = field(default_factory=list)  # of the step's stages
     # work of the host, called when a step's gradients are queued and before their norm is read

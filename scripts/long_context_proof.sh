@@ -141,7 +141,7 @@ convert() {  # sparse and indexed attention of 1,024 tokens answer as the model 
     local steps=${indexed#*:}
     steps=${steps%%:*}
     schedule=cosine train indexed data-far "$indexed" --init_from "$out/far" --lr 6e-2 --min_lr_ratio 0.01 --warmup_steps 4 \
-        --long_fraction 0.75 --seed "$seed" --attention_type indexed --indexer budget=1024 --indexer_warmup $((steps - 1))
+        --long_fraction 0.75 --seed "$seed" --attention_type indexed --blocks count=16 --indexer_warmup $((steps - 1))
 
     local name
     for name in far sparse indexed; do

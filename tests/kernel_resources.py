@@ -1,11 +1,9 @@
 """What the Triton kernels of attention take on a GPU: Triton's compiler needs none.
 
     python -m tests.kernel_resources 90 bfloat16 128 64
-    python -m tests.kernel_resources 90 bfloat16 128 indexed 4
 
-prints a line of JSON per kernel for sm_90 and head dim 128: of Native Sparse Attention with
-selection blocks of 64 tokens, or of indexed attention with 4 query heads per KV head and 4 of the
-indexer.
+prints a line of JSON per kernel for sm_90 and head dim 128, of Native Sparse Attention with
+selection blocks of 64 tokens.
 
 It runs one layer, forward and backward, and compiles each launch instead of running it.
 """
@@ -23,8 +21,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longhaul.sparse.indexed.operators import indexed_backward, indexed_forward
-from longhaul.sparse.indexed.triton import attention as indexed
 from longhaul.sparse.nsa.triton import attention, dense
 from model import NSAConfig
 
@@ -122,23 +118,7 @@ def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     attention.nsa_attention(q, *kv, gates, cfg).sum().backward()
 
 
-def of_indexed(capability: int, dtype: torch.dtype, K: int, M: int) -> None:
-    """The kernels of indexed attention, whose operators have bodies that can be run alone."""
-    indexed.launch = compiles(capability)
-    indexed.require_values = lambda _: None
-    T = 4096
-    r, most = 4, 512
-    q, q_idx = (torch.zeros(1, T, heads, K, dtype=dtype) for heads in (2 * M, M))
-    k, v = (torch.zeros(1, T, 2, K, dtype=dtype) for _ in "kv")
-    inputs = q, k, v, q_idx, torch.zeros(1, T // r, K, dtype=dtype)
-    o, kl, *saved = indexed_forward._init_fn(*inputs, r, most, True, "triton")
-    indexed_backward._init_fn(o, kl, *inputs, o, *saved, r, most, "triton")
-
-
 if __name__ == "__main__":
     capability, K = int(sys.argv[1]), int(sys.argv[3])
     dtype = getattr(torch, sys.argv[2])
-    if sys.argv[4] == "indexed":
-        of_indexed(capability, dtype, K, int(sys.argv[5]))
-    else:
-        sparse(capability, dtype, K, int(sys.argv[4]))
+    sparse(capability, dtype, K, int(sys.argv[4]))

@@ -452,15 +452,15 @@ faults --trials -3
 equivalence --what nothing
 equivalence --steps 0
 train --nsa sel_count=3
-train --indexer budget=512
+train --blocks count=8
 train --nsa sel_count=3 --attention_type indexed
-train --indexer budget=512 --attention_type nsa
+train --blocks count=8 --attention_type nsa
 train --data {torn_data}
 train --init_from {torn_run}
 train --init_from {torn_hf}
 train --resume {torn_run}/step-00000002
 profile --nsa sel_count=3
-profile --indexer budget=512
+profile --blocks count=8
 profile --gpus 4
 profile --gpu H100 --device cpu
 profile --gpu H100 --vram 80

@@ -186,8 +186,8 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
     [
         (dict(nsa=("window=8",)), "standard", "nsa"),
         (dict(nsa=("window=8",)), "indexed", "nsa"),
-        (dict(indexer=("budget=512",)), "standard", "indexed"),
-        (dict(indexer=("budget=512",)), "nsa", "indexed"),
+        (dict(blocks=("count=8",)), "standard", "exact"),
+        (dict(blocks=("count=8",)), "nsa", "exact"),
     ],
 )
 def test_sizes_of_another_attention_are_refused(given, kind, remedy):

@@ -26,13 +26,7 @@ SPARSE = dict(
     attention_type="nsa",
     nsa=("cmp_block=8", "cmp_stride=4", "sel_block=8", "sel_count=4", "window=16"),
 )
-INDEXED = dict(
-    context_length=T,
-    attention_type="indexed",
-    indexer=("budget=16", "r=4", "heads=2", "head_dim=32"),
-    indexer_warmup=1,
-)
-BASES = {"standard": STANDARD, "nsa": SPARSE, "indexed": INDEXED}
+BASES = {"standard": STANDARD, "nsa": SPARSE}
 
 SMALL = ("num_layers=2", "hidden_size=64", "ffn_size=96")
 
@@ -68,7 +62,6 @@ FAST = {
             gradient_checkpointing="selective",
             mlp_tiles=2,
         ),
-        setting(INDEXED, 2, UNTIED, batch_size=2),
     ],
 }
 MORE = {
@@ -77,17 +70,12 @@ MORE = {
         setting(STANDARD, 2, packed=False, batch_size=4, loss="chunked"),
         setting(SPARSE, 2, packed=False, batch_size=2, gradient_checkpointing="full"),
         setting(SPARSE, 2, FOUR, batch_size=2, **PARTS),
-        setting(
-            INDEXED, 2, packed=False, batch_size=4, gradient_checkpointing="selective", mlp_tiles=2
-        ),
     ],
     4: [
         setting(STANDARD, 2, UNTIED, batch_size=2, dp_replicate=2),
         setting(STANDARD, 4, batch_size=2),
         setting(SPARSE, 2, batch_size=2),
         setting(SPARSE, 4, FOUR, UNTIED, batch_size=4),
-        setting(INDEXED, 4, batch_size=4, gradient_checkpointing="full"),
-        setting(INDEXED, 2, packed=False, batch_size=2),
     ],
 }
 ATTENTIONS = ((STANDARD, "ulysses"), (STANDARD, "gather_kv"), (SPARSE, "ulysses"))

@@ -56,7 +56,7 @@ def test_a_loss_that_is_no_number_is_not_equal(capsys):
 
 def test_every_way_to_spread_is_in_the_table():
     cases = equivalence.spread()
-    assert len(cases) == 4 * 4 * 4 - 4 and {case.ranks for case in cases} == {2, 4}
+    assert len(cases) == 4 * 3 * 4 and {case.ranks for case in cases} == {2, 4}
     for case in cases:
         equivalence.TrainConfig(**case.settings()).accumulation(case.ranks)
 

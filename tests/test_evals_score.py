@@ -22,7 +22,7 @@ SMALL = dict(
     model_overrides=("num_layers=2", "hidden_size=64", "ffn_size=96", "num_kv_heads=4"),
 )
 NSA = {name: SPARSE[name] for name in ("attention_type", "nsa")}
-INDEXED = dict(attention_type="indexed", indexer=("budget=16", "r=4", "heads=2", "head_dim=32"))
+INDEXED = dict(attention_type="indexed", blocks=("count=2", "block=8", "head_dim=32"))
 
 
 def item(seed: int = 0, rows: int = 1, packed: bool = False) -> Item:
@@ -175,7 +175,7 @@ SETTINGS = [
     dict(context_parallel_size=2, context_parallel_mode="ulysses"),
     dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
     NSA | dict(context_parallel_size=2),
-    INDEXED | dict(context_parallel_size=2),
+    INDEXED,
 ]
 
 

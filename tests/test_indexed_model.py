@@ -1,5 +1,5 @@
-"""Indexed attention in the decoder: the indexer's equations, packing, decoding, the warm-up, the
-loss in training, levers, checkpoints, weights of other models.
+"""Indexed attention in training: the warm-up, the indexer's loss and recall, levers, checkpoints,
+weights of other models, plans and counts.
 """
 
 import dataclasses
@@ -9,28 +9,27 @@ import torch
 
 from longhaul import kernels, optim, qwen3, step
 from longhaul.checkpoint import load, resume, save
+from longhaul.checkpoint.format import model_config
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import GPU_FLOPS, keys_read, train_flops, train_operations
 from longhaul.generate import generate
-from longhaul.kinds import attention_kind
 from longhaul.memory import plan as planner
 from longhaul.memory.estimate import estimate
 from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from longhaul.sparse.indexed.layer import IndexerConfig, own_losses
+from longhaul.sparse.indexer import Indexed
 from model import Decoder, ModelConfig, Standard
-from tests import indexed_oracle, oracle
 from tests.tiers import slow
 
-SIZES = dict(budget=24, r=4, heads=3, head_dim=24)  # chooses from 28 tokens on
+SIZES = dict(count=3, block=8, head_dim=24)  # chooses from 24 tokens on
 SHAPE = dict(vocab_size=97, num_layers=2, hidden_size=64, num_heads=4, head_dim=16, ffn_size=96)
-BUDGET_OF_A_ROW = ("budget=400", "heads=3", "head_dim=24")
+BUDGET_OF_A_ROW = ("count=15", "block=8", "head_dim=24")
 
 
 def build(seed=1, **changes) -> Decoder:
-    settings = SHAPE | dict(attention=IndexerConfig(**SIZES)) | changes
+    settings = SHAPE | dict(attention=Indexed(**SIZES)) | changes
     return kernels.decoder(ModelConfig.preset("tiny", **settings), seed=seed)
 
 
@@ -43,7 +42,7 @@ def settings(**changes) -> TrainConfig:
     base = dict(
         model_size="tiny",
         attention_type="indexed",
-        indexer=tuple(f"{name}={size}" for name, size in SIZES.items()),
+        blocks=tuple(f"{name}={size}" for name, size in SIZES.items()),
         model_overrides=overrides,
         vocab_size=97,
         context_length=120,
@@ -73,119 +72,6 @@ def is_indexers(name: str) -> bool:
     return ".indexer." in name
 
 
-def test_a_layer_is_its_equations_in_float64():
-    decoder = build()
-    layer = decoder.layers[0].attention
-    x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(2))
-    rope = decoder.rotary(70, x.device)
-    y = layer(x, rope, layer.rows(None, (1, 70), x.device))
-
-    weights = {name: p.detach().double() for name, p in layer.named_parameters()}
-    theta, eps = decoder.config.rope_theta, decoder.config.norm_eps
-    x_TD = x[0].double()
-
-    def heads(part: str, norm: str, width: int) -> torch.Tensor:
-        whole = (x_TD @ weights[f"{part}.weight"].T).unflatten(-1, (-1, width))
-        return oracle.rms_norm(whole, weights[f"{norm}.weight"], eps) if norm else whole
-
-    def turned(x_ThE, positions) -> torch.Tensor:
-        """The first 16 elements, as the model's heads turn, at these positions."""
-        first = oracle.rotate(torch.zeros(70, 1, 16), theta)
-        angles = oracle.rotate(torch.cat([torch.ones(70, 1, 8), first[..., 8:]], -1), theta)
-        cos, sin = (part[positions].double() for part in angles.split(8, -1))
-        a, b, rest = x_ThE.split((8, 8, 8), dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
-
-    q = oracle.rotate(heads("q_proj", "q_norm", 16), theta)[None]
-    k = oracle.rotate(heads("k_proj", "k_norm", 16), theta)[None]
-    v = heads("v_proj", "", 16)[None]
-    token = torch.arange(70)
-    q_idx = turned(heads("indexer.q_proj", "indexer.q_norm", 24), token)[None]
-    k_idx = turned(heads("indexer.k_proj", "indexer.k_norm", 24), token // 4 * 4)[None, :, 0]
-
-    scores = indexed_oracle.scores(q_idx, indexed_oracle.pooled(k_idx, 4))
-    chosen = indexed_oracle.choose(scores, 4, 24)
-    o = indexed_oracle.attention(q, k, v, chosen, 4)
-    want = o.flatten(-2) @ weights["o_proj.weight"].T
-    assert ((y.double() - want).norm() / want.norm()) <= 1e-5
-    divergence = indexed_oracle.divergence(q, k, scores, chosen, 4).sum()
-    assert float(layer.measured[0, 0]) == pytest.approx(float(divergence), rel=1e-5)
-
-
-def test_packed_documents_equal_separate_ones_forward_and_backward():
-    decoder, x = build(), tokens()
-    lengths = [[70, 1, 49], [3, 117]]
-    ids = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in lengths])
-    weight = torch.randn(2, 120, 97, generator=torch.Generator().manual_seed(2))
-
-    def results(make_logits, forwards):
-        with own_losses(decoder, warming=False) as own:
-            logits = make_logits()
-            summed = 1 / (len(decoder.layers) * forwards)  # of the mean over all layers' terms
-            loss = own.added_to((logits * weight).sum(), summed)
-            return [logits, *torch.autograd.grad(loss, list(decoder.parameters()))]
-
-    def alone():
-        rows = zip(x, lengths, strict=True)
-        parts = [part for row, sizes in rows for part in row[None].split(sizes, 1)]
-        return torch.cat([decoder.lm_head(decoder.hidden(p)[0], _logits) for p in parts]).view(
-            2, 120, 97
-        )
-
-    def packed():
-        return decoder.lm_head(decoder.hidden(x, doc_ids=ids).flatten(0, 1), _logits).view(
-            2, 120, 97
-        )
-
-    for got, want in zip(results(packed, 1), results(alone, 5), strict=True):
-        assert want.abs().max() > 0
-        assert (got - want).abs().max() <= 2e-5 * want.abs().max()
-
-
-def _logits(hidden_ND, weight_VD):
-    return hidden_ND @ weight_VD.T
-
-
-def test_a_document_leaks_nothing_into_the_next_and_a_later_token_nothing_into_earlier_ones():
-    decoder, x = build(), tokens(1)
-    ids = (torch.arange(120) >= 50)[None]
-    first, later = x.clone(), x.clone()
-    first[:, :50] = (first[:, :50] + 1) % 97
-    later[:, 90:] = (later[:, 90:] + 1) % 97
-    with torch.no_grad():
-        logits = decoder(x, doc_ids=ids)
-        assert torch.equal(decoder(first, doc_ids=ids)[:, 50:], logits[:, 50:])
-        assert torch.equal(decoder(later, doc_ids=ids)[:, :90], logits[:, :90])
-
-
-@torch.no_grad()
-def test_a_prompt_in_any_parts_and_then_token_by_token_gives_the_full_forward():
-    decoder, x = build(), tokens()
-    positions = torch.stack((torch.arange(120) + 1000, torch.arange(120) * 2 + 7))
-    for given in (None, positions):
-        full = decoder(x, positions=given)
-        for parts in ([90] + [1] * 30, [1] * 120, [61, 41, 2, 1, 15]):
-            cache = decoder.new_cache(2, 120)
-            pieces = []
-            for part, at in zip(x.split(parts, 1), torch.arange(120).split(parts), strict=True):
-                where = None if given is None else given[:, at]
-                pieces.append(decoder(part, positions=where, cache=cache))
-            assert cache.length == 120
-            assert (torch.cat(pieces, 1) - full).abs().max() <= 1e-5 * full.abs().max(), parts
-
-
-@torch.no_grad()
-def test_a_cache_that_is_too_small_stays_as_it_was():
-    decoder, x = build(), tokens()
-    cache = decoder.new_cache(2, 100)
-    first = decoder(x[:, :90], cache=cache)
-    with pytest.raises(ValueError, match="holds 100 positions and 101 are needed"):
-        decoder(x[:, 90:101], cache=cache)
-    rest = decoder(x[:, 90:100], cache=cache)
-    full = decoder(x[:, :100])
-    assert (torch.cat((first, rest), 1) - full).abs().max() <= 1e-5 * full.abs().max()
-
-
 def test_sampling_over_the_cache_is_greedy_decoding_of_the_full_forward():
     decoder, prompt = build(), tokens(1, 70)[0].tolist()
     ids = list(prompt)
@@ -193,11 +79,6 @@ def test_sampling_over_the_cache_is_greedy_decoding_of_the_full_forward():
         for token in generate(decoder, prompt, 8, temperature=0):
             assert decoder(torch.tensor([ids]))[0, -1].argmax() == token
             ids.append(token)
-
-
-def test_the_cache_of_the_indexer_is_a_key_for_each_block():
-    cache = build().new_cache(3, 402).layers[0]
-    assert cache.k_BNE.shape == (3, 402 // 4, 24)
 
 
 # ---- training
@@ -217,6 +98,15 @@ def test_in_the_warm_up_only_the_indexer_learns_and_the_loss_is_that_of_dense_at
     assert 0 < results[0].figures["indexer_recall"] < 1
 
 
+def test_the_recall_rises_while_the_indexer_learns():
+    _, results = trained(settings(indexer_warmup=30, lr=3e-3), 40)
+    recalls = [float(result.figures["indexer_recall"]) for result in results]
+    limits = [float(result.figures["indexer_recall_limit"]) for result in results]
+    assert recalls[0] < recalls[29] < limits[29]
+    assert limits[29] - recalls[29] < 0.5 * (limits[0] - recalls[0])
+    assert limits[39] - recalls[39] < 0.5 * (limits[0] - recalls[0])
+
+
 def test_after_the_warm_up_everything_learns_and_the_reported_loss_is_the_models():
     cfg = settings(indexer_warmup=2)
     state, _ = trained(cfg, 2)
@@ -232,7 +122,7 @@ def test_after_the_warm_up_everything_learns_and_the_reported_loss_is_the_models
 def test_the_indexers_loss_never_changes_the_models_gradients_also_if_they_are_clipped():
     # the budget is the whole row, so that the choice of blocks is no way to the model either
     gradients = []
-    for kind in (dict(indexer=BUDGET_OF_A_ROW), dict(indexer=(), attention_type="standard")):
+    for kind in (dict(blocks=BUDGET_OF_A_ROW), dict(blocks=(), attention_type="standard")):
         cfg = settings(**kind)
         state = step.build(cfg, cfg.model(), "cpu")
         step.gradients(state, [batch()])
@@ -295,17 +185,26 @@ def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp
     resume.check_settings(checkpoint, settings(indexer_warmup=3))
 
 
+def test_a_checkpoint_of_the_older_form_is_refused_in_a_line(tmp_path):
+    folder = save.save(step.build(settings(), settings().model(), "cpu"), tmp_path, {})
+    checkpoint = load.verified(folder)
+    older = checkpoint.model_config | {"indexer": dict(budget=24, r=4, heads=3, head_dim=24)}
+    with pytest.raises(ValueError, match="longhaul 0.1.0.*4523af9") as caught:
+        model_config(dataclasses.replace(checkpoint, model_config=older))
+    assert "\n" not in str(caught.value)
+
+
 def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):
     dense = kernels.decoder(dataclasses.replace(build().config, attention=Standard()))
     qwen3.to_hf(dense, tmp_path / "qwen3")
-    sizes = IndexerConfig(**SIZES)
+    sizes = Indexed(**SIZES)
     found = qwen3.from_hf(tmp_path / "qwen3", attention=sizes)
     theirs = dict(dense.named_parameters())
     added = {name for name, _ in found.named_parameters() if is_indexers(name)}
     for name, parameter in found.named_parameters():
         assert name in added or torch.equal(parameter, theirs[name]), name
     assert len(added) == 2 * 4
-    x = tokens(1, 27)  # a row of at most budget + r - 1 tokens
+    x = tokens(1, 24)  # a row of at most count blocks
     with torch.no_grad():
         assert (found(x) - dense(x)).abs().max() <= 1e-5 * dense(x).abs().max()
 
@@ -314,17 +213,18 @@ def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):
     "changes, words",
     [
         (dict(compile=True), "--compile True cannot serve indexed attention, .*: drop it"),
-        (dict(attention_head_groups=2), "heads share one choice: drop it"),
+        (dict(attention_head_groups=2), "groups share one index key: drop it"),
         (dict(indexer_warmup=40), "not shorter than the run of --max_steps 40: give at most 39"),
-        (
-            dict(context_parallel_size=2, context_parallel_mode="ulysses"),
-            r"share one choice: choose .* from \[1\], or --context_parallel_mode auto",
-        ),
+        *[
+            (dict(context_parallel_size=2, context_parallel_mode=mode), "context_parallel")
+            for mode in ("ulysses", "gather_kv", "auto")
+        ],
         (
             dict(indexer_warmup=2, optimizer_in_backward=True, grad_clip=0.0),
             "--indexer_warmup .* drop one",
         ),
-        (dict(indexer=("budget=6", "r=4")), "budget=6, r=4; allowed: budget a multiple of r"),
+        (dict(blocks=("head_dim=7",)), "given head_dim=7; allowed: an even head_dim"),
+        (dict(blocks=("budget=64",)), "--blocks 'budget=64'"),
     ],
     ids=str,
 )
@@ -334,16 +234,13 @@ def test_what_is_not_built_is_refused_in_words(changes, words):
 
 
 def test_settings_without_effect_are_named_and_a_budget_of_the_row_is_warned_of():
-    standard = settings(attention_type="standard", indexer=(), indexer_warmup=2)
+    standard = settings(attention_type="standard", blocks=(), indexer_warmup=2)
     assert "indexer_warmup" in standard.ineffective_settings()
-    plain = settings(attention_type="standard", indexer=())
+    plain = settings(attention_type="standard", blocks=())
     losses = [[float(one.loss) for one in trained(cfg, 2)[1]] for cfg in (standard, plain)]
     assert losses[0] == losses[1]
-    assert any("reads a whole row" in line for line in settings(context_length=24).warnings())
-    assert not any("reads a whole row" in line for line in settings().warnings())
-    narrow = dataclasses.replace(settings().model(), attention=IndexerConfig(head_dim=8))
-    with pytest.raises(ValueError, match="given head_dim=8; allowed: at least the model's 16"):
-        attention_kind(narrow).check(narrow)
+    assert any("full attention" in line for line in settings(context_length=24).warnings())
+    assert not any("full attention" in line for line in settings().warnings())
 
 
 # ---- counts
@@ -353,41 +250,41 @@ def test_parameters_and_operations_are_counted():
     decoder = build()
     assert decoder.config.num_params() == decoder.num_params()
 
-    config = dataclasses.replace(
-        decoder.config, attention=IndexerConfig(budget=8, r=4, head_dim=32)
-    )
-    positions = torch.tensor([0, 3, 4, 11, 12, 30])
-    keys = torch.tensor([1, 4, 5, 12, 9, 11])  # those that attention reads
-    candidates, chosen = torch.tensor([0, 0, 1, 2, 3, 7]), torch.tensor([0, 0, 1, 2, 2, 2])
-    scores = 2 * 4 * 32 * (candidates + 2 * chosen) / (12 * 4 * 16)
-    assert torch.allclose(keys_read(config, positions), keys + scores)
+    config = dataclasses.replace(decoder.config, attention=Indexed(count=3, block=8, head_dim=32))
+    positions = torch.tensor([0, 7, 23, 24, 40, 55])
+    keys = torch.tensor([1, 8, 24, 17, 17, 24])  # those that attention reads
+    scores = keys + torch.tensor([0, 0, 0, 25, 41, 56]) + 2 * keys / 8
+    wanted = keys * 7 / 6 + scores * (2 * 32) / (4 * 16) / 6
+    assert torch.allclose(keys_read(config, positions), wanted.float())
 
     standard = dataclasses.replace(config, attention=Standard())
     added = train_flops(config, 100, 0.0) - train_flops(standard, 100, 0.0)
-    assert added == pytest.approx(4 * 100 * 2 * 64 * 5 * 32)
+    assert added == pytest.approx(4 * 100 * 2 * 64 * 3 * 32)
 
 
-LONG = dict(context_length=2048, dtype="bf16")  # most queries gather their blocks
+LONG = dict(context_length=2048, dtype="bf16")  # full tiles, as the planner counts them
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         dict(gradient_checkpointing="none"),
-        dict(gradient_checkpointing="full"),
-        slow(LONG | dict(gradient_checkpointing="full")),
+        dict(gradient_checkpointing="selective"),
+        dict(gradient_checkpointing="full", indexer_warmup=3),
+        slow(dict(gradient_checkpointing="full", dtype="fp32")),
     ],
     ids=str,
 )
 def test_the_simulated_peak_is_what_the_allocator_records(changes):
-    cfg = settings(**dict(context_length=512, indexer=("budget=64",)) | changes)
+    sizes = ("count=4", "block=64", "head_dim=32")
+    cfg = settings(**LONG | dict(blocks=sizes) | changes)
     predicted = simulate(cfg, target="cpu").peak()[0]
     assert predicted == pytest.approx(allocator_peak(cfg), rel=1e-3)
 
 
 EIGHT_HEADS = ("num_layers=2", "hidden_size=64", "num_heads=8", "head_dim=8", "ffn_size=96")
 DENSE_IS_LARGER = LONG | dict(
-    context_length=1024, indexer=("budget=32", "head_dim=16"), model_overrides=EIGHT_HEADS
+    context_length=1024, blocks=("count=2", "block=16", "head_dim=16"), model_overrides=EIGHT_HEADS
 )
 
 
@@ -408,7 +305,9 @@ def test_the_plan_is_of_the_dense_warm_up_if_that_takes_more():
 
 
 def test_a_plan_is_of_the_steps_behind_the_warm_up_if_those_take_more():
-    cfg = settings(context_length=512, indexer=("budget=64",), indexer_warmup=2, device="cpu")
+    cfg = settings(
+        context_length=512, blocks=("count=4", "block=16"), indexer_warmup=2, device="cpu"
+    )
     plan = planned(cfg)
     assert largest(plan.cfg) == dataclasses.replace(plan.cfg, indexer_warmup=0)
     assert 0 < plan.warm_up.peak < plan.peak == plan.estimate.peak
@@ -429,24 +328,23 @@ def test_the_time_of_a_run_counts_the_dense_warm_up():
     cfg = settings(indexer_warmup=10, dtype="bf16")
     config = cfg.model()
     plan = planner.plan(cfg, config, World(), torch.device("cuda"), available=80.0)
-    pairs, scores = 120 * 121 / 2, sum(t // 4 for t in range(120))
-    logits_and_sums = 6 * 4 * 16 * pairs  # the forward's two products, and the logits once more
+    pairs = 120 * 121 / 2
+    logits_and_sums = 6 * 4 * 16 * pairs  # the forward's two products, and the teacher's logits
+    scores = 2 * 2 * 24 * pairs * (1 + 2 / 8)
     products = train_operations(config, 120, 0.0).products
-    operations = products + 2 * (logits_and_sums + 6 * 3 * 24 * scores)
+    operations = products + 2 * (logits_and_sums + scores)
     assert plan.warm_up_seconds == pytest.approx(operations / GPU_FLOPS)
     assert plan.total_seconds == pytest.approx(10 * plan.warm_up_seconds + 30 * plan.seconds)
     assert "for 10 steps" in plan.time() and "for 30 steps" in plan.time()
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_the_closed_form_is_within_half_a_percent_of_the_simulation_on_a_gpu(ranks):
+def test_the_closed_form_is_within_half_a_percent_of_the_simulation_on_a_gpu():
     cfg = TrainConfig(
         model_size="tiny",
         attention_type="indexed",
         context_length=4096,
         model_overrides=("num_layers=2",),
         gradient_checkpointing="full",
-        context_parallel_size=ranks,
     )
-    peak = estimate(cfg, cfg.model(), ranks).peak
-    assert peak == pytest.approx(simulate(cfg, ranks).peak()[0], rel=5e-3)
+    peak = estimate(cfg, cfg.model(), 1).peak
+    assert peak == pytest.approx(simulate(cfg, 1).peak()[0], rel=5e-3)

@@ -78,8 +78,7 @@ SHARDED = [
     dict(
         dtype="fp32",
         attention_type="indexed",
-        indexer=("budget=256", "head_dim=32"),
-        context_parallel_size=2,
+        blocks=("count=4", "head_dim=32"),
     ),
 ]
 
@@ -100,16 +99,8 @@ def test_the_predicted_rank_is_byte_for_byte_the_tracker_on_two_real_ranks():
         simulate(TrainConfig(**TINY | changes), ranks=2, target="cpu").peak_by_stage()
         for changes in SHARDED
     ]
-    for rank, stages in enumerate(run_ranks(observed_each, 2, SHARDED)):
-        *stages, sharing = stages
-        shared = max(predicted[-1].values())
-        # gloo's threads hold what was gathered, 1% of the peak, a little longer; the last queries
-        # of the second rank see fewer keys
-        if rank == 0:
-            assert max(sharing.values()) == pytest.approx(shared, rel=1e-2)
-        assert max(sharing.values()) <= 1.01 * shared
-
-        for real, fake in zip(stages, predicted[:-1], strict=True):
+    for stages in run_ranks(observed_each, 2, SHARDED):
+        for real, fake in zip(stages, predicted, strict=True):
             assert max(real.values()) == max(fake.values())
             late = {
                 name for name in real if real[name] != fake[name]

@@ -247,7 +247,7 @@ def test_indexed_attention_starts_from_standard_weights_which_its_warm_up_keeps(
 ):
     folder = str(request.getfixturevalue(source))
     flags = f"--init_from {folder} --attention_type indexed --context_length 64 --lr 1e-3"
-    flags += " --indexer budget=8 r=4 heads=2 head_dim=32 --eval_every 0"
+    flags += " --blocks count=2 block=8 head_dim=32 --eval_every 0"
     trained(
         f"{flags} --indexer_warmup 2 --max_steps 3 --save_every 1 --keep_last 3",
         data,

@@ -47,7 +47,6 @@ MEANS = NSAConfig(
 )  # fla's compression: means of whole selection blocks
 SIZES = (
     ("forward+backward", 2, 131_072, 45),
-    ("indexed, forward+backward", 6.2, 131_072, 50),
     ("decode", 8, 131_072, 20),
     ("forward", 9, 131_072, 20),
     ("forward+backward", 11, 32_768, 25),
@@ -115,10 +114,6 @@ def jobs(place: Place) -> list[Job]:
             return lambda run: contest(
                 run, place, "forward+backward", tokens, limit, sixteen(place)
             )
-        if what == "indexed, forward+backward":
-            return lambda run: contest(
-                run, place, "forward+backward", tokens, limit, beside_indexed(place)
-            )
         return lambda run: contest(run, place, what, tokens, limit, plain(place, tokens))
 
     return [
@@ -172,11 +167,11 @@ def heads(place: Place) -> tuple[int, int]:
 
 
 def inputs(place: Place, contest: Contest, tokens: int, grad: bool = True, seed: int = 0) -> list:
-    """q, six K/V and gates of sparse attention; the indexer's queries and its keys of blocks."""
+    """q, six K/V and gates of sparse attention; the indexer's queries and its key."""
     H, G = contest.heads
     numbers = tokens, torch.bfloat16, grad
     of_nsa = attention.inputs(*numbers, H, G, place.device, contest.cfg, seed)
-    return of_nsa + attention.indexer_inputs(*numbers, place.device, seed)
+    return of_nsa + attention.indexer_inputs(*numbers, G, place.device, seed)
 
 
 def long(place: Place) -> Contest:
@@ -190,25 +185,18 @@ def long(place: Place) -> Contest:
     return Contest(heads(place), attention.CFG, ways)
 
 
-def beside_indexed(place: Place) -> Contest:
-    """The same and indexed attention, which is not among the first jobs."""
-    known = long(place)
-    way = indexed("triton") if place.cuda else "needs a CUDA device"
-    return replace(known, ways=known.ways | {"longhaul, indexed triton": way})
-
-
 def plain(place: Place, tokens: int) -> Contest:
     """Dense and sparse attention at the model's heads, as far as they serve so many tokens."""
     if tokens > MOST_OF_ALL_WAYS:
         return long(place)
-    known = beside_indexed(place)
+    known = long(place)
     ways = known.ways | {
         "longhaul, standard": dense(lambda q, k, v, *_: kernels.attention(q, k, v)),
         "flash-attn": flash_attn() if place.cuda else "needs a CUDA device",
     }
     if tokens <= MOST_ENGINE_TOKENS:
         ways["longhaul, NSA torch"] = sparse(nsa_engine.nsa_attention, attention.CFG)
-        ways["longhaul, indexed torch"] = indexed("torch")
+        ways["longhaul, indexed torch"] = indexed()
     return replace(known, ways=ways)
 
 
@@ -263,13 +251,11 @@ def sparse(attend, cfg: NSAConfig) -> Way:
     )
 
 
-def indexed(kernels: str) -> Way | str:
+def indexed() -> Way:
     """Attention over the blocks that an indexer chooses, and the indexer's loss."""
-    if kernels == "triton" and not importlib.util.find_spec("triton"):
-        return "not installed (pip install triton)"
     return Way(
-        lambda *tensors: attention.indexed(tensors, kernels=kernels),
-        lambda tensors, truth: attention.indexed_errors(tensors, kernels=kernels),
+        lambda *tensors: attention.indexed(tensors),
+        lambda tensors, truth: attention.indexed_errors(tensors),
         kind="indexed",
     )
 

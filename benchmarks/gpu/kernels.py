@@ -16,7 +16,6 @@ PACKAGES = (
     "longhaul.elementwise",
     "longhaul.vocab",
     "longhaul.sparse.nsa.triton",
-    "longhaul.sparse.indexed.triton",
 )
 LAUNCHER = "run"  # the method of every kind of kernel that a launch calls
 

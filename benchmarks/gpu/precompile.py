@@ -208,7 +208,6 @@ def as_if_on(capability: int) -> Iterator[None]:
     """Inside the `with` block, the model, our kernels and Triton believe in that GPU."""
     from triton.runtime.driver import driver
 
-    from longhaul.sparse.indexed.triton import attention as indexed
     from longhaul.sparse.nsa.triton import attention, layout
     from longhaul.vocab import triton_bodies as linear_ce
 
@@ -217,7 +216,6 @@ def as_if_on(capability: int) -> Iterator[None]:
         running_on(Card(capability)),
         mock.patch.object(linear_ce, "supported", lambda *_: True),
         mock.patch.object(attention, "supported", lambda *_: True),
-        mock.patch.object(indexed, "supported", lambda *_: True),
         mock.patch.object(attention, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
         mock.patch.object(layout, "cut", with_values(layout.cut)),
         mock.patch.object(attention, "cut", with_values(layout.cut)),

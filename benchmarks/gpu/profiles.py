@@ -1,5 +1,5 @@
 """Where the time of a training step goes, kernel by kernel: torch.profiler over one forward and
-backward of sparse and of indexed attention, and over one step of one layer of the 4B.
+backward of sparse attention, and over one step of one layer of the 4B.
 
 The job's folder has the whole table; the results have its first lines.
 """
@@ -22,7 +22,7 @@ TOKENS = 131_072
 TOY_TOKENS = 256
 ROWS = 20  # of a profile, in the results
 LINES = 80  # in the job's folder
-KINDS = ((7.1, "nsa", 25), (7.2, "indexed", 40), (9.6, "standard", 25))  # importance, attention, s
+KINDS = ((7.1, "nsa", 25), (9.6, "standard", 25))  # importance, attention, s
 TABLE = Table(
     "profile",
     "Kernel by kernel: time on the device in one call, and on the host to issue all of it",

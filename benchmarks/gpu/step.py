@@ -39,7 +39,6 @@ SIZES = (
     (4, "4B", "standard", 131_072, False, 75),
     (10, "0.6B", "standard", 8192, True, 50),
     (12, "4B", "nsa", 32_768, False, 45),
-    (12.6, "4B", "indexed", 32_768, False, 70),
     (14, "4B", "standard", 8192, True, 70),
     (18, "4B", "standard", 32_768, False, 45),
     (19, "0.6B", "nsa", 131_072, False, 40),

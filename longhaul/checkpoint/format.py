@@ -349,6 +349,11 @@ def _attention(fields: dict):
     name = fields.pop("attention_type", Standard.name)
     if name not in KINDS:
         raise ValueError(f"model_config.attention_type is {_short(name)}")
+    if "indexer" in fields:
+        raise ValueError(
+            "its indexed attention chooses blocks of a few tokens for all heads, a form that ended "
+            "with longhaul 0.1.0: read it with the version of commit 4523af9"
+        )
     kind = KINDS[name]
     found = kind.config(**_fields(kind.config, fields.get(kind.settings or name, {})))
     for settings in settings_names():

@@ -430,13 +430,11 @@ def attention_backward(rank: Rank) -> Terms:
     """
     if rank.cfg.context_ranks > 1:
         exchange = {"exchange with the ranks of the row": _exchanged(rank)}
-        moments = [_layer_without_mlp(rank) | exchange]
-        around = _around_gathered_blocks if rank.config.attention.name == "indexed" else None
-    else:
-        moments = [_after_the_projections(rank)]
-        around = _around_kernels if rank.config.attention.name == "nsa" else _around_operators
+        return _layer_without_mlp(rank) | exchange
 
-    inside = _inside(rank) if rank.inside and around else 0
+    moments = [_after_the_projections(rank)]
+    around = _around_kernels if rank.config.attention.name == "nsa" else _around_operators
+    inside = _inside(rank) if rank.inside else 0
     if inside:
         moments.append(around(rank) | {"inside the kernels of attention": inside})
     return max(moments, key=lambda terms: sum(terms.values()))
@@ -458,33 +456,8 @@ def _around_operators(rank: Rank) -> Terms:
     """While the operators of indexed attention run."""
     terms = {
         "gradient of the layer's output, and its inputs": 3 * rank.x,
-        "angles of the blocks": FP32 * rank.row_tokens * rank.config.head_dim,
     }
     return _around_attention(rank, terms | _weights_so_far(rank))
-
-
-def _around_gathered_blocks(rank: Rank) -> Terms:
-    """The same with keys that are gathered: of the piece with the last half of a rank's tokens."""
-    indexer = rank.config.attention
-    of_indexer = rank.element * rank.N * indexer.head_dim  # its keys of a rank's tokens
-    queries = rank.q + indexer.heads * of_indexer
-    whole = rank.cfg.context_ranks
-    blocks = whole * of_indexer // indexer.r
-    gathered = whole * (2 * rank.k + of_indexer)
-    return (
-        _below_the_head(rank)
-        | {
-            "gradient of the layer's output, and its inputs": 3 * rank.x,
-            "angles of the blocks": FP32 * rank.row_tokens * rank.config.head_dim,
-            "saved by attention": rank.saved_by_attention + of_indexer - of_indexer // indexer.r,
-            "gradients of o and of queries": rank.q + queries,
-            "keys and values of whole rows": gathered,
-            "fp32 sums of their gradients": FP32 * gathered // rank.element,
-            "blocks and gradients of a piece": queries // 2 + 2 * whole * rank.k + 2 * blocks,
-        }
-        | _weights_so_far(rank)
-        | _other_layers(rank)
-    )
 
 
 def _weights_so_far(rank: Rank) -> Terms:

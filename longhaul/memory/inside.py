@@ -13,7 +13,6 @@ from footprint.tracker import Tracker
 from longhaul.kernels import choose, takes_triton
 from longhaul.memory.platforms import predicting
 from longhaul.memory.workspace import Workspaces
-from longhaul.sparse.indexed.operators import indexed_forward
 from model import ModelConfig, RotaryCache
 
 
@@ -21,33 +20,14 @@ def attention_workspace(config: ModelConfig, rows: int, queries: int, keys: int)
     """Bytes inside the backward of one layer's attention of so many rows; 0 for kernels that are
     not ours, as on a CPU. `queries`: the last ones of the `keys` tokens of a row.
     """
-    if config.attention.name == "indexed":
-        return _of_indexed_attention(config, rows, queries, keys)
-    if config.attention.name == "nsa" and takes_triton(config):
-        return _of_the_triton_kernels(config, rows, queries)
+    is_ours = config.attention.name == "indexed"
+    if is_ours or config.attention.name == "nsa" and takes_triton(config):
+        return _of_operators(config, rows, queries)
     return 0
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_indexed_attention(config: ModelConfig, rows: int, queries: int, keys: int) -> int:
-    tracker = Tracker(Workspaces("cuda"), fake=True)
-    with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
-        indexer = config.attention
-        query_heads = [(config.num_heads, config.head_dim), (indexer.heads, indexer.head_dim)]
-        make = functools.partial(torch.empty, dtype=config.dtype, requires_grad=True)
-        q, q_idx = (make(rows, queries, *heads) for heads in query_heads)
-        k, v = (make(rows, keys, config.num_kv_heads, config.head_dim) for _ in "kv")
-        k_idx = make(rows, keys // indexer.r, indexer.head_dim)
-
-        tracker.begin({})
-        numbers = indexer.r, indexer.most_blocks, True, config.kernels
-        o, kl, *_ = indexed_forward(q, k, v, q_idx, k_idx, *numbers)
-        torch.autograd.backward([o, kl], [torch.empty_like(o), torch.empty_like(kl)])
-    return max(size for _, size, _ in tracker.trace.workspaces)
-
-
-@functools.lru_cache(maxsize=1024)
-def _of_the_triton_kernels(config: ModelConfig, rows: int, tokens: int) -> int:
+def _of_operators(config: ModelConfig, rows: int, tokens: int) -> int:
     tracker = Tracker(Workspaces("cuda"), fake=True)
     with FakeTensorMode(allow_non_fake_inputs=True), predicting("cuda", tracker), tracker:
         attention = config.attention.layer(config, choose(config))

@@ -345,8 +345,7 @@ def _worst_stage(cfg: TrainConfig, world: World, device: torch.device, available
 
 def _check_precision(cfg: TrainConfig, config: ModelConfig):
     """ValueError for fp32 with gathered keys, if their attention on a GPU has no fp32 kernel."""
-    own_kernels = config.attention.name == "indexed"
-    if own_kernels or cfg.dtype != "fp32" or cfg.context_ranks == 1:
+    if cfg.dtype != "fp32" or cfg.context_ranks == 1:
         return
     if cfg.context_choice(config).mode == "gather_kv":
         raise ValueError(

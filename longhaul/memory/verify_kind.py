@@ -13,7 +13,7 @@ from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
-from longhaul.sparse.indexed.layer import own_losses
+from longhaul.sparse.indexer import own_losses
 from model import Decoder, Device, ModelConfig
 
 Check = tuple[str, bool, float]  # what holds, whether it does, and how far it is from holding

@@ -21,7 +21,7 @@ from footprint.workspace import KernelWorkspaces, signature
 from longhaul.memory.platforms import Bodies
 from longhaul.sparse import engine as blocks
 from longhaul.sparse.choose import choose_operator
-from longhaul.sparse.indexed import operators
+from longhaul.sparse.index_loss import index_loss_operator
 from longhaul.sparse.nsa import engine
 from longhaul.vocab import loss as vocab_loss
 from longhaul.vocab import statistics
@@ -33,10 +33,9 @@ BLOCKS = (
     blocks.block_sparse_backward,
     blocks.block_mass_forward,
 )
-INDEXED = (operators.indexed_forward, operators.indexed_backward)
-CHOICE = (choose_operator,)
+CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
-OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + INDEXED + CHOICE + STATISTICS}
+OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
 

@@ -29,7 +29,7 @@ ATTENTION_OPS = {
     "torch_attn::_varlen_attn",
     "longhaul::nsa_forward",
     "longhaul::nsa_triton_paired_forward",
-    "longhaul::indexed_forward",
+    "longhaul::index_loss",
     "longhaul::choose_blocks",
     "longhaul::block_sparse_forward",
 }

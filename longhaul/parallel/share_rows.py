@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from longhaul.parallel import context
-from longhaul.parallel.gathered_blocks import gathered_blocks
-from longhaul.sparse.indexed.layer import IndexedAttention
 from model import (
     IGNORE,
     Attention,
@@ -53,7 +51,7 @@ class SharedRows:
     ) -> Tensor:
         """o [B, t, H, K] of this rank's tokens. Everything that a head reads travels with it."""
         if self.shard.mode == "gather_kv":
-            return self._over_gathered_keys(layer, inputs)
+            return context.gathered_attention(*inputs, self.shard, self.pieces)
 
         # The branches of NSA may share their keys and values: each tensor travels once.
         sent = {id(x): x for x in inputs}
@@ -70,12 +68,6 @@ class SharedRows:
         if self.whole is None:  # every row is one document
             return layer.attend_document(*inputs)
         return self.whole.attend(layer, inputs, rope)
-
-    def _over_gathered_keys(self, layer: Attention, inputs: Sequence[Tensor]) -> Tensor:
-        if not isinstance(layer, IndexedAttention):
-            return context.gathered_attention(*inputs, self.shard, self.pieces)
-        attend = functools.partial(gathered_blocks, shard=self.shard, parts=self.pieces)
-        return layer.attend_gathered(inputs, self.whole, self.shard.cut, attend)
 
 
 class RowSharing:

@@ -41,7 +41,6 @@ COMPLETED = {
     "rope_original_context",
     "attention_type",
     "nsa",
-    "indexer",
     "blocks",
     "context_length",
 }

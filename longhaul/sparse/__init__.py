@@ -1,7 +1,8 @@
 """Sparse attention whose time is that of what is read: for CPUs, and as Triton kernels for GPUs.
 
 `engine` is exact attention over chosen blocks, however they were chosen, and `plain` the same by
-masks. `nsa` is Native Sparse Attention, `indexed` attention whose blocks an indexer chooses.
+masks. `nsa` is Native Sparse Attention; `layer` and `selectors` choose blocks without weights, and
+`indexer` by a trained indexer, which learns from `index_loss`.
 """
 
 from longhaul.sparse.engine import block_mass as block_mass

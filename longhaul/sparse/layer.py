@@ -26,6 +26,7 @@ LEAST = {
     "local": 1,
     "dense_below": 0,
     "page": 1,
+    "head_dim": 2,
     "kernel": 1,
     "stride": 1,
 }

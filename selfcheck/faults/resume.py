@@ -443,21 +443,20 @@ def dying_at_an_edge():
 
 # -------------------------------------------------------------------------------- indexed attention
 
-INDEXED = ["--attention_type", "indexed", "--indexer", "budget=8", "r=4", "heads=2", "head_dim=32"]
+INDEXED = ["--attention_type", "indexed", "--blocks", "count=2", "block=8", "head_dim=32"]
 
 
 def killed_around_the_warmup(trials: int, folder: Path) -> str:
-    """Row 51: a warm-up of two steps, and two ranks that share each row."""
+    """Row 51: a warm-up of two steps, on one rank and on two."""
     source = runs.dataset(folder / "data")
     flags = [*INDEXED, "--indexer_warmup", "2", "--max_steps", "4", "--save_every", "1"]
     for ranks, deaths in {1: (1, 2, 3), 2: (2, 3)}.items():
-        shared = [*flags, "--context_parallel_size", str(ranks)]
         whole = folder / f"whole-{ranks}"
-        codes = lives(runs.arguments(source, whole, *shared), ranks)
+        codes = lives(runs.arguments(source, whole, *flags), ranks)
         require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
 
         out = folder / f"killed-{ranks}"
-        args = runs.arguments(source, out, *shared)
+        args = runs.arguments(source, out, *flags)
         for step_done in deaths:
             codes = lives(args, ranks, partial(dying_after, step_done))
             require(0 not in codes, f"it was not killed after step {step_done}")
@@ -465,8 +464,8 @@ def killed_around_the_warmup(trials: int, folder: Path) -> str:
         require(codes == [0] * ranks, f"continued, it ended with {codes}")
         require(runs.same_end(out, whole), f"{ranks} rank(s): other bits")
     return (
-        "killed in the warm-up, at its last step and behind it, on 1 rank and on 2 that share "
-        "rows: weights, moments and losses of the undisturbed run"
+        "killed in the warm-up, at its last step and behind it, on 1 rank and on 2: weights, "
+        "moments and losses of the undisturbed run"
     )
 
 

@@ -6,20 +6,17 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 from base.machine import running_on
 from longhaul import optimizers, step
 from longhaul.config import TrainConfig
-from longhaul.sparse.indexed import layer
 from longhaul.staging import Staging, slabs
 from model import Decoder, OnHost
 from tests.cuda_build import engine
@@ -186,20 +183,6 @@ def packed(rows: list[step.MicroBatch]) -> list[step.MicroBatch]:
     return rows
 
 
-def layout_of(boundaries: torch.Tensor) -> Callable:
-    """BlockLayout.of for these boundaries, whose values fake tensors would not have."""
-    real = layer.BlockLayout.of
-
-    def of(cu_seqlens, shape, r, device):
-        assert cu_seqlens is boundaries and not cu_seqlens.is_cuda
-        with unset_fake_temporarily():
-            layout = real(cu_seqlens, shape, r, "cpu")
-        first = torch.empty(layout.first.shape, dtype=layout.first.dtype, device=device)
-        return replace(layout, first=first)
-
-    return of
-
-
 def batch(cfg: TrainConfig) -> list[step.MicroBatch]:
     def numbers():
         return torch.zeros(1, cfg.context_length, dtype=torch.int64, device="cuda")
@@ -240,7 +223,6 @@ def test_a_step_waits_for_the_device_once(lever, on_cuda):
 def test_a_step_of_packed_rows_waits_for_the_device_once(attention, on_cuda, monkeypatch):
     boundaries = torch.tensor([0, 1365, 4096])  # fake ids have no values that could be compared
     monkeypatch.setattr(model, "document_boundaries", lambda ids: boundaries)
-    monkeypatch.setattr(layer.BlockLayout, "of", layout_of(boundaries))
     waits, _ = on_cuda(packed, attention_type=attention, kernels="auto")
     assert [line for line in waits.lines if not line.startswith(FIGURES)] == []
     assert len(waits.lines) == 1

@@ -1,1 +1,0 @@
-"""Triton kernels of indexed attention: the twin of indexed/engine.py for GPUs."""

@@ -1,0 +1,394 @@
+"""Attention over blocks of keys that a small trained indexer chooses: settings, indexer, layer,
+what it keeps while decoding, and how its loss reaches the step (arXiv 2606.13392, with the loss and
+the warm-up of 2512.02556).
+
+    I_g[t, s] = q_g[t] . k[s] / sqrt(E)
+    S[t, b]   = max over the keys s of b of I_g[t, s]
+
+with one index query per KV group g and one index key for all of them, normed and rotated as the
+model's. The choice is that of all selectors (choose.py), with these in place of q and k.
+
+Letters: those of layer.py, E the indexer's head dimension, n blocks that a query reads.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from longhaul.sparse.choose import best_blocks, choose_blocks, hide_others, write_forced
+from longhaul.sparse.engine import _in_blocks, block_sparse_attention
+from longhaul.sparse.index_loss import block_masses, block_scores, index_loss
+from longhaul.sparse.layer import SelectedAttention, SelectedCache
+from longhaul.sparse.nsa.branches import Buffers
+from longhaul.sparse.plain import plain_block_sparse_attention
+from longhaul.sparse.selectors.exact import Exact
+from model import (
+    Attention,
+    Decoder,
+    Device,
+    Documents,
+    Linear,
+    ModelConfig,
+    Ops,
+    RMSNorm,
+    Rope,
+    rotate,
+)
+
+FIGURES = ("indexer_kl", "indexer_recall", "indexer_recall_limit")
+SAMPLED_QUERIES = 16  # of a document, over whose keys the recall is measured
+
+
+@dataclass(frozen=True)
+class Indexed(Exact):
+    """Attention over the blocks that hold the largest logits of an indexer."""
+
+    name = "indexed"
+    init: int = 0
+    local: int = 1
+    head_dim: int = 128  # of the indexer's heads
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.head_dim % 2:
+            raise self.refusal(["head_dim"], "an even head_dim", "change head_dim")
+
+    def layer(self, config: ModelConfig, ops: Ops) -> Attention:
+        return IndexedAttention(config, ops)
+
+
+def check(config: ModelConfig) -> None:
+    """ValueError for a head dimension that cannot turn like the model's."""
+    E, K = config.attention.head_dim, config.head_dim
+    if E < K and K % E:
+        raise config.attention.refusal(
+            ["head_dim"],
+            f"a divisor of the model's {K}, whose rotary positions it shares, or more",
+            "change head_dim",
+        )
+
+
+# ---- how the loss of the layers reaches a step
+
+
+class LayerLosses:
+    """The losses that layers have of their own, such as an indexer's, in one micro-batch.
+
+    A term counts while they are collected. Otherwise it is dropped: a checkpoint that runs a layer
+    again adds nothing.
+
+    warming  whether only these losses teach the model, as in the indexer's dense warm-up
+    """
+
+    def __init__(self, warming: bool = False, collects: bool = False):
+        self.warming = warming
+        self._terms: list[Tensor] | None = [] if collects else None
+
+    @property
+    def collects(self) -> bool:
+        return self._terms is not None
+
+    def add(self, term: Tensor) -> None:
+        """A layer's sum over its tokens, 0-d."""
+        if self._terms is not None:
+            self._terms.append(term)
+
+    def added_to(self, loss: Tensor, divisor: Tensor | float) -> Tensor:
+        """The value of `loss`, with the gradient of loss + mean over the layers of term / divisor.
+
+        Nothing is collected from here on: the backward may run layers again.
+        """
+        terms, self._terms = self._terms, None
+        if not terms:
+            return loss
+        own = torch.stack(terms).mean() / divisor
+        return loss + (own - own.detach())
+
+
+IDLE = LayerLosses()  # outside of training steps: nothing is collected
+
+
+@contextlib.contextmanager
+def own_losses(model: Decoder, warming: bool) -> Iterator[LayerLosses]:
+    """Inside, the layers' own losses are collected. It must contain the backward as well, in which
+    a layer that is run again asks whether it is warming up.
+    """
+    layers = [x.attention for x in model.layers if isinstance(x.attention, IndexedAttention)]
+    losses = LayerLosses(warming, collects=True)
+    for layer in layers:
+        layer.losses = losses
+    try:
+        yield losses
+    finally:
+        for layer in layers:
+            layer.losses = IDLE
+
+
+def figures(model: Decoder) -> Tensor:
+    """What the layers measured in the newest forward that learned, [2, figures]: sums, and by what
+    they are to be divided, in the order of FIGURES; no figures for another attention.
+    """
+    layers = [layer.attention for layer in model.layers]
+    if not isinstance(layers[0], IndexedAttention):
+        return torch.empty((2, 0), device=model.norm.weight.device)
+    return torch.stack([layer.measured for layer in layers]).sum(0)
+
+
+# ---- the layer
+
+
+class Indexer(nn.Module):
+    """Makes the queries and keys by which blocks are scored. Their first elements turn like the
+    model's heads, or all at some of their frequencies. The input is detached, so the model does not
+    learn from the indexer's loss.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__()
+        self.width = config.attention.head_dim
+        self.q_proj = Linear(config.hidden_size, config.num_kv_heads * self.width)
+        self.k_proj = Linear(config.hidden_size, self.width)
+        self.q_norm = RMSNorm(self.width, config.norm_eps, ops.norm)
+        self.k_norm = RMSNorm(self.width, config.norm_eps, ops.norm)
+
+    def forward(self, x_BTD: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, G, E] and keys [B, T, 1, E]."""
+        x_BTD = x_BTD.detach()
+        heads = (-1, self.width)
+        q_BTGE = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads))
+        k_BT1E = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        return self._rotated(q_BTGE, rope), self._rotated(k_BT1E, rope)
+
+    def _rotated(self, x_BThE: Tensor, rope: Rope) -> Tensor:
+        """A narrower head takes every so many-th frequency, which are those of its width."""
+        K = 2 * rope[0].shape[-1]
+        if self.width < K:
+            rope = [x[..., :: K // self.width] for x in rope]
+        turning = min(K, self.width)
+        turned = rotate(x_BThE[..., :turning], *rope)
+        return torch.cat((turned, x_BThE[..., turning:]), dim=-1)
+
+
+class IndexedAttention(SelectedAttention):
+    """Attention of each query over the blocks that an indexer chose for its KV group; before
+    `dense_tokens`, and in the dense warm-up, over all keys.
+
+    In a forward that learns, the indexer is taught by what attention reads: by the chosen blocks,
+    or by all of them where attention is dense.
+    """
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        super().__init__(config, ops)
+        check(config)
+        self.indexer = Indexer(config, ops)
+        self.losses = IDLE
+        # what the newest forward that learned measured, as `figures`
+        self.measured: Tensor | None = None
+
+    def inputs(
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        projected: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """q, k and v; the indexer's queries and keys."""
+        return *super().inputs(x_BTD, rope, projected), *self.indexer(x_BTD, rope)
+
+    def attend_document(self, *inputs: Tensor) -> Tensor:
+        return self._attend_documents([inputs])
+
+    def packed(
+        self,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+        documents: Documents,
+    ) -> Tensor:
+        flat = [x.flatten(0, 1)[None].split(documents.lengths, dim=1) for x in inputs]
+        with self.ops.varying(inputs[0]):
+            return self._attend_documents(list(zip(*flat, strict=True))).view_as(inputs[0])
+
+    def _attend_documents(self, documents: list[Sequence[Tensor]]) -> Tensor:
+        """o of one document after the other; the indexer learns from them."""
+        learns = torch.is_grad_enabled()
+        found = [self.attend_indexed(*inputs, learns=learns) for inputs in documents]
+        outputs, terms = zip(*found, strict=True)
+        if learns:
+            self._learn(torch.stack(terms).sum(), documents)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def attend_indexed(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        q_BTGE: Tensor,
+        k_BS1E: Tensor,
+        learns: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """o [B, T, H, K] of the last T of the S positions of one document, and the loss."""
+        T, S = q_BTHK.shape[1], k_BSGK.shape[1]
+        dense = max(0, min(T, self.sizes.dense_queries - (S - T)))
+        if S <= self.sizes.dense_tokens or self.losses.warming:
+            dense = T
+        if self.losses.warming:
+            q_BTHK, k_BSGK, v_BSGK = (x.detach() for x in (q_BTHK, k_BSGK, v_BSGK))
+
+        parts = []
+        early_and_late = (x.split((dense, T - dense), dim=1) for x in (q_BTHK, q_BTGE))
+        (early_BTHK, late_BTHK), (early_BTGE, late_BTGE) = early_and_late
+        if dense:
+            seen = [x[:, : S - T + dense] for x in (k_BSGK, v_BSGK, k_BS1E)]
+            parts.append(self._attend_every_key(early_BTHK, early_BTGE, *seen, learns))
+        if dense < T:
+            keys = k_BSGK, v_BSGK, k_BS1E
+            parts.append(self._attend_blocks(late_BTHK, late_BTGE, *keys, learns))
+        outputs, terms = zip(*parts, strict=True)
+        o_BTHK = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return o_BTHK, sum(terms) if learns else None
+
+    def _attend_every_key(
+        self,
+        q_BTHK: Tensor,
+        q_BTGE: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        k_BS1E: Tensor,
+        learns: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        o_BTHK = self.ops.attention(q_BTHK, k_BSGK, v_BSGK)
+        if not learns:
+            return o_BTHK, None
+        block = self.sizes.block
+        return o_BTHK, index_loss(q_BTGE, k_BS1E[:, :, 0], q_BTHK, k_BSGK, block)
+
+    def _attend_blocks(
+        self,
+        q_BTHK: Tensor,
+        q_BTGE: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        k_BS1E: Tensor,
+        learns: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        block = self.sizes.block
+        k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
+        chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
+        attend = block_sparse_attention
+        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
+            attend = plain_block_sparse_attention
+        o_BTHK, lse_BTH = attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+        if not learns:
+            return o_BTHK, None
+        read = chosen_BTGn, lse_BTH
+        return o_BTHK, index_loss(q_BTGE, k_BS1E[:, :, 0], q_BTHK, k_BSGK, block, *read)
+
+    def _learn(self, term: Tensor, documents: list[Sequence[Tensor]]) -> None:
+        """Add this layer's loss to those of the model, and keep what the log shows of it."""
+        if not self.losses.collects:
+            return
+        self.losses.add(term)
+        shares = [recall(self.sizes, *inputs) for inputs in documents]
+        read, readable, queries = torch.stack(shares).sum(0).unbind()
+        tokens = sum(q_BTHK.shape[0] * q_BTHK.shape[1] for q_BTHK, *_ in documents)
+        sums = torch.stack((term.detach(), read, readable))
+        self.measured = torch.stack(
+            (sums, torch.stack((sums.new_full((), tokens), *[queries] * 2)))
+        )
+
+    def cache(
+        self,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ) -> "IndexedCache":
+        return IndexedCache(self.sizes, shape, device, dtype)
+
+
+class IndexedCache(SelectedCache):
+    """Keys and values of one layer, and the indexer's keys [B, max_length, 1, E]."""
+
+    def __init__(
+        self,
+        sizes: Indexed,
+        shape: tuple[int, int, int, int],
+        device: Device,
+        dtype: torch.dtype,
+    ):
+        super().__init__(sizes, shape, device, dtype)
+        rows, length = shape[:2]
+        self.k_BS1E = torch.empty((rows, length, 1, sizes.head_dim), device=device, dtype=dtype)
+
+    def attend(
+        self,
+        layer: IndexedAttention,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
+        """o [B, T, H, K] of T tokens that continue what is stored."""
+        q_BTHK, k_BTGK, v_BTGK, q_BTGE, k_BT1E = inputs
+        before = self.length
+        keys_and_values = self.append(k_BTGK, v_BTGK)
+        self.k_BS1E[:, before : self.length] = k_BT1E
+        with layer.ops.varying(q_BTHK):
+            keys = *keys_and_values, q_BTGE, self.k_BS1E[:, : self.length]
+            return layer.attend_indexed(q_BTHK, *keys)[0]
+
+
+# ---- the recall of the choice
+
+
+@torch.no_grad()
+def recall(
+    sizes: Indexed,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    q_BTGE: Tensor,
+    k_BT1E: Tensor,
+) -> Tensor:
+    """The share of full attention's mass on the blocks that queries choose, the same if they chose
+    by that mass, and the number of queries, [3]; the shares are means over heads, summed over rows
+    and sampled queries.
+
+    They are 16 of the queries that have a choice, at equal distances from the end of the document
+    on.
+    """
+    B, T, G, _ = q_BTGE.shape
+    choosing = T - sizes.dense_tokens
+    count = max(0, min(SAMPLED_QUERIES, choosing))
+    total_3 = torch.zeros(3, device=q_BTHK.device)
+    if not count:
+        return total_3
+
+    steps = torch.arange(count, device=q_BTHK.device) * choosing
+    position_C = T - 1 - steps // count
+    buffers = Buffers(q_BTHK)
+    for b in range(B):
+        k_JlE = _in_blocks(k_BT1E[b, :, 0], sizes.block, q_BTHK.dtype)
+        for g in range(G):
+            q_CE = q_BTGE[b, position_C, g]
+            scores_CJ, _ = block_scores(q_CE, k_JlE, position_C, buffers)
+            k_JlK = _in_blocks(k_BTGK[b, :, g], sizes.block, q_BTHK.dtype)
+            q_CMK = q_BTHK[b].unflatten(1, (G, -1))[position_C, g]
+            mass_CJ = block_masses(q_CMK, k_JlK, position_C, buffers)
+            for index, ranked_CJ in enumerate((scores_CJ, mass_CJ)):
+                read_Cn = _choice(sizes, ranked_CJ, position_C)
+                total_3[index] += mass_CJ.gather(1, read_Cn.long()).sum() / G
+    total_3[2].fill_(B * count)  # assigned, the number would be copied from the host
+    return total_3
+
+
+def _choice(sizes: Indexed, scores_CJ: Tensor, position_C: Tensor) -> Tensor:
+    """[C, n]: the blocks that queries with a choice read."""
+    own_C = position_C // sizes.block
+    chosen_1Cn = own_C.new_empty((1, len(own_C), sizes.count), dtype=torch.int32)
+    write_forced(chosen_1Cn, own_C, sizes)
+    forced = sizes.init + sizes.local
+    if sizes.count > forced:
+        others_1CJ = hide_others(scores_CJ[None], own_C, sizes)
+        chosen_1Cn[..., forced:] = best_blocks(others_1CJ, sizes.count - forced)
+    return chosen_1Cn[0]

@@ -38,7 +38,6 @@ from longhaul.evals.tasks import Sizes, TaskItems, Vocabulary
 from longhaul.kinds import KINDS
 from longhaul.sparse import block_sparse_attention
 from longhaul.sparse.choose import choose_blocks
-from model import Decoder
 
 SELECTORS = {  # name -> (kind, what its settings have otherwise)
     "exact": ("exact", {}),
@@ -150,12 +149,12 @@ def recall(run: Path, name: str, length: int, count: int, rows: int = 2) -> floa
         shares.append(share_of_best(sizes, q_BTHK, k_BSGK))
         return kernels.attention(q_BTHK, k_BSGK, v_BSGK)
 
-    recording = Decoder(model.config, replace(kernels.choose(model.config), attention=attend))
-    recording.load_state_dict(model.state_dict())
+    for layer in model.layers:
+        layer.attention.ops = replace(layer.attention.ops, attention=attend)
     vocabulary = Vocabulary.of_recall(model.config.vocab_size, **recall_data.task())
     items = TaskItems(TASK, length, rows, vocabulary, Sizes(), seed=1)
     for item in items:
-        recording(item.item.tokens_BT.long())
+        model(item.item.tokens_BT.long())
     return sum(shares) / len(shares)
 
 
@@ -165,7 +164,8 @@ def share_of_best(sizes, q_BTHK: Tensor, k_BSGK: Tensor) -> float:
     chosen_BCGn = choose_blocks(sizes, late_BCHK, k_BSGK).long()
     mass_BCGN = block_masses(late_BCHK, k_BSGK, sizes.block)
     best_BCGn = mass_BCGN.topk(min(sizes.count, mass_BCGN.shape[-1])).values
-    read_BCGn = mass_BCGN.gather(-1, chosen_BCGn.clamp_min(0)) * (chosen_BCGn >= 0)
+    read_BCGn = mass_BCGN.gather(-1, chosen_BCGn.clamp_min(0))
+    read_BCGn.masked_fill_(chosen_BCGn < 0, 0)
     return float(read_BCGn.sum() / best_BCGn.sum())
 
 

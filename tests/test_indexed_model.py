@@ -20,7 +20,7 @@ from longhaul.memory.needs import largest
 from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.sparse.indexer import Indexed
-from model import Decoder, ModelConfig, Standard
+from model import Decoder, ModelConfig, NSAConfig, Standard
 from tests.tiers import slow
 
 SIZES = dict(count=3, block=8, head_dim=24)  # chooses from 24 tokens on
@@ -192,6 +192,16 @@ def test_a_checkpoint_of_the_older_form_is_refused_in_a_line(tmp_path):
     with pytest.raises(ValueError, match="longhaul 0.1.0.*4523af9") as caught:
         model_config(dataclasses.replace(checkpoint, model_config=older))
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_another_attention_may_have_recorded_the_older_sizes(tmp_path):
+    """Once every kind's settings were recorded, whatever the kind."""
+    cfg = settings(attention_type="standard", blocks=())
+    checkpoint = load.verified(save.save(step.build(cfg, cfg.model(), "cpu"), tmp_path, {}))
+    older = checkpoint.model_config | {"indexer": dict(budget=24, r=4, heads=3, head_dim=24)}
+    older["nsa"] = dataclasses.asdict(NSAConfig())
+    found = model_config(dataclasses.replace(checkpoint, model_config=older))
+    assert found == model_config(checkpoint) and found.attention == Standard()
 
 
 def test_weights_of_standard_attention_start_an_indexed_model(tmp_path):

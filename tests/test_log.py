@@ -122,12 +122,14 @@ def test_files_of_json_have_null_for_what_is_no_number(tmp_path):
 
 def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path):
     """Whoever is root could lose /dev/stdout to `--json /dev/stdout`."""
-    pipe, real, link = tmp_path / "pipe", tmp_path / "real", tmp_path / "link"
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(ValueError, match="no plain file"):
         durable.write_json(pipe, {})
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
+    real = tmp_path / "real"
+    link = tmp_path / "link"
     link.symlink_to(real)
     durable.write_json(link, {"a": 1})
     assert link.is_symlink() and json.loads(real.read_text()) == {"a": 1}

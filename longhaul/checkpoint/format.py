@@ -349,7 +349,8 @@ def _attention(fields: dict):
     name = fields.pop("attention_type", Standard.name)
     if name not in KINDS:
         raise ValueError(f"model_config.attention_type is {_short(name)}")
-    if "indexer" in fields:
+    older = fields.pop("indexer", None)  # once recorded for every kind of attention
+    if older is not None and name == "indexed":
         raise ValueError(
             "its indexed attention chooses blocks of a few tokens for all heads, a form that ended "
             "with longhaul 0.1.0: read it with the version of commit 4523af9"

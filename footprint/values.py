@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.refusal import TORCH, Refused, lines, place
+from footprint.refusal import HERE, TORCH, Refused, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
 # torch draws until no number is out of bounds, which it asks there
@@ -269,7 +269,15 @@ def _is_like(func) -> bool:
 
 def _called_by_torch() -> bool:
     """Whether what called a function mode is PyTorch: it asks for addresses to compare them."""
-    return sys._getframe(3).f_code.co_filename.startswith(TORCH)
+    return _calling_file().startswith(TORCH)
+
+
+def _calling_file() -> str:
+    """The file that called the function modes of this package."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(HERE):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -369,7 +377,7 @@ class Reading(TorchFunctionMode):
             with _disable_current_modes():  # the tracker would answer for a tensor without values
                 return self._drawn(tensor, func(real))
 
-        if sys._getframe(3).f_code.co_filename == INITIALISATION:
+        if _calling_file() == INITIALISATION:
             return False
         answer = self._answered()
         if answer is not None:

@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from base import machine
 from longhaul import kernels
 from longhaul.sparse import choose, index_loss
 from longhaul.sparse.choose import choose_blocks
+from longhaul.sparse.index_loss import index_loss_operator
 from longhaul.sparse.indexer import Indexed, own_losses, recall
 from model import ModelConfig, Standard, document_boundaries
 from tests import indexed_oracle as oracle
@@ -59,6 +63,41 @@ def few_logits(monkeypatch):
     """Chunks of few queries, so that short rows have several."""
     monkeypatch.setattr(index_loss, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(choose, "CPU_PRODUCTS", 2**12)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that was made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        for x in tree_leaves(found):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+        return found
+
+
+class LastChunk(machine.Platform):
+    """Runs the last chunk of queries, which sees most keys, and one of tiles that are alike."""
+
+    def tiles(self, tiles):
+        return list(tiles)[:1]
+
+    def last(self, parts):
+        return parts[-1:]
+
+
+@pytest.mark.parametrize("warming", [False, True], ids=["sparse", "warm-up"])
+def test_nothing_of_size_tokens_by_blocks_exists_at_131072_tokens(warming):
+    T = 131_072
+    shapes = [(1, T, 2, 16), (1, T, 16), (1, T, 4, 16), (1, T, 2, 16)]
+    inputs = [torch.empty(shape, device="meta") for shape in shapes]
+    chosen = torch.empty((1, T, 2, 16), dtype=torch.int32, device="meta")
+    read = (None, None) if warming else (chosen, torch.empty((1, T, 4), device="meta"))
+    with Largest() as largest, machine.running_on(LastChunk()):
+        index_loss_operator._init_fn(*inputs, *read, 64, torch.float32)
+    assert 1e6 < largest.elements < T * (T // 64) / 16
 
 
 # ---- the layer against them

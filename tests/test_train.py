@@ -640,13 +640,14 @@ TOO_SMALL_FOR_4B = planner.host_available_bytes() < 500 * 2**30  # one rank need
     not TOO_SMALL_FOR_4B,
     reason="this machine may hold the 4B at 131,072 tokens, so nothing is refused",
 )
-def test_under_torchrun_the_closest_command_is_the_last_text_on_screen():
+def test_under_torchrun_the_closest_command_stands_above_and_inside_the_report():
     process = start(REQUEST, TORCHRUN)
     output, _ = process.communicate(timeout=300)
     assert process.returncode != 0
-    last = output.splitlines()[-1]
     command = r"(TORCH_ELASTIC_SHUTDOWN_TIMEOUT=\d+ )?torchrun --nproc_per_node=2 train.py"
-    assert re.match(f"{command} --model_size tiny", last), output
+    above, inside = output.split("Root Cause", 1)
+    for text in (above, inside):
+        assert re.search(f"{command} --model_size tiny", text), output
 
 
 def test_the_plan_is_printed_and_nothing_else_happens(tmp_path, capsys):

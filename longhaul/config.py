@@ -1045,7 +1045,8 @@ class TrainConfig:
         """
         micro_batches = self.gradient_accumulation_steps
         if self.global_batch_size:
-            micro_batches = self._micro_batches_of_global_batch(ranks)
+            given = f"--global_batch_size {self.global_batch_size}"
+            micro_batches = self.micro_batches_of(self.global_batch_size, ranks, given)
 
         if self.optimizer_in_backward and micro_batches > 1:
             raise ValueError(
@@ -1054,22 +1055,24 @@ class TrainConfig:
             )
         return micro_batches
 
-    def _micro_batches_of_global_batch(self, ranks: int) -> int:
+    def micro_batches_of(self, batch: int, ranks: int, given: str) -> int:
+        """Micro-batches on each of `ranks` ranks of a step of `batch` rows. ValueError or
+        WorldError if it does not divide, which begins with `given`.
+        """
         rows = ranks // self.context_ranks * self.batch_size
-        if self.global_batch_size % rows == 0:
-            return self.global_batch_size // rows
+        if batch % rows == 0:
+            return batch // rows
 
         sharing = ""
         if self.context_ranks > 1:
             sharing = f" ({self.context_ranks} share each row)"
         message = (
-            f"--global_batch_size {self.global_batch_size} is not divisible by {ranks} "
-            f"ranks{sharing} x --batch_size {self.batch_size} = {rows}: make ranks x batch_size "
-            f"one of {divisors(self.global_batch_size)}"
+            f"{given} is not divisible by {ranks} ranks{sharing} x --batch_size "
+            f"{self.batch_size} = {rows}: make ranks x batch_size one of {divisors(batch)}"
         )
 
         # The exit code tells a launcher whether another number of ranks would help.
-        if self.global_batch_size % self.batch_size:
+        if batch % self.batch_size:
             raise ValueError(message)
         raise WorldError(message)
 

@@ -30,7 +30,6 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
 from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
-from longhaul.exits import WorldError
 from longhaul.kernels import chosen_in_words
 from longhaul.kinds import VERIFIED, attention_kind
 from longhaul.run import start
@@ -381,14 +380,8 @@ def with_recorded_batch(
             f"--global_batch_size {cfg.global_batch_size}, but the checkpoint's steps have {rows} "
             f"rows: use {rows}"
         )
-    at_once = world.size // cfg.context_ranks * cfg.batch_size
-    if rows % at_once:
-        # the exit code tells a launcher whether another number of ranks would help
-        wrong = ValueError if rows % cfg.batch_size else WorldError
-        raise wrong(
-            f"the checkpoint's steps have {rows} rows, which do not divide by ranks x --batch_size "
-            f"= {at_once}: make it one of {dist.divisors(rows)}"
-        )
+    given = f"the checkpoint's steps have {rows} rows, a number that"
+    cfg.micro_batches_of(rows, world.size, given)  # raises if it does not divide
     cfg = dataclasses.replace(cfg, global_batch_size=rows)
     dist.print0(
         f"resuming with the checkpoint's global batch of {rows} rows: "

@@ -81,7 +81,7 @@ def _streams(
     return streams
 
 
-def _in_blocks(x_SK: Tensor, l: int, dtype: torch.dtype) -> Tensor:
+def in_blocks(x_SK: Tensor, l: int, dtype: torch.dtype) -> Tensor:
     """[J,l,K], the last block padded with zeros; contiguous, because every chunk reads it."""
     S, K = x_SK.shape
     x_JlK = x_SK.new_empty(-(-S // l), l, K, dtype=dtype)
@@ -102,7 +102,7 @@ class Chunk(NamedTuple):
     pairs: int  # at most so many with blocks before the own one
 
 
-def _chunks(
+def cut_chunks(
     T: int,
     first: int,
     n: int,
@@ -166,7 +166,7 @@ class Pairs(NamedTuple):
         return x_NR_.view(-1, M, *x_NR_.shape[2:])[first : first + C]
 
 
-def _pairs(
+def sort_pairs(
     chunk: Chunk,
     chosen_Cn: Tensor,
     J: int,
@@ -228,12 +228,12 @@ def _forward_stream(
     T, M, _ = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
     buffers = Buffers(kv.k_JlK)
-    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    chunks = cut_chunks(T, first, chosen_Tn.shape[1], l)
     results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
     for chunk in chunks:
         queries = chunk.queries
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
-        pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
+        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
         own = _own_forward(q_CMK, kv, pairs, buffers)
         o_SMK = results_SMK[: len(pairs.tiles.query_S)]
         lse_SM = tiles_forward(q_CMK, *kv, pairs.tiles, buffers, o_SMK)
@@ -312,7 +312,7 @@ def block_sparse_forward(
             return
         _forward_stream(
             q_BTHK[stream.heads],
-            KeysValues(_in_blocks(k_SK, block, products), _in_blocks(v_SK, block, products)),
+            KeysValues(in_blocks(k_SK, block, products), in_blocks(v_SK, block, products)),
             chosen_BTGn[stream.tokens],
             len(k_SK) - stream.length,
             o_BTHK[stream.heads],
@@ -359,11 +359,11 @@ def _backward_stream(
     T, M, K = q_TMK.shape
     J, l, _ = kv.k_JlK.shape
     buffers = Buffers(kv.k_JlK)
-    chunks = _chunks(T, first, chosen_Tn.shape[1], l)
+    chunks = cut_chunks(T, first, chosen_Tn.shape[1], l)
     results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
     for chunk in chunks:
         queries = chunk.queries
-        pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
+        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
         q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
         inputs = saved.inputs(queries, q_CMK)
         dq_CMK = _own_backward(inputs, kv, pairs, dkv, buffers).float()
@@ -426,7 +426,7 @@ def block_sparse_backward(
     def backward(stream: Stream) -> None:
         k_SK, v_SK = k_BSGK[stream.blocks], v_BSGK[stream.blocks]
         S, K = k_SK.shape
-        kv = KeysValues(_in_blocks(k_SK, block, products), _in_blocks(v_SK, block, products))
+        kv = KeysValues(in_blocks(k_SK, block, products), in_blocks(v_SK, block, products))
         # fp32, because each element is a sum of many
         dkv = KeysValues(*k_SK.new_zeros((2, *kv.k_JlK.shape), dtype=torch.float32))
         heads = stream.heads
@@ -469,9 +469,9 @@ def block_mass_forward(
 
     def measure(stream: Stream) -> None:
         k_SK = k_BSGK[stream.blocks]
-        _mass_of_stream(
+        fill_masses(
             q_BTHK[stream.heads],
-            _in_blocks(k_SK, block, products),
+            in_blocks(k_SK, block, products),
             chosen_BTGn[stream.tokens],
             lse_BTH[stream.heads],
             len(k_SK) - stream.length,
@@ -482,7 +482,7 @@ def block_mass_forward(
     return mass_BTGn
 
 
-def _mass_of_stream(
+def fill_masses(
     q_TMK: Tensor,
     k_JlK: Tensor,
     chosen_Tn: Tensor,
@@ -490,13 +490,14 @@ def _mass_of_stream(
     first: int,
     mass_Tn: Tensor,
 ) -> None:
+    """Fills the masses of one stream, whose first query has the position `first`."""
     T, M, _ = q_TMK.shape
     J, l, _ = k_JlK.shape
     buffers = Buffers(k_JlK)
-    for chunk in _chunks(T, first, chosen_Tn.shape[1], l):
+    for chunk in cut_chunks(T, first, chosen_Tn.shape[1], l):
         queries = chunk.queries
         q_CMK = q_TMK[queries].to(k_JlK.dtype).contiguous()
-        pairs = _pairs(chunk, chosen_Tn[queries], J, M, l)
+        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
         groups = zip(pairs.own_rows(q_CMK), pairs.own_blocks(k_JlK), strict=True)
         own = [_tile_lse(*group, buffers, pairs.hidden_Rl) for group in groups]
         own_CM = pairs.own_queries(own, M)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.engine import _chunks, _in_blocks, _mass_of_stream, _pairs
+from longhaul.sparse.engine import cut_chunks, fill_masses, in_blocks, sort_pairs
 from longhaul.sparse.nsa.branches import Buffers, product_fp32
 from longhaul.sparse.nsa.selected import gather_sum, tile_groups
 
@@ -125,8 +125,8 @@ def _chosen_chunks(
     T, n = chosen_Tn.shape
     l = stream.k_JlE.shape[1]
     mass_Tn = lse_TM.new_empty((T, n))
-    _mass_of_stream(stream.q_TMK, stream.k_JlK, chosen_Tn, lse_TM, stream.first, mass_Tn)
-    for chunk in _chunks(T, stream.first, n, l):
+    fill_masses(stream.q_TMK, stream.k_JlK, chosen_Tn, lse_TM, stream.first, mass_Tn)
+    for chunk in cut_chunks(T, stream.first, n, l):
         queries = chunk.queries
         chosen_Cn = chosen_Tn[queries]
         q_C1E = _rows(stream.q_TE[queries], stream.k_JlE)[:, None]
@@ -144,7 +144,7 @@ def _chosen_scores(
 ) -> tuple[Tensor, Tensor]:
     """(scores, offsets of the largest keys in their blocks), both [C, n], block by block."""
     J, l, _ = k_JlE.shape
-    pairs = _pairs(chunk, chosen_Cn, J, 1, l)
+    pairs = sort_pairs(chunk, chosen_Cn, J, 1, l)
     groups = zip(pairs.own_rows(q_C1E), pairs.own_blocks(k_JlE), strict=True)
     own = [_largest(*group, buffers, pairs.hidden_Rl) for group in groups]
     own_C1 = [pairs.own_queries(list(parts), 1) for parts in zip(*own, strict=True)]
@@ -243,9 +243,9 @@ def index_loss_operator(
     q_BTGMK = q_BTHK.unflatten(2, (G, -1))
     for b, k_SE in enumerate(k_BSE):
         dk_SE = torch.zeros_like(k_SE, dtype=torch.float32)
-        k_JlE = _in_blocks(k_SE, block, products)
+        k_JlE = in_blocks(k_SE, block, products)
         for g in platform().tiles(range(G)):
-            k_JlK = _in_blocks(k_BSGK[b, :, g], block, products)
+            k_JlK = in_blocks(k_BSGK[b, :, g], block, products)
             of_group = q_BTGE[b, :, g], k_JlE, q_BTGMK[b, :, g], k_JlK
             stream = IndexStream(*of_group, first)
             buffers = Buffers(k_JlE)

@@ -20,11 +20,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from longhaul.sparse.choose import best_blocks, choose_blocks, hide_others, write_forced
-from longhaul.sparse.engine import _in_blocks, block_sparse_attention
+from longhaul.sparse.engine import in_blocks
 from longhaul.sparse.index_loss import block_masses, block_scores, index_loss
-from longhaul.sparse.layer import SelectedAttention, SelectedCache
+from longhaul.sparse.layer import SelectedAttention, SelectedCache, attend_chosen
 from longhaul.sparse.nsa.branches import Buffers
-from longhaul.sparse.plain import plain_block_sparse_attention
 from longhaul.sparse.selectors.exact import Exact
 from model import (
     Attention,
@@ -277,10 +276,7 @@ class IndexedAttention(SelectedAttention):
         block = self.sizes.block
         k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
         chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
-        attend = block_sparse_attention
-        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
-            attend = plain_block_sparse_attention
-        o_BTHK, lse_BTH = attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+        o_BTHK, lse_BTH = attend_chosen(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
         if not learns:
             return o_BTHK, None
         read = chosen_BTGn, lse_BTH
@@ -368,11 +364,11 @@ def recall(
     position_C = T - 1 - steps // count
     buffers = Buffers(q_BTHK)
     for b in range(B):
-        k_JlE = _in_blocks(k_BT1E[b, :, 0], sizes.block, q_BTHK.dtype)
+        k_JlE = in_blocks(k_BT1E[b, :, 0], sizes.block, q_BTHK.dtype)
         for g in range(G):
             q_CE = q_BTGE[b, position_C, g]
             scores_CJ, _ = block_scores(q_CE, k_JlE, position_C, buffers)
-            k_JlK = _in_blocks(k_BTGK[b, :, g], sizes.block, q_BTHK.dtype)
+            k_JlK = in_blocks(k_BTGK[b, :, g], sizes.block, q_BTHK.dtype)
             q_CMK = q_BTHK[b].unflatten(1, (G, -1))[position_C, g]
             mass_CJ = block_masses(q_CMK, k_JlK, position_C, buffers)
             for index, ranked_CJ in enumerate((scores_CJ, mass_CJ)):

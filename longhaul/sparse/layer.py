@@ -124,6 +124,22 @@ class BlockConfig:
         return (tokens - span) // step + 1
 
 
+def attend_chosen(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    chosen_BTGn: Tensor,
+    block: int,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) over the chosen blocks, by the engine; float64 by the plain version, which alone
+    takes it.
+    """
+    attend = block_sparse_attention
+    if q_BTHK.dtype == torch.float64:
+        attend = plain_block_sparse_attention
+    return attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+
+
 class SelectedAttention(Attention):
     """Attention of each query over the blocks that the settings choose, and full causal attention
     of the first `dense_tokens` queries of a document, which read every block.
@@ -164,11 +180,7 @@ class SelectedAttention(Attention):
     ) -> Tensor:
         """o [B, T, H, K] over the blocks that are chosen."""
         chosen_BTGn = choose_blocks(self.sizes, q_BTHK, k_BSGK, summary_BJGW)
-        attend = block_sparse_attention
-        if q_BTHK.dtype == torch.float64:  # which only the plain version takes
-            attend = plain_block_sparse_attention
-        o_BTHK, _ = attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)
-        return o_BTHK
+        return attend_chosen(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)[0]
 
     def packed(
         self,

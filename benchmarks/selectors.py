@@ -25,12 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from base import durable
 from base.flags import Parser
-from benchmarks.clock import seconds
+from benchmarks import attention
 from data import recall as recall_data
 from longhaul import kernels
 from longhaul.checkpoint.load import load_model, newest, verified
@@ -38,6 +37,9 @@ from longhaul.evals.tasks import Sizes, TaskItems, Vocabulary
 from longhaul.kinds import KINDS
 from longhaul.sparse import block_sparse_attention
 from longhaul.sparse.choose import choose_blocks
+from longhaul.sparse.engine import in_blocks
+from longhaul.sparse.index_loss import block_masses
+from longhaul.sparse.nsa.branches import Buffers
 
 SELECTORS = {  # name -> (kind, what its settings have otherwise)
     "exact": ("exact", {}),
@@ -162,22 +164,28 @@ def share_of_best(sizes, q_BTHK: Tensor, k_BSGK: Tensor) -> float:
     """Of the last queries of a row."""
     late_BCHK = q_BTHK[:, -QUERIES:]
     chosen_BCGn = choose_blocks(sizes, late_BCHK, k_BSGK).long()
-    mass_BCGN = block_masses(late_BCHK, k_BSGK, sizes.block)
+    mass_BCGN = masses_of_blocks(late_BCHK, k_BSGK, sizes.block)
     best_BCGn = mass_BCGN.topk(min(sizes.count, mass_BCGN.shape[-1])).values
     read_BCGn = mass_BCGN.gather(-1, chosen_BCGn.clamp_min(0))
     read_BCGn.masked_fill_(chosen_BCGn < 0, 0)
     return float(read_BCGn.sum() / best_BCGn.sum())
 
 
-def block_masses(q_BCHK: Tensor, k_BSGK: Tensor, block: int) -> Tensor:
-    """[B, C, G, N]: the probability of each block, a mean over the heads of a group."""
+def masses_of_blocks(q_BCHK: Tensor, k_BSGK: Tensor, block: int) -> Tensor:
+    """[B, C, G, N]: full attention's probability of each block for the last C queries."""
     C, S = q_BCHK.shape[1], k_BSGK.shape[1]
-    q_BCGMK = q_BCHK.unflatten(2, (k_BSGK.shape[2], -1)).float()
-    logits = torch.einsum("bcgmk,bsgk->bcgms", q_BCGMK, k_BSGK.float()) * q_BCHK.shape[-1] ** -0.5
-    hidden_CS = torch.ones(C, S, dtype=torch.bool).triu(S - C + 1)
-    logits.masked_fill_(hidden_CS[:, None, None], -torch.inf)
-    mass_BCGS = logits.softmax(-1).mean(3)
-    return F.pad(mass_BCGS, (0, -S % block)).unflatten(-1, (-1, block)).sum(-1)
+    position_C = torch.arange(S - C, S)
+    buffers = Buffers(q_BCHK)
+    rows = []
+    for q_CHK, k_SGK in zip(q_BCHK, k_BSGK, strict=True):
+        q_CGMK = q_CHK.unflatten(1, (k_SGK.shape[1], -1)).float()
+        groups = zip(q_CGMK.unbind(1), k_SGK.unbind(1), strict=True)
+        masses = []
+        for q_CMK, k_SK in groups:
+            k_NlK = in_blocks(k_SK, block, torch.float32)
+            masses.append(block_masses(q_CMK, k_NlK, position_C, buffers))
+        rows.append(torch.stack(masses, dim=1))
+    return torch.stack(rows)
 
 
 # ---- time
@@ -188,37 +196,21 @@ def time_table(lengths: Sequence[int], count: int) -> str:
     lines = ["| tokens | SDPA | " + " | ".join(SELECTORS) + " |"]
     lines.append("|---" * (len(SELECTORS) + 2) + "|")
     for length in lengths:
-        make = torch.Generator().manual_seed(0)
-        shapes = [(1, length, heads, 128) for heads in (4, 1, 1)]
-        tensors = [torch.randn(shape, generator=make).bfloat16() for shape in shapes]
-        for x in tensors:
-            x.requires_grad_()
-        sides = [partial(train, sdpa, tensors)]
+        tensors = attention.inputs(length, torch.bfloat16)[:3]
+        sides = [partial(attention.train, attention.sdpa, tensors)]
         for name in SELECTORS:
-            sides.append(partial(train, partial(selected, settings(name, count)), tensors))
-        times = [min(seconds(side) for _ in range(2)) for side in sides]
+            read = partial(selected, settings(name, count))
+            sides.append(partial(attention.train, read, tensors))
+        times = attention.best_of_turns(sides, 2)
         ratios = [f"{times[0] / one:.1f}x" for one in times[1:]]
         lines.append(f"| {length:,} | {times[0]:.1f} s | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Full causal attention."""
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-
-
-def selected(sizes, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def selected(sizes, tensors: Sequence[Tensor]) -> Tensor:
     """Choice and attention."""
+    q, k, v = tensors
     return block_sparse_attention(q, k, v, choose_blocks(sizes, q, k), sizes.block)[0]
-
-
-def train(function, tensors: list[Tensor]) -> None:
-    """A forward and a backward."""
-    for x in tensors:
-        x.grad = None
-    o = function(*tensors)
-    o.backward(torch.ones_like(o))
 
 
 # ---- the table

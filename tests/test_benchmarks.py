@@ -79,7 +79,7 @@ def test_the_share_of_the_best_choice_is_that_of_dense_probabilities():
     make = torch.Generator().manual_seed(0)
     q = torch.randn(1, 700, 4, 16, generator=make) * 3
     k = torch.randn(1, 700, 2, 16, generator=make)
-    mass_BCGN = selectors.block_masses(q[:, -9:], k, 64)
+    mass_BCGN = selectors.masses_of_blocks(q[:, -9:], k, 64)
     logits = (q[0, -1, 3] @ k[0, :, 1].T) / 4
     expected_N = torch.stack([part.sum() for part in logits.softmax(0).split(64)])
     others = (q[0, -1, 2] @ k[0, :, 1].T / 4).softmax(0).split(64)

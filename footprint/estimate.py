@@ -27,10 +27,6 @@ def estimate_memory(
     forward alone. Model and inputs stay as they are.
     """
 
-    def build() -> tuple[nn.Module, Optimizer | None]:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return model, optimizer(trained) if optimizer else None
-
     def step(state: tuple[nn.Module, Optimizer | None]) -> None:
         output = _call(model, tree_map(_imagined, inputs))
         value = (loss or _usual_loss)(output)
@@ -42,11 +38,12 @@ def estimate_memory(
 
     with contextlib.ExitStack() as swapped:
 
-        def build_of_fakes():
+        def build() -> tuple[nn.Module, Optimizer | None]:
             swapped.enter_context(_without_values(model))
-            return build()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            return model, optimizer(trained) if optimizer else None
 
-        return predict(build_of_fakes, step, target)
+        return predict(build, step, target)
 
 
 def _call(model: nn.Module, inputs: object) -> object:

@@ -145,8 +145,9 @@ class Source:
     def load(self, device: torch.device, dtype: str) -> Decoder:
         """The model on `device`, computing in this precision by its name in torch."""
         if self.checkpoint is None:
-            precision = dict(dtype=getattr(torch, dtype), compute_dtype=dtype)
-            return qwen3.from_hf(self.folder, device, attention=self.config.attention, **precision)
+            stored = getattr(torch, dtype)
+            fields = dict(compute_dtype=dtype, attention=self.config.attention)
+            return qwen3.from_hf(self.folder, device, stored, **fields)
         return load_model(self.checkpoint, device, dtype, attention=self.config.attention)
 
 

@@ -1,5 +1,5 @@
-"""Which files the user means, and their bytes: paths, folders, patterns and URLs; gzip, xz, bzip2
-and zstd. Nothing is ever read whole, so memory does not depend on the size of a file.
+"""Which files the user means, and their bytes: paths, folders and patterns; gzip, xz, bzip2 and
+zstd. Nothing is ever read whole, so memory does not depend on the size of a file.
 """
 
 import bz2
@@ -13,9 +13,8 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
 CHUNK = 1 << 20
@@ -23,7 +22,7 @@ CHUNKS = (64, 1 << 14)  # compressed bytes at a time, fewer if they expand to mo
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
 # besides OSError without a number, which gzip raises
 DAMAGE = (EOFError, zlib.error)
-PACKAGES = {"zstandard": "zstd", "fsspec": "remote", "pyarrow": "parquet"}
+PACKAGES = {"zstandard": "zstd", "pyarrow": "parquet"}
 
 
 class Damaged(EOFError):
@@ -42,51 +41,33 @@ def require_package(name: str, what: str) -> None:
 # ---- which files
 
 
-@dataclass(frozen=True)
-class Remote:
-    """A file behind a URL, read through fsspec."""
-
-    url: str
-
-    @property
-    def name(self) -> str:
-        """The last part of the URL."""
-        return PurePosixPath(self.url).name
-
-    def __str__(self) -> str:
-        return self.url
-
-
-File = Path | Remote
-
-
 class Input(NamedTuple):
     """What the user named, the files in it, and the linked folders in it, which are left out."""
 
     named: str
-    files: list[File]
+    files: list[Path]
     linked: list[Path]
 
-    def name_inside(self, file: File) -> str:
+    def name_inside(self, file: Path) -> str:
         """The file's name within what the user named."""
-        if isinstance(file, Path) and file.is_relative_to(self.named):
+        if file.is_relative_to(self.named):
             return str(file.relative_to(self.named))
         return str(file).removeprefix(self.named).lstrip("/")
 
 
-def list_files(path: Path | str) -> list[File]:
+def list_files(path: Path | str) -> list[Path]:
     """The files of `look_into`."""
     return look_into(path).files
 
 
 def look_into(named: Path | str) -> Input:
-    """A file, the files of a folder and its subfolders, those of a pattern or of a URL; sorted.
+    """A file, the files of a folder and its subfolders, or those of a pattern; sorted.
 
     Hidden entries, __pycache__ and linked folders are left out. Raises ValueError if nothing of
     the kind exists.
     """
     if "://" in str(named):
-        return _behind_url(str(named))
+        raise ValueError(f"input {named} is a URL: download it, and give the file with --input")
     path = Path(named)
     if not path.exists() and glob.has_magic(str(named)):
         return _matching(str(named))
@@ -98,7 +79,7 @@ def look_into(named: Path | str) -> Input:
 
 
 def _in_folder(path: Path) -> Input:
-    files: list[File] = []
+    files: list[Path] = []
     linked = []
     for folder, subfolders, names in os.walk(path):
         subfolders[:] = sorted(
@@ -126,42 +107,21 @@ def _matching(pattern: str) -> Input:
     return found
 
 
-def _behind_url(url: str) -> Input:
-    require_package("fsspec", f"input {url}")
-    import fsspec
-
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-        if glob.has_magic(path):
-            paths = system.glob(path)
-        elif system.isfile(path):
-            paths = [path]
-        else:
-            paths = system.find(path)
-        files: list[File] = [Remote(system.unstrip_protocol(one)) for one in sorted(paths)]
-    except (ImportError, ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"input {url} cannot be listed ({reason}): check the URL") from None
-    if not files:
-        raise ValueError(f"input {url} holds no file: check the URL given with --input")
-    return Input(url, files, [])
-
-
-def some(files: Sequence[File]) -> str:
+def some(files: Sequence[Path]) -> str:
     """The first file, and how many more there are."""
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     return f"{files[0]}{more}"
 
 
-def kind_of(file: File) -> str:
+def kind_of(file: Path) -> str:
     """The suffix of a name, that of a compression aside."""
-    name = PurePosixPath(file.name)
-    return PurePosixPath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+    name = PurePath(file.name)
+    return PurePath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
 
 
-def compression_of(file: File) -> str | None:
+def compression_of(file: Path) -> str | None:
     """The name of the compression that the suffix of a file tells."""
-    return COMPRESSED.get(PurePosixPath(file.name).suffix)
+    return COMPRESSED.get(PurePath(file.name).suffix)
 
 
 # ---- their bytes
@@ -174,18 +134,14 @@ class Hashed(NamedTuple):
     sha256: str
 
 
-def open_raw(file: File) -> BinaryIO:
-    """The bytes of a file as they are stored, from a random place if the caller wants."""
-    if isinstance(file, Path):
-        return open(file, "rb", buffering=0)
-    import fsspec
-
-    return fsspec.open(file.url, "rb").open()
+def open_raw(file: Path) -> BinaryIO:
+    """The bytes of a file as they are stored."""
+    return open(file, "rb", buffering=0)
 
 
 @contextmanager
 def opened(
-    file: File, on_damage: Callable[[str], object], on_hash: Callable[[Hashed], object]
+    file: Path, on_damage: Callable[[str], object], on_hash: Callable[[Hashed], object]
 ) -> Iterator[BinaryIO]:
     """The bytes of a file, expanded if it is compressed; damage ends them and is told.
 
@@ -208,7 +164,7 @@ def opened(
         on_hash(raw.result())
 
 
-def hash_file(file: File) -> Hashed:
+def hash_file(file: Path) -> Hashed:
     """The size and SHA-256 of a file."""
     with open_raw(file) as stored:
         raw = _HashingReader(stored)

@@ -195,7 +195,7 @@ def _parser() -> _Parser:
         nargs="+",
         metavar="PATH",
         help="text, .jsonl or .parquet files, also with .gz, .xz, .bz2 or .zst, folders of them, "
-        "patterns such as 'books/**/*.txt', or URLs that fsspec reads; without this flag, the "
+        "or patterns such as 'books/**/*.txt'; without this flag, the "
         "sources of the installed Python, numpy and torch (no download)",
     )
     add(

@@ -15,7 +15,6 @@ from typing import BinaryIO, NamedTuple
 from data import parquet
 from data.fields import FieldError, TextField
 from data.inputs import (
-    File,
     Hashed,
     Input,
     compression_of,
@@ -72,7 +71,7 @@ RECORDS = {
 }
 
 
-def require_readable(file: File) -> None:
+def require_readable(file: Path) -> None:
     """Raise ValueError with the command that helps if the name says that the file is not text, or
     has fields that would not be read.
     """
@@ -98,7 +97,7 @@ def require_readable(file: File) -> None:
     )
 
 
-def require_fields(file: File) -> None:
+def require_fields(file: Path) -> None:
     """Raise ValueError if the name says that the file has no records with fields."""
     kind = kind_of(file)
     if kind != ".parquet" and kind not in JSONL_SUFFIXES:
@@ -108,7 +107,7 @@ def require_fields(file: File) -> None:
         )
 
 
-def require_extras(file: File) -> None:
+def require_extras(file: Path) -> None:
     """Raise ValueError naming the package that this file needs and that is not installed."""
     if kind_of(file) == ".parquet":
         require_package("pyarrow", f"{file} is parquet, which")
@@ -177,9 +176,9 @@ class TextFiles:
         self._encoding = checked_encoding(encoding)
         self._replace = replace
         self._limit = document_bytes
-        self._hashed: dict[File, Hashed] = {}
+        self._hashed: dict[Path, Hashed] = {}
         self._replaced: dict[str, _Replaced] = {}
-        self._cut: dict[File, int] = {}
+        self._cut: dict[Path, int] = {}
 
         for one in self._inputs:
             for file in one.files:
@@ -264,7 +263,7 @@ class TextFiles:
 
     # ---- one file
 
-    def _texts(self, file: File) -> Iterator[Document]:
+    def _texts(self, file: Path) -> Iterator[Document]:
         """The text of a file: one document, several if it is longer than the limit."""
         with self._opened(file) as stream:
             for offset, content in _blocks(stream, self._limit):
@@ -278,7 +277,7 @@ class TextFiles:
                     return
                 yield Document(f"{file}:{offset}" if offset else str(file), text)
 
-    def _lines(self, file: File) -> Iterator[Document]:
+    def _lines(self, file: Path) -> Iterator[Document]:
         """A document for each line of JSON."""
         with self._opened(file) as stream:
             number = 0
@@ -293,7 +292,7 @@ class TextFiles:
                 if document is not None:
                     yield document
 
-    def _rows(self, file: File) -> Iterator[Document]:
+    def _rows(self, file: Path) -> Iterator[Document]:
         """A document for each row of a table."""
         if file not in self._hashed:
             self._hashed[file] = hash_file(file)
@@ -308,13 +307,13 @@ class TextFiles:
             except parquet.BadParquet as error:
                 self._report(f"{file} is damaged parquet ({error})")
 
-    def _opened(self, file: File):
+    def _opened(self, file: Path):
         def keep(hashed: Hashed) -> None:
             self._hashed[file] = hashed
 
         return opened(file, self._report, keep)
 
-    def _too_long(self, what: str, file: File) -> str:
+    def _too_long(self, what: str, file: Path) -> str:
         return f"{what} has more than {self._limit:,} bytes (raise --max_document_mib)"
 
     # ---- one text
@@ -411,11 +410,8 @@ class _Replaced(NamedTuple):
     encoding: str
 
 
-def _stamp(file: File) -> list[int]:
-    """The size and the time of the last change, as far as they are known without reading."""
-    if not isinstance(file, Path):
-        with open_raw(file) as stored:
-            return [stored.seek(0, 2)]
+def _stamp(file: Path) -> list[int]:
+    """The size and the time of the last change."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
 

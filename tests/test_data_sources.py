@@ -238,32 +238,18 @@ def test_memory_of_parquet_does_not_depend_on_how_much_rows_expand(tmp_path, row
 # ---- which files
 
 
-def test_patterns_name_files_and_urls_are_read_through_fsspec(tmp_path):
-    import fsspec
-
+def test_patterns_name_files(tmp_path):
     for name in ("b/x.txt", "a/y.txt", "a/z.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     assert texts_of(f"{tmp_path}/**/*.txt") == ["a/y.txt", "b/x.txt"]
-    assert texts_of(f"file://{tmp_path}/a") == ["a/y.txt", "a/z.md"]
-    assert texts_of(f"file://{tmp_path}/*/*.txt") == ["a/y.txt", "b/x.txt"]
-
-    with fsspec.open("memory://bucket/c.jsonl.gz", "wb") as file:
-        file.write(gzip.compress(JSONL))
-    with fsspec.open("memory://bucket/d.parquet", "wb") as file:
-        pq.write_table(pyarrow.table(dict(text=["row"])), file)
-    files = TextFiles(["memory://bucket"])
-    assert [document.text for document in files.documents()] == [*TEXTS, "row"]
-    assert files.describe()[0]["files"] == 2
-    assert len(files.stamp()[1]) == 2
 
 
 @pytest.mark.parametrize(
     "named, message",
     [
         ("{folder}/*.nothing", "matches no file: check the pattern"),
-        ("memory://nowhere", "holds no file: check the URL"),
-        ("nothing://bucket/x", "cannot be listed .*Protocol not known.*: check the URL"),
+        ("s3://bucket/x", "is a URL: download it"),
     ],
 )
 def test_what_matches_nothing_is_refused(tmp_path, named, message):
@@ -273,7 +259,7 @@ def test_what_matches_nothing_is_refused(tmp_path, named, message):
 
 @pytest.mark.parametrize(
     "name, package",
-    [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard"), ("memory://a", "fsspec")],
+    [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")],
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(
     tmp_path, monkeypatch, name, package
@@ -282,7 +268,7 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(
     (tmp_path / "a.parquet").write_bytes(b"")
     (tmp_path / "a.txt.zst").write_bytes(b"")
     with pytest.raises(ValueError, match=rf"needs the package {package}: run pip install -e '.\["):
-        TextFiles([name if "://" in name else tmp_path / name])
+        TextFiles([tmp_path / name])
 
 
 # ---- fields

@@ -37,7 +37,7 @@ from data.writer import require_new
 CONTEXTS = (2048, 8192, 32768, 131072)
 
 # The flags that the embedded corpus ignores.
-NEED_INPUT = {"text_field", "answer_field", "on_error", "encoding", "max_document_mib"}
+NEED_INPUT = {"text_field", "answer_field", "on_error", "max_document_mib"}
 
 EXIT_BAD_INPUT = 2
 EXIT_INTEGRITY = 3
@@ -119,7 +119,6 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
         options.input,
         options.text_field,
         skip if options.on_error == "skip" else refuse,
-        encoding=options.encoding or "utf-8",
         replace=options.on_error == "replace",
         document_bytes=limit,
         answer_field=options.answer_field,
@@ -243,11 +242,6 @@ def _parser() -> _Parser:
         "tokenized separately, so that the prompt has the ids that it has without an answer",
     )
     add(
-        "--encoding",
-        metavar="NAME",
-        help="of text and JSONL: utf-8 (default), latin-1, cp1252, and others that hold ASCII",
-    )
-    add(
         "--max_document_mib",
         type=int,
         metavar="N",
@@ -270,8 +264,9 @@ def _parser() -> _Parser:
     add(
         "--on_error",
         choices=("error", "skip", "replace"),
-        help="what to do with a document that is not valid text: error stops (default), skip "
-        "leaves it out and prints its place, replace writes U+FFFD for each bad byte",
+        help="what to do with a document that is not UTF-8 (`iconv -t utf-8` converts others): "
+        "error stops (default), skip leaves it out and prints its place, replace writes U+FFFD for "
+        "each bad byte",
     )
     add(
         "--workers",

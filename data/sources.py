@@ -4,7 +4,6 @@ Every byte counts: no newline translation, no BOM removal, no normalisation. Wha
 is named as file:offset, file:line or file:row, and refused, left out, or replaced, as asked.
 """
 
-import codecs
 import hashlib
 import json
 import re
@@ -119,22 +118,6 @@ def require_extras(file: Path) -> None:
         require_package("zstandard", f"{file} is zstd, which")
 
 
-def checked_encoding(name: str) -> str:
-    """The encoding. Raises ValueError if it does not exist, or its lines do not end as in ASCII."""
-    try:
-        is_ascii = "\n{".encode(name) == b"\n{"
-    except (LookupError, TypeError, ValueError):
-        raise ValueError(
-            f"--encoding {name!r} is unknown: give one of Python's, such as utf-8, latin-1, cp1252"
-        ) from None
-    if not is_ascii:
-        raise ValueError(
-            f"--encoding {name} does not write ASCII as ASCII: run `iconv -f {name} -t utf-8` on "
-            "the files first"
-        )
-    return codecs.lookup(name).name
-
-
 # ---- documents
 
 
@@ -151,14 +134,13 @@ class TextFiles:
         inputs: Sequence[Path | str],
         text_field: str | None = None,
         report: Report = refuse,
-        encoding: str = "utf-8",
         replace: bool = False,
         document_bytes: int = DOCUMENT_BYTES,
         answer_field: str | None = None,
     ):
         """text_field: which text of a record is the document (data/fields.py), "text" if None.
         answer_field: which one is its answer, if documents have answers; neither may be empty then.
-        report: told of each document that is left out. replace: bytes that are not text become
+        report: told of each document that is left out. replace: bytes that are not UTF-8 become
         U+FFFD. document_bytes: a longer text is cut at the end of a line, a longer record is bad.
 
         Raises ValueError if one of the inputs does not exist, holds no file, is of a format that
@@ -173,7 +155,6 @@ class TextFiles:
         if answer_field is not None:
             self._fields.append(TextField(answer_field, "--answer_field"))
         self._report = report
-        self._encoding = checked_encoding(encoding)
         self._replace = replace
         self._limit = document_bytes
         self._hashed: dict[Path, Hashed] = {}
@@ -214,7 +195,7 @@ class TextFiles:
             first = next(iter(self._replaced.values()))
             count = sum(one.count for one in self._replaced.values())
             lines.append(
-                f"replaced {count:,} bytes that are not {first.encoding} by U+FFFD in "
+                f"replaced {count:,} bytes that are not UTF-8 by U+FFFD in "
                 f"{len(self._replaced):,} documents, the first at {first.place}"
             )
         return lines
@@ -222,8 +203,8 @@ class TextFiles:
     def documents(self) -> Iterator[Document]:
         """The documents of all inputs, in order.
 
-        Raises ValueError, or calls `report` and goes on, for text that is not of the encoding, a
-        lone surrogate, a record without the text field, and damaged files.
+        Raises ValueError, or calls `report` and goes on, for text that is not UTF-8, a lone
+        surrogate, a record without the text field, and damaged files.
         """
         for one in self._inputs:
             for file in one.files:
@@ -245,7 +226,7 @@ class TextFiles:
     def stamp(self) -> list:
         """What changes if a file or the way to read it does: a list for JSON."""
         text, *answer = [field.spelled for field in self._fields]
-        settings = [text, self._encoding, self._replace, self._limit, *answer]
+        settings = [text, "utf-8", self._replace, self._limit, *answer]
         files = [[str(file), *_stamp(file)] for one in self._inputs for file in one.files]
         return [settings, files]
 
@@ -318,22 +299,19 @@ class TextFiles:
 
     # ---- one text
 
-    def _decode(
-        self, content: bytes, name: str, offset: int = 0, encoding: str | None = None
-    ) -> str | None:
+    def _decode(self, content: bytes, name: str, offset: int = 0) -> str | None:
         """The text of bytes; None after a report that names file:offset."""
-        encoding = encoding or self._encoding
         if not self._replace:
-            return decode(content, name, self._report, encoding, offset)
+            return decode(content, name, self._report, offset)
 
-        text = content.decode(encoding, "surrogateescape")
+        text = content.decode("utf-8", "surrogateescape")
         first = ESCAPED.search(text)
         if first is None:
             return text
-        before = text[: first.start()].encode(encoding)
+        before = text[: first.start()].encode()
         place = f"{name}:{offset + len(before)}"
         text, count = ESCAPED.subn("\ufffd", text)
-        self._replaced[place] = _Replaced(count, place, encoding)
+        self._replaced[place] = _Replaced(count, place)
         return text
 
     def _parsed(self, line: bytes, place: str) -> Document | None:
@@ -375,8 +353,7 @@ class TextFiles:
             self._report(self._too_long(f"{place}: a text", place))
             return None
         if isinstance(found, bytes):
-            # parquet's strings are UTF-8, whatever the encoding of other files
-            return self._decode(found, place, encoding="utf-8")
+            return self._decode(found, place)
         return self._without_surrogates(found, place, field)
 
     def _document(self, place: str, text: str, answer: str | None = None) -> Document | None:
@@ -403,11 +380,10 @@ class TextFiles:
 
 
 class _Replaced(NamedTuple):
-    """How many bytes of a document were replaced, where the first one is, and what they are not."""
+    """How many bytes of a document were replaced, and where the first one is."""
 
     count: int
     place: str
-    encoding: str
 
 
 def _stamp(file: Path) -> list[int]:
@@ -453,16 +429,14 @@ def decode(
     content: bytes,
     name: Path | str,
     report: Report = refuse,
-    encoding: str = "utf-8",
     offset: int = 0,
 ) -> str | None:
     """The text of bytes; None after a report that names file:offset."""
     try:
-        return content.decode(encoding)
+        return content.decode()
     except UnicodeDecodeError as error:
-        words = "UTF-8" if encoding == "utf-8" else encoding
         bad = content[error.start]
-        report(f"{name}:{offset + error.start}: byte 0x{bad:02x} is not {words}")
+        report(f"{name}:{offset + error.start}: byte 0x{bad:02x} is not UTF-8")
         return None
 
 

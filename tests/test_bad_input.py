@@ -427,8 +427,6 @@ prepare --input memory://nowhere
 prepare --input {good_jsonl} --text_field {{
 prepare --input {good_jsonl} --text_field text.x
 prepare --encoding utf-16
-prepare --encoding nonsense
-prepare --input {latin} --encoding ascii
 prepare --max_document_mib 0
 prepare --max_document_mib x
 prepare --documents lines

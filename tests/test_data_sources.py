@@ -304,30 +304,7 @@ def test_a_template_without_a_field_is_refused(field):
         TextField(field)
 
 
-# ---- encodings and bad bytes
-
-
-def test_another_encoding_is_read(tmp_path):
-    (tmp_path / "a.txt").write_bytes("caf\xe9".encode("latin-1"))
-    (tmp_path / "b.jsonl").write_bytes('{"text": "\xfcber"}\n'.encode("latin-1"))
-    assert texts_of(tmp_path, encoding="latin-1") == ["caf\xe9", "\xfcber"]
-    (tmp_path / "a.txt").write_bytes(b"ab\x81")
-    with pytest.raises(ValueError, match="a.txt:2: byte 0x81 is not cp1252"):
-        texts_of(tmp_path / "a.txt", encoding="cp1252")
-
-
-@pytest.mark.parametrize("field", ["text", "{text}"])
-@pytest.mark.parametrize("replace", [False, True])
-def test_strings_of_parquet_are_utf_8_in_any_encoding(tmp_path, field, replace):
-    path = write_parquet(tmp_path / "a.parquet", dict(text=TEXTS))
-    assert texts_of(path, encoding="latin-1", text_field=field, replace=replace) == TEXTS
-
-
-@pytest.mark.parametrize("name", ["utf-16", "nonsense", "base64", "utf-8\0"])
-def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
-    (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match="--encoding .*: (give|run)"):
-        TextFiles([tmp_path], encoding=name)
+# ---- bad bytes
 
 
 def test_bad_bytes_are_replaced_and_counted_on_request(tmp_path):
@@ -338,7 +315,7 @@ def test_bad_bytes_are_replaced_and_counted_on_request(tmp_path):
         texts = [document.text for document in files.documents()]
         assert texts == ["\ufffd\u00e9\ufffd\ufffd\n\ufffd", "x", "\ufffd"]
         [note] = files.notes()
-        assert "replaced 4 bytes that are not utf-8 by U+FFFD in 2 documents" in note
+        assert "replaced 4 bytes that are not UTF-8 by U+FFFD in 2 documents" in note
         assert f"the first at {tmp_path}/a.txt:5" in note
 
 
@@ -397,7 +374,7 @@ def test_the_command_line_counts_what_is_empty_tiny_and_replaced(tmp_path, capsy
     said = capsys.readouterr()
     assert "left out: 1 documents without text" in said.out
     assert "1 of 2 documents have fewer than 64 characters" in said.out
-    assert "replaced 1 bytes that are not utf-8" in said.err
+    assert "replaced 1 bytes that are not UTF-8" in said.err
 
 
 def test_hashes_do_not_depend_on_how_a_file_is_opened(tmp_path):

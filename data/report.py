@@ -1,4 +1,4 @@
-"""What a dataset can teach: `python -m data.report [DIR] [--png [FILE]]`.
+"""What a dataset can teach: `python -m data.report [DIR]`.
 
 Without DIR, that of the embedded corpus.
 
@@ -16,10 +16,8 @@ A line says for which context lengths this is not training at that context. Exit
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import hashlib
-import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -195,38 +193,6 @@ def _packing_lines(found: list[Packing]) -> list[str]:
     return lines
 
 
-# ---- picture
-
-
-def draw(dataset: Dataset, path: Path) -> None:
-    """Write a picture of the lengths and of the context that tokens have."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lengths = dataset.split("train").lengths
-    buckets = histogram(lengths)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-
-    shares = [bucket.tokens / lengths.sum() for bucket in buckets]
-    left.bar([f"{bucket.low:,}" for bucket in buckets], shares)
-    left.tick_params(axis="x", rotation=60)
-    left.set_xlabel("tokens of the document, at least")
-    left.set_ylabel("share of all tokens")
-
-    right.plot(CONTEXTS, [share_with_context(lengths, one) for one in CONTEXTS], marker="o")
-    right.plot(PACKED, [packing(lengths, one).real_pairs for one in PACKED], marker="s")
-    right.legend(["tokens with so much context", "real pairs in packed rows"])
-    right.set_xscale("log", base=2)
-    right.set_ylim(0, 1)
-    right.set_xlabel("context in tokens")
-
-    figure.suptitle(f"{dataset.path.name}: {lengths.sum():,} tokens, {len(lengths):,} documents")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 # ---- the command line
 
 
@@ -234,33 +200,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = _parser().parse_args(arguments)
-        if options.png:
-            _check_picture(Path(options.png))
         dataset = open_dataset(options.data) if options.data else prepare_embedded()
         print("\n".join(report(dataset)))
-        if options.png:
-            draw(dataset, Path(options.png))
-            print(f"picture: {options.png}")
         return 0
     except ValueError as error:
         print(f"data.report: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, IntegrityError) else 2
 
 
-def _check_picture(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--png needs the package matplotlib: run pip install matplotlib")
-    if path.suffix != ".png" or not path.absolute().parent.is_dir():
-        raise ValueError(f"--png {path} is no .png file in an existing folder: name one")
-
-
 def _parser() -> flags.RaisingParser:
     parser = flags.RaisingParser(prog="python -m data.report", description=__doc__.splitlines()[0])
     parser.add_argument(
         "data", nargs="?", help="the folder of a dataset; without it, the embedded corpus"
-    )
-    parser.add_argument(
-        "--png", nargs="?", const="report.png", help="also draw a picture (default report.png)"
     )
     return parser
 

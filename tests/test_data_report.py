@@ -96,15 +96,6 @@ def test_the_report_has_all_figures_and_warns_of_contexts_that_are_not_real(data
 
 
 @pytest.mark.slow
-def test_the_picture_is_drawn_on_request(dataset, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: no picture is drawn")
-    picture = tmp_path / "a.png"
-    assert report.main([str(dataset.path), "--png", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert f"picture: {picture}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_the_embedded_corpus_packs_without_needless_cuts_and_with_little_padding():
     lengths = prepare_embedded().split("train").lengths
     for context in report.PACKED:

@@ -57,43 +57,21 @@ def refuse(message: str) -> None:
 # ---- formats that are not read
 
 
-# Python that writes the records of a file as JSONL.
-WRITE_LINES = "open({jsonl!r}, 'w').writelines(json.dumps(r) + '\\n' for r in {records})"
-RECORDS = {
-    ".json": "import json; " + WRITE_LINES.replace("{records}", "json.load(open({path!r}))"),
-    ".csv": "import csv, json; csv.field_size_limit(10**9); "
-    + WRITE_LINES.replace("{records}", "csv.DictReader(open({path!r}, newline=''))"),
-    ".tsv": "import csv, json; csv.field_size_limit(10**9); "
-    + WRITE_LINES.replace(
-        "{records}", "csv.DictReader(open({path!r}, newline=''), dialect='excel-tab')"
-    ),
-}
+TABLES = (".json", ".csv", ".tsv")
 
 
 def require_readable(file: Path) -> None:
-    """Raise ValueError with the command that helps if the name says that the file is not text, or
-    has fields that would not be read.
+    """Raise ValueError if the name says that the file is not text, or has fields that would not be
+    read.
     """
-    if PurePath(file.name).suffix == ".zip":
+    if file.suffix == ".zip":
         raise ValueError(f"{file} is a zip archive, which is not read: run `unzip {file}`")
     kind = kind_of(file)
-    if kind not in RECORDS:
-        return
-    if compression_of(file):
+    if kind in TABLES:
         raise ValueError(
-            f"{file}: {kind[1:]} is not read, only text, JSONL and parquet are: unpack it, and "
-            "give the unpacked file to see the command that makes JSONL of it"
+            f"{file}: {kind[1:]} is not read, only text, JSONL and parquet are: write one JSON "
+            f"record a line, as {file.name.split('.')[0]}.jsonl"
         )
-
-    jsonl = str(file).removesuffix(kind) + ".jsonl"
-    code = RECORDS[kind].format(path=str(file), jsonl=jsonl)
-    otherwise = ""
-    if kind == ".json":
-        otherwise = f"rename it to {jsonl} if each line is a record, else "
-    raise ValueError(
-        f"{file}: {kind[1:]} is not read, only text, JSONL and parquet are: {otherwise}run "
-        f'`python -c "{code}"`'
-    )
 
 
 def require_fields(file: Path) -> None:
@@ -175,7 +153,7 @@ class TextFiles:
         lines = []
         files = [file for one in self._inputs for file in one.files]
         linked = [link for one in self._inputs for link in one.linked]
-        tables = [file for file in files if kind_of(file) in RECORDS]
+        tables = [file for file in files if kind_of(file) in TABLES]
         if linked:
             lines.append(
                 f"left out: {some(linked)}, because links to folders are not followed: give the "
@@ -183,8 +161,8 @@ class TextFiles:
             )
         if tables:
             lines.append(
-                f"read as plain text, with all markup: {some(tables)}: give such a file by its "
-                "own name to see how to read a field of its records"
+                f"read as plain text, with all markup: {some(tables)}: write JSONL to read "
+                "a field of their records"
             )
         if self._cut:
             lines.append(

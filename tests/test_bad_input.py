@@ -438,9 +438,6 @@ embedded --tokenizer {other_tokenizer}
 embedded --text_field body
 embedded --vocab_size 0
 embedded --max_bytes -1
-report --png {folder}/x.txt
-report --png /nonexistent/x.png
-report --png a.png --png b.png
 report {folder}
 report --pgn x
 faults --rows Z

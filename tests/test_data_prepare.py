@@ -138,19 +138,12 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_records_that_are_not_jsonl_are_refused_with_a_command_that_makes_jsonl(tmp_path, name):
+def test_records_that_are_not_jsonl_are_refused(tmp_path, name):
     (tmp_path / name).write_text(TABLES[name])
-    with pytest.raises(ValueError, match=f"{name}: {name[2:]} is not read") as refusal:
+    with pytest.raises(ValueError, match=f"{name}: {name[2:]} is not read.* a.jsonl$"):
         TextFiles([tmp_path / name])
     with pytest.raises(ValueError, match="is not read"):
         TextFiles([tmp_path], text_field="body")
-    message = str(refusal.value)
-    assert "\n" not in message
-    command = message.split("`")[1].replace("python", sys.executable, 1)
-    subprocess.run(command, shell=True, check=True)
-    (tmp_path / name).unlink()
-    documents = TextFiles([tmp_path], text_field="body").documents()
-    assert [d.text for d in documents] == ["one, two", "x\ny"]
 
 
 def test_in_a_folder_they_are_text_like_any_other_which_is_said(tmp_path):
@@ -166,7 +159,7 @@ def test_archives_and_compressed_tables_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a zip archive, .*: run `unzip .*a.zip`"):
         TextFiles([tmp_path / "a.zip"])
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n"))
-    with pytest.raises(ValueError, match="csv is not read, .*: unpack it"):
+    with pytest.raises(ValueError, match="csv is not read"):
         TextFiles([tmp_path / "a.csv.gz"])
 
 

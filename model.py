@@ -66,7 +66,7 @@ PRESETS = {
 }
 
 CHOICES = {
-    "rope_scaling": ("none", "linear", "yarn"),
+    "rope_scaling": ("none", "linear", "yarn", "llama3"),
     "loss": ("auto", "standard", "chunked", "one_pass"),
     "kernels": ("auto", "torch", "compiled", "triton"),
     "compute_dtype": ("float32", "bfloat16", "float16", "float64"),
@@ -196,10 +196,12 @@ class ModelConfig:
     ffn_size: int = 9728
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
+    qk_norm: bool = True  # RMSNorm on the heads of q and k, as in Qwen3
+    qkv_bias: bool = False  # biases of the projections to q, k and v, as in Qwen2.5
     rope_theta: float = 1e6  # ABF (adjusted base frequency) is a larger theta
     rope_scaling: str = "none"
-    rope_factor: float = 1.0  # context extension of linear and yarn scaling
-    rope_original_context: int = 32_768  # yarn: the context that the weights were trained at
+    rope_factor: float = 1.0  # context extension of linear, yarn and llama3 scaling
+    rope_original_context: int = 32_768  # yarn, llama3: the context before the extension
     attention: Standard | NSAConfig = Standard()  # the kind of attention: these, or your own
     loss: str = "auto"
     logits_threshold_gib: float = 10.0  # "auto" never builds logits larger than this
@@ -257,7 +259,7 @@ class ModelConfig:
         if not in_range or extended != (factor > 1):
             raise ValueError(
                 f"rope_scaling={self.rope_scaling!r} with rope_factor={factor}: give a factor "
-                "above 1 with linear or yarn, and no factor with none"
+                "above 1 with linear, yarn or llama3, and no factor with none"
             )
 
     @classmethod
@@ -277,6 +279,13 @@ class ModelConfig:
     def dtype(self) -> torch.dtype:
         """The dtype of activations."""
         return getattr(torch, self.compute_dtype)
+
+    @property
+    def rope_reach(self) -> int:
+        """Tokens that the rotary positions reach."""
+        if self.rope_scaling == "llama3":  # 3.1 to 3.3 were trained at 131,072, from 8,192
+            return 16 * self.rope_original_context
+        return round(self.rope_original_context * self.rope_factor)
 
     def layer_params(self) -> int:
         """Parameters of one block: attention, feed-forward and the two norms before them."""
@@ -324,6 +333,8 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor,
     linear  the same divided by rope_factor (position interpolation, Chen et al. 2023)
     yarn    a ramp between the two over the dimensions that turn between 1 and 32 times within the
             original context; cos and sin times 0.1 ln(rope_factor) + 1 (Peng et al. 2023)
+    llama3  a ramp between the two, linear in the turns within the original context, over the
+            dimensions that turn between 1 and 4 times there (Llama 3.1, arXiv 2407.21783)
 
     The operations and their order are those of transformers, so that pretrained weights meet the
     same bits: one unit in the last place is 0.007 radians at position 131,072.
@@ -335,6 +346,10 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor,
         return plain_k, 1.0
     if config.rope_scaling == "linear":
         return plain_k / config.rope_factor, 1.0
+    if config.rope_scaling == "llama3":
+        turns_k = config.rope_original_context / (2 * math.pi / plain_k)
+        kept_k = ((turns_k - 1) / 3).clamp(0, 1)
+        return (1 - kept_k) * plain_k / config.rope_factor + kept_k * plain_k, 1.0
 
     interpolated_k = 1.0 / (config.rope_factor * wavelength_k)
     kept_k = 1 - _yarn_ramp(config, device)
@@ -768,7 +783,7 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with RMSNorm on q and k: the base of every kind of attention.
+    """Grouped-query attention, by default with RMSNorm on q and k: the base of every kind.
 
     A kind is one subclass, and a settings object whose `layer` makes it. A causal kind overrides
     `attend_document`; the rest holds for it as it is: packed documents, decoding over a cache.
@@ -778,12 +793,16 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.ops = ops
-        self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
-        self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(config.hidden_size, queries, config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, config.qkv_bias)
+        self.o_proj = Linear(queries, config.hidden_size)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, ops.norm)
 
     def forward(self, x_BTD: Tensor, rope: Rope, rows=None, cache=None) -> Tensor:
         """`rows` say which tokens see each other (None: every row is one document), `cache` what
@@ -803,8 +822,14 @@ class Attention(nn.Module):
         """q, k and v, and k before RoPE, each [B, T, heads, K]."""
         heads = (-1, self.head_dim)
         q_BTHK = self.q_proj(x_BTD).unflatten(-1, heads)
-        q_BTHK = self.ops.norm_rotate(q_BTHK, self.q_norm.weight, self.q_norm.eps, rope)
-        raw_BTGK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads))
+        if self.q_norm is None:
+            q_BTHK = self.ops.rotate(q_BTHK, *rope)
+        else:
+            q_BTHK = self.ops.norm_rotate(q_BTHK, self.q_norm.weight, self.q_norm.eps, rope)
+
+        raw_BTGK = self.k_proj(x_BTD).unflatten(-1, heads)
+        if self.k_norm is not None:
+            raw_BTGK = self.k_norm(raw_BTGK)
         k_BTGK = self.ops.rotate(raw_BTGK, *rope)
         v_BTGK = self.v_proj(x_BTD).unflatten(-1, heads)
         return q_BTHK, k_BTGK, v_BTGK, raw_BTGK

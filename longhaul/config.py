@@ -121,12 +121,12 @@ class TrainConfig:
     )
     rope_factor: float = flag(
         1.0,
-        "linear and yarn: the new context length divided by the trained one",
+        "linear, yarn and llama3: the new context length divided by the trained one",
         group="model",
     )
     rope_original_context: int = flag(
         32768,
-        "yarn: context length in tokens that the weights were trained at",
+        "yarn and llama3: context length in tokens that the weights were trained at",
         group="model",
     )
     model_overrides: tuple[str, ...] = flag(
@@ -138,7 +138,7 @@ class TrainConfig:
     )
     init_from: str = flag(
         "",
-        "folder whose weights training starts from: a Hugging Face Qwen3 model, or a run or step-* "
+        "folder whose weights training starts from: a Hugging Face model, or a run or step-* "
         "folder of longhaul; its shape, vocabulary and positions are the model's, and so is the "
         "context of a longhaul run, unless flags say otherwise; empty: random weights",
         aliases=("init_from_hf",),
@@ -657,7 +657,7 @@ class TrainConfig:
                 "--long_fraction and --short_fraction divide the same documents: drop one of them"
             )
 
-        reach = round(model.rope_original_context * model.rope_factor)
+        reach = model.rope_reach
         if model.rope_scaling != "none" and reach < self.context_length:
             factor = self.context_length / model.rope_original_context
             raise ValueError(
@@ -853,6 +853,7 @@ class TrainConfig:
         only_warmup = self.warmup_steps >= self.max_steps
         asks_nothing = self.eval_every > 0 and "retrieval" not in self.eval_names()
         costly = set(self.eval_names()) - {"loss", "position"}
+        keeps_context = self.rope_scaling in ("none", "linear")
         ineffective = dict(
             eval_tasks=asks_nothing,
             eval_lengths=asks_nothing,
@@ -867,7 +868,7 @@ class TrainConfig:
             min_lr_ratio=self.schedule == "constant" or only_warmup,
             indexer_warmup=self.indexer_ineffective,
             logits_threshold_gib=self.loss != "auto",
-            rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
+            rope_original_context=keeps_context and not self.init_from,
         )
         changed = self.changed_settings()
         return [name for name in ineffective if name in changed and ineffective[name]]

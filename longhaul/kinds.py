@@ -434,11 +434,19 @@ def attention_params(config: ModelConfig) -> int:
 # ---- how configurations are recorded: with the settings of their kind, by the name of its flag
 
 
+# Qwen3's values of these are not recorded: earlier versions had no others.
+FAMILY_FIELDS = ("qk_norm", "qkv_bias")
+
+
 def recorded(config: ModelConfig) -> dict:
     """The configuration as checkpoints and runs record it, in plain values."""
     fields = asdict(config)
     del fields["attention"]
     fields["attention_type"] = config.attention.name
+    for name in FAMILY_FIELDS:
+        if fields[name] == getattr(ModelConfig, name):
+            del fields[name]
+
     kind = attention_kind(config)
     if dataclasses.fields(kind.config):
         fields[kind.settings or config.attention.name] = asdict(config.attention)

@@ -1,4 +1,5 @@
-"""Hugging Face Qwen3 folders (config.json + safetensors) to a Decoder and back.
+"""Hugging Face folders of Qwen3, Qwen2.5 and Llama 3 (config.json + safetensors) to a Decoder and
+back.
 
     decoder = from_hf("Qwen3-4B", rope_scaling="yarn", rope_factor=4.0)   # fields of ModelConfig
     to_hf(decoder, "exported")      # read by transformers 4.51 and later, and by 5
@@ -35,6 +36,24 @@ LARGEST = 2**40
 LARGEST_SIZE = 2**20
 LARGEST_VOCABULARY = 2**24
 
+
+class Family(NamedTuple):
+    """What the models of one `model_type` have besides what all decoders here have."""
+
+    architecture: str  # in transformers
+    settings: Mapping[str, Any]  # what config.json says of it
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+FULL = dict(use_sliding_window=False, sliding_window=None)
+UNBIASED = dict(attention_bias=False)
+FAMILIES = dict(
+    qwen3=Family("Qwen3ForCausalLM", FULL | UNBIASED, qk_norm=True),
+    qwen2=Family("Qwen2ForCausalLM", FULL, qkv_bias=True),  # 2.5 too
+    llama=Family("LlamaForCausalLM", UNBIASED | dict(mlp_bias=False)),
+)
+
 # Our names of the model's parts and fields, and Hugging Face's.
 PARTS = dict(
     embed="embed_tokens",
@@ -51,11 +70,14 @@ GEOMETRY = dict(
     head_dim="head_dim",
     ffn_size="intermediate_size",
 )
+# What decides the shapes of the weights, or what they compute.
+SHAPE = (*GEOMETRY, "tie_embeddings", "norm_eps", "qk_norm", "qkv_bias")
 
 # The one value of these settings that this decoder computes; an absent key means the same.
 FIXED = dict(
     hidden_act="silu",
     attention_bias=False,
+    mlp_bias=False,
     use_sliding_window=False,
     attention_dropout=0,
     quantization_config=None,
@@ -94,8 +116,8 @@ def from_hf(
     folder, each in its own, and computing in the folder's.
 
     `overrides` replace fields of ModelConfig. To train with fp32 master weights, call `.float()`.
-    ValueError: not a Qwen3 model; settings that this decoder does not compute; missing, unknown,
-    misshapen or unreadable tensors; pickled weights.
+    ValueError: another kind of model; settings that this decoder does not compute; missing,
+    unknown, misshapen or unreadable tensors; pickled weights.
     """
     decoder, weights = stored_model(Path(folder), **overrides)
     for name, weight in weights.items():
@@ -153,7 +175,7 @@ def overwrite(decoder: Decoder, folder: Path) -> None:
 def check_geometry(config: ModelConfig, folder: Path) -> dict:
     """The folder's fields of ModelConfig; ValueError if its weights do not fit `config`."""
     fields = read_config(folder)
-    for name in (*GEOMETRY, "tie_embeddings", "norm_eps"):
+    for name in SHAPE:
         ours = getattr(config, name)
         if fields[name] != ours:
             raise ValueError(
@@ -167,7 +189,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Fields of ModelConfig from config.json, in the spelling of transformers 4 or of 5."""
     refuse_pickle(folder)
     path = folder / "config.json"
-    config = _read_qwen3_config(path)
+    config = _read_known_config(path)
     _check_settings(config, FIXED, path)
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(
@@ -175,28 +197,38 @@ def read_config(folder: Path) -> dict[str, Any]:
             "use a model with full attention"
         )
 
+    family = FAMILIES[config["model_type"]]
+    config = _implied_sizes(config, path) | config
     fields = {ours: _number(config, theirs, path, kind=int) for ours, theirs in GEOMETRY.items()}
+    fields |= dict(qk_norm=family.qk_norm, qkv_bias=family.qkv_bias)
     fields["tie_embeddings"] = config.get("tie_word_embeddings") is True
     fields["norm_eps"] = _number(config, "rms_norm_eps", path, 1e-6)
     fields["init_std"] = _number(config, "initializer_range", path, 0.02)
     return fields | _read_rope(config, path)
 
 
-def _read_qwen3_config(path: Path) -> dict[str, Any]:
+def _implied_sizes(config: dict, path: Path) -> dict[str, int]:
+    """The sizes that Llama and Qwen2.5 may leave out."""
+    width = _number(config, "hidden_size", path, kind=int)
+    heads = _number(config, "num_attention_heads", path, kind=int)
+    return dict(num_key_value_heads=heads, head_dim=width // max(heads, 1))
+
+
+def _read_known_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is not readable ({error}): name a folder with a Hugging Face Qwen3 model"
+            f"{path} is not readable ({error}): name a folder with a Hugging Face model"
         ) from None
 
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind != "qwen3":
+    if kind not in FAMILIES:
         raise ValueError(
-            f"{path}: model_type is {kind!r}: "
-            "name a folder with a dense Qwen3 model (model_type 'qwen3')"
+            f"{path}: model_type is {kind!r}: name a folder with a dense model of Qwen3, Qwen2.5 "
+            f"or Llama 3 (model_type {', '.join(FAMILIES)})"
         )
-    return config
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _check_settings(settings: dict, allowed: dict, path: Path) -> None:
@@ -243,7 +275,7 @@ def _read_rope(config: dict, path: Path) -> dict[str, Any]:
     # The explicit factor counts, as in transformers 5; transformers 4.51 took
     # max_position_embeddings / original instead.
     longest = _number(config, "max_position_embeddings", path, 32_768, kind=int)
-    if kind == "yarn":
+    if kind in ("yarn", "llama3"):
         original = _number(rope, "original_max_position_embeddings", path, longest, kind=int)
     else:
         original = round(longest / factor)
@@ -261,10 +293,10 @@ def _rope_kind(rope: Any, path: Path) -> str:
     kind = rope
     if isinstance(rope, dict):
         kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(rope, dict) or kind not in ("default", "linear", "yarn"):
+    if not isinstance(rope, dict) or kind not in ("default", "linear", "yarn", "llama3"):
         raise ValueError(
             f"{path}: rotary scaling {kind!r} is not supported: "
-            "this decoder has default, linear and yarn"
+            "this decoder has default, linear, yarn and llama3"
         )
     return kind
 
@@ -276,6 +308,8 @@ def _check_rope_settings(rope: dict, factor: float, path: Path) -> None:
         attention_factor=0.1 * math.log(max(factor, 1)) + 1,
         beta_fast=32,
         beta_slow=1,
+        low_freq_factor=1,
+        high_freq_factor=4,
         truncate=True,
         partial_rotary_factor=1,
     )
@@ -342,7 +376,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def _carried(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
-    """The parameters that a Qwen3 folder holds: all but what the attention kind adds."""
+    """The parameters that such a folder holds: all but what the attention kind adds."""
     added = set(attention_kind(decoder.config).starts_fresh)
     return {
         name: parameter
@@ -520,12 +554,24 @@ def _write_json(content: dict, path: Path) -> None:
 
 
 def require_counterpart(config: ModelConfig) -> None:
-    """ValueError if no Qwen3 computes what this model does."""
+    """ValueError if no model of Hugging Face computes what this one does."""
     if not attention_kind(config).is_qwen3:
         raise ValueError(
-            f"attention_type={config.attention.name!r} has no Qwen3 counterpart: "
+            f"attention_type={config.attention.name!r} has no counterpart in transformers: "
             "export a model of standard attention"
         )
+    _family_name(config)
+
+
+def _family_name(config: ModelConfig) -> str:
+    """The `model_type` of the models that compute what this one does."""
+    for name, family in FAMILIES.items():
+        if (family.qk_norm, family.qkv_bias) == (config.qk_norm, config.qkv_bias):
+            return name
+    raise ValueError(
+        f"qk_norm={config.qk_norm} with qkv_bias={config.qkv_bias} has no counterpart in "
+        "transformers: export a model with one of them"
+    )
 
 
 def hf_config(decoder: Decoder, context: int = 0) -> dict:
@@ -543,7 +589,7 @@ def readable_context(config: ModelConfig, context: int) -> int:
     """
     if context and config.rope_scaling != "yarn":
         return context
-    return round(config.rope_original_context * config.rope_factor)
+    return config.rope_reach
 
 
 def _settings(config: ModelConfig, dtypes: Iterable[torch.dtype], context: int) -> dict:
@@ -551,11 +597,15 @@ def _settings(config: ModelConfig, dtypes: Iterable[torch.dtype], context: int) 
     scaling = None
     if config.rope_scaling != "none":
         scaling = dict(rope_type=config.rope_scaling, factor=config.rope_factor)
-    if config.rope_scaling == "yarn":
+    if config.rope_scaling in ("yarn", "llama3"):
         scaling["original_max_position_embeddings"] = config.rope_original_context
+    if config.rope_scaling == "llama3":
+        scaling |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+
+    name = _family_name(config)
     return dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
+        architectures=[FAMILIES[name].architecture],
+        model_type=name,
         **{theirs: getattr(config, ours) for ours, theirs in GEOMETRY.items()},
         tie_word_embeddings=config.tie_embeddings,
         rms_norm_eps=config.norm_eps,
@@ -563,10 +613,8 @@ def _settings(config: ModelConfig, dtypes: Iterable[torch.dtype], context: int) 
         rope_scaling=scaling,
         max_position_embeddings=readable_context(config, context),
         hidden_act="silu",
-        attention_bias=False,
+        **FAMILIES[name].settings,
         attention_dropout=0.0,
-        use_sliding_window=False,
-        sliding_window=None,
         initializer_range=config.init_std,
         torch_dtype=_widest(dtypes),
     )

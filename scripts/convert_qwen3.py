@@ -1,4 +1,4 @@
-"""Hugging Face Qwen3 weights to a longhaul checkpoint, and a longhaul checkpoint to Hugging Face.
+"""Hugging Face weights to a longhaul checkpoint, and a longhaul checkpoint to Hugging Face.
 
     python -m scripts.convert_qwen3 --input HF_DIR --output DIR           # writes DIR/step-00000000
     python -m scripts.convert_qwen3 --checkpoint RUN_OR_STEP --output HF_DIR
@@ -46,11 +46,11 @@ def build_parser() -> Parser:
     """The command line."""
     parser = Parser(
         prog="convert_qwen3",
-        description="Convert between Hugging Face Qwen3 folders and longhaul checkpoints.",
+        description="Convert between Hugging Face folders and longhaul checkpoints.",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--input", "--from_hf", metavar="HF_DIR", help="Hugging Face Qwen3 folder to import"
+        "--input", "--from_hf", metavar="HF_DIR", help="Hugging Face folder to import"
     )
     source.add_argument(
         "--checkpoint",
@@ -145,7 +145,7 @@ def export_hf(
     config = model_config(checkpoint)
     qwen3.require_counterpart(config)
     if config.attention.name != "standard":
-        print(f"attention_type={config.attention.name} is exported as Qwen3's full attention")
+        print(f"attention_type={config.attention.name} is exported as full attention")
 
     context = qwen3.readable_context(config, start.trained_context(checkpoint))
     found = tokenizer_of(checkpoint, tokenizer, eod)

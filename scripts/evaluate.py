@@ -2,7 +2,7 @@
 
 It prints the validation loss, the loss by position, the context gain, retrieval by length and the
 memory that it took, next to the plan. The model is a checkpoint of longhaul or a Hugging Face
-folder of a Qwen3. `--against` compares two of them over the same documents and items. One process
+folder. `--against` compares two of them over the same documents and items. One process
 evaluates. docs/EVALUATION.md says what the figures mean.
 """
 
@@ -90,7 +90,7 @@ def add_what(parser: Parser):
         required=True,
         metavar="DIR",
         help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "folder of a Qwen3",
+        "folder",
     )
     parser.add_argument(
         "--against", metavar="DIR", help="a second model, compared with the first pair by pair"
@@ -313,7 +313,7 @@ class Opened:
         cfg = TrainConfig(**settings, dtype=dtype or dtype_of_folder(path), device="cpu")
         if cfg.dtype == "bf16":
             cfg = dataclasses.replace(cfg, master_weights="none")
-        reach = round(config.rope_original_context * config.rope_factor)
+        reach = config.rope_reach
         return cls(path, cfg, cfg.model(), cfg.context_length, reach, None)
 
     def read_with(self, attention: str | None, blocks: Sequence[str]) -> "Opened":

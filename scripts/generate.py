@@ -1,6 +1,6 @@
 """Continue a prompt: `python -m scripts.generate --checkpoint runs/quickstart --prompt "def f("`.
 
-The model is a checkpoint of longhaul or a Hugging Face folder of a Qwen3. The text appears on
+The model is a checkpoint of longhaul or a Hugging Face folder. The text appears on
 standard output as it is sampled; the rate goes to standard error. With `--ids` instead of
 `--prompt`, token ids go in and come out, so that a model is sampled without a tokenizer.
 """
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
         "--checkpoint",
         required=True,
         help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "folder of a Qwen3",
+        "folder",
     )
     parser.add_argument(
         "--tokenizer",

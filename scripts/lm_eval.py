@@ -294,8 +294,7 @@ def opened(folder: Path, tokenizer: AnyTokenizer, dtype: str) -> Evaluated:
     """What is evaluated, from a Hugging Face folder or a checkpoint of longhaul."""
     if is_hugging_face(folder):
         model = qwen3.from_hf(folder, compute_dtype=dtype)
-        reach = model.config.rope_original_context * model.config.rope_factor
-        return Evaluated(model, tokenizer, round(reach))
+        return Evaluated(model, tokenizer, model.config.rope_reach)
 
     checkpoint = verified(newest(folder))
     check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))

@@ -42,7 +42,7 @@ def build_parser() -> Parser:
         "--checkpoint",
         required=True,
         help="the body, usually the policy's first weights: a run or step-* folder of longhaul, or "
-        "a Hugging Face Qwen3 model",
+        "a Hugging Face model",
     )
     parser.add_argument("--data", required=True, help="JSONL file of texts with labels")
     parser.add_argument("--output", required=True, help="folder to write; must be new or empty")

@@ -1,7 +1,7 @@
 """What is inside a model: `python -m scripts.run_full_analysis --checkpoint DIR --out DIR`.
 
 It reads rows of the validation split and writes DIR/report.html and DIR/analysis.json. The model is
-a checkpoint of longhaul or a Hugging Face folder of a Qwen3. A command that was killed continues
+a checkpoint of longhaul or a Hugging Face folder. A command that was killed continues
 with the parts that are done; on a finished folder it prints the result. docs/ANALYSIS.md says what
 the figures mean.
 """

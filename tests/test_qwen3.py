@@ -213,7 +213,7 @@ def test_exported_logits_equal_those_of_transformers(tmp_path, changes):
     assert qwen3.from_hf(tmp_path / "hf").config == decoder.config
 
 
-@pytest.mark.parametrize("rope", ["none", "linear", "yarn"])
+@pytest.mark.parametrize("rope", ["none", "linear", "yarn", "llama3"])
 @pytest.mark.parametrize("span", [1_000, 32_768, 131_072])
 def test_logits_at_positions_spread_over_a_long_context_equal_those_of_transformers(
     tmp_path, rope, span
@@ -457,7 +457,7 @@ BAD = [
     (lambda folder: (folder / "config.json").unlink(), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("{"), "config.json is not readable"),
     (lambda folder: (folder / "config.json").write_text("[]"), "model_type is None"),
-    (bad_config(model_type="llama"), "model_type is 'llama'.*dense Qwen3"),
+    (bad_config(model_type="mistral"), "model_type is 'mistral'.*dense model of Qwen3"),
     (bad_config(model_type="qwen3_moe"), "model_type is 'qwen3_moe'"),
     (bad_config(model_type=...), "model_type is None"),
     (bad_config(hidden_size=...), "hidden_size=None: give a whole number"),
@@ -563,7 +563,7 @@ def test_an_export_never_overwrites_and_leaves_no_traces_of_a_refusal(tmp_path):
 def test_attention_without_a_qwen3_counterpart_is_not_exported(tmp_path):
     decoder = kernels.decoder(small())
     decoder.config = dataclasses.replace(decoder.config, attention=NSAConfig())
-    with pytest.raises(ValueError, match="no Qwen3 counterpart"):
+    with pytest.raises(ValueError, match="no counterpart in transformers"):
         qwen3.to_hf(decoder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

@@ -163,7 +163,7 @@ class AnalysisConfig(Measures):
     checkpoint: str = flag(
         "",
         "a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "folder of a Qwen3",
+        "folder",
         group="model and data",
     )
     data: str = flag(

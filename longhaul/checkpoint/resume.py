@@ -18,7 +18,7 @@ from longhaul import optim
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
-from longhaul.kinds import attention_kind, recorded, settings_names
+from longhaul.kinds import FAMILY_FIELDS, attention_kind, recorded, settings_names
 from model import ModelConfig
 
 # fields of ModelConfig that a resume may change
@@ -69,6 +69,7 @@ def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
     fields = recorded(model_config)
     left_out = NUMERICAL_FIELDS | settings_names()
     found = {name: value for name, value in fields.items() if name not in left_out}
+    found |= {name: fields.get(name) for name in FAMILY_FIELDS}
     found |= attention_kind(model_config).identity(model_config)
     return found | {
         "context_length": cfg.context_length,

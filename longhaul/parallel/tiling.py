@@ -308,6 +308,9 @@ class HeadGroup:
             "q_proj.weight": self.queries,
             "k_proj.weight": self.keys,
             "v_proj.weight": self.keys,
+            "q_proj.bias": self.queries,
+            "k_proj.bias": self.keys,
+            "v_proj.bias": self.keys,
             "sparse.gate.weight": gates,
             "sparse.gate.bias": gates,
         }
@@ -328,7 +331,7 @@ class HeadGroup:
 
 
 class _SummingLinear(torch.nn.Module):
-    """y = x w^T, whose backward adds the gradient of x to `dx` in place.
+    """y = x w^T + b, whose backward adds the gradient of x to `dx` in place.
 
     Autograd would hold three gradients of x, one of each projection, to sum them.
     """
@@ -336,10 +339,12 @@ class _SummingLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Module):
         super().__init__()
         self.weight = linear.weight
+        self.bias = linear.bias
         self.dx: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _AddingProduct.apply(x, self.weight.to(x.dtype), self.dx)
+        y = _AddingProduct.apply(x, self.weight.to(x.dtype), self.dx)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 class _AddingProduct(torch.autograd.Function):

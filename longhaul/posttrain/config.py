@@ -58,7 +58,7 @@ class PolicyConfig(TrainConfig):
         TrainConfig,
         "init_from",
         help="folder of the policy's first weights, which are the reference's, too: a run or "
-        "step-* folder of longhaul, or a Hugging Face Qwen3 model",
+        "step-* folder of longhaul, or a Hugging Face model",
         aliases=("checkpoint", "init_from_hf"),
     )
     context_length: int = changed_flag(

@@ -27,9 +27,6 @@ from longhaul.config import TrainConfig, read_pairs
 from longhaul.kinds import attention_kind
 from model import PRESETS, Decoder, ModelConfig
 
-# What decides the shapes of the weights, or what they compute.
-GEOMETRY = (*qwen3.GEOMETRY, "tie_embeddings", "norm_eps")
-
 # The settings of a run that `completed` may set.
 COMPLETED = {
     "model_size",
@@ -89,7 +86,7 @@ def digest(folder: Path) -> str:
 def read(named: str) -> Start:
     """What the folder says of its model; no weight is read.
 
-    ValueError if it holds neither a Qwen3 of Hugging Face nor a checkpoint.
+    ValueError if it holds neither a model of Hugging Face nor a checkpoint.
     """
     folder = Path(named)
     refuse_pickle(folder)
@@ -99,13 +96,13 @@ def read(named: str) -> Start:
         return _of_checkpoint(folder)
     raise ValueError(
         f"--init_from {folder} holds neither config.json nor a checkpoint: name a folder with a "
-        "Hugging Face Qwen3 model, or a run or step-* folder of longhaul"
+        "Hugging Face model, or a run or step-* folder of longhaul"
     )
 
 
 def _of_hugging_face(folder: Path) -> Start:
     config = ModelConfig(**qwen3.read_config(folder))
-    reach = round(config.rope_original_context * config.rope_factor)
+    reach = config.rope_reach
     return Start(folder, config, min(reach, TrainConfig.context_length), None)
 
 
@@ -127,7 +124,7 @@ def trained_context(checkpoint: Checkpoint) -> int:
     if not checkpoint.config.get("init_from"):
         return _row(checkpoint)
     config = format.model_config(checkpoint)
-    return max(_row(checkpoint), round(config.rope_original_context * config.rope_factor))
+    return max(_row(checkpoint), config.rope_reach)
 
 
 def _row(checkpoint: Checkpoint) -> int:
@@ -205,12 +202,12 @@ def _given_geometry(settings: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     size = settings.get("model_size")
     if size:
         preset = ModelConfig.preset(size)
-        for name in GEOMETRY:
+        for name in qwen3.SHAPE:
             given[name] = (getattr(preset, name), f"--model_size {size}")
         del given["vocab_size"]  # a preset's vocabulary is only a default
 
     for name, value in _overrides(settings).items():
-        if name in GEOMETRY:
+        if name in qwen3.SHAPE:
             given[name] = (value, f"--model_overrides {name}={value}")
     if settings.get("vocab_size"):
         size = settings["vocab_size"]
@@ -224,7 +221,7 @@ def _overrides(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The preset that is nearest to the model, and what differs from it."""
-    shape = {name: getattr(config, name) for name in (*GEOMETRY, "init_std")}
+    shape = {name: getattr(config, name) for name in (*qwen3.SHAPE, "init_std")}
     vocabulary = shape.pop("vocab_size")
     if "init_std" in _overrides(settings):
         shape["init_std"] = _overrides(settings)["init_std"]
@@ -357,7 +354,7 @@ def announcement(start: Start, cfg: TrainConfig) -> list[str]:
         if ours != theirs:
             lines.append(f"  {name}: {theirs} there, {ours} in this run")
 
-    reach = round(config.rope_original_context * config.rope_factor)
+    reach = config.rope_reach
     if cfg.context_length > reach and config.rope_theta == start.config.rope_theta:
         factor = cfg.context_length / config.rope_original_context
         lines.append(

@@ -9,7 +9,7 @@ queries choose different blocks: `python -m benchmarks.selectors --times 16384 6
     one decoded token     how many times as fast as SDPA or two products, whichever is faster
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,14 +34,13 @@ class Side(NamedTuple):
     decode: Callable  # one token
 
 
-def time_table(lengths: Sequence[int], selectors: dict[str, BlockConfig]) -> str:
-    """A line for each length and each of these; the settings of a selector by its name."""
+def time_table(lengths: Sequence[int], selectors: dict[str, BlockConfig]) -> Iterator[str]:
+    """Lines for each length, as they are measured; the settings of a selector by its name."""
     names = ["NSA", *selectors]
-    head = "| tokens | what | SDPA | " + " | ".join(names) + " |"
-    lines = [head, "|---" * (len(names) + 3) + "|"]
+    yield "| tokens | what | SDPA | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 3) + "|"
     for length in lengths:
-        lines += timed_rows(length, list(selectors.values()))
-    return "\n".join(lines)
+        yield from timed_rows(length, list(selectors.values()))
 
 
 def timed_rows(length: int, selectors: Sequence[BlockConfig]) -> list[str]:

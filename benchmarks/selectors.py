@@ -9,7 +9,7 @@ A question asks one token for one token, in noise of all ids but the asked keys:
 for means of keys; text is kinder. For each selector and number of blocks of 64 tokens:
 
     found    of the answers that standard attention gives right, the share that is right, with its
-             95% interval over the rows of all seeds
+             95% interval over the rows of all seeds, and the number of these answers
     recall   attention's mass in the blocks that are read, of the mass in the best choice of as
              many, a mean over rows, layers, KV groups and the last queries
 
@@ -329,8 +329,8 @@ def figures_of(folder: Path, name: str, length: int, count: int) -> dict[str, tu
 
 
 def found(pairs: Sequence[tuple[dict, dict]], quarter: int | None = None) -> str:
-    """Of the answers that standard attention gives right, the share that is right, and its 95%
-    interval; of those in a quarter of the row, if it is given.
+    """Of the answers that standard attention gives right, the share that is right, its 95% interval
+    and their number; of those in a quarter of the row, if it is given.
     """
     hits, asked = [], []
     for figures, dense in pairs:
@@ -345,7 +345,7 @@ def found(pairs: Sequence[tuple[dict, dict]], quarter: int | None = None) -> str
     if not any(asked):
         return "-"
     low, high = wilson_of_items(hits, asked)
-    return f"{sum(hits) / sum(asked):.2f} ({low:.2f} to {high:.2f})"
+    return f"{sum(hits) / sum(asked):.2f} ({low:.2f} to {high:.2f}; {sum(asked)})"
 
 
 if __name__ == "__main__":

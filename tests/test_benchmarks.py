@@ -120,7 +120,7 @@ def test_the_tables_count_the_answers_that_standard_attention_finds(tmp_path):
         write(tmp_path, f"seed-{seed}, standard, 4096, 0", dense)
         write(tmp_path, f"seed-{seed}, exact, 4096, 16", found, recall=0.75)
     table = selectors.result_table(tmp_path, [4096], [16])
-    assert re.search(r"\| exact \| 0.67 \(0.\d\d to 0.\d\d\), recall 0.75 \|", table)
+    assert re.search(r"\| exact \| 0.67 \(0.\d\d to 0.\d\d; 6\), recall 0.75 \|", table)
     assert "| mean | - |" in table
 
     by_depth = selectors.depth_table(tmp_path, 4096, 16)

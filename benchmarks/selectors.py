@@ -1,57 +1,95 @@
 """Which blocks to read: the selectors compared on models that retrieve, at equal numbers of blocks.
 
     python -m benchmarks.selectors runs/proof --output runs/selectors
-        the models of scripts/long_context_proof.sh; one that is killed goes on
+        the models of scripts/long_context_proof.sh, as they are; one that is killed goes on
+    python -m benchmarks.selectors runs/proof --output runs/selectors --train
+        also after training with a selector, by train.py
 
 A question asks one token for one token, in noise of all ids but the asked keys: the hardest case
-for means of keys; text is kinder. Nothing is trained, the weights are those of standard attention.
-For each selector and number of blocks of 64 tokens:
+for means of keys; text is kinder. For each selector and number of blocks of 64 tokens:
 
-    found    share of the answers that are right, of those that standard attention gives right
+    found    of the answers that standard attention gives right, the share that is right, with its
+             95% interval over the rows of all seeds, and the number of these answers
     recall   attention's mass in the blocks that are read, of the mass in the best choice of as
-             many, a mean over layers, KV groups and the last queries of a row
+             many, a mean over rows, layers, KV groups and the last queries
 
-With --times, the seconds of process CPU time of choice and attention, forward and backward, next to
-SDPA (bf16, one thread, 4 query heads of 128 on one KV head, random queries and keys).
+With --times, what choosing costs instead (selector_times.py).
 """
 
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from base import durable
 from base.flags import Parser
-from benchmarks import attention
+from benchmarks.selector_times import time_table
 from data import recall as recall_data
-from longhaul import kernels
 from longhaul.checkpoint.load import load_model, newest, verified
-from longhaul.evals.tasks import Sizes, TaskItems, Vocabulary
+from longhaul.evals.intervals import wilson_of_items
+from longhaul.evals.retrieval import right_answers
+from longhaul.evals.score import Scores, answers
+from longhaul.evals.tasks import Sizes, TaskItem, TaskItems, Vocabulary
 from longhaul.kinds import KINDS
-from longhaul.sparse import block_sparse_attention
 from longhaul.sparse.choose import choose_blocks
 from longhaul.sparse.engine import in_blocks
 from longhaul.sparse.index_loss import block_masses
 from longhaul.sparse.nsa.branches import Buffers
+from model import IGNORE, Attention, Decoder
 
-SELECTORS = {  # name -> (kind, what its settings have otherwise)
-    "exact": ("exact", {}),
-    "bounds, pages of 16": ("bounds", {}),
-    "bounds, pages of 4": ("bounds", {"page": 4}),
-    "pooled": ("pooled", {"dense_below": 0, "local": 2}),
-    "pooled, logsumexp": ("pooled", {"dense_below": 0, "local": 2, "reduce": "logsumexp"}),
-    "mean": ("mean", {}),
+
+class Selector(NamedTuple):
+    """A row of the table: what chooses, and how it was trained."""
+
+    kind: str
+    sizes: dict = {}
+    steps: int = 0  # of training, each of a row of TRAINED_AT tokens
+    flags: str = ""  # of train.py
+
+
+ROOT = Path(__file__).parents[1]
+STANDARD = "standard"
+TRAINED_AT = 16_384  # tokens
+TRAINED_WITH = 16  # blocks
+TUNED = "--lr 1e-3 --warmup_steps 4"
+TAUGHT = "--lr 6e-2 --min_lr_ratio 0.01 --warmup_steps 4"
+POOLED = {"dense_below": 0, "local": 2}
+SELECTORS = {
+    "exact": Selector("exact"),
+    "bounds, pages of 4": Selector("bounds", {"page": 4}),
+    "bounds, pages of 8": Selector("bounds", {"page": 8}),
+    "bounds, pages of 16": Selector("bounds"),
+    "pooled": Selector("pooled", POOLED),
+    "pooled, logsumexp": Selector("pooled", POOLED | {"reduce": "logsumexp"}),
+    "mean": Selector("mean"),
 }
+TRAINED = {
+    "bounds, pages of 4, trained": Selector("bounds", {"page": 4}, 24, TUNED),
+    "bounds, pages of 8, trained": Selector("bounds", {"page": 8}, 24, TUNED),
+    "bounds, pages of 16, trained": Selector("bounds", {}, 24, TUNED),
+    "pooled, trained": Selector("pooled", POOLED, 24, TUNED),
+    "indexed, 128 wide": Selector("indexed", {}, 40, TAUGHT),
+    "indexed, 64 wide": Selector("indexed", {"head_dim": 64}, 40, TAUGHT),
+}
+TIMED = ["exact", "bounds, pages of 4", "bounds, pages of 16", "pooled", "mean"]
+TIMED += ["indexed, 128 wide", "indexed, 64 wide"]
+ROWS = SELECTORS | TRAINED
+
 TASK = "multikey-all"
 QUERIES = 256  # of a row, the last ones, whose mass is looked at
 MODEL = "far"  # the run of a seed that was trained at most lengths
+TRAINER = (
+    "--data {data} --init_from {run} --output_dir {output} --seed {seed} --max_steps {steps} "
+    "--context_length {length} --whole_documents --long_fraction 0.75 --schedule cosine "
+    "--weight_decay 0 --beta2 0.98 --loss_spike 0 --optimizer muon --dtype fp32 --device cpu "
+    "--eval_every 0 --save_every 1000 --log_every 10 --attention_type {kind} --blocks {blocks}"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if given.times:
-        print(time_table(given.times, given.blocks[0]))
+        timed = {name: settings(name, given.blocks[0]) for name in TIMED}
+        for line in time_table(given.times, timed):
+            print(line, flush=True)
         return 0
     if given.proof is None:
         parser.error("give the folder of scripts/long_context_proof.sh, or --times TOKENS")
@@ -69,10 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not seeds:
         parser.error(f"{given.proof} has no seed-*/{MODEL}: run scripts/long_context_proof.sh")
     given.output.mkdir(parents=True, exist_ok=True)
-    for run in seeds:
-        for part in parts(given.lengths, given.blocks):
+    names = ROWS if given.train else SELECTORS
+    for part in parts(given.lengths, given.blocks, names):
+        for run in seeds:
             measure(run, part, given)
     print(result_table(given.output, given.lengths, given.blocks))
+    print(depth_table(given.output, given.lengths[-1], given.blocks[0]))
     return 0
 
 
@@ -81,6 +123,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("proof", nargs="?", type=Path, metavar="PROOF", help="folder of the long-context proof")
     add("--output", type=Path, default=Path("runs/selectors"), help="folder of the figures")
+    add("--train", action="store_true", help="also train with the selectors of TRAINED")
     add("--lengths", type=int, nargs="+", default=[4096, 16_384], help="tokens of a row")
     add("--blocks", type=int, nargs="+", default=[16, 8, 64], help="blocks that a query reads")
     add("--items", type=int, default=12, help="rows of each figure, with four questions each")
@@ -90,19 +133,24 @@ def _parser() -> Parser:
     return parser
 
 
-def parts(lengths: Sequence[int], blocks: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+def parts(
+    lengths: Sequence[int],
+    blocks: Sequence[int],
+    names: Sequence[str],
+) -> Iterator[tuple[str, int, int]]:
     """(selector, tokens, blocks) of every figure; standard attention reads all blocks."""
     for length in lengths:
-        yield "standard", length, 0
-        for count in blocks:
+        yield STANDARD, length, 0
+    for count in blocks:
+        for length in reversed(lengths):
             if 64 * count < length:
-                yield from ((name, length, count) for name in SELECTORS)
+                yield from ((name, length, count) for name in names)
 
 
 def settings(name: str, count: int):
     """The settings object of a selector that reads so many blocks."""
-    kind, others = SELECTORS[name]
-    return KINDS[kind].config(count=count, **others)
+    row = ROWS[name]
+    return KINDS[row.kind].config(count=count, **row.sizes)
 
 
 # ---- what is found, and what is read
@@ -115,55 +163,100 @@ def measure(run: Path, part: tuple[str, int, int], given) -> None:
     file = given.output / f"{seed}, {name}, {length}, {count}.json"
     if file.exists():
         return
-    found = dict(retrieval=retrieval(run, name, length, count, given.items))
-    if count:
-        found["recall"] = recall(run, name, length, count)
-    durable.write_json(file, found)
-    print(f"{file.stem}: {found}", flush=True)
+    attention_settings = None
+    if name != STANDARD:
+        attention_settings = settings(name, count)
+    if name in TRAINED:
+        run = trained(run, name, given.output)
+    model = load_model(verified(newest(run)), attention=attention_settings)
+    meter = Meter(model, attention_settings)
+    items = questions(length, given.items, seed_of(run), model.config.vocab_size)
+    right = [meter.answers(item) for item in items]
+    recall = float(np.mean(meter.shares or [1.0]))
+    durable.write_json(file, {"answers": right, "recall": recall})
+    hits = [hit for row in right for _, hit in row]
+    print(f"{file.stem}: {sum(hits)} of {len(hits)}, recall {recall:.3f}", flush=True)
 
 
-def retrieval(run: Path, name: str, length: int, count: int, items: int) -> float:
-    """The share of right answers, by scripts.evaluate."""
-    command = [sys.executable, "-m", "scripts.evaluate", "--checkpoint", str(run)]
-    command += ["--evals", "retrieval", "--tasks", TASK, "--lengths", str(length)]
-    command += ["--items", str(items), "--device", "cpu"]
-    if count:
-        kind, others = SELECTORS[name]
-        sizes = others | {"count": count}
-        command += ["--attention_type", kind, "--blocks"]
-        command += [f"{field}={value}" for field, value in sizes.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "eval.json"
-        subprocess.run([*command, "--json", str(file)], stdout=subprocess.DEVNULL, check=True)
-        (score,) = json.loads(file.read_text())["retrieval"]["scores"]
-    return score["score"]
+def trained(run: Path, name: str, folder: Path) -> Path:
+    """The run that trained with a selector from a model of standard attention; it is made, or goes
+    on, unless it has ended.
+    """
+    row = ROWS[name]
+    output = folder / run.parent.name / name.replace(", ", "-").replace(" ", "-")
+    blocks = " ".join(
+        f"{field}={value}" for field, value in (row.sizes | {"count": TRAINED_WITH}).items()
+    )
+    flags = TRAINER.format(
+        data=run.parent / "data-far",
+        run=run,
+        output=output,
+        seed=seed_of(run),
+        steps=row.steps,
+        length=TRAINED_AT,
+        kind=row.kind,
+        blocks=blocks,
+    )
+    flags = f"{flags} {row.flags}"
+    if KINDS[row.kind].learner:
+        flags += f" --indexer_warmup {row.steps - 1}"
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *flags.split()], check=True)
+    return output
 
 
-@torch.no_grad()
-def recall(run: Path, name: str, length: int, count: int, rows: int = 2) -> float:
-    """Mass that is read, of the best choice's."""
-    checkpoint = verified(newest(run))
-    model = load_model(checkpoint)
-    shares: list[float] = []
-    sizes = settings(name, count)
-
-    def attend(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-        shares.append(share_of_best(sizes, q_BTHK, k_BSGK))
-        return kernels.attention(q_BTHK, k_BSGK, v_BSGK)
-
-    for layer in model.layers:
-        layer.attention.ops = replace(layer.attention.ops, attention=attend)
-    vocabulary = Vocabulary.of_recall(model.config.vocab_size, **recall_data.task())
-    items = TaskItems(TASK, length, rows, vocabulary, Sizes(), seed=1)
-    for item in items:
-        model(item.item.tokens_BT.long())
-    return sum(shares) / len(shares)
+def seed_of(run: Path) -> int:
+    """The number in the name of its folder."""
+    return int(run.parent.name.split("-")[1])
 
 
-def share_of_best(sizes, q_BTHK: Tensor, k_BSGK: Tensor) -> float:
-    """Of the last queries of a row."""
+def questions(length: int, items: int, seed: int, ids: int) -> TaskItems:
+    """The rows of a seed, the same for all selectors."""
+    vocabulary = Vocabulary.of_recall(ids, **recall_data.task())
+    return TaskItems(TASK, length, items, vocabulary, Sizes(), seed)
+
+
+class Meter:
+    """Asks a model, and sees as the `rows` of its forward what attention reads."""
+
+    def __init__(self, model: Decoder, sizes=None):
+        self.model = model
+        self.sizes = sizes  # of the selector; None: attention reads everything
+        self.shares: list[float] = []
+
+    @torch.no_grad()
+    def answers(self, item: TaskItem) -> list[tuple[float, bool]]:
+        """Depth of each answer, and whether it is right."""
+        tokens_BT, labels_BT = (x.long() for x in item.item[:2])
+        positions = torch.arange(item.length)[None]
+        nll_n, hit_n = self.model(tokens_BT, labels_BT, positions, head=_asked, rows=self)
+        return right_answers(item, Scores(nll_n, hit_n.bool()))
+
+    def attend(self, layer: Attention, inputs: Sequence[Tensor], rope) -> Tensor:
+        """As without `rows`."""
+        if self.sizes is not None:
+            self.shares.append(share_of_best(self.sizes, *inputs))
+        return layer.attend_document(*inputs)
+
+
+def _asked(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    asked_n = (labels_N != IGNORE).nonzero()[:, 0]
+    return answers(hidden_ND[asked_n], weight_VD, labels_N[asked_n])
+
+
+def share_of_best(
+    sizes,
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    q_BTGE: Tensor | None = None,
+    k_BS1E: Tensor | None = None,
+) -> float:
+    """Of the last queries of a row; the inputs are those of a layer's attention."""
     late_BCHK = q_BTHK[:, -QUERIES:]
-    chosen_BCGn = choose_blocks(sizes, late_BCHK, k_BSGK).long()
+    compared = late_BCHK, k_BSGK
+    if q_BTGE is not None:
+        compared = q_BTGE[:, -QUERIES:], k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
+    chosen_BCGn = choose_blocks(sizes, *compared).long()
     mass_BCGN = masses_of_blocks(late_BCHK, k_BSGK, sizes.block)
     best_BCGn = mass_BCGN.topk(min(sizes.count, mass_BCGN.shape[-1])).values
     read_BCGn = mass_BCGN.gather(-1, chosen_BCGn.clamp_min(0))
@@ -188,59 +281,71 @@ def masses_of_blocks(q_BCHK: Tensor, k_BSGK: Tensor, block: int) -> Tensor:
     return torch.stack(rows)
 
 
-# ---- time
-
-
-def time_table(lengths: Sequence[int], count: int) -> str:
-    """Seconds of SDPA, and how many times as fast the others are."""
-    lines = ["| tokens | SDPA | " + " | ".join(SELECTORS) + " |"]
-    lines.append("|---" * (len(SELECTORS) + 2) + "|")
-    for length in lengths:
-        tensors = attention.inputs(length, torch.bfloat16)[:3]
-        sides = [partial(attention.train, attention.sdpa, tensors)]
-        for name in SELECTORS:
-            read = partial(selected, settings(name, count))
-            sides.append(partial(attention.train, read, tensors))
-        times = attention.best_of_turns(sides, 2)
-        ratios = [f"{times[0] / one:.1f}x" for one in times[1:]]
-        lines.append(f"| {length:,} | {times[0]:.1f} s | {' | '.join(ratios)} |")
-    return "\n".join(lines)
-
-
-def selected(sizes, tensors: Sequence[Tensor]) -> Tensor:
-    """Choice and attention."""
-    q, k, v = tensors
-    return block_sparse_attention(q, k, v, choose_blocks(sizes, q, k), sizes.block)[0]
-
-
-# ---- the table
+# ---- the tables
 
 
 def result_table(folder: Path, lengths: Sequence[int], blocks: Sequence[int]) -> str:
-    """Found and recall of every selector, means over the seeds."""
+    """Found, its interval and recall of every selector, over the seeds."""
     columns = [(length, count) for length in lengths for count in blocks if 64 * count < length]
     lines = ["| selector | " + " | ".join(f"{n:,}: {c} blocks" for n, c in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
-    for name in SELECTORS:
+    for name in ROWS:
         cells = [cell(folder, name, length, count) for length, count in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def cell(folder: Path, name: str, length: int, count: int) -> str:
-    """Found and recall in words; the lowest and highest seed if there are several."""
-    found, recalls = [], []
+    """Found and recall in words."""
+    seeds = figures_of(folder, name, length, count)
+    if not seeds:
+        return "-"
+    recall = np.mean([figures["recall"] for figures, _ in seeds.values()])
+    return f"{found(list(seeds.values()))}, recall {recall:.2f}"
+
+
+def depth_table(folder: Path, length: int, count: int) -> str:
+    """Found by the quarter of the row that the answer stands in, and by seed."""
+    lines = [f"\n| {length:,}: {count} blocks | " + " | ".join(f"quarter {i}" for i in range(1, 5))]
+    lines[0] += " | seed by seed |"
+    lines.append("|---" * 6 + "|")
+    for name in ROWS:
+        seeds = figures_of(folder, name, length, count)
+        if seeds:
+            quarters = [found(list(seeds.values()), quarter) for quarter in range(4)]
+            own = ", ".join(found([one]).split(" ")[0] for one in seeds.values())
+            lines.append(f"| {name} | {' | '.join(quarters)} | {own} |")
+    return "\n".join(lines)
+
+
+def figures_of(folder: Path, name: str, length: int, count: int) -> dict[str, tuple[dict, dict]]:
+    """Seed -> (figures of the selector, those of standard attention)."""
+    seeds = {}
     for file in sorted(folder.glob(f"seed-*, {name}, {length}, {count}.json")):
         seed = file.name.split(",")[0]
-        dense = json.loads((folder / f"{seed}, standard, {length}, 0.json").read_text())
-        figures = json.loads(file.read_text())
-        found.append(figures["retrieval"] / dense["retrieval"])
-        recalls.append(figures["recall"])
-    if not found:
+        dense = folder / f"{seed}, {STANDARD}, {length}, 0.json"
+        seeds[seed] = json.loads(file.read_text()), json.loads(dense.read_text())
+    return seeds
+
+
+def found(pairs: Sequence[tuple[dict, dict]], quarter: int | None = None) -> str:
+    """Of the answers that standard attention gives right, the share that is right, its 95% interval
+    and their number; of those in a quarter of the row, if it is given.
+    """
+    hits, asked = [], []
+    for figures, dense in pairs:
+        for row, dense_row in zip(figures["answers"], dense["answers"], strict=True):
+            known = [
+                right
+                for (depth, right), (_, dense_right) in zip(row, dense_row, strict=True)
+                if dense_right and quarter in (None, int(4 * depth))
+            ]
+            hits.append(sum(known))
+            asked.append(len(known))
+    if not any(asked):
         return "-"
-    spread = f" ({min(found):.2f} to {max(found):.2f})" if len(found) > 1 else ""
-    mean = sum(found) / len(found)
-    return f"{mean:.2f}{spread}, recall {sum(recalls) / len(recalls):.2f}"
+    low, high = wilson_of_items(hits, asked)
+    return f"{sum(hits) / sum(asked):.2f} ({low:.2f} to {high:.2f}; {sum(asked)})"
 
 
 if __name__ == "__main__":

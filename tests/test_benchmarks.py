@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from benchmarks import attention, selectors
+from data import recall
+from selfcheck.faults import runs
+
+TRAINED = ["bounds, pages of 16, trained", "indexed, 64 wide"]
 
 
 @pytest.fixture(autouse=True)
@@ -86,23 +90,79 @@ def test_the_share_of_the_best_choice_is_that_of_dense_probabilities():
     mean_N = (expected_N + torch.stack([part.sum() for part in others])) / 2
     assert (mass_BCGN[0, -1, 1] - mean_N).abs().max() < 1e-6
 
-    assert selectors.share_of_best(selectors.settings("exact", 11), q, k) == pytest.approx(1)
-    shares = [
-        selectors.share_of_best(selectors.settings(name, 4), q, k) for name in ("exact", "mean")
-    ]
-    assert 1 > shares[0] > shares[1]
+    assert share_of_best("exact", 11, q, k) == pytest.approx(1)
+    assert 1 > share_of_best("exact", 4, q, k) > share_of_best("mean", 4, q, k)
 
 
-def test_the_table_of_selectors_is_relative_to_standard_attention(tmp_path):
-    for seed, found in enumerate((0.5, 0.25)):
-        figures = {"standard, 4096, 0": {"retrieval": 0.5}}
-        figures["exact, 4096, 16"] = {"retrieval": found, "recall": 0.75}
-        for name, content in figures.items():
-            (tmp_path / f"seed-{seed}, {name}.json").write_text(json.dumps(content))
+def share_of_best(name: str, count: int, q: torch.Tensor, k: torch.Tensor) -> float:
+    return selectors.share_of_best(selectors.settings(name, count), q, k, k)
+
+
+def test_an_indexer_that_knows_nothing_reads_less_than_the_largest_logits():
+    make = torch.Generator().manual_seed(0)
+    q, q_idx = torch.randn(2, 1, 700, 2, 64, generator=make) * 3
+    k = torch.randn(1, 700, 2, 64, generator=make)
+    sizes = selectors.settings("indexed, 64 wide", 4)
+    same = selectors.share_of_best(sizes, q, k, k, q, k[:, :, :1])
+    blind = selectors.share_of_best(sizes, q, k, k, q_idx, k[:, :, :1])
+    assert share_of_best("exact", 4, q, k) > same > blind
+
+
+def write(folder, name: str, rows: list, recall: float = 1.0):
+    content = {"answers": rows, "recall": recall}
+    (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_the_tables_count_the_answers_that_standard_attention_finds(tmp_path):
+    dense = [[[0.1, True], [0.9, True]], [[0.1, True], [0.9, False]]]
+    found = [[[0.1, True], [0.9, False]], [[0.1, True], [0.9, True]]]
+    for seed in range(2):
+        write(tmp_path, f"seed-{seed}, standard, 4096, 0", dense)
+        write(tmp_path, f"seed-{seed}, exact, 4096, 16", found, recall=0.75)
     table = selectors.result_table(tmp_path, [4096], [16])
-    assert "| exact | 0.75 (0.50 to 1.00), recall 0.75 |" in table and "| mean | - |" in table
+    assert re.search(r"\| exact \| 0.67 \(0.\d\d to 0.\d\d; 6\), recall 0.75 \|", table)
+    assert "| mean | - |" in table
+
+    by_depth = selectors.depth_table(tmp_path, 4096, 16)
+    cells = re.search(r"\| exact \|(.*)\|", by_depth)[1].split("|")
+    assert [cell.split()[0] for cell in cells[:4]] == ["1.00", "-", "-", "0.00"]
+    assert cells[4].strip() == "0.67, 0.67"
+
+
+@pytest.mark.slow
+def test_models_are_read_and_trained_with_selectors_and_a_second_call_repeats_nothing(
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    seed = tmp_path / "seed-7"
+    recall.main(
+        ["--output", str(seed / "data-far"), "--lengths", "64:16", "256:32", "--tokens", "20000"]
+    )
+    shape = "hidden_size=16 num_layers=1 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=16"
+    flags = f"--data {seed}/data-far --output_dir {seed}/far --context_length 256 --max_steps 1 "
+    flags += f"--device cpu --dtype fp32 --eval_every 0 --vocab_size 385 --model_overrides {shape}"
+    runs.finish(["--model_size", "tiny", *flags.split()], tmp_path / "log")
+
+    short = {name: selectors.TRAINED[name]._replace(steps=2) for name in TRAINED}
+    monkeypatch.setattr(selectors, "TRAINED", short)
+    monkeypatch.setattr(selectors, "ROWS", selectors.SELECTORS | short)
+    monkeypatch.setattr(selectors, "TRAINED_AT", 256)
+    monkeypatch.setattr(selectors, "TRAINED_WITH", 3)
+    command = f"{tmp_path} --output {tmp_path}/out --lengths 256 --blocks 3 --items 2 --train"
+    assert selectors.main(command.split()) == 0
+    table = capsys.readouterr().out
+    for name in selectors.ROWS:
+        assert f"seed-7, {name}, 256, 3: " in table
+
+    assert selectors.main(command.split()) == 0
+    assert "seed-7" not in capsys.readouterr().out
 
 
 def test_times_of_selectors_are_printed_next_to_sdpa(capsys):
     assert selectors.main(["--times", "1100", "--blocks", "4"]) == 0
-    assert re.search(r"^\| 1,100 \| [\d.]+ s \| [\d.]+x", capsys.readouterr().out, re.M)
+    table = capsys.readouterr().out
+    assert re.search(
+        r"^\| 1,100 \| forward and backward \| [\d.]+ s( \| [\d.]+x){8} \|$", table, re.M
+    )
+    assert re.search(r"^\| \| one decoded token \| [\d.]+ ms( \| [\d.]+x){8} \|$", table, re.M)

@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def demo(module: str, folder: Path, *more: str) -> list[dict]:
+def demo(module: str, folder: Path) -> list[dict]:
     """The records of a demo that ran to its end."""
     done = subprocess.run(
-        [sys.executable, "-m", module, "--demo", "--output_dir", str(folder), *more],
+        [sys.executable, "-m", module, "--demo", "--output_dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -30,15 +30,6 @@ def test_a_policy_that_learns_from_its_certainty_is_right_more_often(tmp_path):
     assert (first["step"], last["step"]) == (0, 90)
     assert last["validation_accuracy"] >= first["validation_accuracy"] + 0.2
     assert last["validation_self_certainty"] > first["validation_self_certainty"] + 0.3
-
-    # the control, from the same first model: rewards that say nothing teach nothing
-    (tmp_path / "demo-made").rename(tmp_path / "random-made")
-    flags = ("--reward", "random", "--max_steps", "40", "--eval_every", "40")
-    control = demo("scripts.intuitor", tmp_path / "random", *flags)
-    alike, drawn = first_and_last(control)
-    assert (alike["validation_accuracy"], drawn["step"]) == (first["validation_accuracy"], 40)
-    assert max(record.get("kl", 0) for record in control) > 5e-4  # the policy did move
-    assert abs(drawn["validation_accuracy"] - first["validation_accuracy"]) <= 0.05
 
 
 def first_and_last(records: list[dict]) -> tuple[dict, dict]:

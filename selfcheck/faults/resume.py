@@ -68,10 +68,8 @@ def epochs(trials: int, folder: Path) -> str:
     epoch = loader.Loader(runs.data.dataset.open_dataset(source), runs.CONTEXT, 2).rows_per_epoch
     steps = math.ceil(epoch / 2)  # of two rows
     moments = dict(
-        middle=steps // 2,
         last_batch=steps - 1,
         boundary=steps,
-        second_epoch=steps + 3,
         third_epoch=2 * steps + 2,
     )
     total, batch = 2 * steps + 4, ["--global_batch_size", "2"]
@@ -128,7 +126,7 @@ def worlds(trials: int, folder: Path) -> str:
     thirds = [steps // 3, 2 * steps // 3, steps]
     options = dict(before=partial(noting, folder / "rows4"))
     one = extended(folder, source, "one", [(1, steps, four)], **options)
-    for name, ranks in dict(two=[2], back=[1, 2, 1], forth=[2, 1, 2]).items():
+    for name, ranks in dict(two=[2], back=[1, 2, 1]).items():
         parts = list(zip(ranks, thirds if len(ranks) > 1 else [steps], [four] * 3, strict=False))
         out = extended(folder, source, name, parts, before=partial(noting, folder / f"rows-{name}"))
         require(noted(folder / f"rows-{name}") == noted(folder / "rows4"), f"{name}: other rows")
@@ -153,7 +151,7 @@ def worlds(trials: int, folder: Path) -> str:
         f"{codes}: {refused[0].last_line()}",
     )
     return (
-        f"after {steps} steps 1, 2, 1->2->1 and 2->1->2 ranks have the same weights, "
+        f"after {steps} steps 1, 2 and 1->2->1 ranks have the same weights, "
         "moments and rows; 2->3 the same rows; 3 ranks for a "
         "batch of 4: code 7, sizes listed"
     )
@@ -388,16 +386,18 @@ LENGTHS = ["--length_schedule", "8:2,16:2,32:2", "--short_fraction", "0.25"]
 
 
 def killed_between_lengths(trials: int, folder: Path) -> str:
-    """Row 50: after every step, before it is saved, and between two stages."""
+    """Row 50: after every step, before it is saved, and between two stages; on two ranks after one
+    step.
+    """
     source = runs.dataset(folder / "data", 400)
     flags = [*LENGTHS, "--global_batch_size", "2", "--save_every", "1", "--eval_every", "2"]
-    for ranks in (1, 2):
+    for ranks, deaths in {1: range(1, 7), 2: (3,)}.items():
         whole = folder / f"whole-{ranks}"
         codes = lives(runs.arguments(source, whole, *flags), ranks)
         require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
 
         moments = dict(
-            steps=[partial(dying_after, step) for step in range(1, 7)],
+            steps=[partial(dying_after, step) for step in deaths],
             edges=[dying_at_an_edge, dying_at_an_edge],
         )
         for name, faults in moments.items():
@@ -409,7 +409,8 @@ def killed_between_lengths(trials: int, folder: Path) -> str:
             require(codes == [0] * ranks, f"{name}: continued, it ended with {codes}")
             require(runs.same_end(out, whole), f"{name}, {ranks} rank(s): other bits")
     return (
-        "three stages of 2 steps, killed after each step and at both edges, on 1 and 2 ranks: "
+        "three stages of 2 steps, killed after each step and at both edges, on 2 ranks after one "
+        "step and at both edges: "
         "weights, moments and losses of the undisturbed run"
     )
 
@@ -472,7 +473,7 @@ def killed_around_the_warmup(trials: int, folder: Path) -> str:
 ROWS: list[Row] = [
     Row(
         21,
-        "resume in an epoch, at its last batch, at its end, later",
+        "resume at the last batch of an epoch, at its end, in a later one",
         "rows of the uninterrupted run",
         epochs,
         slow=True,

@@ -67,7 +67,7 @@ def look_into(named: Path | str) -> Input:
     the kind exists.
     """
     if "://" in str(named):
-        raise ValueError(f"input {named} is a URL: download it, and give the file with --input")
+        raise ValueError(f"input {named} is a URL: give --input the downloaded file")
     path = Path(named)
     if not path.exists() and glob.has_magic(str(named)):
         return _matching(str(named))

@@ -249,7 +249,7 @@ def test_patterns_name_files(tmp_path):
     "named, message",
     [
         ("{folder}/*.nothing", "matches no file: check the pattern"),
-        ("s3://bucket/x", "is a URL: download it"),
+        ("s3://bucket/x", "is a URL: give --input the downloaded file"),
     ],
 )
 def test_what_matches_nothing_is_refused(tmp_path, named, message):

@@ -54,8 +54,7 @@ class Profiler:
     dtype: str = flag(
         "bf16",
         "compute precision; fp16 only with --task analysis",
-        ("precision",),
-        tuple(DTYPES),
+        choices=tuple(DTYPES),
         group="memory and speed",
     )
     nproc: int = flag(

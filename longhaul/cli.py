@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from base.flags import Parser as Parser
 from base.flags import RaisingParser
+from longhaul.other_names import our_name
 
 Config = TypeVar("Config")
 
@@ -98,6 +99,7 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
         description=description,
         epilog=vars(cls).get("EXAMPLES"),
         formatter_class=_HelpFormatter,
+        our_name=our_name,
     )
     sentences = getattr(cls, "GROUPS", {})
     groups = {}
@@ -203,9 +205,7 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     for key, value in _flat(table):
         spec = fields_by_name.get(key.replace("-", "_"))
         if spec is None:
-            parser.error(
-                f"--config {path}: unknown key {key!r}: {_suggestion(key, fields_by_name)}"
-            )
+            parser.error(f"--config {path}: unknown key {key!r}: {_suggestion(key, parser)}")
         if spec.name in keys:
             parser.error(
                 f"--config {path}: {keys[spec.name]} and {key} are the same setting: keep one"
@@ -215,12 +215,12 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     return values
 
 
-def _suggestion(key: str, known: dict[str, Field]) -> str:
+def _suggestion(key: str, parser: Parser) -> str:
     """What to write instead of an unknown key."""
-    nearest = difflib.get_close_matches(key, known, n=1)
-    if nearest:
-        return f"did you mean {nearest[0]!r}?"
-    return "docs/SETTINGS.md lists all"
+    nearest = parser.nearest(f"--{key}")
+    if nearest is None:
+        return "docs/SETTINGS.md lists all"
+    return f"did you mean {nearest.removeprefix('--')!r}?"
 
 
 def _table(path: str, parser: Parser) -> dict:

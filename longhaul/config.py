@@ -64,14 +64,12 @@ class TrainConfig:
     model_size: str = flag(
         "4B",
         "preset of the model's shape, from model.py",
-        aliases=("model",),
         choices=tuple(PRESETS),
         group="model",
     )
     context_length: int = flag(
         4096,
         "tokens per row, which is one training sequence",
-        aliases=("seq_len", "max_seq_len", "sequence_length"),
         at_least=2,
         group="model",
     )
@@ -81,7 +79,6 @@ class TrainConfig:
         "indexed reads the blocks that a trained indexer chooses; without new weights, exact reads "
         "the blocks with the largest logits, bounds those with the largest bounds of them, pooled "
         "and mean those whose means of keys fit best",
-        aliases=("attention",),
         choices=KINDS,
         group="model",
     )
@@ -89,7 +86,6 @@ class TrainConfig:
         (),
         "fields of NSAConfig as name=value, for example kv=separate sel_count=8; "
         "needs --attention_type nsa",
-        aliases=("nsa_overrides",),
         many=True,
         group="model",
     )
@@ -141,7 +137,6 @@ class TrainConfig:
         "folder whose weights training starts from: a Hugging Face Qwen3 model, or a run or step-* "
         "folder of longhaul; its shape, vocabulary and positions are the model's, and so is the "
         "context of a longhaul run, unless flags say otherwise; empty: random weights",
-        aliases=("init_from_hf",),
         group="model",
     )
 
@@ -152,7 +147,6 @@ class TrainConfig:
         "folder written by `python -m data.prepare`; or several with their shares of the tokens, "
         "such as web:0.7,books:0.3, or a TOML file with these; empty: the embedded corpus, which "
         "is the source text of the installed Python, torch and numpy",
-        aliases=("data_dir", "dataset"),
         group="data",
     )
     long_fraction: float = flag(
@@ -193,14 +187,12 @@ class TrainConfig:
     batch_size: int = flag(
         1,
         "rows per micro-batch on each rank; activation memory grows with it",
-        aliases=("micro_batch_size", "per_device_batch_size"),
         at_least=1,
         group="data",
     )
     gradient_accumulation_steps: int = flag(
         1,
         "micro-batches per optimizer step on each rank; costs time, not memory",
-        aliases=("grad_accum", "accumulation_steps"),
         at_least=1,
         group="data",
     )
@@ -224,7 +216,6 @@ class TrainConfig:
     max_steps: int = flag(
         1000,
         "optimizer steps in the whole run",
-        aliases=("steps", "train_steps"),
         at_least=1,
         at_most=10**12,
         group="optimisation",
@@ -232,7 +223,6 @@ class TrainConfig:
     lr: float = flag(
         3e-4,
         "peak learning rate",
-        aliases=("learning_rate",),
         at_least=0,
         at_most=1000,
         group="optimisation",
@@ -241,14 +231,12 @@ class TrainConfig:
         "cosine",
         "learning rate after the warmup: cosine decay to the end, "
         "wsd (constant, then a linear decay), or constant",
-        aliases=("lr_schedule",),
         choices=("cosine", "wsd", "constant"),
         group="optimisation",
     )
     warmup_steps: int = flag(
         100,
         "steps over which the learning rate rises linearly to its peak",
-        aliases=("warmup",),
         at_least=0,
         group="optimisation",
     )
@@ -269,7 +257,6 @@ class TrainConfig:
     weight_decay: float = flag(
         0.1,
         "decoupled weight decay of matrices; norms and biases do not decay",
-        aliases=("wd",),
         at_least=0,
         at_most=1000,
         group="optimisation",
@@ -277,25 +264,21 @@ class TrainConfig:
     beta1: float = flag(
         0.9,
         "AdamW: decay rate of the first moment",
-        aliases=("adam_beta1",),
         group="optimisation",
     )
     beta2: float = flag(
         0.95,
         "AdamW: decay rate of the second moment",
-        aliases=("adam_beta2",),
         group="optimisation",
     )
     adam_eps: float = flag(
         1e-8,
         "AdamW: number added to the root of the second moment",
-        aliases=("eps",),
         group="optimisation",
     )
     grad_clip: float = flag(
         1.0,
         "scale gradients down to this global norm if theirs is larger; 0: no clipping",
-        aliases=("max_grad_norm", "clip"),
         at_least=0,
         group="optimisation",
     )
@@ -319,7 +302,6 @@ class TrainConfig:
         "bf16",
         "compute precision; weights, gradients and optimizer states stay fp32 "
         "unless --master_weights, --offload_optimizer or --optimizer changes them",
-        aliases=("precision",),
         choices=tuple(DTYPE_SPELLINGS),
         group="memory and speed",
     )
@@ -329,7 +311,6 @@ class TrainConfig:
         "full keeps only layer inputs and costs about a third more compute, "
         "selective also keeps attention's outputs so that attention runs once; "
         "the flag without a value means full",
-        aliases=("activation_checkpointing",),
         choices=("none", "full", "selective"),
         bare="full",
         group="memory and speed",
@@ -361,7 +342,6 @@ class TrainConfig:
         "AdamW with fp32, bf16 or 8-bit moments (8, 4 or about 2 bytes per parameter; "
         "bf16 and 8-bit round), "
         "or Muon for the matrices of the layers with AdamW for the rest",
-        aliases=("optim",),
         choices=("adamw", "adamw_bf16", "adamw_8bit", "muon"),
         group="memory and speed",
     )
@@ -414,13 +394,11 @@ class TrainConfig:
     compile: bool = flag(
         False,
         "compile each layer with torch.compile; the first step takes about a minute longer",
-        aliases=("torch_compile",),
         group="memory and speed",
     )
     dp_replicate: int = flag(
         1,
         "number of replicas that each hold all parameters (HSDP); 1: shard over all ranks",
-        aliases=("replicas",),
         at_least=1,
         group="memory and speed",
     )
@@ -428,7 +406,6 @@ class TrainConfig:
         0,
         "number of ranks that share the tokens of each row; "
         "0: as few as a row needs, which is 1 if it fits on one rank",
-        aliases=("context_parallel", "cp", "sequence_parallel_size", "sp"),
         at_least=0,
         group="memory and speed",
     )
@@ -475,13 +452,11 @@ class TrainConfig:
     output_dir: str = flag(
         "runs/default",
         "folder for checkpoints, logs and TensorBoard",
-        aliases=("out", "save_dir"),
         group="run",
     )
     save_every: int = flag(
         500,
         "steps between checkpoints; the last step always saves one",
-        aliases=("save_steps",),
         at_least=1,
         group="run",
     )
@@ -496,7 +471,6 @@ class TrainConfig:
         2,
         "number of newest checkpoints to keep, at least 2; the newest one from which a step was "
         "taken stays, too",
-        aliases=("save_total_limit",),
         at_least=2,
         group="run",
     )
@@ -505,7 +479,6 @@ class TrainConfig:
         "auto: continue from the newest intact checkpoint in output_dir, if there is one; "
         "none: start anew, and refuse a folder that holds a run; "
         "or the path of a step-* folder to continue from",
-        aliases=("resume_from",),
         group="run",
     )
     override_settings: bool = flag(
@@ -534,7 +507,6 @@ class TrainConfig:
     eval_every: int = flag(
         100,
         "steps between evaluations, each with a text sample in TensorBoard; 0: never",
-        aliases=("eval_steps",),
         at_least=0,
         group="run",
     )
@@ -578,7 +550,6 @@ class TrainConfig:
     log_every: int = flag(
         1,
         "steps between progress lines and TensorBoard points; metrics.jsonl has every step",
-        aliases=("logging_steps",),
         at_least=1,
         group="run",
     )
@@ -593,7 +564,6 @@ class TrainConfig:
     plan: bool = flag(
         False,
         "print what the run needs and what this machine has, then stop",
-        aliases=("dry_run",),
         group="run",
     )
 

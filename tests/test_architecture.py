@@ -290,7 +290,7 @@ def test_the_flags_of_the_documents_exist(name):
     fields = dataclasses.fields(TrainConfig)
     known = {"help"}
     for field in fields:
-        known |= {field.name, *field.metadata["aliases"], f"no_{field.name}"}
+        known |= {field.name, f"no_{field.name}"}
     assert not flags_of((ROOT / name).read_text()) - known
 
 

@@ -100,8 +100,7 @@ train --lr 1e10
 train --lr
 train --lr=
 train --lr 1e-3 --lr 1e-4
-train --lr 1e-3 --learning_rate 1e-4
-train --lr=1e-3 --learning-rate=1e-3
+train --save_every 3 --save-every 3
 train -lr 1
 train --learning_rat 1
 train --foo

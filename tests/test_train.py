@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+        (["--learning_rate", "1"], "unknown flag --learning_rate: did you mean --lr?"),
         (
             ["--context-length", "0"],
             "--context_length 0 is out of range: give a number of at least 2",
@@ -579,18 +579,18 @@ def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):
     assert words in refusal(["--config", str(tmp_path / "c.toml")], capsys)
 
 
-def test_flags_win_over_the_toml_file_and_aliases_work_in_both(tmp_path, capsys):
+def test_flags_win_over_the_toml_file(tmp_path, capsys):
     (tmp_path / "c.toml").write_text(
-        "[model]\nmodel_size = 'tiny'\nseq_len = 256\n[optimisation]\nlearning_rate = 1\n"
+        "[model]\nmodel_size = 'tiny'\ncontext-length = 256\n[optimisation]\nlr = 1\n"
     )
     with contextlib.suppress(SystemExit):
         train.main(
             [
                 "--config",
                 str(tmp_path / "c.toml"),
-                "--micro-batch-size",
+                "--batch-size",
                 "3",
-                "--max_seq_len=128",
+                "--context-length=128",
                 "--plan",
                 "--device",
                 "cpu",

@@ -59,7 +59,7 @@ class PolicyConfig(TrainConfig):
         "init_from",
         help="folder of the policy's first weights, which are the reference's, too: a run or "
         "step-* folder of longhaul, or a Hugging Face Qwen3 model",
-        aliases=("checkpoint", "init_from_hf"),
+        aliases=("checkpoint",),
     )
     context_length: int = changed_flag(
         TrainConfig,
@@ -95,8 +95,6 @@ class PolicyConfig(TrainConfig):
     warmup_steps: int = changed_flag(TrainConfig, "warmup_steps", default=0)
     weight_decay: float = changed_flag(TrainConfig, "weight_decay", default=0.0)
     schedule: str = changed_flag(TrainConfig, "schedule", default="constant")
-    # --clip is the policy's
-    grad_clip: float = changed_flag(TrainConfig, "grad_clip", aliases=("max_grad_norm",))
     loss_spike: float = changed_flag(
         TrainConfig,
         "loss_spike",

@@ -289,12 +289,6 @@ class TrainConfig:
         at_least=0,
         group="optimisation",
     )
-    pairwise_accumulation: bool = flag(
-        False,
-        "accumulate micro-batches pairwise, so that one process matches two bit for bit in fp32; "
-        "costs one extra gradient buffer",
-        group="optimisation",
-    )
 
     # ---- memory and speed
 

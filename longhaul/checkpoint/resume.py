@@ -40,6 +40,11 @@ COMMAND_SETTINGS = {
 # groups of settings that decide what a step does to the weights
 FIXED_GROUPS = ("optimisation", "policy")
 
+# Settings that no longer exist and that decided what a step does: a run is continued if it had this
+# value. The others are known to COMMIT.
+DROPPED = {"pairwise_accumulation": False}
+COMMIT = "b60739c"
+
 # files of a job that was killed before it had written run.json
 LEFTOVERS = (".lock", ".tmp-run.json")
 
@@ -178,8 +183,10 @@ def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
 
 def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
     """ValueError if a resume would change how weights are updated and --override_settings is not
-    given.
+    given, or if a setting that no longer exists had changed it.
     """
+    if checkpoint.step < cfg.max_steps:
+        _check_dropped(checkpoint.config)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"
@@ -193,6 +200,16 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
         )
     if not cfg.indexer_ineffective:
         _check_warmup(checkpoint, changed)
+
+
+def _check_dropped(recorded: dict):
+    """ValueError if a setting that no longer exists had decided what a step does."""
+    for name, value in DROPPED.items():
+        if recorded.get(name, value) != value:
+            raise ValueError(
+                f"the checkpoint was trained with --{name} {recorded[name]}, which longhaul no "
+                f"longer has, and other bits would follow: continue the run with commit {COMMIT}"
+            )
 
 
 def _check_warmup(checkpoint: Checkpoint, changed: dict[str, tuple]):

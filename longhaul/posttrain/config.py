@@ -37,7 +37,6 @@ OF_PRETRAINING = frozenset(
         "eval_lengths",
         "eval_items",
         "eval_seconds",
-        "pairwise_accumulation",
         "fit",
     }
 )

@@ -1,0 +1,59 @@
+"""Runs that recorded settings which no longer exist."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import train
+from longhaul.checkpoint import resume
+from longhaul.checkpoint.format import MANIFEST, checksum
+from longhaul.config import TrainConfig
+from selfcheck.faults import runs
+
+# as runs recorded them that did not change them
+RECORDED = {"audit_every": 0, **resume.DROPPED}
+
+
+def trained(source: Path, out: Path, steps: int) -> Path:
+    """The folder of a run on one process with so many steps."""
+    flags = ["--schedule", "constant", "--max_steps", str(steps)]
+    train.main(runs.last_given(runs.arguments(source, out, *flags)))
+    return out
+
+
+def recorded_as(out: Path, settings: dict):
+    """Make a run that of an earlier version, which recorded these settings, too."""
+    for path in (out / "run.json", *out.glob("step-*/manifest.json")):
+        content = json.loads(path.read_text())
+        content["config"] |= settings
+        if path.name == MANIFEST:
+            content["checksum"] = checksum(content)
+        path.write_text(json.dumps(content))
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_same_bits(tmp_path, capsys):
+    source = runs.dataset(tmp_path / "data")
+    whole = trained(source, tmp_path / "whole", 4)
+    out = trained(source, tmp_path / "run", 2)
+    recorded_as(out, RECORDED)
+    capsys.readouterr()
+    trained(source, out, 4)
+
+    said = "settings of the checkpoint that no longer exist, ignored: ['audit_every', "
+    assert capsys.readouterr().out.count(said) == 1
+    assert runs.same_end(out, whole)
+
+
+@pytest.mark.parametrize("name", resume.DROPPED)
+def test_a_run_that_a_dropped_setting_had_changed_is_left_to_the_commit_that_has_it(name):
+    other = {True: False, False: True}.get(resume.DROPPED[name], "another")
+    cfg = TrainConfig(model_size="tiny")
+    config = vars(cfg) | {name: other}
+    words = f"trained with --{name} {other}.* continue the run with commit {resume.COMMIT}"
+    with pytest.raises(ValueError, match=words):
+        resume.check_settings(SimpleNamespace(step=3, config=config), cfg)
+    resume.check_settings(SimpleNamespace(step=3, config=vars(cfg) | RECORDED), cfg)
+    # there is nothing to do
+    resume.check_settings(SimpleNamespace(step=cfg.max_steps, config=config), cfg)

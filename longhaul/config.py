@@ -454,13 +454,6 @@ class TrainConfig:
         at_least=1,
         group="run",
     )
-    save_minutes: float = flag(
-        30.0,
-        "minutes after which a step ends with a checkpoint even if --save_every does not ask for "
-        "one; 0: only --save_every",
-        at_least=0,
-        group="run",
-    )
     keep_last: int = flag(
         2,
         "number of newest checkpoints to keep, at least 2; the newest one from which a step was "

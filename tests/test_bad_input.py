@@ -242,8 +242,6 @@ train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
 train --save_every 0
-train --save_minutes nan
-train --save_minutes -1
 train --keep_last 1
 train --resume /nonexistent
 train --resume {text}

@@ -24,7 +24,7 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
-from longhaul.run import pretraining, training
+from longhaul.run import guard, pretraining, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from selfcheck.faults import runs
@@ -149,9 +149,13 @@ def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
-def test_save_minutes_saves_by_the_clock_and_changes_no_bit(data, tmp_path):
-    for out, minutes in (("often", "1e-6"), ("last", "0")):
-        flags = f"--max_steps 3 --save_every 100 --keep_last 9 --save_minutes {minutes}"
+def test_half_an_hour_without_a_checkpoint_ends_with_one_and_changes_no_bit(
+    data, tmp_path, monkeypatch
+):
+    assert guard.SAVE_SECONDS == 1800
+    for out, seconds in (("often", 1e-4), ("last", 1e9)):
+        monkeypatch.setattr(guard, "SAVE_SECONDS", seconds)
+        flags = "--max_steps 3 --save_every 100 --keep_last 9"
         train.main(command(data, tmp_path / out, flags))
     saved = {out: len(list((tmp_path / out).glob("step-*"))) for out in ("often", "last")}
     assert saved == {"often": 3, "last": 1}

@@ -20,6 +20,9 @@ from longhaul.run.heartbeat import Heartbeat
 # process group has already received.
 SAME_SIGNAL = 1.0
 
+# seconds after which a step ends with a checkpoint even if --save_every does not ask for one
+SAVE_SECONDS = 1800
+
 # What rank 0 adds to the votes on stopping when a save is due: more than there are ranks.
 SAVE_DUE = 2**20
 
@@ -163,7 +166,6 @@ class Guard:
         self.decisions = None  # the process group of `must_stop`
         self.micro_batch_seconds: float | None = None  # as measured in the last step
         self.began = time.monotonic()  # the micro-batch that is under way
-        self.save_seconds = 0.0  # --save_minutes; 0: never
         self.saved_at = time.monotonic()
         self.save_due = False  # as of the last `must_stop`, the same on all ranks
 
@@ -235,7 +237,7 @@ class Guard:
 
     def _save_is_due(self) -> bool:
         waited = time.monotonic() - self.saved_at
-        return 0 < self.save_seconds <= waited
+        return waited >= SAVE_SECONDS
 
     def seconds_left(self) -> float | None:
         """Until the micro-batch under way ends, if it takes as long as those of the last step."""

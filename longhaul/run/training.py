@@ -192,7 +192,6 @@ class Run:
         # `guard.begin` on a ValueError counts as a fault of longhaul
         self.source = program.source(ready, self.state, guard.must_stop)
         self.batches = Batches(self.source)
-        guard.save_seconds = 60 * ready.cfg.save_minutes
         guard.begin(ready.folder, self.state.step)
         if ready.device.type == "cuda" and self.source.reads_ahead:
             self.state.meanwhile = self._load_next

@@ -44,6 +44,9 @@ class TrainConfig:
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out
 
+    # A loss is reported that is so many robust standard deviations above the median of the last 64.
+    LOSS_SPIKE: ClassVar[float] = 10.0
+
     # Printed by --help: a sentence for each group of flags, and commands to start from.
     GROUPS: ClassVar[dict[str, str]] = {
         "model": "What is trained.",
@@ -423,13 +426,6 @@ class TrainConfig:
         10,
         "number of steps that may be skipped because of a NaN or infinite gradient; "
         "one more ends the run with exit code 5, and so does one at the end of the run",
-        at_least=0,
-        group="numerics",
-    )
-    loss_spike: float = flag(
-        10.0,
-        "report a loss that is this many robust standard deviations above the median of the "
-        "last 64 steps; 0: never",
         at_least=0,
         group="numerics",
     )

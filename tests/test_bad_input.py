@@ -237,7 +237,6 @@ train --dp_replicate 0
 train --context_parallel_size 3
 train --context_parallel_mode ring
 train --max_skipped_steps -1
-train --loss_spike nan
 train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b

@@ -207,8 +207,7 @@ def test_examples_belong_to_one_program(capsys):
 def test_a_help_text_names_units_and_what_zero_means():
     for name in ("vocab_size", "rope_theta", "global_batch_size", "grad_clip", "loss_chunk_size"):
         assert "; 0: " in FIELDS[name].metadata["help"]
-    for name in ("eval_every", "loss_spike"):
-        assert FIELDS[name].metadata["help"].endswith("0: never")
+    assert FIELDS["eval_every"].metadata["help"].endswith("0: never")
 
 
 def test_switches_values_and_lists_are_read():

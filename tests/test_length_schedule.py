@@ -233,8 +233,11 @@ def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(
     assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
 
 
-def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(corpus, tmp_path, capsys):
-    run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3", "--loss_spike", "1e-9")
+def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(
+    corpus, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(TrainConfig, "LOSS_SPIKE", 1e-9)
+    run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3")
     said = capsys.readouterr().out
     words = re.search(r"LOSS SPIKE at step (18|19|20): .* (python train.py .*)", said)[2].split()
     assert words[words.index("--length_schedule") + 1] == "8:17,32:3"

@@ -4,6 +4,7 @@ Their fields are the flags of scripts.intuitor and scripts.grade.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,6 +49,7 @@ class PolicyConfig(TrainConfig):
 
     LEFT_OUT: ClassVar[frozenset[str]] = OF_PRETRAINING
     NSA_LACKS: ClassVar[str] = "cannot be trained from rewards yet"
+    LOSS_SPIKE: ClassVar[float] = math.inf  # a policy's loss has no level of its own
     GROUPS: ClassVar[dict[str, str]] = {
         "policy": "What is sampled, how it is rewarded, and what holds the policy back.",
         **TrainConfig.GROUPS,
@@ -94,13 +96,6 @@ class PolicyConfig(TrainConfig):
     warmup_steps: int = changed_flag(TrainConfig, "warmup_steps", default=0)
     weight_decay: float = changed_flag(TrainConfig, "weight_decay", default=0.0)
     schedule: str = changed_flag(TrainConfig, "schedule", default="constant")
-    loss_spike: float = changed_flag(
-        TrainConfig,
-        "loss_spike",
-        default=0.0,
-        help="report a loss that is this many robust standard deviations above the median of the "
-        "last 64 steps; 0: never, since a policy's loss has no level of its own",
-    )
     demo: bool = flag(
         False,
         "make a small task, train a first model on it, and improve that; nothing is downloaded",

@@ -111,14 +111,13 @@ class Health:
         """Look at the step that was just done; returns figures for the log. NumericalHalt if the
         run must not go on.
         """
-        cfg = self.state.cfg
         step = self.state.step
         loss = float(result.loss)
         if result.skipped:
             self._skip(result, say)
 
         score = self.spikes.score(loss)
-        if cfg.loss_spike and score > cfg.loss_spike:
+        if score > self.state.cfg.LOSS_SPIKE:
             rows = self.rows(step)
             say(
                 f"LOSS SPIKE at step {step}: {loss:.4f}, {score:.1f} robust deviations above the "

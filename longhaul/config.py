@@ -480,13 +480,6 @@ class TrainConfig:
         "attention is slower (its backward, and no cuDNN); on a CPU all runs repeat anyway",
         group="run",
     )
-    timeout: int = flag(
-        60,
-        "seconds without a heartbeat before a rank is declared lost and the others exit "
-        "with code 7",
-        at_least=1,
-        group="run",
-    )
     eval_every: int = flag(
         100,
         "steps between evaluations, each with a text sample in TensorBoard; 0: never",

@@ -245,7 +245,6 @@ train --keep_last 1
 train --resume /nonexistent
 train --resume {text}
 train --resume {folder}
-train --timeout 0
 train --eval_every -1
 train --eval_rows 0
 train --log_every 0

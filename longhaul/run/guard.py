@@ -14,7 +14,7 @@ from types import TracebackType
 
 from base import durable
 from longhaul import dist, exits
-from longhaul.run.heartbeat import Heartbeat
+from longhaul.run import heartbeat
 
 # Seconds within which a second signal counts as the first one: torchrun passes on what the whole
 # process group has already received.
@@ -162,7 +162,7 @@ class Guard:
         self.folder: Path | None = None
         self.lock: Lock | None = None
         self.step: int | None = None  # the last step that was done
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: heartbeat.Heartbeat | None = None
         self.decisions = None  # the process group of `must_stop`
         self.micro_batch_seconds: float | None = None  # as measured in the last step
         self.began = time.monotonic()  # the micro-batch that is under way
@@ -174,14 +174,14 @@ class Guard:
         self.signals.__enter__()
         return self
 
-    def watch(self, timeout: float):
+    def watch(self):
         """From now on a rank that is killed or stopped is named, and the others end with code 7.
 
         ValueError if the environment gives the launcher a time that is no number.
         """
         self.allowed = dist.launcher_patience(os.environ)
         if self.world.size > 1:
-            self.heartbeat = Heartbeat(self.world, timeout, self._record)
+            self.heartbeat = heartbeat.Heartbeat(self.world, heartbeat.LOST, self._record)
             self.decisions = dist.decision_group(self.world)
 
     # ---- the folder

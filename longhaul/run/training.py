@@ -65,7 +65,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         dist.start(world, device)
-        guard.watch(cfg.timeout)
+        guard.watch()
 
         plan = plan_or_refuse(cfg, world, device)
         timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)

@@ -181,12 +181,6 @@ class TrainConfig:
         "those of each stage; longer ones are left out instead of cut",
         group="data",
     )
-    documents: str = flag(
-        "directory",
-        "embedded corpus: make one document of each file, or a long one of each directory",
-        choices=("file", "directory"),
-        group="data",
-    )
     batch_size: int = flag(
         1,
         "rows per micro-batch on each rank; activation memory grows with it",
@@ -806,7 +800,6 @@ class TrainConfig:
             eval_seconds=self.eval_every > 0 and not costly,
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
-            documents=bool(self.data),
             short_fraction=not self.length_schedule,
             schedule=only_warmup,
             decay_fraction=self.schedule != "wsd" or only_warmup,

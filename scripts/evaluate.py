@@ -420,7 +420,7 @@ def open_data(opened: Opened, path: str | None) -> tuple[Corpus, ...]:
             f"{opened.folder} does not say what it was trained on: give --data, prepared with its "
             "tokenizer (python -m data.prepare --tokenizer)"
         )
-    embedded = prepare_embedded(documents=opened.cfg.documents, report=lambda *line: None)
+    embedded = prepare_embedded(report=lambda *line: None)
     return (Corpus(EMBEDDED, embedded, Fraction(1)),)
 
 

@@ -211,7 +211,6 @@ train --long_fraction 1.5
 train --long_fraction nan
 train --long_fraction 0.33333
 train --long_fraction 0.5 --context_length 65536
-train --documents lines
 train --device gpu
 train --device cuda
 train --device cuda:0

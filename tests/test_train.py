@@ -495,13 +495,13 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
         command(
             data,
             tmp_path / "run",
-            "--max_steps 1 --decay_fraction 0.5 --documents file",
+            "--max_steps 1 --decay_fraction 0.5 --context_parallel_mode ulysses",
         )
     )
     out = capsys.readouterr().out
     assert (
         "warning: --decay_fraction 0.5 has no effect" in out
-        and "warning: --documents file has no effect" in out
+        and "warning: --context_parallel_mode ulysses has no effect" in out
     )
     assert "warning: the run ends inside the warmup, at 50% of the peak learning rate" in out
     assert "settings that differ from the defaults" in out

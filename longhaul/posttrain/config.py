@@ -27,7 +27,6 @@ OF_PRETRAINING = frozenset(
         "length_schedule",
         "short_fraction",
         "whole_documents",
-        "documents",
         "loss",
         "logits_threshold_gib",
         "loss_chunk_size",

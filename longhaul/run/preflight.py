@@ -171,7 +171,7 @@ def open_data(cfg: TrainConfig, world: dist.World) -> tuple[Corpus, ...]:
         return corpora
 
     def prepare() -> str:
-        return str(corpus.prepare_embedded(documents=cfg.documents).path)
+        return str(corpus.prepare_embedded().path)
 
     embedded = open_dataset(dist.on_rank0(prepare, world))
     return (Corpus(mixture.EMBEDDED, embedded, Fraction(1)),)

@@ -131,7 +131,7 @@ class TrainConfig:
     model_overrides: tuple[str, ...] = flag(
         (),
         "fields of ModelConfig as name=value, for shapes between the presets, "
-        "for example num_layers=12",
+        "for example num_layers=12; and for loss_chunk_size, the tokens per tile of the loss",
         many=True,
         group="model",
     )
@@ -359,21 +359,9 @@ class TrainConfig:
         "auto",
         "standard computes all logits at once; chunked computes them tile by tile, twice; one_pass "
         "computes the gradients with the loss, for a block of tokens at a time; auto: tiles if the "
-        "logits exceed --logits_threshold_gib or if tiles are at least as fast, and in one pass if "
-        "the weights are not in low precision",
+        "logits exceed 10 GiB (logits_threshold_gib of --model_overrides) or if tiles are at least "
+        "as fast, and in one pass if the weights are not in low precision",
         choices=CHOICES["loss"],
-        group="memory and speed",
-    )
-    logits_threshold_gib: float = flag(
-        10.0,
-        "GiB of logits above which --loss auto always uses tiles",
-        at_least=0,
-        group="memory and speed",
-    )
-    loss_chunk_size: int = flag(
-        0,
-        "tokens per tile of the loss; 0: chosen for the shape and the device",
-        at_least=0,
         group="memory and speed",
     )
     kernels: str = flag(
@@ -805,7 +793,6 @@ class TrainConfig:
             decay_fraction=self.schedule != "wsd" or only_warmup,
             min_lr_ratio=self.schedule == "constant" or only_warmup,
             indexer_warmup=self.indexer_ineffective,
-            logits_threshold_gib=self.loss != "auto",
             rope_original_context=self.rope_scaling != "yarn" and not self.init_from,
         )
         changed = self.changed_settings()
@@ -892,8 +879,6 @@ class TrainConfig:
         fields = dict(
             attention=self._attention(),
             loss=self.loss,
-            logits_threshold_gib=self.logits_threshold_gib,
-            loss_chunk_size=self.loss_chunk_size,
             kernels=self.kernels,
             compute_dtype=self._compute_dtype(),
             rope_scaling=self.rope_scaling,

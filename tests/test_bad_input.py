@@ -229,8 +229,8 @@ train --optimizer sgd
 train --optimizer_in_backward
 train --optimizer_in_backward --grad_clip 0 --gradient_accumulation_steps 2
 train --loss fast
-train --logits_threshold_gib nan
-train --loss_chunk_size -1
+train --model_overrides logits_threshold_gib=nan
+train --model_overrides loss_chunk_size=-1
 train --dp_replicate 2
 train --dp_replicate 0
 train --context_parallel_size 3

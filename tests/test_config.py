@@ -205,7 +205,7 @@ def test_examples_belong_to_one_program(capsys):
 
 
 def test_a_help_text_names_units_and_what_zero_means():
-    for name in ("vocab_size", "rope_theta", "global_batch_size", "grad_clip", "loss_chunk_size"):
+    for name in ("vocab_size", "rope_theta", "global_batch_size", "grad_clip"):
         assert "; 0: " in FIELDS[name].metadata["help"]
     assert FIELDS["eval_every"].metadata["help"].endswith("0: never")
 

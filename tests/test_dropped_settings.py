@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from longhaul.checkpoint import resume
+from longhaul.checkpoint import earlier, resume
 from longhaul.checkpoint.format import MANIFEST, checksum
 from longhaul.config import TrainConfig
 from selfcheck.faults import runs
 
 # as runs recorded them that did not change them
-RECORDED = {"audit_every": 0, **resume.DROPPED}
+RECORDED = {"audit_every": 0, "loss_chunk_size": 0, **earlier.DROPPED}
 
 
 def trained(source: Path, out: Path, steps: int) -> Path:
@@ -46,12 +46,22 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_bits(tmp_path, capsys
     assert runs.same_end(out, whole)
 
 
-@pytest.mark.parametrize("name", resume.DROPPED)
+def test_settings_that_are_now_fields_of_the_model_keep_what_was_recorded():
+    recorded = dict(lr=1.0, logits_threshold_gib=10.0, loss_chunk_size=0)
+    assert earlier.present_settings(recorded) == dict(lr=1.0)
+    recorded |= dict(loss_chunk_size=64, model_overrides=["num_layers=2"])
+    found = earlier.present_settings(recorded)
+    assert found == dict(lr=1.0, model_overrides=["num_layers=2", "loss_chunk_size=64"])
+    cfg = TrainConfig(model_size="tiny", model_overrides=tuple(found["model_overrides"]))
+    assert cfg.model().loss_chunk_size == 64
+
+
+@pytest.mark.parametrize("name", earlier.DROPPED)
 def test_a_run_that_a_dropped_setting_had_changed_is_left_to_the_commit_that_has_it(name):
-    other = {True: False, False: True}.get(resume.DROPPED[name], "another")
+    other = {True: False, False: True}.get(earlier.DROPPED[name], "another")
     cfg = TrainConfig(model_size="tiny")
     config = vars(cfg) | {name: other}
-    words = f"trained with --{name} {other}.* continue the run with commit {resume.COMMIT}"
+    words = f"trained with --{name} {other}.* continue the run with commit {earlier.COMMIT}"
     with pytest.raises(ValueError, match=words):
         resume.check_settings(SimpleNamespace(step=3, config=config), cfg)
     resume.check_settings(SimpleNamespace(step=3, config=vars(cfg) | RECORDED), cfg)

@@ -123,6 +123,14 @@ def test_the_printed_command_gives_the_same_run_again(hf, finished):
             assert settings(plan.command(cfg, World()).removeprefix("python train.py")) == cfg
 
 
+def test_fields_that_are_no_geometry_are_kept_next_to_the_folders_shape(hf):
+    cfg = settings(f"--init_from {hf} --model_overrides loss_chunk_size=64")
+    assert cfg.model().loss_chunk_size == 64
+    assert (
+        dataclasses.replace(cfg.model(), loss_chunk_size=0) == settings(f"--init_from {hf}").model()
+    )
+
+
 def test_without_init_from_nothing_is_added():
     assert start.completed({"lr": 1.0}) == {"lr": 1.0}
     assert settings("--lr 1") == TrainConfig(lr=1.0)

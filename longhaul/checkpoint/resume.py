@@ -15,6 +15,7 @@ from data import order, staged
 from data.dataset import Dataset
 from data.loader import Order
 from longhaul import optim
+from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
@@ -39,11 +40,6 @@ COMMAND_SETTINGS = {
 
 # groups of settings that decide what a step does to the weights
 FIXED_GROUPS = ("optimisation", "policy")
-
-# Settings that no longer exist and that decided what a step does: a run is continued if it had this
-# value. The others are known to COMMIT.
-DROPPED = {"pairwise_accumulation": False}
-COMMIT = "b60739c"
 
 # files of a job that was killed before it had written run.json
 LEFTOVERS = (".lock", ".tmp-run.json")
@@ -149,8 +145,9 @@ def read_record(folder: Path) -> dict | None:
 
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        return content | {"identity": dict(content["identity"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = present_settings(content.get("config", {}))
+        return content | {"identity": dict(content["identity"]), "config": config}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{record} is damaged ({error!r}): restore it, or choose another --output_dir"
         ) from None
@@ -186,7 +183,7 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
     given, or if a setting that no longer exists had changed it.
     """
     if checkpoint.step < cfg.max_steps:
-        _check_dropped(checkpoint.config)
+        check_dropped(checkpoint.config)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"
@@ -200,16 +197,6 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
         )
     if not cfg.indexer_ineffective:
         _check_warmup(checkpoint, changed)
-
-
-def _check_dropped(recorded: dict):
-    """ValueError if a setting that no longer exists had decided what a step does."""
-    for name, value in DROPPED.items():
-        if recorded.get(name, value) != value:
-            raise ValueError(
-                f"the checkpoint was trained with --{name} {recorded[name]}, which longhaul no "
-                f"longer has, and other bits would follow: continue the run with commit {COMMIT}"
-            )
 
 
 def _check_warmup(checkpoint: Checkpoint, changed: dict[str, tuple]):

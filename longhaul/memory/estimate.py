@@ -371,7 +371,7 @@ def _one_pass(rank: Rank) -> Terms:
     block = block_tokens(rank.N, vocabulary, width, rank.element)
     rows, _ = default_tiles(rank.N, vocabulary, CUDA, "compiled")
     tile = forward_columns(rank.N, vocabulary, CUDA, "compiled")
-    rows = min(rank.cfg.loss_chunk_size or rows, block)
+    rows = min(rank.config.loss_chunk_size or rows, block)
 
     # The label's logits: its weights, their copy, the hidden states and the products in fp32. Then
     # the gradient of the block's hidden states and copies of two tiles of the weight.

@@ -28,8 +28,6 @@ OF_PRETRAINING = frozenset(
         "short_fraction",
         "whole_documents",
         "loss",
-        "logits_threshold_gib",
-        "loss_chunk_size",
         "context_parallel_size",
         "context_parallel_mode",
         "evals",

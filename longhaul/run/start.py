@@ -226,8 +226,8 @@ def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, 
     """The preset that is nearest to the model, and what differs from it."""
     shape = {name: getattr(config, name) for name in (*GEOMETRY, "init_std")}
     vocabulary = shape.pop("vocab_size")
-    if "init_std" in _overrides(settings):
-        shape["init_std"] = _overrides(settings)["init_std"]
+    given = _overrides(settings).items()
+    shape |= {name: value for name, value in given if name not in GEOMETRY}
 
     sizes = [settings["model_size"]] if settings.get("model_size") else list(PRESETS)
     overrides = {size: _differences(shape, size) for size in sizes}

@@ -1,0 +1,32 @@
+"""The settings that runs of earlier versions have recorded, in terms of the present ones."""
+
+# Settings that no longer exist and that decided what a step does: a run is continued if it had this
+# value. The others are known to COMMIT.
+DROPPED = {"pairwise_accumulation": False}
+COMMIT = "b60739c"
+
+# Settings that are now given as --model_overrides, with their defaults.
+FIELDS_OF_MODEL = {"logits_threshold_gib": 10.0, "loss_chunk_size": 0}
+
+
+def present_settings(recorded: dict) -> dict:
+    """The recorded settings by their present names; what no longer exists stays as it is."""
+    found = {name: value for name, value in recorded.items() if name not in FIELDS_OF_MODEL}
+    overrides = [
+        f"{name}={recorded[name]}"
+        for name, default in FIELDS_OF_MODEL.items()
+        if recorded.get(name, default) != default
+    ]
+    if overrides:
+        found["model_overrides"] = [*recorded.get("model_overrides", ()), *overrides]
+    return found
+
+
+def check_dropped(recorded: dict) -> None:
+    """ValueError if a setting that no longer exists had decided what a step does."""
+    for name, value in DROPPED.items():
+        if recorded.get(name, value) != value:
+            raise ValueError(
+                f"the checkpoint was trained with --{name} {recorded[name]}, which longhaul no "
+                f"longer has, and other bits would follow: continue the run with commit {COMMIT}"
+            )

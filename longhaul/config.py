@@ -28,8 +28,6 @@ TOKENS_PER_TILE = 4096
 
 # What --evals may name, in the order in which it is measured.
 EVALS = ("loss", "position", "gain", "retrieval")
-# What --eval_tasks may name: those of longhaul/evals/tasks.py, in their order.
-EVAL_TASKS = ("single", "multikey", "multivalue", "copy", "tracking2", "tracking4")
 SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval, if --eval_lengths does not say
 
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
@@ -474,11 +472,6 @@ class TrainConfig:
         "position, the gain of the full context on a short one, retrieval",
         group="run",
     )
-    eval_tasks: str = flag(
-        ",".join(EVAL_TASKS),
-        "--evals retrieval: which tasks are asked, one or more of the default",
-        group="run",
-    )
     eval_rows: int = flag(
         8,
         "rows of each corpus's validation split that are measured, over all ranks",
@@ -489,13 +482,6 @@ class TrainConfig:
         "",
         "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024 to "
         "the context length",
-        group="run",
-    )
-    eval_items: int = flag(
-        32,
-        "--evals retrieval: items of each task at each length",
-        at_least=1,
-        at_most=10**6,
         group="run",
     )
     eval_seconds: float = flag(
@@ -617,9 +603,8 @@ class TrainConfig:
             )
 
     def _check_evals(self) -> None:
-        """ValueError for no measure or task, an unknown one, and lengths that are no numbers."""
+        """ValueError for no measure, an unknown one, and lengths that are no numbers."""
         known_words("--evals", self.evals, EVALS)
-        known_words("--eval_tasks", self.eval_tasks, EVAL_TASKS)
         self._given_eval_lengths()
 
     def check_eval_lengths(self) -> None:
@@ -782,9 +767,7 @@ class TrainConfig:
         asks_nothing = self.eval_every > 0 and "retrieval" not in self.eval_names()
         costly = set(self.eval_names()) - {"loss", "position"}
         ineffective = dict(
-            eval_tasks=asks_nothing,
             eval_lengths=asks_nothing,
-            eval_items=asks_nothing,
             eval_seconds=self.eval_every > 0 and not costly,
             context_parallel_mode=self.context_ranks == 1,
             gradient_accumulation_steps=self.global_batch_size > 0,
@@ -851,10 +834,6 @@ class TrainConfig:
     def eval_names(self) -> tuple[str, ...]:
         """What an evaluation measures."""
         return words_of(self.evals)
-
-    def retrieval_tasks(self) -> tuple[str, ...]:
-        """What an evaluation asks."""
-        return words_of(self.eval_tasks)
 
     def retrieval_lengths(self) -> tuple[int, ...]:
         """Tokens of the rows of retrieval; a stage of a length schedule has those that fit."""

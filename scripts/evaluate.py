@@ -38,7 +38,6 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.cli import known_words
 from longhaul.config import (
-    EVAL_TASKS,
     EVALS,
     SHORTEST_EVAL,
     TrainConfig,
@@ -51,7 +50,7 @@ from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
-from longhaul.evals.tasks import ALL_TASKS
+from longhaul.evals.tasks import ALL_TASKS, TASKS
 from longhaul.kinds import attention_kind
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
@@ -127,7 +126,7 @@ def add_what(parser: Parser):
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(EVAL_TASKS)})",
+        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(TASKS)})",
     )
     parser.add_argument(
         "--items",
@@ -249,7 +248,7 @@ def asked_for(given: argparse.Namespace, names: tuple[str, ...], opened: "Opened
     come from the pass of the validation loss.
     """
     context = given.context_length or opened.context
-    tasks = EVAL_TASKS
+    tasks = tuple(TASKS)
     if given.tasks is not None:
         tasks = known_words("--tasks", given.tasks, tuple(ALL_TASKS))
     return Asked(

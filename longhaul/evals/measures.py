@@ -38,6 +38,7 @@ class Measured(Protocol):
         """The figures of TensorBoard by name."""
 
 
+ITEMS = 32  # of each retrieval task at each length
 WHOLE = ""  # the part of a measure that has no parts
 Found = dict[str, dict[str, Any]]  # what was measured: by measure, and by corpus or length
 
@@ -56,7 +57,7 @@ class Asked:
     rows: int = 8  # of the validation split of each corpus, for the losses and for the gain
     lengths: tuple[int, ...] = ()  # tokens of the rows of retrieval
     tasks: tuple[str, ...] = tuple(TASKS)  # of retrieval
-    items: int = 32  # of each retrieval task at each length
+    items: int = ITEMS  # of each retrieval task at each length
     vocab_size: int = 0  # of the model; 0: of the data
     seconds: float = 0.0  # the time budget; 0: none
     seed: int = 0  # of the order of validation rows
@@ -71,8 +72,7 @@ class Asked:
             names=cfg.eval_names(),
             rows=cfg.eval_rows,
             lengths=cfg.retrieval_lengths(),
-            tasks=cfg.retrieval_tasks(),
-            items=cfg.eval_items,
+            items=ITEMS,
             vocab_size=vocab_size,
             seconds=cfg.eval_seconds,
             seed=cfg.seed,

@@ -31,9 +31,7 @@ OF_PRETRAINING = frozenset(
         "context_parallel_size",
         "context_parallel_mode",
         "evals",
-        "eval_tasks",
         "eval_lengths",
-        "eval_items",
         "eval_seconds",
         "fit",
     }

@@ -49,8 +49,7 @@ class TrainConfig:
     GROUPS: ClassVar[dict[str, str]] = {
         "model": "What is trained.",
         "data": "What the model is trained on, and how much data a step takes.",
-        "optimisation": "How gradients change weights; without --override_settings a resume may "
-        "change only --max_steps.",
+        "optimisation": "How gradients change weights; --resume auto may change only --max_steps.",
         "memory and speed": "Precision, memory levers, backends and parallelism.",
         "numerics": "What happens when numbers go wrong.",
         "run": "Checkpoints, validation, logs and what to do before the first step.",
@@ -441,12 +440,8 @@ class TrainConfig:
         "auto",
         "auto: continue from the newest intact checkpoint in output_dir, if there is one; "
         "none: start anew, and refuse a folder that holds a run; "
-        "or the path of a step-* folder to continue from",
-        group="run",
-    )
-    override_settings: bool = flag(
-        False,
-        "allow a resume to change settings of the group optimisation, which is otherwise refused",
+        "or the path of a step-* folder to continue from, also with other settings of the group "
+        "optimisation",
         group="run",
     )
     async_save: bool = flag(

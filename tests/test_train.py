@@ -481,7 +481,8 @@ def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
     assert "--lr: recorded 0.0003, now 0.01" in refusal(
         command(data, tmp_path / "run", "--max_steps 3 --lr 0.01"), capsys
     )
-    train.main(command(data, tmp_path / "run", "--max_steps 3 --lr 0.01 --override_settings"))
+    named = f"--resume {tmp_path}/run/step-00000002"
+    train.main(command(data, tmp_path / "run", f"--max_steps 3 --lr 0.01 {named}"))
     out = capsys.readouterr().out
     assert (
         "changed since the checkpoint: lr 0.0003 -> 0.01" in out

@@ -82,7 +82,7 @@ class Ready:
         """The same run at a stage, with the stage's settings; commands are those of the run."""
 
         def command(cfg: TrainConfig) -> str:
-            changed = ("resume", "output_dir", "skip_rows", "lr", "override_settings")
+            changed = ("resume", "output_dir", "skip_rows", "lr")
             asked = {name: getattr(cfg, name) for name in changed}
             return self.command(dataclasses.replace(self.cfg, **asked))
 

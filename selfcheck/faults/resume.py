@@ -215,7 +215,7 @@ def changed_settings(trials: int, folder: Path) -> str:
         "--lr: recorded 0.0003, now 0.02, --beta1: recorded 0.9, now 0.5" in refused.last_line(),
         refused.last_line(),
     )
-    require("--override_settings" in refused.last_line(), "the remedy is not named")
+    require("--resume" in refused.last_line(), "the remedy is not named")
 
     def seen():
         original = optim.build_optimizer
@@ -227,7 +227,9 @@ def changed_settings(trials: int, folder: Path) -> str:
 
         optim.build_optimizer = build
 
-    applied = runs.finish([*args, "--override_settings"], folder / "applied", before=seen)
+    applied = runs.finish(
+        [*args, "--resume", str(out / "step-00000003")], folder / "applied", before=seen
+    )
     require(
         "changed since the checkpoint: lr 0.0003 -> 0.02" in applied.words()
         and "beta1 0.9 -> 0.5" in applied.words(),
@@ -243,7 +245,7 @@ def changed_settings(trials: int, folder: Path) -> str:
         "the run is as it was without them",
     )
     return (
-        "refused naming each; with --override_settings applied, said on screen and in "
+        "refused naming each; with --resume CHECKPOINT applied, said on screen and in "
         "TensorBoard, and the losses are others"
     )
 

@@ -41,8 +41,6 @@ from longhaul.config import (
     EVALS,
     SHORTEST_EVAL,
     TrainConfig,
-    add_attention,
-    read_with,
 )
 from longhaul.dist import World, named_device
 from longhaul.evals import heatmap
@@ -51,7 +49,7 @@ from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
 from longhaul.evals.tasks import ALL_TASKS, TASKS
-from longhaul.kinds import attention_kind
+from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply

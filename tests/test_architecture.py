@@ -27,6 +27,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "data",
         "longhaul.elementwise",
         "longhaul.exits",
+        "longhaul.other_names",
         "longhaul.sparse",
         "longhaul.vocab",
     },
@@ -39,6 +40,7 @@ LEVELS = [  # a module imports modules of lower levels, and of its own room
         "longhaul.staging",
     },
     {"longhaul.clock", "longhaul.kinds", "longhaul.optimizers"},
+    {"longhaul.config_checks"},
     {
         "longhaul.config",
         "longhaul.generate",

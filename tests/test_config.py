@@ -78,7 +78,7 @@ def test_fractions_are_between_0_and_1(name):
 def test_a_ratio_may_be_1_and_a_moments_decay_may_not():
     assert TrainConfig(min_lr_ratio=1.0, decay_fraction=1.0).min_lr_ratio == 1
     for name in ("beta1", "beta2"):
-        with pytest.raises(ValueError, match="of at least 0 and below 1"):
+        with pytest.raises(ValueError, match="--beta. 1.0 is out of range: give a number below 1"):
             TrainConfig(**{name: 1.0})
 
 

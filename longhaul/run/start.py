@@ -23,7 +23,8 @@ from data.load_tokenizer import hash_of_ids
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
 from longhaul.checkpoint.format import Checkpoint
-from longhaul.config import TrainConfig, read_pairs
+from longhaul.cli import read_pairs
+from longhaul.config import TrainConfig, model_fields
 from longhaul.kinds import attention_kind
 from model import PRESETS, Decoder, ModelConfig
 
@@ -219,7 +220,7 @@ def _given_geometry(settings: dict[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def _overrides(settings: dict[str, Any]) -> dict[str, Any]:
-    return read_pairs(settings.get("model_overrides", ()), ModelConfig, "model_overrides")
+    return model_fields(settings.get("model_overrides", ()))
 
 
 def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:

@@ -104,14 +104,10 @@ class TrainConfig:
     )
     rope_scaling: str = model_flag(
         "none",
-        "how rotary positions are stretched beyond the context that the weights were trained at",
-        choices=CHOICES["rope_scaling"],
-    )
-    rope_factor: float = model_flag(
-        1.0, "linear and yarn: the new context length divided by the trained one"
-    )
-    rope_original_context: int = model_flag(
-        32768, "yarn: context length in tokens that the weights were trained at"
+        "how rotary positions are stretched beyond the context that the weights were trained at: "
+        "none, linear:FACTOR or yarn:FACTOR[:ORIGINAL], where FACTOR is the new context length "
+        f"divided by the trained one, which is ORIGINAL ({ModelConfig.rope_original_context}, or "
+        "what the folder of --init_from says)",
     )
     model_overrides: tuple[str, ...] = model_flag(
         (),
@@ -518,8 +514,8 @@ class TrainConfig:
         if not schedule:
             return (Stage(0, 0, self.max_steps, self),)
 
-        proportional = self.rope_scaling == "none"
-        thetas = lengths.thetas(schedule, self.model().rope_theta, proportional)
+        model = self.model()
+        thetas = lengths.thetas(schedule, model.rope_theta, model.rope_scaling == "none")
         found = []
         first_step = 0
         for number, length in enumerate(schedule):
@@ -570,9 +566,7 @@ class TrainConfig:
             loss=self.loss,
             kernels=self.kernels,
             compute_dtype=self._compute_dtype(),
-            rope_scaling=self.rope_scaling,
-            rope_factor=self.rope_factor,
-            rope_original_context=self.rope_original_context,
+            **rope_fields(self.rope_scaling),
         )
         if self.vocab_size:
             fields["vocab_size"] = self.vocab_size
@@ -738,3 +732,22 @@ def model_fields(overrides: Sequence[str]) -> dict[str, Any]:
     flags = {spec.name: spec.name for spec in dataclasses.fields(TrainConfig)}
     flags |= {"compute_dtype": "dtype", "attention": "attention_type"}
     return read_pairs(overrides, ModelConfig, "model_overrides", flags)
+
+
+def rope_fields(text: str) -> dict[str, Any]:
+    """Fields of ModelConfig from --rope_scaling, such as yarn:4:32768; ValueError for others."""
+    kind, *numbers = text.split(":")
+    values: dict[str, Any] = dict(rope_scaling=kind)
+    try:
+        if numbers:
+            values["rope_factor"] = float(numbers[0])
+        if len(numbers) > 1:
+            values["rope_original_context"] = int(numbers[1])
+    except ValueError:
+        kind = ""
+    if kind not in CHOICES["rope_scaling"] or len(numbers) > 2:
+        raise ValueError(
+            f"--rope_scaling {text[:40]} is unknown: give none, linear:FACTOR or "
+            "yarn:FACTOR[:ORIGINAL]"
+        )
+    return values

@@ -26,7 +26,8 @@ def check_schedule(cfg, model: ModelConfig) -> None:
         factor = cfg.context_length / model.rope_original_context
         raise ValueError(
             f"--rope_scaling {model.rope_scaling} reaches {reach} tokens, and "
-            f"--length_schedule {cfg.context_length}: give --rope_factor {factor:g}"
+            f"--length_schedule {cfg.context_length}: give --rope_scaling "
+            f"{model.rope_scaling}:{factor:g}"
         )
     cfg.stages()
 
@@ -190,7 +191,6 @@ def ineffective_settings(cfg) -> list[str]:
         decay_fraction=cfg.schedule != "wsd" or only_warmup,
         min_lr_ratio=cfg.schedule == "constant" or only_warmup,
         indexer_warmup=cfg.indexer_ineffective,
-        rope_original_context=cfg.rope_scaling != "yarn" and not cfg.init_from,
     )
     changed = cfg.changed_settings()
     return [name for name in ineffective if name in changed and ineffective[name]]

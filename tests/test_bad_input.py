@@ -175,9 +175,11 @@ train --nsa windows=9
 train --rope_theta nan
 train --rope_theta -1
 train --rope_scaling ntk
-train --rope_scaling linear --rope_factor nan
-train --rope_scaling linear --rope_factor 0
-train --rope_scaling yarn --rope_factor 4 --rope_original_context 0
+train --rope_scaling linear:nan
+train --rope_scaling linear:0
+train --rope_scaling yarn:4:0
+train --rope_scaling yarn:x
+train --rope_scaling yarn
 train --init_from /nonexistent
 train --init_from {folder}
 train --data /nonexistent
@@ -202,7 +204,7 @@ train --length_schedule 32:2:1
 train --length_schedule 32:2:nan
 train --length_schedule 32:1,64:4
 train --length_schedule 32:1:1e4,64:1 --rope_theta 5e5
-train --length_schedule 32:1,64:1 --rope_scaling yarn --rope_factor 2 --rope_original_context 16
+train --length_schedule 32:1,64:1 --rope_scaling yarn:2:16
 train --length_schedule 32768:1,65536:1 --context_length 65536
 train --length_schedule 32:1,64:1 --short_fraction 2
 train --length_schedule 32:1,64:1 --short_fraction 0.5 --long_fraction 0.5

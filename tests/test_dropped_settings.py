@@ -49,9 +49,15 @@ def test_a_run_of_an_earlier_version_goes_on_with_the_same_bits(tmp_path, capsys
 def test_settings_that_are_now_fields_of_the_model_keep_what_was_recorded():
     recorded = dict(lr=1.0, logits_threshold_gib=10.0, loss_chunk_size=0)
     assert earlier.present_settings(recorded) == dict(lr=1.0)
+    recorded |= dict(rope_scaling="yarn", rope_factor=4.0, rope_original_context=64)
+    assert earlier.present_settings(recorded) == dict(lr=1.0, rope_scaling="yarn:4:64")
+    recorded |= dict(rope_scaling="none", rope_factor=1.0, rope_original_context=32768)
+    assert earlier.present_settings(recorded) == dict(lr=1.0, rope_scaling="none")
     recorded |= dict(loss_chunk_size=64, model_overrides=["num_layers=2"])
     found = earlier.present_settings(recorded)
-    assert found == dict(lr=1.0, model_overrides=["num_layers=2", "loss_chunk_size=64"])
+    assert found == dict(
+        lr=1.0, rope_scaling="none", model_overrides=["num_layers=2", "loss_chunk_size=64"]
+    )
     cfg = TrainConfig(model_size="tiny", model_overrides=tuple(found["model_overrides"]))
     assert cfg.model().loss_chunk_size == 64
 

@@ -59,10 +59,10 @@ def test_without_bases_they_are_proportional_to_the_length():
 
 
 def test_rope_scaling_leaves_the_base_as_it_is():
-    scaled = dict(rope_scaling="yarn", rope_factor=16.0, rope_original_context=64)
+    scaled = dict(rope_scaling="yarn:16:64")
     stages = settings("64:1,512:1", **scaled).stages()
     assert [stage.cfg.rope_theta for stage in stages] == [1e6, 1e6]
-    with pytest.raises(ValueError, match="reaches 1024 tokens.* give --rope_factor 32"):
+    with pytest.raises(ValueError, match="reaches 1024 tokens.* give --rope_scaling yarn:32"):
         settings("64:1,2048:1", **scaled)
 
 

@@ -1,5 +1,7 @@
 """The settings that runs of earlier versions have recorded, in terms of the present ones."""
 
+from model import ModelConfig
+
 # Settings that no longer exist and that decided what a step does: a run is continued if it had this
 # value. The others are known to COMMIT.
 DROPPED = {"pairwise_accumulation": False}
@@ -17,9 +19,22 @@ def present_settings(recorded: dict) -> dict:
         for name, default in FIELDS_OF_MODEL.items()
         if recorded.get(name, default) != default
     ]
+    if "rope_factor" in recorded:
+        found["rope_scaling"] = rope_words(
+            recorded["rope_scaling"],
+            found.pop("rope_factor"),
+            found.pop("rope_original_context"),
+        )
     if overrides:
         found["model_overrides"] = [*recorded.get("model_overrides", ()), *overrides]
     return found
+
+
+def rope_words(scaling: str, factor: float, original: int) -> str:
+    """--rope_scaling of these fields of ModelConfig."""
+    if scaling == "none" and original == ModelConfig.rope_original_context:
+        return scaling
+    return f"{scaling}:{factor:g}:{original}"
 
 
 def check_dropped(recorded: dict) -> None:

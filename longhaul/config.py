@@ -19,6 +19,7 @@ from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
+from longhaul.optimizers import OPTIMIZERS
 from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig
 
@@ -263,7 +264,7 @@ class TrainConfig:
         "AdamW with fp32, bf16 or 8-bit moments (8, 4 or about 2 bytes per parameter; "
         "bf16 and 8-bit round), "
         "or Muon for the matrices of the layers with AdamW for the rest",
-        choices=("adamw", "adamw_bf16", "adamw_8bit", "muon"),
+        choices=tuple(OPTIMIZERS),
     )
     master_weights: str = memory_flag(
         "fp32",

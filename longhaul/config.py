@@ -382,12 +382,6 @@ class TrainConfig:
         "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024 to "
         "the context length",
     )
-    eval_seconds: float = run_flag(
-        0.0,
-        "seconds after which an evaluation leaves out what it has not measured yet, but never the "
-        "losses; 0: no limit",
-        at_least=0,
-    )
     log_every: int = run_flag(
         1,
         "steps between progress lines and TensorBoard points; metrics.jsonl has every step",

@@ -180,10 +180,8 @@ def ineffective_settings(cfg) -> list[str]:
     """Names of settings that were changed from their default and that the others make void."""
     only_warmup = cfg.warmup_steps >= cfg.max_steps
     asks_nothing = cfg.eval_every > 0 and "retrieval" not in cfg.eval_names()
-    costly = set(cfg.eval_names()) - {"loss", "position"}
     ineffective = dict(
         eval_lengths=asks_nothing,
-        eval_seconds=cfg.eval_every > 0 and not costly,
         context_parallel_mode=cfg.context_ranks == 1,
         gradient_accumulation_steps=cfg.global_batch_size > 0,
         short_fraction=not cfg.length_schedule,

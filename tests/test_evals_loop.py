@@ -87,7 +87,7 @@ class Uniform:
         return Scores(nll_BT.masked_fill(~valid_BT, 0), hit_BT)
 
 
-# --------------------------------------------------------------------------- measures and budget
+# --------------------------------------------------------------------------- measures
 
 
 @pytest.fixture(scope="module")
@@ -186,57 +186,11 @@ def test_several_corpora_have_figures_of_their_own(tmp_path, corpus):
     assert {"gain/all/set", "gain/all/other", "retrieval/mean_104"} <= report.scalars().keys()
 
 
-def test_a_budget_ends_measures_between_two_forwards_but_never_the_losses(corpus, monkeypatch):
-    seconds = [0.0]
-
-    class Slow(Uniform):
-        """A second for each forward."""
-
-        def score(self, item: Item, *, hits: bool = False) -> Scores:
-            seconds[0] += 1
-            return super().score(item, hits=hits)
-
-    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
-
-    def run(budget: float):
-        seconds[0] = 0
-        return Measures([corpus], asked(rows=5, seconds=budget)).run(Slow())
-
-    whole = run(0)
-    forwards = whole.seconds
-    short = run(2)
-    assert short.found.keys() == {"loss"} and short.seconds == 5
-    assert list(short.left_out) == ["gain", "retrieval at 104", "retrieval at 128"]
-    assert short.lines()[-1] == "left out           retrieval at 128: 2 s were over"
-
-    most = run(forwards - 1)
-    assert list(most.left_out) == ["retrieval at 128"]
-    assert most.seconds == forwards - 1
-    assert most.found["retrieval"][""].lengths == (104,)
-    assert "retrieval/mean_104" in most.scalars()
-    assert "retrieval/effective_context" not in most.scalars()
-    assert run(forwards).left_out == {}
-    assert "retrieval/effective_context" in run(forwards).scalars()
-
-
-@pytest.mark.parametrize("rank, votes", [(0, [False, True]), (1, [False, False])])
-def test_rank_0s_clock_decides_for_all(monkeypatch, rank, votes):
-    seconds = [5.0]
-    voted = []
-    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(dist, "any_rank", lambda flag: voted.append(flag) or flag)
-    budget = measures.Budget(10.0, dist.World(rank=rank, size=2), lambda: False)
-    for now in (14.0, 15.0):
-        seconds[0] = now
-        assert budget.must_stop() == budget.is_over == voted[-1]
-    assert voted == votes
-
-
 @pytest.mark.parametrize("forwards", [0, 3, 40])
 def test_a_run_that_is_asked_to_stop_has_no_report(corpus, forwards):
     scorer = Uniform()
     stop = lambda: len(scorer.lengths) >= forwards  # noqa: E731
-    prepared = Measures([corpus], asked(rows=5, seconds=1e9))
+    prepared = Measures([corpus], asked(rows=5))
     assert prepared.run(scorer, must_stop=stop) is None
     assert len(scorer.lengths) == forwards
 
@@ -319,8 +273,6 @@ def test_a_stage_measures_the_lengths_that_it_has():
         ({"eval_lengths": "4k"}, "--eval_lengths 4k has '4k': give numbers"),
         ({"eval_lengths": "4096,,1"}, "has '': give numbers"),
         ({"eval_lengths": "-1"}, "has '-1': give numbers"),
-        ({"eval_seconds": -1.0}, "--eval_seconds -1.0 is out of range"),
-        ({"eval_seconds": math.nan}, "--eval_seconds nan is out of range"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(flags, words):
@@ -332,11 +284,6 @@ def test_flags_of_retrieval_without_it_are_named():
     flags = dict(eval_lengths="1024")
     assert settings(**flags).ineffective_settings() == list(flags)
     assert settings(evals="retrieval", **flags).ineffective_settings() == []
-
-
-def test_a_budget_of_losses_alone_is_named():
-    assert settings(eval_seconds=5.0).ineffective_settings() == ["eval_seconds"]
-    assert settings(evals="loss,gain", eval_seconds=5.0).ineffective_settings() == []
 
 
 def test_flags_of_evaluations_that_are_off_are_left_alone():
@@ -484,7 +431,7 @@ def trained(world: dist.World, folder: str, changes: dict, evaluate: bool) -> li
     readers = world.size // sharing
     loader = Loader(open_dataset(folder), SMALL["context_length"], readers)
     corpus = Corpus("set", loader.dataset, Fraction(1))
-    small = asked(context_length=64, lengths=(104,), rows=2, items=1, seconds=1e9)
+    small = asked(context_length=64, lengths=(104,), rows=2, items=1)
     prepared = Measures([corpus], small) if evaluate else None
 
     bits = []

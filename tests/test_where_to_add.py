@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of adding an optimizer, an activation, a flag or a data source, done."""
+"""What CONTRIBUTING.md says of an optimizer, an activation, a flag and a data source, done."""
 
 import dataclasses
 import importlib

@@ -32,7 +32,6 @@ OF_PRETRAINING = frozenset(
         "context_parallel_mode",
         "evals",
         "eval_lengths",
-        "eval_seconds",
         "fit",
     }
 )

@@ -206,7 +206,7 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
     init_from: str = flag(
         "",
         "folder of the model: a run or step-* folder of longhaul, or a Hugging Face Qwen3 model",
-        aliases=("checkpoint", "init_from_hf"),
+        aliases=("checkpoint",),
         group="model",
     )
 

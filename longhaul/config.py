@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from base.flags import PRECISIONS, spellings
-from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import config_checks, lengths
-from longhaul.cli import check_ranges, flag, known_words, read_pairs, words_of
+from longhaul.cli import check_ranges, flag, read_pairs, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
@@ -400,7 +399,7 @@ class TrainConfig:
         self._normalise_dtype()
         self._take_lengths()
         check_ranges(self)
-        self._check_fractions()
+        config_checks.check_fractions(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
 
@@ -408,7 +407,7 @@ class TrainConfig:
         config_checks.check_activation_levers(self, config)
         config_checks.check_optimizer_levers(self)
         if self.eval_every:
-            self._check_evals()
+            config_checks.check_evals(self, EVALS)
         if self.context_ranks > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
@@ -442,31 +441,7 @@ class TrainConfig:
                 )
             object.__setattr__(self, name, value)
 
-    def _check_fractions(self) -> None:
-        """ValueError for a share of the tokens that no order of rows can hold exactly."""
-        for name in ("long_fraction", "short_fraction"):
-            value = getattr(self, name)
-            if round(value, DECIMALS) != value:
-                raise ValueError(
-                    f"--{name} {value} has too many digits: give at most {DECIMALS} behind the "
-                    "point"
-                )
-
-    def _check_evals(self) -> None:
-        """ValueError for no measure, an unknown one, and lengths that are no numbers."""
-        known_words("--evals", self.evals, EVALS)
-        self._given_eval_lengths()
-
-    def check_eval_lengths(self) -> None:
-        """ValueError for a length beyond the context; not of a stage, which may be shorter."""
-        given = self._given_eval_lengths()
-        if given and given[-1] > self.context_length:
-            raise ValueError(
-                f"--eval_lengths {self.eval_lengths} has {given[-1]}, and --context_length is "
-                f"{self.context_length}: give at most {self.context_length}"
-            )
-
-    def _given_eval_lengths(self) -> tuple[int, ...]:
+    def given_eval_lengths(self) -> tuple[int, ...]:
         """The numbers of --eval_lengths, rising; ValueError for another word."""
         return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
@@ -538,7 +513,7 @@ class TrainConfig:
 
     def retrieval_lengths(self) -> tuple[int, ...]:
         """Tokens of the rows of retrieval; a stage of a length schedule has those that fit."""
-        given = self._given_eval_lengths()
+        given = self.given_eval_lengths()
         if given:
             return tuple(length for length in given if length <= self.context_length)
 

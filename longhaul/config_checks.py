@@ -1,9 +1,37 @@
 """Which settings of a run exclude each other, and which have no effect with the others."""
 
+from data.mixture import DECIMALS
 from longhaul import lengths
+from longhaul.cli import known_words
 from longhaul.kinds import attention_kind
 from longhaul.sparse.layer import BlockConfig
 from model import ModelConfig, NSAConfig
+
+
+def check_fractions(cfg) -> None:
+    """ValueError for a share of the tokens that no order of rows can hold exactly."""
+    for name in ("long_fraction", "short_fraction"):
+        value = getattr(cfg, name)
+        if round(value, DECIMALS) != value:
+            raise ValueError(
+                f"--{name} {value} has too many digits: give at most {DECIMALS} behind the point"
+            )
+
+
+def check_evals(cfg, known: tuple[str, ...]) -> None:
+    """ValueError for no measure, an unknown one, and lengths that are no numbers."""
+    known_words("--evals", cfg.evals, known)
+    cfg.given_eval_lengths()
+
+
+def check_eval_lengths(cfg) -> None:
+    """ValueError for a length beyond the context; not of a stage, which may be shorter."""
+    given = cfg.given_eval_lengths()
+    if given and given[-1] > cfg.context_length:
+        raise ValueError(
+            f"--eval_lengths {cfg.eval_lengths} has {given[-1]}, and --context_length is "
+            f"{cfg.context_length}: give at most {cfg.context_length}"
+        )
 
 
 def check_schedule(cfg, model: ModelConfig) -> None:

@@ -24,7 +24,7 @@ from data.export_tokenizer import complete_tokenizer
 from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
-from longhaul import dist
+from longhaul import config_checks, dist
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
@@ -298,7 +298,7 @@ def check_evals(cfg: TrainConfig, config: ModelConfig, corpora: Sequence[Corpus]
     """ValueError if evaluations would measure at the longest context what they cannot."""
     if not cfg.eval_every:
         return
-    cfg.check_eval_lengths()
+    config_checks.check_eval_lengths(cfg)
     asked = Asked.of(cfg.stages()[-1].cfg, config.vocab_size)
     costly = set(asked.names) - {"loss", "position"}
     try:

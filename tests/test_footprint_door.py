@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import profile_memory
-from longhaul.memory.search import _Bounds
+from longhaul.memory.search import Bounds
 from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
@@ -325,7 +325,7 @@ def test_advice_for_what_fits_and_for_what_cannot(mine, llama, answer, capsys):
 )
 @pytest.mark.parametrize("first", [1, 512, 100_000])
 def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
-    bounds = _Bounds(1, nearly=False)
+    bounds = Bounds(1, nearly=False)
     aim, trials = first, 0
     while aim is not None:
         bounds.add(aim, needs(aim), needs(aim) <= 1)

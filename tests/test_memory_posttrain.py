@@ -41,7 +41,7 @@ def test_mixtures_over_a_cache_take_so_many_times_less_than_the_published_form(c
             dtype="fp32",
             **settings,
         )
-        found = needs(cfg, cfg.model())
+        found = needs(cfg)
         return found.peak - found.static
 
     legacy = above_the_weights(method="gumbel_legacy", gradient_checkpointing="none")

@@ -12,8 +12,15 @@ from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.estimate import PROCESS_GIB
-from longhaul.memory.watch import compared_at, comparison, failed_bytes, out_of_memory
+from longhaul.memory.needs import PROCESS_GIB
+from longhaul.memory.watch import (
+    Watch,
+    compared_at,
+    comparison,
+    failed_bytes,
+    out_of_memory,
+    warning,
+)
 from longhaul.run import training
 from model import GIB
 from tests import test_train
@@ -58,6 +65,27 @@ def test_in_an_indexers_warm_up_its_own_peak_is_compared(dense, expected):
     assert compared_at(cfg) == expected.keys()
     for step, gib in expected.items():
         assert f"planned {gib} GiB" in comparison(plan, step)
+
+
+def test_a_plan_that_is_wrong_is_a_warning_with_the_stage_of_the_peak(monkeypatch):
+    gpu = torch.device("cuda")
+    read = iter([1.0, 4.08, 4.08])
+    monkeypatch.setattr("longhaul.memory.watch.peak_memory_gib", lambda device: next(read, 4.08))
+    seen = Watch(gpu)
+    for stage in ("attention backward", "optimizer"):
+        seen.enter(stage)
+    seen.note()
+    planned = SimpleNamespace(
+        cfg=SimpleNamespace(dense_steps=0),
+        warm_up=None,
+        peak=int(0.82 * GIB),
+        live={"attention backward": GIB // 2},
+        device=gpu,
+    )
+    words = warning(planned, 2, seen)
+    assert "attention backward, for which 0.50 GiB were planned" in words and "+397" in words
+    planned.peak = int(4.05 * GIB)
+    assert warning(planned, 2, seen) is None
 
 
 @pytest.mark.parametrize(
@@ -117,9 +145,7 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto"
     )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    checkpointed = next(
-        rung.request for rung in fit.ladder(cfg) if rung.request.gradient_checkpointing == "full"
-    )
+    checkpointed = fit.checkpointing(cfg)
     with_checkpointing = planner.plan(
         checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
     )

@@ -308,7 +308,10 @@ def test_the_last_lever_allows_one_rank_per_row_and_the_one_before_two(monkeypat
 
     too_small = planner.plan(asked, asked.model(), world, CUDA, available=14.0)
     assert fit.fitted(too_small).plan is None
-    enough = planner.plan(asked, asked.model(), world, CUDA, available=16.5)
+    last = planner.plan(asked, asked.model(), world, CUDA, available=16.5)
+    assert fit.fitted(last).plan.cfg.context_parallel_size == 1
+    # two ranks that share rows reserve 18.21 GiB without head groups
+    enough = planner.plan(asked, asked.model(), world, CUDA, available=18.5)
     assert fit.fitted(enough).plan.cfg.context_parallel_size == 2
 
 

@@ -298,12 +298,12 @@ def _set(cfg: StepConfig, name: str, value: object) -> StepConfig:
 def _changes(asked: StepConfig, card: Card) -> Iterator[Lever]:
     """What can be changed, the cheapest first."""
 
-    def change(name: str, code: str, is_free: bool = False, **settings: Any) -> Lever:
-        return Lever(name, lambda cfg: dataclasses.replace(cfg, **settings), code, is_free)
+    def change(name: str, code: str, **settings: Any) -> Lever:
+        return Lever(name, lambda cfg: dataclasses.replace(cfg, **settings), code)
 
     if asked.optimizer == "adamw":
         code = "torch.optim.AdamW(..., fused=True)"
-        yield change("AdamW fused", code, is_free=True, optimizer="adamw_fused")
+        yield change("AdamW fused", code, optimizer="adamw_fused")
     if asked.dtype == "fp32" and asked.autocast == "none" and card.cc >= HALF_SINCE:
         code = 'with torch.autocast("cuda", torch.bfloat16): the forward and the loss'
         yield change("autocast to bf16", code, autocast="bf16")

@@ -63,7 +63,6 @@ class Lever(NamedTuple):
     name: str
     pull: Callable[[Any], Any]
     code: str = ""  # what it is in a script
-    is_free: bool = False  # costs no time, so that it is not taken back
 
 
 def pulled(lever: Lever, request: Any) -> Any:
@@ -188,8 +187,6 @@ class Search:
         """Without the levers that the request fits without, the dearest first."""
         best, made = climbed.best, climbed.made
         for lever in reversed(climbed.made[:-1]):
-            if lever.is_free:
-                continue
             fewer = [one for one in made if one is not lever]
             request = functools.reduce(lambda request, one: pulled(one, request), fewer, asked)
             one = self.look(f"without {lever.name}", request)

@@ -230,17 +230,27 @@ def _by_levers(search: Search, asked: Run, gpus: int) -> Tried | None:
 
 
 def _by_ranks(search: Search, asked: Run, gpus: int) -> Tried | None:
-    """The fewest ranks that hold the request; if the most do not, with the fewest levers."""
+    """The fewest ranks that hold the request; if none do, with levers on the most ranks, or on the
+    fewest: what ranks exchange takes memory, too.
+    """
     numbers = worlds(asked.cfg, gpus)
-    climbed = search.climb(asked._replace(ranks=numbers[-1]), LEVERS)
-    if not climbed.best.fits:
-        return None
-    cfg = climbed.best.request.cfg
-    fewer = [(f"{ranks} rank(s)", Run(cfg, ranks)) for ranks in numbers[:-1]]
-    best = search.first(fewer) or climbed.best
-    if cfg != asked.cfg:
-        search.say(f"as asked, {gpus} GPU(s) are too few; {_with_levers(best.request, asked.cfg)}")
-    return best
+    plain = search.first(_on_each(asked.cfg, numbers))
+    if plain:
+        return plain
+    for ranks in dict.fromkeys((numbers[-1], numbers[0])):
+        best = search.climb(asked._replace(ranks=ranks), LEVERS).best
+        if best.fits:
+            cfg = best.request.cfg
+            fewer = [number for number in numbers if number < ranks]
+            best = search.first(_on_each(cfg, fewer)) or best
+            words = _with_levers(best.request, asked.cfg)
+            search.say(f"as asked, {gpus} GPU(s) are too few; {words}")
+            return best
+    return None
+
+
+def _on_each(cfg: TrainConfig, numbers: list[int]) -> list[tuple[str, Run]]:
+    return [(f"{ranks} rank(s)", Run(cfg, ranks)) for ranks in numbers]
 
 
 def _with_levers(best: Run, asked: TrainConfig) -> str:

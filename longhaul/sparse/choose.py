@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.nsa.branches import Buffers, product_fp32
+from longhaul.sparse.tiles import Buffers, product_fp32
 
 # Numbers of a product that exist at once: 4 MiB in fp32 on a CPU, whose cache holds it.
 CPU_PRODUCTS = 2**20

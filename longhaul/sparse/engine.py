@@ -8,7 +8,7 @@ memory, so that they can run at the same time.
 The queries come to the blocks, because gathering keys per query would move n blocks for each:
 - the own block is one dense tile for all queries of a block, with the causal mask;
 - all other chosen blocks end before their queries. They are (query, block) pairs, sorted by block
-  and cut into tiles without a mask (nsa/selected.py).
+  and cut into tiles without a mask (tiles.py).
 The log-sum-exp of each part says which share of the whole softmax it holds, so that the parts merge
 exactly. There are no atomics: sums run over sorted segments, in a fixed order.
 
@@ -27,14 +27,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.nsa.branches import Buffers, product_fp32, starts
-from longhaul.sparse.nsa.selected import (
+from longhaul.sparse.nsa.branches import starts
+from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
+from longhaul.sparse.streams import Stream, each_stream
+from longhaul.sparse.tiles import (
     TILE_ROWS,
     BackwardInputs,
+    Buffers,
     Tiles,
     cut_tiles,
     merge_parts,
     pad_queries,
+    product_fp32,
     queries_of,
     slot_count,
     tile_backward,
@@ -43,8 +47,6 @@ from longhaul.sparse.nsa.selected import (
     tiles_backward,
     tiles_forward,
 )
-from longhaul.sparse.nsa.streams import Stream, each_stream
-from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
 
 # Pairs of a chunk, at least: their results take 32 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results

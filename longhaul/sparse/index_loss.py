@@ -24,8 +24,7 @@ from torch import Tensor
 
 from base.machine import platform
 from longhaul.sparse.engine import cut_chunks, fill_masses, in_blocks, sort_pairs
-from longhaul.sparse.nsa.branches import Buffers, product_fp32
-from longhaul.sparse.nsa.selected import gather_sum, tile_groups
+from longhaul.sparse.tiles import Buffers, gather_sum, product_fp32, tile_groups
 
 CHUNK_LOGITS = 2**22  # of a dense chunk of queries: 16 MiB in fp32
 MOST_QUERIES = 256  # of it

@@ -8,7 +8,6 @@ engine.py    nsa_attention, forward and backward as custom operators
 branches.py  one document under one KV head: compressed branch, window, and choice of blocks
 selected.py  one document under one KV head: the selected branch, block-major
 decode.py    what a layer keeps while decoding, and the attention of one token
-streams.py   how the streams of an operator share the threads
 triton/      the kernels for GPUs
 """
 

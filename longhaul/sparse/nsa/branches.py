@@ -20,8 +20,7 @@ edge. t is a position inside its document. l, s, l', n and w of the paper are cm
 sel_block, sel_count and window.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
+from longhaul.sparse.tiles import Buffers, product_fp32
 
 STEP_LOGITS = 2**20  # logits that exist at once in the compressed branch: 4 MiB in fp32
 STEP_QUERIES = 256  # queries of a step of the compressed branch, at most
@@ -83,61 +83,7 @@ class BranchKV(NamedTuple):
         return BranchKV(*(x.contiguous() for x in self))
 
 
-# ---- buffers, products and softmax
-
-
-class Buffers:
-    """Memory that the steps of a stream use one after another.
-
-    If each step allocated and freed it, the allocator could return it to the system every time;
-    with heads of 32 the page faults then took as long as the step.
-    """
-
-    def __init__(self, like: Tensor):
-        self.like = like
-        self.by_name = {}
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The buffer of this name, with any content, in this shape; a name has one dtype.
-
-        Sizes are powers of two, so that a buffer seldom grows; what is not written is not resident.
-        """
-        count = math.prod(shape)
-        if name not in self.by_name or len(self.by_name[name]) < count:
-            self.by_name.pop(name, None)  # before the larger one exists
-            self.by_name[name] = self.like.new_empty(2 ** (count - 1).bit_length(), dtype=dtype)
-        return self.by_name[name][:count].view(shape)
-
-    def rounded(self, name: str, x_fp32: Tensor) -> Tensor:
-        """x in the dtype of the inputs."""
-        if self.like.dtype == torch.float32:
-            return x_fp32
-        return self.take(name, x_fp32.shape, self.like.dtype).copy_(x_fp32)
-
-
-def product_fp32(a: Tensor, b: Tensor, buffers: Buffers, name: str) -> Tensor:
-    """a b^T in fp32, of two matrices or two batches of matrices, in the buffer of this name.
-
-    A bf16 product of a CPU returns bf16, too coarse for logits and ranks. Subtracting the rounded
-    result inside a second product, whose sums are fp32, returns what rounding lost: relative error
-    2^-17 at 0.6 times the time of an fp32 product (K = 128). Below K = 64, reading and writing the
-    result costs more than the product, and an fp32 product takes 0.85 times as long.
-    """
-    product = torch.mm if a.ndim == 2 else torch.bmm
-    if platform().device(a).type == "cuda" and a.dtype != torch.float32:
-        return product(a, b.mT, out_dtype=torch.float32)
-
-    shape = (*a.shape[:-1], b.shape[-2])
-    out = buffers.take(name, shape, torch.float32)
-    if a.dtype != torch.bfloat16 or a.shape[-1] < 64:
-        return product(a.float(), b.float().mT, out=out)  # fp16 would overflow at 65504
-
-    add_product = torch.addmm if a.ndim == 2 else torch.baddbmm
-    high = buffers.take("high", shape, a.dtype)
-    low = buffers.take("low", shape, a.dtype)
-    product(a, b.mT, out=high)
-    add_product(high, a, b.mT, beta=-1, out=low)
-    return out.copy_(high).add_(low.float())  # a sum of two dtypes would make this copy inside
+# ---- products and softmax
 
 
 def _add_product(

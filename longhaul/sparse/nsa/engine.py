@@ -21,7 +21,6 @@ from torch import Tensor
 
 from longhaul.sparse.nsa.branches import (
     BranchKV,
-    Buffers,
     Sizes,
     Step,
     band_steps,
@@ -32,8 +31,9 @@ from longhaul.sparse.nsa.branches import (
     steps_backward,
     steps_forward,
 )
-from longhaul.sparse.nsa.selected import BackwardInputs, selected_backward, selected_forward
-from longhaul.sparse.nsa.streams import Stream, each_stream
+from longhaul.sparse.nsa.selected import selected_backward, selected_forward
+from longhaul.sparse.streams import Stream, each_stream
+from longhaul.sparse.tiles import BackwardInputs, Buffers
 from model import check_sparse_inputs, sparse_documents
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16

@@ -19,95 +19,26 @@ P dynamic blocks of a query, R pairs of a tile, or its matrix rows (query, head)
 a tile, or slots of all tiles. l' and n of the paper are sel_block and sel_count.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
-from longhaul.sparse.nsa.branches import Buffers, Sizes, product_fp32
+from longhaul.sparse.nsa.branches import Sizes
+from longhaul.sparse.tiles import LOG2E as LOG2E
+from longhaul.sparse.tiles import (
+    TILE_ROWS,
+    BackwardInputs,
+    Buffers,
+    Tiles,
+    cut_tiles,
+    merge_parts,
+    pad_queries,
+    tile_backward,
+    tile_forward,
+    tiles_backward,
+    tiles_forward,
+)
 
-LOG2E = 1.4426950408889634
-TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
-TILES_AT_ONCE = 64  # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
-FORCED_AT_ONCE = 8  # the same for the tiles of forced blocks, which have more rows and keys
-# The number of tiles is a multiple of this: a library keeps every shape that it saw, the heap every
-# size. At 32k tokens in bf16, forward and backward add 266 MiB; any number of tiles added 365.
-TILES_STEP = 16
-
-
-class BackwardInputs(NamedTuple):
-    """What the backward reads of each query and head; do carries the gate."""
-
-    q: Tensor
-    do: Tensor
-    lse: Tensor
-    delta: Tensor  # do . o
-
-
-# ---- attention inside tiles
-
-
-def tile_forward(
-    q_NRK: Tensor,
-    k_NSK: Tensor,
-    v_NSK: Tensor,
-    buffers: Buffers,
-    hidden_RS: Tensor | None = None,
-    out_NRK: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(o_NRK, lse_NR) of each tile; hidden logits are -inf, so that exp makes exact zeros of them.
-
-    lse = max(logits) - log(max(p)) is cheaper than a second pass of exp.
-    """
-    scale = q_NRK.shape[-1] ** -0.5
-    logits_NRS = product_fp32(q_NRK, k_NSK, buffers, "logits").mul_(scale)
-    if hidden_RS is not None:
-        logits_NRS.masked_fill_(hidden_RS, -torch.inf)
-    p_NRS = buffers.take("p", logits_NRS.shape, torch.float32)
-    torch.softmax(logits_NRS, -1, out=p_NRS)
-    o_NRK = torch.bmm(buffers.rounded("high", p_NRS), v_NSK, out=out_NRK)
-    lse_NR = logits_NRS.amax(-1) - p_NRS.amax(-1).log()
-    return o_NRK, lse_NR
-
-
-def tile_backward(
-    inputs: BackwardInputs,
-    k_NSK: Tensor,
-    v_NSK: Tensor,
-    buffers: Buffers,
-    hidden_RS: Tensor | None = None,
-    out_NRK: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of each tile; `inputs` has tensors [N,R,...], with the lse over all blocks.
-
-    dq and dk lack the factor 1 / sqrt(K).
-    """
-    q_NRK, do_NRK, lse_NR, delta_NR = inputs
-    scale = q_NRK.shape[-1] ** -0.5
-
-    # exp2 is three times as fast as exp on a CPU.
-    exponent_NRS = product_fp32(q_NRK, k_NSK, buffers, "p")
-    torch.add(
-        lse_NR.unsqueeze(-1) * -LOG2E,
-        exponent_NRS,
-        alpha=scale * LOG2E,
-        out=exponent_NRS,
-    )
-    if hidden_RS is not None:
-        exponent_NRS.masked_fill_(hidden_RS, -torch.inf)
-    p_NRS = exponent_NRS.exp2_()
-
-    ds_NRS = product_fp32(do_NRK, v_NSK, buffers, "logits")
-    ds_NRS.sub_(delta_NR.unsqueeze(-1))
-    ds_NRS.mul_(p_NRS)
-    ds_NRS = buffers.rounded("low", ds_NRS)
-    dq_NRK = torch.bmm(ds_NRS, k_NSK, out=out_NRK)
-    dk_NSK = ds_NRS.mT @ q_NRK
-    dv_NSK = buffers.rounded("high", p_NRS).mT @ do_NRK
-    return dq_NRK, dk_NSK, dv_NSK
+FORCED_AT_ONCE = 8  # tiles whose logits exist at the same time
 
 
 # ---- forced blocks: a dense tile per block of queries
@@ -143,16 +74,6 @@ def _forced_tiles(
     key = torch.arange(first_key, l, device=device)
     hidden_lS = key > query[:, None]
     return index_NS, hidden_lS.repeat_interleave(M, 0)
-
-
-def pad_queries(
-    x_CM_: Tensor,
-    count: int,
-    value: float,
-) -> Tensor:
-    """[C+count,M,...] with the value in the new queries."""
-    other_dims = (0, 0) * (x_CM_.ndim - 1)
-    return F.pad(x_CM_, (*other_dims, 0, count), value=value)
 
 
 def _by_block(x_CM_: Tensor, l: int) -> Tensor:
@@ -236,242 +157,11 @@ def _add_forced(
         total_JSK[low : low + N] += part[:, cfg.sel_init + i]
 
 
-# ---- dynamic blocks: tiles of pairs of one block
-
-
-class Tiles(NamedTuple):
-    """Pairs sorted by block and cut into tiles of R pairs; the slots of a tile share a block."""
-
-    slot_CP: Tensor  # the slot of each query's p-th pair
-    query_S: Tensor  # the query of each slot, C for padding; the last slot is that of no pair
-    block_N: Tensor  # the block of each tile
-    R: int
-
-
-def slot_count(pairs: int, J: int, R: int) -> int:
-    """Slots for the most tiles that so many pairs can need, and the one of no pair."""
-    most = pairs // R + min(J, pairs)
-    return most * R + 1
-
-
-def cut_tiles(
-    block_CP: Tensor,
-    J: int,
-    R: int,
-    pairs: int,
-) -> Tiles:
-    """Sorts at most `pairs` pairs by block and gives each block as many tiles of R as it needs.
-
-    Block J stands for no pair: its slot is the last one, which is in no tile. The number of slots
-    does not depend on the values, nor does the number of tiles whose logits exist at the same time.
-    On CUDA there are as many tiles as slots, so that the host never waits for the device, and on
-    meta tensors, which have no values.
-    """
-    C, P = block_CP.shape
-    device = block_CP.device
-
-    # A stable sort: sums over a block's pairs have the same order every time.
-    sorted_block, order = block_CP.flatten().sort(stable=True)
-    all_blocks = torch.arange(J + 1, device=device)
-    start_J = torch.searchsorted(sorted_block, all_blocks)
-    tiles_J = (start_J.diff() + R - 1) // R
-    end_J = tiles_J.cumsum(0)
-    first_J = F.pad(end_J, (1, 0))
-
-    slots = slot_count(pairs, J, R)
-    count = most = (slots - 1) // R
-    if not (block_CP.is_cuda or block_CP.is_meta):
-        needed = int(end_J[-1])
-        rounded = -(-needed // TILES_STEP) * TILES_STEP
-        count = min(most, max(rounded, TILES_AT_ONCE))
-
-    pair = torch.arange(C * P, device=device)
-    position = pair - start_J[sorted_block]  # among the pairs of its block
-    slot = first_J[sorted_block] * R + position
-    slot.masked_fill_(sorted_block == J, slots - 1)
-    query_S = torch.full((slots,), C, device=device)
-    query_S.index_copy_(0, slot, order // P)
-    query_S[-1] = C
-    slot_P = torch.empty_like(order)
-    slot_P.index_copy_(0, order, slot)
-
-    tile = torch.arange(count, device=device)
-    block_N = torch.searchsorted(end_J, tile, right=True)
-    block_N.clamp_max_(J - 1)
-    return Tiles(slot_P.view(C, P), query_S, block_N, R)
-
-
-def tile_groups(tiles: Tiles) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """(block of each tile, slots, query of each slot) of a few tiles at a time."""
-    starts = range(0, len(tiles.block_N), TILES_AT_ONCE)
-    for x in platform().tiles(starts):
-        y = min(x + TILES_AT_ONCE, len(tiles.block_N))
-        slots = slice(x * tiles.R, y * tiles.R)
-        yield tiles.block_N[x:y], slots, tiles.query_S[slots]
-
-
-def queries_of(
-    x_CM_: Tensor,
-    query_S: Tensor,
-    tiles: Tiles,
-) -> Tensor:
-    """The queries and heads [N,R*M,...] of a few tiles."""
-    N = len(query_S) // tiles.R
-    rest = x_CM_.shape[2:]
-    return x_CM_.index_select(0, query_S).view(N, -1, *rest)
-
-
 def _blocks(x_TK: Tensor, l: int) -> Tensor:
     """[J,l,K] of whole blocks: a dynamic block is never the unfinished last one."""
     T, K = x_TK.shape
     J = T // l
     return x_TK[: J * l].view(J, l, K)
-
-
-def gather_sum(
-    x_SMK: Tensor,
-    slot_CP: Tensor,
-    weight_CMP: Tensor | None = None,
-) -> Tensor:
-    """y[c,m] = sum over p of weight[c,m,p] * x[slot[c,p],m].
-
-    An embedding bag sums while it reads, and so never holds what it gathers.
-    """
-    C, P = slot_CP.shape
-    _, M, K = x_SMK.shape
-    if weight_CMP is None:
-        bag = F.embedding_bag(slot_CP, x_SMK.view(-1, M * K), mode="sum")
-        return bag.view(C, M, K)
-
-    head_M1 = torch.arange(M, device=x_SMK.device)[:, None]
-    row_CMP = slot_CP[:, None] * M + head_M1
-    weight_RP = weight_CMP.reshape(C * M, P)
-    bag = F.embedding_bag(
-        row_CMP.view(C * M, P),
-        x_SMK.view(-1, K),
-        mode="sum",
-        per_sample_weights=weight_RP.to(x_SMK.dtype),
-    )
-    return bag.view(C, M, K)
-
-
-def add_tiles(
-    total_JSK: Tensor,
-    block_N: Tensor,
-    part_NSK: Tensor,
-) -> None:
-    """total[block[i]] += part[i] in a fixed order.
-
-    index_add_ is serial on a CPU; on CUDA, index_put_ sorts first.
-    """
-    if platform().device(total_JSK).type == "cuda":
-        total_JSK.index_put_((block_N,), part_NSK.float(), accumulate=True)
-    else:
-        total_JSK.index_add_(0, block_N, part_NSK.float())
-
-
-def tiles_forward(
-    q_CMK: Tensor,
-    k_JSK: Tensor,
-    v_JSK: Tensor,
-    tiles: Tiles,
-    buffers: Buffers,
-    out_SMK: Tensor,
-) -> Tensor:
-    """Fills o of the slots of all tiles, with any content behind the last one, and returns lse_SM;
-    the slot of no pair has the log-sum-exp of no key.
-    """
-    slots, M, K = out_SMK.shape
-    lse_SM = q_CMK.new_empty(slots, M, dtype=torch.float32)
-    out_SMK[-1] = 0
-    lse_SM[-1] = -torch.inf
-
-    q_CMK = pad_queries(q_CMK, 1, 0.0)  # query C is that of padding slots
-    for block_N, part, query_S in tile_groups(tiles):
-        q_NRK = queries_of(q_CMK, query_S, tiles)
-        _, lse_NR = tile_forward(
-            q_NRK,
-            k_JSK.index_select(0, block_N),
-            v_JSK.index_select(0, block_N),
-            buffers,
-            out_NRK=out_SMK[part].view(q_NRK.shape),
-        )
-        lse_SM[part] = lse_NR.view(-1, M)
-    return lse_SM
-
-
-def tiles_backward(
-    inputs: BackwardInputs,
-    k_JSK: Tensor,
-    v_JSK: Tensor,
-    tiles: Tiles,
-    dk_JSK: Tensor,
-    dv_JSK: Tensor,
-    buffers: Buffers,
-    dq_SMK: Tensor,
-) -> Tensor:
-    """dq_CMK over the pairs of all tiles; fills dq of the slots, and adds to dk and dv.
-
-    dq and dk lack the factor 1 / sqrt(K).
-    """
-    dq_SMK[-1] = 0
-
-    # Query C is that of padding slots; with lse = inf, exp(-inf) = 0, and it adds nothing.
-    inputs = BackwardInputs(
-        q=pad_queries(inputs.q, 1, 0.0),
-        do=pad_queries(inputs.do, 1, 0.0),
-        lse=pad_queries(inputs.lse, 1, torch.inf),
-        delta=pad_queries(inputs.delta, 1, 0.0),
-    )
-    for block_N, part, query_S in tile_groups(tiles):
-        rows = BackwardInputs(*(queries_of(x, query_S, tiles) for x in inputs))
-        _group_backward(rows, k_JSK, v_JSK, block_N, dk_JSK, dv_JSK, buffers, dq_SMK[part])
-        del rows  # before those of the next group exist
-    return gather_sum(dq_SMK, tiles.slot_CP)
-
-
-def _group_backward(
-    rows: BackwardInputs,
-    k_JSK: Tensor,
-    v_JSK: Tensor,
-    block_N: Tensor,
-    dk_JSK: Tensor,
-    dv_JSK: Tensor,
-    buffers: Buffers,
-    dq_SMK: Tensor,
-) -> None:
-    """A few tiles of `tiles_backward`."""
-    _, dk_NSK, dv_NSK = tile_backward(
-        rows,
-        k_JSK.index_select(0, block_N),
-        v_JSK.index_select(0, block_N),
-        buffers,
-        out_NRK=dq_SMK.view(rows.q.shape),
-    )
-    add_tiles(dk_JSK, block_N, dk_NSK)
-    add_tiles(dv_JSK, block_N, dv_NSK)
-
-
-def merge_parts(
-    o_CMK: Tensor,
-    lse_CM: Tensor,
-    o_SMK: Tensor,
-    lse_SM: Tensor,
-    slot_CP: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(o_CMK, lse_CM) of one softmax over the keys of a first part and those of a query's slots.
-
-    A query without any key has o = 0 and lse = -inf.
-    """
-    lse_CPM = torch.cat([lse_CM[:, None], lse_SM[slot_CP]], 1)
-    total_CM = lse_CPM.logsumexp(1)
-    finite_CM = total_CM.clamp_min(torch.finfo(torch.float32).min)
-    weight_CPM = (lse_CPM - finite_CM[:, None]).exp()
-    weight_CMP = weight_CPM.transpose(1, 2)
-
-    first = o_CMK * weight_CMP[..., :1]
-    others = gather_sum(o_SMK, slot_CP, weight_CMP[..., 1:])
-    return first + others, total_CM
 
 
 # ---- the branch

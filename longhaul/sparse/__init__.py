@@ -5,6 +5,5 @@ masks. `nsa` is Native Sparse Attention; `layer` and `selectors` choose blocks w
 `indexer` by a trained indexer, which learns from `index_loss`.
 """
 
-from longhaul.sparse.engine import block_mass as block_mass
 from longhaul.sparse.engine import block_sparse_attention as block_sparse_attention
 from longhaul.sparse.nsa import nsa_attention as nsa_attention

@@ -112,7 +112,8 @@ def choose_operator(
     if summary_dtype == q_BTHK.dtype:  # others are fp32, and stay so
         summary_dtype = dtype
 
-    T, S, G = q_BTHK.shape[1], k_BSGK.shape[1], k_BSGK.shape[2]
+    T = q_BTHK.shape[1]
+    _, S, G, _ = k_BSGK.shape
     chosen_BTGn = _empty_choice(q_BTHK, k_BSGK, sizes)
     products = Products(q_BTHK, dtype)
     # streams that are computed together: on a GPU all of a row, on a CPU one
@@ -147,7 +148,11 @@ def on_cuda(x: Tensor) -> bool:
     return platform().device(x).type == "cuda"
 
 
-def _empty_choice(q_BTHK: Tensor, k_BSGK: Tensor, sizes) -> Tensor:
+def _empty_choice(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    sizes,
+) -> Tensor:
     B, T, _, _ = q_BTHK.shape
     _, S, G, _ = k_BSGK.shape
     blocks = -(-S // sizes.block)

@@ -38,10 +38,10 @@ from longhaul.sparse.tiles import (
     tile_forward,
 )
 
-# Pairs of a chunk, at least: their results take 32 MiB for 4 heads of 128 in bf16. A longer stream
+# Pairs of a chunk, at least: their results take 16 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
 # as large as the stream's queries.
-CHUNK_PAIRS = 2**15
+CHUNK_PAIRS = 2**14
 TILES_AT_ONCE = 64  # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
 TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
 # The number of tiles is a multiple of this: a library keeps every shape that it saw, the heap every
@@ -49,9 +49,17 @@ TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are
 TILES_STEP = 16
 
 
-def in_blocks(x_SK: Tensor, l: int, dtype: torch.dtype) -> Tensor:
-    """[J,l,K], the last block padded with zeros; contiguous, because every chunk reads it."""
+def in_blocks(
+    x_SK: Tensor,
+    l: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[J,l,K], the last block padded with zeros; contiguous, because every chunk reads it, and x
+    itself if it is that already.
+    """
     S, K = x_SK.shape
+    if S % l == 0 and x_SK.dtype == dtype and x_SK.is_contiguous():
+        return x_SK.view(-1, l, K)
     x_JlK = x_SK.new_empty(-(-S // l), l, K, dtype=dtype)
     flat = x_JlK.view(-1, K)
     flat[:S] = x_SK
@@ -123,7 +131,11 @@ class Tiling(NamedTuple):
         """Slots of all tiles, and the one of no block."""
         return self.most_tiles(queries) * self.pairs + 1
 
-    def tiles(self, queries: slice, chosen_Cn: Tensor) -> Tiles:
+    def tiles(
+        self,
+        queries: slice,
+        chosen_Cn: Tensor,
+    ) -> Tiles:
         """Sorts the chosen blocks of a chunk and cuts them into tiles. The number of slots does not
         depend on the values, nor does the number of tiles whose logits exist at the same time.
         """
@@ -175,7 +187,11 @@ class Tiling(NamedTuple):
         slot_Cn = torch.empty_like(order_P).index_copy_(0, order_P, slot_P).view(C, n)
         return slot_Cn, query_S, end_J
 
-    def _later_keys(self, block_N: Tensor, position_S: Tensor) -> Tensor:
+    def _later_keys(
+        self,
+        block_N: Tensor,
+        position_S: Tensor,
+    ) -> Tensor:
         """[N,R*M,l]: which keys of tiles are after the query."""
         after_N1 = position_S.view(len(block_N), -1) - block_N[:, None] * self.l
         key_l = torch.arange(self.l, device=block_N.device)

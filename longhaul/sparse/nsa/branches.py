@@ -1,13 +1,11 @@
-"""Native Sparse Attention (arXiv 2502.11089): compressed branch, window, and choice of blocks.
+"""Native Sparse Attention (arXiv 2502.11089): compressed branch and window.
 
-nsa/engine.py drives this file and nsa/selected.py. Everything works on one document, one row of the
-batch and one KV head, over chunks of C queries.
+nsa/engine.py drives this file. Everything works on one document, one row of the batch and one KV
+head, over chunks of C queries.
 
-The compressed branch, the window, and the selected branch as long as it is plain causal attention
-(the first n*l' tokens) take a few queries against all the keys that they see. One softmax then
-gives both the output and the importance of the blocks, without a second pass, and the backward
-needs no saved log-sum-exp. From the importance, `choose` selects the blocks that nsa/selected.py
-attends to.
+Both branches take a few queries against all the keys that they see. One softmax then gives both the
+output and the importance of the blocks, without a second pass, and the backward needs no saved
+log-sum-exp. From the importance, nsa/selected.py chooses blocks.
 
 PyTorch's attention kernel for CPUs could compute the compressed branch as square causal attention,
 as nsa/triton/dense.py does on GPUs. It took as long or longer per pair (ns, 4 heads of 128 in bf16,

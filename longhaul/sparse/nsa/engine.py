@@ -98,7 +98,11 @@ def _forward_stream(
         outputs.o[few] = o.add_(g_slc * o_slc)
 
 
-def _empty_outputs(q: Tensor, k_slc: Tensor, cfg: Sizes) -> Outputs:
+def _empty_outputs(
+    q: Tensor,
+    k_slc: Tensor,
+    cfg: Sizes,
+) -> Outputs:
     B, T, H, _ = q.shape
     few_blocks = T <= INT16_BLOCKS * cfg.sel_block
     index_dtype = torch.int16 if few_blocks else torch.int32

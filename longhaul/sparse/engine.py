@@ -13,7 +13,7 @@ The log-sum-exp of each part says which share of the whole softmax it holds, so 
 exactly. There are no atomics: sums run over sorted segments, in a fixed order.
 
 On a CPU whose fp32 products are faster than its low-precision ones, keys, values and queries are
-cast once per stream. Tensors on CUDA take the same operators of PyTorch.
+cast once per stream. Tensors on CUDA take Triton kernels (triton/), or these same operators.
 
 Letters: B rows, T queries (the last T of S positions), H query heads, G KV heads, M = H/G, K head
 dim, l tokens of a block, J blocks of a document, n chosen blocks of a query, C queries of a chunk,
@@ -45,6 +45,7 @@ from longhaul.sparse.nsa.selected import (
 )
 from longhaul.sparse.nsa.streams import Stream, each_stream
 from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
+from longhaul.sparse.triton import kernels_for
 
 # Pairs of a chunk, at least: their results take 32 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
@@ -592,6 +593,7 @@ def block_sparse_attention(
     chosen_BTGn: Tensor,
     block: int = 64,
     cu_seqlens: Tensor | None = None,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): exact attention of each query over the chosen blocks of its KV group.
 
@@ -605,6 +607,8 @@ def block_sparse_attention(
     cu_seqlens: int32 or int64 [documents + 1], the boundaries of a row's documents, best on the
     host, with T = S; None if each row is one document. The blocks of a document begin with it.
 
+    kernels: "auto" takes Triton for tensors on CUDA that it serves; "triton", "torch" ask for one.
+
     Returns o [B,T,H,K] and the natural lse [B,T,H] in fp32, both with gradients; 0 and -inf for a
     query that reads no key. Raises ValueError for shapes and dtypes that do not fit.
     """
@@ -612,6 +616,13 @@ def block_sparse_attention(
     check_engine_dtype(q_BTHK)
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
+    triton = kernels_for(q_BTHK, k_BSGK, block, kernels)
+    if triton is not None:
+        return triton.block_triton_forward(
+            *(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn),
+            cu_seqlens,
+            block,
+        )
     return block_sparse_forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products)
 
 
@@ -623,6 +634,7 @@ def block_mass(
     lse_BTH: Tensor,
     block: int = 64,
     cu_seqlens: Tensor | None = None,
+    kernels: str = "auto",
 ) -> Tensor:
     """mass_BTGn in fp32: the probability of each chosen block, a mean over the group's heads; 0 for
     unused slots. lse: over whatever keys the probabilities are of, such as that of
@@ -632,4 +644,7 @@ def block_mass(
     check_engine_dtype(q_BTHK)
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
+    triton = kernels_for(q_BTHK, k_BSGK, block, kernels)
+    if triton is not None:
+        return triton.block_triton_mass(q_BTHK, k_BSGK, chosen_BTGn, lse_BTH, cu_seqlens, block)
     return block_mass_forward(q_BTHK, k_BSGK, chosen_BTGn, lse_BTH, cu_seqlens, block, products)

@@ -3,7 +3,7 @@ model: `decoder(config)` in place of `Decoder(config)`.
 
     attention  PyTorch's own kernels, chosen by hand on CUDA (base/machine.py says which)
     elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (elementwise/)
-    sparse     block-major operators (sparse/nsa/), on CUDA Triton kernels (sparse/nsa/triton/)
+    sparse     block-major operators (sparse/nsa/), on CUDA Triton kernels (sparse/triton/)
     loss       tiles of the vocabulary (vocab/), their bodies compiled or in Triton on CUDA
 
 `config.kernels`: "auto" takes the fastest that can run; "torch" PyTorch's operators alone;
@@ -241,7 +241,7 @@ def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Cal
     refusal = why_no_triton(config, device)
     if refusal:
         raise ValueError(refusal)
-    from longhaul.sparse.nsa.triton.attention import nsa_attention as twin
+    from longhaul.sparse.triton.nsa import nsa_attention as twin
 
     return twin
 

@@ -39,7 +39,7 @@ OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 # modules of the Triton twins of sparse attention, by how the names of their operators begin
 TWINS = {
-    "longhaul::nsa_triton_": "longhaul.sparse.nsa.triton.attention",
+    "longhaul::nsa_triton_": "longhaul.sparse.triton.nsa",
     "longhaul::block_triton_": "longhaul.sparse.triton.blocks",
 }
 

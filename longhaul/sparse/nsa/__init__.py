@@ -9,7 +9,7 @@ branches.py  one document under one KV head: compressed branch, window, and choi
 selected.py  one document under one KV head: the selected branch, block-major
 decode.py    what a layer keeps while decoding, and the attention of one token
 streams.py   how the streams of an operator share the threads
-triton/      the kernels for GPUs
+../triton/   the kernels for GPUs
 """
 
 from longhaul.sparse.nsa.decode import NSAState as NSAState

@@ -1,8 +1,11 @@
 """Kernels for GPUs, in Triton, of attention over chosen blocks and of Native Sparse Attention.
 
-tiles.py    what all kernels share: sizes of tiles, where they run, loads and products
-kernels.py  the kernels of attention over chosen blocks
-blocks.py   launches them: the twin of longhaul/sparse/engine.py, as custom operators
+tiles.py        what all kernels share: sizes of tiles, where they run, loads and products
+kernels.py      the kernels of attention over chosen blocks
+blocks.py       launches them: the twin of longhaul/sparse/engine.py, as custom operators
+nsa_kernels.py  the choice of blocks, folding and the sum of the branches
+nsa.py          launches them around blocks.py and stock.py: nsa/engine.py's twin
+stock.py        PyTorch's attention kernels for the compressed branch and the window
 
 Nothing here imports Triton before a kernel is asked for.
 """

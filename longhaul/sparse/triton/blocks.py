@@ -48,9 +48,9 @@ from longhaul.sparse.triton.tiles import (
     upload,
 )
 
-# Numbers in the results of a part's pairs, 576 MiB in bf16: four parts for each KV head at 131,072
+# Numbers in the results of a part's pairs, 384 MiB in bf16: six parts for each KV head at 131,072
 # tokens of 4 heads of 128 that read 16 blocks.
-PARTIAL_RESULT_NUMBERS = 9 * 2**25
+PARTIAL_RESULT_NUMBERS = 3 * 2**26
 LOG2E = 1.4426950408889634
 
 
@@ -75,12 +75,14 @@ def lay_out(
     """The blocks of a batch of which every row holds the same documents."""
     ranges = documents(cu_seqlens, T, S) * B
     queries_D = torch.tensor([queries.stop - queries.start for queries, _ in ranges])
-    keys_D = torch.tensor([keys.stop - keys.start for _, keys in ranges])
+    keys = [keys.stop - keys.start for _, keys in ranges]
+    keys_D = torch.tensor(keys)
     blocks_D = (keys_D + (block - 1)) // block
     first_D = blocks_D.cumsum(0) - blocks_D
 
-    document_J = torch.arange(len(ranges)).repeat_interleave(blocks_D)
-    done_J = (torch.arange(len(document_J)) - first_D[document_J]) * block
+    J = sum(ceil_div(count, block) for count in keys)
+    document_J = torch.arange(len(keys)).repeat_interleave(blocks_D, output_size=J)
+    done_J = (torch.arange(J) - first_D[document_J]) * block
     start_J = (keys_D.cumsum(0) - keys_D)[document_J] + done_J
     count_J = (keys_D[document_J] - done_J).clamp(max=block)
 
@@ -278,11 +280,12 @@ def forward(
     chosen_BTGn: Tensor,
     cu_seqlens: Tensor | None,
     block: int,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o_BTHK, lse_BTH) of contiguous tensors."""
+    """(o_BTHK, lse_BTH) of contiguous tensors, written `into` these if they are given."""
     call = Call(q_BTHK, k_BSGK, chosen_BTGn, cu_seqlens, block)
     pieces = Pieces.cut(call.pairs, call.queries_of_tile)
-    o_BTHK, lse_BTH = empty_outputs(q_BTHK)
+    o_BTHK, lse_BTH = into or empty_outputs(q_BTHK)
     parts = list(call.parts())
     pairs = (parts[0].y1 - parts[0].y0) * call.n
     part_o = q_BTHK.new_empty(pairs, call.M, q_BTHK.shape[3])
@@ -413,25 +416,27 @@ def backward(
             chosen_ptr=chosen_BTGn,
             dq_ptr=dq_BTHK,
         )
-        own = slice(part.head, part.head + part.heads)
-        for segment, total, result in zip(segments, sums, (dk_BSGK, dv_BSGK), strict=True):
-            total = total.flatten()[: B * S * part.heads * K].view(B, S, part.heads, K)
-            launch(
-                segment_sum_kernel,
-                (call.J, part.heads),
-                segment_ptr=segment,
-                sum_ptr=total,
-                piece_ptr=pieces.first,
-                keys_ptr=call.keys,
-                bucket0=part.bucket0,
-                J=call.J,
-                heads=part.heads,
-                **call.head_dim,
-                **call.block,
-                FILL=part.fills,
-            )
-            if part.ends:
-                result[:, :, own] = total
+        rows = B * S
+        launch(
+            segment_sum_kernel,
+            (call.J, part.heads, 2),
+            segments_ptr=segments,
+            sums_ptr=sums,
+            piece_ptr=pieces.first,
+            keys_ptr=call.keys,
+            bucket0=part.bucket0,
+            J=call.J,
+            heads=part.heads,
+            most=most,
+            rows=rows,
+            **call.head_dim,
+            **call.block,
+            FILL=part.fills,
+        )
+        if part.ends:
+            own = slice(part.head, part.head + part.heads)
+            used = sums.flatten()[: 2 * rows * part.heads * K]
+            dk_BSGK[:, :, own], dv_BSGK[:, :, own] = used.view(2, B, S, part.heads, K)
     return dq_BTHK, dk_BSGK, dv_BSGK
 
 

@@ -375,8 +375,8 @@ def pair_backward_kernel(
 @triton.jit
 def segment_sum_kernel(
     # tensors
-    segment_ptr,  # [segments of the part, LP, K] fp32
-    sum_ptr,  # [rows of keys, heads, K] fp32
+    segments_ptr,  # [2, most, LP, K] fp32, shares of dk and of dv
+    sums_ptr,  # [2, rows, heads, K] fp32
     # tables
     piece_ptr,
     keys_ptr,
@@ -384,6 +384,8 @@ def segment_sum_kernel(
     bucket0,
     J,
     heads,  # KV heads of the part
+    most,
+    rows,  # of keys
     # sizes
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -391,19 +393,20 @@ def segment_sum_kernel(
     FILL: tl.constexpr,
 ):
     """Adds the segments of a block, in their order, to its sum; with FILL from zero."""
-    bucket = bucket0 + tl.program_id(1) * J + tl.program_id(0)
-    first = tl.load(piece_ptr + bucket)
-    segments = tl.load(piece_ptr + bucket + 1) - first
-    first -= tl.load(piece_ptr + bucket0)
+    head = tl.program_id(1)
+    which = tl.program_id(2).to(tl.int64)  # dk or dv
+    bucket = bucket0 + head * J + tl.program_id(0)
+    segment = tl.load(piece_ptr + bucket) - tl.load(piece_ptr + bucket0)
+    end = segment + tl.load(piece_ptr + bucket + 1) - tl.load(piece_ptr + bucket)
 
     entry = keys_ptr + 2 * tl.program_id(0)
     s = tl.arange(0, LP)
     exists = s < tl.load(entry + 1)
-    row = (tl.load(entry) + s).to(tl.int64) * heads + tl.program_id(1)
+    row = (which * rows + tl.load(entry) + s) * heads + head
     total = tl.zeros([LP, KP], tl.float32)
     if not FILL:
-        total = load_rows(sum_ptr, row, exists, K, KP)
-    for segment in range(segments):
-        place = (first + segment).to(tl.int64) * LP + s
-        total += load_rows(segment_ptr, place, exists, K, KP)
-    store_rows(sum_ptr, row, exists, total, K, KP)
+        total = load_rows(sums_ptr, row, exists, K, KP)
+    for number in range(segment, end):
+        place = (which * most + number) * LP + s
+        total += load_rows(segments_ptr, place, exists, K, KP)
+    store_rows(sums_ptr, row, exists, total, K, KP)

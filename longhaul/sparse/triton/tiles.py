@@ -95,10 +95,22 @@ def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
     warp groups, which only cards with 227 KiB have, want 128 rows (tests/kernel_resources.py).
     """
     if itemsize == 4:
-        return TileSizes(rows=32, key_rows=16, blocks=32)
+        return TileSizes(
+            rows=32,
+            key_rows=16,
+            blocks=32,
+        )
     if K > 128:
-        return TileSizes(rows=64, key_rows=16, blocks=32)
-    return TileSizes(rows=64, key_rows=128 if shared > 200 * 1024 else 64, blocks=64)
+        return TileSizes(
+            rows=64,
+            key_rows=16,
+            blocks=32,
+        )
+    return TileSizes(
+        rows=64,
+        key_rows=128 if shared > 200 * 1024 else 64,
+        blocks=64,
+    )
 
 
 def padded(size: int) -> int:

@@ -96,18 +96,17 @@ def load_pairs(
     m = r % MP
     valid = (position + r // MP < end) & (m < M)
     pair = tl.load(order_ptr + position + r // MP, mask=valid, other=0)
-    y = pair // n
+    y = (pair // n).to(tl.int32)
     z = y % Z
-    query = (z * G + y // Z) * M + m
-    result = ((y - y0) * n + pair % n) * M + m
+    query = (z * G + y // Z).to(tl.int64) * M + m
+    result = ((y - y0) * n + (pair % n).to(tl.int32)).to(tl.int64) * M + m
     return valid, query, result, z + (z // tokens + 1) * before
 
 
 @triton.jit
-def logits_of(q_tile, k_tile, keys, exists, place, scale2):
-    """Logits in base 2; -inf for keys after the query, which may be in its own block."""
-    visible = exists[None, :] & (keys[None, :] <= place[:, None])
-    return tl.where(visible, product(q_tile, tl.trans(k_tile)) * scale2, float("-inf"))
+def seen_keys(keys, exists, place):
+    """[rows, keys]: which keys are not after the query, which may be in its own block."""
+    return tl.where(exists, keys, 2147483647)[None, :] <= place[:, None]
 
 
 @triton.jit
@@ -159,7 +158,9 @@ def pair_forward_kernel(
     valid, query, result, place = rows
 
     q_tile = load_rows(q_ptr, query, valid, K, KP)
-    logits = logits_of(q_tile, k_tile, keys, exists, place, scale2)
+    seen = seen_keys(keys, exists, place)
+    logits = product(q_tile, tl.trans(k_tile)) * scale2
+    logits = tl.where(seen, logits, float("-inf"))
     top = tl.max(logits, 1)
     top = tl.where(valid, top, 0.0)
     p = tl.exp2(logits - top[:, None])
@@ -359,8 +360,9 @@ def pair_backward_kernel(
         lse = tl.load(lse_ptr + query, mask=valid, other=float("inf"))  # p = 0 without a query
         delta = tl.load(delta_ptr + query, mask=valid, other=0.0)
 
-        logits = logits_of(q_tile, k_tile, keys, exists, place, scale2)
-        p = tl.exp2(logits - lse[:, None] * 1.4426950408889634)
+        exponent = product(q_tile, tl.trans(k_tile)) * scale2 - lse[:, None] * 1.4426950408889634
+        seen = seen_keys(keys, exists, place)
+        p = tl.exp2(tl.where(seen, exponent, float("-inf")))
         dv = add_product(tl.trans(p.to(v_tile.dtype)), do_tile, dv)
         dp = product(do_tile, tl.trans(v_tile))
         ds = (p * (dp - delta[:, None]) * scale).to(v_tile.dtype)

@@ -106,9 +106,15 @@ def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
             key_rows=16,
             blocks=32,
         )
+    if shared < 200 * 1024:
+        return TileSizes(
+            rows=64,
+            key_rows=64,
+            blocks=32,
+        )
     return TileSizes(
         rows=64,
-        key_rows=128 if shared > 200 * 1024 else 64,
+        key_rows=128,
         blocks=64,
     )
 

@@ -2,7 +2,7 @@
 
 `engine` is exact attention over chosen blocks, however they were chosen, and `plain` the same by
 masks. `nsa` is Native Sparse Attention; `layer` and `selectors` choose blocks without weights, and
-`indexer` by a trained indexer, which learns from `index_loss`.
+`indexer` by a trained indexer, which learns from `index_loss`. All decode by `decode`.
 """
 
 from longhaul.sparse.engine import block_mass as block_mass

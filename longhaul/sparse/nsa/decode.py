@@ -116,16 +116,16 @@ class NSAState(BlockCache):
         for ring, pair in rings:
             size = ring.shape[2]
             last = torch.arange(max(0, self.length - size), self.length, device=k.device)
-            for kept, x in zip(ring, pair, strict=True):
-                kept[:, last % size] = x[:, last]
+            for index, x in enumerate(pair):
+                ring.select(0, index)[:, last % size] = x[:, last]
 
         def turned(k_cmp: Tensor, centre: Tensor) -> Tensor:
             return rotate(k_cmp, *(x[:, centre] for x in rope))
 
         layout = Layout.of(None, k.shape[:2], self.cfg, k.device)
         blocks = compressor(raw, v_raw, turned, layout)
-        for kept, x in zip(self.cmp_2BGNK, blocks, strict=True):
-            kept[:, :, : x.shape[1]] = x.transpose(1, 2)
+        for index, x in enumerate(blocks):
+            self.cmp_2BGNK[index, :, :, : x.shape[1]] = x.transpose(1, 2)
         return blocks
 
     def decode(

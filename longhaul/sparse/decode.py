@@ -55,7 +55,7 @@ class BlockCache(LayerCache):
             torch.zeros((B, S, G, K), device=device, dtype=dtype),
             torch.zeros((B, S, G, K), device=device, dtype=dtype),
         ]
-        self.k_BSGK, self.v_BSGK = (x[:, :length] for x in self.whole_kv)
+        self.capacity = length
         self.length = 0
         self.rule = rule
         self.block_J = torch.arange(blocks, device=device)
@@ -64,6 +64,16 @@ class BlockCache(LayerCache):
         group_G1 = torch.arange(G, device=device)[:, None]
         row_B111 = torch.arange(B, device=device).view(-1, 1, 1, 1) * (S * G)
         self.row_BG1l = row_B111 + group_G1[:, None] + token_l
+
+    # Views are made when they are asked for: an old one may not be written where gradients are on.
+
+    @property
+    def k_BSGK(self) -> Tensor:
+        return self.whole_kv[0][:, : self.capacity]
+
+    @property
+    def v_BSGK(self) -> Tensor:
+        return self.whole_kv[1][:, : self.capacity]
 
     @property
     def position(self) -> int | Tensor:

@@ -5,9 +5,9 @@ GiB = 2^30 bytes.
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from footprint.allocator import GIB
+from footprint.allocator import GIB, STEP
 from footprint.cuda import not_modelled as left_out
-from footprint.device import Demand, replays
+from footprint.device import Card, Demand, multiplying_threads, replays, with_cublas
 from footprint.page import page, write
 from footprint.picture import still
 from footprint.places import StepTracker
@@ -29,19 +29,32 @@ class Report:
     first_peak: int  # most bytes alive while the model is built and the first step runs
     not_modelled: list[str] = field(default_factory=list)  # what the prediction leaves out
     assumed: list[str] = field(default_factory=list)  # what it takes for granted about values
+    card: str = ""  # the GPU whose workspaces are counted
 
     @classmethod
-    def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
+    def of(cls, tracker: StepTracker, card: Card | None, world_size: int) -> "Report":
         trace = of_step(tracker.trace)
+        target = tracker.target
+        if card:
+            threads = tracker.multiplied | multiplying_threads(trace)
+            trace = with_cublas(trace, threads, card.cc)
         missing = tracker.workspace.not_modelled()
         missing += left_out(trace, target, tracker.autocast, world_size)
         assumed = list(tracker.known.assumed)
-        return cls(trace, target, world_size, tracker.first_peak, missing, assumed)
+        name = card.name if card else ""
+        return cls(trace, target, world_size, tracker.first_peak, missing, assumed, name)
 
     @cached_property
     def peak(self) -> int:
         """Most bytes alive during the step, workspaces of operators included."""
         return self.trace.peak()[0]
+
+    @cached_property
+    def allocated(self) -> int:
+        """The peak in whole blocks of CUDA's allocator, which torch.cuda.max_memory_allocated()
+        counts. Where no segment is left to cut a block from, it may be up to 1 MiB larger.
+        """
+        return max((size for _, size in self.trace.levels(STEP)), default=0)
 
     @cached_property
     def peak_stage(self) -> str:
@@ -87,7 +100,7 @@ class Report:
     # ---- to read
 
     def __str__(self) -> str:
-        device = "a GPU (CUDA)" if self.demand else "a CPU"
+        device = f"a GPU (CUDA, {self.card})" if self.demand else "a CPU"
         rows = [f"predicted for {device}, one of {self.world_size} rank(s); live GiB"]
         rows += stage_rows(self.stages, self.peak_stage)
         rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
@@ -122,6 +135,8 @@ class Report:
         if self.demand is None:
             return found
         return found | {
+            "card": self.card,
+            "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.demand.classic.peak_reserved,
             "peak_reserved_expandable_bytes": self.demand.expandable.peak_reserved,
             "waterfall": waterfalls(self.demand),

@@ -673,7 +673,7 @@ def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_
     on_cpu, on_cuda = predict(build, step, "cpu"), predict(build, step)
     assert on_cpu.reserved is None
     assert on_cuda.reserved >= on_cuda.peak
-    assert on_cuda.peak < on_cpu.peak
+    assert on_cuda.peak - on_cuda.stages["optimizer"]["workspace"] < on_cpu.peak
     assert on_cuda.stages["optimizer"]["temporary"] > on_cpu.stages["optimizer"]["temporary"]
     operators = {storage.op for storage in on_cuda.trace.storages.values()}
     assert "aten.native_dropout.default" in operators

@@ -280,7 +280,7 @@ class Replay:
         return 1 - self.peak_live / self.peak_reserved
 
 
-class _Run:
+class Run:
     """An allocator, the block of each storage, and the peaks so far."""
 
     def __init__(self, allocator: Allocator):
@@ -352,11 +352,11 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
         if size and trace.storages[storage].category == "optimizer":
             states[storage] = size
 
-    run = _Run(Allocator(expandable, capacity))
+    run = Run(Allocator(expandable, capacity))
     stateless = {storage: size for storage, size in before.items() if storage not in states}
     run.become(stateless)
     for _ in range(steps):
-        _play(run, trace, events, states)
+        play(run, trace, events, states)
         run.become(before)
         states = {}
 
@@ -364,7 +364,7 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
 
 
-def _play(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
+def play(run: Run, trace: Trace, events: list[Event], states: dict[int, int]):
     """The events after time 0; `states` are allocated when the optimizer starts, or at the end."""
     workspaces = largest_workspaces(trace)
     starts = [time for time, name in trace.stages if name == "optimizer"]

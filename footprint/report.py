@@ -11,6 +11,7 @@ from footprint.device import Card, Demand, multiplying_threads, replays, with_cu
 from footprint.page import page, write
 from footprint.picture import still
 from footprint.places import StepTracker
+from footprint.snapshot import write_snapshot
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import Sizes, alike, moments, of_step, stages_at_peak
 from footprint.trace import Trace
@@ -144,9 +145,16 @@ class Report:
         }
 
     def html(self, path: str, title: str = "Memory of a training step") -> None:
-        """Write the step's timeline and tables as one HTML page; ValueError if the file cannot be
-        written.
+        """Write the step's timeline and tables as one HTML page; to a file that ends in .svg the
+        timeline alone, in .pickle what CUDA's allocator would record. ValueError if the file cannot
+        be written.
         """
+        if path.endswith(".svg"):
+            self.svg(path)
+            return
+        if path.endswith(".pickle"):
+            self.snapshot(path)
+            return
         note = f"predicted for {'a GPU (CUDA)' if self.demand else 'a CPU'}: nothing was run"
         facts = {}
         both = None
@@ -163,3 +171,9 @@ class Report:
         """Write the timeline alone, as a picture; ValueError if the file cannot be written."""
         both = (self.demand.classic, self.demand.expandable) if self.demand else replays(self.trace)
         write(path, still(self.trace, moments(self.trace), both))
+
+    def snapshot(self, path: str) -> None:
+        """Write what torch.cuda.memory._dump_snapshot would of such a step, for PyTorch's viewer
+        (docs.pytorch.org/memory_viz); ValueError if the file cannot be written.
+        """
+        write_snapshot(path, self.trace)

@@ -25,6 +25,11 @@ CONTIGUOUS = {
     "aten::_log_softmax_backward_data": (0, 1),
     "aten::native_layer_norm": (0,),
     "aten::native_layer_norm_backward": (0, 1),
+    "aten::log_sigmoid_forward": (0,),
+    "aten::multi_margin_loss": (0,),
+    "aten::multi_margin_loss_backward": (1,),
+    "aten::multilabel_margin_loss_forward": (0,),
+    "aten::multilabel_margin_loss_backward": (1,),
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
 }
@@ -34,6 +39,9 @@ PRODUCTS = {
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
 }
+# operator -> which of its arguments it copies
+COPIES = {"aten::clone": 0, "aten::_to_copy": 0, "aten::copy_": 1}
+BLOCK = 60  # rows and columns of a block
 SUMS = [
     "sum",
     "nansum",
@@ -63,7 +71,10 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     name = func._schema.name
     if name in CONTIGUOUS:
         given = [args[position] for position in CONTIGUOUS[name]]
-        copied = sum(dense_bytes(value) for value in given if not value.is_contiguous())
+        turned = [value for value in given if not value.is_contiguous()]
+        copied = sum(map(dense_bytes, turned))
+        if target == "cpu":
+            copied += max(map(turning_bytes, turned), default=0)
         return copied + (given[0].nbytes if _multiplies(target, name) else 0)
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
@@ -74,9 +85,20 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
         return sum_bytes(target, name, args[0], outputs)
+    if target == "cpu" and name in COPIES:
+        source = args[COPIES[name]]
+        is_turned = isinstance(outputs, Tensor) and outputs.is_contiguous()
+        return turning_bytes(source) if is_turned and source.dtype == outputs.dtype else 0
     if target == "cpu" and torch.Tag.pointwise in func.tags:
         return converted_bytes(func, args, outputs)
     return 0
+
+
+def turning_bytes(value: Tensor) -> int:
+    """A CPU copies a transposed matrix in blocks (aten/src/ATen/native/Copy.cpp)."""
+    if value.dim() != 2 or value.numel() < BLOCK * BLOCK or value.stride() != (1, len(value)):
+        return 0
+    return BLOCK * BLOCK * value.element_size()
 
 
 def dense_bytes(value: Tensor) -> int:

@@ -162,7 +162,7 @@ class StepTracker(Tracker):
         self.first_peak, _ = self.trace.peak()
         self.multiplied = multiplying_threads(self.trace)
         self.begin({})
-        self.known.reads.begin()
+        self.known.reads.places.clear()
         alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
         return {identity: phase_at(phases, made[identity]) for identity in alive}
 

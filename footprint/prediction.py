@@ -2,7 +2,7 @@
 
 `predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
 storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
-is like all that follow. footprint/trials.py may run it again with other numbers. `observe` records
+is like all that follow. `observe` records
 the same of a real run on this machine's CPU, and `measure` asks the CPU's allocator.
 """
 
@@ -43,7 +43,6 @@ from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel, joining
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
-from footprint.trials import not_settled, repeatable, settle
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
@@ -126,7 +125,7 @@ def predict(
     build() makes the model and the optimizer, on the CPU, and returns them in any form; step takes
     what it returned and runs one training step. depth: of the module names in stages. answers: the
     values that a step reads from tensors and decides by, by the line that reads them, such as
-    {"train.py:12": False}.
+    {"train.py:12": False}; a list has the values of one reading after another.
 
     Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
     """
@@ -134,7 +133,7 @@ def predict(
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(card, fake=True, depth=depth)
-    with _rank_of(world_size, card), _on_fake_tensors(tracker, card, answers, world_size):
+    with _rank_of(world_size), _on_fake_tensors(tracker, card, answers, world_size):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
 
@@ -184,15 +183,13 @@ def trace_two_steps(
         adopt(tracker, state)
         if tracker.target == "cuda":
             move_data(tracker, state)
-        tracker.known.reads.are_tried = True
         step(state)
 
         origins = tracker.begin_step()
-        again = repeatable(lambda: step(state))
         step(state)
         tracker.locate()
         label(tracker, state, origins)
-        settle(tracker, again)
+        tracker.known.suppose_numbers()
     if not tracker.trace.events:
         raise Refused(
             "neither build nor step has made a tensor: build makes the model and the optimizer and "
@@ -240,7 +237,7 @@ class Recording:
             return
         adopt(self.tracker, self.tracker.roots)
         label(self.tracker, None, self.origins)
-        not_settled(self.tracker)
+        self.tracker.known.suppose_numbers()
         self.report = Report.of(self.tracker, self.card, 1)
         raise Enough
 
@@ -338,14 +335,14 @@ def _words(error: RuntimeError, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _rank_of(ranks: int, card: Card | None) -> Iterator[None]:
-    """This process is rank 0 of `ranks` for the wrappers of PyTorch; nothing for one rank."""
+def _rank_of(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of `ranks` for the wrappers of PyTorch. A group of one rank starts if
+    the step asks for it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_process_group(ranks))
-        if ranks > 1:
-            stack.enter_context(data_parallel())
-        if card:
-            stack.enter_context(joining(ranks, _start_fake_group))
+        stack.enter_context(data_parallel())
+        stack.enter_context(joining(ranks, _start_fake_group))
         yield
 
 

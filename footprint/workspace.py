@@ -209,9 +209,7 @@ def group_norm_backward_cuda(threads: int, *args) -> int:
     return 4 * N * (3 * C + 2 * groups)
 
 
-def embedding_backward_cuda(
-    threads: int, grad: Tensor, tokens: Tensor, vocabulary: int, *_
-) -> int:
+def embedding_backward_cuda(threads: int, grad: Tensor, tokens: Tensor, vocabulary: int, *_) -> int:
     """More than 3,072 tokens are sorted: their values and their order; where those of each word
     begin; and fp32 sums of up to ten gradients of one word (EmbeddingBackwardKernel.cu).
     """

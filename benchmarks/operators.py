@@ -181,7 +181,6 @@ OTHERS: dict[str, Operator] = {
     "renorm": lambda x: x.renorm(2, 0, 1.0),
     "cartesian": lambda x: torch.cartesian_prod(x[0], x[1]),
     "tensor in place": lambda x: (x * 1.0).add_(1.0).mul_(2.0),
-    "float by bool": lambda x: x * (x > 0.5),
 }
 
 

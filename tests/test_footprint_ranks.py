@@ -107,16 +107,16 @@ def with_a_hook():
     return model
 
 
-def with_a_group():
+def in_a_group() -> DistributedDataParallel:
     torch.distributed.init_process_group("gloo")
-    return Transformer()
+    return DistributedDataParallel(Transformer())
 
 
 @pytest.mark.parametrize(
     "model, ranks, words",
     [
         (with_a_hook, 2, "communication hooks are not predicted"),
-        (with_a_group, 2, "leave init_process_group out of build"),
+        (lambda: DistributedDataParallel(Transformer()), 1, "give world_size above 1"),
         (Transformer, 0, "world_size 0 is out of range"),
     ],
 )
@@ -133,8 +133,12 @@ def test_fsdp2_and_ddp_run_on_one_rank_and_leave_nothing_behind(monkeypatch):
     before = predict(BUILD, clipped, "cpu", world_size=2)
     alone = predict(BUILD, clipped, "cpu")
     assert alone.stages["optimizer"]["parameter"] > 1.9 * before.stages["optimizer"]["parameter"]
-    replicated = with_optimizer(lambda: DistributedDataParallel(Transformer()))
+    replicated = with_optimizer(in_a_group)
     assert predict(replicated, functools.partial(train, batch=tokens), "cpu").peak
+    joined = predict(replicated, functools.partial(train, batch=tokens), "cpu", world_size=2)
+    own = with_optimizer(lambda: DistributedDataParallel(Transformer()))
+    step = functools.partial(train, batch=tokens)
+    assert joined.peak == predict(own, step, "cpu", world_size=2).peak
     assert not torch.distributed.is_initialized()
     assert predict(BUILD, clipped, "cpu", world_size=2).peak == before.peak
     assert sys.excepthook is excepthook

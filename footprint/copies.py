@@ -62,6 +62,7 @@ LOSSES = {
     "aten::soft_margin_loss": 0,
     "aten::binary_cross_entropy": 0,
 }
+MEAN = 1  # the reduction of a loss, as its operator has it
 # Their result is what is left of all elements' losses, and keeps that memory.
 LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 
@@ -80,7 +81,7 @@ def copied_bytes(target: str, func, args, outputs) -> int:
         given = [args[position] for position in PRODUCTS[name]]
         return sum(dense_bytes(value) for value in given if not is_matrix(value))
     if name in LOSSES:
-        return LOSSES[name] * each_bytes(args) if _reduces(outputs, args) else 0
+        return loss_bytes(target, name, args) if _reduces(outputs, args) else 0
     if name == "aten::soft_margin_loss_backward":
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
@@ -122,6 +123,14 @@ def each_bytes(args) -> int:
     """The loss of each element."""
     given = [value.shape for value in args[:2]]
     return torch.broadcast_shapes(*given).numel() * args[0].element_size()
+
+
+def loss_bytes(target: str, name: str, args) -> int:
+    """What a reduced loss holds beyond its result. A CPU takes means of half precision in fp32."""
+    each = each_bytes(args)
+    reduction = next((value for value in args[2:] if isinstance(value, int)), MEAN)
+    is_half = target == "cpu" and args[0].dtype in HALF
+    return LOSSES[name] * each + (2 * each if is_half and reduction == MEAN else 0)
 
 
 def _reduces(result: object, args) -> bool:

@@ -49,7 +49,7 @@ PARTS += (
     "_linalg_slogdet",
     "linalg_solve",
 )
-PARTS += ("_linalg_solve", "linalg_lstsq")
+PARTS += ("_linalg_solve", "linalg_lstsq", "linalg_pinv")
 DECOMPOSITIONS = "scratch memory of linear algebra, such as decompositions and matrix_exp"
 # the same on any device
 ANYWHERE = {
@@ -66,6 +66,8 @@ ON_A_CPU = {
     ".max.default": BY_VALUES,
     ".min.default": BY_VALUES,
     "median.default": BY_VALUES,
+    "im2col": "scratch memory of unfolding images",
+    "col2im": "scratch memory of unfolding images",
     ".isinf.": "comparisons with infinity",
     ".isnan.": "comparisons with infinity",
 }

@@ -26,6 +26,7 @@ IN_PLACE = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.scatter.src: aten.scatter_.src,
     aten.index_add.default: aten.index_add_.default,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
     aten.index_put.default: aten.index_put_.default,
     aten.put.default: aten.put_.default,
 }
@@ -122,7 +123,8 @@ class Tracker(TorchDispatchMode):
         if func is ADD and called_by_the_engine():
             outputs = sum_of_gradients(*args)
         elif func in IN_PLACE and called_by_the_engine() and is_a_formula(func, args):
-            outputs = self.run(IN_PLACE[func], args, kwargs or {})
+            func = IN_PLACE[func]
+            outputs = self.run(func, args, kwargs or {})
         else:
             outputs = self.run(func, args, kwargs or {})
         self._record(func, args, outputs)

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 CHUNK = 1 << 20
@@ -115,13 +115,12 @@ def some(files: Sequence[Path]) -> str:
 
 def kind_of(file: Path) -> str:
     """The suffix of a name, that of a compression aside."""
-    name = PurePath(file.name)
-    return PurePath(name.stem).suffix if name.suffix in COMPRESSED else name.suffix
+    return Path(file.stem).suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def compression_of(file: Path) -> str | None:
     """The name of the compression that the suffix of a file tells."""
-    return COMPRESSED.get(PurePath(file.name).suffix)
+    return COMPRESSED.get(file.suffix)
 
 
 # ---- their bytes

@@ -136,7 +136,7 @@ class TextFiles:
         self._replace = replace
         self._limit = document_bytes
         self._hashed: dict[Path, Hashed] = {}
-        self._replaced: dict[str, _Replaced] = {}
+        self._replaced: dict[str, int] = {}  # place of the first one of a document -> bytes
         self._cut: dict[Path, int] = {}
 
         for one in self._inputs:
@@ -170,11 +170,11 @@ class TextFiles:
                 f"{some(list(self._cut))}"
             )
         if self._replaced:
-            first = next(iter(self._replaced.values()))
-            count = sum(one.count for one in self._replaced.values())
+            first = next(iter(self._replaced))
+            count = sum(self._replaced.values())
             lines.append(
                 f"replaced {count:,} bytes that are not UTF-8 by U+FFFD in "
-                f"{len(self._replaced):,} documents, the first at {first.place}"
+                f"{len(self._replaced):,} documents, the first at {first}"
             )
         return lines
 
@@ -289,7 +289,7 @@ class TextFiles:
         before = text[: first.start()].encode()
         place = f"{name}:{offset + len(before)}"
         text, count = ESCAPED.subn("\ufffd", text)
-        self._replaced[place] = _Replaced(count, place)
+        self._replaced[place] = count
         return text
 
     def _parsed(self, line: bytes, place: str) -> Document | None:
@@ -355,13 +355,6 @@ class TextFiles:
             )
             return None
         return text
-
-
-class _Replaced(NamedTuple):
-    """How many bytes of a document were replaced, and where the first one is."""
-
-    count: int
-    place: str
 
 
 def _stamp(file: Path) -> list[int]:

@@ -1,4 +1,4 @@
-"""What --init_from names: a Hugging Face folder of a Qwen3, or a checkpoint of longhaul, which is a
+"""What --init_from names: a Hugging Face folder, or a checkpoint of longhaul, which is a
 step-* folder or a run's folder with its newest one.
 
 Only the weights are taken: the run begins at step 0, with a new optimizer and its own identity. The

@@ -223,7 +223,7 @@ def _read_known_config(path: Path) -> dict[str, Any]:
         ) from None
 
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"{path}: model_type is {kind!r}: name a folder with a dense model of Qwen3, Qwen2.5 "
             f"or Llama 3 (model_type {', '.join(FAMILIES)})"

@@ -54,8 +54,7 @@ class Profiler:
     dtype: str = flag(
         "bf16",
         "compute precision; fp16 only with --task analysis",
-        ("precision",),
-        tuple(DTYPES),
+        choices=tuple(DTYPES),
         group="memory and speed",
     )
     nproc: int = flag(
@@ -207,7 +206,7 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
     init_from: str = flag(
         "",
         "folder of the model: a run or step-* folder of longhaul, or a Hugging Face model",
-        aliases=("checkpoint", "init_from_hf"),
+        aliases=("checkpoint",),
         group="model",
     )
 

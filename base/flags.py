@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # A command with at most so many flags lists them all if it is given an unknown one.
 FEW = 20
@@ -20,9 +20,13 @@ PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, which end the program with exit code 2."""
+    """argparse with errors of one line, which end the program with exit code 2.
 
-    def __init__(self, **settings):
+    `our_name` takes the name of an unknown flag and returns what it is called here, for the error.
+    """
+
+    def __init__(self, our_name: Callable[[str], str] = str, **settings):
+        self.our_name = our_name
         settings.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
         super().__init__(allow_abbrev=False, **settings)
         self.register("type", int, integer)
@@ -83,6 +87,17 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{before} and {flag} are the same setting: keep one")
             spellings[action.dest] = flag
 
+    def _known_flags(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
+
+    def nearest(self, flag: str) -> str | None:
+        """The known flag that an unknown one means: its name here, or else the one most like it."""
+        known = self._known_flags()
+        ours = "--" + self.our_name(flag.removeprefix("--").replace("-", "_"))
+        if ours in known:
+            return ours
+        return next(iter(difflib.get_close_matches(flag, known, n=1)), None)
+
     def _explain_unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return (
@@ -91,10 +106,10 @@ class Parser(argparse.ArgumentParser):
             )
 
         flag = word.split("=")[0]
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        nearest = difflib.get_close_matches(flag, known, n=1)
+        nearest = self.nearest(flag)
         if nearest:
-            return f"unknown flag {flag}: did you mean {nearest[0]}? (--help lists all)"
+            return f"unknown flag {flag}: did you mean {nearest}? (--help lists all)"
+        known = self._known_flags()
         if len(known) <= FEW:
             return f"unknown flag {flag}: choose from {', '.join(known)}"
         return f"unknown flag {flag}: --help lists all flags"

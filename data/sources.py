@@ -29,7 +29,6 @@ from data.inputs import (
 
 __all__ = ["Document", "TextFiles", "by_directory", "decode", "list_files", "refuse"]
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 DOCUMENT_BYTES = 64 << 20  # the longest document: 16M tokens or so
 ESCAPED = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bad bytes
 
@@ -76,8 +75,7 @@ def require_readable(file: Path) -> None:
 
 def require_fields(file: Path) -> None:
     """Raise ValueError if the name says that the file has no records with fields."""
-    kind = kind_of(file)
-    if kind != ".parquet" and kind not in JSONL_SUFFIXES:
+    if kind_of(file) not in READERS:
         raise ValueError(
             f"{file} is read as text, which has no field for --answer_field: give JSONL or parquet "
             "only, or drop --answer_field"
@@ -186,13 +184,8 @@ class TextFiles:
         """
         for one in self._inputs:
             for file in one.files:
-                kind = kind_of(file)
-                if kind == ".parquet":
-                    yield from self._rows(file)
-                elif kind in JSONL_SUFFIXES:
-                    yield from self._lines(file)
-                else:
-                    yield from self._texts(file)
+                read = READERS.get(kind_of(file), TextFiles._texts)
+                yield from read(self, file)
 
     def describe(self) -> list[dict]:
         """Each input's files and bytes, and a SHA-256 over its "name hash" lines.
@@ -355,6 +348,14 @@ class TextFiles:
             )
             return None
         return text
+
+
+# What reads the files whose records have fields, by the suffix of their names; others are text.
+READERS = {
+    ".parquet": TextFiles._rows,
+    ".jsonl": TextFiles._lines,
+    ".ndjson": TextFiles._lines,
+}
 
 
 def _stamp(file: Path) -> list[int]:

@@ -6,14 +6,16 @@ A flag wins over the file of --config, and the file wins over the default of the
 import argparse
 import difflib
 import math
+import operator
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from base.flags import Parser as Parser
 from base.flags import RaisingParser
+from longhaul.other_names import our_name
 
 Config = TypeVar("Config")
 
@@ -28,13 +30,15 @@ def flag(
     group: str = "",
     at_least: float | None = None,
     at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     without: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
     without: a value, and the flags that stand for it, each without a value of its own. at_least,
-    at_most: the smallest and the largest number allowed, which `check_ranges` checks.
+    at_most, above, below: the range of a number, which `check_ranges` checks.
     """
     metadata = dict(
         help=help,
@@ -45,6 +49,8 @@ def flag(
         group=group,
         at_least=at_least,
         at_most=at_most,
+        above=above,
+        below=below,
         without=without,
     )
     if many:
@@ -98,6 +104,7 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
         description=description,
         epilog=vars(cls).get("EXAMPLES"),
         formatter_class=_HelpFormatter,
+        our_name=our_name,
     )
     sentences = getattr(cls, "GROUPS", {})
     groups = {}
@@ -203,9 +210,7 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     for key, value in _flat(table):
         spec = fields_by_name.get(key.replace("-", "_"))
         if spec is None:
-            parser.error(
-                f"--config {path}: unknown key {key!r}: {_suggestion(key, fields_by_name)}"
-            )
+            parser.error(f"--config {path}: unknown key {key!r}: {_suggestion(key, parser)}")
         if spec.name in keys:
             parser.error(
                 f"--config {path}: {keys[spec.name]} and {key} are the same setting: keep one"
@@ -215,12 +220,12 @@ def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
     return values
 
 
-def _suggestion(key: str, known: dict[str, Field]) -> str:
+def _suggestion(key: str, parser: Parser) -> str:
     """What to write instead of an unknown key."""
-    nearest = difflib.get_close_matches(key, known, n=1)
-    if nearest:
-        return f"did you mean {nearest[0]!r}?"
-    return "docs/SETTINGS.md lists all"
+    nearest = parser.nearest(f"--{key}")
+    if nearest is None:
+        return "docs/SETTINGS.md lists all"
+    return f"did you mean {nearest.removeprefix('--')!r}?"
 
 
 def _table(path: str, parser: Parser) -> dict:
@@ -277,19 +282,24 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 def check_ranges(cfg: Any) -> None:
-    """ValueError if a field of a dataclass of flags is outside its at_least or at_most."""
+    """ValueError if a field of a dataclass of flags is outside its range, or not finite."""
     for spec in fields(cfg):
-        least = spec.metadata["at_least"]
-        most = spec.metadata["at_most"]
+        bounds = {name: spec.metadata[name] for name in BOUNDS if spec.metadata[name] is not None}
         value = getattr(cfg, spec.name)
-        if least is not None and not least <= value < math.inf:
-            raise ValueError(
-                f"--{spec.name} {value} is out of range: give a number of at least {least}"
-            )
-        if most is not None and value > most:
-            raise ValueError(
-                f"--{spec.name} {value} is out of range: give a number of at most {most}"
-            )
+        for name, bound in bounds.items():
+            words, holds = BOUNDS[name]
+            if not (math.isfinite(value) and holds(value, bound)):
+                raise ValueError(
+                    f"--{spec.name} {value} is out of range: give a number {words} {bound}"
+                )
+
+
+BOUNDS = {
+    "at_least": ("of at least", operator.ge),
+    "at_most": ("of at most", operator.le),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}
 
 
 # ---- lists of words
@@ -312,3 +322,43 @@ def known_words(flag: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
                 f"{flag} {word[:40]} is unknown: did you mean {near}? (all are {','.join(known)})"
             )
     return found
+
+
+# ---- name=value pairs
+
+
+def read_pairs(
+    pairs: Sequence[str], cls: type, given_by: str, flags: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Values of name=value pairs, typed as the fields of the dataclass `cls`.
+
+    `flags`: fields that have a flag, by its name. ValueError for another name, another type, or one
+    of these.
+    """
+    types = {spec.name: spec.type for spec in fields(cls)}
+
+    values = {}
+    for pair in pairs:
+        given = f"--{given_by} {pair!r}"
+        name, equals, text = pair.partition("=")
+        if not equals or name not in types:
+            raise ValueError(f"{given}: give name=value with a name of {', '.join(types)}")
+        if name in flags:
+            raise ValueError(f"{given}: use the flag --{flags[name]}")
+        if name in values:
+            raise ValueError(f"{given}: {name} is given twice: keep one")
+        values[name] = _converted(types[name], text, given)
+    return values
+
+
+def _converted(kind: type, text: str, given: str):
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{given}: give true or false")
+        return text.lower() == "true"
+
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "an integer" if kind is int else "a number"
+        raise ValueError(f"{given}: give {wanted}") from None

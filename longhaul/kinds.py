@@ -7,12 +7,14 @@ its place. A row is a class of which no object is made; a new one inherits all b
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from base.machine import FP32
+from longhaul.cli import read_pairs
 from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
 from longhaul.sparse import indexer
 from longhaul.sparse.layer import BlockConfig
@@ -461,3 +463,48 @@ def recorded(config: ModelConfig) -> dict:
 def settings_names() -> set[str]:
     """The names in `recorded` under which the kinds' settings are."""
     return {kind.settings or name for name, kind in KINDS.items()}
+
+
+# ---- a model of standard attention that is read sparsely
+
+
+# kinds that any model of standard attention can be read with
+WEIGHTLESS = tuple(
+    name for name, kind in KINDS.items() if kind.settings == "blocks" and not kind.starts_fresh
+)
+
+
+def add_attention(parser):
+    """The flags that say how a model of standard attention is read."""
+    parser.add_argument(
+        "--attention_type",
+        choices=WEIGHTLESS,
+        help="read a model of standard attention sparsely: by blocks of keys that are chosen so",
+    )
+    parser.add_argument(
+        "--blocks",
+        nargs="+",
+        default=(),
+        metavar="NAME=VALUE",
+        help="sizes of that attention, such as count=32 local=4",
+    )
+
+
+def read_with(config: ModelConfig, attention: str | None, blocks: Collection[str]) -> ModelConfig:
+    """The same model read with another attention, of the sizes that the pairs `blocks` change.
+
+    ValueError for a model that has no standard attention, and for sizes without an attention.
+    """
+    if attention is None:
+        if blocks:
+            raise ValueError(f"--blocks {' '.join(blocks)} needs --attention_type")
+        return config
+    if config.attention.name != "standard":
+        raise ValueError(
+            f"--attention_type {attention} reads models of standard attention, and this one has "
+            f"{config.attention.name}: drop --attention_type"
+        )
+    sizes = KINDS[attention].config
+    return dataclasses.replace(
+        config, attention=sizes(**read_pairs(tuple(blocks), sizes, "blocks"))
+    )

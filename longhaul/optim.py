@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from longhaul import optimizers
 from longhaul.dist import local_shard
 from longhaul.kinds import attention_kind
+from longhaul.optimizers import OPTIMIZERS, Muon
 from model import Decoder
 
 # ---- schedule
@@ -45,13 +45,6 @@ def _remaining(schedule: str, done: float) -> float:
 
 # ---- optimizer
 
-MOMENTS = {
-    "adamw": optimizers.Plain(torch.float32),
-    "adamw_bf16": optimizers.Plain(torch.bfloat16),
-    "adamw_8bit": optimizers.EightBit(),
-    "muon": optimizers.Plain(torch.float32),
-}
-
 
 def parameter_groups(model: Decoder, weight_decay: float, muon: bool = False) -> list[dict]:
     """Matrices decay; vectors (norms, biases) do not. Muon's third group has layers' matrices."""
@@ -77,7 +70,8 @@ def parameter_groups(model: Decoder, weight_decay: float, muon: bool = False) ->
 
 def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019) of torch, or an optimizer of optimizers.py."""
-    groups = parameter_groups(model, cfg.weight_decay, cfg.optimizer == "muon")
+    takes_matrices = issubclass(OPTIMIZERS[cfg.optimizer].optimizer, Muon)
+    groups = parameter_groups(model, cfg.weight_decay, takes_matrices)
     common = dict(lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
 
     if _is_plain(cfg):
@@ -85,10 +79,10 @@ def build_optimizer(model: Decoder, cfg) -> torch.optim.Optimizer:
         device = next(model.parameters()).device.type
         return torch.optim.AdamW(groups, **common, fused=device in ("cpu", "cuda"))
 
-    kind = optimizers.Muon if cfg.optimizer == "muon" else optimizers.AdamW
-    optimizer = kind(
+    kind = OPTIMIZERS[cfg.optimizer]
+    optimizer = kind.optimizer(
         groups,
-        MOMENTS[cfg.optimizer],
+        kind.moments,
         **common,
         seed=cfg.seed,
         host=cfg.offload_optimizer,

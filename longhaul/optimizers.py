@@ -11,6 +11,7 @@ A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 import contextlib
 import functools
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -459,3 +460,23 @@ def _shard_of(whole: Tensor, p: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
+
+
+# ---- what --optimizer may name
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """A row of OPTIMIZERS."""
+
+    optimizer: type[AdamW]
+    moments: Plain | EightBit
+    state_bytes: float  # per parameter; of Muon, per parameter of the layers' matrices
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(AdamW, Plain(torch.float32), 8.0),
+    "adamw_bf16": OptimizerKind(AdamW, Plain(torch.bfloat16), 4.0),
+    "adamw_8bit": OptimizerKind(AdamW, EightBit(), 2.03),
+    "muon": OptimizerKind(Muon, Plain(torch.float32), 4.0),
+}

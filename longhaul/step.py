@@ -247,8 +247,7 @@ def gradients(
     set_learning_rate(state)
 
     measured = []
-    sums = accumulation(state, len(batch))
-    for index, micro in enumerate(sums.order(batch)):
+    for index, micro in enumerate(batch):
         if index and must_stop is not None and must_stop():
             state.optimizer.zero_grad(set_to_none=True)
             return None
@@ -258,8 +257,6 @@ def gradients(
             (loss * state.world.size).backward()
         total += loss.detach()
         measured.append(figures(model))
-        sums.add()
-    sums.finish()
     state.figures = torch.stack(measured).sum(0)
     if warming(state):
         keep_learners(model)
@@ -328,63 +325,3 @@ def _figures(state: TrainState, sums: list[Tensor]) -> dict[str, Tensor]:
     names = attention_kind(state.model.config).figures
     totals, counts = sums[: len(names)], sums[len(names) :]
     return {name: total / count for name, total, count in zip(names, totals, counts, strict=True)}
-
-
-# ---- accumulation: how the gradients of a step's micro-batches are added
-
-
-class PlainSums:
-    """The gradients of micro-batches, added in their order by autograd."""
-
-    def order(self, batch: list[MicroBatch]) -> list[MicroBatch]:
-        """The order in which the micro-batches run."""
-        return batch
-
-    def add(self):
-        """A micro-batch's gradients were computed."""
-
-    def finish(self):
-        """All were: from here on every parameter's `grad` is the step's."""
-
-
-class PairwiseSums:
-    """The gradients of one process, added as two processes would add them: ((g0 + g2) + (g1 + g3)),
-    where the first of each pair is rank 0's.
-
-    A sum of two is exact to the bit whoever adds it, and a sum of more depends on its order. Costs
-    one more gradient.
-    """
-
-    def __init__(self, model: Decoder):
-        self.parameters = list(model.parameters())
-        self.sums: dict[torch.nn.Parameter, Tensor] = {}
-        self.added = 0
-
-    def order(self, batch: list[MicroBatch]) -> list[MicroBatch]:
-        """What would be rank 0's and rank 1's micro-batches in turn."""
-        half = len(batch) // 2
-        pairs = zip(batch[:half], batch[half:], strict=True)
-        return [micro for pair in pairs for micro in pair]
-
-    def add(self):
-        """After the second of each pair, move the pair's gradients into the sums."""
-        self.added += 1
-        if self.added % 2:
-            return
-        for p in self.parameters:
-            if p.grad is not None:
-                self.sums[p] = self.sums[p].add_(p.grad) if p in self.sums else p.grad
-            p.grad = None
-
-    def finish(self):
-        """Make the sums the gradients."""
-        for p in self.parameters:
-            p.grad = self.sums.get(p)
-
-
-def accumulation(state: TrainState, micro_batches: int) -> PlainSums | PairwiseSums:
-    """How to add the gradients of a step. Two micro-batches or fewer have only one order."""
-    pairs = micro_batches > 2 and micro_batches % 2 == 0
-    if state.cfg.pairwise_accumulation and state.world.size == 1 and pairs:
-        return PairwiseSums(state.model)
-    return PlainSums()

@@ -38,12 +38,9 @@ from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.cli import known_words
 from longhaul.config import (
-    EVAL_TASKS,
     EVALS,
     SHORTEST_EVAL,
     TrainConfig,
-    add_attention,
-    read_with,
 )
 from longhaul.dist import World, named_device
 from longhaul.evals import heatmap
@@ -51,8 +48,8 @@ from longhaul.evals.compare import Comparison
 from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
-from longhaul.evals.tasks import ALL_TASKS
-from longhaul.kinds import attention_kind
+from longhaul.evals.tasks import ALL_TASKS, TASKS
+from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
@@ -127,7 +124,7 @@ def add_what(parser: Parser):
     parser.add_argument(
         "--tasks",
         metavar="NAMES",
-        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(EVAL_TASKS)})",
+        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(TASKS)})",
     )
     parser.add_argument(
         "--items",
@@ -249,7 +246,7 @@ def asked_for(given: argparse.Namespace, names: tuple[str, ...], opened: "Opened
     come from the pass of the validation loss.
     """
     context = given.context_length or opened.context
-    tasks = EVAL_TASKS
+    tasks = tuple(TASKS)
     if given.tasks is not None:
         tasks = known_words("--tasks", given.tasks, tuple(ALL_TASKS))
     return Asked(
@@ -420,7 +417,7 @@ def open_data(opened: Opened, path: str | None) -> tuple[Corpus, ...]:
             f"{opened.folder} does not say what it was trained on: give --data, prepared with its "
             "tokenizer (python -m data.prepare --tokenizer)"
         )
-    embedded = prepare_embedded(documents=opened.cfg.documents, report=lambda *line: None)
+    embedded = prepare_embedded(report=lambda *line: None)
     return (Corpus(EMBEDDED, embedded, Fraction(1)),)
 
 

@@ -23,7 +23,6 @@ from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
-from longhaul.config import add_attention, read_with
 from longhaul.dist import World, named_device
 from longhaul.generate import (
     TEMPERATURE,
@@ -34,7 +33,7 @@ from longhaul.generate import (
     check_sampling,
     generate,
 )
-from longhaul.kinds import attention_kind
+from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory.plan import available_gib
 from model import GIB, Decoder, ModelConfig
 

@@ -66,7 +66,7 @@ dataset() {  # $1, by the command $2 ...; a dataset appears whole or not at all
 
 train() {  # run $1 on dataset $2 with the length schedule $3, and further flags
     part "$1" python train.py --output_dir "$out/$1" --data "$out/$2" --length_schedule "$3" --whole_documents \
-        --schedule "${schedule:-constant}" --weight_decay 0 --beta2 0.98 --loss_spike 0 --optimizer muon --dtype fp32 \
+        --schedule "${schedule:-constant}" --weight_decay 0 --beta2 0.98 --optimizer muon --dtype fp32 \
         --device cpu --eval_every 0 --save_every 1000 --log_every 20 "${@:4}"
 }
 

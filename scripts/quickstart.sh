@@ -29,7 +29,7 @@ python -m data.prepare
 
 if [ "$long" ]; then
     echo "== train: the tiny preset with sparse attention at ${CONTEXT:=131072} tokens"
-    python train.py --model_size tiny --attention_type nsa --context_length "$CONTEXT" --documents directory --max_steps 3 --lr 2e-3 \
+    python train.py --model_size tiny --attention_type nsa --context_length "$CONTEXT" --max_steps 3 --lr 2e-3 \
         --warmup_steps 1 --schedule constant --eval_every 3 --eval_rows 1 --output_dir "$out"
     echo "done in $(( $(date +%s) - started )) s; the losses are in $out/metrics.jsonl."
     next_commands

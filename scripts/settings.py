@@ -17,8 +17,9 @@ OPENING = """# Settings of train.py
 
 Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win
 over the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list,
-which is written by `python -m scripts.settings`. No setting may be given twice, also not by two of
-its names. A file may group its keys in tables:
+which is written by `python -m scripts.settings`. A flag has one name and may be given once; names
+that nanochat, transformers, torchtitan and litgpt use are answered with ours. A file may group its
+keys in tables:
 
 ```toml
 [model]
@@ -50,13 +51,11 @@ def section(group: str, fields: list[dataclasses.Field]) -> str:
 
 
 def row(field: dataclasses.Field) -> str:
-    """One flag with its aliases, default, meaning and choices."""
-    names = [field.name, *field.metadata["aliases"]]
-    flags = ", ".join(f"`--{name}`" for name in names)
+    """One flag with its default, meaning and choices."""
     meaning = field.metadata["help"]
     if field.metadata["choices"]:
         meaning += f" ({', '.join(map(str, field.metadata['choices']))})"
-    return f"| {flags} | {default_of(field)} | {meaning.replace('|', ' or ')} |"
+    return f"| `--{field.name}` | {default_of(field)} | {meaning.replace('|', ' or ')} |"
 
 
 def default_of(field: dataclasses.Field) -> str:

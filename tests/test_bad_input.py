@@ -100,8 +100,7 @@ train --lr 1e10
 train --lr
 train --lr=
 train --lr 1e-3 --lr 1e-4
-train --lr 1e-3 --learning_rate 1e-4
-train --lr=1e-3 --learning-rate=1e-3
+train --save_every 3 --save-every 3
 train -lr 1
 train --learning_rat 1
 train --foo
@@ -176,9 +175,11 @@ train --nsa windows=9
 train --rope_theta nan
 train --rope_theta -1
 train --rope_scaling ntk
-train --rope_scaling linear --rope_factor nan
-train --rope_scaling linear --rope_factor 0
-train --rope_scaling yarn --rope_factor 4 --rope_original_context 0
+train --rope_scaling linear:nan
+train --rope_scaling linear:0
+train --rope_scaling yarn:4:0
+train --rope_scaling yarn:x
+train --rope_scaling yarn
 train --init_from /nonexistent
 train --init_from {folder}
 train --data /nonexistent
@@ -203,7 +204,7 @@ train --length_schedule 32:2:1
 train --length_schedule 32:2:nan
 train --length_schedule 32:1,64:4
 train --length_schedule 32:1:1e4,64:1 --rope_theta 5e5
-train --length_schedule 32:1,64:1 --rope_scaling yarn --rope_factor 2 --rope_original_context 16
+train --length_schedule 32:1,64:1 --rope_scaling yarn:2:16
 train --length_schedule 32768:1,65536:1 --context_length 65536
 train --length_schedule 32:1,64:1 --short_fraction 2
 train --length_schedule 32:1,64:1 --short_fraction 0.5 --long_fraction 0.5
@@ -212,7 +213,6 @@ train --long_fraction 1.5
 train --long_fraction nan
 train --long_fraction 0.33333
 train --long_fraction 0.5 --context_length 65536
-train --documents lines
 train --device gpu
 train --device cuda
 train --device cuda:0
@@ -231,25 +231,21 @@ train --optimizer sgd
 train --optimizer_in_backward
 train --optimizer_in_backward --grad_clip 0 --gradient_accumulation_steps 2
 train --loss fast
-train --logits_threshold_gib nan
-train --loss_chunk_size -1
+train --model_overrides logits_threshold_gib=nan
+train --model_overrides loss_chunk_size=-1
 train --dp_replicate 2
 train --dp_replicate 0
 train --context_parallel_size 3
 train --context_parallel_mode ring
 train --max_skipped_steps -1
-train --loss_spike nan
 train --skip_rows 5
 train --skip_rows 9:3
 train --skip_rows a:b
 train --save_every 0
-train --save_minutes nan
-train --save_minutes -1
 train --keep_last 1
 train --resume /nonexistent
 train --resume {text}
 train --resume {folder}
-train --timeout 0
 train --eval_every -1
 train --eval_rows 0
 train --log_every 0

@@ -26,7 +26,7 @@ from data.mixture import Corpus
 from data.recall import Form
 from data.writer import write_dataset
 from longhaul import dist, step
-from longhaul.config import EVAL_TASKS, TrainConfig
+from longhaul.config import TrainConfig
 from longhaul.evals import measures, position, tasks
 from longhaul.evals.measures import Asked, Measures
 from longhaul.evals.score import Item, ModelScorer, Scores
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 VOCAB = 64
 CONTEXT = 128
 ALL = ("loss", "position", "gain", "retrieval")
-EVALS = ["--evals", ",".join(ALL), "--eval_lengths", "104,128", "--eval_items", "2"]
+EVALS = ["--evals", ",".join(ALL), "--eval_lengths", "104,128"]
 
 
 def make(folder, seed: int = 0, longest: int = 400):
@@ -48,6 +48,14 @@ def make(folder, seed: int = 0, longest: int = 400):
     lengths = draw.integers(20, longest, 60)
     documents = [draw.integers(1, VOCAB, length) for length in lengths]
     return write_dataset(documents, folder, vocab_size=VOCAB, eod_id=0, val_fraction=0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_items():
+    """Two items of each task at each length, instead of 32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measures, "ITEMS", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +87,7 @@ class Uniform:
         return Scores(nll_BT.masked_fill(~valid_BT, 0), hit_BT)
 
 
-# --------------------------------------------------------------------------- measures and budget
+# --------------------------------------------------------------------------- measures
 
 
 @pytest.fixture(scope="module")
@@ -178,57 +186,11 @@ def test_several_corpora_have_figures_of_their_own(tmp_path, corpus):
     assert {"gain/all/set", "gain/all/other", "retrieval/mean_104"} <= report.scalars().keys()
 
 
-def test_a_budget_ends_measures_between_two_forwards_but_never_the_losses(corpus, monkeypatch):
-    seconds = [0.0]
-
-    class Slow(Uniform):
-        """A second for each forward."""
-
-        def score(self, item: Item, *, hits: bool = False) -> Scores:
-            seconds[0] += 1
-            return super().score(item, hits=hits)
-
-    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
-
-    def run(budget: float):
-        seconds[0] = 0
-        return Measures([corpus], asked(rows=5, seconds=budget)).run(Slow())
-
-    whole = run(0)
-    forwards = whole.seconds
-    short = run(2)
-    assert short.found.keys() == {"loss"} and short.seconds == 5
-    assert list(short.left_out) == ["gain", "retrieval at 104", "retrieval at 128"]
-    assert short.lines()[-1] == "left out           retrieval at 128: 2 s were over"
-
-    most = run(forwards - 1)
-    assert list(most.left_out) == ["retrieval at 128"]
-    assert most.seconds == forwards - 1
-    assert most.found["retrieval"][""].lengths == (104,)
-    assert "retrieval/mean_104" in most.scalars()
-    assert "retrieval/effective_context" not in most.scalars()
-    assert run(forwards).left_out == {}
-    assert "retrieval/effective_context" in run(forwards).scalars()
-
-
-@pytest.mark.parametrize("rank, votes", [(0, [False, True]), (1, [False, False])])
-def test_rank_0s_clock_decides_for_all(monkeypatch, rank, votes):
-    seconds = [5.0]
-    voted = []
-    monkeypatch.setattr(measures.time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr(dist, "any_rank", lambda flag: voted.append(flag) or flag)
-    budget = measures.Budget(10.0, dist.World(rank=rank, size=2), lambda: False)
-    for now in (14.0, 15.0):
-        seconds[0] = now
-        assert budget.must_stop() == budget.is_over == voted[-1]
-    assert voted == votes
-
-
 @pytest.mark.parametrize("forwards", [0, 3, 40])
 def test_a_run_that_is_asked_to_stop_has_no_report(corpus, forwards):
     scorer = Uniform()
     stop = lambda: len(scorer.lengths) >= forwards  # noqa: E731
-    prepared = Measures([corpus], asked(rows=5, seconds=1e9))
+    prepared = Measures([corpus], asked(rows=5))
     assert prepared.run(scorer, must_stop=stop) is None
     assert len(scorer.lengths) == forwards
 
@@ -292,12 +254,6 @@ def test_lengths_of_retrieval_are_powers_of_two_up_to_the_context():
     assert settings(eval_lengths="512, 300,300").retrieval_lengths() == (300, 512)
 
 
-def test_tasks_of_retrieval_are_all_or_those_that_are_named():
-    assert settings().retrieval_tasks() == EVAL_TASKS == tuple(tasks.TASKS)
-    named = settings(eval_tasks="copy, single")
-    assert Asked.of(named, VOCAB).tasks == named.retrieval_tasks() == ("copy", "single")
-
-
 def test_a_stage_measures_the_lengths_that_it_has():
     schedule = dict(context_length=4096, length_schedule="1024:2,4096:1")
     first, last = settings(eval_lengths="1024,4096", **schedule).stages()
@@ -314,17 +270,9 @@ def test_a_stage_measures_the_lengths_that_it_has():
         ),
         ({"evals": "needle"}, "--evals needle is unknown: did you mean"),
         ({"evals": " , "}, "--evals names nothing: give some of loss,"),
-        (
-            {"eval_tasks": "single,coppy"},
-            "--eval_tasks coppy is unknown: .* copy. .all are single,",
-        ),
-        ({"eval_tasks": ","}, "--eval_tasks names nothing: give some of single,multikey"),
         ({"eval_lengths": "4k"}, "--eval_lengths 4k has '4k': give numbers"),
         ({"eval_lengths": "4096,,1"}, "has '': give numbers"),
         ({"eval_lengths": "-1"}, "has '-1': give numbers"),
-        ({"eval_items": 0}, "--eval_items 0 is out of range"),
-        ({"eval_seconds": -1.0}, "--eval_seconds -1.0 is out of range"),
-        ({"eval_seconds": math.nan}, "--eval_seconds nan is out of range"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(flags, words):
@@ -333,18 +281,13 @@ def test_flags_that_mean_nothing_are_refused(flags, words):
 
 
 def test_flags_of_retrieval_without_it_are_named():
-    flags = dict(eval_tasks="copy", eval_lengths="1024", eval_items=4)
+    flags = dict(eval_lengths="1024")
     assert settings(**flags).ineffective_settings() == list(flags)
     assert settings(evals="retrieval", **flags).ineffective_settings() == []
 
 
-def test_a_budget_of_losses_alone_is_named():
-    assert settings(eval_seconds=5.0).ineffective_settings() == ["eval_seconds"]
-    assert settings(evals="loss,gain", eval_seconds=5.0).ineffective_settings() == []
-
-
 def test_flags_of_evaluations_that_are_off_are_left_alone():
-    cfg = settings(eval_every=0, evals="needle", eval_tasks="", eval_lengths="1000000")
+    cfg = settings(eval_every=0, evals="needle", eval_lengths="1000000")
     assert cfg.ineffective_settings() == []
 
 
@@ -434,7 +377,6 @@ def test_a_resumed_run_drops_evaluations_after_its_checkpoint(
 def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, capsys):
     out = tmp_path / "run"
     flags = ["--length_schedule", "32:1,128:1", "--eval_every", "1", "--context_length", "128"]
-    flags += ["--eval_tasks", "copy,single"]
     train.main(arguments(dataset, out, *flags, "--max_steps", "2", *EVALS))
     first, last = records(out)
     assert first["loss"]["set"]["by_position"][-1]["last"] == 32
@@ -442,7 +384,7 @@ def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, cap
     assert (first["gain"]["set"]["short"], last["gain"]["set"]["short"]) == (8, 32)
     assert first["left_out"] == {"retrieval": "no length is at most 32 tokens: give one that is"}
     assert last["left_out"] == {}
-    assert [one["task"] for one in last["retrieval"]["scores"]] == ["copy", "single"] * 2
+    assert [one["task"] for one in last["retrieval"]["scores"]] == [*tasks.TASKS] * 2
     assert "left out           retrieval: no length is at most 32" in capsys.readouterr().out
 
     # the scores of the last stage are those of its checkpoint, which has the stage's base
@@ -454,10 +396,8 @@ def test_a_stage_is_evaluated_at_its_own_context_and_base(dataset, tmp_path, cap
     "flags, words",
     [
         ("--evals gain,retreival", "did you mean retrieval?"),
-        ("--evals retrieval --eval_tasks singel", "did you mean single? (all are single,multi"),
         ("--eval_lengths 256 --evals loss", "has 256, and --context_length is 128: give at most"),
         ("--eval_lengths 20 --evals retrieval", "more than a context of 20: give lengths of"),
-        ("--eval_items 0", "give a number of at least 1"),
         ("--context_length 8 --evals gain", "a context of 8 tokens is too short"),
     ],
 )
@@ -491,7 +431,7 @@ def trained(world: dist.World, folder: str, changes: dict, evaluate: bool) -> li
     readers = world.size // sharing
     loader = Loader(open_dataset(folder), SMALL["context_length"], readers)
     corpus = Corpus("set", loader.dataset, Fraction(1))
-    small = asked(context_length=64, lengths=(104,), rows=2, items=1, seconds=1e9)
+    small = asked(context_length=64, lengths=(104,), rows=2, items=1)
     prepared = Measures([corpus], small) if evaluate else None
 
     bits = []

@@ -22,7 +22,7 @@ from tests.ranks import free_port, run_program
 ROOT = Path(__file__).parent.parent
 FLAGS = shlex.split(
     "--device cpu --model_size tiny --vocab_size 64 --context_length 256 --max_steps 30 "
-    "--save_every 10 --warmup_steps 4 --eval_every 0 --dtype fp32 --timeout 20"
+    "--save_every 10 --warmup_steps 4 --eval_every 0 --dtype fp32"
 )
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 
@@ -99,8 +99,8 @@ def test_a_host_is_cut_off_and_both_go_on_from_the_checkpoint(hosts, flags, tmp_
     wait_for(lambda: (folder / "step-00000010").exists(), jobs)
     ip("-n", hosts[1], "link", "set", "cable", "down")
     began = time.monotonic()
-    words = [job.communicate(timeout=90)[0] for job in jobs]
-    assert time.monotonic() - began < 80 and all(job.returncode for job in jobs)
+    words = [job.communicate(timeout=130)[0] for job in jobs]
+    assert time.monotonic() - began < 120 and all(job.returncode for job in jobs)
     assert any("was killed or does not answer" in text for text in words)
     assert json.loads((folder / "exit.json").read_text())["code"] == 7
 

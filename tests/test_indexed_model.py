@@ -179,7 +179,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(stop, tmp_path):
 def test_the_end_of_a_warm_up_that_is_past_cannot_change(warmup, step_saved, tmp_path):
     before, _ = trained(settings(indexer_warmup=3), step_saved)
     checkpoint = load.verified(save.save(before, tmp_path, {}))
-    changed = settings(indexer_warmup=warmup, override_settings=True)
+    changed = settings(indexer_warmup=warmup, resume="named")
     with pytest.raises(ValueError, match="with 3, and a warm-up can .* give --indexer_warmup 3"):
         resume.check_settings(checkpoint, changed)
     resume.check_settings(checkpoint, settings(indexer_warmup=3))

@@ -278,7 +278,7 @@ def test_a_reward_by_answers_is_refused_without_them(folder, tmp_path, capsys):
 
 
 def test_clip_is_the_policys():
-    clipped = cli.parse(IntuitorConfig, ["--clip", "0.3", "--max_grad_norm", "2"])
+    clipped = cli.parse(IntuitorConfig, ["--clip", "0.3", "--grad_clip", "2"])
     assert (clipped.policy_loss().clip, clipped.grad_clip) == (0.3, 2)
     with pytest.raises(ValueError, match="--clip"):
         cli.parse(GradeConfig, ["--clip", "0.3"])

@@ -34,7 +34,7 @@ DOORS = (
 @pytest.mark.slow
 def test_the_report_of_torchrun_repeats_the_remedy_of_a_typo():
     done = subprocess.run(
-        [*TORCHRUN, "train.py", "--learning_rat", "1"],
+        [*TORCHRUN, "train.py", "--learning_rate", "1"],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -42,7 +42,7 @@ def test_the_report_of_torchrun_repeats_the_remedy_of_a_typo():
         timeout=120,
     )
     before, report = done.stderr.split("Root Cause", 1)
-    words = "train.py: error: unknown flag --learning_rat: did you mean --learning_rate?"
+    words = "train.py: error: unknown flag --learning_rate: did you mean --lr?"
     assert done.returncode != 0
     assert words in before and words in report
 

@@ -59,10 +59,10 @@ def test_without_bases_they_are_proportional_to_the_length():
 
 
 def test_rope_scaling_leaves_the_base_as_it_is():
-    scaled = dict(rope_scaling="yarn", rope_factor=16.0, rope_original_context=64)
+    scaled = dict(rope_scaling="yarn:16:64")
     stages = settings("64:1,512:1", **scaled).stages()
     assert [stage.cfg.rope_theta for stage in stages] == [1e6, 1e6]
-    with pytest.raises(ValueError, match="reaches 1024 tokens.* give --rope_factor 32"):
+    with pytest.raises(ValueError, match="reaches 1024 tokens.* give --rope_scaling yarn:32"):
         settings("64:1,2048:1", **scaled)
 
 
@@ -233,8 +233,11 @@ def test_a_run_resumed_at_an_edge_and_around_it_ends_with_the_same_bits(
     assert runs.losses(tmp_path / "run") == runs.losses(finished)[step:]
 
 
-def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(corpus, tmp_path, capsys):
-    run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3", "--loss_spike", "1e-9")
+def test_the_command_around_a_loss_spike_is_that_of_the_whole_run(
+    corpus, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(TrainConfig, "LOSS_SPIKE", 1e-9)
+    run(corpus, tmp_path / "run", "--length_schedule", "8:17,32:3")
     said = capsys.readouterr().out
     words = re.search(r"LOSS SPIKE at step (18|19|20): .* (python train.py .*)", said)[2].split()
     assert words[words.index("--length_schedule") + 1] == "8:17,32:3"

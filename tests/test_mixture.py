@@ -353,7 +353,7 @@ def test_a_mixture_resumes_to_the_same_bits(two_corpora, tmp_path):
     assert runs.same_end(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_changed_shares_are_refused_unless_settings_are_overridden(two_corpora, tmp_path, capsys):
+def test_changed_shares_are_refused_unless_the_checkpoint_is_named(two_corpora, tmp_path, capsys):
     out = tmp_path / "run"
     run(two_corpora, out, "--max_steps", "2", "--schedule", "constant")
     other = two_corpora.replace(":0.75", ":0.5").replace(":0.25", ":0.5")
@@ -362,7 +362,8 @@ def test_changed_shares_are_refused_unless_settings_are_overridden(two_corpora, 
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert "recorded web 3/4, books 1/4, now web 1/2, books 1/2" in said
-    assert "add --override_settings" in said
+    assert f"add --resume {out}/step-00000002" in said
 
-    run(other, out, "--max_steps", "4", "--schedule", "constant", "--override_settings")
+    named = str(out / "step-00000002")
+    run(other, out, "--max_steps", "4", "--schedule", "constant", "--resume", named)
     assert records(out)[-1]["tokens/web"] == 0.5 * 4 * 2 * runs.CONTEXT

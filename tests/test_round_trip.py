@@ -41,7 +41,7 @@ SIZES = (
     "num_kv_heads=2 head_dim=16 ffn_size=96 init_std=0.2 --dtype fp32 --device cpu --eval_every 0 "
     "--context_length 64 --warmup_steps 0 "
 )
-YARN = "--rope_scaling yarn --rope_factor 4 --rope_original_context 64 --rope_theta 10000 "
+YARN = "--rope_scaling yarn:4:64 --rope_theta 10000 "
 PROMPTS = 20
 NEW_TOKENS = 64
 

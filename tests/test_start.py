@@ -117,10 +117,18 @@ def test_a_model_that_is_a_preset_is_called_by_its_name(tmp_path):
 
 def test_the_printed_command_gives_the_same_run_again(hf, finished):
     """Also if a flag that the folder contradicts has the value of its default."""
-    for flags in ("", "--context_length 4096", "--rope_theta 1e6", "--rope_original_context 32768"):
+    for flags in ("", "--context_length 4096", "--rope_theta 1e6", "--rope_scaling yarn:2"):
         for folder in (hf, finished):
             cfg = settings(f"--init_from {folder} {flags}")
             assert settings(plan.command(cfg, World()).removeprefix("python train.py")) == cfg
+
+
+def test_fields_that_are_no_geometry_are_kept_next_to_the_folders_shape(hf):
+    cfg = settings(f"--init_from {hf} --model_overrides loss_chunk_size=64")
+    assert cfg.model().loss_chunk_size == 64
+    assert (
+        dataclasses.replace(cfg.model(), loss_chunk_size=0) == settings(f"--init_from {hf}").model()
+    )
 
 
 def test_without_init_from_nothing_is_added():
@@ -162,28 +170,28 @@ def rope(flags: str) -> tuple:
 def test_flags_change_how_positions_are_rotated(hf, finished):
     assert rope(f"--init_from {hf}") == (5e5, "none", 1.0, 512)
     assert rope(f"--init_from {hf} --rope_theta 9e6") == (9e6, "none", 1.0, 512)
-    yarn = "--rope_scaling yarn --rope_factor 4"
+    yarn = "--rope_scaling yarn:4"
     assert rope(f"--init_from {hf} {yarn}") == (5e5, "yarn", 4.0, 512)
     assert rope(f"--init_from {finished} {yarn}") == (1e6, "yarn", 4.0, 64)
-    assert rope(f"--init_from {hf} {yarn} --rope_original_context 99") == (5e5, "yarn", 4.0, 99)
+    assert rope(f"--init_from {hf} {yarn}:99") == (5e5, "yarn", 4.0, 99)
 
 
 def test_scaled_positions_of_the_folder_are_kept_changed_or_dropped(tmp_path):
     scaled = dict(rope_scaling="yarn", rope_factor=2.0)
     qwen3.to_hf(Decoder(dataclasses.replace(HF, **scaled)), tmp_path)
     assert rope(f"--init_from {tmp_path}") == (5e5, "yarn", 2.0, 512)
-    assert rope(f"--init_from {tmp_path} --rope_factor 8") == (5e5, "yarn", 8.0, 512)
+    assert rope(f"--init_from {tmp_path} --rope_scaling yarn:8") == (5e5, "yarn", 8.0, 512)
     assert rope(f"--init_from {tmp_path} --rope_scaling none") == (5e5, "none", 1.0, 512)
     without = settings(f"--init_from {tmp_path} --rope_scaling none")
-    assert "--rope_scaling none" in plan.command(without, World())
+    assert "--rope_scaling none:1:512" in plan.command(without, World())
 
 
 def test_yarn_of_a_qwen3_takes_the_context_that_it_was_trained_at(tmp_path):
     """Its config.json says 40,960, which has room for an answer."""
     qwen3.to_hf(Decoder(dataclasses.replace(HF, rope_original_context=40_960)), tmp_path)
-    yarn = "--rope_scaling yarn --rope_factor 4"
-    assert settings(f"--init_from {tmp_path} {yarn}").rope_original_context == 32_768
-    assert settings(f"--init_from {tmp_path}").rope_original_context == 40_960
+    yarn = "--rope_scaling yarn:4"
+    assert settings(f"--init_from {tmp_path} {yarn}").model().rope_original_context == 32_768
+    assert settings(f"--init_from {tmp_path}").model().rope_original_context == 40_960
 
 
 # ---- the run
@@ -212,7 +220,7 @@ def test_a_longer_context_is_one_flag_and_says_what_the_positions_mean(
     trained(longer, data, tmp_path / "plain")
     assert "positions reach 64 tokens, and --context_length is 256" in capsys.readouterr().out
 
-    trained(f"{longer} --rope_scaling yarn --rope_factor 4", data, tmp_path / "yarn")
+    trained(f"{longer} --rope_scaling yarn:4", data, tmp_path / "yarn")
     printed = capsys.readouterr().out
     assert "rope_scaling: none there, yarn in this run" in printed
     assert "warning: positions" not in printed

@@ -295,19 +295,3 @@ def test_a_step_that_is_given_up_between_micro_batches_changes_nothing():
     assert state.step == state.tokens == 0
     assert all(p.grad is None for p in state.model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, state.model.parameters(), strict=True))
-
-
-def test_pairs_are_summed_as_two_processes_would():
-    pairs = built(pairwise_accumulation=True)
-    plain = built()
-    parts = batch(4)
-    step.gradients(pairs, parts)
-
-    sums = []
-    for pair in ([parts[0], parts[2]], [parts[1], parts[3]]):
-        for micro in pair:
-            plain.model(**micro, num_valid=torch.tensor(32.0)).backward()
-        sums.append([p.grad for p in plain.model.parameters()])
-        plain.model.zero_grad(set_to_none=True)
-    for p, first, second in zip(pairs.model.parameters(), *sums, strict=True):
-        assert torch.equal(p.grad, first + second)

@@ -24,7 +24,7 @@ from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.flops import train_flops
 from longhaul.memory import plan as planner
-from longhaul.run import pretraining, training
+from longhaul.run import guard, pretraining, training
 from longhaul.run.log import mfu
 from scripts import generate as generate_script
 from selfcheck.faults import runs
@@ -149,9 +149,13 @@ def test_a_completed_run_started_again_has_nothing_to_do(finished, data, capsys)
     assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
 
 
-def test_save_minutes_saves_by_the_clock_and_changes_no_bit(data, tmp_path):
-    for out, minutes in (("often", "1e-6"), ("last", "0")):
-        flags = f"--max_steps 3 --save_every 100 --keep_last 9 --save_minutes {minutes}"
+def test_half_an_hour_without_a_checkpoint_ends_with_one_and_changes_no_bit(
+    data, tmp_path, monkeypatch
+):
+    assert guard.SAVE_SECONDS == 1800
+    for out, seconds in (("often", 1e-4), ("last", 1e9)):
+        monkeypatch.setattr(guard, "SAVE_SECONDS", seconds)
+        flags = "--max_steps 3 --save_every 100 --keep_last 9"
         train.main(command(data, tmp_path / out, flags))
     saved = {out: len(list((tmp_path / out).glob("step-*"))) for out in ("often", "last")}
     assert saved == {"often": 3, "last": 1}
@@ -284,7 +288,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(data, tmp_
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--learning_rat", "1"], "unknown flag --learning_rat: did you mean --learning_rate?"),
+        (["--learning_rate", "1"], "unknown flag --learning_rate: did you mean --lr?"),
         (
             ["--context-length", "0"],
             "--context_length 0 is out of range: give a number of at least 2",
@@ -477,7 +481,8 @@ def test_changed_settings_are_named_when_a_run_goes_on(data, tmp_path, capsys):
     assert "--lr: recorded 0.0003, now 0.01" in refusal(
         command(data, tmp_path / "run", "--max_steps 3 --lr 0.01"), capsys
     )
-    train.main(command(data, tmp_path / "run", "--max_steps 3 --lr 0.01 --override_settings"))
+    named = f"--resume {tmp_path}/run/step-00000002"
+    train.main(command(data, tmp_path / "run", f"--max_steps 3 --lr 0.01 {named}"))
     out = capsys.readouterr().out
     assert (
         "changed since the checkpoint: lr 0.0003 -> 0.01" in out
@@ -491,13 +496,13 @@ def test_settings_without_effect_are_named(data, tmp_path, capsys):
         command(
             data,
             tmp_path / "run",
-            "--max_steps 1 --decay_fraction 0.5 --documents file",
+            "--max_steps 1 --decay_fraction 0.5 --context_parallel_mode ulysses",
         )
     )
     out = capsys.readouterr().out
     assert (
         "warning: --decay_fraction 0.5 has no effect" in out
-        and "warning: --documents file has no effect" in out
+        and "warning: --context_parallel_mode ulysses has no effect" in out
     )
     assert "warning: the run ends inside the warmup, at 50% of the peak learning rate" in out
     assert "settings that differ from the defaults" in out
@@ -579,18 +584,18 @@ def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):
     assert words in refusal(["--config", str(tmp_path / "c.toml")], capsys)
 
 
-def test_flags_win_over_the_toml_file_and_aliases_work_in_both(tmp_path, capsys):
+def test_flags_win_over_the_toml_file(tmp_path, capsys):
     (tmp_path / "c.toml").write_text(
-        "[model]\nmodel_size = 'tiny'\nseq_len = 256\n[optimisation]\nlearning_rate = 1\n"
+        "[model]\nmodel_size = 'tiny'\ncontext-length = 256\n[optimisation]\nlr = 1\n"
     )
     with contextlib.suppress(SystemExit):
         train.main(
             [
                 "--config",
                 str(tmp_path / "c.toml"),
-                "--micro-batch-size",
+                "--batch-size",
                 "3",
-                "--max_seq_len=128",
+                "--context-length=128",
                 "--plan",
                 "--device",
                 "cpu",

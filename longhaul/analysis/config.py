@@ -32,7 +32,6 @@ class Measures:
     num_samples: int = flag(
         32,
         "rows of --context_length tokens that are read",
-        aliases=("samples",),
         group="analysis",
     )
     chunk: int = flag(
@@ -169,7 +168,6 @@ class AnalysisConfig(Measures):
     data: str = flag(
         "",
         "folder made by data.prepare; empty: the run's own data",
-        aliases=("data_dir", "dataset"),
         group="model and data",
     )
     split: str = flag(
@@ -178,7 +176,6 @@ class AnalysisConfig(Measures):
     context_length: int = flag(
         0,
         "tokens of a row; 0: as in training",
-        aliases=("seq_len", "max_seq_len", "sequence_length"),
         group="model and data",
     )
     seed: int = flag(
@@ -187,7 +184,6 @@ class AnalysisConfig(Measures):
     dtype: str = flag(
         "float32",
         "precision of the weights and of what is computed",
-        aliases=("precision",),
         choices=tuple(IN_TORCH),
         group="run",
     )
@@ -196,7 +192,6 @@ class AnalysisConfig(Measures):
     out: str = flag(
         "",
         "folder of the results; the same command with the same folder continues",
-        aliases=("output", "output_dir"),
         group="run",
     )
 

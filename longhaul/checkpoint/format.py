@@ -27,6 +27,7 @@ import torch
 from base import durable
 from base.tensors import Later
 from longhaul import dist, exits, optimizers
+from longhaul.checkpoint.earlier import present_settings
 from longhaul.kinds import KINDS, settings_names
 from model import Decoder, ModelConfig, Standard
 
@@ -255,7 +256,7 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
         step=manifest["step"],
         tokens=manifest["tokens"],
         data=manifest["data"],
-        config=manifest["config"],
+        config=present_settings(manifest["config"]),
         model_config=manifest["model_config"],
         files={name: _stored_file(name, entry) for name, entry in manifest["files"].items()},
         skipped=tuple(skipped),

@@ -2,7 +2,7 @@
 
 A run is identified by what decides its results: the model's geometry, the context length, the seed,
 the data and the tokenizer. Settings of the groups `optimisation` and `policy` may
-change only with --override_settings; all others may, and each change is printed.
+change only if --resume names the checkpoint; all others may, and each change is printed.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from data import order, staged
 from data.dataset import Dataset
 from data.loader import Order
 from longhaul import optim
+from longhaul.checkpoint.earlier import check_dropped, present_settings
 from longhaul.checkpoint.format import MANIFEST, Checkpoint, CheckpointError
 from longhaul.checkpoint.load import described
 from longhaul.config import TrainConfig
@@ -33,7 +34,6 @@ COMMAND_SETTINGS = {
     "config",
     "global_batch_size",
     "gradient_accumulation_steps",
-    "override_settings",
     "skip_rows",
 }
 
@@ -45,12 +45,17 @@ LEFTOVERS = (".lock", ".tmp-run.json")
 
 
 def fixed_settings(cfg: TrainConfig) -> set[str]:
-    """The settings that a resume may change only with --override_settings."""
+    """The settings that a resume may change only from a checkpoint that --resume names."""
     return {
         spec.name
         for spec in dataclasses.fields(cfg)
         if spec.metadata["group"] in FIXED_GROUPS and spec.name != "max_steps"
     }
+
+
+def names_checkpoint(cfg: TrainConfig) -> bool:
+    """Whether --resume names a checkpoint, from which a run may go on with other settings."""
+    return cfg.resume not in ("auto", "none")
 
 
 # ---- the run that a folder holds
@@ -145,8 +150,9 @@ def read_record(folder: Path) -> dict | None:
 
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        return content | {"identity": dict(content["identity"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        config = present_settings(content.get("config", {}))
+        return content | {"identity": dict(content["identity"]), "config": config}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{record} is damaged ({error!r}): restore it, or choose another --output_dir"
         ) from None
@@ -178,19 +184,21 @@ def check_complete(checkpoint: Checkpoint, cfg: TrainConfig):
 
 
 def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
-    """ValueError if a resume would change how weights are updated and --override_settings is not
-    given.
+    """ValueError if a resume would change how weights are updated and --resume does not name
+    the checkpoint, or if a setting that no longer exists had changed it.
     """
+    if checkpoint.step < cfg.max_steps:
+        check_dropped(checkpoint.config)
     changed = changed_settings(checkpoint, cfg)
     words = [
         f"--{name}: recorded {old}, now {new}"
         for name, (old, new) in changed.items()
         if name in fixed_settings(cfg)
     ]
-    if words and not cfg.override_settings and checkpoint.step < cfg.max_steps:
+    if words and not names_checkpoint(cfg) and checkpoint.step < cfg.max_steps:
         raise ValueError(
             f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
-            "settings, or add --override_settings to change them"
+            f"settings, or add --resume {checkpoint.folder} to change them"
         )
     if not cfg.indexer_ineffective:
         _check_warmup(checkpoint, changed)
@@ -212,17 +220,17 @@ def _check_warmup(checkpoint: Checkpoint, changed: dict[str, tuple]):
 
 def check_position(checkpoint: Checkpoint, rows: Order, cfg: TrainConfig):
     """CheckpointError unless the data position is where the checkpoint's step begins; ValueError if
-    corpora have other shares than it was trained with and --override_settings is not given.
+    corpora have other shares than it was trained with and --resume does not name the checkpoint.
     """
     expected = rows.state(checkpoint.step, recorded_skips(checkpoint))
     before = checkpoint.data.get("shares")
     now = expected.get("shares")
     if before != now:
-        if not cfg.override_settings and checkpoint.step < cfg.max_steps:
+        if not names_checkpoint(cfg) and checkpoint.step < cfg.max_steps:
             raise ValueError(
                 f"the checkpoint was trained with other shares of the data (recorded "
                 f"{shares_in_words(before)}, now {shares_in_words(now)}): give those, or add "
-                "--override_settings to change them"
+                f"--resume {checkpoint.folder} to change them"
             )
         return
     if checkpoint.data != expected:

@@ -1,11 +1,10 @@
-"""The measures that were asked for, one after the other, within a time budget.
+"""The measures that were asked for, one after the other.
 
     asked = Asked(names=("loss", "position", "gain"), context_length=131072)
     measures = Measures(corpora, asked)   # what needs no model: rows, far copies, retrieval items
     report = measures.run(scorer)         # as often as there are models to compare
 
-The losses come first and are never cut short. A measure that the budget ends is not reported, and
-neither is one behind it; the report says which. Rank 0's clock decides for all ranks.
+What a model or its data cannot be measured by is left out, and the report says why.
 """
 
 import functools
@@ -38,6 +37,7 @@ class Measured(Protocol):
         """The figures of TensorBoard by name."""
 
 
+ITEMS = 32  # of each retrieval task at each length
 WHOLE = ""  # the part of a measure that has no parts
 Found = dict[str, dict[str, Any]]  # what was measured: by measure, and by corpus or length
 
@@ -56,9 +56,8 @@ class Asked:
     rows: int = 8  # of the validation split of each corpus, for the losses and for the gain
     lengths: tuple[int, ...] = ()  # tokens of the rows of retrieval
     tasks: tuple[str, ...] = tuple(TASKS)  # of retrieval
-    items: int = 32  # of each retrieval task at each length
+    items: int = ITEMS  # of each retrieval task at each length
     vocab_size: int = 0  # of the model; 0: of the data
-    seconds: float = 0.0  # the time budget; 0: none
     seed: int = 0  # of the order of validation rows
     documents: range | None = None  # lengths of those that validation reads; None: all
     key_tokens: bool = False  # gain: also over LongPPL's key tokens
@@ -71,10 +70,8 @@ class Asked:
             names=cfg.eval_names(),
             rows=cfg.eval_rows,
             lengths=cfg.retrieval_lengths(),
-            tasks=cfg.retrieval_tasks(),
-            items=cfg.eval_items,
+            items=ITEMS,
             vocab_size=vocab_size,
-            seconds=cfg.eval_seconds,
             seed=cfg.seed,
             documents=cfg.document_lengths,
         )
@@ -195,52 +192,19 @@ class Measures:
         must_stop: MustStop = lambda: False,
     ) -> Report | None:
         """The report on a model, on all ranks; None if `must_stop()` gave it up."""
-        budget = Budget(self.asked.seconds, world or dist.World(), must_stop)
+        start = time.monotonic()
         found: Found = {}
-        left_out = dict(self.impossible)
         for name, of_parts in self.prepared.items():
-            stop = must_stop if name == "loss" else budget.must_stop
             for part, measure in of_parts.items():
                 measured = measure(
-                    scorer, found, world=world, ranks_per_row=ranks_per_row, must_stop=stop
+                    scorer, found, world=world, ranks_per_row=ranks_per_row, must_stop=must_stop
                 )
-                if measured is not None:
-                    found.setdefault(name, {})[part] = measured
-                    continue
-                if not budget.is_over:
+                if measured is None:
                     return None
-                title = f"{name} {part}" if len(of_parts) > 1 else name
-                left_out[title] = f"{self.asked.seconds:g} s were over"
+                found.setdefault(name, {})[part] = measured
         if "retrieval" in found:
             found["retrieval"] = _joined(found["retrieval"])
-        return Report(self.asked, found, left_out, budget.elapsed())
-
-
-class Budget:
-    """The seconds of an evaluation, by rank 0's clock; 0: as many as it takes."""
-
-    def __init__(self, seconds: float, world: dist.World, asked_to_stop: MustStop):
-        self.seconds = seconds
-        self.world = world
-        self.asked_to_stop = asked_to_stop
-        self.start = time.monotonic()
-        self.is_over = False  # as of the last `must_stop`, the same on all ranks
-
-    def elapsed(self) -> float:
-        """Seconds since the evaluation began."""
-        return time.monotonic() - self.start
-
-    def must_stop(self) -> bool:
-        """Whether the run was asked to stop, or the seconds are over. All ranks must ask together,
-        and all get the same answer.
-        """
-        self.is_over = False
-        if self.asked_to_stop():
-            return True
-        if self.seconds:
-            over = self.world.rank == 0 and self.elapsed() >= self.seconds
-            self.is_over = dist.any_rank(over)
-        return self.is_over
+        return Report(self.asked, found, dict(self.impossible), time.monotonic() - start)
 
 
 # ---- the measures, in their order

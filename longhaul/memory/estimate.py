@@ -21,6 +21,7 @@ from footprint.workspace import processors
 from longhaul.config import TrainConfig
 from longhaul.kinds import StandardKind, attention_kind, attention_params
 from longhaul.memory.inside import attention_workspace
+from longhaul.optimizers import OPTIMIZERS
 from longhaul.staging import PINNED
 from longhaul.vocab.loss import block_tokens, default_tiles, forward_columns
 from model import ModelConfig
@@ -32,7 +33,6 @@ INT64 = 8
 PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
 CUDA_CONTEXT_GIB = 1.0  # context, cuBLAS workspaces and the allocator's rounding on a GPU
 CUDA = torch.device("cuda")
-STATE_BYTES = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2.03, "muon": 4.0}
 
 Terms = dict[str, int]  # what takes memory -> bytes
 
@@ -152,7 +152,7 @@ class Rank:
         """What a background save holds of this rank's weights and optimizer states."""
         if not self.cfg.async_save:
             return 0
-        states = 12.0 if self.cfg.offload_optimizer else moment_bytes(self.cfg.optimizer)
+        states = 12.0 if self.cfg.offload_optimizer else OPTIMIZERS[self.cfg.optimizer].state_bytes
         return int((self.weight + states) * self.P) // self.shards
 
     @cached_property
@@ -231,17 +231,7 @@ def state_bytes(cfg: TrainConfig) -> float:
     """Bytes of optimizer state per parameter on the device; for Muon those of its matrices."""
     if cfg.offload_optimizer:
         return 12.0 if cfg.device == "cpu" else 0.0
-    return moment_bytes(cfg.optimizer)
-
-
-def moment_bytes(optimizer: str) -> float:
-    """Bytes of optimizer state per parameter; ValueError naming the table without an entry."""
-    if optimizer not in STATE_BYTES:
-        raise ValueError(
-            f"--optimizer {optimizer} has no bytes to plan with: add them to STATE_BYTES in "
-            "longhaul/memory/estimate.py"
-        )
-    return STATE_BYTES[optimizer]
+    return OPTIMIZERS[cfg.optimizer].state_bytes
 
 
 def static(rank: Rank) -> Terms:
@@ -371,7 +361,7 @@ def _one_pass(rank: Rank) -> Terms:
     block = block_tokens(rank.N, vocabulary, width, rank.element)
     rows, _ = default_tiles(rank.N, vocabulary, CUDA, "compiled")
     tile = forward_columns(rank.N, vocabulary, CUDA, "compiled")
-    rows = min(rank.cfg.loss_chunk_size or rows, block)
+    rows = min(rank.config.loss_chunk_size or rows, block)
 
     # The label's logits: its weights, their copy, the hidden states and the products in fp32. Then
     # the gradient of the block's hidden states and copies of two tiles of the weight.

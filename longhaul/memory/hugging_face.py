@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from footprint.refusal import PACKAGES, TORCH, Refused
 from longhaul import optimizers
 from longhaul.memory.users_file import described
-from longhaul.optim import MOMENTS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTIMIZERS = ("adamw", "adamw_fused", "adamw_8bit", "sgd")
@@ -256,7 +255,7 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     if name == "adamw_8bit":
         groups = [dict(params=list(model.parameters()), weight_decay=0.01)]
-        return optimizers.AdamW(groups, MOMENTS[name], (0.9, 0.999), 1e-8, RATE)
+        return optimizers.AdamW(groups, optimizers.EightBit(), (0.9, 0.999), 1e-8, RATE)
     fused = True if name == "adamw_fused" else None
     return torch.optim.AdamW(model.parameters(), fused=fused)
 

@@ -426,7 +426,7 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 # ---- its command
 
 # Settings whose default is not what the folder of --init_from says, so that a command names them.
-NAMED_WITH_WEIGHTS = {"context_length", "rope_theta", "rope_scaling", "rope_original_context"}
+NAMED_WITH_WEIGHTS = {"context_length", "rope_theta", "rope_scaling"}
 
 
 def command(cfg: TrainConfig, world: World, timeout: int = 0) -> str:

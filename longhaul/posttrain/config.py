@@ -4,6 +4,7 @@ Their fields are the flags of scripts.intuitor and scripts.grade.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,18 +27,11 @@ OF_PRETRAINING = frozenset(
         "length_schedule",
         "short_fraction",
         "whole_documents",
-        "documents",
         "loss",
-        "logits_threshold_gib",
-        "loss_chunk_size",
         "context_parallel_size",
         "context_parallel_mode",
         "evals",
-        "eval_tasks",
         "eval_lengths",
-        "eval_items",
-        "eval_seconds",
-        "pairwise_accumulation",
         "fit",
     }
 )
@@ -49,6 +43,7 @@ class PolicyConfig(TrainConfig):
 
     LEFT_OUT: ClassVar[frozenset[str]] = OF_PRETRAINING
     NSA_LACKS: ClassVar[str] = "cannot be trained from rewards yet"
+    LOSS_SPIKE: ClassVar[float] = math.inf  # a policy's loss has no level of its own
     GROUPS: ClassVar[dict[str, str]] = {
         "policy": "What is sampled, how it is rewarded, and what holds the policy back.",
         **TrainConfig.GROUPS,
@@ -59,7 +54,7 @@ class PolicyConfig(TrainConfig):
         "init_from",
         help="folder of the policy's first weights, which are the reference's, too: a run or "
         "step-* folder of longhaul, or a Hugging Face model",
-        aliases=("checkpoint", "init_from_hf"),
+        aliases=("checkpoint",),
     )
     context_length: int = changed_flag(
         TrainConfig,
@@ -95,15 +90,6 @@ class PolicyConfig(TrainConfig):
     warmup_steps: int = changed_flag(TrainConfig, "warmup_steps", default=0)
     weight_decay: float = changed_flag(TrainConfig, "weight_decay", default=0.0)
     schedule: str = changed_flag(TrainConfig, "schedule", default="constant")
-    # --clip is the policy's
-    grad_clip: float = changed_flag(TrainConfig, "grad_clip", aliases=("max_grad_norm",))
-    loss_spike: float = changed_flag(
-        TrainConfig,
-        "loss_spike",
-        default=0.0,
-        help="report a loss that is this many robust standard deviations above the median of the "
-        "last 64 steps; 0: never, since a policy's loss has no level of its own",
-    )
     demo: bool = flag(
         False,
         "make a small task, train a first model on it, and improve that; nothing is downloaded",

@@ -704,7 +704,7 @@ class GradeObjective:
         raise NumericalHalt(
             f"step {int(step) + 1}: {', '.join(wrong)} not finite {at}with a largest finite "
             f"|logit| of {figures['largest_logit']:.3g}: --resume an earlier checkpoint "
-            f"with {remedy}, --override_settings and a new --output_dir"
+            f"with {remedy} and a new --output_dir"
         )
 
     def _advice(self, mass: float) -> str:

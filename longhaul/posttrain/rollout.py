@@ -352,8 +352,8 @@ class _Sampler:
         raise NumericalHalt(
             f"{self.occasion}: the logits of {first[0]} are not finite at temperature "
             f"{self.sampling.temperature:g}, with a largest finite |logit| of {first[1]:.3g}, so "
-            "the policy has diverged: --resume an earlier checkpoint with a lower --lr, "
-            "--override_settings and a new --output_dir"
+            "the policy has diverged: --resume an earlier checkpoint with a lower --lr "
+            "and a new --output_dir"
         )
 
     def _groups(self, batch: list[Prompt], figures_STR: Tensor) -> dict[int, list[Sample]]:

@@ -14,11 +14,14 @@ from types import TracebackType
 
 from base import durable
 from longhaul import dist, exits
-from longhaul.run.heartbeat import Heartbeat
+from longhaul.run import heartbeat
 
 # Seconds within which a second signal counts as the first one: torchrun passes on what the whole
 # process group has already received.
 SAME_SIGNAL = 1.0
+
+# seconds after which a step ends with a checkpoint even if --save_every does not ask for one
+SAVE_SECONDS = 1800
 
 # What rank 0 adds to the votes on stopping when a save is due: more than there are ranks.
 SAVE_DUE = 2**20
@@ -159,11 +162,10 @@ class Guard:
         self.folder: Path | None = None
         self.lock: Lock | None = None
         self.step: int | None = None  # the last step that was done
-        self.heartbeat: Heartbeat | None = None
+        self.heartbeat: heartbeat.Heartbeat | None = None
         self.decisions = None  # the process group of `must_stop`
         self.micro_batch_seconds: float | None = None  # as measured in the last step
         self.began = time.monotonic()  # the micro-batch that is under way
-        self.save_seconds = 0.0  # --save_minutes; 0: never
         self.saved_at = time.monotonic()
         self.save_due = False  # as of the last `must_stop`, the same on all ranks
 
@@ -172,14 +174,14 @@ class Guard:
         self.signals.__enter__()
         return self
 
-    def watch(self, timeout: float):
+    def watch(self):
         """From now on a rank that is killed or stopped is named, and the others end with code 7.
 
         ValueError if the environment gives the launcher a time that is no number.
         """
         self.allowed = dist.launcher_patience(os.environ)
         if self.world.size > 1:
-            self.heartbeat = Heartbeat(self.world, timeout, self._record)
+            self.heartbeat = heartbeat.Heartbeat(self.world, heartbeat.LOST, self._record)
             self.decisions = dist.decision_group(self.world)
 
     # ---- the folder
@@ -235,7 +237,7 @@ class Guard:
 
     def _save_is_due(self) -> bool:
         waited = time.monotonic() - self.saved_at
-        return 0 < self.save_seconds <= waited
+        return waited >= SAVE_SECONDS
 
     def seconds_left(self) -> float | None:
         """Until the micro-batch under way ends, if it takes as long as those of the last step."""

@@ -22,6 +22,7 @@ from data.loader import Order
 from data.order import format_ranges, merged, parse_ranges, ranges_of
 from longhaul import dist
 from longhaul.checkpoint.format import last_taken
+from longhaul.checkpoint.resume import names_checkpoint
 from longhaul.config import TrainConfig
 from longhaul.exits import NumericalHalt
 from longhaul.step import StepResult, TrainState
@@ -111,14 +112,13 @@ class Health:
         """Look at the step that was just done; returns figures for the log. NumericalHalt if the
         run must not go on.
         """
-        cfg = self.state.cfg
         step = self.state.step
         loss = float(result.loss)
         if result.skipped:
             self._skip(result, say)
 
         score = self.spikes.score(loss)
-        if cfg.loss_spike and score > cfg.loss_spike:
+        if score > self.state.cfg.LOSS_SPIKE:
             rows = self.rows(step)
             say(
                 f"LOSS SPIKE at step {step}: {loss:.4f}, {score:.1f} robust deviations above the "
@@ -151,7 +151,7 @@ class Health:
             skip_rows=format_ranges(merged([*self.loader.skip, *skipped])),
         )
         if self._may_be_broken():
-            cfg = dataclasses.replace(cfg, lr=lower_rate(cfg), override_settings=True)
+            cfg = dataclasses.replace(cfg, lr=lower_rate(cfg))
         return self.command(cfg)
 
     def _good_checkpoints(self) -> list[Path]:
@@ -159,7 +159,7 @@ class Health:
         those before it, then this run's.
         """
         found = []
-        if self.state.cfg.resume not in ("auto", "none"):
+        if names_checkpoint(self.state.cfg):
             named = Path(self.state.cfg.resume)
             others = sorted(named.parent.glob("step-????????"))
             found = [path for path in others if path.name <= named.name]

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from longhaul import dist, exits
 
 EVERY = 0.5  # seconds between beats
+LOST = 60.0  # seconds without a heartbeat after which a rank is declared lost
 PATIENCE = 5.0  # seconds in which the store must say which rank was lost first
 STORE = "0 (or the launcher, which keeps the store)"
 
@@ -139,7 +140,7 @@ class Heartbeat:
     def _words(self, rank: str) -> str:
         return (
             f"rank {rank} of {self.world.size} was killed or does not answer (rank "
-            f"{self.world.rank} waited for it, --timeout {self.timeout:g}): look at that rank's "
+            f"{self.world.rank} waited {self.timeout:g} s for it): look at that rank's "
             "machine, then run the same command again"
         )
 

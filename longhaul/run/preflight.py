@@ -24,7 +24,7 @@ from data.export_tokenizer import complete_tokenizer
 from data.load_tokenizer import require_usable
 from data.loader import Order
 from data.mixture import Corpus
-from longhaul import dist
+from longhaul import config_checks, dist
 from longhaul.checkpoint import load, resume
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.save import size_of
@@ -82,7 +82,7 @@ class Ready:
         """The same run at a stage, with the stage's settings; commands are those of the run."""
 
         def command(cfg: TrainConfig) -> str:
-            changed = ("resume", "output_dir", "skip_rows", "lr", "override_settings")
+            changed = ("resume", "output_dir", "skip_rows", "lr")
             asked = {name: getattr(cfg, name) for name in changed}
             return self.command(dataclasses.replace(self.cfg, **asked))
 
@@ -171,7 +171,7 @@ def open_data(cfg: TrainConfig, world: dist.World) -> tuple[Corpus, ...]:
         return corpora
 
     def prepare() -> str:
-        return str(corpus.prepare_embedded(documents=cfg.documents).path)
+        return str(corpus.prepare_embedded().path)
 
     embedded = open_dataset(dist.on_rank0(prepare, world))
     return (Corpus(mixture.EMBEDDED, embedded, Fraction(1)),)
@@ -298,7 +298,7 @@ def check_evals(cfg: TrainConfig, config: ModelConfig, corpora: Sequence[Corpus]
     """ValueError if evaluations would measure at the longest context what they cannot."""
     if not cfg.eval_every:
         return
-    cfg.check_eval_lengths()
+    config_checks.check_eval_lengths(cfg)
     asked = Asked.of(cfg.stages()[-1].cfg, config.vocab_size)
     costly = set(asked.names) - {"loss", "position"}
     try:

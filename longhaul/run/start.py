@@ -22,8 +22,10 @@ from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from longhaul import kernels, lengths, qwen3
 from longhaul.checkpoint import format, load, resume
+from longhaul.checkpoint.earlier import rope_words
 from longhaul.checkpoint.format import Checkpoint
-from longhaul.config import TrainConfig, read_pairs
+from longhaul.cli import read_pairs
+from longhaul.config import TrainConfig, model_fields, rope_fields
 from longhaul.kinds import attention_kind
 from model import PRESETS, Decoder, ModelConfig
 
@@ -34,8 +36,6 @@ COMPLETED = {
     "vocab_size",
     "rope_theta",
     "rope_scaling",
-    "rope_factor",
-    "rope_original_context",
     "attention_type",
     "nsa",
     "blocks",
@@ -216,15 +216,15 @@ def _given_geometry(settings: dict[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def _overrides(settings: dict[str, Any]) -> dict[str, Any]:
-    return read_pairs(settings.get("model_overrides", ()), ModelConfig, "model_overrides")
+    return model_fields(settings.get("model_overrides", ()))
 
 
 def _model_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The preset that is nearest to the model, and what differs from it."""
     shape = {name: getattr(config, name) for name in (*qwen3.SHAPE, "init_std")}
     vocabulary = shape.pop("vocab_size")
-    if "init_std" in _overrides(settings):
-        shape["init_std"] = _overrides(settings)["init_std"]
+    given = _overrides(settings).items()
+    shape |= {name: value for name, value in given if name not in qwen3.SHAPE}
 
     sizes = [settings["model_size"]] if settings.get("model_size") else list(PRESETS)
     overrides = {size: _differences(shape, size) for size in sizes}
@@ -243,18 +243,17 @@ def _differences(shape: dict[str, Any], size: str) -> dict[str, Any]:
 
 def _rope_settings(settings: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     """The folder's rotary positions, changed by what is given."""
-    scaling = settings.get("rope_scaling", config.rope_scaling)
+    given = rope_fields(settings["rope_scaling"]) if "rope_scaling" in settings else {}
+    scaling = given.get("rope_scaling", config.rope_scaling)
     original = config.rope_original_context
     if scaling == "yarn" and config.rope_scaling == "none":
         original = QWEN3_CONTEXTS.get(original, original)
-
-    found = dict(rope_scaling=scaling, rope_original_context=original)
-    if scaling == config.rope_scaling:
-        found["rope_factor"] = config.rope_factor
-    given = {name: value for name, value in settings.items() if name in found}
+    original = given.get("rope_original_context", original)
+    factor = config.rope_factor if scaling == config.rope_scaling else 1.0
+    factor = given.get("rope_factor", factor)
 
     theta = settings.get("rope_theta") or _theta_of_schedule(settings) or config.rope_theta
-    return found | given | dict(rope_theta=theta)
+    return dict(rope_theta=theta, rope_scaling=rope_words(scaling, factor, original))
 
 
 def _theta_of_schedule(settings: dict[str, Any]) -> float | None:
@@ -359,7 +358,7 @@ def announcement(start: Start, cfg: TrainConfig) -> list[str]:
         factor = cfg.context_length / config.rope_original_context
         lines.append(
             f"warning: positions reach {reach:,} tokens, and --context_length is "
-            f"{cfg.context_length:,}: training has to teach the rest; --rope_scaling yarn "
-            f"--rope_factor {factor:g}, or a --rope_theta above {config.rope_theta:g}, helps"
+            f"{cfg.context_length:,}: training has to teach the rest; --rope_scaling "
+            f"yarn:{factor:g}, or a --rope_theta above {config.rope_theta:g}, helps"
         )
     return lines

@@ -65,7 +65,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         dist.start(world, device)
-        guard.watch(cfg.timeout)
+        guard.watch()
 
         plan = plan_or_refuse(cfg, world, device)
         timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
@@ -192,7 +192,6 @@ class Run:
         # `guard.begin` on a ValueError counts as a fault of longhaul
         self.source = program.source(ready, self.state, guard.must_stop)
         self.batches = Batches(self.source)
-        guard.save_seconds = 60 * ready.cfg.save_minutes
         guard.begin(ready.folder, self.state.step)
         if ready.device.type == "cuda" and self.source.reads_ahead:
             self.state.meanwhile = self._load_next

@@ -117,19 +117,19 @@ def _timed(rows) -> tuple[dict, int, float]:
 
 
 def worlds(trials: int, folder: Path) -> str:
-    """Row 22: `trials` steps of 4 rows for the bits, 6 rows where three ranks take part."""
+    """Row 22: `trials` steps of 2 rows for the bits, 6 rows where three ranks take part."""
     source, steps = runs.dataset(folder / "data"), trials
-    four, six = (
-        ["--global_batch_size", "4", "--pairwise_accumulation", "--grad_clip", "0.5"],
+    two, six = (
+        ["--global_batch_size", "2", "--grad_clip", "0.5"],
         ["--global_batch_size", "6"],
     )
     thirds = [steps // 3, 2 * steps // 3, steps]
-    options = dict(before=partial(noting, folder / "rows4"))
-    one = extended(folder, source, "one", [(1, steps, four)], **options)
+    options = dict(before=partial(noting, folder / "rows2"))
+    one = extended(folder, source, "one", [(1, steps, two)], **options)
     for name, ranks in dict(two=[2], back=[1, 2, 1]).items():
-        parts = list(zip(ranks, thirds if len(ranks) > 1 else [steps], [four] * 3, strict=False))
+        parts = list(zip(ranks, thirds if len(ranks) > 1 else [steps], [two] * 3, strict=False))
         out = extended(folder, source, name, parts, before=partial(noting, folder / f"rows-{name}"))
-        require(noted(folder / f"rows-{name}") == noted(folder / "rows4"), f"{name}: other rows")
+        require(noted(folder / f"rows-{name}") == noted(folder / "rows2"), f"{name}: other rows")
         require(same_weights(out, one), f"{name}: other bits than one process")
     extended(folder, source, "six", [(1, 6, six)], before=partial(noting, folder / "rows6"))
     extended(
@@ -141,19 +141,19 @@ def worlds(trials: int, folder: Path) -> str:
     )
     require(noted(folder / "rows-three") == noted(folder / "rows6"), "2 -> 3 ranks: other rows")
     refused = runs.start_ranks(
-        runs.arguments(source, folder / "two", *CONSTANT, *four[2:], "--max_steps", str(steps + 1)),
+        runs.arguments(source, folder / "two", *CONSTANT, *two[2:], "--max_steps", str(steps + 1)),
         folder / "refused",
         3,
     )
     codes = [rank.wait() for rank in refused]
     require(
-        codes == [7] * 3 and "one of [1, 2, 4]" in refused[0].last_line(),
+        codes == [7] * 3 and "one of [1, 2]" in refused[0].last_line(),
         f"{codes}: {refused[0].last_line()}",
     )
     return (
         f"after {steps} steps 1, 2 and 1->2->1 ranks have the same weights, "
         "moments and rows; 2->3 the same rows; 3 ranks for a "
-        "batch of 4: code 7, sizes listed"
+        "batch of 2: code 7, sizes listed"
     )
 
 
@@ -213,7 +213,7 @@ def changed_settings(trials: int, folder: Path) -> str:
         "--lr: recorded 0.0003, now 0.02, --beta1: recorded 0.9, now 0.5" in refused.last_line(),
         refused.last_line(),
     )
-    require("--override_settings" in refused.last_line(), "the remedy is not named")
+    require("--resume" in refused.last_line(), "the remedy is not named")
 
     def seen():
         original = optim.build_optimizer
@@ -225,7 +225,9 @@ def changed_settings(trials: int, folder: Path) -> str:
 
         optim.build_optimizer = build
 
-    applied = runs.finish([*args, "--override_settings"], folder / "applied", before=seen)
+    applied = runs.finish(
+        [*args, "--resume", str(out / "step-00000003")], folder / "applied", before=seen
+    )
     require(
         "changed since the checkpoint: lr 0.0003 -> 0.02" in applied.words()
         and "beta1 0.9 -> 0.5" in applied.words(),
@@ -241,7 +243,7 @@ def changed_settings(trials: int, folder: Path) -> str:
         "the run is as it was without them",
     )
     return (
-        "refused naming each; with --override_settings applied, said on screen and in "
+        "refused naming each; with --resume CHECKPOINT applied, said on screen and in "
         "TensorBoard, and the losses are others"
     )
 

@@ -135,8 +135,8 @@ def _inside(log: Path, function: Callable, args: tuple):
     screen = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(screen, 1)
     os.dup2(screen, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # whatever a test has put in their place
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    # in the place of whatever a test reads them with
+    sys.stdout = sys.stderr = os.fdopen(screen, "w", buffering=1)
     torch.set_num_threads(1)
     function(*args)
 

@@ -382,7 +382,7 @@ def bad_manifests(trials: int, folder: Path) -> str:
 def failing_reads(trials: int, folder: Path) -> str:
     """Row 19: the function that reads a checkpoint reports EIO."""
     args, out = two_checkpoints(folder)
-    longer = [*args, "--max_steps", "7", "--schedule", "constant", "--override_settings"]
+    longer = [*args, "--max_steps", "7"]
 
     def failing(times: int):
         original, failed = durable.read, []

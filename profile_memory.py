@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 
 from footprint import page
-from footprint.device import Card, Demand, Placement, card
+from footprint.device import SIZES, Card, Demand, Placement, card
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
@@ -30,16 +30,16 @@ from longhaul.memory import solve as solver
 from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
-from longhaul.memory.fit import Verdict
 from longhaul.memory.needs import kinds_in_words, largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
+from longhaul.memory.search import Verdict, note_on_size
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
 
 MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
-DEFAULT_GIB = 80.0  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
+DEFAULT_GIB = SIZES["80 GB"]  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,9 @@ def main(args: list[str] | None = None) -> int:
 
 def answer(cfg: Profiler) -> int:
     """Predict, search or advise, as it is asked for; the exit code."""
+    note = note_on_size(cfg.gpu_memory_gib)
+    if note:
+        say(note)
     if cfg.length_schedule:
         return predict_stages(cfg)
     if cfg.advise:
@@ -459,9 +462,9 @@ def give_advice(cfg: ProfileConfig) -> int:
         measures = analysis.measures_of(cfg)
     request = advise.request(cfg.task, cfg.training(), cfg.dtype, cfg.gpus or 1, measures)
     on = cfg.card()
-    found = advise.advise(request, on, host_available_bytes() / GIB)
+    found = advise.advise(request, on, host_available_bytes() / GIB, say)
 
-    print(found.text())
+    say(found.text())
     if cfg.json:
         door.write_json(cfg.json, found.as_json())
     return found.verdict.exit_code

@@ -56,8 +56,8 @@ def choose_device(name: str, world: World) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and gpus == 0:
         raise ValueError(
-            "--device cuda, but torch sees no GPU here: use --device cpu, or install a CUDA build "
-            "of torch"
+            "--device cuda, but torch sees no GPU here: use --device cpu, install a CUDA build of "
+            "torch, or plan for a GPU with `python profile_memory.py` and the same flags"
         )
     if name == "cpu" or gpus == 0:
         return torch.device("cpu")

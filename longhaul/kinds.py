@@ -6,20 +6,18 @@ its place. A row is a class of which no object is made; a new one inherits all b
 """
 
 import dataclasses
-import functools
 from collections.abc import Collection
 from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
-from base.machine import FP32
 from longhaul.cli import read_pairs
-from longhaul.kernels import choose, takes_triton, triton_sparse_core, why_no_triton
+from longhaul.kernels import choose, triton_sparse_core, why_no_triton
 from longhaul.sparse import indexer
 from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.selectors import SELECTED
-from model import Device, ModelConfig, NSAConfig, Ops, Standard
+from model import Device, ModelConfig, NSAConfig, Standard
 
 
 class Kind:
@@ -85,37 +83,6 @@ class Kind:
     def keys_read(cls, config: ModelConfig, positions: Tensor) -> Tensor:
         """Number of keys that a query reads, by its position in its document."""
         raise NotImplementedError(f"{cls.__name__} defines no keys_read")
-
-    # ---- bytes
-
-    @classmethod
-    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes that one layer's attention keeps for its backward.
-
-        q and k before and after norm and rotation, v and o in the compute dtype (`element` bytes),
-        and in fp32 the statistics of the two norms and the log-sum-exp.
-        """
-        queries = config.num_heads * config.head_dim
-        keys = config.num_kv_heads * config.head_dim
-        statistics = FP32 * tokens * (2 * config.num_heads + config.num_kv_heads)
-        return 3 * element * tokens * (queries + keys) + statistics
-
-    @classmethod
-    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes of what the operator returns: o, and the log-sum-exp in fp32. Selective
-        checkpointing keeps them, so that attention runs once.
-        """
-        return tokens * config.num_heads * (element * config.head_dim + FP32)
-
-    @classmethod
-    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes of the gradients of keys and values, and what FlashAttention-2 sums them in."""
-        queries = element * tokens * config.num_heads * config.head_dim
-        keys = element * tokens * config.num_kv_heads * config.head_dim
-        workspace = FP32 * tokens * config.num_heads * (config.head_dim + 1)
-        if config.num_heads != config.num_kv_heads:
-            workspace += 2 * queries
-        return 2 * keys + workspace
 
 
 class StandardKind(Kind):
@@ -194,56 +161,6 @@ class NSAKind(Kind):
         window = past.clamp(max=nsa.window)
         return compressed + selected + window
 
-    @classmethod
-    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """NSA adds the selected branch's output, gates, chosen blocks (int16), keys and values cut
-        into units, compressed blocks, and with kv="separate" 5 k and the statistics of two norms.
-        """
-        nsa = config.attention
-        G = config.num_kv_heads
-        q = element * tokens * config.num_heads * config.head_dim
-        k = element * tokens * G * config.head_dim
-
-        gates = 3 * config.num_heads * element
-        chosen = 2 * G * nsa.sel_count
-        added = q + tokens * (gates + chosen)
-        if takes_triton(config):  # the twin keeps o_cmp, its log-sum-exp, and pairs for blocks
-            added += q + FP32 * config.num_heads * tokens
-            added += tokens * (cls.sorted_pairs(config) - chosen)
-
-        statistics = FP32 * (G + config.head_dim)
-        block = (FP32 + 6 * element) * G * config.head_dim + statistics
-        added += block * (tokens // nsa.cmp_stride)
-        if nsa.kv == "separate":
-            added += 5 * k + 2 * FP32 * G * tokens
-        if nsa.cmp_kind == "mlp":
-            added += 2 * k
-        return super().saved_bytes(config, tokens, element) + added
-
-    @classmethod
-    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """NSA returns the selected branch's output and the chosen blocks (int16) as well; the
-        Triton twin also the compressed branch's output and log-sum-exp, and the sorted pairs.
-        """
-        q = element * tokens * config.num_heads * config.head_dim
-        chosen = 2 * tokens * config.num_kv_heads * config.attention.sel_count
-        added = q + chosen
-        if takes_triton(config):
-            added += q + tokens * (FP32 * config.num_heads + cls.sorted_pairs(config))
-        return super().output_bytes(config, tokens, element) + added
-
-    @classmethod
-    def sorted_pairs(cls, config: ModelConfig) -> int:
-        """Bytes per token of the Triton twin's list of the blocks that are not forced."""
-        nsa = config.attention
-        return FP32 * config.num_kv_heads * (nsa.sel_count - nsa.sel_init - nsa.sel_local)
-
-    @classmethod
-    def backward_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Keys and values have a gradient from each branch that reads them."""
-        keys = element * tokens * config.num_kv_heads * config.head_dim
-        return 4 * keys
-
 
 # How much of what full attention finds was found by choosing 16 of 256 blocks without training, in
 # `python -m benchmarks.selectors` (docs/ATTENTION.md); of bounds by page, of pooled by what it
@@ -289,29 +206,6 @@ class SelectedKind(Kind):
         chosen = (sizes.count - 1) * sizes.block + positions % sizes.block + 1
         sparse = chosen + sizes.vectors_scored(past) / 6
         return past.to(sparse.dtype).where(positions < sizes.dense_tokens, sparse)
-
-    @classmethod
-    def chosen_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes of the chosen blocks, int32, and of the outputs that are joined."""
-        sizes = config.attention
-        if tokens <= sizes.dense_tokens:
-            return 0
-        chosen = 4 * (tokens - sizes.dense_queries) * config.num_kv_heads * sizes.count
-        if not sizes.dense_queries:
-            return chosen
-        return chosen + element * tokens * config.num_heads * config.head_dim
-
-    @classmethod
-    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The chosen blocks as well."""
-        added = cls.chosen_bytes(config, tokens, element)
-        return super().saved_bytes(config, tokens, element) + added
-
-    @classmethod
-    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The chosen blocks as well."""
-        added = 4 * tokens * config.num_kv_heads * config.attention.count
-        return super().output_bytes(config, tokens, element) + added
 
 
 def selected_kind(config: type[BlockConfig]) -> type[Kind]:
@@ -376,26 +270,6 @@ class IndexedKind(SelectedKind):
         index = config.num_kv_heads * sizes.head_dim / (config.num_heads * config.head_dim)
         return read + (read + index * scored) / 6
 
-    @classmethod
-    def indexer_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """Bytes of the indexer's queries and keys."""
-        return element * tokens * (config.num_kv_heads + 1) * config.attention.head_dim
-
-    @classmethod
-    def saved_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The indexer's queries and keys before norm and the gradients of both, which the forward
-        computes, with the statistics of the norms.
-        """
-        statistics = FP32 * tokens * (config.num_kv_heads + 1)
-        added = 2 * cls.indexer_bytes(config, tokens, element) + statistics
-        return super().saved_bytes(config, tokens, element) + added
-
-    @classmethod
-    def output_bytes(cls, config: ModelConfig, tokens: int, element: int) -> int:
-        """The gradients of the indexer's queries and keys as well."""
-        added = cls.indexer_bytes(config, tokens, element)
-        return super().output_bytes(config, tokens, element) + added
-
 
 KINDS: dict[str, type[Kind]] = {
     "standard": StandardKind,
@@ -428,14 +302,6 @@ def unfit_exchanges(attention: str) -> dict[str, str]:
         mode: f"{mode} cannot serve {attention} attention, {reason}"
         for mode, reason in refused.items()
     }
-
-
-@functools.lru_cache(maxsize=256)
-def attention_params(config: ModelConfig) -> int:
-    """Parameters of one layer's attention; nothing is allocated."""
-    with torch.device("meta"):
-        layer = config.attention.layer(config, Ops())
-    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 # ---- how configurations are recorded: with the settings of their kind, by the name of its flag

@@ -471,12 +471,11 @@ class OptimizerKind:
 
     optimizer: type[AdamW]
     moments: Plain | EightBit
-    state_bytes: float  # per parameter; of Muon, per parameter of the layers' matrices
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(AdamW, Plain(torch.float32), 8.0),
-    "adamw_bf16": OptimizerKind(AdamW, Plain(torch.bfloat16), 4.0),
-    "adamw_8bit": OptimizerKind(AdamW, EightBit(), 2.03),
-    "muon": OptimizerKind(Muon, Plain(torch.float32), 4.0),
+    "adamw": OptimizerKind(AdamW, Plain(torch.float32)),
+    "adamw_bf16": OptimizerKind(AdamW, Plain(torch.bfloat16)),
+    "adamw_8bit": OptimizerKind(AdamW, EightBit()),
+    "muon": OptimizerKind(Muon, Plain(torch.float32)),
 }

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from data.progress import duration
-from footprint.device import card
+from footprint.device import Placement, card
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import advise, fit, plan, solve
-from longhaul.memory.estimate import estimate
-from longhaul.memory.fit import Verdict
+from longhaul.memory.search import AS_ASKED, Found, Lever, Search, Verdict, pulled
 from longhaul.posttrain.config import IntuitorConfig
 
 CFG = TrainConfig(model_size="0.6B", context_length=65536, batch_size=4, loss="standard")
@@ -27,14 +26,18 @@ RUNGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def reserved_by_the_closed_form(monkeypatch):
-    """No simulation: tests/test_reserve.py has what the allocator reserves."""
+def ladder(cfg: TrainConfig) -> list[tuple[str, TrainConfig]]:
+    """The name and the request of each rung."""
+    found = [(AS_ASKED, cfg)]
+    for lever in fit.LEVERS:
+        request = pulled(lever, found[-1][1])
+        if request != found[-1][1]:
+            found.append((lever.name, request))
+    return found
 
-    def live(cfg, ranks, capacity):
-        return estimate(cfg, cfg.model(), ranks).peak
 
-    monkeypatch.setattr(plan.reserve, "reserved", live)
+def names(cfg: TrainConfig) -> list[str]:
+    return [name for name, _ in ladder(cfg)]
 
 
 def planned(available: float) -> plan.Plan:
@@ -47,10 +50,9 @@ def test_the_exit_code_of_a_verdict_is_0_2_or_3():
 
 
 def test_every_rung_adds_one_lever_to_the_one_below():
-    rungs = list(fit.ladder(CFG))
-    assert [rung.lever for rung in rungs] == RUNGS
-    assert rungs[0].request == CFG
-    settings = [vars(rung.request) for rung in rungs]
+    rungs = [request for _, request in ladder(CFG)]
+    assert names(CFG) == RUNGS and rungs[0] == CFG
+    settings = [vars(request) for request in rungs]
     changed = [
         {name for name in low if low[name] != high[name]}
         for low, high in zip(settings, settings[1:], strict=False)
@@ -64,40 +66,34 @@ def test_every_rung_adds_one_lever_to_the_one_below():
         {"offload_optimizer"},
         {"attention_head_groups"},
     ]
-    assert rungs[-1].request.rows_per_step(1) == CFG.rows_per_step(1)
+    assert rungs[-1].rows_per_step(1) == CFG.rows_per_step(1)
 
 
 def test_a_lever_that_is_on_already_gives_no_rung():
     asked = TrainConfig(gradient_checkpointing="full", loss="chunked", device="cpu")
-    assert [rung.lever for rung in fit.ladder(asked)] == ["as asked", "tiled MLP", "head groups"]
+    assert names(asked) == ["as asked", "tiled MLP", "head groups"]
 
 
 def test_the_loss_in_tiles_is_no_rung_where_auto_takes_it_already():
     asked = TrainConfig(context_length=65536)
-    assert [rung.lever for rung in fit.ladder(asked)][:2] == ["as asked", "checkpointing"]
+    assert names(asked)[:2] == ["as asked", "checkpointing"]
 
 
 def test_a_reference_that_only_the_log_reads_is_the_last_to_go():
     asked = IntuitorConfig(kl_coef=0.0)
     assert asked.needs_reference
-    *_, last = fit.ladder(asked)
-    assert last.lever == "no reference" and not last.request.needs_reference
+    *_, (name, request) = ladder(asked)
+    assert name == "no reference" and not request.needs_reference
     for changes in (dict(kl_coef=0.1), dict(kl_coef=0.0, reward="self_certainty_offline")):
-        *_, last = fit.ladder(IntuitorConfig(**changes))
-        assert last.lever == "head groups" and last.request.needs_reference
+        *_, (name, request) = ladder(IntuitorConfig(**changes))
+        assert name == "head groups" and request.needs_reference
 
 
 def test_a_lever_that_other_settings_exclude_gives_no_rung():
     """Updates in the backward pass allow only one micro-batch."""
     asked = TrainConfig(batch_size=4, optimizer_in_backward=True, grad_clip=0.0, device="cpu")
-    rungs = list(fit.ladder(asked))
-    assert [rung.lever for rung in rungs] == [
-        "as asked",
-        "checkpointing",
-        "tiled MLP",
-        "head groups",
-    ]
-    assert rungs[-1].request.batch_size == 4
+    assert names(asked) == ["as asked", "checkpointing", "tiled MLP", "head groups"]
+    assert ladder(asked)[-1][1].batch_size == 4
 
 
 @pytest.mark.parametrize(
@@ -126,14 +122,11 @@ def test_proposals_leave_out_what_other_settings_exclude(changes, ranks):
 
 
 def test_solve_and_advise_climb_the_ladder_of_fit():
-    cfg = dataclasses.replace(CFG, loss="auto")
-    rungs = [name for name in RUNGS[1:] if name != "chunked loss"]
-    assert [one.name for one in solve.rungs(cfg, 1)] == ["as asked", *(f"+ {x}" for x in rungs)]
-    asked = advise.request("train", cfg)
-    found = [rung.lever for rung in advise.ladder(asked, card("H100"))]
-    batches = ["micro-batches of 2", "micro-batches of 1"]
-    ladder = [name for name in rungs if name != "micro-batches of one row"]
-    assert found == ["as asked", *batches, *ladder, "the CPU"]
+    of_fit = [lever.name for lever in fit.LEVERS]
+    assert [lever.name for lever in solve.LEVERS] == of_fit
+    levers = advise.ladder(advise.request("train", CFG), card("H100"))
+    first = ["logits in chunks", "micro-batches of 2", "micro-batches of 1"]
+    assert [lever.name for lever in levers] == [*first, *of_fit, "the CPU"]
 
 
 def on_cpu(monkeypatch, seconds: float) -> plan.Plan:
@@ -181,15 +174,53 @@ def test_micro_batches_shrink_to_divisors(rows, sizes):
     assert advise.smaller_batches(rows) == sizes
 
 
-def test_the_first_rung_that_fits_is_chosen():
-    needed = [planned(1e6).needed_gib]
-    for rung in list(fit.ladder(CFG))[1:]:
-        needed.append(fit.replanned(planned(1e6), rung.request).needed_gib)
-    assert fit.fitted(planned(needed[0])) == fit.Fit(Verdict.FITS, planned(needed[0]))
+def needed(cfg: TrainConfig) -> float:
+    return plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 1e6).needed_gib
 
-    request = planned(needed[2])
-    found = fit.fitted(request)
+
+def test_the_first_rung_that_fits_is_chosen():
+    sizes = [needed(request) for _, request in ladder(CFG)]
+    assert fit.fitted(planned(sizes[0])) == fit.Fit(Verdict.FITS, planned(sizes[0]))
+
+    found = fit.fitted(planned(sizes[2]))
     assert found.verdict is Verdict.AFTER_CHANGES
     assert found.plan.asked.gradient_checkpointing == "full"
     assert found.plan.asked.batch_size == CFG.batch_size
-    assert fit.fitted(planned(min(needed) - 0.01)) == fit.Fit(Verdict.NOTHING, None)
+    assert fit.fitted(planned(min(sizes) - 0.01)) == fit.Fit(Verdict.NOTHING, None)
+
+
+# ---- the search itself
+
+
+def search_of(sizes: dict[frozenset, int], room: int) -> Search:
+    """Requests are sets of levers, and need what the table says."""
+
+    def judge(request: frozenset) -> Found:
+        size = sizes[request]
+        return Found(size, size, Placement.FITS if size <= room else Placement.TOO_SMALL)
+
+    return Search(judge, room, said.append)
+
+
+said: list[str] = []
+A, B, C = (Lever(name, lambda request, name=name: request | {name}) for name in "abc")
+
+
+def test_a_lever_that_saves_nothing_is_left_out_and_tried_again_after_the_others():
+    sizes = {frozenset(): 9, frozenset("a"): 9, frozenset("b"): 6, frozenset("ab"): 4}
+    found = search_of(sizes, 4).climb(frozenset(), [A, B])
+    assert found.best.request == frozenset("ab") and found.made == [B, A]
+    assert "left out" in said[1] and "left out" not in said[2]
+
+
+def test_a_lever_that_the_request_fits_without_is_taken_back():
+    sizes = {frozenset(): 9, frozenset("a"): 8, frozenset("ab"): 7, frozenset("abc"): 3}
+    sizes |= {frozenset("ac"): 4, frozenset("bc"): 6, frozenset("c"): 5}
+    found = search_of(sizes, 4).climb(frozenset(), [A, B, C])
+    assert found.made == [A, C] and found.best.found.device == 4
+
+
+def test_if_nothing_fits_the_search_ends_with_what_needs_least():
+    sizes = {frozenset(): 9, frozenset("a"): 8, frozenset("ab"): 8}
+    found = search_of(sizes, 4).climb(frozenset(), [A, B])
+    assert not found.best.fits and found.made == [A]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import profile_memory
-from longhaul.memory.search import _Bounds
+from longhaul.memory.search import Bounds
 from tests.tiers import slow
 
 ROOT = Path(__file__).parent.parent
@@ -294,11 +294,14 @@ def test_advice_is_a_step_that_fits_and_is_predicted_alike(llama, answer, capsys
     said = capsys.readouterr().out
     assert code == 2 and "fits after these changes" in said
     changed = found["answer"]
-    assert changed["autocast"] == "bf16" and changed["optimizer"] == "adamw_fused"
+    assert changed["autocast"] == "bf16"
+    # the peak is not in the optimizer, so that AdamW fused saves nothing
+    assert "AdamW fused" in said and "saves nothing, left out" in said
+    assert changed["optimizer"] == "adamw"
     sizes = [one["peak_live_bytes"] for one in found["tried"] if one["placement"] != "too small"]
     assert sizes == [found["peak_live_bytes"]]
 
-    flags = ["--autocast", "bf16", "--optimizer", "adamw_fused", "--batch", changed["batch"]]
+    flags = ["--autocast", "bf16", "--batch", changed["batch"]]
     flags += ["--checkpointing"] if changed["checkpointing"] else []
     assert answer(*args, *flags)[1]["peak_live_bytes"] == found["peak_live_bytes"]
 
@@ -325,7 +328,7 @@ def test_advice_for_what_fits_and_for_what_cannot(mine, llama, answer, capsys):
 )
 @pytest.mark.parametrize("first", [1, 512, 100_000])
 def test_a_search_finds_the_largest_size_in_few_trials(needs, first):
-    bounds = _Bounds(1, nearly=False)
+    bounds = Bounds(1, nearly=False)
     aim, trials = first, 0
     while aim is not None:
         bounds.add(aim, needs(aim), needs(aim) <= 1)

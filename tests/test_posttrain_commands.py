@@ -60,8 +60,6 @@ def parse(program: str, words: list[str]):
         reward.build_parser().parse_args(words)
     elif program == "profile_memory.py":
         cli.parse(profile_memory.flags_of(words), words, "", start.completed)
-    elif program == "longhaul.memory.posttrain":
-        assert not words
     else:
         raise ValueError(f"{program} is no program of docs/POSTTRAIN.md")
 

@@ -6,14 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import train
 from longhaul import dist, optim
 from longhaul.config import TrainConfig
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.estimate import PROCESS_GIB
-from longhaul.memory.watch import compared_at, comparison, failed_bytes, out_of_memory
+from longhaul.memory.needs import PROCESS_GIB
+from longhaul.memory.watch import (
+    Watch,
+    compared_at,
+    comparison,
+    failed_bytes,
+    out_of_memory,
+    warning,
+)
 from longhaul.run import training
 from model import GIB
 from tests import test_train
@@ -27,6 +35,18 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 37.09 GiB. GPU 0 has a total capacity of 94.97 GiB of "
     "which 12.75 MiB is free."
 )
+
+
+def failing(error: RuntimeError):
+    """Clipping without memory; a step that is only predicted has enough."""
+    clip = optim.clip_gradients
+
+    def fails(model, *args):
+        if isinstance(next(model.parameters()).data, FakeTensor):
+            return clip(model, *args)
+        raise error
+
+    return fails
 
 
 def arguments(data: str, out, *more: str) -> list[str]:
@@ -60,16 +80,34 @@ def test_in_an_indexers_warm_up_its_own_peak_is_compared(dense, expected):
         assert f"planned {gib} GiB" in comparison(plan, step)
 
 
+def test_a_plan_that_is_wrong_is_a_warning_with_the_stage_of_the_peak(monkeypatch):
+    gpu = torch.device("cuda")
+    read = iter([1.0, 4.08, 4.08])
+    monkeypatch.setattr("longhaul.memory.watch.peak_memory_gib", lambda device: next(read, 4.08))
+    seen = Watch(gpu)
+    for stage in ("attention backward", "optimizer"):
+        seen.enter(stage)
+    seen.note()
+    planned = SimpleNamespace(
+        cfg=SimpleNamespace(dense_steps=0),
+        warm_up=None,
+        peak=int(0.82 * GIB),
+        live={"attention backward": GIB // 2},
+        device=gpu,
+    )
+    words = warning(planned, 2, seen)
+    assert "attention backward, for which 0.50 GiB were planned" in words and "+397" in words
+    planned.peak = int(4.05 * GIB)
+    assert warning(planned, 2, seen) is None
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError(CUDA), RuntimeError(CPU)], ids=["cuda", "cpu"]
 )
 def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_are_told(
     error, data, tmp_path, capsys, monkeypatch
 ):
-    def fails(*args):
-        raise error
-
-    monkeypatch.setattr(optim, "clip_gradients", fails)
+    monkeypatch.setattr(optim, "clip_gradients", failing(error))
     with pytest.raises(SystemExit) as stop:
         train.main(arguments(data, tmp_path / "run", "--batch_size", "2"))
     lines = capsys.readouterr().err.strip().splitlines()
@@ -85,12 +123,10 @@ def test_when_memory_runs_out_the_stages_the_allocation_and_a_smaller_command_ar
 def test_the_smallest_change_is_a_lever_before_it_is_a_smaller_model(
     data, tmp_path, capsys, monkeypatch
 ):
-    def fails(*args):
-        raise RuntimeError(
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
-        )
-
-    monkeypatch.setattr(optim, "clip_gradients", fails)
+    error = RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+    )
+    monkeypatch.setattr(optim, "clip_gradients", failing(error))
     with pytest.raises(SystemExit):
         train.main(arguments(data, tmp_path / "run", "--batch_size", "2"))
     last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -117,9 +153,7 @@ def test_fit_auto_pulls_levers_and_leaves_model_context_and_batch(capsys):
         model_size="tiny", context_length=8192, batch_size=4, device="cpu", fit="auto"
     )
     asked = planner.plan(cfg, cfg.model(), dist.World(), torch.device("cpu"))
-    checkpointed = next(
-        rung.request for rung in fit.ladder(cfg) if rung.request.gradient_checkpointing == "full"
-    )
+    checkpointed = fit.checkpointing(cfg)
     with_checkpointing = planner.plan(
         checkpointed, checkpointed.model(), dist.World(), torch.device("cpu")
     )

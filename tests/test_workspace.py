@@ -5,24 +5,14 @@ import torch
 
 from base.machine import deterministic, running_on
 from footprint import workspace
-from longhaul.config import TrainConfig
-from longhaul.memory.estimate import estimate
 from longhaul.memory.platforms import Bodies
-from longhaul.memory.simulate import simulate
 from longhaul.memory.workspace import Workspaces
 from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
-from tests.tiers import few_fast
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 DOCUMENTS_BACKWARD = torch.ops.aten._flash_attention_backward.default
 SHAPE = (32, 8, 128)  # query heads, KV heads, head dim
-CFG = dict(
-    model_size="0.6B",
-    model_overrides=("num_layers=2",),
-    context_length=16384,
-    gradient_checkpointing="full",
-)
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -51,16 +41,6 @@ def test_deterministic_sums_take_a_copy_of_dq_for_each_share_of_the_processors()
         ordered = Workspaces("cuda")(FLASH_BACKWARD, (q, q, k, k), None)
     copies = -(-workspace.processors() // 32)
     assert ordered - plain == (copies - 1) * 4 * q.numel()
-
-
-@pytest.mark.parametrize("changes", few_fast([{}, dict(attention_head_groups=8)], 1), ids=str)
-def test_the_closed_form_knows_deterministic_attention(changes):
-    cfg = TrainConfig(**CFG | changes, deterministic=True)
-    plain = TrainConfig(**CFG | changes)
-    predicted = estimate(cfg, cfg.model()).stages["attention backward"]
-    found = simulate(cfg).peak_by_stage()["attention backward"]
-    assert predicted == pytest.approx(found, rel=0.01)
-    assert predicted > 1.05 * estimate(plain, plain.model()).stages["attention backward"]
 
 
 def test_the_sparse_twin_takes_what_its_file_says_at_131072_tokens():

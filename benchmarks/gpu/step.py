@@ -186,7 +186,7 @@ def one_context(
     if plan is None:
         row(run, cfg, "longhaul", "", "no levers make it fit")
         return
-    words, planned = levers(plan, cfg), plan.estimate.peak / GIB
+    words, planned = levers(plan, cfg), plan.needs.peak / GIB
     ours, why = attempt(our_side, plan, place, words)
     if why:
         row(run, cfg, "longhaul", words, why, planned=planned)

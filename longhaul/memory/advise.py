@@ -1,17 +1,16 @@
 """What to change so that a task fits a card, the smallest loss of quality first.
 
 Each change adds to those before it: logits in chunks, half precision, smaller micro-batches, the
-ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers, the CPU. Each is
-printed with its predicted bytes. The figures are the profiler's own: for training the closed form,
-confirmed by a replay of the simulated step through the allocator; for analysis the highest peak of
-its simulated parts. `empty_cache` is never advised, because the allocator gives back free memory
+ladder of fit.py (checkpointing, tiles, the host), no autoencoder, fewer layers, the CPU. The
+figures are the profiler's own: for training the simulated step and its replay through the
+allocator, for analysis the highest peak of its simulated parts.
+`empty_cache` is never advised, because the allocator gives back free memory
 before it fails. Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from base.flags import PRECISIONS, spellings
 from footprint.device import EXPANDABLE_SEGMENTS, HALF_SINCE, Card, Placement
@@ -21,11 +20,11 @@ from longhaul.dist import World
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory import analysis, fit
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
-from longhaul.memory.fit import Lever, Rung, Verdict
-from longhaul.memory.needs import needs
+from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB, needs
 from longhaul.memory.plan import command
-from longhaul.memory.reserve import demand
+from longhaul.memory.search import Found, Lever, Say, Search, Tried, Verdict, pulled
+from longhaul.memory.solve import Run
+from longhaul.memory.solve import judged as judged_run
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
 
@@ -36,8 +35,6 @@ SCRIPTS = {
     "intuitor": "scripts/intuitor.py",
     "analysis": "scripts/run_full_analysis.py",
 }
-# Decoders next to a policy of train.py's settings, in the compute precision
-FROZEN = {"train": (), "grade": ("reference", "reward model"), "intuitor": ()}
 FEW_LAYERS = 3  # of an analysis that looks at a few only
 MOST_GPUS = (2, 4, 8, 16, 32, 64)  # tried if one card is not enough
 EVERYTHING = Measures()  # that an analysis measures unless it is told otherwise
@@ -128,16 +125,11 @@ def breakdown(asked: Request) -> dict[str, int]:
     if asked.task == "analysis":
         return _analysis(asked)
 
-    config = asked.config
-    found = needs(dataclasses.replace(asked.cfg, device=asked.device), config, asked.ranks)
-    parts = {
+    found = needs(dataclasses.replace(asked.cfg, device=asked.device), asked.ranks)
+    return {
         "parameters and optimizer": found.static,
         found.peak_stage: found.peak - found.static,
     }
-    frozen = () if isinstance(asked.cfg, PolicyConfig) else FROZEN[asked.task]
-    for name in frozen:
-        parts[f"frozen {name}"] = config.num_params() * config.dtype.itemsize
-    return parts
 
 
 def _analysis(asked: Request) -> dict[str, int]:
@@ -155,27 +147,30 @@ def live(asked: Request) -> int:
     return sum(breakdown(asked).values())
 
 
-def placement(asked: Request, card: Card, host_gib: float) -> Placement:
-    """Whether the card, or the host for a request on the CPU, holds the request.
+def judged(asked: Request, card: Card, host_gib: float) -> Found:
+    """What the request needs, and whether the card, or the host for one on the CPU, holds it.
 
-    A training step is simulated and replayed, because what the allocator reserves decides.
+    Of a training step what the allocator reserves decides.
     """
-    needed = live(asked) / GIB
     if asked.device == "cpu":
-        fits = needed + PROCESS_GIB <= host_gib
-        return Placement.FITS if fits else Placement.TOO_SMALL
-    if needed + CUDA_CONTEXT_GIB > card.gib:
-        return Placement.TOO_SMALL
-    if asked.task == "train" or asked.simulated:
-        return demand(asked.cfg, asked.ranks).placement(int(card.gib * GIB))
-    return Placement.FITS
+        return _found(live(asked), PROCESS_GIB, host_gib)
+    if asked.task == "analysis":
+        return _found(live(asked), CUDA_CONTEXT_GIB, card.gib)
+    return judged_run(int(card.gib * GIB), Run(asked.cfg, asked.ranks))
+
+
+def _found(live_bytes: int, hidden_gib: float, room_gib: float) -> Found:
+    """What needs so much, with what no tensor shows."""
+    needed = live_bytes + int(hidden_gib * GIB)
+    fits = needed <= room_gib * GIB
+    return Found(live_bytes, needed, Placement.FITS if fits else Placement.TOO_SMALL)
 
 
 # ---- what to change
 
 
-def ladder(asked: Request, card: Card) -> Iterator[Rung]:
-    """The request as asked, then with one more change at a time."""
+def ladder(asked: Request, card: Card) -> list[Lever]:
+    """The changes, the smallest loss of quality first."""
     levers = [Lever("logits in chunks", chunked_logits)]
     if asked.measures.compare:
         pass  # what is compared begins with the model in float32
@@ -191,8 +186,7 @@ def ladder(asked: Request, card: Card) -> Iterator[Rung]:
         levers.append(Lever(f"{FEW_LAYERS} layers (--layers)", few_layers))
     else:
         levers += [training_lever(lever) for lever in fit.LEVERS]
-    levers.append(Lever(CPU, on_cpu))
-    return fit.climb(asked, levers)
+    return [*levers, Lever(CPU, on_cpu)]
 
 
 def chunked_logits(asked: Request) -> Request:
@@ -232,7 +226,7 @@ def training_lever(lever: Lever) -> Lever:
     """A lever of the trainer on a request."""
 
     def pull(asked: Request) -> Request:
-        return dataclasses.replace(asked, cfg=lever.pull(asked.cfg))
+        return dataclasses.replace(asked, cfg=pulled(lever, asked.cfg))
 
     return Lever(lever.name, pull)
 
@@ -265,29 +259,22 @@ def on_cpu(asked: Request) -> Request:
 # ---- the answer
 
 
-class Step(NamedTuple):
-    """A rung that was tried."""
-
-    change: str
-    live_bytes: int
-    placement: Placement
-
-
 @dataclass(frozen=True)
 class Advice:
-    """The rungs up to the first that fits, and what it is; None if no rung fits."""
+    """What was tried, and what fits; None if nothing does."""
 
     asked: Request
     card: Card
-    steps: list[Step]
-    answer: Request | None
+    tried: list[Tried]
+    answer: Tried | None
     notes: list[str]
 
     @property
     def verdict(self) -> Verdict:
         if self.answer is None:
             return Verdict.NOTHING
-        if len(self.steps) == 1 and self.steps[0].placement is Placement.FITS:
+        unchanged = self.answer.request == self.asked
+        if unchanged and self.answer.found.placement is Placement.FITS:
             return Verdict.FITS
         return Verdict.AFTER_CHANGES
 
@@ -296,44 +283,28 @@ class Advice:
         """What to run; empty if nothing fits."""
         if self.answer is None:
             return ""
-        return run(self.answer, self.steps[-1].placement is Placement.EXPANDABLE)
+        return run(self.answer.request, self.answer.found.placement is Placement.EXPANDABLE)
 
     def text(self) -> str:
-        """The advice for the screen."""
-        rows = [self._title()]
-        for name, size in breakdown(self.asked).items():
-            rows.append(f"  {name:<34}{size / GIB:>9.2f} GiB")
-        rows.append(f"  {'CUDA context':<34}{CUDA_CONTEXT_GIB:>9.2f} GiB")
-
-        rows.append("changes, each added to those above it (live GiB, predicted):")
-        for index, step in enumerate(self.steps):
-            size = f"{step.live_bytes / GIB:>9.2f} GiB"
-            rows.append(f"  {index}. {step.change:<31}{size}  {step.placement}")
-
-        rows += [f"note: {note}" for note in self.notes]
+        """What was found, below the table of what was tried."""
+        rows = [f"note: {note}" for note in self.notes]
         rows.append(f"verdict: {VERDICTS[self.verdict]}")
+        if self.answer and self.answer.found.host:
+            host = self.answer.found.host / GIB
+            rows.append(f"host memory: {host:.2f} GiB per rank, moving it takes more time")
         if self.command:
             rows.append(f"run: {self.command}")
         return "\n".join(rows)
 
-    def _title(self) -> str:
-        cfg = self.asked.cfg
-        cards = f"{self.asked.ranks} x " if self.asked.ranks > 1 else ""
-        return (
-            f"{self.asked.task}: {cfg.model_size} ({self.asked.config.num_params():,} parameters), "
-            f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, {self.asked.dtype}, "
-            f"on {cards}{self.card.name} ({self.card.gib:g} GiB, capability {self.card.cc / 10})"
-        )
-
     def as_json(self) -> dict:
         """Plain values; sizes in bytes."""
         steps = []
-        for step in self.steps:
+        for one in self.tried:
             steps.append(
                 {
-                    "change": step.change,
-                    "live_bytes": step.live_bytes,
-                    "verdict": step.placement,
+                    "change": one.name,
+                    "live_bytes": one.found.live,
+                    "verdict": one.found.placement,
                 }
             )
         return {
@@ -347,16 +318,36 @@ class Advice:
         }
 
 
-def advise(asked: Request, card: Card, host_gib: float = 0.0) -> Advice:
-    """Climb until a rung fits; `host_gib` is what the last one, the CPU, may use."""
-    steps = []
+def advise(asked: Request, card: Card, host_gib: float, say: Say) -> Advice:
+    """Add changes until the request fits; `host_gib` is what the last one, the CPU, may use."""
+    for row in _title(asked, card):
+        say(row)
+
+    def judge(one: Request) -> Found:
+        return judged(one, card, host_gib)
+
+    search = Search(judge, int(card.gib * GIB), say, with_costs=asked.task != "analysis")
+    say(search.head())
+    best = search.climb(asked, ladder(asked, card)).best
     notes = _notes(asked, card)
-    for rung in ladder(asked, card):
-        found = placement(rung.request, card, host_gib)
-        steps.append(Step(rung.lever, live(rung.request), found))
-        if found is not Placement.TOO_SMALL:
-            return Advice(asked, card, steps, rung.request, notes)
-    return Advice(asked, card, steps, None, notes + _if_nothing_fits(steps, asked, card))
+    if best.fits:
+        return Advice(asked, card, search.tried, best, notes)
+    return Advice(asked, card, search.tried, None, notes + _if_nothing_fits(asked, card))
+
+
+def _title(asked: Request, card: Card) -> list[str]:
+    """What is asked, and what its peak is made of."""
+    cfg = asked.cfg
+    cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
+    rows = [
+        f"{asked.task}: {cfg.model_size} ({asked.config.num_params():,} parameters), "
+        f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, {asked.dtype}, "
+        f"on {cards}{card.name} ({card.gib:g} GiB, capability {card.cc / 10})"
+    ]
+    for name, size in breakdown(asked).items():
+        rows.append(f"  {name:<34}{size / GIB:>9.2f} GiB")
+    rows.append("changes, each added to those above it; GiB, predicted:")
+    return rows
 
 
 def _notes(asked: Request, card: Card) -> list[str]:
@@ -378,24 +369,31 @@ def _notes(asked: Request, card: Card) -> list[str]:
     return notes
 
 
-def _if_nothing_fits(steps: list[Step], asked: Request, card: Card) -> list[str]:
+def _if_nothing_fits(asked: Request, card: Card) -> list[str]:
     """What would be enough: the host's memory, or more GPUs."""
-    host = steps[-1].live_bytes / GIB + PROCESS_GIB
+    *levers, to_cpu = ladder(asked, card)
+    least = _with(levers, asked)
+    host = live(to_cpu.pull(least)) / GIB + PROCESS_GIB
     notes = [f"the CPU would need {host:.1f} GiB of host memory"]
     if asked.task != "train":
         return notes
 
-    rungs = [rung for rung in ladder(asked, card) if rung.lever != CPU]
-    least = rungs[-1].request.cfg
     for ranks in MOST_GPUS:
-        needed = needs(least, least.model(), ranks).peak / GIB + CUDA_CONTEXT_GIB
-        if needed <= card.gib:
+        found = judged(dataclasses.replace(least, ranks=ranks), card, 0.0)
+        if found.placement is not Placement.TOO_SMALL:
             return [*notes, f"with all changes, {ranks} such GPUs are enough (FSDP2)"]
     return [
         *notes,
         f"not even {MOST_GPUS[-1]} such GPUs are enough, because activations are not sharded: "
         "shorten the context",
     ]
+
+
+def _with(levers: Sequence[Lever], asked: Request) -> Request:
+    """The request with all of these changes."""
+    for lever in levers:
+        asked = pulled(lever, asked)
+    return asked
 
 
 # ---- the command

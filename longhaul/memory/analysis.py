@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from footprint.device import Placement
 from footprint.tracker import NO_STORAGE, Tracker
 from longhaul import kernels
 from longhaul.analysis import run
@@ -27,15 +28,15 @@ from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.patching import Pairs, Patching
 from longhaul.analysis.precision import at_precision
 from longhaul.analysis.samples import Rows
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB
+from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
+from longhaul.memory.search import Bounds, Found, Say, Search
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Block, Decoder, ModelConfig
 
-Say = Callable[[str], None]  # takes a line for the screen
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
-MOST_BLOCKS = 2**14  # of 1,024 tokens: 16 million
+UNIT = 1024  # tokens: the longest context is a multiple
 CHUNK = 4096  # tokens of a part, if rows shall pass in parts
 
 
@@ -405,39 +406,32 @@ def candidates(asked: Analysed) -> Iterator[Analysed]:
             yield dataclasses.replace(asked, measures=fewer, batch_size=rows)
 
 
-def holds(asked: Analysed, gib: float, say: Say) -> bool:
-    """Whether a card of so many GiB holds it; says what it needs."""
-    found = Plan(peaks(asked, "cuda"), "cuda")
-    fits = found.gib <= gib
-    say(f"{asked.words():<60}{found.gib:>9.2f} GiB  {'fits' if fits else 'too small'}")
-    return fits
+def searched(gib: float, say: Say) -> Search:
+    """A search for what a card of so many GiB holds."""
+
+    def judge(asked: Analysed) -> Found:
+        found = Plan(peaks(asked, "cuda"), "cuda")
+        placement = Placement.FITS if found.gib <= gib else Placement.TOO_SMALL
+        return Found(found.peaks[found.largest], int(found.gib * GIB), placement)
+
+    return Search(judge, int(gib * GIB), say, with_costs=False)
 
 
 def by_layers(asked: Analysed, gib: float, say: Say) -> Analysed | None:
     """The first candidate that a card holds."""
-    return next((one for one in candidates(asked) if holds(one, gib, say)), None)
+    found = searched(gib, say).first((one.words(), one) for one in candidates(asked))
+    return found and found.request
 
 
 def by_context(asked: Analysed, gib: float, say: Say) -> Analysed | None:
     """The longest context, a multiple of 1,024 tokens, that a card holds."""
 
-    def at(blocks: int) -> Analysed:
-        return dataclasses.replace(asked, context_length=1024 * blocks)
+    def at(context: int) -> Analysed:
+        return dataclasses.replace(asked, context_length=context)
 
-    if not holds(at(1), gib, say):
-        return None
-    fitting = 1
-    exceeding = 2
-    while exceeding <= MOST_BLOCKS and holds(at(exceeding), gib, say):
-        fitting = exceeding
-        exceeding *= 2
-    while exceeding > fitting + max(1, fitting // 64):
-        middle = (fitting + exceeding) // 2
-        if holds(at(middle), gib, say):
-            fitting = middle
-        else:
-            exceeding = middle
-    return at(fitting)
+    bounds = Bounds(UNIT, nearly=True, least=UNIT)
+    found = searched(gib, say).largest("--context_length", UNIT, at, bounds)
+    return found and found.request
 
 
 # ---- its command

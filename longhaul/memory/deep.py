@@ -71,14 +71,19 @@ def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool =
     return Profile(_largest_by_stage(peaks), trace, layers)
 
 
-def whole_trace(cfg: TrainConfig, ranks: int = 1) -> Trace:
-    """The trace of a profile on CUDA, in half its time: from one simulation instead of two. Its
-    host_peaks are those of the layers that were simulated.
+def whole_trace(cfg: TrainConfig, ranks: int = 1, target: str = "cuda") -> Trace:
+    """The trace of a profile, in half its time: from one simulation instead of two. Its host_peaks
+    are those of the layers that were simulated.
     """
     layers = cfg.model().num_layers
     if layers <= LAYERS:
-        return simulate(cfg, ranks)
-    return unroll(simulate(cfg, ranks, layers=LAYERS), layers)
+        return simulate(cfg, ranks, target)
+    return unroll(simulate(cfg, ranks, target, layers=LAYERS), layers)
+
+
+def stage_sizes(trace: Trace) -> dict[str, Sizes]:
+    """Of each stage of a whole trace, the bytes by category at its peak."""
+    return _largest_by_stage(_peaks(trace, trace.config["layers"]))
 
 
 def layer_of(module: str) -> int | None:

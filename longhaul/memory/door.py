@@ -7,6 +7,7 @@ is read. See docs/FOOTPRINT.md.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -25,14 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from base.flags import spellings
 from footprint import Refused, Report, predict
-from footprint.device import Card, Placement, card
+from footprint.device import HALF_SINCE, Card, Placement, card
+from footprint.device import SIZES as CARD_SIZES
 from footprint.owners import holdings
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.memory import hugging_face, users_file
-from longhaul.memory.fit import Verdict
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS, Training
-from longhaul.memory.search import Say, advise, solve
+from longhaul.memory.search import MOST as MOST_TRIED
+from longhaul.memory.search import Bounds, Found, Lever, Say, Search, Tried, Verdict, note_on_size
 from longhaul.memory.users_file import UsersFile
 from model import GIB
 
@@ -52,9 +54,10 @@ VERDICTS = {
     Placement.TOO_SMALL: Verdict.NOTHING,
 }
 SOLVES = {"context": "seq", "batch": "batch"}  # --solve -> the flag that it sets
+UNITS = {"batch": 1, "seq": 64}  # rows, tokens: what is solved for is a multiple
 MOST = 2**31 - 1  # rows, tokens
 MOST_RANKS = 2**16
-DEFAULT_GIB = 80.0  # of the card that --solve looks at
+DEFAULT_GIB = CARD_SIZES["80 GB"]  # of the card that --solve looks at
 MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 
@@ -209,20 +212,132 @@ def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     """Predict, search or advise, as it is asked for; the exit code."""
     asks = cfg.solve != "none" or cfg.advise
     on = cfg.card() if asks or cfg.has_card else None
+    note = note_on_size(cfg.gpu_memory_gib)
+    if note:
+        say(note)
     predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face(cfg, typed.keys())
 
     if not asks:
         return _predict(cfg, on, predicted, say).exit_code
-    if cfg.advise:
-        found = advise(cfg, on, predicted, say)
-    else:
-        found = solve(cfg, SOLVES[cfg.solve], on, predicted, say)
-    if found.report:
-        say(f"\n{found.report}\n")
+    room = int(on.gib * GIB)
+    search = Search(functools.partial(_judged, predicted, room), room, say)
+    say(f"on {on.name} ({on.gib:g} GiB); all figures predicted, GiB")
+    say(search.head())
+    found = _advised(cfg, on, search) if cfg.advise else _solved(cfg, search)
+    smallest = min(search.tried, key=lambda one: one.device)
+    report = (found.best or smallest).found.report
+    say(f"\n{report}\n")
     say(found.words)
-    _warn(found.answer.request if found.answer else cfg, say)
-    _write(cfg, found.report, found.as_json())
+    _warn(found.best.request if found.best else cfg, say)
+    _write(cfg, report, found.as_json(search))
     return found.verdict.exit_code
+
+
+# ---- what fits
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The request that answers, or None, and the answer in words."""
+
+    best: Tried | None
+    verdict: Verdict
+    words: str
+
+    def as_json(self, search: Search) -> dict:
+        """Plain values, without the report."""
+        answer = dataclasses.asdict(self.best.request) if self.best else None
+        return {
+            "verdict": self.verdict.exit_code,
+            "answer": answer,
+            "tried": [one.as_json() for one in search.tried],
+        }
+
+
+def _judged(predicted: Callable[[StepConfig], Report], room: int, cfg: StepConfig) -> Found:
+    report = predicted(cfg)
+    asked = report.demand
+    return Found(report.peak, asked.least_bytes, asked.placement(room), report=report)
+
+
+def _verdict(best: Tried, as_asked: bool) -> Verdict:
+    """The verdict of the best candidate; `as_asked`: whether the request fits as it is."""
+    fits = as_asked and best.found.placement is Placement.FITS
+    return Verdict.FITS if fits else Verdict.AFTER_CHANGES
+
+
+def _segments(one: Tried) -> str:
+    """What else has to be set for a candidate that fits."""
+    if one.found.placement is not Placement.EXPANDABLE:
+        return ""
+    return ", with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def _solved(cfg: StepConfig, search: Search) -> Answer:
+    """The most rows or tokens with which the step fits the card."""
+    name = SOLVES[cfg.solve]
+    bounds = Bounds(UNITS[name], nearly=name == "seq")
+    best = search.largest(
+        f"--{name}", getattr(cfg, name), functools.partial(_set, cfg, name), bounds
+    )
+    if best is None:
+        smallest = min(getattr(one.request, name) for one in search.tried)
+        return Answer(None, Verdict.NOTHING, f"not even --{name} {smallest} fits")
+    limit = ""
+    if bounds.low == bounds.most:
+        few = bounds.most < MOST_TRIED
+        limit = " (the model has no more positions)" if few else " (no more are tried)"
+    words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
+    return Answer(best, _verdict(best, search.tried[0].fits), words)
+
+
+def _set(cfg: StepConfig, name: str, value: object) -> StepConfig:
+    return dataclasses.replace(cfg, **{name: value})
+
+
+def _changes(asked: StepConfig, card: Card) -> Iterator[Lever]:
+    """What can be changed, the cheapest first."""
+
+    def change(name: str, code: str, **settings: Any) -> Lever:
+        return Lever(name, lambda cfg: dataclasses.replace(cfg, **settings), code)
+
+    if asked.optimizer == "adamw":
+        code = "torch.optim.AdamW(..., fused=True)"
+        yield change("AdamW fused", code, optimizer="adamw_fused")
+    if asked.dtype == "fp32" and asked.autocast == "none" and card.cc >= HALF_SINCE:
+        code = 'with torch.autocast("cuda", torch.bfloat16): the forward and the loss'
+        yield change("autocast to bf16", code, autocast="bf16")
+    if not asked.checkpointing:
+        code = "model.gradient_checkpointing_enable()"
+        yield change("gradient checkpointing", code, checkpointing=True)
+    if asked.optimizer in ("adamw", "adamw_fused"):
+        code = "an AdamW that stores its moments in 8 bits"
+        yield change("AdamW with 8-bit states", code, optimizer="adamw_8bit")
+    rows = asked.batch
+    while rows > 1:
+        rows //= 2
+        code = f"micro-batches of {rows} rows: more of them make a step"
+        yield change(f"{rows} rows of a micro-batch", code, batch=rows)
+    ranks = 2 * asked.fsdp
+    while ranks <= asked.gpus:
+        yield change(f"FSDP2 over {ranks} GPUs", "fully_shard", fsdp=ranks)
+        ranks *= 2
+
+
+def _advised(cfg: StepConfig, card: Card, search: Search) -> Answer:
+    """The changes that make the step fit the card."""
+    climbed = search.climb(cfg, list(_changes(cfg, card)))
+    best = climbed.best
+    if not best.fits:
+        words = "no change is enough: give --gpus, --seq or --vram"
+        return Answer(None, Verdict.NOTHING, words)
+    rows = ["fits after these changes:" if climbed.made else "fits as asked"]
+    rows += [f"  {change.name}: {change.code}" for change in climbed.made]
+    words = "\n".join(rows) + _segments(best)
+    return Answer(best, _verdict(best, not climbed.made), words)
+
+
+# ---- the command line and its files
 
 
 def _check_questions(cfg: StepConfig, typed: Set[str]) -> None:

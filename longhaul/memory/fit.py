@@ -1,32 +1,34 @@
-"""What makes a request fit: one ladder of memory levers, one verdict, the closest smaller request.
+"""What makes a request fit: one ladder of memory levers, and the closest smaller request.
 
 `--fit auto`, `--solve`, `--advise` and the report of a run that ran out of memory all climb the
-same ladder. Every rung keeps AdamW in fp32. In bf16, two levers round more often than the plain
-path: the offloaded optimizer, because the device then holds weights and gradients in bf16, and head
-groups, because sums over groups round. Levers that round optimizer states, or that change the step
+same ladder, by the same search (search.py).
+
+Every lever keeps AdamW in fp32. In bf16, two levers round more often than the plain path: the
+offloaded optimizer, because the device then holds weights and gradients in bf16, and head groups,
+because sums over groups round. Levers that round optimizer states, or that change the step
 (updates in the backward pass do not clip), are left for the user to choose.
 """
 
+import contextlib
 import dataclasses
-import enum
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from data.mixture import open_corpora
 from data.progress import duration
+from footprint.device import Placement
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
 from longhaul.memory.plan import Plan, command, plan
+from longhaul.memory.search import Found, Lever, Search, Verdict, pulled
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
-from model import PRESETS, ModelConfig
+from model import GIB, PRESETS, ModelConfig
 
 PATIENCE = 900  # seconds: a run that is proposed for a CPU ends within them
-AS_ASKED = "as asked"
 FEW_STEPS = 20  # a proposal with fewer teaches a model nothing
 # settings of post-training that count tokens
 LENGTHS = ("context_length", "max_response_length", "v_max_response_length", "max_new_tokens")
@@ -34,59 +36,7 @@ LENGTHS = ("context_length", "max_response_length", "v_max_response_length", "ma
 IN_MINUTES = dict(context_length=1024, max_steps=200, warmup_steps=20)
 
 
-class Verdict(enum.Enum):
-    """The planner's answer to a request; its value is the exit code of the program."""
-
-    FITS = 0
-    AFTER_CHANGES = 2
-    NOTHING = 3
-
-    @property
-    def exit_code(self) -> int:
-        return self.value
-
-
 # ---- the ladder
-
-
-class Lever(NamedTuple):
-    """A memory setting: `pull` returns the request with it, or the same request if it is on."""
-
-    name: str
-    pull: Callable[[Any], Any]
-
-
-class Rung(NamedTuple):
-    """A request after some levers, named by the last of them."""
-
-    lever: str
-    request: Any  # a TrainConfig in `ladder`
-
-
-def climb(request: Any, levers: Iterable[Lever]) -> Iterator[Rung]:
-    """The request as asked, then with one more lever at a time.
-
-    A lever that changes nothing, or that other settings exclude, is left out.
-    """
-    yield Rung(AS_ASKED, request)
-    for lever in levers:
-        changed = _pulled(lever, request)
-        if changed != request:
-            request = changed
-            yield Rung(lever.name, request)
-
-
-def _pulled(lever: Lever, request: Any) -> Any:
-    """The request with the lever, or without it if its settings exclude it."""
-    try:
-        return lever.pull(request)
-    except ValueError:
-        return request
-
-
-def ladder(cfg: TrainConfig) -> Iterator[Rung]:
-    """The same training as asked, then with one more lever at a time, cheapest in time first."""
-    return climb(cfg, LEVERS)
 
 
 def chunked_loss(cfg: TrainConfig) -> TrainConfig:
@@ -189,12 +139,24 @@ def fitted(request: Plan) -> Fit:
     if request.fits:
         return Fit(Verdict.FITS, request)
 
-    _, *rungs = ladder(request.asked)
-    for rung in rungs:
-        changed = replanned(request, rung.request)
-        if changed.fits:
-            return Fit(Verdict.AFTER_CHANGES, changed)
+    def judged(cfg: TrainConfig) -> Found:
+        return _placed(replanned(request, cfg))
+
+    search = Search(judged, int(request.available_gib * GIB), say=_silent)
+    best = search.climb(request.asked, LEVERS).best
+    if best.fits:
+        return Fit(Verdict.AFTER_CHANGES, best.found.report)
     return Fit(Verdict.NOTHING, None)
+
+
+def _silent(line: str) -> None:
+    """Shows nothing."""
+
+
+def _placed(one: Plan) -> Found:
+    """What a plan needs, and whether it fits."""
+    placement = Placement.FITS if one.fits else Placement.TOO_SMALL
+    return Found(one.peak, int(one.needed_gib * GIB), placement, one.needs.host, report=one)
 
 
 def replanned(request: Plan, cfg: TrainConfig) -> Plan:
@@ -214,14 +176,17 @@ def closest(request: Plan) -> Plan | None:
     it. On a CPU the proposed run ends within 15 minutes: if need be it has fewer steps, and no
     single step takes longer.
     """
-    for candidate in _proposals(request):
-        if not candidate.fits:
-            continue
-        if candidate.device.type != "cpu":
-            return candidate
-        if candidate.longest_step <= PATIENCE:
-            return _in_minutes(candidate)
-    return None
+    found = next(filter(_runs_here, _proposals(request)), None)
+    if found is None or found.device.type != "cpu":
+        return found
+    return _in_minutes(found)
+
+
+def _runs_here(candidate: Plan) -> bool:
+    """Whether it fits, and on a CPU makes a step while one waits."""
+    if candidate.device.type == "cpu" and candidate.longest_step > PATIENCE:
+        return False
+    return candidate.fits
 
 
 def _in_minutes(plan: Plan) -> Plan:
@@ -242,23 +207,17 @@ def _in_minutes(plan: Plan) -> Plan:
 
 
 def _proposals(request: Plan) -> Iterator[Plan]:
-    """The plans of those smaller requests whose settings do not exclude each other."""
-    for change in _smaller_requests(request):
-        try:
-            yield replanned(request, change(request.asked))
-        except ValueError:
-            continue
+    """The plans of smaller requests, from the least change to the largest.
 
-
-def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainConfig]]:
-    """What to do with the settings, from the least change to the largest."""
+    Of a length, or of a model at it, nothing is tried if its least demanding request does not fit.
+    """
     asked = request.asked
     if isinstance(asked, PolicyConfig):
-        if request.estimate.peak_stage == ROLLOUT:
-            yield one_prompt
-        yield from _smaller_policies(asked)
+        if request.needs.peak_stage == ROLLOUT:
+            yield from _planned(request, [one_prompt(asked)])
+        yield from _planned(request, _smaller_policies(asked))
         return
-    yield checkpointing
+    yield from _planned(request, [checkpointing(asked)])
 
     presets = list(PRESETS)
     smaller = presets[: presets.index(asked.model_size)]
@@ -267,28 +226,40 @@ def _smaller_requests(request: Plan) -> Iterator[Callable[[TrainConfig], TrainCo
         sizes += reversed(smaller)
     lengths = [asked.context_length >> n for n in range(asked.context_length.bit_length())]
     vocabulary = _vocabulary(asked)
-    for length, size in itertools.product(lengths, sizes):
-        for attention, recompute in _variants(asked):
-            changes = dict(
-                context_length=length,
-                attention_type=attention,
-                gradient_checkpointing=recompute,
-            )
-            if size != asked.model_size:
-                changes |= _preset(asked, size, vocabulary)
-            yield functools.partial(_with_rows_of_one, changes=changes)
+    changed = functools.partial(_variants, asked, vocabulary)
+    for length in lengths:
+        if not _holds_least(request, changed(length, sizes[-1])):
+            continue
+        for size in sizes:
+            if _holds_least(request, changed(length, size)):
+                yield from _planned(request, changed(length, size))
 
 
-def _smaller_policies(asked: PolicyConfig) -> Iterator[Callable[[TrainConfig], TrainConfig]]:
+def _planned(request: Plan, settings: Iterable[TrainConfig]) -> Iterator[Plan]:
+    """The plans of those settings that the ranks allow."""
+    for one in settings:
+        with contextlib.suppress(ValueError):
+            yield replanned(request, one)
+
+
+def _holds_least(request: Plan, variants: list[TrainConfig]) -> bool:
+    """Whether the machine holds the last of the variants, which needs least."""
+    return any(map(_runs_here, _planned(request, variants[-1:])))
+
+
+def _smaller_policies(asked: PolicyConfig) -> Iterator[TrainConfig]:
     """The levers one after another, then shorter contexts with all of them.
 
     Each plan is a simulation of seconds, so there are few.
     """
-    rungs = list(ladder(asked))
-    for rung in rungs[1:]:
-        yield lambda cfg, request=rung.request: request
+    levers = asked
+    for lever in LEVERS:
+        changed = pulled(lever, levers)
+        if changed != levers:
+            levers = changed
+            yield levers
     for share in (2, 4, 8, 16):
-        yield functools.partial(shorter_by, levers=rungs[-1].request, share=share)
+        yield shorter_by(asked, levers, share)
 
 
 def shorter_by(cfg: TrainConfig, levers: TrainConfig, share: int) -> TrainConfig:
@@ -329,14 +300,21 @@ def _preset(cfg: TrainConfig, size: str, vocabulary: int) -> dict:
     )
 
 
-def _variants(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """(attention, checkpointing): as asked, then with checkpointing, then both with sparse
-    attention.
+def _variants(cfg: TrainConfig, vocabulary: int, length: int, size: str) -> list[TrainConfig]:
+    """A size of model at a length: as asked, then with checkpointing, then both with sparse
+    attention; without those whose settings exclude each other.
     """
     cheaper = attention_kind(cfg).cheaper or cfg.attention_type
+    model = _preset(cfg, size, vocabulary) if size != cfg.model_size else {}
+    found = []
     for attention in dict.fromkeys((cfg.attention_type, cheaper)):
         for recompute in dict.fromkeys((cfg.gradient_checkpointing, "full")):
-            yield attention, recompute
+            changes = dict(
+                context_length=length, attention_type=attention, gradient_checkpointing=recompute
+            )
+            with contextlib.suppress(ValueError):
+                found.append(_with_rows_of_one(cfg, changes | model))
+    return found
 
 
 def proposal(nearest: Plan, request: Plan) -> str:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from footprint.refusal import PACKAGES, TORCH, Refused
 from longhaul import optimizers
+from longhaul.memory.search import TooLong
 from longhaul.memory.users_file import described
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,17 +44,6 @@ class Unusable(ValueError):
     """A configuration whose training step cannot be made."""
 
 
-class TooLong(Unusable):
-    """A row of more tokens than the model has learned positions for."""
-
-    def __init__(self, tokens: int, positions: int):
-        super().__init__(
-            f"--seq {tokens} is longer than the model's {positions} learned positions: give at "
-            f"most --seq {positions}"
-        )
-        self.positions = positions
-
-
 class ToldInOneLine:
     """Inside the `with` block, an error of transformers becomes an `Unusable` that names its line.
     Refusals, and errors in which transformers has no part, stay what they are.
@@ -65,7 +55,7 @@ class ToldInOneLine:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind, error: BaseException | None, raised: TracebackType | None) -> None:
-        if not isinstance(error, Exception) or isinstance(error, Refused | Unusable):
+        if not isinstance(error, Exception) or isinstance(error, Refused | Unusable | TooLong):
             return
         where = _line_outside_torch(raised)
         if not where:
@@ -228,7 +218,11 @@ def _check_positions(model: nn.Module, config, tokens: int) -> None:
         unused = 0 if module.padding_idx is None else module.padding_idx + 1
         positions = min(module.num_embeddings - unused, most)
         if positions < tokens:
-            raise TooLong(tokens, positions)
+            raise TooLong(
+                f"--seq {tokens} is longer than the model's {positions} learned positions: give at "
+                f"most --seq {positions}",
+                positions,
+            )
 
 
 def _checkpoint(model: nn.Module) -> None:

@@ -1,6 +1,8 @@
-"""What a step needs, by stage: of pretraining the closed form says it at once; a step of
-post-training, and one of an indexer's dense warm-up, is simulated; the long responses of GRADE
-follow from short ones. Sizes are bytes.
+"""What one rank's step needs: the real step, simulated once with few layers, whose record is
+extended to all (deep.py) and replayed through the caching allocator.
+
+Equal steps are simulated once. Of a long response of GRADE short ones are simulated (soft.py), and
+what is reserved for it grows as the live bytes do. Sizes are bytes.
 """
 
 import dataclasses
@@ -8,109 +10,91 @@ import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from footprint.device import Demand
 from longhaul.config import TrainConfig
 from longhaul.memory import soft
-from longhaul.memory.deep import profile
-from longhaul.memory.estimate import Estimate, Rank, estimate, static
+from longhaul.memory.deep import Sizes, stage_sizes, whole_trace
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
-from model import GIB, ModelConfig
+from longhaul.staging import PINNED
+from model import GIB
 
+TRACES = 2  # that are kept, of some megabytes each
+FP32 = 4
+ADAMW = 12  # bytes of a parameter that the host updates: its weight and two moments
+# Resident memory of a process with torch loaded, on a CPU, measured with torch 2.13: the CUDA build
+# has more libraries.
+PROCESS_GIB = 0.45 if torch.version.cuda is None else 0.66
+# Context, workspaces and the allocator's rounding on a GPU, where nothing is replayed
+CUDA_CONTEXT_GIB = 1.0
 # Of GRADE's methods: the others need less than the first. Which of the two needs more depends on
 # the lengths, the vocabulary and --group_size.
 LARGEST = ("ste_legacy", "reinforce")
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
+COPY = "copy for --async_save"  # a category of its own
+# settings that decide no byte
+WEIGHTLESS = {"output_dir", "data", "seed", "max_steps", "warmup_steps", "lr", "resume"}
+WEIGHTLESS |= {"skip_rows", "demo", "plan", "fit", "save_every", "log_every"}
 
 
-def needs(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The live bytes of one rank's step on `cfg.device`, by stage; of the kind of step that needs
-    most.
+@dataclass(frozen=True)
+class Needs:
+    """One rank's step on `cfg.device`."""
+
+    sizes: dict[str, Sizes]  # stage -> bytes by category at its peak
+    host: int = 0  # bytes that levers keep in host memory
+    # what CUDA's allocator reserves with classic and with expandable segments; 0 on a CPU
+    classic: int = 0
+    expandable: int = 0
+
+    @functools.cached_property
+    def stages(self) -> dict[str, int]:
+        """Stage -> live bytes at its peak."""
+        return {stage: sum(sizes.values()) for stage, sizes in self.sizes.items()}
+
+    @property
+    def peak(self) -> int:
+        return max(self.stages.values())
+
+    @property
+    def peak_stage(self) -> str:
+        return max(self.stages, key=self.stages.get)
+
+    @property
+    def static(self) -> int:
+        """Weights and optimizer states, which every stage holds."""
+        return sum(self.sizes[self.peak_stage].get(name, 0) for name in KEPT)
+
+
+# ---- one simulation for equal steps
+
+
+def remembered(most: int) -> Callable[[Callable], Callable]:
+    """function(cfg, ranks), called once for all settings of equal bytes; the last `most` results
+    are kept.
     """
-    kinds = usual(cfg, config, ranks), warm_up(cfg, ranks)
-    return max(filter(None, kinds), key=lambda one: one.peak)
 
+    def decorated(function: Callable) -> Callable:
+        known: dict[tuple, Any] = {}
 
-def usual(cfg: TrainConfig, config: ModelConfig, ranks: int = 1) -> Estimate:
-    """The same of a step in which everything learns."""
-    if not isinstance(cfg, PolicyConfig):
-        if cfg.device == "cpu":  # where "auto" never is the Triton twin, which keeps more
-            config = dataclasses.replace(config, kernels="torch")
-        return estimate(cfg, config, ranks)
+        @functools.wraps(function)
+        def found(cfg: TrainConfig, ranks: int = 1) -> Any:
+            specs = dataclasses.fields(cfg)
+            values = (getattr(cfg, spec.name) for spec in specs if spec.name not in WEIGHTLESS)
+            key = (type(cfg), ranks, *values)
+            if key not in known:
+                known[key] = function(cfg, ranks)
+            if len(known) > most:
+                del known[next(iter(known))]
+            return known[key]
 
-    return alone(_simulated, of_memory(largest(cfg, ranks)), ranks)
+        return found
 
-
-@functools.lru_cache(maxsize=64)
-def warm_up(cfg: TrainConfig, ranks: int = 1) -> Estimate | None:
-    """The same of a step of the indexer's dense warm-up; None for a run without."""
-    return alone(_simulated, in_warm_up(cfg), ranks) if cfg.dense_steps else None
-
-
-def in_warm_up(cfg: TrainConfig) -> TrainConfig:
-    """The settings of a run whose second step, which is simulated, is of the warm-up."""
-    steps = max(2, cfg.indexer_warmup)
-    return dataclasses.replace(cfg, indexer_warmup=steps, max_steps=max(steps + 1, cfg.max_steps))
-
-
-def resident(cfg: PolicyConfig, config: ModelConfig, ranks: int = 1) -> int:
-    """What every stage of a policy's step holds, by the closed form: its weights and optimizer
-    states, its reference and its reward model, which is taken to be of the policy's shape or, where
-    another is named, to be nothing.
-    """
-    terms = static(Rank(cfg, config, ranks, inside=False))
-    states = 0 if _frozen(cfg) else terms["optimizer states"]
-    frozen = int(cfg.needs_reference)
-    if isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint:
-        frozen += 1
-    return (1 + frozen) * terms["weights"] + states
-
-
-def _frozen(cfg: PolicyConfig) -> bool:
-    """Whether a part of the policy has no optimizer states."""
-    return isinstance(cfg, GradeConfig) and cfg.freeze_embeddings
-
-
-def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
-    """The settings of one kind of step, the one that needs most: of those of a run with a dense
-    warm-up, or of the methods of --method all.
-    """
-    if cfg.dense_steps:
-        return _larger_kind(cfg, ranks)
-    if not isinstance(cfg, GradeConfig) or cfg.method != "all":
-        return cfg
-    each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
-    return max(each, key=lambda one: needs(one, one.model(), ranks).peak)
-
-
-def _larger_kind(cfg: TrainConfig, ranks: int) -> TrainConfig:
-    """The warm-up's settings, or those of the steps behind it."""
-    if warm_up(cfg, ranks).peak > usual(cfg, cfg.model(), ranks).peak:
-        return in_warm_up(cfg)
-    return dataclasses.replace(cfg, indexer_warmup=0)
-
-
-def kinds_in_words(cfg: TrainConfig, ranks: int = 1) -> str:
-    """Which kind of step of a run with a dense warm-up needs most, in a line."""
-    sizes = {
-        "the indexer's dense warm-up": warm_up(cfg, ranks).peak,
-        "the steps behind it": usual(cfg, cfg.model(), ranks).peak,
-    }
-    larger, smaller = sorted(sizes, key=sizes.get, reverse=True)
-    return (
-        f"of two kinds of step: {larger}, {sizes[larger] / GIB:.3f} GiB live; "
-        f"{smaller}: {sizes[smaller] / GIB:.3f} GiB"
-    )
-
-
-def of_memory(cfg: PolicyConfig) -> PolicyConfig:
-    """The settings without those that decide no byte, so that equal needs are simulated once."""
-    default = type(cfg)()
-    names = ("output_dir", "data", "seed", "max_steps", "lr", "resume", "skip_rows", "demo", "plan")
-    names += ("save_every", "log_every")
-    return dataclasses.replace(cfg, **{name: getattr(default, name) for name in names})
+    return decorated
 
 
 def alone(function: Callable, *args) -> Any:
@@ -124,14 +108,149 @@ def alone(function: Callable, *args) -> Any:
         return pool.submit(function, *args).result()
 
 
-@functools.lru_cache(maxsize=64)
-def _simulated(cfg: TrainConfig, ranks: int) -> Estimate:
+def demand(cfg: TrainConfig, ranks: int = 1) -> Demand:
+    """What one rank's step asks of its GPU, with its trace."""
+    return _demand_of(largest(dataclasses.replace(cfg, device="cuda"), ranks), ranks)
+
+
+@remembered(most=TRACES)
+def _demand_of(cfg: TrainConfig, ranks: int) -> Demand:
+    _, trace, scale = _simulated(cfg, ranks)
+    return Demand.of(trace, ranks, scale)
+
+
+@remembered(most=TRACES)
+def _simulated(cfg: TrainConfig, ranks: int) -> tuple[dict[str, Sizes], Any, float]:
+    """(stages, trace, by what the trace's bytes must be multiplied): 1, unless a short response of
+    GRADE stands for a long one, of which every token would be simulated.
+    """
     target = "cpu" if cfg.device == "cpu" else "cuda"
-    if soft.is_long(cfg):
-        stages, host = soft.stages(cfg, ranks, target)
+    if not soft.is_long(cfg):
+        # compiled layers are not simulated; the eager step is an upper bound
+        trace = whole_trace(dataclasses.replace(cfg, compile=False), ranks, target)
+        return stage_sizes(trace), trace, 1.0
+
+    stages, _ = soft.stages(cfg, ranks, target)
+    *_, (_, short) = soft.profiles(cfg, ranks, target)
+    peak = max(sum(sizes.values()) for sizes in stages.values())
+    return stages, short.trace, peak / short.trace.peak()[0]
+
+
+@remembered(most=4096)
+def _needs_of(cfg: TrainConfig, ranks: int) -> Needs:
+    return alone(_computed, cfg, ranks)
+
+
+def _computed(cfg: TrainConfig, ranks: int) -> Needs:
+    stages, trace, scale = _simulated(cfg, ranks)
+    copy = _copy_to_save(cfg, ranks, Needs(stages).static)
+    if cfg.device == "cpu":
+        copied = {COPY: copy} if copy else {}
+        return Needs({stage: sizes | copied for stage, sizes in stages.items()})
+    found = _demand_of(cfg, ranks)
+    reserved = found.classic.peak_reserved, found.expandable.peak_reserved
+    return Needs(stages, _host_bytes(cfg, ranks, copy), *reserved)
+
+
+def _copy_to_save(cfg: TrainConfig, ranks: int, static: int) -> int:
+    """What a background save holds of this rank's weights and optimizer states."""
+    if not cfg.async_save:
+        return 0
+    on_host = ADAMW * cfg.model().num_params() // (ranks // cfg.dp_replicate)
+    return static + on_host if cfg.offload_optimizer and cfg.device != "cpu" else static
+
+
+def _host_bytes(cfg: TrainConfig, ranks: int, copy: int) -> int:
+    """Host memory that levers of a GPU take: layer inputs, in blocks of pinned memory that CUDA
+    rounds up to powers of two, fp32 weights and two moments, the copy that a background save
+    writes, and the pinned slabs through which these pass.
+    """
+    config = cfg.model()
+    total = copy
+    if cfg.offload_activations:
+        tokens = cfg.batch_size * cfg.row_tokens // cfg.context_ranks
+        block = tokens * config.hidden_size * config.dtype.itemsize
+        total += config.num_layers * (1 << (block - 1).bit_length())
+    if cfg.offload_optimizer:
+        total += ADAMW * (config.num_params() // (ranks // cfg.dp_replicate))
+    if cfg.offload_optimizer or cfg.async_save:
+        total += PINNED
+    return total
+
+
+def at_least(cfg: TrainConfig, ranks: int = 1) -> int:
+    """Bytes below which no step is, so that what they exclude is not simulated: the weights, and of
+    pretraining all gradients next to AdamW's moments.
+    """
+    config = cfg.model()
+    weight = config.dtype.itemsize if cfg.weights_in_compute_dtype else FP32
+    if isinstance(cfg, PolicyConfig):
+        size = weight * (1 + cfg.needs_reference + _has_own_reward(cfg))
     else:
-        found = profile(cfg, ranks, target)
-        stages, host = found.stages, found.trace.host_peak
-    at_peak = max(stages.values(), key=lambda sizes: sum(sizes.values()))
-    static = sum(at_peak.get(category, 0) for category in KEPT)
-    return Estimate(static, stages, host)
+        moments = 2 * FP32 if cfg.optimizer == "adamw" and not cfg.offload_optimizer else 0
+        size = weight + moments + (0 if cfg.optimizer_in_backward else weight)
+    return size * config.num_params() // (ranks // cfg.dp_replicate)
+
+
+def _has_own_reward(cfg: PolicyConfig) -> bool:
+    """Whether there is a reward model of the policy's shape."""
+    return isinstance(cfg, GradeConfig) and not cfg.reward_checkpoint
+
+
+# ---- kinds of steps
+
+
+def needs(cfg: TrainConfig, ranks: int = 1) -> Needs:
+    """What one rank's step needs on `cfg.device`; of the kind of step that needs most."""
+    kinds = usual(cfg, ranks), warm_up(cfg, ranks)
+    return max(filter(None, kinds), key=lambda one: one.peak)
+
+
+def usual(cfg: TrainConfig, ranks: int = 1) -> Needs:
+    """The same of a step in which everything learns."""
+    if cfg.dense_steps:
+        cfg = dataclasses.replace(cfg, indexer_warmup=0)
+    return _needs_of(largest(cfg, ranks), ranks)
+
+
+def warm_up(cfg: TrainConfig, ranks: int = 1) -> Needs | None:
+    """The same of a step of the indexer's dense warm-up; None for a run without."""
+    return _needs_of(in_warm_up(cfg), ranks) if cfg.dense_steps else None
+
+
+def in_warm_up(cfg: TrainConfig) -> TrainConfig:
+    """The settings of a run whose second step, which is simulated, is of the warm-up."""
+    steps = max(2, cfg.indexer_warmup)
+    return dataclasses.replace(cfg, indexer_warmup=steps, max_steps=max(steps + 1, cfg.max_steps))
+
+
+def largest(cfg: TrainConfig, ranks: int = 1) -> TrainConfig:
+    """The settings of one kind of step, the one that needs most: of those of a run with a dense
+    warm-up, or of the methods of --method all.
+    """
+    if cfg.dense_steps:
+        return _larger_kind(cfg, ranks)
+    if not isinstance(cfg, GradeConfig) or cfg.method != "all":
+        return cfg
+    each = [dataclasses.replace(cfg, method=method) for method in LARGEST]
+    return max(each, key=lambda one: needs(one, ranks).peak)
+
+
+def _larger_kind(cfg: TrainConfig, ranks: int) -> TrainConfig:
+    """The warm-up's settings, or those of the steps behind it."""
+    if warm_up(cfg, ranks).peak > usual(cfg, ranks).peak:
+        return in_warm_up(cfg)
+    return dataclasses.replace(cfg, indexer_warmup=0)
+
+
+def kinds_in_words(cfg: TrainConfig, ranks: int = 1) -> str:
+    """Which kind of step of a run with a dense warm-up needs most, in a line."""
+    sizes = {
+        "the indexer's dense warm-up": warm_up(cfg, ranks).peak,
+        "the steps behind it": usual(cfg, ranks).peak,
+    }
+    larger, smaller = sorted(sizes, key=sizes.get, reverse=True)
+    return (
+        f"of two kinds of step: {larger}, {sizes[larger] / GIB:.3f} GiB live; "
+        f"{smaller}: {sizes[smaller] / GIB:.3f} GiB"
+    )

@@ -1,9 +1,8 @@
 """What a run needs, compared with what this machine has, before anything is allocated.
 
-Memory comes from the closed form in estimate.py, so that a plan is instant; a step of
-post-training, or of an indexer's dense warm-up, is simulated (needs.py). On a GPU, a plan whose
-live bytes fit is also simulated, because what the allocator reserves for them decides (reserve.py).
-The time on a CPU comes from a measurement of half a second on this machine (flops.py).
+The step is simulated, in one to three seconds (needs.py). On a GPU, what the allocator reserves for
+its live bytes decides (reserve.py). The time on a CPU comes from a measurement of half a second on
+this machine (flops.py).
 """
 
 import dataclasses
@@ -16,14 +15,14 @@ from functools import cached_property
 import torch
 
 from data.progress import duration
+from footprint.device import beyond_the_allocator
 from longhaul import dist
 from longhaul.config import TrainConfig
 from longhaul.dist import World, check_replicas
 from longhaul.flops import run_words, step_seconds, time_words, warm_up_seconds
 from longhaul.kinds import unfit_exchanges
 from longhaul.memory import reserve
-from longhaul.memory.estimate import CUDA_CONTEXT_GIB, PROCESS_GIB, Estimate
-from longhaul.memory.needs import usual, warm_up
+from longhaul.memory.needs import PROCESS_GIB, Needs, at_least, usual, warm_up
 from longhaul.parallel import context
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB, ModelConfig
@@ -42,7 +41,6 @@ class Plan:
     config: ModelConfig
     world: World
     device: torch.device
-    estimate: Estimate  # of a step in which everything learns
     available_gib: float  # for one rank
     sharing: str = ""  # how many ranks share each row, and why; empty if each has its own rows
     # of a length schedule, of which this plan is the one that needs most; empty without one
@@ -51,16 +49,18 @@ class Plan:
     @property
     def hidden_gib(self) -> float:
         """The memory of one rank's process or CUDA context, which no tensor shows."""
-        return PROCESS_GIB if self.device.type == "cpu" else CUDA_CONTEXT_GIB
-
-    @property
-    def least_gib(self) -> float:
-        """What one rank needs without doubt: its live bytes at the peak, and what is hidden."""
-        return self.estimate.peak / GIB + self.hidden_gib
+        if self.device.type == "cpu":
+            return PROCESS_GIB
+        return sum(beyond_the_allocator(self.world.size).values()) / GIB
 
     @cached_property
-    def warm_up(self) -> Estimate | None:
-        """Of a step of the indexer's dense warm-up, if the run has one; simulated, in seconds."""
+    def needs(self) -> Needs:
+        """Of a step in which everything learns."""
+        return usual(self._on_device, self.world.size)
+
+    @cached_property
+    def warm_up(self) -> Needs | None:
+        """Of a step of the indexer's dense warm-up, if the run has one."""
         if self.stages:
             found = filter(None, (one.warm_up for one in self.stages))
             return max(found, key=lambda one: one.peak, default=None)
@@ -69,7 +69,7 @@ class Plan:
     @property
     def live(self) -> dict[str, int]:
         """Stage -> live bytes at its peak, in the kind of step that needs most."""
-        found = dict(self.estimate.stages)
+        found = dict(self.needs.stages)
         if self.warm_up is not None:
             for stage, size in self.warm_up.stages.items():
                 found[stage] = max(size, found.get(stage, 0))
@@ -89,11 +89,14 @@ class Plan:
 
     @cached_property
     def reserved_gib(self) -> float:
-        """What the GPU's allocator reserves; simulated, in one to three seconds."""
+        """What the GPU's allocator reserves in any step."""
         if self.stages:
             return max(one.reserved_gib for one in self.stages)
-        capacity = int((self.available_gib - self.hidden_gib) * GIB)
-        return reserve.reserved(self._on_device, self.world.size, max(0, capacity)) / GIB
+        kinds = filter(None, (self.needs, self.warm_up))
+        found = max(kinds, key=lambda one: one.peak)
+        cfg = self._on_device
+        device_bytes = int(self.available_gib * GIB)
+        return reserve.reserved(found, cfg, self.world.size, device_bytes) / GIB
 
     @property
     def _on_device(self) -> TrainConfig:
@@ -103,7 +106,7 @@ class Plan:
     @property
     def host_gib(self) -> float:
         """Host memory that the levers of one rank use on a GPU."""
-        return self.estimate.host / GIB
+        return self.needs.host / GIB
 
     @property
     def host_available_gib(self) -> float:
@@ -113,11 +116,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether one rank's device, and the host if levers use it, hold the run."""
-        if self.least_gib > self.available_gib:
+        least = at_least(self._on_device, self.world.size) / GIB + self.hidden_gib
+        if least > self.available_gib:  # which needs no simulation
             return False
-        if self.estimate.host and self.host_gib > self.host_available_gib:
+        if self.needs.host and self.host_gib > self.host_available_gib:
             return False
-        return self.needed_gib <= self.available_gib  # last, because it may be simulated
+        return self.needed_gib <= self.available_gib
 
     @cached_property
     def seconds(self) -> float:
@@ -195,11 +199,11 @@ class Plan:
         ]
         if self.sharing:
             rows.append(f"  {'shared rows':<20}{self.sharing}")
-        for stage, size in self.estimate.stages.items():
+        for stage, size in self.needs.stages.items():
             rows.append(_row(stage, size / GIB))
-            if self.asked.plan and stage == self.estimate.peak_stage:
+            if self.asked.plan and stage == self.needs.peak_stage:
                 rows += self._terms(stage)
-        peak_stage = self.estimate.peak_stage
+        peak_stage = self.needs.peak_stage
         if self.warm_up is not None:
             note = f" (to step {self.cfg.dense_steps:,}; peak: {self.warm_up.peak_stage})"
             rows.append(_row("dense warm-up", self.warm_up.peak / GIB, note))
@@ -211,7 +215,7 @@ class Plan:
             rows.append(_row("reserved for it", self.reserved_gib, f", in {kind} segments"))
         rows.append(_row("needed", self.needed_gib, f" (peak: {peak_stage})"))
         rows.append(_row("available", self.available_gib, f" ({self._source()})"))
-        if self.estimate.host:
+        if self.needs.host:
             rows.append(
                 _row("host memory", self.host_gib, f", {self.host_available_gib:.2f} available")
             )
@@ -222,7 +226,7 @@ class Plan:
     @property
     def _warm_up_decides(self) -> bool:
         """Whether the indexer's dense warm-up takes more than the steps behind it."""
-        return self.warm_up is not None and self.warm_up.peak > self.estimate.peak
+        return self.warm_up is not None and self.warm_up.peak > self.needs.peak
 
     def _stage_rows(self) -> list[str]:
         """What each stage of the length schedule needs; the rows above are those of the worst."""
@@ -242,7 +246,7 @@ class Plan:
     def _terms(self, stage: str) -> list[str]:
         """What the memory of a stage is made of, without what rounds to nothing."""
         rows = []
-        for name, size in self.estimate.terms[stage].items():
+        for name, size in self.needs.sizes[stage].items():
             gib = f"{size / GIB:>10.2f}"
             if float(gib):
                 rows.append(f"  {'':<20}{gib}   {name}")
@@ -395,9 +399,7 @@ def _with_ranks_per_row(
     if size > 1:
         mode, why = run.context_choice(config)
         sharing = f"{size} ranks share each row by {mode} ({why})"
-
-    needed = usual(dataclasses.replace(run, device=device.type), config, world.size)
-    return Plan(cfg, run, config, world, device, needed, available, sharing)
+    return Plan(cfg, run, config, world, device, available, sharing)
 
 
 def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
@@ -413,13 +415,13 @@ def _fewest_ranks_per_row(plans: list[Plan]) -> Plan:
 
     fitting = (plan for plan in plans if plan.fits)  # on the device and on the host
     best = next(fitting, unshared)
-    if best.device.type == "cpu" and best.needed_gib > limit:
+    crowded = best.fits and best.device.type == "cpu" and best.needed_gib > limit
+    if crowded:
         best = next((plan for plan in fitting if plan.needed_gib <= limit), best)
     if best is unshared:
         return unshared
 
-    needed = unshared.needed_gib if unshared.least_gib <= limit else unshared.least_gib
-    why = f"without sharing, a rank needs {needed:.2f} of the {limit:.2f} GiB {reason}"
+    why = f"without sharing, a rank needs {unshared.needed_gib:.2f} of the {limit:.2f} GiB {reason}"
     return dataclasses.replace(best, sharing=f"{best.sharing}; {why}")
 
 

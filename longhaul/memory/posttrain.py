@@ -1,44 +1,36 @@
-"""The end of docs/POSTTRAIN.md: the memory of post-training, every figure computed here.
+"""The tables of `--memory_table` of scripts.intuitor and scripts.grade.
 
-The tables have the sizes of a step that makes whole logits, computed from its shapes, and what
-longhaul's own step needs, which is simulated: the real step on fake tensors. GB = 10^9 bytes.
-
-    python -m longhaul.memory.posttrain        rewrites docs/POSTTRAIN.md from "## Memory" on
+They have the sizes of a step that makes whole logits, computed from its shapes, and what longhaul's
+own step needs, which is simulated: the real step on fake tensors. GB = 10^9 bytes.
 """
-
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from base.flags import Parser, RaisingParser
+from base.flags import RaisingParser
 from longhaul.config import TrainConfig
 from longhaul.memory.deep import Profile, profile
-from longhaul.memory.document import BF16, FP32, table
-from longhaul.memory.estimate import INT64, Estimate, saved_per_layer
-from longhaul.memory.needs import needs
-from longhaul.posttrain.config import GradeConfig, IntuitorConfig
+from longhaul.posttrain.config import IntuitorConfig
+from model import ModelConfig
+
+# bytes of an element
+BF16 = 2
+FP32 = 4
+INT64 = 8
 
 GROUP = 8  # responses to a prompt
 LONGEST_PROMPT = 2048  # tokens
 SHARE = 3  # of a short row, its prompt is the third part
 
-INTUITOR = (
-    "python -m scripts.intuitor --memory_table --model Qwen2.5-1.5B --batch 64 "
-    "--tokens 2048,4096,6144,8192,18432,131072"
-)
-
-GRADE = "python -m scripts.grade --memory_table"
-
 FLAG = "--memory_table"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "POSTTRAIN.md"
-HEAD = """## Memory
 
-`python -m longhaul.memory.posttrain` rewrites this document from here on, and a test compares it.
-Every figure is **computed**; no GPU was used. GB = 10^9 bytes."""
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 # ---- shapes
@@ -82,7 +74,7 @@ def memory_table(words: Sequence[str]) -> str:
     """The table of `scripts.intuitor --memory_table`, from its other words. ValueError for words
     that make none.
     """
-    parser = RaisingParser(prog=INTUITOR)
+    parser = RaisingParser(prog="scripts.intuitor --memory_table")
     parser.add_argument("--model", default="Qwen2.5-1.5B", choices=list(SHAPES))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", default="2048,4096,6144,8192,18432,131072")
@@ -163,37 +155,17 @@ def in_gb(found: Profile) -> str:
     return f"{found.peak / 1e9:,.1f} ({found.peak_stage})"
 
 
-def intuitor() -> str:
-    """The table, and what it means."""
-    words = INTUITOR.split()[4:]
-    before = f"""`{INTUITOR}`
-
-All rows of a step pass at once, 64 responses to 8 prompts; sizes in GB."""
-    after = """Intuitor needs hardly more than PPO, which needs the logits of every response
-token and their gradient, too. It takes its reward from them without a gradient, so that it adds 12
-bytes a token. "PPO with its logits" and "Intuitor" are computed from the shapes: 8 bytes for each
-parameter (all states in bf16), the inputs of all layers, the logits and their gradient.
-
-longhaul's columns are the simulated step: its peak and the stage that has it. They include a
-reference, and weights, gradients and moments in fp32, 20 bytes for each parameter. There are no
-logits, and a prompt is computed once for its eight responses: it is a third of the row, and at most
-2,048 tokens. The shapes are those of Qwen2.5 as plain numbers, without its biases and with
-longhaul's norms of queries and keys."""
-    return "\n\n".join([before, memory_table(words), after])
-
-
 # ---- GRADE
 
 
 TOKENS, TOPK = 64, 256  # of a response and of a mixture
-SHORTER = 16
 PROMPT = 32
 VOCABULARY, WIDTH = 32_000, 4096
 
 
 def grade_table(words: Sequence[str]) -> str:
     """The tables of `scripts.grade --memory_table`. ValueError for other words."""
-    RaisingParser(prog=GRADE).parse_args(list(words))
+    RaisingParser(prog="scripts.grade --memory_table").parse_args(list(words))
     return "\n\n".join([soft_tokens(), three_models()])
 
 
@@ -217,7 +189,7 @@ def three_models() -> str:
     """The sizes of three models of 4B."""
     config = TrainConfig(model_size="4B").model()
     parameters = config.num_params()
-    kept = [saved_per_layer(config, PROMPT + index, BF16) for index in range(TOKENS)]
+    kept = [kept_by_layer(config, PROMPT + index) for index in range(TOKENS)]
     inputs = BF16 * TOKENS * config.hidden_size
     keys = 2 * BF16 * TOKENS * config.num_kv_heads * config.head_dim
     kept_by_cache = config.num_layers * (inputs + keys)
@@ -246,84 +218,21 @@ def three_models() -> str:
     return table(head, rows)
 
 
+def kept_by_layer(config: ModelConfig, tokens: int) -> int:
+    """Bytes that a layer keeps for its backward: activations in bf16, statistics in fp32."""
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    widths = 4 * config.hidden_size + 3 * (config.ffn_size + queries + keys)
+    statistics = 2 + 2 * config.num_heads + config.num_kv_heads
+    return tokens * (BF16 * widths + FP32 * statistics)
+
+
 def in_mb(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
 def in_gigabytes(size: int) -> str:
     return f"{size / 1e9:,.2f} GB"
-
-
-def grade() -> str:
-    """The tables, and what they mean."""
-    before = f"""`{GRADE}`
-
-For a response of 64 tokens, a vocabulary of 32,000, width 4,096 and mixtures of 256 tokens."""
-    after = """Single tensors are small: a response's soft tokens are 8 MB. Memory goes to weights,
-gradients and moments, and to the activations of a forward for each token over the whole prefix,
-which grow with the square of the response. So the cache that gradients pass through and
-checkpointing save most. A weighted bag needs none of the gathered embeddings, which are 30 times
-the dense soft tokens that they replace."""
-    return "\n\n".join([before, grade_table([]), after])
-
-
-def grade_step() -> str:
-    """The simulated step, above weights and optimizer states."""
-    rows = []
-    for name, settings in STEPS.items():
-        steps = [step_of(tokens, settings) for tokens in (SHORTER, TOKENS)]
-        sizes = [in_mb(step.peak - step.static) for step in steps]
-        rows.append([name, *sizes, steps[-1].peak_stage])
-    words = """Live memory above the weights of the three models and the optimizer states, simulated
-for a GPU: V = 32,000, D = 256, 4 layers, a prompt of 32 tokens, fp32. The responses follow from
-those of five to seven tokens, as in a plan."""
-    head = ["step", f"{SHORTER} tokens of the response", f"{TOKENS} tokens", "their peak in"]
-    return words + "\n\n" + table(head, rows)
-
-
-def step_of(tokens: int, settings: dict) -> Estimate:
-    """What a step of the small model needs whose responses have so many tokens."""
-    cfg = GradeConfig(
-        model_size="tiny",
-        vocab_size=VOCABULARY,
-        context_length=PROMPT + tokens,
-        max_new_tokens=tokens,
-        dtype="fp32",
-        **settings,
-    )
-    return needs(cfg, cfg.model())
-
-
-STEPS: dict[str, dict] = {
-    "legacy": dict(method="gumbel_legacy", gradient_checkpointing="none"),
-    "256 tokens": {},
-    "256 tokens, embeddings frozen": dict(freeze_embeddings=True),
-}
-
-
-# ---- the document
-
-
-SECTIONS: dict[str, Callable[[], str]] = {
-    "Intuitor and PPO": intuitor,
-    "GRADE": grade,
-    "A step of GRADE": grade_step,
-}
-
-
-def document() -> str:
-    """The end of the document."""
-    sections = [f"### {title}\n\n{section()}" for title, section in SECTIONS.items()]
-    return "\n\n".join([HEAD, *sections]) + "\n"
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Rewrite the end of the document."""
-    Parser(prog="python -m longhaul.memory.posttrain", description=__doc__).parse_args(args)
-    print(f"simulates the steps of {DOCUMENT}: some minutes", flush=True)
-    title, *_ = HEAD.splitlines()
-    before, *_ = DOCUMENT.read_text(encoding="utf-8").split(f"{title}\n")
-    DOCUMENT.write_text(before + document(), encoding="utf-8")
 
 
 def asked(words: Sequence[str], make: Callable[[Sequence[str]], str]) -> bool:
@@ -338,7 +247,3 @@ def asked(words: Sequence[str], make: Callable[[Sequence[str]], str]) -> bool:
         print(f"{FLAG}: error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     return True
-
-
-if __name__ == "__main__":
-    main()

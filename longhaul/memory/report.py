@@ -12,7 +12,7 @@ from footprint.timeline import alike, of_step
 from longhaul.config import TrainConfig
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.memory.deep import Profile
-from longhaul.memory.estimate import PROCESS_GIB
+from longhaul.memory.needs import PROCESS_GIB
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 

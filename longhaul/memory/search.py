@@ -1,166 +1,233 @@
-"""Of a step that is not longhaul's: the most rows or tokens that a card holds, and which changes
-make the step fit it. Every candidate is predicted, none is run.
+"""One search: for longhaul's own steps, those of a file or of Hugging Face, and for an analysis.
+
+A request is any value; a judge says what it needs on the device that is searched for. Three ways
+lead to an answer: the first of several requests that fits, the largest size that fits, and changes
+that are added until the request fits. Nothing is run. What is proposed has been predicted whole.
 
 Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 """
 
-import dataclasses
+import enum
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from footprint import Report
-from footprint.device import HALF_SINCE, Card, Placement
-from longhaul.memory.fit import AS_ASKED, Verdict
-from longhaul.memory.hugging_face import TooLong
+from footprint.device import SIZES, Placement
 from model import GIB
 
-# A request is the dataclass of the door's flags.
-Predicted = Callable[[Any], Report]
-Say = Callable[[str], object]  # shows a line as soon as it is known
-
-UNITS = {"batch": 1, "seq": 64}  # rows, tokens: what is solved for is a multiple
+AS_ASKED = "as asked"
+LEFT_OUT = "; saves nothing, left out"
 NEARLY_ALL = 0.995  # of the device: no longer row is looked for
 MOST = 2**24  # rows, tokens
 FARTHEST = 8  # times the largest size so far is what is tried next
 
+Say = Callable[[str], object]  # shows a line as soon as it is known
 
-@dataclass(frozen=True)
-class Tried:
-    """A candidate and its prediction."""
+
+class Verdict(enum.Enum):
+    """The answer to a request; its value is the exit code of the program."""
+
+    FITS = 0
+    AFTER_CHANGES = 2
+    NOTHING = 3
+
+    @property
+    def exit_code(self) -> int:
+        return self.value
+
+
+def note_on_size(gib: float) -> str | None:
+    """What to say if a number of GiB is what cards are sold as, which have less."""
+    name = f"{gib:g} GB"
+    if name not in SIZES:
+        return None
+    has = SIZES[name]
+    return f"note: --vram counts GiB, and a card of {name} has {has:g}: give --vram {has:g} for it"
+
+
+class TooLong(ValueError):
+    """A size beyond the largest that a request can have."""
+
+    def __init__(self, words: str, most: int):
+        super().__init__(words)
+        self.most = most
+
+
+class Lever(NamedTuple):
+    """A change of a request: `pull` returns it changed, or the same request if that is nothing new;
+    ValueError if other settings exclude it.
+    """
+
+    name: str
+    pull: Callable[[Any], Any]
+    code: str = ""  # what it is in a script
+
+
+def pulled(lever: Lever, request: Any) -> Any:
+    """The request with the lever, or without it if its settings exclude it."""
+    try:
+        return lever.pull(request)
+    except ValueError:
+        return request
+
+
+class Found(NamedTuple):
+    """What a request needs, and whether the device holds it."""
+
+    live: int
+    device: int
+    placement: Placement
+    host: int = 0  # host memory that levers use
+    seconds: float = 0.0  # of a step; 0: not known
+    report: Any = None
+
+
+class Tried(NamedTuple):
+    """A request that was judged."""
 
     name: str
     request: Any
-    report: Report
-    placement: Placement
-
-    @classmethod
-    def of(cls, name: str, request: Any, room: int, predicted: Predicted) -> "Tried":
-        report = predicted(request)
-        return cls(name, request, report, report.demand.placement(room))
+    found: Found
 
     @property
     def fits(self) -> bool:
-        return self.placement is not Placement.TOO_SMALL
+        return self.found.placement is not Placement.TOO_SMALL
 
     @property
     def device(self) -> int:
-        """What the card must hold at least."""
-        return self.report.demand.least_bytes
-
-    def row(self) -> str:
-        live, device = self.report.peak / GIB, self.device / GIB
-        return f"  {self.name:<34}{live:>10.2f}{device:>12.2f}  {self.placement}"
+        return self.found.device
 
     def as_json(self) -> dict:
         return {
             "name": self.name,
-            "peak_live_bytes": self.report.peak,
-            "device_bytes": self.device,
-            "placement": self.placement,
+            "peak_live_bytes": self.found.live,
+            "device_bytes": self.found.device,
+            "placement": self.found.placement,
         }
 
 
 @dataclass(frozen=True)
-class Found:
-    """What was tried, and the candidate that answers; None if nothing fits."""
+class Climbed:
+    """Where `Search.climb` has ended, and the levers that led there."""
 
-    tried: list[Tried]
-    answer: Tried | None
-    verdict: Verdict
-    words: str  # the answer in one line
-
-    @property
-    def report(self) -> Report:
-        """The answer's prediction; if nothing fits, that of the smallest candidate."""
-        if self.answer:
-            return self.answer.report
-        return min(self.tried, key=lambda one: one.device).report
-
-    def as_json(self) -> dict:
-        """Plain values, without the report."""
-        answer = self.answer.request if self.answer else None
-        return {
-            "verdict": self.verdict.exit_code,
-            "answer": dataclasses.asdict(answer) if answer else None,
-            "tried": [one.as_json() for one in self.tried],
-        }
+    best: Tried
+    made: list[Lever]
 
 
-def _head(card: Card) -> str:
-    title = f"on {card.name} ({card.gib:g} GiB); all figures predicted, GiB"
-    return f"{title}\n  {'candidate':<34}{'live':>10}{'device':>12}"
+class Search:
+    """Judges requests and says what it finds, line by line.
 
+    room: what the device holds. with_costs: the table has columns for host memory and time.
+    """
 
-# ---- the largest size
+    def __init__(
+        self, judge: Callable[[Any], Found], room: int, say: Say, with_costs: bool = False
+    ):
+        self.judge = judge
+        self.room = room
+        self.say = say
+        self.with_costs = with_costs
+        self.width = 54 if with_costs else 34
+        self.tried: list[Tried] = []
 
+    def head(self) -> str:
+        """The first line of the table."""
+        costs = f"{'host':>10}{'step s':>10}" if self.with_costs else ""
+        return f"  {'candidate':<{self.width}}{'live':>10}{'device':>12}{costs}"
 
-def solve(asked: Any, name: str, card: Card, predicted: Predicted, say: Say) -> Found:
-    """The largest value of the flag `name`, "batch" or "seq", with which the step fits the card."""
-    room = int(card.gib * GIB)
-    say(_head(card))
-    tried: dict[int, Tried] = {}
-    bounds = _Bounds(UNITS[name], name == "seq")
-    aim: int | None = getattr(asked, name)
-    while aim is not None:
-        request = dataclasses.replace(asked, **{name: aim})
-        try:
-            one = Tried.of(f"--{name} {aim}", request, room, predicted)
-        except TooLong as error:
-            if not tried:
-                raise
-            bounds.most = error.positions
+    def look(self, name: str, request: Any, than: Tried | None = None) -> Tried:
+        """Judge a request; `than`: another one, than which it should need less."""
+        one = Tried(name, request, self.judge(request))
+        self.tried.append(one)
+        self.say(self._row(one) + (LEFT_OUT if than and not self._is_gain(one, than) else ""))
+        return one
+
+    def _row(self, one: Tried) -> str:
+        live, device, host = (size / GIB for size in (one.found.live, one.device, one.found.host))
+        costs = f"{host:>10.2f}{one.found.seconds:>10.3g}" if self.with_costs else ""
+        return (
+            f"  {one.name:<{self.width}}{live:>10.2f}{device:>12.2f}{costs}  {one.found.placement}"
+        )
+
+    def _is_gain(self, one: Tried, than: Tried) -> bool:
+        return one.fits or one.device < than.device
+
+    def first(self, requests: Iterable[tuple[str, Any]]) -> Tried | None:
+        """The first of (name, request) that fits."""
+        tried = (self.look(name, request) for name, request in requests)
+        return next((one for one in tried if one.fits), None)
+
+    def climb(self, asked: Any, levers: Sequence[Lever]) -> Climbed:
+        """The request as asked, then with one more lever at a time until it fits.
+
+        One that saves nothing is left out, and tried once more after the others. In the end those
+        that it fits without are taken back.
+        """
+        best = self.look(AS_ASKED, asked)
+        made: list[Lever] = []
+        left_out: list[Lever] = []
+        waiting = list(levers)
+        while waiting and not best.fits:
+            lever = waiting.pop(0)
+            request = pulled(lever, best.request)
+            if request == best.request:
+                continue
+            one = self.look(f"+ {lever.name}", request, best)
+            if self._is_gain(one, best):
+                best = one
+                made.append(lever)
+            elif lever not in left_out:
+                left_out.append(lever)
+                waiting.append(lever)
+        return self.trimmed(asked, Climbed(best, made)) if best.fits else Climbed(best, made)
+
+    def trimmed(self, asked: Any, climbed: Climbed) -> Climbed:
+        """Without the levers that the request fits without, the dearest first."""
+        best, made = climbed.best, climbed.made
+        for lever in reversed(climbed.made[:-1]):
+            fewer = [one for one in made if one is not lever]
+            request = functools.reduce(lambda request, one: pulled(one, request), fewer, asked)
+            one = self.look(f"without {lever.name}", request)
+            if one.fits:
+                best, made = one, fewer
+        return Climbed(best, made)
+
+    def largest(
+        self, name: str, start: int, at: Callable[[int], Any], bounds: "Bounds"
+    ) -> Tried | None:
+        """The request at(size) of the largest size that fits; None if none does."""
+        tried: dict[int, Tried] = {}
+        aim: int | None = start
+        while aim is not None:
+            try:
+                tried[aim] = one = self.look(f"{name} {aim}", at(aim))
+            except TooLong as error:
+                if not tried:
+                    raise
+                bounds.most = error.most
+            else:
+                bounds.add(aim, one.device / self.room, one.fits)
             aim = bounds.next()
-            continue
-        say(one.row())
-        tried[aim] = one
-        bounds.add(aim, one.device / room, one.fits)
-        aim = bounds.next()
-
-    candidates = list(tried.values())
-    if not bounds.low:
-        return Found(candidates, None, Verdict.NOTHING, f"not even --{name} {min(tried)} fits")
-    best = tried[bounds.low]
-    verdict = _verdict(best, candidates[0].fits)
-    limit = _limit(bounds)
-    words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
-    return Found(candidates, best, verdict, words)
+        return tried.get(bounds.low)
 
 
-def _limit(bounds: "_Bounds") -> str:
-    """Why no larger size was tried, if it is not for the card."""
-    if bounds.low != bounds.most:
-        return ""
-    return " (no more are tried)" if bounds.most == MOST else " (the model has no more positions)"
-
-
-def _verdict(best: Tried, as_asked: bool) -> Verdict:
-    """The verdict of the best candidate; `as_asked`: whether the request fits as it is."""
-    fits = as_asked and best.placement is Placement.FITS
-    return Verdict.FITS if fits else Verdict.AFTER_CHANGES
-
-
-def _segments(one: Tried) -> str:
-    """What else has to be set for a candidate that fits."""
-    if one.placement is not Placement.EXPANDABLE:
-        return ""
-    return ", with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
-
-class _Bounds:
+class Bounds:
     """The largest size that fits and the smallest that does not; says what to try next.
 
     Memory is nearly a straight line in the size, so that two candidates tell where it meets what
-    the card has.
+    the device has. Sizes are multiples of `unit`, from `least` to `most`. nearly: whether
+    NEARLY_ALL of the device is enough.
     """
 
-    def __init__(self, unit: int, nearly: bool):
+    def __init__(self, unit: int, nearly: bool, least: int = 1, most: int = MOST):
         self.unit = unit
-        self.nearly = nearly  # whether NEARLY_ALL of the card is enough
+        self.nearly = nearly
+        self.least = least
         self.low = 0  # fits
         self.high = 0  # does not fit; 0: not known
-        self.most = MOST
+        self.most = most
         self.shares: dict[int, float] = {}  # size -> what it needs of the card
         self.fitted = True  # the last one
         self.same_side = 0  # how many before it ended like it
@@ -178,14 +245,14 @@ class _Bounds:
         """None if the answer is known: `low`."""
         if self.low == self.most or self._is_near():
             return None
-        floor = self.low // self.unit * self.unit + self.unit
+        floor = max(self.low // self.unit * self.unit + self.unit, self.least)
         ceiling = self.high - 1 if self.high else self.most
         if floor > ceiling:
             return None
         aim = max(self._aim() // self.unit * self.unit, floor)
         if aim < ceiling:
             return aim
-        return ceiling // self.unit * self.unit if self.high else ceiling
+        return max(ceiling // self.unit * self.unit, floor) if self.high else ceiling
 
     def _is_near(self) -> bool:
         """Whether no larger size is worth looking for."""
@@ -198,10 +265,17 @@ class _Bounds:
         if not self.high:
             return self._beyond()
         if not self.low:
-            return self.high // 2
+            return self._below()
         if self.same_side > 1:  # the line is too far from straight
             return round(math.sqrt(self.low * self.high))
         return self._crossing(self.low, self.high)
+
+    def _below(self) -> int:
+        """Where the line through the two smallest sizes meets the card, but not beyond a half."""
+        sizes = sorted(self.shares)
+        if len(sizes) == 1 or self.shares[sizes[0]] >= self.shares[sizes[1]]:
+            return self.high // 2
+        return max(min(self._crossing(*sizes[:2]), self.high // 2), self.high // FARTHEST)
 
     def _beyond(self) -> int:
         """Where the line through the two largest sizes meets the card, but not too far from them:
@@ -216,89 +290,3 @@ class _Bounds:
         rise = self.shares[larger] - self.shares[smaller]
         missing = 1 - self.shares[smaller]
         return int(smaller + missing * (larger - smaller) / rise)
-
-
-# ---- changes
-
-
-class Change(NamedTuple):
-    """A change of a training, cheapest first; `code`: what it is in a script."""
-
-    name: str
-    code: str
-    settings: dict
-
-
-FUSED = Change("AdamW fused", "torch.optim.AdamW(..., fused=True)", dict(optimizer="adamw_fused"))
-AUTOCAST = Change(
-    "autocast to bf16",
-    'with torch.autocast("cuda", torch.bfloat16): the forward and the loss',
-    dict(autocast="bf16"),
-)
-CHECKPOINTING = Change(
-    "gradient checkpointing",
-    "model.gradient_checkpointing_enable()",
-    dict(checkpointing=True),
-)
-EIGHT_BIT = Change(
-    "AdamW with 8-bit states",
-    "an AdamW that stores its moments in 8 bits",
-    dict(optimizer="adamw_8bit"),
-)
-
-
-def changes(asked: Any, card: Card) -> Iterator[Change]:
-    """What can be changed, the cheapest first."""
-    if asked.optimizer == "adamw":
-        yield FUSED
-    if asked.dtype == "fp32" and asked.autocast == "none" and card.cc >= HALF_SINCE:
-        yield AUTOCAST
-    if not asked.checkpointing:
-        yield CHECKPOINTING
-    if asked.optimizer in ("adamw", "adamw_fused"):
-        yield EIGHT_BIT
-    rows = asked.batch
-    while rows > 1:
-        rows //= 2
-        code = f"micro-batches of {rows} rows: more of them make a step"
-        yield Change(f"{rows} rows of a micro-batch", code, dict(batch=rows))
-    ranks = 2 * asked.fsdp
-    while ranks <= asked.gpus:
-        yield Change(f"FSDP2 over {ranks} GPUs", "fully_shard", dict(fsdp=ranks))
-        ranks *= 2
-
-
-def advise(asked: Any, card: Card, predicted: Predicted, say: Say) -> Found:
-    """Add changes until the step fits the card. One that makes it larger is left out, and tried
-    once more at the end.
-    """
-    room = int(card.gib * GIB)
-    say(_head(card))
-    best = Tried.of(AS_ASKED, asked, room, predicted)
-    say(best.row())
-    tried = [best]
-    made: list[Change] = []
-    left_out: list[Change] = []
-    waiting = list(changes(asked, card))
-    while waiting and not best.fits:
-        change = waiting.pop(0)
-        request = dataclasses.replace(best.request, **change.settings)
-        one = Tried.of(f"+ {change.name}", request, room, predicted)
-        tried.append(one)
-        if one.device > best.device:
-            say(f"{one.row()}; larger, left out")
-            if change not in left_out:  # once more, after the others
-                left_out.append(change)
-                waiting.append(change)
-            continue
-        say(one.row())
-        best = one
-        made.append(change)
-
-    if not best.fits:
-        words = "no change is enough: give --gpus, --seq or --vram"
-        return Found(tried, None, Verdict.NOTHING, words)
-    rows = ["fits after these changes:" if made else "fits as asked"]
-    rows += [f"  {change.name}: {change.code}" for change in made]
-    words = "\n".join(rows) + _segments(best)
-    return Found(tried, best, _verdict(best, not made), words)

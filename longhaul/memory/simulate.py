@@ -29,6 +29,7 @@ from longhaul.memory.workspace import Workspaces
 from model import Decoder, OnHost
 
 MakeBatch = Callable[[], list[step.MicroBatch]]  # makes the micro-batches of one step
+MICRO_BATCHES = 4  # that run: the others are like them
 CPU = torch.device("cpu")
 MOST_TOKENS = 2**31 - 1  # of a micro-batch: the bounds of documents are 32-bit numbers
 
@@ -44,8 +45,8 @@ def simulate(
     one of these.
 
     layers: replaces the model's number of layers. every_tile: runs all tiles of a loop, which are
-    identical, instead of the first two and the last one, and all micro-batches of post-training
-    instead of two. ValueError if a micro-batch has more tokens than 32-bit positions count.
+    identical, instead of the first two and the last one, and all micro-batches instead of a few.
+    ValueError if a micro-batch has more tokens than 32-bit positions count.
     """
     if cfg.batch_size * cfg.row_tokens > MOST_TOKENS:
         raise ValueError(
@@ -57,7 +58,7 @@ def simulate(
         if more is not None:
             trace = trace_second_step(tracker, state, more.batch, more.frozen)
         else:
-            trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks))
+            trace = trace_second_step(tracker, state, lambda: fake_batch(cfg, ranks, every_tile))
     num_layers = state.model.config.num_layers
     trace.config = dict(vars(cfg), ranks=ranks, target=target, layers=num_layers)
     return trace
@@ -179,8 +180,19 @@ def _batch(rows: int, tokens: int, size: int) -> list[step.MicroBatch]:
     return [micro | {"doc_ids": None} for micro in batch]
 
 
+class FewOfMany(list):
+    """The micro-batches of a step that run, and the bytes of the others, which are alike."""
+
+    def __init__(self, running: list[step.MicroBatch], others: int):
+        super().__init__(running)
+        size = others * sum(tensor.nbytes for tensor in tensors_of(running[:1]))
+        self.others = torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
 def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
     """Every tensor of a step's micro-batches."""
+    if isinstance(batch, FewOfMany):
+        yield batch.others
     for micro in batch:
         for value in micro.values():
             if isinstance(value, OnHost):
@@ -189,13 +201,20 @@ def tensors_of(batch: list[step.MicroBatch]) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def fake_batch(cfg: TrainConfig, ranks: int) -> list[step.MicroBatch]:
-    """`row_batch` on fake tensors, made from rows of one token, so that nothing long exists."""
-    short = _batch(cfg.accumulation(ranks) * cfg.batch_size, 1, cfg.batch_size)
-    return [
+def fake_batch(cfg: TrainConfig, ranks: int, every: bool = True) -> list[step.MicroBatch]:
+    """`row_batch` on fake tensors, made from rows of one token, so that nothing long exists.
+
+    Without `every`, of more than four micro-batches four run, or three: an even number of them is
+    added in pairs.
+    """
+    number = cfg.accumulation(ranks)
+    running = number if every or number <= MICRO_BATCHES else MICRO_BATCHES - number % 2
+    short = _batch(running * cfg.batch_size, 1, cfg.batch_size)
+    found = [
         {name: _stretched(value, cfg.context_length) for name, value in micro.items()}
         for micro in short
     ]
+    return found if running == number else FewOfMany(found, number - running)
 
 
 def _stretched(value: torch.Tensor | None, tokens: int) -> torch.Tensor | None:

@@ -1,70 +1,51 @@
-"""The longest context, the cheapest levers, or the fewest ranks that fit.
+"""The longest context, the cheapest levers, or the fewest ranks that fit a GPU.
 
-The closed form says in a tenth of a millisecond what a step needs at least; the simulator says in
-seconds what the allocator reserves for it. So candidates that the closed form excludes are not
-simulated, nor are those that could not be the answer; the answer always is.
+`--solve levers` climbs the ladder of fit.py. If all of it is not enough it looks at more ranks
+(FSDP2, and ranks that share rows) and at sparse attention, which changes the model: what fits with
+the least predicted step time times number of ranks wins. The time is a roofline, good to an order
+of magnitude. `--solve context` answers with the flags as asked, then with every lever.
 
-`--solve levers` climbs the ladder of fit.py up to the first rung that fits, then looks at more
-ranks (FSDP2, and ranks that share rows) and at sparse attention, which changes the model. The
-candidate that fits with the least predicted step time times number of ranks wins. The time is a
-roofline, good to an order of magnitude. A candidate fits if its device holds what the allocator
-reserves with expandable segments, the CUDA context and the libraries' workspaces. Sizes are
-GiB = 2^30 bytes per rank.
+A request fits if its device holds what the allocator reserves with expandable segments, the CUDA
+context and the libraries' workspaces. Sizes are bytes of one rank.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
-from footprint.device import EXPANDABLE_SEGMENTS, Demand, Placement, beyond_the_allocator
+from footprint.device import EXPANDABLE_SEGMENTS, Placement
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.kinds import attention_kind, unfit_exchanges
 from longhaul.memory import fit
-from longhaul.memory.estimate import Estimate, estimate
-from longhaul.memory.fit import Verdict
-from longhaul.memory.needs import needs, resident
+from longhaul.memory.needs import demand, needs
 from longhaul.memory.plan import command, flag_of, shutdown_timeout
-from longhaul.memory.reserve import demand
+from longhaul.memory.search import (
+    AS_ASKED,
+    Bounds,
+    Found,
+    Lever,
+    Say,
+    Search,
+    Tried,
+    Verdict,
+    pulled,
+)
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
 from longhaul.posttrain.config import PolicyConfig
 from model import GIB
 
-SMALLEST = 1024  # tokens: no shorter context is an answer
-HEAD = (
-    f"{'levers':<58}{'context':>12}{'live GiB':>10}{'device GiB':>12}{'host GiB':>10}{'step s':>10}"
-)
-AIMS = 4  # of `longest` at what the closed form predicts, before it halves the distance
-RESERVED = 1.02  # times live memory: what the allocator reserves, for the first aim
-NEARLY_ALL = 0.995  # of the device: no longer context is looked for
-# The closed form exceeds the simulation by no more than this: with sparse attention in a few
-# settings, otherwise by a thousandth.
-SURE = {"standard": 0.995}
-SURE_OF_OTHERS = 0.96
-
-Say = Callable[[str], object]  # shows a line as soon as it is known
+UNIT = 1024  # tokens: the longest context is a multiple
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A request on a number of ranks, and what the closed form says about it."""
+class Run(NamedTuple):
+    """A request on a number of ranks."""
 
     cfg: TrainConfig
     ranks: int
-    name: str
-
-    @cached_property
-    def closed(self) -> Estimate:
-        if isinstance(self.cfg, PolicyConfig):
-            return needs(self.cfg, self.cfg.model(), self.ranks)
-        return estimate(self.cfg, self.cfg.model(), self.ranks, inside=False)
-
-    @property
-    def context(self) -> int:
-        return self.cfg.context_length
 
     @property
     def seconds(self) -> float:
@@ -76,48 +57,25 @@ class Candidate:
         """The same of a step of an indexer's dense warm-up; 0 for a run without one."""
         return warm_up_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
 
-    @property
-    def least_bytes(self) -> int:
-        """What the device must hold without doubt: the allocator reserves more than is live."""
-        sure = SURE.get(self.cfg.attention_type, SURE_OF_OTHERS)
-        return int(self.closed.peak * sure) + beyond(self.ranks)
-
-    @property
-    def resident(self) -> int:
-        """What the device of a policy holds all the time, which needs no simulation."""
-        if not isinstance(self.cfg, PolicyConfig):
-            return 0
-        return resident(self.cfg, self.cfg.model(), self.ranks) + beyond(self.ranks)
-
-    def at(self, context: int) -> "Candidate":
+    def at(self, context: int) -> "Run":
         """The same with another context."""
-        cfg = dataclasses.replace(self.cfg, context_length=context)
-        return Candidate(cfg, self.ranks, self.name)
+        return self._replace(cfg=dataclasses.replace(self.cfg, context_length=context))
 
     def cost(self, asked: TrainConfig) -> tuple[bool, float, int]:
-        """By what `levers` chooses: the attention as asked, then the time of all ranks."""
+        """By what more ranks are chosen: the attention as asked, then the time of all ranks."""
         other_attention = attention_kind(self.cfg) is not attention_kind(asked)
         return other_attention, self.seconds * self.ranks, self.ranks
 
-    def short_row(self, words: str) -> str:
-        """A line of the table for what every stage holds."""
-        device = f">{self.resident / GIB:.2f}"
-        return (
-            f"{self.name:<58}{self.context:>12,}{'':>10}{device:>12}{'':>10}{self.seconds:>10.3g}  "
-            f"{words}"
-        )
+    def command(self, placement: Placement) -> str:
+        """What trains it."""
+        step = max(self.seconds, self.warm_up_seconds)
+        timeout = shutdown_timeout(self.cfg, self.ranks, step)
+        line = command(self.cfg, World(size=self.ranks, local_size=self.ranks), timeout)
+        return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 
-    def row(self, needs: Demand | None, words: str) -> str:
-        """A line of the table; without a simulation, sizes are those of the closed form."""
-        live = self.closed.peak
-        device = f">{self.least_bytes / GIB:.2f}"
-        if needs is not None:
-            live = needs.classic.peak_live
-            device = f"{needs.least_bytes / GIB:.2f}"
-        return (
-            f"{self.name:<58}{self.context:>12,}{live / GIB:>10.2f}{device:>12}"
-            f"{self.closed.host / GIB:>10.2f}{self.seconds:>10.3g}  {words}"
-        )
+    def time(self) -> str:
+        """Of a step and of the run, in words."""
+        return run_words(self.cfg, self.seconds, self.warm_up_seconds, "cuda")
 
 
 @dataclass(frozen=True)
@@ -128,108 +86,89 @@ class Answer:
     verdict: Verdict
 
 
-def beyond(ranks: int) -> int:
-    """Bytes on the device that the allocator does not reserve."""
-    return sum(beyond_the_allocator(ranks).values())
-
-
-class Search:
-    """Looks at candidates and says what it finds; `room` is what a device holds, in bytes."""
-
-    def __init__(self, room: int, say: Say):
-        self.room = room
-        self.lines: list[str] = []
-        self._say = say
-        self.placement = Placement.TOO_SMALL  # of the candidate that was simulated last
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-        self._say(line)
-
-    def holds(self, one: Candidate) -> bool:
-        """Whether the device holds the candidate; simulated unless it is far too large."""
-        needs = None
-        self.placement = Placement.TOO_SMALL
-        if one.resident > self.room:
-            self.say(one.short_row(self.placement))
-            return False
-        if one.least_bytes <= self.room:
-            needs = demand(one.cfg, one.ranks)
-            self.placement = needs.placement(self.room)
-        self.say(one.row(needs, self.placement))
-        return self.placement is not Placement.TOO_SMALL
-
-    def leave(self, others: Iterable[Candidate]) -> None:
-        """Show candidates that need not be simulated, if a closed form knows their sizes."""
-        for one in others:
-            if isinstance(one.cfg, PolicyConfig):
-                continue
-            too_large = one.least_bytes > self.room
-            self.say(one.row(None, Placement.TOO_SMALL if too_large else "not simulated"))
+def judged(room: int, run: Run) -> Found:
+    """What a run needs on a device of `room` bytes."""
+    asked = demand(run.cfg, run.ranks)
+    host = needs(dataclasses.replace(run.cfg, device="cuda"), run.ranks).host
+    placement = asked.placement(room)
+    return Found(asked.classic.peak_live, asked.least_bytes, placement, host, run.seconds)
 
 
 def solve(
     cfg: TrainConfig, what: str, gpu_gib: float, gpus: int, say: Say = lambda line: None
 ) -> Answer:
     """The candidates and the command of the best one; `what` is a choice of --solve."""
+    lines: list[str] = []
+
+    def said(line: str) -> None:
+        lines.append(line)
+        say(line)
+
     finders = {"levers": _by_levers, "context": _by_context, "world_size": _by_ranks}
-    least = worlds(cfg, gpus)[0]
-    search = Search(int(gpu_gib * GIB), say)
-    search.say(
-        f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; sizes per rank, all figures predicted; "
-        "device: reserved memory, CUDA context, workspaces (>: at least, by the closed form)"
-    )
-    search.say(HEAD)
+    asked = Run(cfg, worlds(cfg, gpus)[0])
+    room = int(gpu_gib * GIB)
+    search = Search(functools.partial(judged, room), room, said, with_costs=True)
+    said(f"{what}: {gpus} GPU(s) of {gpu_gib:g} GiB; GiB per rank, all figures predicted")
+    said(search.head())
 
-    best = finders[what](search, cfg, gpus)
+    best = finders[what](search, asked, gpus)
     if best is None:
-        search.say("nothing fits")
-        return Answer("\n".join(search.lines), Verdict.NOTHING)
+        said("nothing fits")
+        return Answer("\n".join(lines), Verdict.NOTHING)
+    propose(best, said)
+    # the first that is tried is as asked, and the longest context is always another one
+    plain = search.tried[0] if what == "context" else best
+    unchanged = what == "context" or best.request == asked
+    fits = unchanged and plain.found.placement is Placement.FITS
+    return Answer("\n".join(lines), Verdict.FITS if fits else Verdict.AFTER_CHANGES)
 
-    unchanged = (best.cfg, best.ranks) == (cfg, least) and search.placement is Placement.FITS
-    verdict = Verdict.FITS if unchanged else Verdict.AFTER_CHANGES
-    search.say(f"time: {run_words(best.cfg, best.seconds, best.warm_up_seconds, 'cuda')}")
-    search.say(_command(best, search.placement))
-    return Answer("\n".join(search.lines), verdict)
 
-
-def _command(best: Candidate, placement: Placement) -> str:
-    """The command that trains it."""
-    step = max(best.seconds, best.warm_up_seconds)
-    timeout = shutdown_timeout(best.cfg, best.ranks, step)
-    line = command(best.cfg, World(size=best.ranks, local_size=best.ranks), timeout)
-    return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
+def propose(best: Tried, say: Say) -> None:
+    """Say what a proposal takes, and its command."""
+    host = ""
+    if best.found.host:
+        host = f"; host memory: {best.found.host / GIB:.2f} GiB per rank, moving it takes more time"
+    say(f"time: {best.request.time()}{host}")
+    say(best.request.command(best.found.placement))
 
 
 # ---- candidates
 
 
-def rungs(cfg: TrainConfig, ranks: int) -> list[Candidate]:
-    """The ladder on a number of ranks."""
-    first, *changed = fit.ladder(cfg)
-    found = [Candidate(first.request, ranks, first.lever)]
-    found += [Candidate(rung.request, ranks, f"+ {rung.lever}") for rung in changed]
-    return found
+def on_ranks(lever: Lever) -> Lever:
+    """A lever of the trainer on a run."""
+    return Lever(lever.name, lambda run: run._replace(cfg=pulled(lever, run.cfg)))
 
 
-def wider(rung: Candidate, gpus: int) -> list[Candidate]:
-    """A rung on more ranks, then with sparse attention on every number of ranks."""
-    cfg = rung.cfg
-    name = f"up to {rung.name.removeprefix('+ ')}"
+LEVERS = tuple(on_ranks(lever) for lever in fit.LEVERS)
+
+
+def with_every_lever(run: Run) -> Run:
+    return functools.reduce(lambda request, lever: pulled(lever, request), LEVERS, run)
+
+
+def wider(run: Run, gpus: int) -> list[tuple[str, Run]]:
+    """A run on more ranks, then with sparse attention on every number of ranks."""
+    cfg = run.cfg
     numbers = worlds(cfg, gpus)
     found = []
     for ranks in numbers[1:]:
-        found.append(Candidate(cfg, ranks, f"{name}, {ranks} ranks"))
+        found.append((f"every lever, {ranks} ranks", Run(cfg, ranks)))
         if _may_share_rows(cfg, ranks):
-            shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
-            found.append(Candidate(shared, ranks, f"{name}, {ranks} ranks that share rows"))
+            found.append((f"every lever, {ranks} ranks that share rows", sharing(cfg, ranks)))
 
     cheaper = attention_kind(cfg).cheaper
     if cheaper and not isinstance(cfg, PolicyConfig):  # whose prompts sparse attention cannot share
         sparse = dataclasses.replace(cfg, attention_type=cheaper)
         for ranks in numbers:
-            found.append(Candidate(sparse, ranks, f"{name}, {ranks} rank(s), sparse attention"))
+            found.append((f"every lever, {ranks} rank(s), sparse attention", Run(sparse, ranks)))
     return found
+
+
+def sharing(cfg: TrainConfig, ranks: int) -> Run:
+    """All ranks share each row."""
+    shared = dataclasses.replace(cfg, context_parallel_size=ranks, attention_head_groups=1)
+    return Run(shared, ranks)
 
 
 def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
@@ -243,6 +182,13 @@ def _may_share_rows(cfg: TrainConfig, ranks: int) -> bool:
         ranks,
     )
     return ranks in sizes
+
+
+def _may_share_any_row(cfg: TrainConfig, ranks: int) -> bool:
+    """Whether a row of any multiple of 1,024 tokens may be shared."""
+    if isinstance(cfg, PolicyConfig):
+        return False
+    return _may_share_rows(dataclasses.replace(cfg, context_length=UNIT), ranks)
 
 
 def worlds(cfg: TrainConfig, gpus: int) -> list[int]:
@@ -271,52 +217,44 @@ def powers(gpus: int) -> list[int]:
 # ---- the cheapest levers
 
 
-def _by_levers(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
-    """The first rung that fits, or what is cheaper than it on more ranks."""
-    climbed = rungs(cfg, worlds(cfg, gpus)[0])
-    first = _first_that_fits(search, climbed)
-    start = first or climbed[-1]
-    higher = climbed[climbed.index(start) + 1 :]
-    others = sorted(higher + wider(start, gpus), key=lambda one: one.cost(cfg))
-    if first is None:
-        return _first_that_fits(search, others)
-
-    placement = search.placement
-    cheaper = [one for one in others if one.cost(cfg) < first.cost(cfg)]
-    better = _first_that_fits(search, cheaper)
-    search.leave(others[len(cheaper) :])
-    if better is None:
-        search.placement = placement
-    return better or first
-
-
-def _first_that_fits(search: Search, candidates: list[Candidate]) -> Candidate | None:
-    return next((one for one in candidates if search.holds(one)), None)
+def _by_levers(search: Search, asked: Run, gpus: int) -> Tried | None:
+    """The ladder up to the first rung that fits; if none does, what costs least on more ranks."""
+    climbed = search.climb(asked, LEVERS)
+    if climbed.best.fits:
+        return climbed.best
+    others = wider(with_every_lever(asked), gpus)
+    return search.first(sorted(others, key=lambda one: one[1].cost(asked.cfg)))
 
 
 # ---- the fewest ranks
 
 
-def _by_ranks(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
-    """The request on the fewest ranks that hold it; if none do, with the fewest levers."""
-    numbers = worlds(cfg, gpus)
-    for rung in fit.ladder(cfg):
-        levers = "" if rung.lever == fit.AS_ASKED else f", up to {rung.lever}"
-        candidates = []
-        for ranks in numbers:
-            candidates.append(Candidate(rung.request, ranks, f"{ranks} rank(s){levers}"))
-
-        best = _first_that_fits(search, candidates)
-        if best is not None:
-            search.leave(candidates[candidates.index(best) + 1 :])
-            if best.cfg != cfg:
-                search.say(f"as asked, {gpus} GPU(s) are too few; {_with_levers(best, cfg)}")
+def _by_ranks(search: Search, asked: Run, gpus: int) -> Tried | None:
+    """The fewest ranks that hold the request; if none do, with levers on the most ranks, or on the
+    fewest: what ranks exchange takes memory, too.
+    """
+    numbers = worlds(asked.cfg, gpus)
+    plain = search.first(_on_each(asked.cfg, numbers))
+    if plain:
+        return plain
+    for ranks in dict.fromkeys((numbers[-1], numbers[0])):
+        best = search.climb(asked._replace(ranks=ranks), LEVERS).best
+        if best.fits:
+            cfg = best.request.cfg
+            fewer = [number for number in numbers if number < ranks]
+            best = search.first(_on_each(cfg, fewer)) or best
+            words = _with_levers(best.request, asked.cfg)
+            search.say(f"as asked, {gpus} GPU(s) are too few; {words}")
             return best
     return None
 
 
-def _with_levers(best: Candidate, asked: TrainConfig) -> str:
-    """The settings that a candidate changes, and its ranks."""
+def _on_each(cfg: TrainConfig, numbers: list[int]) -> list[tuple[str, Run]]:
+    return [(f"{ranks} rank(s)", Run(cfg, ranks)) for ranks in numbers]
+
+
+def _with_levers(best: Run, asked: TrainConfig) -> str:
+    """The settings that a run changes, and its ranks."""
     changed = []
     for spec in dataclasses.fields(asked):
         value = getattr(best.cfg, spec.name)
@@ -328,164 +266,46 @@ def _with_levers(best: Candidate, asked: TrainConfig) -> str:
 # ---- the longest context
 
 
-def _by_context(search: Search, cfg: TrainConfig, gpus: int) -> Candidate | None:
-    """The candidate with the longest context; of equal ones the fastest.
-
-    The closed form bounds every candidate's context. The longest is found by simulation; others are
-    simulated only if their bound is longer than what was found. A policy has no closed form: the
-    candidate with all levers on all GPUs has its longest context.
+def _by_context(search: Search, asked: Run, gpus: int) -> Tried | None:
+    """The longest context with the flags as asked, then with every lever, which is the answer if it
+    is longer.
     """
-    if isinstance(cfg, PolicyConfig):
-        all_levers = rungs(cfg, worlds(cfg, gpus)[-1])[-1]
-        return _longest_of(search, all_levers)
+    most = worlds(asked.cfg, gpus)[-1]
+    plain = longest(search, AS_ASKED, asked._replace(ranks=most))
+    if plain:
+        search.say(
+            f"{AS_ASKED}, the longest --context_length is {plain.request.cfg.context_length:,}"
+        )
+        propose(plain, search.say)
 
-    shortest = dataclasses.replace(cfg, context_length=SMALLEST)
-    climbed = rungs(shortest, worlds(cfg, gpus)[0])
-    bounds = []
-    for one in climbed + wider(climbed[-1], gpus):
-        most = bound(one, lambda found: found.least_bytes, search.room)
-        search.say(one.at(most).row(None, "at most"))
-        bounds.append(one.at(most))
-
-    best = None
-    possible = [one for one in bounds if one.least_bytes <= search.room]
-    for one in sorted(possible, key=lambda one: _promise(one, cfg), reverse=True):
-        if best is None or _beats(one, best, search.room):
-            best = _longest_of(search, one) or best
+    every = with_every_lever(asked._replace(ranks=most))
+    if most > 1 and _may_share_any_row(every.cfg, most):
+        every = sharing(every.cfg, most)
+    start = plain.request.cfg.context_length if plain else asked.cfg.context_length
+    best = longest(search, "every lever", every, start)
+    if best is None or plain and best.request.cfg.context_length <= start:
+        return plain
+    search.say(f"with every lever it is {best.request.cfg.context_length:,}")
     return best
 
 
-def _promise(one: Candidate, asked: TrainConfig) -> tuple[bool, int, float]:
-    """In which order to simulate: the attention as asked first, then the longest bound."""
-    same_attention = attention_kind(one.cfg) is attention_kind(asked)
-    return same_attention, one.context, -one.seconds
+def longest(search: Search, name: str, run: Run, start: int = 0) -> Tried | None:
+    """The run with the longest context that fits, a multiple of 1,024 tokens unless it is the one
+    that was asked for; None if not even the shortest that has room for a prompt does.
 
-
-def _beats(one: Candidate, best: Candidate, room: int) -> bool:
-    """Whether a candidate has a longer context than the best so far, or the same in less time.
-
-    Another attention that needs more than the best by the closed form is not simulated.
+    ValueError if a batch of rows of 1,024 tokens has more tokens than can be simulated.
     """
-    same = one.at(best.context)
-    aim = same if same.seconds < best.seconds else one.at(best.context + SMALLEST)
-    if aim.context > one.context:
-        return False
-    other_attention = attention_kind(one.cfg) is not attention_kind(best.cfg)
-    if other_attention and same.closed.peak >= best.closed.peak:
-        return False
-    return demand(aim.cfg, aim.ranks).least_bytes <= room
-
-
-def _longest_of(search: Search, one: Candidate) -> Candidate | None:
-    """The candidate with the longest context that fits; None if not even the shortest does."""
-    context, needs = longest(one.cfg, one.ranks, search.room / GIB)
-    found = one.at(context)
-    placement = needs.placement(search.room)
-    search.say(found.row(needs, placement))
-    if placement is Placement.TOO_SMALL:
-        return None
-    search.placement = placement
-    return found
-
-
-def bound(one: Candidate, size: Callable[[Candidate], float], room: float) -> int:
-    """The longest context, a multiple of 1,024 tokens, whose size(candidate) is within `room`.
-
-    1,024 if even that is too long. `size` must grow with the context.
-    """
-    fits = 1
-    exceeds = MOST_TOKENS // one.cfg.batch_size // SMALLEST + 1
-    while exceeds > fits + 1:
-        middle = (fits + exceeds) // 2
-        if size(one.at(middle * SMALLEST)) <= room:
-            fits = middle
-        else:
-            exceeds = middle
-    return fits * SMALLEST
-
-
-def longest(cfg: TrainConfig, ranks: int, room: float) -> tuple[int, Demand]:
-    """(tokens, demand) of the longest context whose device GiB are within `room`, up to half a
-    percent of `room`.
-
-    A multiple of 1,024 tokens; the smallest that has room for a prompt if even that is too long.
-    Every aim is simulated. After four aims the distance is halved, because the allocator reserves
-    in steps; while everything has fit, the next aim is a sixteenth longer. ValueError if a batch of
-    rows of 1,024 tokens has more tokens than can be simulated.
-    """
-    if cfg.batch_size * SMALLEST > MOST_TOKENS:
+    cfg = run.cfg
+    if cfg.batch_size * UNIT > MOST_TOKENS:
         raise ValueError(
-            f"--batch_size {cfg.batch_size}: rows of {SMALLEST:,} tokens, the shortest that are "
-            f"looked for, would make more than {MOST_TOKENS:,} tokens: give a smaller --batch_size"
+            f"--batch_size {cfg.batch_size}: rows of {UNIT:,} tokens, the shortest that are looked "
+            f"for, would make more than {MOST_TOKENS:,} tokens: give a smaller --batch_size"
         )
-    one = Candidate(cfg, ranks, "")
-    room_bytes = room * GIB
-    known: dict[int, Demand] = {}
     # of a policy a prompt and its longest response are a context, and other responses more tokens
-    shortest = SMALLEST
+    least = UNIT
     if isinstance(cfg, PolicyConfig):
-        shortest += cfg.longest_response // SMALLEST * SMALLEST
+        least += cfg.longest_response // UNIT * UNIT
     most = MOST_TOKENS // cfg.batch_size - (cfg.row_tokens - cfg.context_length)
-    fits = shortest - SMALLEST
-    exceeds = most // SMALLEST * SMALLEST + SMALLEST
-    while exceeds > fits + SMALLEST:
-        aim = (fits + exceeds) // 2
-        if len(known) < AIMS:
-            aim = _aim(one, known, room_bytes)
-        elif exceeds not in known:
-            aim = min(aim, fits + fits // 16)
-        aim = min(max(aim // SMALLEST * SMALLEST, fits + SMALLEST), exceeds - SMALLEST)
-
-        known[aim] = demand(one.at(aim).cfg, ranks)
-        least = known[aim].least_bytes
-        if least > room_bytes:
-            exceeds = aim
-            continue
-        fits = aim
-        if least >= NEARLY_ALL * room_bytes:
-            break
-    return max(fits, shortest), known[max(fits, shortest)]
-
-
-def _aim(one: Candidate, known: dict[int, Demand], room: float) -> int:
-    """The context that should fill `room`: between what fits and what does not, on a straight line;
-    before both are known, where the closed form says if the allocator reserves as much more as in
-    the last simulation.
-    """
-    sizes = {context: needs.least_bytes for context, needs in known.items()}
-    fits = max((context for context, size in sizes.items() if size <= room), default=None)
-    exceeds = min((context for context, size in sizes.items() if size > room), default=None)
-    if fits is not None and exceeds is not None:
-        share = (room - sizes[fits]) / (sizes[exceeds] - sizes[fits])
-        return int(fits + share * (exceeds - fits))
-    if isinstance(one.cfg, PolicyConfig):
-        return _aim_of_policy(one, sizes, room)
-
-    reserved = RESERVED
-    if known:
-        last = list(known)[-1]
-        reserved = (sizes[last] - beyond(one.ranks)) / one.at(last).closed.peak
-    return bound(one, _with_reserved(reserved), room)
-
-
-def _aim_of_policy(one: Candidate, sizes: dict[int, int], room: float) -> int:
-    """The context that should fill `room`: on the straight line through the last two simulations,
-    or through the only one and zero.
-    """
-    if not sizes:
-        return one.context
-    *before, (context, size) = sizes.items()
-    start, least = before[-1] if before else (0, 0)
-    growth = (size - least) / (context - start)
-    if growth <= 0:
-        return 2 * context
-    return int(context + (room - size) / growth)
-
-
-def _with_reserved(times_live: float) -> Callable[[Candidate], float]:
-    """Bytes of a device if the allocator reserves so much of what the closed form says is live."""
-
-    def size(one: Candidate) -> float:
-        return times_live * one.closed.peak + beyond(one.ranks)
-
-    return size
+    bounds = Bounds(UNIT, nearly=True, least=least, most=most // UNIT * UNIT)
+    label = f"{name}, --context_length"
+    return search.largest(label, start or cfg.context_length, run.at, bounds)

@@ -22,6 +22,9 @@ from model import GIB
 # Watched: the first has no optimizer states yet, the second is like all that follow, up to
 # the end of an indexer's dense warm-up.
 STEPS = 2
+# From where on a plan is called wrong, relative. The heap of a CPU's process has holes, and other
+# libraries.
+SURPRISE = {"cuda": 0.02, "cpu": 0.2}
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 
 
@@ -30,6 +33,14 @@ class Watch(StagePeaks):
 
     def __init__(self, device: torch.device):
         super().__init__(lambda: peak_memory_gib(device))
+        self.peak_stage = self.stage
+
+    def note(self) -> None:
+        """Also in which stage the peak was reached."""
+        before = max(self.peaks.values(), default=0.0)
+        super().note()
+        if self.peaks[self.stage] > before:
+            self.peak_stage = self.stage
 
     @contextlib.contextmanager
     def over(self, state: TrainState) -> Iterator[None]:
@@ -66,15 +77,34 @@ def compared_at(cfg: TrainConfig) -> set[int]:
 
 def comparison(plan: planner.Plan, step: int) -> str:
     """Planned against measured peak after so many steps, one line."""
-    in_warm_up = plan.warm_up is not None and step <= plan.cfg.dense_steps
-    planned = planned_gib(plan, plan.warm_up.peak if in_warm_up else plan.peak)
-    measured = peak_memory_gib(plan.device)
+    planned, measured = _sizes(plan, step)
     what = "resident memory" if plan.device.type == "cpu" else "allocated memory"
     difference = 100 * (planned / measured - 1)
     return (
         f"peak of a step: planned {planned:.2f} GiB, measured {measured:.2f} GiB of {what} "
         f"({difference:+.1f}%)"
     )
+
+
+def warning(plan: planner.Plan, step: int, watch: Watch) -> str | None:
+    """What to say if more or less was measured than planned: the stage that has the peak."""
+    planned, measured = _sizes(plan, step)
+    surprise = measured / planned - 1
+    if abs(surprise) <= SURPRISE[plan.device.type]:
+        return None
+    stage = watch.peak_stage
+    return (
+        f"warning: a step takes {100 * surprise:+.1f}% of memory against its plan; its peak is in "
+        f"{stage}, for which {planned_gib(plan, plan.live.get(stage, 0)):.2f} GiB were planned: "
+        "`python profile_memory.py --measure` with the same flags compares the tensors"
+    )
+
+
+def _sizes(plan: planner.Plan, step: int) -> tuple[float, float]:
+    """(planned, measured) GiB after so many steps."""
+    in_warm_up = plan.warm_up is not None and step <= plan.cfg.dense_steps
+    planned = planned_gib(plan, plan.warm_up.peak if in_warm_up else plan.peak)
+    return planned, peak_memory_gib(plan.device)
 
 
 # ---- when memory runs out

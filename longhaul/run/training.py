@@ -25,7 +25,14 @@ from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
 from longhaul.memory import fit
 from longhaul.memory import plan as planner
-from longhaul.memory.watch import Watch, compared_at, comparison, out_of_memory, report
+from longhaul.memory.watch import (
+    Watch,
+    compared_at,
+    comparison,
+    out_of_memory,
+    report,
+    warning,
+)
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health
@@ -361,3 +368,6 @@ class Run:
             self.log.step(record)
         if self.world.rank == 0 and state.step in compared_at(state.cfg):
             self.log.say(f"step {state.step}: {comparison(self.plan, state.step)}")
+            surprise = warning(self.plan, state.step, self.watch)
+            if surprise:
+                self.log.say(surprise)

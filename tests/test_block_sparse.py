@@ -15,7 +15,7 @@ from longhaul.memory.reconcile import allocator_peak
 from longhaul.memory.simulate import simulate
 from longhaul.memory.verify_kind import verify_kind
 from longhaul.memory.workspace import Workspaces
-from longhaul.sparse import block_mass, block_sparse_attention, engine
+from longhaul.sparse import block_sparse_attention, engine
 from longhaul.sparse.plain import plain_block_sparse_attention
 from model import Attention
 from tests.oracle import causal_attention
@@ -102,9 +102,9 @@ def error(x, y):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Several chunks, groups of tiles and groups of own tiles in a short row."""
+    """Several chunks, and groups of tiles with and without a mask, in a short row."""
     monkeypatch.setattr(engine, "CHUNK_PAIRS", 128)
-    monkeypatch.setattr(engine, "OWN_AT_ONCE", 2)
+    monkeypatch.setattr(engine, "TILES_AT_ONCE", 2)
 
 
 # ---- exactness
@@ -260,40 +260,6 @@ def test_repeats_are_the_same_bits_whatever_the_threads(small_chunks):
         assert torch.equal(x, y) and torch.equal(x, z)
 
 
-# ---- mass
-
-
-@pytest.mark.parametrize("sizes", [dict(B=2), dict(T=1, S=76), dict(T=50, S=120)], ids=str)
-def test_the_mass_of_a_block_is_the_mean_probability_of_its_keys(sizes, small_chunks):
-    (q, k, v), chosen, _ = operands(**sizes)
-    _, lse = block_sparse_attention(q, k, v, chosen, 8)
-    mass = block_mass(q, k, chosen, lse, 8)
-
-    S = k.shape[1]
-    k_BSHK = k.repeat_interleave(2, 2)
-    logits_BTHS = torch.einsum("bthk,bshk->bths", q.double(), k_BSHK.double()) / 4
-    p_BTHS = (logits_BTHS - lse.double().unsqueeze(-1)).exp()
-    read = torch.stack([reads(row, S, 8) for row in chosen]).repeat_interleave(2, 2)
-    p_BTHN = (p_BTHS * read).cumsum(-1)
-    ends = torch.arange(7, S + 7, 8).clamp_max(S - 1)
-    p_BTHN = p_BTHN[..., ends].diff(dim=-1, prepend=torch.zeros(*p_BTHN.shape[:-1], 1))
-    p_BTGN = p_BTHN.unflatten(2, (2, 2)).mean(3)
-    wanted = p_BTGN.gather(-1, chosen.long().clamp_min(0)).masked_fill(chosen < 0, 0)
-    assert (mass - wanted).abs().max() <= 1e-5
-    assert (mass.sum(-1) - 1).abs().max() <= 1e-5
-
-
-def test_masses_of_packed_documents_are_those_of_separate_ones():
-    (q, k, _), chosen, _ = operands(T=40)
-    chosen = torch.cat([chosen[:, :13], chosen[:, :27]], 1)
-    lse = torch.zeros(1, 40, 4)
-    cu_seqlens = torch.tensor([0, 13, 40])
-    packed = block_mass(q, k, chosen, lse, 8, cu_seqlens)
-    parts = [(x[:, :13], x[:, 13:]) for x in (q, k, chosen, lse)]
-    separate = [block_mass(*part, 8) for part in zip(*parts, strict=True)]
-    assert torch.allclose(packed, torch.cat(separate, 1), rtol=1e-5)
-
-
 # ---- memory
 
 
@@ -346,7 +312,6 @@ def test_the_operators_hold_inside_what_the_planner_says(T, S, dtype, products, 
     calls = [
         (engine.block_sparse_forward, (q, k, v, chosen, *numbers)),
         (engine.block_sparse_backward, backward),
-        (engine.block_mass_forward, (q, k, chosen, lse, *numbers)),
     ]
     for operator, arguments in calls:
         call = functools.partial(operator, *arguments)
@@ -449,7 +414,9 @@ def test_the_planned_step_is_what_the_allocator_records(checkpointing, dtype, mo
 
 
 def test_the_operators_follow_the_rules_of_pytorch():
-    (q, k, v), chosen, (do, dlse) = operands(T=20)
+    (q, k, v), _, (do, dlse) = operands(T=20)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.cat([choose(generator, 1, length, length, 2, 8, 5) for length in (9, 11)], 1)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     numbers = torch.tensor([0, 9, 20]), 8, torch.float32
     torch.library.opcheck(engine.block_sparse_forward, (*leaves, chosen, *numbers))
@@ -457,7 +424,6 @@ def test_the_operators_follow_the_rules_of_pytorch():
         o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)
         saved = (q, k, v, chosen, o, lse)
         torch.library.opcheck(engine.block_sparse_backward, (do, *saved, dlse, *numbers))
-        torch.library.opcheck(engine.block_mass_forward, (q, k, chosen, lse, *numbers))
 
 
 @BOTH

@@ -28,11 +28,7 @@ from longhaul.vocab import statistics
 
 LOSS = (vocab_loss.vocab_nll, vocab_loss.vocab_nll_backward, vocab_loss.vocab_loss_one_pass)
 SPARSE = (engine.nsa_forward, engine.nsa_backward)
-BLOCKS = (
-    blocks.block_sparse_forward,
-    blocks.block_sparse_backward,
-    blocks.block_mass_forward,
-)
+BLOCKS = (blocks.block_sparse_forward, blocks.block_sparse_backward)
 CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + CHOICE + STATISTICS}

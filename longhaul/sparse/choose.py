@@ -12,15 +12,16 @@ ones, J entries of a summary, W their width.
 """
 
 import functools
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.nsa.branches import Buffers, product_fp32
+from longhaul.sparse.tiles import Buffers, product_fp32
 
 # Numbers of a product that exist at once: 4 MiB in fp32 on a CPU, whose cache holds it.
 CPU_PRODUCTS = 2**20
@@ -68,15 +69,6 @@ class Chunk(NamedTuple):
     products: Products
 
 
-class Streams(NamedTuple):
-    """The streams that are computed together: on a GPU all of a row, on a CPU one."""
-
-    q_ZTMK: Tensor
-    summary_ZJW: Tensor
-    chosen_ZTn: Tensor  # filled chunk by chunk
-    before: int  # positions before the first query
-
-
 @torch.no_grad()
 def choose_blocks(
     sizes,
@@ -120,20 +112,23 @@ def choose_operator(
     if summary_dtype == q_BTHK.dtype:  # others are fp32, and stay so
         summary_dtype = dtype
 
-    T, S = q_BTHK.shape[1], k_BSGK.shape[1]
-    G = k_BSGK.shape[2]
+    T = q_BTHK.shape[1]
+    _, S, G, _ = k_BSGK.shape
     chosen_BTGn = _empty_choice(q_BTHK, k_BSGK, sizes)
     products = Products(q_BTHK, dtype)
-    for b, groups in platform().tiles(_streams(q_BTHK, G)):
+    # streams that are computed together: on a GPU all of a row, on a CPU one
+    together = G if on_cuda(q_BTHK) else 1
+    streams = itertools.product(range(len(q_BTHK)), range(0, G, together))
+    for b, g in platform().tiles(list(streams)):
+        groups = slice(g, g + together)
         q_TZMK = q_BTHK[b].unflatten(1, (G, -1))[:, groups]
+        q_ZTMK, chosen_ZTn = (x.transpose(0, 1) for x in (q_TZMK, chosen_BTGn[b, :, groups]))
         summary_JZW = summary_BJGW[b, :, groups].to(summary_dtype)
-        streams = Streams(
-            q_ZTMK=q_TZMK.transpose(0, 1),
-            summary_ZJW=summary_JZW.transpose(0, 1).contiguous(),
-            chosen_ZTn=chosen_BTGn[b, :, groups].transpose(0, 1),
-            before=S - T,
-        )
-        _choose_of_streams(streams, sizes, products)
+        summary_ZJW = summary_JZW.transpose(0, 1).contiguous()
+        for few in _chunks(q_ZTMK, S, sizes, products):
+            first = S - T + few.start
+            scores = functools.partial(_scores, sizes, products, q_ZTMK[:, few], summary_ZJW, first)
+            fill_choice(chosen_ZTn[:, few], first, sizes, scores)
     return chosen_BTGn
 
 
@@ -153,7 +148,11 @@ def on_cuda(x: Tensor) -> bool:
     return platform().device(x).type == "cuda"
 
 
-def _empty_choice(q_BTHK: Tensor, k_BSGK: Tensor, sizes) -> Tensor:
+def _empty_choice(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    sizes,
+) -> Tensor:
     B, T, _, _ = q_BTHK.shape
     _, S, G, _ = k_BSGK.shape
     blocks = -(-S // sizes.block)
@@ -161,56 +160,54 @@ def _empty_choice(q_BTHK: Tensor, k_BSGK: Tensor, sizes) -> Tensor:
     return q_BTHK.new_empty((B, T, G, n), dtype=torch.int32)
 
 
-def _streams(q_BTHK: Tensor, groups: int) -> list[tuple[int, slice]]:
-    """Row and KV heads of the streams that are computed together."""
-    size = groups if on_cuda(q_BTHK) else 1
-    found = []
-    for b in range(len(q_BTHK)):
-        for start in range(0, groups, size):
-            found.append((b, slice(start, start + size)))
-    return found
-
-
-def _choose_of_streams(
-    streams: Streams,
+def _chunks(
+    q_ZTMK: Tensor,
+    S: int,
     sizes,
     products: Products,
-) -> None:
-    """Fills the choice, a chunk of queries after the other."""
-    Z, T, M, _ = streams.q_ZTMK.shape
-    columns = max(1, sizes.columns(streams.before + T))
-    size = products.room // (Z * M * columns)
+) -> list[slice]:
+    """Chunks of the queries that are scored together."""
+    Z, T, M, _ = q_ZTMK.shape
+    size = products.room // (Z * M * max(1, sizes.columns(S)))
     size = max(1, min(MOST_QUERIES, size))
-    starts = list(range(0, T, size))
-    for start in platform().last(starts):
-        stop = min(start + size, T)
-        _choose_of_chunk(streams, slice(start, stop), sizes, products)
+    starts = platform().last(list(range(0, T, size)))
+    return [slice(start, min(start + size, T)) for start in starts]
 
 
-def _choose_of_chunk(
-    streams: Streams,
-    queries: slice,
+def _scores(
     sizes,
     products: Products,
+    q_ZCMK: Tensor,
+    summary_ZJW: Tensor,
+    first: int,
+    N: int,
+) -> Tensor:
+    """[Z, C, N] of the first N blocks."""
+    q_ZCMK = q_ZCMK.to(products.dtype).contiguous()
+    return sizes.scores(Chunk(q_ZCMK, first, N, products), summary_ZJW)
+
+
+def fill_choice(
+    chosen_ZCn: Tensor,
+    first: int,
+    sizes,
+    scores: Callable[[int], Tensor],
 ) -> None:
-    """Fills the choice of some queries: the forced blocks, and the best of the others."""
-    chosen_ZCn = streams.chosen_ZTn[:, queries]
-    first = streams.before + queries.start
-    last = streams.before + queries.stop - 1
-    position_C = torch.arange(first, last + 1, device=chosen_ZCn.device)
+    """Fills the choice of some queries, of which the first one has the position `first`: the forced
+    blocks, and the best of the others. scores(N): [Z, C, N] of the first N blocks.
+    """
+    _, C, n = chosen_ZCn.shape
+    position_C = torch.arange(first, first + C, device=chosen_ZCn.device)
     own_C = position_C // sizes.block
     forced = sizes.init + sizes.local
     write_forced(chosen_ZCn, own_C, sizes)
 
     # blocks before the local ones of the last query, which has most of them
-    N = last // sizes.block + 1 - sizes.local
-    free = min(N, chosen_ZCn.shape[-1] - forced)
+    N = (first + C - 1) // sizes.block + 1 - sizes.local
+    free = min(N, n - forced)
     if free <= 0 or N <= sizes.init:
         return
-    q_ZCMK = streams.q_ZTMK[:, queries].to(products.dtype)
-    chunk = Chunk(q_ZCMK.contiguous(), first, N, products)
-    scores_ZCN = sizes.scores(chunk, streams.summary_ZJW)
-    scores_ZCN = hide_others(scores_ZCN, own_C, sizes)
+    scores_ZCN = hide_others(scores(N), own_C, sizes)
     chosen_ZCn[..., forced : forced + free] = best_blocks(scores_ZCN, free)
 
 
@@ -258,17 +255,13 @@ def hide_others(
 
 def best_blocks(scores_ZCN: Tensor, most: int) -> Tensor:
     """int32 [Z, C, most]: the largest scores, the lower index first on a tie; -1 for -inf."""
-    best_ZCm = scores_ZCN.topk(most, sorted=False).values
+    scores_ZCN = scores_ZCN.contiguous()
+    best_ZCm, block_ZCm = scores_ZCN.topk(most, sorted=False)
     least_ZC1 = best_ZCm.amin(-1, keepdim=True)
-    is_above_ZCm = best_ZCm > least_ZC1
-    left_ZC1 = most - is_above_ZCm.sum(-1, keepdim=True, dtype=torch.int32)
-    tied_ZCN = scores_ZCN == least_ZC1
-    rank_ZCN = tied_ZCN.int().cumsum_(-1)
-    tied_ZCN &= rank_ZCN <= left_ZC1
-    taken_ZCN = tied_ZCN.logical_or_(scores_ZCN > least_ZC1)
-
-    Z, C, _ = scores_ZCN.shape
-    found = torch.nonzero_static(taken_ZCN, size=Z * C * most)
-    block_ZCm = found[:, 2].view(Z, C, most)
-    is_none_ZCm = scores_ZCN.gather(-1, block_ZCm) == -torch.inf
-    return block_ZCm.int().masked_fill_(is_none_ZCm, NO_BLOCK)
+    # of equal scores, only the least ones that are taken may be taken in another order
+    is_least_ZCm = best_ZCm == least_ZC1
+    rank_ZCN = (scores_ZCN == least_ZC1).int().cumsum_(-1)
+    place_ZCm = is_least_ZCm.int().cumsum_(-1)
+    lowest_ZCm = torch.searchsorted(rank_ZCN, place_ZCm)
+    block_ZCm = torch.where(is_least_ZCm, lowest_ZCm, block_ZCm)
+    return block_ZCm.int().masked_fill_(best_ZCm == -torch.inf, NO_BLOCK)

@@ -6,20 +6,19 @@ of the batch under one KV head, with the M query heads that share it. Streams wr
 memory, so that they can run at the same time.
 
 The queries come to the blocks, because gathering keys per query would move n blocks for each:
-- the own block is one dense tile for all queries of a block, with the causal mask;
-- all other chosen blocks end before their queries. They are (query, block) pairs, sorted by block
-  and cut into tiles without a mask (nsa/selected.py).
-The log-sum-exp of each part says which share of the whole softmax it holds, so that the parts merge
-exactly. There are no atomics: sums run over sorted segments, in a fixed order.
+(query, block) pairs are sorted by block and cut into tiles of R pairs. Only a query's own block has
+keys after it; all others need no mask. Each pair has a slot in a tile for its result, and the slots
+of a query merge exactly (tiles.py).
 
 On a CPU whose fp32 products are faster than its low-precision ones, keys, values and queries are
 cast once per stream. Tensors on CUDA take the same operators of PyTorch.
 
 Letters: B rows, T queries (the last T of S positions), H query heads, G KV heads, M = H/G, K head
 dim, l tokens of a block, J blocks of a document, n chosen blocks of a query, C queries of a chunk,
-N tiles, R matrix rows of a tile (query, head), or its pairs, S also the slots of all tiles.
+N tiles, R queries of a tile, or its matrix rows (query, head), S also the slots of all tiles.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,63 +26,40 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.nsa.branches import Buffers, product_fp32, starts
-from longhaul.sparse.nsa.selected import (
-    TILE_ROWS,
+from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
+from longhaul.sparse.streams import Stream, each_stream, starts
+from longhaul.sparse.tiles import (
     BackwardInputs,
-    Tiles,
-    cut_tiles,
-    merge_parts,
-    pad_queries,
-    queries_of,
-    slot_count,
+    Buffers,
+    add_tiles,
+    gather_sum,
+    merge_slots,
     tile_backward,
     tile_forward,
-    tile_groups,
-    tiles_backward,
-    tiles_forward,
 )
-from longhaul.sparse.nsa.streams import Stream, each_stream
-from longhaul.sparse.plain import check_block_inputs, check_engine_dtype, documents
 
-# Pairs of a chunk, at least: their results take 32 MiB for 4 heads of 128 in bf16. A longer stream
+# Pairs of a chunk, at least: their results take 16 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
 # as large as the stream's queries.
-CHUNK_PAIRS = 2**15
-OWN_AT_ONCE = 8  # dense tiles whose logits exist at the same time
+CHUNK_PAIRS = 2**14
+TILES_AT_ONCE = 64  # tiles whose logits exist at the same time: 64*64*64 fp32 = 1 MiB
+TILE_ROWS = 64  # pairs x heads of a tile: fewer waste the matrix unit, more are padding
+# The number of tiles is a multiple of this: a library keeps every shape that it saw, the heap every
+# size. At 32k tokens in bf16, forward and backward add 266 MiB; any number of tiles added 365.
+TILES_STEP = 16
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of one stream in blocks, or their gradients."""
-
-    k_JlK: Tensor
-    v_JlK: Tensor
-
-
-# ---- streams and chunks
-
-
-def _streams(
-    q_BTHK: Tensor,
-    k_BSGK: Tensor,
-    cu_seqlens: Tensor | None,
-) -> list[Stream]:
-    """All streams of a call; `blocks` of a stream is where its keys are."""
-    B, T, H, _ = q_BTHK.shape
-    _, S, G, _ = k_BSGK.shape
-    M = H // G
-    streams = []
-    for b in range(B):
-        for queries, keys in documents(cu_seqlens, T, S):
-            for g in range(G):
-                heads = slice(g * M, g * M + M)
-                streams.append(Stream((b, queries, heads), (b, queries, g), (b, keys, g)))
-    return streams
-
-
-def in_blocks(x_SK: Tensor, l: int, dtype: torch.dtype) -> Tensor:
-    """[J,l,K], the last block padded with zeros; contiguous, because every chunk reads it."""
+def in_blocks(
+    x_SK: Tensor,
+    l: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[J,l,K], the last block padded with zeros; contiguous, because every chunk reads it, and x
+    itself if it is that already.
+    """
     S, K = x_SK.shape
+    if S % l == 0 and x_SK.dtype == dtype and x_SK.is_contiguous():
+        return x_SK.view(-1, l, K)
     x_JlK = x_SK.new_empty(-(-S // l), l, K, dtype=dtype)
     flat = x_JlK.view(-1, K)
     flat[:S] = x_SK
@@ -91,175 +67,231 @@ def in_blocks(x_SK: Tensor, l: int, dtype: torch.dtype) -> Tensor:
     return x_JlK
 
 
-class Chunk(NamedTuple):
-    """Some queries of a stream, and the own tiles whose rows they are."""
-
-    queries: slice
-    low: int  # position of the first query
-    own: slice  # the blocks that they are in
-    rows: int  # queries of an own tile
-    before: int  # rows of the first own tile that are before the first query
-    pairs: int  # at most so many with blocks before the own one
+# ---- chunks of queries, and their tiles
 
 
-def cut_chunks(
-    T: int,
-    first: int,
-    n: int,
-    l: int,
-) -> list[Chunk]:
-    """The queries of a stream, of which the first has position `first`, in chunks that end where
-    a block ends.
+class Group(NamedTuple):
+    """A few tiles, whose logits exist at the same time."""
+
+    block_N: Tensor
+    slots: slice
+    query_S: Tensor  # the query of each slot, C for padding
+    hidden_NRS: Tensor | None  # keys that are after the query, if a block is its own one
+
+    def rows(self, x_CM_: Tensor) -> Tensor:
+        """[N,R*M,...] of the queries and heads of the tiles."""
+        rows_SM_ = x_CM_.index_select(0, self.query_S)
+        return rows_SM_.view(len(self.block_N), -1, *x_CM_.shape[2:])
+
+    def keys(self, kv: Sequence[Tensor]) -> list[Tensor]:
+        """[N,l,K] of each tensor in blocks."""
+        return [x_JlK.index_select(0, self.block_N) for x_JlK in kv]
+
+
+class Tiles(NamedTuple):
+    """The tiles of a chunk. The last slot is that of no block, and in no tile."""
+
+    slot_Cn: Tensor  # the slot of each chosen block of a query
+    slots: int
+    groups: list[Group]
+
+
+class Tiling(NamedTuple):
+    """How the T queries of a stream are cut, of which the first has the position `first`."""
+
+    T: int
+    M: int
+    n: int
+    l: int
+    first: int
+
+    @property
+    def pairs(self) -> int:
+        """(query, block) pairs of a tile."""
+        return max(1, TILE_ROWS // self.M)
+
+    def chunks(self) -> list[slice]:
+        """Chunks of queries that end where a block ends."""
+        size = -(-max(CHUNK_PAIRS, self.T) // (self.n * self.l)) * self.l
+        found = starts(-(self.first % self.l), self.T, size)
+        return [slice(max(0, start), min(start + size, self.T)) for start in found]
+
+    def own_blocks(self, queries: slice) -> range:
+        """The blocks that the queries are in."""
+        low, high = self.first + queries.start, self.first + queries.stop
+        return range(low // self.l, -(-high // self.l))
+
+    def most_tiles(self, queries: slice) -> int:
+        """Tiles that the queries can need."""
+        own = self.own_blocks(queries)
+        pairs = (queries.stop - queries.start) * min(self.n, own.stop)
+        return pairs // self.pairs + min(pairs, len(own) + own.stop)
+
+    def slots(self, queries: slice) -> int:
+        """Slots of all tiles, and the one of no block."""
+        return self.most_tiles(queries) * self.pairs + 1
+
+    def tiles(
+        self,
+        queries: slice,
+        chosen_Cn: Tensor,
+    ) -> Tiles:
+        """Sorts the chosen blocks of a chunk and cuts them into tiles. The number of slots does not
+        depend on the values, nor does the number of tiles whose logits exist at the same time.
+        """
+        C, device = len(chosen_Cn), chosen_Cn.device
+        own = self.own_blocks(queries)
+        J, low = own.stop, self.first + queries.start
+        position_C = torch.arange(low, low + C, device=device)
+
+        # own blocks are sorted before the others, as the only ones that have a mask
+        is_own_Cn = chosen_Cn == position_C[:, None] // self.l
+        place_Cn = torch.where(is_own_Cn, chosen_Cn.long(), chosen_Cn.long() + J)
+        place_Cn.masked_fill_(chosen_Cn < 0, 2 * J)
+        slot_Cn, query_S, end_J = self._sorted_slots(place_Cn, 2 * J, self.slots(queries))
+        block_N = _tile_places(end_J, self.most_tiles(queries)) % J
+
+        masked = len(own) * -(-self.l // self.pairs)
+        groups = []
+        for x in platform().tiles(range(0, len(block_N), TILES_AT_ONCE)):
+            few_N = block_N[x : x + TILES_AT_ONCE]
+            slots = slice(x * self.pairs, (x + len(few_N)) * self.pairs)
+            hidden_NRl = None
+            if x < masked:
+                hidden_NRl = self._later_keys(few_N, query_S[slots] + low)
+            groups.append(Group(few_N, slots, query_S[slots], hidden_NRl))
+        return Tiles(slot_Cn, len(query_S), groups)
+
+    def _sorted_slots(
+        self,
+        place_Cn: Tensor,
+        places: int,
+        slots: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The slot of each pair, sorted by place, and the last one for pairs behind all places; the
+        query of each slot; the tile behind the last one of each place.
+        """
+        C, n = place_Cn.shape
+        device = place_Cn.device
+        # stable: sums over a block's pairs have the same order every time
+        sorted_P, order_P = place_Cn.flatten().sort(stable=True)
+        start_J = torch.searchsorted(sorted_P, torch.arange(places + 1, device=device))
+        end_J = ((start_J.diff() + self.pairs - 1) // self.pairs).cumsum(0)
+        shift_J = F.pad(end_J, (1, 0)) * self.pairs - start_J
+        slot_P = torch.arange(C * n, device=device) + shift_J[sorted_P]
+        slot_P.masked_fill_(sorted_P == places, slots - 1)
+
+        query_S = torch.full((slots,), C, device=device)
+        query_S.index_copy_(0, slot_P, order_P // n)
+        query_S[-1] = C
+        slot_Cn = torch.empty_like(order_P).index_copy_(0, order_P, slot_P).view(C, n)
+        return slot_Cn, query_S, end_J
+
+    def _later_keys(
+        self,
+        block_N: Tensor,
+        position_S: Tensor,
+    ) -> Tensor:
+        """[N,R*M,l]: which keys of tiles are after the query."""
+        after_N1 = position_S.view(len(block_N), -1) - block_N[:, None] * self.l
+        key_l = torch.arange(self.l, device=block_N.device)
+        return (key_l > after_N1.unsqueeze(-1)).repeat_interleave(self.M, 1)
+
+
+def _tile_places(end_J: Tensor, most: int) -> Tensor:
+    """The place of each tile. On CUDA there are as many tiles as there may be, so that the host
+    never waits for the device, and on meta tensors, which have no values.
     """
-    size = -(-max(CHUNK_PAIRS, T) // (n * l)) * l
-    chunks = []
-    for start in starts(-(first % l), T, size):
-        queries = slice(max(0, start), min(start + size, T))
-        chunks.append(_chunk(queries, first, n, l))
-    return chunks
+    count = most
+    if not (end_J.is_cuda or end_J.is_meta):
+        rounded = -(-int(end_J[-1]) // TILES_STEP) * TILES_STEP
+        count = min(most, max(rounded, TILES_AT_ONCE))
+    tile_N = torch.arange(count, device=end_J.device)
+    return torch.searchsorted(end_J, tile_N, right=True).clamp_max_(len(end_J) - 1)
 
 
-def _chunk(
-    queries: slice,
-    first: int,
-    n: int,
-    l: int,
-) -> Chunk:
-    low, high = first + queries.start, first + queries.stop
-    own = slice(low // l, -(-high // l))
-    pairs = 0
-    for j in range(own.start, own.stop):
-        in_block = min(high, (j + 1) * l) - max(low, j * l)
-        pairs += in_block * min(n, j)
-    if own.stop - own.start == 1:  # as in decoding: no more rows than queries
-        return Chunk(queries, low, own, rows=high - low, before=0, pairs=pairs)
-    return Chunk(queries, low, own, rows=l, before=low % l, pairs=pairs)
+def with_no_query(x_CM_: Tensor, value: float = 0.0) -> Tensor:
+    """[C+1,M,...] with the value in query C, which padding slots have."""
+    other_dims = (0, 0) * (x_CM_.ndim - 1)
+    return F.pad(x_CM_, (*other_dims, 0, 1), value=value)
 
 
-class Pairs(NamedTuple):
-    """What the queries of a chunk read: their own blocks, and the tiles of all other pairs."""
-
-    chunk: Chunk
-    has_own_C: Tensor  # which queries have chosen their own block
-    is_own_Cn: Tensor
-    hidden_Rl: Tensor  # keys of an own tile that are after the query
-    tiles: Tiles
-
-    def own_rows(self, x_CM_: Tensor, value: float = 0.0) -> tuple[Tensor, ...]:
-        """[N,R,...] of the own tiles, a few at a time, with the value in rows without a query."""
-        M, *rest = x_CM_.shape[1:]
-        before, rows = self.chunk.before, self.chunk.rows
-        behind = -(before + len(x_CM_)) % rows
-        if before or behind:
-            other_dims = (0, 0) * (x_CM_.ndim - 1)
-            x_CM_ = F.pad(x_CM_, (*other_dims, before, behind), value=value)
-        return x_CM_.view(-1, rows * M, *rest).split(OWN_AT_ONCE)
-
-    def own_blocks(self, x_JlK: Tensor) -> tuple[Tensor, ...]:
-        """Keys or values of the own tiles, a few at a time."""
-        return x_JlK[self.chunk.own].split(OWN_AT_ONCE)
-
-    def own_queries(self, parts_NR_: list[Tensor], M: int) -> Tensor:
-        """[C,M,...] of the results of the own tiles."""
-        x_NR_ = torch.cat(parts_NR_)
-        first, C = self.chunk.before, len(self.has_own_C)
-        return x_NR_.view(-1, M, *x_NR_.shape[2:])[first : first + C]
+# ---- one stream
 
 
-def sort_pairs(
-    chunk: Chunk,
-    chosen_Cn: Tensor,
-    J: int,
-    M: int,
-    l: int,
-) -> Pairs:
-    """Sorts the chosen blocks of a chunk."""
-    C = len(chosen_Cn)
-    device = chosen_Cn.device
-    own_C1 = torch.arange(chunk.low, chunk.low + C, device=device)[:, None] // l
-    is_own_Cn = chosen_Cn == own_C1
-    no_pair_Cn = is_own_Cn | (chosen_Cn < 0)
-    block_Cn = chosen_Cn.long().masked_fill_(no_pair_Cn, J)
-
-    offset = (chunk.low - chunk.before) % l
-    query_R = torch.arange(offset, offset + chunk.rows, device=device)
-    hidden_Rl = torch.arange(l, device=device) > query_R[:, None]
-    return Pairs(
-        chunk,
-        has_own_C=is_own_Cn.any(1),
-        is_own_Cn=is_own_Cn,
-        hidden_Rl=hidden_Rl.repeat_interleave(M, 0),
-        tiles=cut_tiles(block_Cn, J, _tile_pairs(chunk, M), chunk.pairs),
-    )
-
-
-def _tile_pairs(chunk: Chunk, M: int) -> int:
-    """Pairs of a tile: a block has at most one of each query."""
-    queries = chunk.queries.stop - chunk.queries.start
-    return max(1, min(TILE_ROWS // M, queries))
-
-
-def _slot_results(
-    q_TMK: Tensor,
-    chunks: list[Chunk],
-    J: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Memory for the results of the slots, which all chunks use one after another: new memory of
-    this size is new pages, and writing these for the first time takes as long as a product.
+class StreamAttention:
+    """Attention of one stream, chunk by chunk, in memory that all chunks use one after another: new
+    memory of this size is new pages, and writing these for the first time takes as long as a
+    product.
     """
-    _, M, K = q_TMK.shape
-    slots = max(slot_count(chunk.pairs, J, _tile_pairs(chunk, M)) for chunk in chunks)
-    return q_TMK.new_empty(slots, M, K, dtype=dtype)
 
+    def __init__(
+        self,
+        kv: Sequence[Tensor],
+        q_TMK: Tensor,
+        n: int,
+        first: int = 0,
+    ):
+        """kv: in blocks [J,l,K], in the dtype of products."""
+        T, M, K = q_TMK.shape
+        self.kv = kv
+        self.tiling = Tiling(T, M, n, kv[0].shape[1], first)
+        self.chunks = self.tiling.chunks()
+        self.buffers = Buffers(kv[0])
+        slots = max(map(self.tiling.slots, self.chunks))
+        self.results_SMK = kv[0].new_empty(slots, M, K)
 
-# ---- forward
+    def forward(
+        self,
+        queries: slice,
+        q_CMK: Tensor,
+        chosen_Cn: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """(o_CMK, lse_CM) of a chunk."""
+        M = q_CMK.shape[1]
+        tiles = self.tiling.tiles(queries, chosen_Cn)
+        o_SMK = self.results_SMK[: tiles.slots]
+        lse_SM = q_CMK.new_empty(tiles.slots, M, dtype=torch.float32)
+        o_SMK[-1] = 0
+        lse_SM[-1] = -torch.inf
 
+        q_CMK = with_no_query(q_CMK)
+        for group in tiles.groups:
+            q_NRK = group.rows(q_CMK)
+            out_NRK = o_SMK[group.slots].view(q_NRK.shape)
+            inputs = q_NRK, *group.keys(self.kv), self.buffers, group.hidden_NRS
+            _, lse_NR = tile_forward(*inputs, out_NRK)
+            lse_SM[group.slots] = lse_NR.view(-1, M)
+        return merge_slots(o_SMK, lse_SM, tiles.slot_Cn)
 
-def _forward_stream(
-    q_TMK: Tensor,
-    kv: KeysValues,
-    chosen_Tn: Tensor,
-    first: int,
-    o_TMK: Tensor,
-    lse_TM: Tensor,
-) -> None:
-    """Fills o and lse of one stream, whose first query has the position `first`."""
-    T, M, _ = q_TMK.shape
-    J, l, _ = kv.k_JlK.shape
-    buffers = Buffers(kv.k_JlK)
-    chunks = cut_chunks(T, first, chosen_Tn.shape[1], l)
-    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
-    for chunk in chunks:
-        queries = chunk.queries
-        q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
-        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
-        own = _own_forward(q_CMK, kv, pairs, buffers)
-        o_SMK = results_SMK[: len(pairs.tiles.query_S)]
-        lse_SM = tiles_forward(q_CMK, *kv, pairs.tiles, buffers, o_SMK)
-        merged = merge_parts(*own, o_SMK, lse_SM, pairs.tiles.slot_CP)
-        o_TMK[queries], lse_TM[queries] = merged
-
-
-def _own_forward(
-    q_CMK: Tensor,
-    kv: KeysValues,
-    pairs: Pairs,
-    buffers: Buffers,
-) -> tuple[Tensor, Tensor]:
-    """(o_CMK, lse_CM) over the own blocks."""
-    M = q_CMK.shape[1]
-    groups = zip(pairs.own_rows(q_CMK), *map(pairs.own_blocks, kv), strict=True)
-    outs = [tile_forward(*group, buffers, pairs.hidden_Rl) for group in groups]
-    o_CMK = pairs.own_queries([o for o, _ in outs], M)
-    lse_CM = pairs.own_queries([lse for _, lse in outs], M)
-    return o_CMK, lse_CM.masked_fill(~pairs.has_own_C[:, None], -torch.inf)
+    def backward(
+        self,
+        queries: slice,
+        inputs: BackwardInputs,
+        chosen_Cn: Tensor,
+        dkv: Sequence[Tensor],
+    ) -> Tensor:
+        """dq_CMK of a chunk; adds to dk and dv. dq and dk lack the factor 1 / sqrt(K)."""
+        tiles = self.tiling.tiles(queries, chosen_Cn)
+        dq_SMK = self.results_SMK[: tiles.slots]
+        dq_SMK[-1] = 0
+        # with lse = inf, exp(-inf) = 0, and padding adds nothing
+        padding = 0.0, 0.0, torch.inf, 0.0
+        inputs = BackwardInputs(*map(with_no_query, inputs, padding))
+        for group in tiles.groups:
+            rows = BackwardInputs(*map(group.rows, inputs))
+            out_NRK = dq_SMK[group.slots].view(rows.q.shape)
+            others = *group.keys(self.kv), self.buffers, group.hidden_NRS
+            _, *grads = tile_backward(rows, *others, out_NRK)
+            for total_JlK, part_NlK in zip(dkv, grads, strict=True):
+                add_tiles(total_JlK, group.block_N, part_NlK)
+            del rows, others, grads, part_NlK  # before those of the next group exist
+        return gather_sum(dq_SMK, tiles.slot_Cn)
 
 
 def _few_queries(
     q_TMK: Tensor,
-    k_SK: Tensor,
-    v_SK: Tensor,
+    kv: Sequence[Tensor],
     chosen_Tn: Tensor,
     l: int,
     products: torch.dtype,
@@ -267,21 +299,36 @@ def _few_queries(
     """(o_TMK, lse_TM) of the last T of S positions, whose chosen keys R = n*l are gathered: for
     fewer than one read per key, as in decoding, where all keys would be copied otherwise.
     """
-    S, K = k_SK.shape
-    T = len(q_TMK)
+    S, T = len(kv[0]), len(q_TMK)
     device = q_TMK.device
     position_l = torch.arange(l, device=device)
     key_TR = (chosen_Tn.long().unsqueeze(-1) * l + position_l).flatten(1)
     t_T1 = torch.arange(S - T, S, device=device)[:, None]
     hidden_TR = (key_TR < 0) | (key_TR > t_T1)
 
-    index = key_TR.clamp_(0, S - 1).flatten()
-    k_TRK, v_TRK = (x.index_select(0, index).view(T, -1, K).to(products) for x in (k_SK, v_SK))
+    index_TR = key_TR.clamp_(0, S - 1)
+    kv = [x_SK[index_TR].to(products) for x_SK in kv]
     q_TMK = q_TMK.to(products)
-    o_TMK, lse_TM = tile_forward(q_TMK, k_TRK, v_TRK, Buffers(q_TMK), hidden_TR[:, None])
+    o_TMK, lse_TM = tile_forward(q_TMK, *kv, Buffers(q_TMK), hidden_TR[:, None])
     blind_T1 = hidden_TR.all(-1, keepdim=True)
     o_TMK = o_TMK.masked_fill_(blind_T1.unsqueeze(-1), 0)
     return o_TMK, lse_TM.masked_fill_(blind_T1, -torch.inf)
+
+
+# ---- forward and backward of a call
+
+
+def _stream_attention(
+    q_TMK: Tensor,
+    kv: Sequence[Tensor],
+    chosen_Tn: Tensor,
+    block: int,
+    products: torch.dtype,
+) -> StreamAttention:
+    """Attention of the last T of S positions."""
+    first = len(kv[0]) - len(q_TMK)
+    kv = [in_blocks(x_SK, block, products) for x_SK in kv]
+    return StreamAttention(kv, q_TMK, chosen_Tn.shape[1], first)
 
 
 def _empty_outputs(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,108 +347,25 @@ def block_sparse_forward(
     products: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """(o_BTHK, lse_BTH); `products` is the dtype in which products are computed."""
-    o_BTHK, lse_BTH = _empty_outputs(q_BTHK)
+    outputs = _empty_outputs(q_BTHK)
     n = chosen_BTGn.shape[3]
 
     def forward(stream: Stream) -> None:
-        k_SK, v_SK = k_BSGK[stream.blocks], v_BSGK[stream.blocks]
-        if stream.length * n * block < len(k_SK):
-            q_TMK, chosen_Tn = q_BTHK[stream.heads], chosen_BTGn[stream.tokens]
-            found = _few_queries(q_TMK, k_SK, v_SK, chosen_Tn, block, products)
-            o_BTHK[stream.heads], lse_BTH[stream.heads] = found
+        q_TMK, o_TMK, lse_TM = (x[stream.heads] for x in (q_BTHK, *outputs))
+        kv = k_BSGK[stream.keys], v_BSGK[stream.keys]
+        chosen_Tn = chosen_BTGn[stream.tokens]
+        inputs = q_TMK, kv, chosen_Tn, block, products
+        if len(q_TMK) * n * block < len(kv[0]):
+            o_TMK[:], lse_TM[:] = _few_queries(*inputs)
             return
-        _forward_stream(
-            q_BTHK[stream.heads],
-            KeysValues(in_blocks(k_SK, block, products), in_blocks(v_SK, block, products)),
-            chosen_BTGn[stream.tokens],
-            len(k_SK) - stream.length,
-            o_BTHK[stream.heads],
-            lse_BTH[stream.heads],
-        )
+        attention = _stream_attention(*inputs)
+        for few in attention.chunks:
+            q_CMK = q_TMK[few].to(products).contiguous()
+            o_TMK[few], lse_TM[few] = attention.forward(few, q_CMK, chosen_Tn[few])
 
-    each_stream(forward, _streams(q_BTHK, k_BSGK, cu_seqlens), q_BTHK.device)
-    return o_BTHK, lse_BTH
-
-
-# ---- backward
-
-
-class Saved(NamedTuple):
-    """What the backward of a stream reads: gradients of the results, and the results."""
-
-    do: Tensor
-    dlse: Tensor | None
-    o: Tensor
-    lse: Tensor
-
-    def inputs(self, queries: slice, q_CMK: Tensor) -> BackwardInputs:
-        """Those of a chunk. d lse / d logit is p, so that the gradient of lse lowers delta."""
-        do_CMK = self.do[queries]
-        delta_CM = (do_CMK.float() * self.o[queries]).sum(-1)
-        if self.dlse is not None:
-            delta_CM -= self.dlse[queries]
-        # without a key lse is -inf; with inf, p is 0
-        lse_CM = self.lse[queries]
-        lse_CM = lse_CM.masked_fill(lse_CM == -torch.inf, torch.inf)
-        return BackwardInputs(q_CMK, do_CMK.to(q_CMK.dtype).contiguous(), lse_CM, delta_CM)
-
-
-def _backward_stream(
-    saved: Saved,
-    q_TMK: Tensor,
-    kv: KeysValues,
-    chosen_Tn: Tensor,
-    first: int,
-    dq_TMK: Tensor,
-    dkv: KeysValues,
-) -> None:
-    """Fills dq of one stream and adds to dk and dv, of which dk lacks the factor 1 / sqrt(K)."""
-    T, M, K = q_TMK.shape
-    J, l, _ = kv.k_JlK.shape
-    buffers = Buffers(kv.k_JlK)
-    chunks = cut_chunks(T, first, chosen_Tn.shape[1], l)
-    results_SMK = _slot_results(q_TMK, chunks, J, buffers.like.dtype)
-    for chunk in chunks:
-        queries = chunk.queries
-        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
-        q_CMK = q_TMK[queries].to(kv.k_JlK.dtype).contiguous()
-        inputs = saved.inputs(queries, q_CMK)
-        dq_CMK = _own_backward(inputs, kv, pairs, dkv, buffers).float()
-        dq_SMK = results_SMK[: len(pairs.tiles.query_S)]
-        dq_CMK += tiles_backward(inputs, *kv, pairs.tiles, *dkv, buffers, dq_SMK)
-        dq_TMK[queries] = dq_CMK.mul_(K**-0.5)
-
-
-def _own_backward(
-    inputs: BackwardInputs,
-    kv: KeysValues,
-    pairs: Pairs,
-    dkv: KeysValues,
-    buffers: Buffers,
-) -> Tensor:
-    """dq_CMK over the own blocks; adds to dk and dv. dq and dk lack the factor 1 / sqrt(K)."""
-    M = inputs.q.shape[1]
-    lse_CM = inputs.lse.masked_fill(~pairs.has_own_C[:, None], torch.inf)
-    rows = BackwardInputs(
-        q=pairs.own_rows(inputs.q),
-        do=pairs.own_rows(inputs.do),
-        lse=pairs.own_rows(lse_CM, torch.inf),
-        delta=pairs.own_rows(inputs.delta),
-    )
-    groups = [map(pairs.own_blocks, part) for part in (kv, dkv)]
-    dq_parts = []
-    for *parts, k, v, dk, dv in zip(*rows, *groups[0], *groups[1], strict=True):
-        dq, dk_NlK, dv_NlK = tile_backward(
-            BackwardInputs(*parts),
-            k,
-            v,
-            buffers,
-            pairs.hidden_Rl,
-        )
-        dq_parts.append(dq)
-        dk += dk_NlK
-        dv += dv_NlK
-    return pairs.own_queries(dq_parts, M)
+    spans = documents(cu_seqlens, q_BTHK.shape[1], k_BSGK.shape[1])
+    each_stream(forward, q_BTHK, k_BSGK, spans)
+    return outputs
 
 
 @torch.library.custom_op("longhaul::block_sparse_backward", mutates_args=())
@@ -419,125 +383,38 @@ def block_sparse_backward(
     products: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradients of o and of lse."""
-    dq_BTHK = q_BTHK.new_empty(q_BTHK.shape)
-    dk_BSGK = k_BSGK.new_empty(k_BSGK.shape)
-    dv_BSGK = v_BSGK.new_empty(v_BSGK.shape)
+    grads = tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
+    scale = q_BTHK.shape[3] ** -0.5
+    if dlse_BTH is None:
+        dlse_BTH = lse_BTH.new_zeros(()).expand_as(lse_BTH)
 
     def backward(stream: Stream) -> None:
-        k_SK, v_SK = k_BSGK[stream.blocks], v_BSGK[stream.blocks]
-        S, K = k_SK.shape
-        kv = KeysValues(in_blocks(k_SK, block, products), in_blocks(v_SK, block, products))
+        given = do_BTHK, q_BTHK, o_BTHK, lse_BTH, dlse_BTH, grads[0]
+        do_TMK, q_TMK, o_TMK, lse_TM, dlse_TM, dq_TMK = (x[stream.heads] for x in given)
+        chosen_Tn = chosen_BTGn[stream.tokens]
+        kv = k_BSGK[stream.keys], v_BSGK[stream.keys]
+        attention = _stream_attention(q_TMK, kv, chosen_Tn, block, products)
         # fp32, because each element is a sum of many
-        dkv = KeysValues(*k_SK.new_zeros((2, *kv.k_JlK.shape), dtype=torch.float32))
-        heads = stream.heads
-        _backward_stream(
-            Saved(
-                do_BTHK[heads],
-                None if dlse_BTH is None else dlse_BTH[heads],
-                o_BTHK[heads],
-                lse_BTH[heads],
-            ),
-            q_BTHK[heads],
-            kv,
-            chosen_BTGn[stream.tokens],
-            S - stream.length,
-            dq_BTHK[heads],
-            dkv,
-        )
-        dk_BSGK[stream.blocks] = dkv.k_JlK.mul_(K**-0.5).flatten(0, 1)[:S]
-        dv_BSGK[stream.blocks] = dkv.v_JlK.flatten(0, 1)[:S]
+        dkv = [torch.zeros_like(x, dtype=torch.float32) for x in attention.kv]
+        for few in attention.chunks:
+            do_CMK, lse_CM = do_TMK[few], lse_TM[few]
+            inputs = BackwardInputs(
+                q=q_TMK[few].to(products).contiguous(),
+                do=do_CMK.to(products).contiguous(),
+                # without a key lse is -inf; with inf, p is 0
+                lse=lse_CM.masked_fill(lse_CM == -torch.inf, torch.inf),
+                # d lse / d logit is p, so that the gradient of lse lowers delta
+                delta=(do_CMK.float() * o_TMK[few]).sum(-1) - dlse_TM[few],
+            )
+            dq_CMK = attention.backward(few, inputs, chosen_Tn[few], dkv)
+            dq_TMK[few] = dq_CMK.float().mul_(scale)
+        dkv[0].mul_(scale)
+        for grad_BSGK, sum_JlK in zip(grads[1:], dkv, strict=True):
+            grad_BSGK[stream.keys] = sum_JlK.flatten(0, 1)[: len(kv[0])]
 
-    each_stream(backward, _streams(q_BTHK, k_BSGK, cu_seqlens), q_BTHK.device)
-    return dq_BTHK, dk_BSGK, dv_BSGK
-
-
-# ---- the mass of each chosen block
-
-
-@torch.library.custom_op("longhaul::block_mass", mutates_args=())
-def block_mass_forward(
-    q_BTHK: Tensor,
-    k_BSGK: Tensor,
-    chosen_BTGn: Tensor,
-    lse_BTH: Tensor,
-    cu_seqlens: Tensor | None,
-    block: int,
-    products: torch.dtype,
-) -> Tensor:
-    """mass_BTGn in fp32."""
-    mass_BTGn = q_BTHK.new_empty(chosen_BTGn.shape, dtype=torch.float32)
-
-    def measure(stream: Stream) -> None:
-        k_SK = k_BSGK[stream.blocks]
-        fill_masses(
-            q_BTHK[stream.heads],
-            in_blocks(k_SK, block, products),
-            chosen_BTGn[stream.tokens],
-            lse_BTH[stream.heads],
-            len(k_SK) - stream.length,
-            mass_BTGn[stream.tokens],
-        )
-
-    each_stream(measure, _streams(q_BTHK, k_BSGK, cu_seqlens), q_BTHK.device)
-    return mass_BTGn
-
-
-def fill_masses(
-    q_TMK: Tensor,
-    k_JlK: Tensor,
-    chosen_Tn: Tensor,
-    lse_TM: Tensor,
-    first: int,
-    mass_Tn: Tensor,
-) -> None:
-    """Fills the masses of one stream, whose first query has the position `first`."""
-    T, M, _ = q_TMK.shape
-    J, l, _ = k_JlK.shape
-    buffers = Buffers(k_JlK)
-    for chunk in cut_chunks(T, first, chosen_Tn.shape[1], l):
-        queries = chunk.queries
-        q_CMK = q_TMK[queries].to(k_JlK.dtype).contiguous()
-        pairs = sort_pairs(chunk, chosen_Tn[queries], J, M, l)
-        groups = zip(pairs.own_rows(q_CMK), pairs.own_blocks(k_JlK), strict=True)
-        own = [_tile_lse(*group, buffers, pairs.hidden_Rl) for group in groups]
-        own_CM = pairs.own_queries(own, M)
-        lse_CnM = _tiles_lse(q_CMK, k_JlK, pairs.tiles, buffers)[pairs.tiles.slot_CP]
-        lse_CnM = torch.where(pairs.is_own_Cn.unsqueeze(-1), own_CM[:, None], lse_CnM)
-
-        finite_CM = lse_TM[queries].clamp_min(torch.finfo(torch.float32).min)
-        mass_Tn[queries] = lse_CnM.sub_(finite_CM[:, None]).exp_().mean(-1)
-
-
-def _tiles_lse(
-    q_CMK: Tensor,
-    k_JlK: Tensor,
-    tiles: Tiles,
-    buffers: Buffers,
-) -> Tensor:
-    """lse_SM of the slots of all tiles, with any content behind the last one."""
-    M = q_CMK.shape[1]
-    lse_SM = q_CMK.new_empty(len(tiles.query_S), M, dtype=torch.float32)
-    lse_SM[-1] = -torch.inf
-    q_CMK = pad_queries(q_CMK, 1, 0.0)
-    for block_N, part, query_S in tile_groups(tiles):
-        q_NRK = queries_of(q_CMK, query_S, tiles)
-        lse_SM[part] = _tile_lse(q_NRK, k_JlK.index_select(0, block_N), buffers).view(-1, M)
-    return lse_SM
-
-
-def _tile_lse(
-    q_NRK: Tensor,
-    k_NlK: Tensor,
-    buffers: Buffers,
-    hidden_Rl: Tensor | None = None,
-) -> Tensor:
-    logits_NRl = product_fp32(q_NRK, k_NlK, buffers, "logits").mul_(q_NRK.shape[-1] ** -0.5)
-    if hidden_Rl is not None:
-        logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
-    # logsumexp would hold a copy that the planner does not see
-    most_NR1 = logits_NRl.amax(-1, keepdim=True)
-    sum_NR = logits_NRl.sub_(most_NR1).exp_().sum(-1)
-    return sum_NR.log_().add_(most_NR1.squeeze(-1))
+    spans = documents(cu_seqlens, q_BTHK.shape[1], k_BSGK.shape[1])
+    each_stream(backward, q_BTHK, k_BSGK, spans)
+    return grads
 
 
 # ---- the operators of PyTorch
@@ -553,11 +430,6 @@ def _(do_BTHK, q_BTHK, k_BSGK, v_BSGK, *_):
     return tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
 
 
-@block_mass_forward.register_fake
-def _(q_BTHK, k_BSGK, chosen_BTGn, *_):
-    return q_BTHK.new_empty(chosen_BTGn.shape, dtype=torch.float32)
-
-
 def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     *tensors, ctx.block, ctx.products = inputs
@@ -565,24 +437,18 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, do_BTHK, dlse_BTH):
-    q, k, v, chosen, cu_seqlens, o, lse = ctx.saved_tensors
+    q, k, v, chosen, cu_seqlens, *results = ctx.saved_tensors
     if do_BTHK is None:
-        do_BTHK = torch.zeros_like(o)
-    grads = block_sparse_backward(
-        do_BTHK,
-        *(q, k, v, chosen, o, lse),
-        dlse_BTH,
-        cu_seqlens,
-        ctx.block,
-        ctx.products,
-    )
+        do_BTHK = torch.zeros_like(results[0])
+    saved = do_BTHK, q, k, v, chosen, *results
+    grads = block_sparse_backward(*saved, dlse_BTH, cu_seqlens, ctx.block, ctx.products)
     return *grads, None, None, None, None
 
 
 block_sparse_forward.register_autograd(_backward, setup_context=_save)
 
 
-# ---- the entry points
+# ---- the entry point
 
 
 def block_sparse_attention(
@@ -613,23 +479,3 @@ def block_sparse_attention(
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
     return block_sparse_forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products)
-
-
-@torch.no_grad()
-def block_mass(
-    q_BTHK: Tensor,
-    k_BSGK: Tensor,
-    chosen_BTGn: Tensor,
-    lse_BTH: Tensor,
-    block: int = 64,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """mass_BTGn in fp32: the probability of each chosen block, a mean over the group's heads; 0 for
-    unused slots. lse: over whatever keys the probabilities are of, such as that of
-    `block_sparse_attention`, with which the masses of a query add up to 1. No gradients.
-    """
-    check_block_inputs(q_BTHK, k_BSGK, k_BSGK, chosen_BTGn, block, cu_seqlens)
-    check_engine_dtype(q_BTHK)
-    products = platform().product_dtype(q_BTHK)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
-    return block_mass_forward(q_BTHK, k_BSGK, chosen_BTGn, lse_BTH, cu_seqlens, block, products)

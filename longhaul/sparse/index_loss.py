@@ -23,9 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base.machine import platform
-from longhaul.sparse.engine import cut_chunks, fill_masses, in_blocks, sort_pairs
-from longhaul.sparse.nsa.branches import Buffers, product_fp32
-from longhaul.sparse.nsa.selected import gather_sum, tile_groups
+from longhaul.sparse.engine import Tiles, Tiling, in_blocks, with_no_query
+from longhaul.sparse.tiles import Buffers, gather_sum, product_fp32
 
 CHUNK_LOGITS = 2**22  # of a dense chunk of queries: 16 MiB in fp32
 MOST_QUERIES = 256  # of it
@@ -122,47 +121,56 @@ def _chosen_chunks(
     buffers: Buffers,
 ) -> Iterator[Compared]:
     """Every query with the blocks that it has chosen."""
-    T, n = chosen_Tn.shape
-    l = stream.k_JlE.shape[1]
-    mass_Tn = lse_TM.new_empty((T, n))
-    fill_masses(stream.q_TMK, stream.k_JlK, chosen_Tn, lse_TM, stream.first, mass_Tn)
-    for chunk in cut_chunks(T, stream.first, n, l):
-        queries = chunk.queries
-        chosen_Cn = chosen_Tn[queries]
-        q_C1E = _rows(stream.q_TE[queries], stream.k_JlE)[:, None]
-        scores_Cn, offset_Cn = _chosen_scores(q_C1E, stream.k_JlE, chosen_Cn, chunk, buffers)
-        at_Cn = chosen_Cn.clamp(min=0) * l + offset_Cn
-        yield Compared(queries, scores_Cn, at_Cn, mass_Tn[queries])
+    T, M, _ = stream.q_TMK.shape
+    tiling = Tiling(T, M, chosen_Tn.shape[1], stream.k_JlE.shape[1], stream.first)
+    for queries in tiling.chunks():
+        tiles = tiling.tiles(queries, chosen_Tn[queries])
+        scores_S, offset_S, lse_SM = _tile_results(stream, queries, tiles, buffers)
+        slot_Cn = tiles.slot_Cn
+        finite_CM = lse_TM[queries].clamp_min(torch.finfo(torch.float32).min)
+        mass_CnM = lse_SM[slot_Cn].sub_(finite_CM[:, None]).exp_()
+        at_Cn = chosen_Tn[queries].clamp(min=0) * tiling.l + offset_S[slot_Cn]
+        yield Compared(queries, scores_S[slot_Cn], at_Cn, mass_CnM.mean(-1))
 
 
-def _chosen_scores(
-    q_C1E: Tensor,
-    k_JlE: Tensor,
-    chosen_Cn: Tensor,
-    chunk,
+def _tile_results(
+    stream: IndexStream,
+    queries: slice,
+    tiles: Tiles,
     buffers: Buffers,
-) -> tuple[Tensor, Tensor]:
-    """(scores, offsets of the largest keys in their blocks), both [C, n], block by block."""
-    J, l, _ = k_JlE.shape
-    pairs = sort_pairs(chunk, chosen_Cn, J, 1, l)
-    groups = zip(pairs.own_rows(q_C1E), pairs.own_blocks(k_JlE), strict=True)
-    own = [_largest(*group, buffers, pairs.hidden_Rl) for group in groups]
-    own_C1 = [pairs.own_queries(list(parts), 1) for parts in zip(*own, strict=True)]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each slot: the score, the offset of the largest key, and the heads' log-sum-exps."""
+    q_CMK = with_no_query(_rows(stream.q_TMK[queries], stream.k_JlK))
+    q_C1E = with_no_query(_rows(stream.q_TE[queries], stream.k_JlE)[:, None])
+    M = q_CMK.shape[1]
+    scores_S = q_CMK.new_full((tiles.slots,), -torch.inf, dtype=torch.float32)
+    offset_S = torch.zeros_like(scores_S, dtype=torch.int64)
+    lse_SM = scores_S[:, None].repeat(1, M)
+    for group in tiles.groups:
+        hidden_NRl = of_pairs = group.hidden_NRS
+        if hidden_NRl is not None:
+            of_pairs = hidden_NRl[:, ::M]
+        k_NlE, k_NlK = group.keys((stream.k_JlE, stream.k_JlK))
+        found = _largest(group.rows(q_C1E), k_NlE, buffers, of_pairs)
+        scores_S[group.slots], offset_S[group.slots] = (x.flatten() for x in found)
+        lse_NR = _tile_lse(group.rows(q_CMK), k_NlK, buffers, hidden_NRl)
+        lse_SM[group.slots] = lse_NR.view(-1, M)
+    return scores_S, offset_S, lse_SM
 
-    slots = len(pairs.tiles.query_S)
-    scores_S = q_C1E.new_full((slots,), -torch.inf, dtype=torch.float32)
-    offset_S = q_C1E.new_zeros((slots,), dtype=torch.int64)
-    padded = F.pad(q_C1E, (0, 0, 0, 0, 0, 1))
-    for block_N, part, query_S in tile_groups(pairs.tiles):
-        q_NRE = padded.index_select(0, query_S).view(len(block_N), -1, padded.shape[-1])
-        found = _largest(q_NRE, k_JlE.index_select(0, block_N), buffers)
-        scores_S[part], offset_S[part] = (x.flatten() for x in found)
 
-    slot_Cn = pairs.tiles.slot_CP
-    of_pairs = scores_S[slot_Cn], offset_S[slot_Cn]
-    found = zip(own_C1, of_pairs, strict=True)
-    scores_Cn, offset_Cn = (torch.where(pairs.is_own_Cn, *both) for both in found)
-    return scores_Cn, offset_Cn
+def _tile_lse(
+    q_NRK: Tensor,
+    k_NlK: Tensor,
+    buffers: Buffers,
+    hidden_Rl: Tensor | None = None,
+) -> Tensor:
+    logits_NRl = product_fp32(q_NRK, k_NlK, buffers, "logits").mul_(q_NRK.shape[-1] ** -0.5)
+    if hidden_Rl is not None:
+        logits_NRl.masked_fill_(hidden_Rl, -torch.inf)
+    # logsumexp would hold a copy that the planner does not see
+    most_NR1 = logits_NRl.amax(-1, keepdim=True)
+    sum_NR = logits_NRl.sub_(most_NR1).exp_().sum(-1)
+    return sum_NR.log_().add_(most_NR1.squeeze(-1))
 
 
 def _largest(

@@ -5,10 +5,9 @@ longhaul/kernels.py puts these functions in place of the plain ones. Results are
 tolerances of the tests.
 
 engine.py    nsa_attention, forward and backward as custom operators
-branches.py  one document under one KV head: compressed branch, window, and choice of blocks
-selected.py  one document under one KV head: the selected branch, block-major
+branches.py  one document under one KV head: compressed branch and window
+selected.py  which blocks the selected branch reads; the engine of all selectors computes it
 decode.py    what a layer keeps while decoding, and the attention of one token
-streams.py   how the streams of an operator share the threads
 triton/      the kernels for GPUs
 """
 

@@ -1,13 +1,11 @@
-"""Native Sparse Attention (arXiv 2502.11089): compressed branch, window, and choice of blocks.
+"""Native Sparse Attention (arXiv 2502.11089): compressed branch and window.
 
-nsa/engine.py drives this file and nsa/selected.py. Everything works on one document, one row of the
-batch and one KV head, over chunks of C queries.
+nsa/engine.py drives this file. Everything works on one document, one row of the batch and one KV
+head, over chunks of C queries.
 
-The compressed branch, the window, and the selected branch as long as it is plain causal attention
-(the first n*l' tokens) take a few queries against all the keys that they see. One softmax then
-gives both the output and the importance of the blocks, without a second pass, and the backward
-needs no saved log-sum-exp. From the importance, `choose` selects the blocks that nsa/selected.py
-attends to.
+Both branches take a few queries against all the keys that they see. One softmax then gives both the
+output and the importance of the blocks, without a second pass, and the backward needs no saved
+log-sum-exp. From the importance, nsa/selected.py chooses blocks.
 
 PyTorch's attention kernel for CPUs could compute the compressed branch as square causal attention,
 as nsa/triton/dense.py does on GPUs. It took as long or longer per pair (ns, 4 heads of 128 in bf16,
@@ -20,20 +18,19 @@ edge. t is a position inside its document. l, s, l', n and w of the paper are cm
 sel_block, sel_count and window.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from base.machine import platform
+from longhaul.sparse.streams import starts
+from longhaul.sparse.tiles import Buffers, product_fp32
 
 STEP_LOGITS = 2**20  # logits that exist at once in the compressed branch: 4 MiB in fp32
 STEP_QUERIES = 256  # queries of a step of the compressed branch, at most
 KEY_STEP = 128  # keys of a step are a multiple: few shapes, since each costs 0.3 ms once
-BAND_QUERIES = 128  # queries of a step of the window, which see window + 127 keys
+WINDOW_QUERIES = 128  # queries of a step of the window, which see window + 127 keys
 
 
 class Sizes(NamedTuple):
@@ -57,10 +54,18 @@ class Sizes(NamedTuple):
         """Selected blocks that are chosen by their importance."""
         return self.sel_count - self.forced
 
+    # as a selector's settings say it
     @property
-    def dense_tokens(self) -> int:
-        """Before this position, a query selects every block."""
-        return self.sel_count * self.sel_block
+    def block(self) -> int:
+        return self.sel_block
+
+    @property
+    def init(self) -> int:
+        return self.sel_init
+
+    @property
+    def local(self) -> int:
+        return self.sel_local
 
     def compressed_blocks(self, tokens: int) -> int:
         """Compressed blocks that end within the first `tokens` tokens of a document."""
@@ -83,61 +88,7 @@ class BranchKV(NamedTuple):
         return BranchKV(*(x.contiguous() for x in self))
 
 
-# ---- buffers, products and softmax
-
-
-class Buffers:
-    """Memory that the steps of a stream use one after another.
-
-    If each step allocated and freed it, the allocator could return it to the system every time;
-    with heads of 32 the page faults then took as long as the step.
-    """
-
-    def __init__(self, like: Tensor):
-        self.like = like
-        self.by_name = {}
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The buffer of this name, with any content, in this shape; a name has one dtype.
-
-        Sizes are powers of two, so that a buffer seldom grows; what is not written is not resident.
-        """
-        count = math.prod(shape)
-        if name not in self.by_name or len(self.by_name[name]) < count:
-            self.by_name.pop(name, None)  # before the larger one exists
-            self.by_name[name] = self.like.new_empty(2 ** (count - 1).bit_length(), dtype=dtype)
-        return self.by_name[name][:count].view(shape)
-
-    def rounded(self, name: str, x_fp32: Tensor) -> Tensor:
-        """x in the dtype of the inputs."""
-        if self.like.dtype == torch.float32:
-            return x_fp32
-        return self.take(name, x_fp32.shape, self.like.dtype).copy_(x_fp32)
-
-
-def product_fp32(a: Tensor, b: Tensor, buffers: Buffers, name: str) -> Tensor:
-    """a b^T in fp32, of two matrices or two batches of matrices, in the buffer of this name.
-
-    A bf16 product of a CPU returns bf16, too coarse for logits and ranks. Subtracting the rounded
-    result inside a second product, whose sums are fp32, returns what rounding lost: relative error
-    2^-17 at 0.6 times the time of an fp32 product (K = 128). Below K = 64, reading and writing the
-    result costs more than the product, and an fp32 product takes 0.85 times as long.
-    """
-    product = torch.mm if a.ndim == 2 else torch.bmm
-    if platform().device(a).type == "cuda" and a.dtype != torch.float32:
-        return product(a, b.mT, out_dtype=torch.float32)
-
-    shape = (*a.shape[:-1], b.shape[-2])
-    out = buffers.take(name, shape, torch.float32)
-    if a.dtype != torch.bfloat16 or a.shape[-1] < 64:
-        return product(a.float(), b.float().mT, out=out)  # fp16 would overflow at 65504
-
-    add_product = torch.addmm if a.ndim == 2 else torch.baddbmm
-    high = buffers.take("high", shape, a.dtype)
-    low = buffers.take("low", shape, a.dtype)
-    product(a, b.mT, out=high)
-    add_product(high, a, b.mT, beta=-1, out=low)
-    return out.copy_(high).add_(low.float())  # a sum of two dtypes would make this copy inside
+# ---- products and softmax
 
 
 def _add_product(
@@ -193,73 +144,51 @@ class Step(NamedTuple):
     hidden_cE: Tensor  # which of the other keys a query does not see
 
 
-def starts(first: int, stop: int, size: int) -> list[int]:
-    """Where parts of `size` of the queries first..stop-1 begin.
-
-    A planner visits a few of the whole parts, of which the last one has the most keys, and what is
-    left behind it, which may have fewer logits.
-    """
-    found = range(first, stop, size)
-    whole = max(0, stop - first) // size
-    return [*platform().tiles(found[:whole]), *found[whole:]]
-
-
 def compressed_steps(
-    start: int,
-    stop: int,
-    heads: int,
+    queries: slice,
+    q_CMK: Tensor,
     N: int,
     cfg: Sizes,
-    device: torch.device,
 ) -> Iterator[Step]:
-    """The queries start..stop-1 that see a compressed block, with all the blocks that they see.
+    """Those of the queries that see a compressed block, with all the blocks that they see.
 
     A step takes as many queries as STEP_LOGITS allows. The number of its keys is rounded up to
     KEY_STEP; steps of 64 keys took 35 MiB more.
     """
-    fitting = STEP_LOGITS // (max(1, N) * heads)
+    fitting = STEP_LOGITS // (max(1, N) * q_CMK.shape[1])
     size = min(STEP_QUERIES, max(16, fitting // 16 * 16))
-    first = max(start, cfg.cmp_block - 1)
-
-    for x in starts(first, stop, size):
-        y = min(x + size, stop)
+    first = max(queries.start, cfg.cmp_block - 1)
+    for x in starts(first, queries.stop, size):
+        y = min(x + size, queries.stop)
         edge = cfg.compressed_blocks(x + 1)
         seen = cfg.compressed_blocks(y)
         keys = min(N, -(-seen // KEY_STEP) * KEY_STEP)
 
-        # A block is visible from its last token on.
-        block = torch.arange(edge, keys, device=device)
+        # a block is visible from its last token on
+        block = torch.arange(edge, keys, device=q_CMK.device)
         last_token_E = block * cfg.cmp_stride + cfg.cmp_block - 1
-        yield Step(
-            queries=slice(x - start, y - start),
-            keys=slice(0, keys),
-            edge=edge,
-            hidden_cE=last_token_E > torch.arange(x, y, device=device)[:, None],
-        )
+        t_c1 = torch.arange(x, y, device=q_CMK.device)[:, None]
+        few = slice(x - queries.start, y - queries.start)
+        yield Step(few, slice(0, keys), edge, last_token_E > t_c1)
 
 
-def band_steps(
-    start: int,
-    stop: int,
+def window_steps(
+    queries: slice,
+    q_CMK: Tensor,
     first: int,
-    width: int,
-    device: torch.device,
+    cfg: Sizes,
 ) -> Iterator[Step]:
-    """The queries start..stop-1, each with the keys t-width < u <= t.
-
-    `first` is the position of the first key given.
+    """The queries, each with the keys t-w < u <= t; `first` is the position of the first key
+    given.
     """
-    for x in starts(start, stop, BAND_QUERIES):
-        y = min(x + BAND_QUERIES, stop)
-        low = max(0, x - width + 1)
-        t_c1 = torch.arange(x, y, device=device)[:, None]
-        u_S = torch.arange(low, y, device=device)
-        yield Step(
-            queries=slice(x - start, y - start),
-            keys=slice(low - first, y - first),
-            edge=0,
-            hidden_cE=(u_S > t_c1) | (u_S <= t_c1 - width),
-        )
+    for x in starts(queries.start, queries.stop, WINDOW_QUERIES):
+        y = min(x + WINDOW_QUERIES, queries.stop)
+        low = max(0, x - cfg.window + 1)
+        t_c1 = torch.arange(x, y, device=q_CMK.device)[:, None]
+        u_S = torch.arange(low, y, device=q_CMK.device)
+        hidden_cS = (u_S > t_c1) | (u_S <= t_c1 - cfg.window)
+        few = slice(x - queries.start, y - queries.start)
+        yield Step(few, slice(low - first, y - first), 0, hidden_cS)
 
 
 def _probabilities(
@@ -283,144 +212,45 @@ def _probabilities(
 
 def steps_forward(
     q_CMK: Tensor,
-    k_SK: Tensor,
-    v_SK: Tensor,
+    kv: Sequence[Tensor],
     steps: Iterator[Step],
     buffers: Buffers,
-    on_probabilities: Callable[[Step, Tensor], None] | None = None,
+    on_probabilities: Callable[[slice, Tensor], None] | None = None,
 ) -> Tensor:
     """o_CMK over the steps, zero for queries without a step.
 
-    on_probabilities(step, p_RS) is called with the probabilities of each step.
+    on_probabilities(queries, p_RS) is called with the probabilities of each step.
     """
     o_CMK = torch.zeros_like(q_CMK)
     for step in steps:
-        _step_forward(q_CMK, k_SK, v_SK, step, buffers, on_probabilities, out_CMK=o_CMK)
+        p_RS = _probabilities(q_CMK, kv[0], step, buffers)
+        o_RK = buffers.rounded("high", p_RS) @ kv[1][step.keys]
+        o_cMK = o_CMK[step.queries]
+        o_cMK.copy_(o_RK.view_as(o_cMK))
+        if on_probabilities is not None:
+            on_probabilities(step.queries, p_RS)
+        del p_RS  # a buffer that has to grow in the next step is freed first
     return o_CMK
-
-
-def _step_forward(
-    q_CMK: Tensor,
-    k_SK: Tensor,
-    v_SK: Tensor,
-    step: Step,
-    buffers: Buffers,
-    on_probabilities: Callable[[Step, Tensor], None] | None,
-    out_CMK: Tensor,
-) -> None:
-    """One step of `steps_forward`. When it ends, nothing holds its buffers: one that has to grow in
-    the next step is freed first.
-    """
-    p_RS = _probabilities(q_CMK, k_SK, step, buffers)
-    o_RK = buffers.rounded("high", p_RS) @ v_SK[step.keys]
-    o_cMK = out_CMK[step.queries]
-    o_cMK.copy_(o_RK.view_as(o_cMK))
-    if on_probabilities is not None:
-        on_probabilities(step, p_RS)
 
 
 def steps_backward(
     q_CMK: Tensor,
     do_CMK: Tensor,
-    gate_CM1: Tensor,
-    k_SK: Tensor,
-    v_SK: Tensor,
-    steps: Iterator[Step],
-    dk_SK: Tensor,
-    dv_SK: Tensor,
     dq_CMK: Tensor,
-    dgate_CM1: Tensor,
     buffers: Buffers,
+    gate_CM1: Tensor,
+    dgate_CM1: Tensor,
+    steps: Iterator[Step],
+    kv: Sequence[Tensor],
+    dkv: Sequence[Tensor],
 ) -> None:
-    """Adds to dk, dv and dq, and fills dgate; dk and dq lack the factor 1 / sqrt(K)."""
+    """Adds to dq, dgate, dk and dv; dq and dk lack the factor 1 / sqrt(K)."""
     for step in steps:
-        dq, dgate = _softmax_backward(
-            _probabilities(q_CMK, k_SK, step, buffers),
-            q_CMK[step.queries].flatten(0, 1),
-            do_CMK[step.queries].flatten(0, 1),
-            gate_CM1[step.queries].flatten(0, 1),
-            k_SK[step.keys],
-            v_SK[step.keys],
-            dk_SK[step.keys],
-            dv_SK[step.keys],
-            buffers,
-        )
-        dq_cMK = dq_CMK[step.queries]
-        dq_cMK += dq.view_as(dq_cMK)
-        dgate_cM1 = dgate_CM1[step.queries]
-        dgate_cM1.copy_(dgate.view_as(dgate_cM1))
-
-
-# ---- choice of blocks
-
-
-def fill_early(block_idx_Cn: Tensor, cfg: Sizes) -> None:
-    """Positions before n*l' select every block up to their own one; -1 = unused."""
-    device = block_idx_Cn.device
-    j = torch.arange(cfg.sel_count, device=device, dtype=block_idx_Cn.dtype)
-    t = torch.arange(len(block_idx_Cn), device=device)
-    own_C1 = t[:, None] // cfg.sel_block
-    block_idx_Cn.copy_(torch.where(j <= own_C1, j, -1))
-
-
-def _importance(
-    p_CN: Tensor,
-    J: int,
-    cfg: Sizes,
-) -> Tensor:
-    """[C,J]: the mass of every compressed block, once per stride that it shares with block j.
-
-    With the default sizes, the weights are 1, 2, 2, 2, 1 on the compressed blocks 4j-1 .. 4j+3.
-    """
-    per = cfg.sel_block // cfg.cmp_stride  # strides of a selection block
-    spread = cfg.cmp_block // cfg.cmp_stride  # strides of a compressed block
-    offsets = per + spread - 1
-
-    before = spread - 1
-    after = J * per - p_CN.shape[1]
-    padded = F.pad(p_CN, (before, after))
-    imp_CJ = p_CN.new_zeros(len(p_CN), J)
-    for offset in range(offsets):
-        weight = min(offset + 1, spread, per, offsets - offset)
-        mass_CJ = padded[:, offset::per][:, :J]
-        imp_CJ.add_(mass_CJ, alpha=weight)
-    return imp_CJ
-
-
-def choose(
-    p_CN: Tensor,
-    start: int,
-    cfg: Sizes,
-) -> Tensor:
-    """block_idx_Cn of the queries from position `start` on: forced blocks, then dynamic ones.
-
-    p_CN: probabilities of the compressed branch, summed over the heads of the group. The forced
-    blocks are the first and the local ones; the dynamic ones are the most important others. fp32
-    importance and index rank as one int64: non-negative floats order like their bits, the lower
-    index wins a tie, and no two keys are equal, so that the answer does not depend on how a device
-    breaks ties.
-    """
-    C = len(p_CN)
-    device = p_CN.device
-    t = torch.arange(start, start + C, device=device)
-    own_C1 = t[:, None] // cfg.sel_block
-    J = (start + C - 1) // cfg.sel_block + 1
-
-    bits_CJ = _importance(p_CN, J, cfg).view(torch.int32)
-    key_CJ = bits_CJ.to(torch.int64) << 32
-    key_CJ += J - 1 - torch.arange(J, device=device)
-
-    # From `tail` on, a block may be local or in the future of some query.
-    tail = start // cfg.sel_block - cfg.sel_local + 1
-    tail_J = torch.arange(tail, J, device=device)
-    not_free = tail_J > own_C1 - cfg.sel_local
-    key_CJ[:, tail:].masked_fill_(not_free, -1)
-
-    best = key_CJ[:, cfg.sel_init :].topk(cfg.free, sorted=False).values
-    # The limits keep NaN inputs from reading out of bounds.
-    dynamic = (J - 1 - (best & 0xFFFFFFFF)).clamp_(0, J - 1)
-
-    first = torch.arange(cfg.sel_init, device=device)
-    before_own = torch.arange(1 - cfg.sel_local, 1, device=device)
-    columns = [first.expand(C, -1), own_C1 + before_own, dynamic]
-    return torch.cat(columns, 1)
+        p_RS = _probabilities(q_CMK, kv[0], step, buffers)
+        rows = [x[step.queries].flatten(0, 1) for x in (q_CMK, do_CMK, gate_CM1)]
+        keys = [x[step.keys] for x in (*kv, *dkv)]
+        dq_RK, dgate_R1 = _softmax_backward(p_RS, *rows, *keys, buffers)
+        for total_CM_, part_R_ in ((dq_CMK, dq_RK), (dgate_CM1, dgate_R1)):
+            total_cM_ = total_CM_[step.queries]
+            total_cM_ += part_R_.view_as(total_cM_)
+        del p_RS

@@ -1,12 +1,10 @@
 """Native Sparse Attention (arXiv 2502.11089) as custom operators: exact, linear in memory.
 
-`nsa_attention` is the entry point. This file cuts a call into streams, and a stream into chunks of
-queries; nsa/branches.py and nsa/selected.py hold the mathematics of a chunk. model.py has the plain
-version and the checks of the inputs, nsa/triton/ the same algorithm as GPU kernels.
-
-A stream is one document of one row of the batch under one KV head, with the M query heads that
-share it. Streams write to disjoint memory, so that they can run at the same time, and results are
-the same bits however many threads there are.
+`nsa_attention` is the entry point. The selected branch is attention over chosen blocks by the
+engine of all selectors (sparse/engine.py), which also cuts a call into streams and chunks of
+queries. This file adds to each chunk what is NSA's: the compressed branch and the window
+(branches.py), the choice of blocks (selected.py), and the gates. model.py has the plain version and
+the checks of the inputs, nsa/triton/ the same algorithm as GPU kernels.
 
 Letters: B rows of the batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed
 blocks, J selection blocks, C queries of a chunk, n selected blocks per query. l' of the paper is
@@ -14,208 +12,106 @@ sel_block. `cfg` is an NSAConfig, or its numbers as Sizes.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longhaul.sparse.choose import NO_BLOCK
+from longhaul.sparse.engine import StreamAttention, in_blocks
 from longhaul.sparse.nsa.branches import (
     BranchKV,
-    Buffers,
     Sizes,
-    Step,
-    band_steps,
-    choose,
     compressed_steps,
-    fill_early,
-    starts,
     steps_backward,
     steps_forward,
+    window_steps,
 )
-from longhaul.sparse.nsa.selected import BackwardInputs, selected_backward, selected_forward
-from longhaul.sparse.nsa.streams import Stream, each_stream
+from longhaul.sparse.nsa.selected import choose
+from longhaul.sparse.streams import Stream, each_stream
+from longhaul.sparse.tiles import BackwardInputs
 from model import check_sparse_inputs, sparse_documents
 
 INT16_BLOCKS = 2**15  # indices of up to so many blocks fit int16
 
 
 class Outputs(NamedTuple):
-    """Results of the forward, of the whole call or of one stream."""
+    """Results of the forward, of the whole call or of one stream; the backward reads all but o."""
 
     o: Tensor
     o_slc: Tensor
-    lse: Tensor  # of the selected branch, fp32; 0 before position n*l', where nothing needs it
+    lse: Tensor  # of the selected branch, fp32
     block_idx: Tensor
 
-    def of(self, stream: Stream) -> "Outputs":
-        return Outputs(
-            o=self.o[stream.heads],
-            o_slc=self.o_slc[stream.heads],
-            lse=self.lse[stream.heads],
-            block_idx=self.block_idx[stream.tokens],
-        )
+
+class StreamKV(NamedTuple):
+    """(k, v) of each branch of one stream, or their gradients; of the selected one in blocks."""
+
+    slc: Sequence[Tensor]
+    cmp: Sequence[Tensor]
+    win: Sequence[Tensor]
 
 
-class Saved(NamedTuple):
-    """What the backward reads of the forward's results, of the whole call or of one stream."""
-
-    o_slc: Tensor
-    lse: Tensor
-    block_idx: Tensor
-
-    def of(self, stream: Stream) -> "Saved":
-        return Saved(
-            o_slc=self.o_slc[stream.heads],
-            lse=self.lse[stream.heads],
-            block_idx=self.block_idx[stream.tokens],
-        )
-
-
-class Gradients(NamedTuple):
-    """What the backward of a stream fills or adds to."""
-
-    dq: Tensor
-    dkv: BranchKV
-    dgates: Tensor
-
-
-# ---- streams
-
-
-def _streams(
-    q: Tensor,
-    k_slc: Tensor,
-    k_cmp: Tensor,
-    cu_seqlens: Tensor | None,
+def _stream_kv(
+    kv: BranchKV,
+    stream: Stream,
     cfg: Sizes,
-) -> list[Stream]:
-    """All streams of a call."""
-    B, T, H, _ = q.shape
-    N, G = k_cmp.shape[1:3]
-    M = H // G
-
-    streams = []
-    for b in range(B):
-        for tokens, blocks in sparse_documents(cu_seqlens, T, N, cfg):
-            for g in range(G):
-                heads = slice(g * M, g * M + M)
-                stream = Stream(
-                    heads=(b, tokens, heads),
-                    tokens=(b, tokens, g),
-                    blocks=(b, blocks, g),
-                )
-                streams.append(stream)
-    return streams
-
-
-def _kv_of(kv: BranchKV, stream: Stream) -> BranchKV:
-    """Keys and values of one stream, as contiguous copies, which every chunk reads."""
-    stream_kv = BranchKV(
-        k_slc=kv.k_slc[stream.tokens],
-        v_slc=kv.v_slc[stream.tokens],
-        k_cmp=kv.k_cmp[stream.blocks],
-        v_cmp=kv.v_cmp[stream.blocks],
-        k_win=kv.k_win[stream.tokens],
-        v_win=kv.v_win[stream.tokens],
+) -> StreamKV:
+    """As contiguous copies, which every chunk reads."""
+    return StreamKV(
+        slc=[in_blocks(x[stream.tokens], cfg.sel_block, x.dtype) for x in kv[:2]],
+        cmp=[x[stream.keys].contiguous() for x in kv[2:4]],
+        win=[x[stream.tokens].contiguous() for x in kv[4:]],
     )
-    return stream_kv.contiguous()
-
-
-def _chunks(T: int, cfg: Sizes) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of queries, in whole selection blocks but for the end.
-
-    The first n*l' queries select every block, so that they are a chunk of plain causal attention.
-    The other chunks take T/32 queries: enough to keep tiles full, few enough that memory stays
-    linear.
-    """
-    dense = min(T, cfg.dense_tokens)
-    blocks = max(1024, T // 32) // cfg.sel_block
-    size = max(1, blocks) * cfg.sel_block
-
-    chunks = [(0, dense)]
-    for start in starts(dense, T, size):
-        chunks.append((start, min(start + size, T)))
-    return chunks
 
 
 # ---- forward
 
 
-def _block_chooser(
-    block_idx_Cn: Tensor,
-    start: int,
-    heads: int,
-    cfg: Sizes,
-) -> Callable[[Step, Tensor], None]:
-    """A callback for steps_forward that fills block_idx_Cn from the compressed probabilities."""
-
-    def choose_blocks(step: Step, p_RN: Tensor) -> None:
-        N = p_RN.shape[1]
-        p_CN = p_RN.view(-1, heads, N).sum(1)
-        first = start + step.queries.start
-        block_idx_Cn[step.queries] = choose(p_CN, first, cfg)
-
-    return choose_blocks
-
-
 def _forward_stream(
     q_TMK: Tensor,
-    kv: BranchKV,
+    kv: StreamKV,
     gates_TM3: Tensor,
     cfg: Sizes,
     outputs: Outputs,
 ) -> None:
     """Fills the outputs of one stream."""
-    T, M, _ = q_TMK.shape
-    N = len(kv.k_cmp)
-    device = q_TMK.device
-    buffers = Buffers(q_TMK)
+    selected = StreamAttention(kv.slc, q_TMK, cfg.sel_count)
+    buffers = selected.buffers
+    # these see no compressed block, and are in the first block
+    outputs.block_idx[: cfg.cmp_block - 1] = NO_BLOCK
+    outputs.block_idx[: cfg.cmp_block - 1, 0] = 0
 
-    for start, stop in _chunks(T, cfg):
-        q = q_TMK[start:stop].contiguous()
-        gates_CM31 = gates_TM3[start:stop].float().unsqueeze(-1)
-        g_cmp, g_slc, g_win = gates_CM31.unbind(2)
-        block_idx_Cn = outputs.block_idx[start:stop]
-        dense = start < cfg.dense_tokens
+    for few in selected.chunks:
+        q = q_TMK[few].contiguous()
+        g_cmp, g_slc, g_win = gates_TM3[few].float().unsqueeze(-1).unbind(2)
+        choose_blocks = partial(choose, outputs.block_idx[few], few.start, cfg)
 
-        # The branches add up in fp32: the gates are fp32.
-        choose_blocks = None if dense else _block_chooser(block_idx_Cn, start, M, cfg)
-        steps = compressed_steps(start, stop, M, N, cfg, device)
-        o = g_cmp * steps_forward(q, kv.k_cmp, kv.v_cmp, steps, buffers, choose_blocks)
-
-        steps = band_steps(start, stop, 0, cfg.window, device)
-        o += g_win * steps_forward(q, kv.k_win, kv.v_win, steps, buffers)
-
-        if dense:
-            fill_early(block_idx_Cn, cfg)
-            steps = band_steps(start, stop, 0, cfg.dense_tokens, device)
-            o_slc = steps_forward(q, kv.k_slc, kv.v_slc, steps, buffers)
-        else:
-            o_slc, outputs.lse[start:stop] = selected_forward(
-                q,
-                kv.k_slc,
-                kv.v_slc,
-                start,
-                block_idx_Cn,
-                cfg,
-                buffers,
-            )
-        outputs.o_slc[start:stop] = o_slc
-        outputs.o[start:stop] = o.add_(g_slc * o_slc)
+        # the branches add up in fp32: the gates are fp32
+        steps = compressed_steps(few, q, len(kv.cmp[0]), cfg)
+        o = g_cmp * steps_forward(q, kv.cmp, steps, buffers, choose_blocks)
+        steps = window_steps(few, q, 0, cfg)
+        o += g_win * steps_forward(q, kv.win, steps, buffers)
+        o_slc, outputs.lse[few] = selected.forward(few, q, outputs.block_idx[few])
+        outputs.o_slc[few] = o_slc
+        outputs.o[few] = o.add_(g_slc * o_slc)
 
 
-def _empty_outputs(q: Tensor, k_slc: Tensor, cfg: Sizes) -> Outputs:
+def _empty_outputs(
+    q: Tensor,
+    k_slc: Tensor,
+    cfg: Sizes,
+) -> Outputs:
     B, T, H, _ = q.shape
-    G = k_slc.shape[2]
     few_blocks = T <= INT16_BLOCKS * cfg.sel_block
+    index_dtype = torch.int16 if few_blocks else torch.int32
+    index_shape = B, T, k_slc.shape[2], cfg.sel_count
     return Outputs(
         o=q.new_empty(q.shape),
         o_slc=q.new_empty(q.shape),
-        lse=q.new_zeros((B, T, H), dtype=torch.float32),
-        block_idx=q.new_empty(
-            (B, T, G, cfg.sel_count),
-            dtype=torch.int16 if few_blocks else torch.int32,
-        ),
+        lse=q.new_empty((B, T, H), dtype=torch.float32),
+        block_idx=q.new_empty(index_shape, dtype=index_dtype),
     )
 
 
@@ -235,19 +131,15 @@ def nsa_forward(
     """The fields of Outputs; only o has gradients."""
     cfg = Sizes(*sizes)
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    outputs = _empty_outputs(q, k_slc, cfg)
+    *of_heads, block_idx = outputs = _empty_outputs(q, k_slc, cfg)
 
     def forward(stream: Stream) -> None:
-        _forward_stream(
-            q[stream.heads],
-            _kv_of(kv, stream),
-            gates[stream.heads],
-            cfg,
-            outputs.of(stream),
-        )
+        parts = Outputs(*(x[stream.heads] for x in of_heads), block_idx[stream.tokens])
+        stream_kv = _stream_kv(kv, stream, cfg)
+        _forward_stream(q[stream.heads], stream_kv, gates[stream.heads], cfg, parts)
 
-    streams = _streams(q, k_slc, k_cmp, cu_seqlens, cfg)
-    each_stream(forward, streams, q.device)
+    spans = sparse_documents(cu_seqlens, q.shape[1], k_cmp.shape[1], cfg)
+    each_stream(forward, q, k_cmp, spans)
     return tuple(outputs)
 
 
@@ -255,104 +147,50 @@ def nsa_forward(
 
 
 def _backward_stream(
-    do_TMK: Tensor,
-    q_TMK: Tensor,
-    kv: BranchKV,
-    gates_TM3: Tensor,
+    inputs: Sequence[Tensor],
+    kv: StreamKV,
+    block_idx_Tn: Tensor,
     cfg: Sizes,
-    saved: Saved,
-    grads: Gradients,
+    dkv: StreamKV,
 ) -> None:
-    """Fills dq and dgates, and adds to the gradients of keys and values.
-
-    Those of the compressed and the selected branch are fp32 and lack the factor 1 / sqrt(K); those
-    of the selected branch are in whole blocks, [J,l',K]. Those of the window are final.
-    """
-    T, M, K = q_TMK.shape
-    N = len(kv.k_cmp)
-    device = q_TMK.device
-    scale = K**-0.5
-    buffers = Buffers(q_TMK)
-
-    for start, stop in _chunks(T, cfg):
-        q = q_TMK[start:stop].contiguous()
-        do = do_TMK[start:stop].contiguous()
-        gates_CM3 = gates_TM3[start:stop].float()
+    """Fills dq and dgates, and adds to the gradients of keys and values."""
+    do_TMK, q_TMK, gates_TM3, o_slc_TMK, lse_TM, dq_TMK, dgates_TM3 = inputs
+    K = q_TMK.shape[2]
+    selected = StreamAttention(kv.slc, q_TMK, cfg.sel_count)
+    for few in selected.chunks:
+        q, do = q_TMK[few].contiguous(), do_TMK[few].contiguous()
+        gates_CM3 = gates_TM3[few].float()
         g_cmp, g_slc, g_win = gates_CM3.split(1, -1)
         dq = torch.zeros_like(q, dtype=torch.float32)
         dgates_CM3 = torch.zeros_like(gates_CM3)
         dg_cmp, dg_slc, dg_win = dgates_CM3.split(1, -1)
+        backward = partial(steps_backward, q, do, dq, selected.buffers)
 
-        steps_backward(
-            q,
-            do,
-            g_cmp,
-            kv.k_cmp,
-            kv.v_cmp,
-            compressed_steps(start, stop, M, N, cfg, device),
-            dk_SK=grads.dkv.k_cmp,
-            dv_SK=grads.dkv.v_cmp,
-            dq_CMK=dq,
-            dgate_CM1=dg_cmp,
-            buffers=buffers,
+        steps = compressed_steps(few, q, len(kv.cmp[0]), cfg)
+        backward(g_cmp, dg_cmp, steps, kv.cmp, dkv.cmp)
+
+        # fp32 sums of the window exist only for the keys of this chunk
+        keys = slice(max(0, few.start - cfg.window + 1), few.stop)
+        sums = q.new_zeros(2, keys.stop - keys.start, K, dtype=torch.float32)
+        steps = window_steps(few, q, keys.start, cfg)
+        backward(g_win, dg_win, steps, [x[keys] for x in kv.win], sums)
+        sums[0].mul_(K**-0.5)
+        for total, part in zip(dkv.win, sums, strict=True):
+            total[keys] += part
+
+        # delta = do . o of the branch is the gradient of its gate
+        dg_slc.copy_((do.float() * o_slc_TMK[few]).sum(-1, keepdim=True))
+        of_branch = BackwardInputs(
+            q=q,
+            do=do * g_slc.to(do.dtype),
+            lse=lse_TM[few],
+            delta=(dg_slc * g_slc).squeeze(-1),
         )
-
-        # fp32 sums of the window exist only for the keys of this chunk.
-        first = max(0, start - cfg.window + 1)
-        dk, dv = q.new_zeros(2, stop - first, K, dtype=torch.float32)
-        steps_backward(
-            q,
-            do,
-            g_win,
-            kv.k_win[first:stop],
-            kv.v_win[first:stop],
-            band_steps(start, stop, first, cfg.window, device),
-            dk_SK=dk,
-            dv_SK=dv,
-            dq_CMK=dq,
-            dgate_CM1=dg_win,
-            buffers=buffers,
-        )
-        grads.dkv.k_win[first:stop] += dk.mul_(scale)
-        grads.dkv.v_win[first:stop] += dv
-
-        if start < cfg.dense_tokens:
-            steps_backward(
-                q,
-                do,
-                g_slc,
-                kv.k_slc,
-                kv.v_slc,
-                band_steps(start, stop, 0, cfg.dense_tokens, device),
-                dk_SK=grads.dkv.k_slc.flatten(0, 1),
-                dv_SK=grads.dkv.v_slc.flatten(0, 1),
-                dq_CMK=dq,
-                dgate_CM1=dg_slc,
-                buffers=buffers,
-            )
-        else:
-            # delta = do . o of the branch is the gradient of its gate.
-            dg_slc.copy_((do.float() * saved.o_slc[start:stop]).sum(-1, keepdim=True))
-            inputs = BackwardInputs(
-                q=q,
-                do=do * g_slc.to(do.dtype),
-                lse=saved.lse[start:stop],
-                delta=(dg_slc * g_slc).squeeze(-1),
-            )
-            dq += selected_backward(
-                inputs,
-                kv.k_slc,
-                kv.v_slc,
-                start,
-                saved.block_idx[start:stop],
-                cfg,
-                grads.dkv.k_slc,
-                grads.dkv.v_slc,
-                buffers,
-            )
-
-        grads.dq[start:stop] = dq.mul_(scale)
-        grads.dgates[start:stop] = dgates_CM3
+        dq += selected.backward(few, of_branch, block_idx_Tn[few], dkv.slc)
+        dq_TMK[few] = dq.mul_(K**-0.5)
+        dgates_TM3[few] = dgates_CM3
+    dkv.slc[0].mul_(K**-0.5)
+    dkv.cmp[0].mul_(K**-0.5)
 
 
 @torch.library.custom_op("longhaul::nsa_backward", mutates_args=())
@@ -375,55 +213,27 @@ def nsa_backward(
     """Gradients of q, the six K/V and the gates."""
     cfg = Sizes(*sizes)
     kv = BranchKV(k_slc, v_slc, k_cmp, v_cmp, k_win, v_win)
-    saved = Saved(o_slc, lse, block_idx)
-
     # Only the window's gradients are sums that start from zero. The pages of the others become
     # resident when a stream writes them, after its fp32 sums are complete.
-    dq = q.new_empty(q.shape)
-    dkv = BranchKV(
-        k_slc=k_slc.new_empty(k_slc.shape),
-        v_slc=v_slc.new_empty(v_slc.shape),
-        k_cmp=k_cmp.new_empty(k_cmp.shape),
-        v_cmp=v_cmp.new_empty(v_cmp.shape),
-        k_win=k_win.new_zeros(k_win.shape),
-        v_win=v_win.new_zeros(v_win.shape),
-    )
-    dgates = gates.new_empty(gates.shape)
+    dq, dgates, *dkv = (x.new_empty(x.shape) for x in (q, gates, *kv[:4]))
+    dkv += [x.new_zeros(x.shape) for x in kv[4:]]
 
     def backward(stream: Stream) -> None:
-        T, _, K = q[stream.heads].shape
-        N, _ = k_cmp[stream.blocks].shape
-        J = -(-T // cfg.sel_block)
-        scale = K**-0.5
-
+        stream_kv = _stream_kv(kv, stream, cfg)
         # fp32, because each element is a sum of many
-        dslc_2JSK = q.new_zeros((2, J, cfg.sel_block, K), dtype=torch.float32)
-        dcmp_2NK = q.new_zeros((2, N, K), dtype=torch.float32)
-        stream_dkv = BranchKV(
-            *dslc_2JSK,
-            *dcmp_2NK,
-            dkv.k_win[stream.tokens],
-            dkv.v_win[stream.tokens],
+        slc, cmp = (
+            [torch.zeros_like(x, dtype=torch.float32) for x in pair] for pair in stream_kv[:2]
         )
-        _backward_stream(
-            do[stream.heads],
-            q[stream.heads],
-            _kv_of(kv, stream),
-            gates[stream.heads],
-            cfg,
-            saved.of(stream),
-            Gradients(dq[stream.heads], stream_dkv, dgates[stream.heads]),
-        )
+        sums = StreamKV(slc, cmp, [x[stream.tokens] for x in dkv[4:]])
+        inputs = [x[stream.heads] for x in (do, q, gates, o_slc, lse, dq, dgates)]
+        _backward_stream(inputs, stream_kv, block_idx[stream.tokens], cfg, sums)
+        for grad, total in zip(dkv[:2], slc, strict=True):
+            grad[stream.tokens] = total.flatten(0, 1)[: stream.length]
+        for grad, total in zip(dkv[2:4], cmp, strict=True):
+            grad[stream.keys] = total
 
-        stream_dkv.k_slc.mul_(scale)
-        stream_dkv.k_cmp.mul_(scale)
-        dkv.k_slc[stream.tokens] = stream_dkv.k_slc.flatten(0, 1)[:T]
-        dkv.v_slc[stream.tokens] = stream_dkv.v_slc.flatten(0, 1)[:T]
-        dkv.k_cmp[stream.blocks] = stream_dkv.k_cmp
-        dkv.v_cmp[stream.blocks] = stream_dkv.v_cmp
-
-    streams = _streams(q, k_slc, k_cmp, cu_seqlens, cfg)
-    each_stream(backward, streams, q.device)
+    spans = sparse_documents(cu_seqlens, q.shape[1], k_cmp.shape[1], cfg)
+    each_stream(backward, q, k_cmp, spans)
     return dq, *dkv, dgates
 
 
@@ -451,8 +261,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, do, *_):
     *inputs, cu_seqlens, o_slc, lse, block_idx = ctx.saved_tensors
-    saved = Saved(o_slc, lse, block_idx)
-    grads = nsa_backward(do, *inputs, *saved, cu_seqlens, ctx.sizes)
+    grads = nsa_backward(do, *inputs, o_slc, lse, block_idx, cu_seqlens, ctx.sizes)
     return *grads, None, None
 
 
@@ -500,9 +309,8 @@ def attend(
     return_parts: bool,
 ) -> Tensor | dict[str, Tensor]:
     """nsa_attention by a custom operator whose first result is o and whose last is block_idx."""
-    q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win = qkv
-    token_kv = k_slc, v_slc, k_win, v_win
-    check_sparse_inputs(q, token_kv, (k_cmp, v_cmp), gates, cfg, cu_seqlens)
+    q, *kv = qkv
+    check_sparse_inputs(q, (*kv[:2], *kv[4:]), kv[2:4], gates, cfg, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.long()
 
@@ -511,11 +319,9 @@ def attend(
     if not return_parts:
         return o
 
-    # A branch is what a gate of 1 among zeros gives.
+    # a branch is what a gate of 1 among zeros gives
     parts = {"o": o, "block_idx": block_idx.long()}
-    for i, name in enumerate(("o_cmp", "o_slc", "o_win")):
-        branch = torch.tensor(i, device=gates.device)
-        one_gate = torch.zeros_like(gates).index_fill(-1, branch, 1)
-        o_branch, *_ = forward(*qkv, one_gate, cu_seqlens, sizes)
-        parts[name] = o_branch
+    one_gates_33 = torch.eye(3, dtype=gates.dtype, device=gates.device)
+    for name, gates_3 in zip(("o_cmp", "o_slc", "o_win"), one_gates_33, strict=True):
+        parts[name], *_ = forward(*qkv, gates_3.repeat(*gates.shape[:3], 1), cu_seqlens, sizes)
     return parts

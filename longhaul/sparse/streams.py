@@ -1,7 +1,9 @@
-"""How the streams of sparse attention share the threads.
+"""The streams of sparse attention, and how they share the threads.
 
 A stream is one document of one row of the batch under one KV head. Streams write to disjoint
 memory, so results do not depend on how many run at the same time.
+
+Letters: B rows of the batch, T queries, S keys, H query heads, G KV heads, M = H/G, K head dim.
 """
 
 import contextlib
@@ -11,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from base.machine import platform
 
@@ -22,7 +25,7 @@ class Stream(NamedTuple):
 
     heads: tuple  # of [B,T,H,...]
     tokens: tuple  # of [B,T,G,...]
-    blocks: tuple  # of [B,N,G,...], compressed ones
+    keys: tuple  # of [B,S,G,...]
 
     @property
     def length(self) -> int:
@@ -31,15 +34,49 @@ class Stream(NamedTuple):
         return tokens.stop - tokens.start
 
 
+def _cut_streams(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    documents: list[tuple[slice, slice]],
+) -> list[Stream]:
+    """All streams of a call."""
+    B, _, H, _ = q_BTHK.shape
+    G = k_BSGK.shape[2]
+    M = H // G
+    streams = []
+    for b in range(B):
+        for queries, keys in documents:
+            for g in range(G):
+                heads = slice(g * M, g * M + M)
+                streams.append(Stream((b, queries, heads), (b, queries, g), (b, keys, g)))
+    return streams
+
+
+def starts(first: int, stop: int, size: int) -> list[int]:
+    """Where parts of `size` of the queries first..stop-1 begin.
+
+    A planner visits a few of the whole parts, of which the last one has the most keys, and what is
+    left behind it, which may have fewer logits.
+    """
+    found = range(first, stop, size)
+    whole = max(0, stop - first) // size
+    return [*platform().tiles(found[:whole]), *found[whole:]]
+
+
 def each_stream(
-    work: Callable[[Stream], None], streams: list[Stream], device: torch.device
+    work: Callable[[Stream], None],
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    documents: list[tuple[slice, slice]],
 ) -> None:
-    """work(stream) for every stream.
+    """work(stream) for every stream of a call, in whose rows each document has (queries, keys).
 
     On a CPU, streams share the threads, one each: two threads inside each of these small operators
     would cost more than they give. Calls from several threads take turns, because the number of
     threads is the process's.
     """
+    device = q_BTHK.device
+    streams = _cut_streams(q_BTHK, k_BSGK, documents)
     streams = platform().parts(streams, size=lambda stream: stream.length)
     inference = torch.is_inference_mode_enabled()
 

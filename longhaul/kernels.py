@@ -3,7 +3,7 @@ model: `decoder(config)` in place of `Decoder(config)`.
 
     attention  PyTorch's own kernels, chosen by hand on CUDA (base/machine.py says which)
     elementwise norms, rotation and SwiGLU: Triton kernels on CUDA (elementwise/)
-    sparse     block-major operators (sparse/nsa/), on CUDA Triton kernels (sparse/nsa/triton/)
+    sparse     block-major operators (sparse/nsa/), on CUDA Triton kernels (sparse/triton/)
     loss       tiles of the vocabulary (vocab/), their bodies compiled or in Triton on CUDA
 
 `config.kernels`: "auto" takes the fastest that can run; "torch" PyTorch's operators alone;
@@ -78,13 +78,10 @@ def chosen_in_words(config: ModelConfig, device: Device) -> str:
     takes_kernels = platform().takes_elementwise(sample, config.kernels)
     parts = [f"RMSNorm, RoPE and SwiGLU by {'Triton' if takes_kernels else 'PyTorch'}"]
 
-    if isinstance(config.attention, NSAConfig):
+    if isinstance(config.attention, NSAConfig | BlockConfig):
         on_cuda = torch.device(device).type == "cuda"
         by_triton = config.kernels == "triton" or (on_cuda and takes_triton(config))
         parts.append(f"sparse attention by {'Triton' if by_triton else 'PyTorch, block by block'}")
-
-    if isinstance(config.attention, BlockConfig):
-        parts.append("sparse attention by PyTorch, block by block")
     parts.append(f"tiles of the loss by {choose_kernels(config.kernels, sample)}")
     return "; ".join(parts)
 
@@ -240,25 +237,19 @@ def sparse_core(config: ModelConfig) -> Callable:
 
 
 def triton_sparse_core(config: ModelConfig, device: Device | None = None) -> Callable:
-    """The Triton twin of NSA.
+    """The Triton twin of NSA. ValueError with `why_no_triton`, if it cannot run."""
+    refusal = why_no_triton(config, device)
+    if refusal:
+        raise ValueError(refusal)
+    from longhaul.sparse.triton.nsa import nsa_attention as twin
 
-    Raises ValueError if it is absent, or cannot serve the sizes, or cannot run on the device; None
-    stands for a GPU that is not at hand.
-    """
-    try:
-        from longhaul.sparse.nsa.triton import attention as twin
-    except ImportError as error:
-        raise ValueError(
-            f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
-        ) from None
-
-    group = config.num_heads // config.num_kv_heads
-    twin.require_sizes(group, config.head_dim, config.dtype, config.attention, device)
-    return twin.nsa_attention
+    return twin
 
 
 def takes_triton(config: ModelConfig) -> bool:
-    """Whether NSA on CUDA runs as the Triton twin, there or, without a GPU, on one that can."""
+    """Whether sparse attention on CUDA runs as Triton kernels, there or, without a GPU, on one that
+    can.
+    """
     device = "cuda" if torch.cuda.is_available() else None
     return config.kernels == "triton" or (
         config.kernels == "auto" and why_no_triton(config, device) is None
@@ -266,14 +257,20 @@ def takes_triton(config: ModelConfig) -> bool:
 
 
 def why_no_triton(config: ModelConfig, device: Device | None) -> str | None:
-    """Why the Triton twin of NSA cannot run on the device, or None if it can; see
-    `triton_sparse_core`.
+    """Why the Triton kernels of sparse attention are absent, or cannot serve the sizes, or cannot
+    run on the device; None if they can. No device stands for a GPU that is not at hand.
     """
     try:
-        triton_sparse_core(config, device)
-    except ValueError as error:
-        return str(error)
-    return None
+        from longhaul.sparse.triton import tiles
+    except ImportError as error:
+        return f"kernels='triton': {error}: pip install triton, or choose kernels='auto' or 'torch'"
+
+    sizes = config.attention
+    is_nsa = isinstance(sizes, NSAConfig)
+    block = sizes.sel_block if is_nsa else sizes.block
+    group = config.num_heads // config.num_kv_heads
+    device = device and torch.device(device)
+    return tiles.refusal(group, config.head_dim, config.dtype, block, device, stock=is_nsa)
 
 
 # ---- the loss

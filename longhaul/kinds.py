@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longhaul.cli import read_pairs
-from longhaul.kernels import choose, triton_sparse_core, why_no_triton
+from longhaul.kernels import choose, why_no_triton
 from longhaul.sparse import indexer
 from longhaul.sparse.layer import BlockConfig
 from longhaul.sparse.selectors import SELECTED
@@ -99,7 +99,27 @@ class StandardKind(Kind):
         return positions + 1
 
 
-class NSAKind(Kind):
+class SparseKind(Kind):
+    """Attention over some of the keys, which has Triton kernels of its own on CUDA."""
+
+    @classmethod
+    def check(cls, config: ModelConfig, device: Device | None = None) -> None:
+        if config.kernels == "triton" and (why := why_no_triton(config, device)):
+            raise ValueError(why)
+
+    @classmethod
+    def warning(cls, config: ModelConfig, device: Device) -> str | None:
+        if config.kernels != "auto" or torch.device(device).type != "cuda":
+            return None
+        why = why_no_triton(config, device)
+        if why is None:
+            return None
+        return (
+            f"sparse attention runs in PyTorch operators, slowly, because the kernels cannot: {why}"
+        )
+
+
+class NSAKind(SparseKind):
     """Native Sparse Attention."""
 
     config = NSAConfig
@@ -112,19 +132,7 @@ class NSAKind(Kind):
     @classmethod
     def check(cls, config: ModelConfig, device: Device | None = None) -> None:
         choose(config)
-        if config.kernels == "triton":
-            triton_sparse_core(config, device)
-
-    @classmethod
-    def warning(cls, config: ModelConfig, device: Device) -> str | None:
-        if config.kernels != "auto" or torch.device(device).type != "cuda":
-            return None
-        why = why_no_triton(config, device)
-        if why is None:
-            return None
-        return (
-            f"sparse attention runs in PyTorch operators, slowly, because the kernels cannot: {why}"
-        )
+        super().check(config, device)
 
     @classmethod
     def added_params(cls, config: ModelConfig) -> tuple[int, int, int]:
@@ -176,7 +184,7 @@ FOUND = {
 }
 
 
-class SelectedKind(Kind):
+class SelectedKind(SparseKind):
     """Attention over the blocks that a selector chooses; it has no weights of its own."""
 
     config = BlockConfig
@@ -233,6 +241,7 @@ class IndexedKind(SelectedKind):
     @classmethod
     def check(cls, config: ModelConfig, device: Device | None = None) -> None:
         indexer.check(config)
+        super().check(config, device)
 
     @classmethod
     def notice(cls, config: ModelConfig) -> str | None:

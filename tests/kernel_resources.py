@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longhaul.sparse.nsa.triton import attention, dense
+from longhaul.sparse.triton import blocks, nsa
 from model import NSAConfig
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -89,13 +89,13 @@ def compiles(capability: int) -> Callable:
     target = GPUTarget("cuda", capability, 32)
     done = set()
 
-    def compile_launch(kernel, grid, *, num_warps, num_stages, **arguments):
+    def compile_launch(kernel, grid, num_warps=4, **arguments):
         source = source_of(kernel, arguments)
         key = kernel.__name__, str(sorted(source.constants.items()))
         if key in done:
             return
         done.add(key)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": 1}
         built = triton.compile(source, target=target, options=options)
         print(json.dumps({"kernel": kernel.__name__, **resources(built)}), flush=True)
 
@@ -105,17 +105,18 @@ def compiles(capability: int) -> Callable:
 def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     """The kernels of Native Sparse Attention."""
     cfg = NSAConfig(sel_block=sel_block)
-    attention.launch = dense.launch = compiles(capability)
-    attention.require = lambda *_: None
-    attention.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
-    attention.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024
+    nsa.launch = blocks.launch = compiles(capability)
+    nsa.require = lambda *_: None
+    blocks.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
+    for module in (nsa, blocks):
+        module.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024
 
     T = 4096
     N = cfg.compressed_blocks(T)
     q = torch.zeros(1, T, 8, K, dtype=dtype, requires_grad=True)
     gates = torch.zeros(1, T, 8, 3, dtype=dtype)
     kv = [torch.zeros(1, n, 2, K, dtype=dtype) for n in (T, T, N, N, T, T)]
-    attention.nsa_attention(q, *kv, gates, cfg).sum().backward()
+    nsa.nsa_attention(q, *kv, gates, cfg).sum().backward()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from base.machine import Platform, running_on
+from base.machine import Platform, has_triton, running_on
 from footprint.measure import peak_bytes
 from longhaul.config import TrainConfig
 from longhaul.kinds import KINDS, Kind
@@ -24,6 +24,29 @@ from tests.tiers import few_fast
 BOTH = pytest.mark.parametrize(
     "attention", [plain_block_sparse_attention, block_sparse_attention], ids=["plain", "engine"]
 )
+
+
+def by_triton(function):
+    """The function by the kernels for GPUs, which without one Triton's interpreter runs."""
+
+    @functools.wraps(function)
+    def run(*args, **options):
+        pytest.importorskip("triton", reason="triton is not installed: its kernels do not run")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
+        results = function(*args, **options, kernels="triton")
+        return torch.utils._pytree.tree_map(torch.Tensor.cpu, results)
+
+    return run
+
+
+EVERY = pytest.mark.parametrize(
+    "attention",
+    [plain_block_sparse_attention, block_sparse_attention, by_triton(block_sparse_attention)],
+    ids=["plain", "engine", "triton"],
+)
+# NumPy, which interprets the kernels, warns of infinities that they expect.
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 CPU = torch.device("cpu")
 
 
@@ -105,12 +128,18 @@ def small_chunks(monkeypatch):
     """Several chunks, and groups of tiles with and without a mask, in a short row."""
     monkeypatch.setattr(engine, "CHUNK_PAIRS", 128)
     monkeypatch.setattr(engine, "TILES_AT_ONCE", 2)
+    if has_triton():
+        from longhaul.sparse.triton import blocks, tiles
+
+        small = tiles.TileSizes(rows=32, key_rows=16, blocks=16, segment_rows=32)
+        monkeypatch.setattr(blocks, "tile_sizes", lambda *sizes: small)
+        monkeypatch.setattr(blocks, "PARTIAL_RESULT_NUMBERS", 12_000)
 
 
 # ---- exactness
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -140,7 +169,7 @@ def test_results_and_gradients_are_those_of_the_oracle(attention, sizes, small_c
             assert error(x, y) <= 1e-12
 
 
-@BOTH
+@EVERY
 def test_each_result_alone_has_its_own_gradients(attention):
     qkv, chosen, (do, dlse) = operands()
     zeros = (torch.zeros_like(do), torch.zeros_like(dlse))
@@ -176,7 +205,7 @@ def test_low_precision_is_about_as_exact_as_the_plain_version(
         assert x.dtype == other.dtype
 
 
-@BOTH
+@EVERY
 def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention):
     qkv, chosen, upstream = operands()
     own_T = torch.arange(75) // 8
@@ -200,7 +229,7 @@ def test_a_query_without_an_own_block_or_without_any_block_reads_none(attention)
     assert error(dk, wanted[3]) <= 1e-5 and error(dv, wanted[4]) <= 1e-5
 
 
-@BOTH
+@EVERY
 def test_a_choice_of_all_blocks_is_standard_attention(attention):
     (q, k, v), _, _ = operands(T=75)
     blocks = torch.arange(10, dtype=torch.int32)
@@ -214,7 +243,7 @@ def test_a_choice_of_all_blocks_is_standard_attention(attention):
 # ---- documents and parts
 
 
-@BOTH
+@EVERY
 def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_chunks):
     lengths = (13, 1, 40, 21)
     cu_seqlens = torch.tensor([0, 13, 14, 54, 75], dtype=torch.int32)
@@ -239,7 +268,7 @@ def test_packed_documents_equal_separate_ones_and_do_not_leak(attention, small_c
     assert all((x[:, outside] == 0).all() and (x[:, ~outside] != 0).any() for x in grads)
 
 
-@BOTH
+@EVERY
 def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attention):
     (q, k, v), chosen, _ = operands(T=75)
     o, lse = attention(q, k, v, chosen, 8)
@@ -248,6 +277,12 @@ def test_the_last_queries_alone_have_the_results_that_they_have_among_all(attent
         part_o, part_lse = attention(q[:, end], k, v, chosen[:, end], 8)
         assert error(part_o, o[:, end].double()) <= 1e-6
         assert error(part_lse, lse[:, end].double()) <= 1e-6
+
+
+def test_repeats_of_the_kernels_are_the_same_bits(small_chunks):
+    attention = by_triton(block_sparse_attention)
+    once, again = (results(attention, *operands(T=40, M=4)) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(once, again, strict=True))
 
 
 def test_repeats_are_the_same_bits_whatever_the_threads(small_chunks):
@@ -359,6 +394,26 @@ def test_the_bodies_take_more_elements_than_32_bits_count(target):
     assert [x.shape for x in (o, *grads)] == [q.shape, q.shape, k.shape, v.shape]
 
 
+def test_the_tables_of_the_kernels_count_pairs_in_64_bits_and_buckets_in_32():
+    blocks = pytest.importorskip("longhaul.sparse.triton.blocks", reason="triton is not installed")
+    T = 2**21
+    make = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    q, k = make(1, T, 32, 128), make(1, T, 8, 128)
+    chosen = make(1, T, 8, 16, dtype=torch.int32)
+    call = blocks.Call(q, k, chosen, None, 64)
+    assert call.pairs.order_P.dtype == torch.int64
+    assert (
+        chosen.numel()
+        == len(call.pairs.order_P)
+        == sum((part.y1 - part.y0) * call.n for part in call.parts())
+    )
+    assert len(call.pairs.start_E1) < 2**31
+    results = blocks.forward(q, k, k, chosen, None, 64)
+    assert [x.shape for x in results] == [q.shape, q.shape[:3]]
+    grads = blocks.backward(q, q, k, k, chosen, results[1], results[1], None, 64)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
 # ---- in a model
 
 
@@ -424,6 +479,31 @@ def test_the_operators_follow_the_rules_of_pytorch():
         o, lse = engine.block_sparse_forward(q, k, v, chosen, *numbers)
         saved = (q, k, v, chosen, o, lse)
         torch.library.opcheck(engine.block_sparse_backward, (do, *saved, dlse, *numbers))
+
+
+def test_the_operators_of_the_kernels_follow_the_rules_of_pytorch():
+    blocks = pytest.importorskip("longhaul.sparse.triton.blocks", reason="triton is not installed")
+    (q, k, v), chosen, (do, dlse) = operands(T=20)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    chosen = torch.cat([chosen[:, :9], chosen[:, :11]], 1)
+    numbers = torch.tensor([0, 9, 20]), 8
+    torch.library.opcheck(blocks.block_triton_forward, (*leaves, chosen, *numbers))
+    with torch.no_grad():
+        o, lse = blocks.block_triton_forward(q, k, v, chosen, *numbers)
+        saved = (q, k, v, chosen, o, lse)
+        torch.library.opcheck(blocks.block_triton_backward, (do, *saved, dlse, *numbers))
+
+
+def test_kernels_that_cannot_serve_are_refused_by_name_and_left_out_by_default():
+    pytest.importorskip("triton", reason="triton is not installed")
+    qkv, chosen, _ = operands(T=20, dtype=torch.bfloat16)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="bfloat16 on cpu; they need .*: .*--kernels torch"):
+            block_sparse_attention(*qkv, chosen, 8, kernels="triton")
+    wide = [x.repeat_interleave(65, 2) if x is qkv[0] else x for x in qkv]
+    with pytest.raises(ValueError, match="130 query heads per KV head"):
+        block_sparse_attention(*wide, chosen, 8, kernels="triton")
+    assert block_sparse_attention(*wide, chosen, 8)[0].isfinite().all()
 
 
 @BOTH

@@ -205,9 +205,7 @@ class OnCuda(machine.Platform):
 
 
 def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch):
-    triton = pytest.importorskip(
-        "longhaul.sparse.nsa.triton.attention", reason="triton is not installed"
-    )
+    triton = pytest.importorskip("longhaul.sparse.triton.nsa", reason="triton is not installed")
     monkeypatch.setattr(kernels, "nsa_attention", lambda *_: "engine")
     monkeypatch.setattr(triton, "nsa_attention", lambda *_: "triton")
     core = kernels.sparse_core(build().config)
@@ -217,7 +215,7 @@ def test_auto_takes_the_triton_twin_on_cuda_and_the_engine_on_a_cpu(monkeypatch)
 
 
 def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
-    monkeypatch.setitem(sys.modules, "longhaul.sparse.nsa.triton", None)
+    monkeypatch.setitem(sys.modules, "longhaul.sparse.triton", None)
     config = build().config
     assert kernels.sparse_core(config) is nsa.nsa_attention
     kind = attention_kind(config)
@@ -228,9 +226,10 @@ def test_auto_without_triton_takes_the_engine_and_warns_on_cuda(monkeypatch):
 
 
 class Card:
-    """What torch tells about a card with 99 KiB of shared memory, or with less."""
+    """What torch tells about a card."""
 
-    def __init__(self, shared):
+    def __init__(self, capability, shared):
+        self.major, self.minor = capability
         self.shared_memory_per_block_optin = shared
 
 
@@ -238,7 +237,7 @@ class Card:
     "capability, shared, words",
     [
         ((7, 5), 65_536, "capability >= 8.0.*--kernels torch"),
-        ((8, 0), 65_536, "need 90,112 bytes of shared memory .*, and cuda has 65,536: .*torch"),
+        ((8, 0), 65_536, "need 90,112 bytes of shared memory, and cuda has 65,536: .*torch"),
         ((8, 6), 101_376, None),
         ((8, 0), 166_912, None),
         ((9, 0), 232_448, None),
@@ -247,13 +246,9 @@ class Card:
 def test_a_card_that_cannot_run_the_kernels_is_told_before_the_first_step(
     monkeypatch, capability, shared, words
 ):
-    triton = pytest.importorskip(
-        "longhaul.sparse.nsa.triton.attention", reason="triton is not installed"
-    )
-    monkeypatch.setattr(triton, "INTERPRETED", False)
+    pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(shared))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Card(capability, shared))
     config = ModelConfig.preset("4B", attention=NSAConfig(), compute_dtype="bfloat16")
     warning = attention_kind(config).warning(config, "cuda")
     if words is None:

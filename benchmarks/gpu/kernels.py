@@ -15,7 +15,7 @@ from torch import Tensor
 PACKAGES = (
     "longhaul.elementwise",
     "longhaul.vocab",
-    "longhaul.sparse.nsa.triton",
+    "longhaul.sparse.triton",
 )
 LAUNCHER = "run"  # the method of every kind of kernel that a launch calls
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from base.machine import Platform, running_on
@@ -193,31 +193,21 @@ class Card(Platform):
         return torch.empty_like(x)
 
 
-def with_values(function: Callable) -> Callable:
-    """The function on tensors with values: a table of the host, whose length depends on them."""
-
-    def real(*args):
-        with unset_fake_temporarily():
-            return function(*args)
-
-    return real
-
-
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:
     """Inside the `with` block, the model, our kernels and Triton believe in that GPU."""
     from triton.runtime.driver import driver
 
-    from longhaul.sparse.nsa.triton import attention, layout
+    from longhaul.sparse.triton import blocks, nsa, tiles
     from longhaul.vocab import triton_bodies as linear_ce
 
     driver.set_active(Driver(capability))
     with (
         running_on(Card(capability)),
         mock.patch.object(linear_ce, "supported", lambda *_: True),
-        mock.patch.object(attention, "supported", lambda *_: True),
-        mock.patch.object(attention, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
-        mock.patch.object(layout, "cut", with_values(layout.cut)),
-        mock.patch.object(attention, "cut", with_values(layout.cut)),
+        mock.patch.object(tiles, "supported", lambda *_: True),
+        mock.patch.object(tiles, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
+        mock.patch.object(blocks, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
+        mock.patch.object(nsa, "shared_memory", lambda *_: SHARED_MEMORY[capability]),
     ):
         yield

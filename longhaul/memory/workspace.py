@@ -33,19 +33,25 @@ CHOICE = (choose_operator, index_loss_operator)
 STATISTICS = (statistics.stats_op, statistics.stats_backward_op)
 OURS = {op._qualname: op for op in LOSS + SPARSE + BLOCKS + CHOICE + STATISTICS}
 BAGS = ("aten::embedding_bag", "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
-TWIN = "longhaul::nsa_triton_"  # how the names of the Triton twin of sparse attention begin
+# modules of the Triton twins of sparse attention, by how the names of their operators begin
+TWINS = {
+    "longhaul::nsa_triton_": "longhaul.sparse.triton.nsa",
+    "longhaul::block_triton_": "longhaul.sparse.triton.blocks",
+}
 
 
 def is_ours(name: str) -> bool:
     """Whether an operator has a Python body, which can be run."""
-    return name in OURS or name.startswith(TWIN)
+    return name in OURS or name.startswith(tuple(TWINS))
 
 
 def is_sparse(name: str) -> bool:
     """Whether it is sparse attention: its document boundaries stay on the host with their values,
     because loops run over them.
     """
-    return name.startswith(TWIN) or (name in OURS and OURS[name] in SPARSE + BLOCKS)
+    if name in OURS:
+        return OURS[name] in SPARSE + BLOCKS
+    return name.startswith(tuple(TWINS))
 
 
 @functools.cache
@@ -54,9 +60,11 @@ def body(name: str) -> Callable:
     if name in OURS:
         return OURS[name]._init_fn
     # imported when it is met: Triton may be absent, and takes time to import
-    twin = importlib.import_module("longhaul.sparse.nsa.triton.attention")
-    operators = (twin.nsa_triton_forward, twin.nsa_triton_backward)
-    return {op._qualname: op._init_fn for op in operators}[name]
+    twin = next(module for start, module in TWINS.items() if name.startswith(start))
+    for value in vars(importlib.import_module(twin)).values():
+        if getattr(value, "_qualname", None) == name:
+            return value._init_fn
+    raise KeyError(name)
 
 
 class Workspaces(KernelWorkspaces):

@@ -11,7 +11,7 @@ keys after it; all others need no mask. Each pair has a slot in a tile for its r
 of a query merge exactly (tiles.py).
 
 On a CPU whose fp32 products are faster than its low-precision ones, keys, values and queries are
-cast once per stream. Tensors on CUDA take the same operators of PyTorch.
+cast once per stream. Tensors on CUDA take Triton kernels (triton/), or these same operators.
 
 Letters: B rows, T queries (the last T of S positions), H query heads, G KV heads, M = H/G, K head
 dim, l tokens of a block, J blocks of a document, n chosen blocks of a query, C queries of a chunk,
@@ -37,6 +37,7 @@ from longhaul.sparse.tiles import (
     tile_backward,
     tile_forward,
 )
+from longhaul.sparse.triton import kernels_for
 
 # Pairs of a chunk, at least: their results take 16 MiB for 4 heads of 128 in bf16. A longer stream
 # has chunks of as many pairs as it has tokens: l pairs per block, whose tiles are full, and results
@@ -458,6 +459,7 @@ def block_sparse_attention(
     chosen_BTGn: Tensor,
     block: int = 64,
     cu_seqlens: Tensor | None = None,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(o, lse): exact attention of each query over the chosen blocks of its KV group.
 
@@ -471,6 +473,9 @@ def block_sparse_attention(
     cu_seqlens: int32 or int64 [documents + 1], the boundaries of a row's documents, best on the
     host, with T = S; None if each row is one document. The blocks of a document begin with it.
 
+    kernels: "auto" takes Triton for tensors on CUDA that it serves, "triton" asks for it, and
+    "torch" does without.
+
     Returns o [B,T,H,K] and the natural lse [B,T,H] in fp32, both with gradients; 0 and -inf for a
     query that reads no key. Raises ValueError for shapes and dtypes that do not fit.
     """
@@ -478,4 +483,11 @@ def block_sparse_attention(
     check_engine_dtype(q_BTHK)
     products = platform().product_dtype(q_BTHK)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long()
+    triton = kernels_for(q_BTHK, k_BSGK, block, kernels)
+    if triton is not None:
+        return triton.block_triton_forward(
+            *(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn),
+            cu_seqlens,
+            block,
+        )
     return block_sparse_forward(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, cu_seqlens, block, products)

@@ -276,7 +276,8 @@ class IndexedAttention(SelectedAttention):
         block = self.sizes.block
         k_BSGE = k_BS1E.expand(-1, -1, q_BTGE.shape[2], -1)
         chosen_BTGn = choose_blocks(self.sizes, q_BTGE, k_BSGE)
-        o_BTHK, lse_BTH = attend_chosen(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+        inputs = (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn)
+        o_BTHK, lse_BTH = attend_chosen(*inputs, block, self.kernels)
         if not learns:
             return o_BTHK, None
         read = chosen_BTGn, lse_BTH

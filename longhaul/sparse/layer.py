@@ -130,14 +130,15 @@ def attend_chosen(
     v_BSGK: Tensor,
     chosen_BTGn: Tensor,
     block: int,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse) over the chosen blocks, by the engine; float64 by the plain version, which alone
-    takes it.
+    """(o, lse) over the chosen blocks, by the engine with these `kernels`; float64 by the plain
+    version, which alone takes it.
     """
-    attend = block_sparse_attention
+    inputs = (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
     if q_BTHK.dtype == torch.float64:
-        attend = plain_block_sparse_attention
-    return attend(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, block)
+        return plain_block_sparse_attention(*inputs)
+    return block_sparse_attention(*inputs, kernels=kernels)
 
 
 class SelectedAttention(Attention):
@@ -148,6 +149,7 @@ class SelectedAttention(Attention):
     def __init__(self, config: ModelConfig, ops: Ops):
         super().__init__(config, ops)
         self.sizes = config.attention
+        self.kernels = config.kernels
 
     def attend_document(
         self,
@@ -180,7 +182,8 @@ class SelectedAttention(Attention):
     ) -> Tensor:
         """o [B, T, H, K] over the blocks that are chosen."""
         chosen_BTGn = choose_blocks(self.sizes, q_BTHK, k_BSGK, summary_BJGW)
-        return attend_chosen(q_BTHK, k_BSGK, v_BSGK, chosen_BTGn, self.sizes.block)[0]
+        inputs = (q_BTHK, k_BSGK, v_BSGK, chosen_BTGn)
+        return attend_chosen(*inputs, self.sizes.block, self.kernels)[0]
 
     def packed(
         self,

@@ -11,12 +11,12 @@ from longhaul.sparse.nsa.branches import Sizes
 from model import NSAConfig
 from tests.cuda_build.fakes import AMPERE, HOPPER, card
 
-attention, dense, layout = (
+nsa, blocks = (
     pytest.importorskip(
-        f"longhaul.sparse.nsa.triton.{name}",
+        f"longhaul.sparse.triton.{name}",
         reason="triton is not installed: no kernel is launched",
     )
-    for name in ("attention", "dense", "layout")
+    for name in ("nsa", "blocks")
 )
 
 CFG = NSAConfig()
@@ -38,11 +38,11 @@ def launched(monkeypatch):
         assert on_host.device.type == "cpu"
         return torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
 
-    for module in (attention, dense):
+    for module in (nsa, blocks):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(layout, "upload", upload)
+        monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(attention, "require", lambda *_: None)
+    monkeypatch.setattr(nsa, "require", lambda *_: None)
     return names
 
 
@@ -62,9 +62,9 @@ def test_forward_and_backward_stay_on_the_device(launched, capability, documents
             for n in (T, T, sum(blocks), sum(blocks), T, T)
         ]
         inputs = (q, *kv, gates)
-        o, *saved, _ = attention.nsa_triton_forward._init_fn(*inputs, cu, SIZES)
+        o, *saved = nsa.nsa_triton_forward._init_fn(*inputs, cu, SIZES)
         forward = len(launched)
-        grads = attention.nsa_triton_backward._init_fn(o, *inputs, *saved, cu, SIZES)
+        grads = nsa.nsa_triton_backward._init_fn(o, *inputs, *saved, cu, SIZES)
     assert [x.shape for x in grads] == [x.shape for x in inputs]
     assert all(x.is_cuda for x in grads)
     assert "importance_kernel" in launched[:forward]

@@ -8,7 +8,7 @@ engine.py    nsa_attention, forward and backward as custom operators
 branches.py  one document under one KV head: compressed branch and window
 selected.py  which blocks the selected branch reads; the engine of all selectors computes it
 decode.py    what a layer keeps while decoding, and the attention of one token
-triton/      the kernels for GPUs
+../triton/   the kernels for GPUs
 """
 
 from longhaul.sparse.nsa.decode import NSAState as NSAState

@@ -4,7 +4,7 @@
 engine of all selectors (sparse/engine.py), which also cuts a call into streams and chunks of
 queries. This file adds to each chunk what is NSA's: the compressed branch and the window
 (branches.py), the choice of blocks (selected.py), and the gates. model.py has the plain version and
-the checks of the inputs, nsa/triton/ the same algorithm as GPU kernels.
+the checks of the inputs, sparse/triton/ the same algorithm as GPU kernels.
 
 Letters: B rows of the batch, T tokens, H query heads, G KV heads, M = H/G, K head dim, N compressed
 blocks, J selection blocks, C queries of a chunk, n selected blocks per query. l' of the paper is

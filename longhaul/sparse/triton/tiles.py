@@ -1,0 +1,233 @@
+"""What all Triton kernels of sparse attention share: where they run, tiles, loads and products.
+
+Letters: K head dim, M query heads per KV head, l tokens of a block, R rows of a tile. MP, KP and LP
+are M, K and l padded to powers of two.
+
+**Rows of a tile.** The M heads that share a KV head see the same keys, so that the R rows of a
+tile's matrix are (query, head): row r is query r // MP under head r % MP. With one query at a time,
+a group of 4 heads would fill only a quarter of the 16 rows that a tensor core takes.
+
+**Numerics.** Logits, softmax and sums are fp32. Hidden logits become -inf before exp2: masking
+afterwards could multiply inf by 0, which is NaN. Logits are in base 2 (`scale2` is log2(e) /
+sqrt(K)), since exp2 is what the hardware has. Addresses are int64: T*H*K passes 2^31 at 524,288
+tokens of 32 heads of 128.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from base.machine import platform
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+H100_SHARED_MEMORY = 227 * 1024
+REMEDY = 'use PyTorch\'s operators, --kernels torch or kernels="torch"'
+
+
+# ---- helpers of kernels
+
+
+@triton.jit
+def row_mask(valid, K: tl.constexpr, KP: tl.constexpr):
+    """[rows, KP]: valid rows, without the columns past K."""
+    mask = valid[:, None]
+    if K != KP:
+        k = tl.arange(0, KP)
+        mask = mask & (k < K)[None, :]
+    return mask
+
+
+@triton.jit
+def load_rows(ptr, row, valid, K: tl.constexpr, KP: tl.constexpr):
+    """[rows, KP] of a tensor [..., K]; invalid rows and columns past K are 0."""
+    k = tl.arange(0, KP)
+    return tl.load(
+        ptr + row[:, None] * K + k[None, :],
+        mask=row_mask(valid, K, KP),
+        other=0.0,
+    )
+
+
+@triton.jit
+def store_rows(ptr, row, valid, x, K: tl.constexpr, KP: tl.constexpr):
+    """Stores the valid rows of x [rows, KP] in the dtype of the tensor."""
+    k = tl.arange(0, KP)
+    tl.store(
+        ptr + row[:, None] * K + k[None, :],
+        x.to(ptr.dtype.element_ty),
+        mask=row_mask(valid, K, KP),
+    )
+
+
+@triton.jit
+def product(a, b):
+    """a b in fp32. fp32 operands take three tf32 products: error near 2^-21."""
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def add_product(a, b, total):
+    """a b + total in fp32."""
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+# The decorator decided when this file was imported, whatever the environment says by now.
+INTERPRETED = not isinstance(product, triton.JITFunction)
+
+
+# ---- sizes of tiles, and where they fit
+
+
+class TileSizes(NamedTuple):
+    """Sizes of tiles, powers of two from 16 on, the least that a tensor core takes."""
+
+    rows: int  # (query, head) rows, in kernels with products whose results belong to queries
+    key_rows: int  # the same in kernels whose results belong to keys
+    blocks: int  # selection blocks of a step that computes their importance
+    segment_rows: int = 2048  # rows of a segment in the backward
+
+
+def tile_sizes(K: int, itemsize: int, shared: int) -> TileSizes:
+    """Tiles that fit `shared` bytes of shared memory: 99 KiB on the smallest cards. Products of two
+    warp groups, which only cards with 227 KiB have, want 128 rows (tests/kernel_resources.py).
+    """
+    if itemsize == 4:
+        return TileSizes(
+            rows=32,
+            key_rows=16,
+            blocks=32,
+        )
+    if K > 128:
+        return TileSizes(
+            rows=64,
+            key_rows=16,
+            blocks=32,
+        )
+    if shared < 200 * 1024:
+        return TileSizes(
+            rows=64,
+            key_rows=64,
+            blocks=32,
+        )
+    return TileSizes(
+        rows=64,
+        key_rows=128,
+        blocks=64,
+    )
+
+
+def padded(size: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def supported(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels run on tensors of this dtype on this device."""
+    if dtype not in DTYPES:
+        return False
+    if device.type == "cuda":
+        return platform().capability(device) >= (8, 0)
+    return INTERPRETED and dtype != torch.bfloat16  # whose products it gets wrong
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a block of threads can have: on a CUDA device its own answer,
+    elsewhere those of an H100.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return H100_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def shared_memory_needed(
+    M: int,
+    K: int,
+    itemsize: int,
+    block: int,
+    shared: int,
+) -> int:
+    """Bytes of shared memory of the kernel that takes most, pair_backward_kernel, on a card that
+    has `shared`; a bound of what the compiler says, see tests/kernel_resources.py.
+    """
+    KP = padded(K)
+    LP = padded(block)
+    R = max(tile_sizes(K, itemsize, shared).key_rows, triton.next_power_of_2(M))
+    if itemsize == 4:  # three products for one split their operands
+        return itemsize * (7 * LP * KP + 4 * (R - 16) * KP)
+
+    keys_and_rows = (2 * LP + 2 * R) * KP
+    gradients = R * LP + LP * KP
+    return itemsize * (keys_and_rows + gradients)
+
+
+def refusal(
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    block: int,
+    device: torch.device | None,
+    stock: bool = False,
+) -> str | None:
+    """Why the kernels do not serve these sizes on the device, or None if they do; no device stands
+    for a GPU that is not at hand. `stock`: PyTorch's attention kernels take part, too.
+    """
+    keys = f"{padded(block) * padded(K) * dtype.itemsize / 1024:g} KiB of keys per block"
+    given = f"the Triton kernels of sparse attention were given {dtype}"
+    if M > 64 or K > 256 or block > 128 or padded(block) * padded(K) * dtype.itemsize > 2**15:
+        sizes = f"{M} query heads per KV head, head dim {K}, blocks of {block} tokens, {keys}"
+        return f"{given}, {sizes}; the limits are 64, 256, 128 and 32 KiB: {REMEDY}"
+    multiple = 16 // dtype.itemsize
+    if stock and K % multiple:
+        return f"{given} and head dim {K}, which must be a multiple of {multiple}: {REMEDY}"
+    if device is None:
+        return None
+    if not supported(dtype, device):
+        return (
+            f"{given} on {device}; they need float32, bfloat16 or float16 on a CUDA device of "
+            "compute capability >= 8.0 (or, for tests, TRITON_INTERPRET=1 before triton is "
+            f"imported, in float32 or float16): move the tensors there, or {REMEDY}"
+        )
+
+    available = shared_memory(device)
+    needed = shared_memory_needed(M, K, dtype.itemsize, block, available)
+    if available < needed:
+        return (
+            f"{given} and sizes that need {needed:,} bytes of shared memory, and {device} has "
+            f"{available:,}: {REMEDY}"
+        )
+    return None
+
+
+# ---- launches
+
+
+def ceil_div(count: int, size: int) -> int:
+    """How many groups of `size` hold `count` items."""
+    return -(-count // size)
+
+
+def upload(on_host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, from pinned memory so that the host does not wait."""
+    if device.type == "cuda":
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)
+
+
+def count_to(end: int, device: torch.device) -> Tensor:
+    """0, 1, ..., end - 1 as int32."""
+    return torch.arange(end, device=device, dtype=torch.int32)
+
+
+def launch(
+    kernel,
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    **arguments,
+) -> None:
+    """Runs a Triton kernel over the grid; nothing for tensors without values, the planner's."""
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    if not any(x.is_meta for x in tensors):
+        kernel[grid](**arguments, num_warps=num_warps, num_stages=1)

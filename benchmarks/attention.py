@@ -196,10 +196,18 @@ def decode_error(tensors):
         Layout.of(None, q.shape[:2], CFG, q.device),
     )
     k_cmp, v_cmp = compress(k, v, lambda x, _: x, whole)
-    state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
-    state.append(k, v, k, v, None, None, compress, lambda x, _: x)
     full = nsa_engine.nsa_attention(q, k, v, k_cmp, v_cmp, k, v, gates, CFG)
-    return relative(nsa_decode.nsa_decode(q[:, -1:], gates[:, -1:], state), full[:, -1:].double())
+    state = nsa_decode.NSAState(CFG, 1, *k.shape[1:], device=q.device, dtype=q.dtype)
+    state.take_prompt(*one_kv(q[:, :-1], k[:, :-1], v[:, :-1], gates[:, :-1]), compress)
+    o = state.decode(*one_kv(q[:, -1:], k[:, -1:], v[:, -1:], gates[:, -1:]), compress)
+    return relative(o, full[:, -1:].double())
+
+
+def one_kv(q, k, v, gates):
+    """What a layer gives its state: one K/V for all branches, and a rotation that turns nothing."""
+    shape = len(k), k.shape[1], 1, k.shape[-1] // 2
+    rope = torch.ones(shape, device=k.device), torch.zeros(shape, device=k.device)
+    return (q, k, v, k, v, k, v, gates), rope
 
 
 def compressor(dtype, device="cpu"):
@@ -231,12 +239,13 @@ def decode_row(T, dtype):
     indexed attention.
     """
     dtype = DTYPES[dtype]
-    state, rope = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype), lambda x, _: x
+    state = nsa_decode.NSAState(CFG, 1, T + 512, 1, K, dtype=dtype)
     compress = compressor(dtype)
     k, v = torch.randn(2, 1, T, 1, K).to(dtype)
     q = torch.randn(1, 1, M, K).to(dtype)
     gates = torch.rand(1, 1, M, 3).to(dtype)
     one = torch.randn(1, 1, 1, K).to(dtype)
+    token = one_kv(q, one, one, gates)
     heads = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
 
     def dense_sdpa():
@@ -248,8 +257,7 @@ def decode_row(T, dtype):
         ]
 
     def sparse():
-        state.append(one, one, one, one, None, None, compress, rope)
-        nsa_decode.nsa_decode(q, gates, state)
+        state.decode(*token, compress)
 
     q_idx, k_idx = indexer_inputs(T, dtype, grad=False)
 
@@ -257,7 +265,7 @@ def decode_row(T, dtype):
         indexed([q, k, v, q_idx[:, -1:], k_idx])
 
     with torch.no_grad():
-        state.append(k, v, k, v, None, None, compress, rope)
+        state.take_prompt(*one_kv(q, k, v, gates), compress)
         for _ in range(32):
             sparse()
         # every 16th token emits a compressed block: one turn is 16 tokens, for all sides

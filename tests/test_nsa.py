@@ -16,6 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from longhaul.clock import Clock
+from longhaul.sparse.decode import choose_by_clock, choose_stored, ordered_bits
 from longhaul.sparse.nsa import branches as nsa_branches
 from longhaul.sparse.nsa import decode as nsa_decode
 from longhaul.sparse.nsa import engine as nsa_engine
@@ -517,14 +519,26 @@ def decode_case(T, cfg=SMALL, B=2, G=2, M=2, K=16, dtype=torch.float32):
     return rope(q, position), k, rope(k, position), v, gates
 
 
-def fill(state, case, module, a, b):
-    """Appends the tokens [a, b) to the state."""
-    _, k_raw, k, v, _ = (x[:, a:b] for x in case)
-    window = (None, None) if state.win is None else (k, v)
-    state.append(k_raw, v, k, v, *window, module, rope)
-
-
 KV = pytest.mark.parametrize("kv", ["shared", "separate"])
+
+
+def rotation(a, b):
+    """cos and sin of the positions a to b - 1, [2, T, 1, 8] each."""
+    position = torch.arange(a, b)[:, None, None]
+    angle = (position * 10_000.0 ** (-torch.arange(0, 16, 2) / 16)).expand(2, -1, -1, -1)
+    return angle.cos(), angle.sin()
+
+
+def layer_inputs(case, a, b):
+    """What the layer gives its cache for the tokens a to b - 1."""
+    q, k_raw, k, v, gates = (x[:, a:b] for x in case)
+    return q, k, v, k_raw, v, k, v, gates
+
+
+def decode_on(state, case, module, a, b):
+    """o of each of the tokens a to b - 1."""
+    steps = [(layer_inputs(case, t, t + 1), rotation(t, t + 1)) for t in range(a, b)]
+    return [state.decode(*step, module) for step in steps]
 
 
 @KV
@@ -540,11 +554,9 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
 
         state = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, T, 2, 16)
         if prompt:
-            fill(state, case, module, 0, prompt)
-        for t in range(prompt, T):
-            fill(state, case, module, t, t + 1)
-            o = nsa_decode.nsa_decode(q[:, t : t + 1], gates[:, t : t + 1], state)
-            assert (o - full[:, t : t + 1]).abs().max() <= 2e-5, t
+            state.take_prompt(layer_inputs(case, 0, prompt), rotation(0, prompt), module)
+        decoded = torch.cat(decode_on(state, case, module, prompt, T), 1)
+    assert (decoded - full[:, prompt:]).abs().max() <= 2e-5
 
 
 @KV
@@ -552,38 +564,22 @@ def test_prefill_then_decoding_equals_the_full_forward(prompt, kv):
 def test_prefill_leaves_the_state_of_token_by_token_decoding(T, kv):
     module = compressor(SMALL)
     case = decode_case(T)
-    cfg = replace(SMALL, kv=kv)
-    at_once, token_by_token, in_parts = (nsa_decode.NSAState(cfg, 2, 128, 2, 16) for _ in range(3))
+    at_once, token_by_token = (
+        nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 128, 2, 16) for _ in range(2)
+    )
     with torch.no_grad():
-        fill(at_once, case, module, 0, T)
-        for t in range(T):
-            fill(token_by_token, case, module, t, t + 1)
-        for a, b in itertools.pairwise([0, 3, T // 2 + 2, T]):
-            fill(in_parts, case, module, a, b)
+        at_once.take_prompt(layer_inputs(case, 0, T), rotation(0, T), module)
+        decode_on(token_by_token, case, module, 0, T)
 
-    for other in (token_by_token, in_parts):
-        assert (other.length, other.blocks) == (at_once.length, at_once.blocks)
-        assert torch.equal(other.slc, at_once.slc)
-        assert torch.equal(other.tail, at_once.tail)
-        if kv == "separate":
-            assert torch.equal(other.win, at_once.win)
-        assert torch.allclose(other.cmp, at_once.cmp, rtol=0, atol=1e-6)
-
-
-def test_a_full_decode_state_says_so():
-    state = nsa_decode.NSAState(SMALL, 2, 10, 2, 16)
-    words = "holds 10 positions and 11 are needed: build it with max_length >= 11"
-    with pytest.raises(ValueError, match=words):
-        fill(state, decode_case(11), compressor(SMALL), 0, 11)
-
-
-@KV
-def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
-    state = nsa_decode.NSAState(replace(SMALL, kv=kv), 2, 10, 2, 16)
-    one = torch.zeros(2, 1, 2, 16)
-    window = one if kv == "shared" else None
-    with pytest.raises(ValueError, match=f"kv='{kv}'"):
-        state.append(one, one, one, one, window, window, compressor(SMALL), rope)
+    assert token_by_token.length == at_once.length
+    for found, want in zip(token_by_token.stored(), at_once.stored(), strict=True):
+        assert torch.equal(found, want)
+    assert torch.equal(token_by_token.raw_2BlGK, at_once.raw_2BlGK)
+    centres = [t % 8 for t in range(max(0, T - 8), T) if t % 4 == 0]  # others turn no block
+    assert torch.equal(token_by_token.turn_2Bl1K[:, :, centres], at_once.turn_2Bl1K[:, :, centres])
+    if kv == "separate":
+        assert torch.equal(token_by_token.win_2BwGK, at_once.win_2BwGK)
+    assert torch.allclose(token_by_token.cmp_2BGNK, at_once.cmp_2BGNK, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -600,18 +596,24 @@ def test_window_keys_that_do_not_fit_the_state_are_refused(kv):
 )
 def test_a_decoded_token_chooses_the_blocks_of_the_rule_ties_included(sizes):
     cfg = replace(SMALL, **sizes)
-    place_XJ = torch.arange(256).view(2, 128)
+    state = nsa_decode.NSAState(cfg, 1, 600, 2, 16)
     for t in range(cfg.sel_count * cfg.sel_block, 600):
-        own = t // cfg.sel_block
         N = cfg.compressed_blocks(t + 1)
         make = torch.Generator().manual_seed(t)
         p_XN = torch.randint(1, 4, (2, N), generator=make).float() / 8  # few values: many ties
 
-        places = nsa_decode._chosen_places(p_XN, place_XJ, own, cfg)
-        blocks = places - torch.tensor([[0], [128]])
+        state.length = t + 1
+        scores_XJ = nsa_decode.importance(p_XN, state.free_blocks(), cfg)
+        bits_XJ = ordered_bits(scores_XJ)
+        blocks = choose_stored(bits_XJ, state.block_J, state.rule, state.free_blocks())
         want = select_blocks(p_XN, torch.tensor(t), cfg)
         assert torch.equal(blocks.sort().values, want.sort().values), t
-        assert (blocks[:, -1] == own).all()
+        assert (blocks[:, -1] == t // cfg.sel_block).all()
+
+        scores_XJ = nsa_decode.importance(p_XN, range(len(state.block_J)), cfg)
+        clock = Clock(t, 1, 600, "cpu")
+        fixed = choose_by_clock(ordered_bits(scores_XJ), state.block_J, state.rule, clock)
+        assert torch.equal(fixed.sort().values, want.sort().values), t
 
 
 # ---- threads and modes

@@ -649,15 +649,9 @@ def nsa_decoder(kv):
         attention.CFG, 1, T + room, G, attention.K, device=kv.device, dtype=kv.dtype
     )
     compress = attention.compressor(kv.dtype, kv.device)
-    state.append(*kv, *kv, None, None, compress, unrotated)
+    state.take_prompt(*attention.one_kv(None, *kv, None), compress)
 
     def step(q, one, gates):
-        state.append(one, one, one, one, None, None, compress, unrotated)
-        nsa_decode.nsa_decode(q, gates, state)
+        state.decode(*attention.one_kv(q, one, one, gates), compress)
 
     return step
-
-
-def unrotated(x, _):
-    """No rotary positions."""
-    return x

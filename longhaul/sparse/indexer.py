@@ -319,20 +319,27 @@ class IndexedCache(SelectedCache):
         rows, length = shape[:2]
         self.k_BS1E = torch.empty((rows, length, 1, sizes.head_dim), device=device, dtype=dtype)
 
-    def attend(
+    def remember(
         self,
-        layer: IndexedAttention,
-        inputs: Sequence[Tensor],
-        rope: Rope,
-    ) -> Tensor:
-        """o [B, T, H, K] of T tokens that continue what is stored."""
-        q_BTHK, k_BTGK, v_BTGK, q_BTGE, k_BT1E = inputs
-        before = self.length
-        keys_and_values = self.append(k_BTGK, v_BTGK)
+        before: int,
+        q_BTGE: Tensor,
+        k_BT1E: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The indexer's queries, and its keys of all that is stored."""
         self.k_BS1E[:, before : self.length] = k_BT1E
-        with layer.ops.varying(q_BTHK):
-            keys = *keys_and_values, q_BTGE, self.k_BS1E[:, : self.length]
-            return layer.attend_indexed(q_BTHK, *keys)[0]
+        return q_BTGE, self.k_BS1E[:, : self.length]
+
+    def attend_several(self, layer: IndexedAttention, *inputs: Tensor) -> Tensor:
+        return layer.attend_indexed(*inputs)[0]
+
+    def scores(
+        self,
+        q_BGMK: Tensor,
+        q_B1GE: Tensor,
+        k_BS1E: Tensor,
+    ) -> Tensor:
+        """The groups are rows of one product with the key that they share."""
+        return self.scores_of_rows(q_B1GE[:, :, :, None], k_BS1E.transpose(1, 2))
 
 
 # ---- the recall of the choice

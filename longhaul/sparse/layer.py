@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from longhaul.sparse.choose import SELECTORS, Chunk, choose_blocks
+from longhaul.sparse.decode import BlockCache, Rule, TokenProducts, ordered_bits
 from longhaul.sparse.engine import block_sparse_attention
 from longhaul.sparse.plain import plain_block_sparse_attention
-from model import Attention, Device, Documents, LayerCache, ModelConfig, Ops, Rope
+from model import Attention, Device, Documents, ModelConfig, Ops, Rope
 
 # The smallest value of each number of the settings.
 LEAST = {
@@ -204,7 +205,7 @@ class SelectedAttention(Attention):
         return SelectedCache(self.sizes, shape, device, dtype)
 
 
-class SelectedCache(LayerCache):
+class SelectedCache(BlockCache):
     """Keys and values of one layer, and the summary of all whole entries, which grows with them."""
 
     def __init__(
@@ -214,7 +215,8 @@ class SelectedCache(LayerCache):
         device: Device,
         dtype: torch.dtype,
     ):
-        super().__init__(shape, device, dtype)
+        rule = Rule(sizes.block, sizes.count, sizes.init, sizes.local)
+        super().__init__(shape, rule, device, dtype)
         self.sizes = sizes
         self.summary_BJGW = None
         span, _ = sizes.span()
@@ -230,21 +232,50 @@ class SelectedCache(LayerCache):
         inputs: Sequence[Tensor],
         rope: Rope,
     ) -> Tensor:
-        """o [B, T, H, K] of T tokens that continue what is stored."""
-        q_BTHK, k_BTGK, v_BTGK = inputs
-        before = self.sizes.entries(self.length)
+        """o [B, T, H, K] of T tokens that continue what is stored: of a single one by its scores,
+        of several, or while every block is read, as in a forward without a cache.
+        """
+        q_BTHK, k_BTGK, v_BTGK, *others = inputs
+        before = self.length
         keys_and_values = self.append(k_BTGK, v_BTGK)
-        summary_BJGW = self._summary(before)
+        scored = self.remember(before, *others)
         with layer.ops.varying(q_BTHK):
-            return layer.attend_document(q_BTHK, *keys_and_values, summary_BJGW)
+            if q_BTHK.shape[1] > 1 or self.length <= self.sizes.dense_tokens:
+                return self.attend_several(layer, q_BTHK, *keys_and_values, *scored)
+        q_BGMK = q_BTHK[:, 0].unflatten(1, (k_BTGK.shape[2], -1))
+        free = self.free_blocks()
+        scores_XN = self.scores(q_BGMK, *scored)
+        bits_XJ = ordered_bits(scores_XN[:, free.start :])
+        return self.attend_blocks(q_BGMK, bits_XJ).view_as(q_BTHK)
 
-    def _summary(self, before: int) -> Tensor | None:
-        """The summary of what is stored, of which `before` entries were there."""
+    def remember(self, before: int) -> tuple[Tensor | None]:
+        """What is scored of all that is stored: the summary, if there is one. It is brought up to
+        date from the first `before` tokens on.
+        """
         if self.summary_BJGW is None:
-            return None
-        now = self.sizes.entries(self.length)
-        if now > before:
+            return (None,)
+        first, now = self.sizes.entries(before), self.sizes.entries(self.length)
+        if now > first:
             span, step = self.sizes.span()
-            tokens = slice(before * step, (now - 1) * step + span)
-            self.summary_BJGW[:, before:now] = self.sizes.summarise(self.k_BSGK[:, tokens])
-        return self.summary_BJGW[:, :now]
+            tokens = slice(first * step, (now - 1) * step + span)
+            self.summary_BJGW[:, first:now] = self.sizes.summarise(self.k_BSGK[:, tokens])
+        return (self.summary_BJGW[:, :now],)
+
+    def attend_several(self, layer: SelectedAttention, *inputs: Tensor | None) -> Tensor:
+        """o [B, T, H, K] of the last T of the S positions."""
+        return layer.attend_document(*inputs)
+
+    def scores(self, q_BGMK: Tensor, summary_BJGW: Tensor | None) -> Tensor:
+        """Scores [X, N] of the blocks before the local ones, for the token stored last."""
+        if summary_BJGW is None:
+            summary_BJGW = self.stored()[0]
+        return self.scores_of_rows(q_BGMK[:, :, None], summary_BJGW.transpose(1, 2))
+
+    def scores_of_rows(self, q_BZCMK: Tensor, summary_BZJW: Tensor) -> Tensor:
+        """Scores [B * Z * C, N]. Rows are scored one by one, whose summaries are not copied."""
+        products = TokenProducts(q_BZCMK)
+        scores = []
+        for q_ZCMK, summary_ZJW in zip(q_BZCMK, summary_BZJW, strict=True):
+            chunk = Chunk(q_ZCMK, self.position, self.free_blocks().stop, products)
+            scores.append(self.sizes.scores(chunk, summary_ZJW).flatten(0, 1))
+        return torch.cat(scores)

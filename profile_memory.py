@@ -20,6 +20,7 @@ import torch
 
 from footprint import page
 from footprint.device import SIZES, Card, Demand, Placement, card
+from footprint.snapshot import write_snapshot
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
 from longhaul.cli import flag
@@ -75,7 +76,7 @@ class Profiler:
     )
     snapshot: str = flag(
         "",
-        "file to write for PyTorch's memory visualiser, with --measure on CUDA",
+        "file to write for PyTorch's memory visualiser: the step, or with --measure the real one",
         group="profiler",
     )
     html: str = flag(
@@ -354,6 +355,8 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
 
     if cfg.html:
         write_page(cfg, found, demand)
+    if cfg.snapshot and not cfg.measure:
+        write_snapshot(cfg.snapshot, found.trace)
     if on is None:
         return result, 0
     placement = demand.placement(int(on.gib * GIB))
@@ -397,10 +400,8 @@ def check_measure(cfg: ProfileConfig, target: str):
         raise ValueError(
             "--measure: this machine has no CUDA device: give --device cpu to measure on its CPU"
         )
-    if cfg.snapshot and not (cfg.measure and target == "cuda"):
-        raise ValueError(
-            "--snapshot is written by --measure on CUDA: give both, on a machine with a GPU"
-        )
+    if cfg.snapshot and target != "cuda":
+        raise ValueError("--snapshot is what a GPU's allocator records: drop --device cpu")
 
 
 def plan_analysis(cfg: ProfileAnalysis) -> int:

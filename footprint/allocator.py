@@ -16,7 +16,7 @@ as one block. Sizes are bytes; GiB = 2^30 bytes.
 import bisect
 from dataclasses import dataclass
 
-from footprint.trace import Event, Trace
+from footprint.trace import Event, Trace, rounded_up
 
 MIB = 2**20
 GIB = 2**30
@@ -30,11 +30,6 @@ OWN_SEGMENT = 10 * MIB  # from this size on, a request has its own segment, roun
 ROUND = 2 * MIB
 PERMANENT = ("parameter", "buffer", "optimizer")  # categories that outlive a step
 STEPS = 3  # repetitions of a step: the later ones find the segments that the first left behind
-
-
-def up(size: int, multiple: int) -> int:
-    """The smallest multiple that is at least `size`."""
-    return -(-size // multiple) * multiple
 
 
 class OutOfMemory(Exception):
@@ -81,7 +76,7 @@ class Pool:
         """Bytes of the new segment for a block of `size`."""
         if self.small:
             return SMALL_SEGMENT
-        return LARGE_SEGMENT if size < OWN_SEGMENT else up(size, ROUND)
+        return LARGE_SEGMENT if size < OWN_SEGMENT else rounded_up(size, ROUND)
 
     def grow(self, growth: int) -> Block:
         """A new segment as one block, which is not in the list of free blocks."""
@@ -186,7 +181,7 @@ class ExpandablePool(Pool):
 
     def growth(self, size: int) -> int:
         """What the free end of the range lacks, in whole pages."""
-        return up(size - self._free_at_the_end(), self.page)
+        return rounded_up(size - self._free_at_the_end(), self.page)
 
     def grow(self, growth: int) -> Block:
         """The last block if it is free, larger by `growth`; else a new last block."""
@@ -230,7 +225,7 @@ class Allocator:
 
     def malloc(self, size: int) -> tuple[Block, Pool]:
         """A block of at least `size` bytes and its pool; OutOfMemory beyond the capacity."""
-        rounded = up(max(size, 1), STEP)
+        rounded = rounded_up(max(size, 1), STEP)
         small, large = self.pools
         pool = large if rounded > SMALL else small
         block = pool.best(rounded) or self._new_segment(pool, rounded)
@@ -285,7 +280,7 @@ class Replay:
         return 1 - self.peak_live / self.peak_reserved
 
 
-class _Run:
+class Run:
     """An allocator, the block of each storage, and the peaks so far."""
 
     def __init__(self, allocator: Allocator):
@@ -357,11 +352,11 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
         if size and trace.storages[storage].category == "optimizer":
             states[storage] = size
 
-    run = _Run(Allocator(expandable, capacity))
+    run = Run(Allocator(expandable, capacity))
     stateless = {storage: size for storage, size in before.items() if storage not in states}
     run.become(stateless)
     for _ in range(steps):
-        _play(run, trace, events, states)
+        play(run, trace, events, states)
         run.become(before)
         states = {}
 
@@ -369,7 +364,7 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
 
 
-def _play(run: _Run, trace: Trace, events: list[Event], states: dict[int, int]):
+def play(run: Run, trace: Trace, events: list[Event], states: dict[int, int]):
     """The events after time 0; `states` are allocated when the optimizer starts, or at the end."""
     workspaces = largest_workspaces(trace)
     starts = [time for time, name in trace.stages if name == "optimizer"]

@@ -25,6 +25,11 @@ CONTIGUOUS = {
     "aten::_log_softmax_backward_data": (0, 1),
     "aten::native_layer_norm": (0,),
     "aten::native_layer_norm_backward": (0, 1),
+    "aten::log_sigmoid_forward": (0,),
+    "aten::multi_margin_loss": (0,),
+    "aten::multi_margin_loss_backward": (1,),
+    "aten::multilabel_margin_loss_forward": (0,),
+    "aten::multilabel_margin_loss_backward": (1,),
     "aten::embedding": (1,),
     "aten::embedding_dense_backward": (0, 1),
 }
@@ -34,6 +39,9 @@ PRODUCTS = {
     "aten::bmm": (0, 1),
     "aten::baddbmm": (1, 2),
 }
+# operator -> which of its arguments it copies
+COPIES = {"aten::clone": 0, "aten::_to_copy": 0, "aten::copy_": 1}
+BLOCK = 60  # rows and columns of a block
 SUMS = [
     "sum",
     "nansum",
@@ -54,6 +62,7 @@ LOSSES = {
     "aten::soft_margin_loss": 0,
     "aten::binary_cross_entropy": 0,
 }
+MEAN = 1  # the reduction of a loss, as its operator has it
 # Their result is what is left of all elements' losses, and keeps that memory.
 LEFT_OVER = LOSSES.keys() - {"aten::huber_loss"}
 
@@ -63,20 +72,34 @@ def copied_bytes(target: str, func, args, outputs) -> int:
     name = func._schema.name
     if name in CONTIGUOUS:
         given = [args[position] for position in CONTIGUOUS[name]]
-        copied = sum(dense_bytes(value) for value in given if not value.is_contiguous())
+        turned = [value for value in given if not value.is_contiguous()]
+        copied = sum(map(dense_bytes, turned))
+        if target == "cpu":
+            copied += max(map(turning_bytes, turned), default=0)
         return copied + (given[0].nbytes if _multiplies(target, name) else 0)
     if name in PRODUCTS:
         given = [args[position] for position in PRODUCTS[name]]
         return sum(dense_bytes(value) for value in given if not is_matrix(value))
     if name in LOSSES:
-        return LOSSES[name] * each_bytes(args) if _reduces(outputs, args) else 0
+        return loss_bytes(target, name, args) if _reduces(outputs, args) else 0
     if name == "aten::soft_margin_loss_backward":
         return 2 * each_bytes(args[1:])
     if name.removeprefix("aten::") in SUMS:
         return sum_bytes(target, name, args[0], outputs)
+    if target == "cpu" and name in COPIES:
+        source = args[COPIES[name]]
+        is_turned = isinstance(outputs, Tensor) and outputs.is_contiguous()
+        return turning_bytes(source) if is_turned and source.dtype == outputs.dtype else 0
     if target == "cpu" and torch.Tag.pointwise in func.tags:
         return converted_bytes(func, args, outputs)
     return 0
+
+
+def turning_bytes(value: Tensor) -> int:
+    """A CPU copies a transposed matrix in blocks (aten/src/ATen/native/Copy.cpp)."""
+    if value.dim() != 2 or value.numel() < BLOCK * BLOCK or value.stride() != (1, len(value)):
+        return 0
+    return BLOCK * BLOCK * value.element_size()
 
 
 def dense_bytes(value: Tensor) -> int:
@@ -100,6 +123,14 @@ def each_bytes(args) -> int:
     """The loss of each element."""
     given = [value.shape for value in args[:2]]
     return torch.broadcast_shapes(*given).numel() * args[0].element_size()
+
+
+def loss_bytes(target: str, name: str, args) -> int:
+    """What a reduced loss holds beyond its result. A CPU takes means of half precision in fp32."""
+    each = each_bytes(args)
+    reduction = next((value for value in args[2:] if isinstance(value, int)), MEAN)
+    is_half = target == "cpu" and args[0].dtype in HALF
+    return LOSSES[name] * each + (2 * each if is_half and reduction == MEAN else 0)
 
 
 def _reduces(result: object, args) -> bool:

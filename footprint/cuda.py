@@ -27,22 +27,49 @@ NOT_MODELLED = {
     "_cudnn_rnn": "reserved memory and workspaces of cuDNN's recurrent layers",
     "batch_norm": "what cuDNN's batch norm reserves for the backward",
     "_grouped_mm": "workspaces of grouped products",
-    "sort": "scratch memory of sorting and of top-k",
-    "topk": "scratch memory of sorting and of top-k",
-    "embedding_dense_backward": "scratch memory of the embedding's backward, which sorts tokens",
+    "topk": "scratch memory of top-k",
     "index_put": "scratch memory of index_put, which sorts indices",
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
     "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }
+PARTS = (
+    "matrix_exp",
+    "cholesky",
+    "linalg_eig",
+    "_linalg_eigh",
+    "_linalg_svd",
+    "linalg_qr",
+    "geqrf",
+)
+PARTS += (
+    "householder",
+    "linalg_lu",
+    "linalg_inv",
+    "_linalg_det",
+    "_linalg_slogdet",
+    "linalg_solve",
+)
+PARTS += ("_linalg_solve", "linalg_lstsq", "linalg_pinv")
 DECOMPOSITIONS = "scratch memory of linear algebra, such as decompositions and matrix_exp"
 # the same on any device
 ANYWHERE = {
-    "matrix_exp": DECOMPOSITIONS,
-    "cholesky": DECOMPOSITIONS,
-    "linalg_eig": DECOMPOSITIONS,
-    "householder": DECOMPOSITIONS,
+    **dict.fromkeys(PARTS, DECOMPOSITIONS),
     "_embedding_bag": "scratch memory of bags of embeddings by their largest elements",
     "kthvalue": "scratch memory of kthvalue and of quantiles",
+}
+# the same on a CPU, under a dispatch mode
+BY_VALUES = "backward formulas that depend on values, such as whether an element is zero"
+ON_A_CPU = {
+    ".prod.": BY_VALUES,
+    ".cumprod.": BY_VALUES,
+    ".sgn.": BY_VALUES,
+    ".max.default": BY_VALUES,
+    ".min.default": BY_VALUES,
+    "median.default": BY_VALUES,
+    "im2col": "scratch memory of unfolding images",
+    "col2im": "scratch memory of unfolding images",
+    ".isinf.": "comparisons with infinity",
+    ".isnan.": "comparisons with infinity",
 }
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
@@ -181,7 +208,7 @@ def gpu_optimizers() -> Iterator[None]:
 def not_modelled(trace: Trace, target: str, autocast: bool, ranks: int = 1) -> list[str]:
     """What of this step the prediction leaves out."""
     ran = {storage.op for storage in trace.storages.values()}
-    parts = ANYWHERE | NOT_MODELLED if target == "cuda" else ANYWHERE
+    parts = ANYWHERE | (NOT_MODELLED if target == "cuda" else ON_A_CPU)
     found = [words for part, words in parts.items() if any(part in op for op in ran)]
     if autocast and target == "cuda":
         found.append(AUTOCAST)

@@ -6,17 +6,24 @@ Sizes are bytes unless a name says GiB; GiB = 2^30 bytes.
 import difflib
 import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay
-from footprint.trace import Trace
+from footprint.trace import Event, Storage, Trace
 
-# Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; cuBLAS
-# and cuBLASLt take 32 MiB each on sm90; NCCL: buffers and channels of one communicator over NVLink.
+# Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; NCCL:
+# buffers and channels of one communicator over NVLink.
 CUDA_CONTEXT = GIB // 2
-CUBLAS_WORKSPACES = 2 * 32 * MIB
 NCCL = GIB
+# cuBLAS has one workspace for each thread that multiplies, from the allocator: eight parts of 4 MiB
+# on Hopper, else two and eight of 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp).
+CUBLAS = "cuBLAS"
+HOPPER = 90
+CUBLAS_OF_HOPPER = 32 * MIB
+CUBLAS_OF_OTHERS = 8 * MIB + 128 * 1024
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.addbmm.")
+PRODUCTS += ("aten.mv.", "aten.addmv.", "aten.dot.", "aten.vdot.", "aten._scaled_mm.")
 
 # Nominal memory of a card: GiB that torch sees
 SIZES = {
@@ -56,6 +63,7 @@ CARDS = {
     "H200": (139.8, 90),
     "B200": (178.3, 100),
 }
+DEFAULT = "H100"  # the card of the target "cuda"
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "  # in front of a command
 HALF_SINCE = (
     80  # from this capability on, the card itself computes in bf16 (and FlashAttention runs)
@@ -77,14 +85,50 @@ class Placement(enum.StrEnum):
 
 
 def beyond_the_allocator(ranks: int = 1) -> dict[str, int]:
-    """Bytes on the device that no tensor shows.
-
-    cuBLAS takes its workspaces from the allocator's segments; they are listed to be visible.
-    """
-    found = {"CUDA context": CUDA_CONTEXT, "cuBLAS workspaces": CUBLAS_WORKSPACES}
+    """Bytes on the device that PyTorch's allocator does not know of."""
+    found = {"CUDA context": CUDA_CONTEXT}
     if ranks > 1:
         found["NCCL"] = NCCL
     return found
+
+
+def multiplying_threads(trace: Trace) -> set[str]:
+    """The threads of a step that multiply matrices: the program's, and that of autograd."""
+    found = set()
+    for storage in trace.storages.values():
+        if storage.op.startswith(PRODUCTS):
+            is_autograd = storage.stage.endswith(("backward", "recompute"))
+            found.add("autograd" if is_autograd else "program")
+    return found
+
+
+def cublas_size(capability: int) -> int:
+    """Bytes of the workspace of one thread."""
+    return CUBLAS_OF_HOPPER if capability == HOPPER else CUBLAS_OF_OTHERS
+
+
+def with_cublas(trace: Trace, threads: set[str], capability: int = HOPPER) -> Trace:
+    """The trace with a workspace of cuBLAS for each thread, which the first step has made."""
+    if any(storage.op == CUBLAS for storage in trace.storages.values()):
+        return trace
+    size = cublas_size(capability)
+    first = max(trace.storages, default=-1) + 1
+    held = {}
+    for identity, thread in enumerate(sorted(threads), first):
+        held[identity] = Storage(
+            id=identity,
+            size=size,
+            category="workspace",
+            stage="start",
+            module=f"thread of the {thread}",
+            shape=(size,),
+            dtype="uint8",
+            op=CUBLAS,
+        )
+    before = [event for event in trace.events if not event.time]
+    made = [Event(0, size, identity) for identity in held]
+    events = before + made + trace.events[len(before) :]
+    return replace(trace, events=events, storages=trace.storages | held)
 
 
 def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
@@ -120,6 +164,7 @@ class Demand:
 
     @classmethod
     def of(cls, trace: Trace, ranks: int = 1, scale: float = 1.0) -> "Demand":
+        trace = with_cublas(trace, multiplying_threads(trace))
         classic, expandable = (found.scaled(scale) for found in replays(trace))
         return cls(trace, ranks, classic, expandable, scale)
 
@@ -205,9 +250,28 @@ def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
     return Card(name, gib, cc or capability)
 
 
+def target_card(target: str) -> Card | None:
+    """The GPU of a target, "cuda" (an H100) or the name of one; None for "cpu". ValueError for any
+    other.
+    """
+    if target == "cpu":
+        return None
+    name = DEFAULT if target == "cuda" else _spelled().get(_plain(target))
+    if name is None:
+        raise ValueError(
+            f"target {target!r} is unknown: choose one of cpu, cuda (an {DEFAULT}), "
+            f"{', '.join(CARDS)}"
+        )
+    return Card(name, *CARDS[name])
+
+
+def _spelled() -> dict[str, str]:
+    return {_plain(name): name for name in CARDS}
+
+
 def _known_name(gpu: str) -> str:
     """The key of CARDS that `gpu` spells; ValueError if there is none."""
-    names = {_plain(name): name for name in CARDS}
+    names = _spelled()
     plain = _plain(gpu)
     if plain in names:
         return names[plain]

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from footprint.device import multiplying_threads
 from footprint.memories import DEVICE, Memories
 from footprint.operators import corrected
 from footprint.refusal import ON_THE_CPU, Refused, place
@@ -83,8 +84,9 @@ class StepTracker(Tracker):
         self.phase = START
 
         self.names = weakref.WeakKeyDictionary()  # module -> its name
-        self.roots: list[nn.Module] = []
-        self.optimizers: list[Optimizer] = []
+        # weak references, in the order in which they were seen: what the step drops is gone
+        self.seen_models: list[weakref.ref[nn.Module]] = []
+        self.seen_optimizers: list[weakref.ref[Optimizer]] = []
         # modules whose forwards run now: the name, and whether it started in a backward
         self.running: list[tuple[str, bool]] = []
         self.in_optimizer = 0
@@ -99,6 +101,17 @@ class StepTracker(Tracker):
         self.read_argument: Callable[[Tensor], object] | None = None
         self.autocast = False  # whether any operator ran under autocast
         self.first_peak = 0  # bytes, before the step that is recorded
+        self.multiplied: set[str] = set()  # threads that have, before that step
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """The models that are alive."""
+        return [model for reference in self.seen_models if (model := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are alive."""
+        return [found for reference in self.seen_optimizers if (found := reference()) is not None]
 
     # ---- where it is
 
@@ -147,8 +160,9 @@ class StepTracker(Tracker):
         phases = self.phases
         made = {event.storage: event.time for event in self.trace.events if event.bytes > 0}
         self.first_peak, _ = self.trace.peak()
+        self.multiplied = multiplying_threads(self.trace)
         self.begin({})
-        self.known.reads.begin()
+        self.known.reads.places.clear()
         alive = self.trace.storages.keys() & made.keys()  # without storages of no bytes
         return {identity: phase_at(phases, made[identity]) for identity in alive}
 
@@ -188,7 +202,7 @@ class StepTracker(Tracker):
         """Name the modules of a model, and watch the gradients of its parameters."""
         if model in self.names:
             return
-        self.roots.append(model)
+        self.seen_models.append(weakref.ref(model))
         for name, module in model.named_modules(prefix=prefix):
             self.names.setdefault(module, name)
         for parameter in model.parameters():
@@ -198,7 +212,7 @@ class StepTracker(Tracker):
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         if not any(optimizer is known for known in self.optimizers):
-            self.optimizers.append(optimizer)
+            self.seen_optimizers.append(weakref.ref(optimizer))
 
     def _note_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -222,7 +236,7 @@ class StepTracker(Tracker):
 
     def _forward_starts(self, module: nn.Module, args) -> None:
         if module not in self.names:
-            self.adopt(module, "" if not self.roots else type(module).__name__)
+            self.adopt(module, "" if not self.seen_models else type(module).__name__)
         self.running.append((self.names[module], in_backward()))
         self.locate()
 

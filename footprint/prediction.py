@@ -2,7 +2,7 @@
 
 `predict(build, step)` runs both on fake tensors, which have shapes but no memory, and records every
 storage that they would allocate. Two steps run: the first makes the optimizer's states, the second
-is like all that follow. footprint/trials.py may run it again with other numbers. `observe` records
+is like all that follow. `observe` records
 the same of a real run on this machine's CPU, and `measure` asks the CPU's allocator.
 """
 
@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from footprint.batches import real_batches
 from footprint.compiled import refusing_compiled
 from footprint.cuda import CudaOperators, gpu_optimizers
+from footprint.device import Card, target_card
 from footprint.fakes import FakeTensors
 from footprint.measure import peak_of_last
 from footprint.modes import switched_on
@@ -42,14 +43,12 @@ from footprint.places import DEPTH, StepTracker
 from footprint.ranks import GlooWorkspaces, data_parallel, joining
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
-from footprint.trials import not_settled, repeatable, settle
 from footprint.unknown import branches, written_as_json
 from footprint.values import KERNEL, KnownValues, Reading, undisclosed
 from footprint.workspace import KernelWorkspaces, ProbedWorkspaces
 from footprint.written import AsWritten, with_a_device
 
 State = TypeVar("State")
-TARGETS = ("cpu", "cuda")
 # in what PyTorch says to a program that wants a GPU where there is none
 NEEDS_CUDA = (
     "Torch not compiled with CUDA enabled",
@@ -120,30 +119,31 @@ def predict(
     depth: int = DEPTH,
     answers: Mapping[str, object] = NO_ANSWERS,
 ) -> Report:
-    """The memory of `step(build())` on the target, "cpu" or "cuda", of one of `world_size` ranks.
+    """The memory of `step(build())` on the target, of one of `world_size` ranks. A target is "cpu",
+    "cuda" (an H100), or the name of a GPU, such as "RTX 4090".
 
     build() makes the model and the optimizer, on the CPU, and returns them in any form; step takes
     what it returned and runs one training step. depth: of the module names in stages. answers: the
     values that a step reads from tensors and decides by, by the line that reads them, such as
-    {"train.py:12": False}.
+    {"train.py:12": False}; a list has the values of one reading after another.
 
     Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
     """
-    check_target(target)
+    card = checked_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
-    tracker = _tracker(target, fake=True, depth=depth)
-    with _rank_of(world_size, target), _on_fake_tensors(tracker, target, answers, world_size):
+    tracker = _tracker(card, fake=True, depth=depth)
+    with _rank_of(world_size), _on_fake_tensors(tracker, card, answers, world_size):
         trace_two_steps(tracker, build, step)
-    return Report.of(tracker, target, world_size)
+    return Report.of(tracker, card, world_size)
 
 
 def observe(build: Callable[[], State], step: Callable[[State], object]) -> Report:
     """The same report of two real steps on this machine's CPU."""
-    tracker = _tracker("cpu", fake=False, depth=DEPTH)
+    tracker = _tracker(None, fake=False, depth=DEPTH)
     with random_states(tracker), tracker:
         trace_two_steps(tracker, build, step)
-    return Report.of(tracker, "cpu", 1)
+    return Report.of(tracker, None, 1)
 
 
 def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
@@ -157,16 +157,18 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
     return peak_of_last(first_step, step)
 
 
-def check_target(target: str) -> None:
-    """Refused for a target that is not known."""
-    if target not in TARGETS:
-        raise Refused(f"target {target!r} is unknown: choose one of {', '.join(TARGETS)}")
+def checked_card(target: str) -> Card | None:
+    """The GPU of a target; None for a CPU. Refused for a target that is not known."""
+    try:
+        return target_card(target)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
-def _tracker(target: str, fake: bool, depth: int) -> StepTracker:
+def _tracker(card: Card | None, fake: bool, depth: int) -> StepTracker:
     on_cpu = GlooWorkspaces if fake else ProbedWorkspaces
-    workspaces = KernelWorkspaces if target == "cuda" else on_cpu
-    return StepTracker(workspaces(target), fake, KnownValues(), depth)
+    workspaces = KernelWorkspaces("cuda") if card else on_cpu("cpu")
+    return StepTracker(workspaces, fake, KnownValues(), depth)
 
 
 # ---- the step
@@ -181,15 +183,13 @@ def trace_two_steps(
         adopt(tracker, state)
         if tracker.target == "cuda":
             move_data(tracker, state)
-        tracker.known.reads.are_tried = True
         step(state)
 
         origins = tracker.begin_step()
-        again = repeatable(lambda: step(state))
         step(state)
         tracker.locate()
         label(tracker, state, origins)
-        settle(tracker, again)
+        tracker.known.suppose_numbers()
     if not tracker.trace.events:
         raise Refused(
             "neither build nor step has made a tensor: build makes the model and the optimizer and "
@@ -212,17 +212,16 @@ class Recording:
     def __init__(
         self, target: str = "cuda", depth: int = DEPTH, answers: Mapping[str, object] = NO_ANSWERS
     ):
-        check_target(target)
-        self.target = target
+        self.card = checked_card(target)
         self.answers = answers
-        self.tracker = _tracker(target, fake=True, depth=depth)
+        self.tracker = _tracker(self.card, fake=True, depth=depth)
         self.optimizer: Optimizer | None = None  # whose steps are counted
         self.origins: dict[int, str] | None = None  # since its first step
         self.report: Report | None = None
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Recording":
-        self.stack.enter_context(_on_fake_tensors(self.tracker, self.target, self.answers))
+        self.stack.enter_context(_on_fake_tensors(self.tracker, self.card, self.answers))
         self.stack.enter_context(self.tracker.watching())
         handle = register_optimizer_step_post_hook(self._stepped)
         self.stack.callback(handle.remove)
@@ -238,8 +237,8 @@ class Recording:
             return
         adopt(self.tracker, self.tracker.roots)
         label(self.tracker, None, self.origins)
-        not_settled(self.tracker)
-        self.report = Report.of(self.tracker, self.target, 1)
+        self.tracker.known.suppose_numbers()
+        self.report = Report.of(self.tracker, self.card, 1)
         raise Enough
 
     def __exit__(self, kind, error, raised) -> bool:
@@ -264,7 +263,7 @@ class Enough(BaseException):
 
 @contextlib.contextmanager
 def _on_fake_tensors(
-    tracker: StepTracker, target: str, answers: Mapping[str, object], ranks: int = 1
+    tracker: StepTracker, card: Card | None, answers: Mapping[str, object], ranks: int = 1
 ) -> Iterator[None]:
     """Operators inside the `with` block allocate nothing and are recorded; errors are refusals."""
     with contextlib.ExitStack() as stack:
@@ -286,11 +285,11 @@ def _on_fake_tensors(
         reading = Reading(tracker.known, answers)
         tracker.read_argument = reading.argument
         modes: list[TorchFunctionMode] = [reading]
-        if target == "cuda":
+        if card:
             stack.enter_context(gpu_optimizers())
             stack.enter_context(gpu_scalers())
             stack.enter_context(offloading(tracker))
-            stack.enter_context(with_a_device(tracker, ranks))
+            stack.enter_context(with_a_device(tracker, ranks, card))
             modes.insert(0, CudaOperators())
             modes.append(AsWritten(tracker.memories))
         else:
@@ -336,14 +335,14 @@ def _words(error: RuntimeError, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _rank_of(ranks: int, target: str) -> Iterator[None]:
-    """This process is rank 0 of `ranks` for the wrappers of PyTorch; nothing for one rank."""
+def _rank_of(ranks: int) -> Iterator[None]:
+    """This process is rank 0 of `ranks` for the wrappers of PyTorch. A group of one rank starts if
+    the step asks for it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_process_group(ranks))
-        if ranks > 1:
-            stack.enter_context(data_parallel())
-        if target == "cuda":
-            stack.enter_context(joining(ranks, _start_fake_group))
+        stack.enter_context(data_parallel())
+        stack.enter_context(joining(ranks, _start_fake_group))
         yield
 
 

@@ -14,7 +14,17 @@ from footprint.measure import peak_bytes
 LARGEST = 2**28  # bytes of the inputs of a convolution that is run
 MOST_PRODUCTS = 2**31  # multiplications of a product that is run
 MEASURED = ("aten::convolution", "aten::convolution_backward")
-MEASURED += ("aten::native_batch_norm_backward",)
+MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
+MEASURED += ("aten::binary_cross_entropy_with_logits",)
+MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
+DECOMPOSITIONS = ("linalg_cholesky_ex", "_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_qr")
+DECOMPOSITIONS += ("linalg_inv_ex", "linalg_lu_factor_ex", "linalg_lu", "_linalg_det", "geqrf")
+DECOMPOSITIONS += ("_linalg_slogdet", "_linalg_solve_ex", "linalg_lstsq")
+DECOMPOSITIONS += ("linalg_householder_product", "linalg_matrix_exp", "cholesky_inverse")
+MEASURED += tuple(f"aten::{name}" for name in DECOMPOSITIONS)
+MEASURED += ("aten::_trilinear",)
+# Of half precision, sums are made in fp32.
+SCATTERS = ("aten::scatter_add", "aten::scatter_add_", "aten::scatter", "aten::scatter_reduce")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 HALF = (torch.float16, torch.bfloat16)
 
@@ -24,7 +34,11 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
-    return name in MEASURED or (name in PRODUCTS and args[-1].dtype in HALF)
+    if name in MEASURED:
+        return True
+    if name in SCATTERS:
+        return args[0].dtype in HALF
+    return name in PRODUCTS and (args[-1].dtype in HALF or args[-1].is_complex())
 
 
 def is_small(func, args) -> bool:
@@ -43,7 +57,11 @@ def inside_bytes(func, args) -> int:
         func(*real)  # oneDNN prepares itself on the first call
         peak = peak_bytes(lambda: func(*real), torch.device("cpu"))
         results = [leaf for leaf in tree_leaves(func(*real)) if isinstance(leaf, Tensor)]
-    return peak - sum(result.nbytes for result in results)
+        made = {result.data_ptr(): result.untyped_storage().nbytes() for result in results}
+        for leaf in tree_leaves(real):  # what is changed in place
+            if isinstance(leaf, Tensor):
+                made.pop(leaf.data_ptr(), None)
+    return peak - sum(made.values())
 
 
 def _real(value):

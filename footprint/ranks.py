@@ -5,6 +5,7 @@ fake collectives do not have, and gets them here.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -81,12 +82,14 @@ def joining(ranks: int, start_group: Callable[[int], None]) -> Iterator[None]:
     patches[DistributedDataParallel, "__init__"] = replicated
     patches[device_mesh.DeviceMesh, "__init__"] = arranged
     was_there = torch.distributed.is_initialized()
+    excepthook = sys.excepthook  # a group prefixes the errors of its process
     try:
         with patched(patches):
             yield
     finally:
         if torch.distributed.is_initialized() and not was_there:
             torch.distributed.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def _sent(_, bucket) -> Future[Tensor]:

@@ -5,12 +5,13 @@ GiB = 2^30 bytes.
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from footprint.allocator import GIB
+from footprint.allocator import GIB, STEP
 from footprint.cuda import not_modelled as left_out
-from footprint.device import Demand, replays
+from footprint.device import Card, Demand, multiplying_threads, replays, with_cublas
 from footprint.page import page, write
 from footprint.picture import still
 from footprint.places import StepTracker
+from footprint.snapshot import write_snapshot
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
 from footprint.timeline import Sizes, alike, moments, of_step, stages_at_peak
 from footprint.trace import Trace
@@ -29,19 +30,32 @@ class Report:
     first_peak: int  # most bytes alive while the model is built and the first step runs
     not_modelled: list[str] = field(default_factory=list)  # what the prediction leaves out
     assumed: list[str] = field(default_factory=list)  # what it takes for granted about values
+    card: str = ""  # the GPU whose workspaces are counted
 
     @classmethod
-    def of(cls, tracker: StepTracker, target: str, world_size: int) -> "Report":
+    def of(cls, tracker: StepTracker, card: Card | None, world_size: int) -> "Report":
         trace = of_step(tracker.trace)
+        target = tracker.target
+        if card:
+            threads = tracker.multiplied | multiplying_threads(trace)
+            trace = with_cublas(trace, threads, card.cc)
         missing = tracker.workspace.not_modelled()
         missing += left_out(trace, target, tracker.autocast, world_size)
         assumed = list(tracker.known.assumed)
-        return cls(trace, target, world_size, tracker.first_peak, missing, assumed)
+        name = card.name if card else ""
+        return cls(trace, target, world_size, tracker.first_peak, missing, assumed, name)
 
     @cached_property
     def peak(self) -> int:
         """Most bytes alive during the step, workspaces of operators included."""
         return self.trace.peak()[0]
+
+    @cached_property
+    def allocated(self) -> int:
+        """The peak in whole blocks of CUDA's allocator, which torch.cuda.max_memory_allocated()
+        counts. Where no segment is left to cut a block from, it may be up to 1 MiB larger.
+        """
+        return max((size for _, size in self.trace.levels(STEP)), default=0)
 
     @cached_property
     def peak_stage(self) -> str:
@@ -87,7 +101,7 @@ class Report:
     # ---- to read
 
     def __str__(self) -> str:
-        device = "a GPU (CUDA)" if self.demand else "a CPU"
+        device = f"a GPU (CUDA, {self.card})" if self.demand else "a CPU"
         rows = [f"predicted for {device}, one of {self.world_size} rank(s); live GiB"]
         rows += stage_rows(self.stages, self.peak_stage)
         rows += ["", *tensor_rows(self.largest[:SHOWN]), ""]
@@ -122,6 +136,8 @@ class Report:
         if self.demand is None:
             return found
         return found | {
+            "card": self.card,
+            "peak_allocated_bytes": self.allocated,
             "peak_reserved_bytes": self.demand.classic.peak_reserved,
             "peak_reserved_expandable_bytes": self.demand.expandable.peak_reserved,
             "waterfall": waterfalls(self.demand),
@@ -129,9 +145,16 @@ class Report:
         }
 
     def html(self, path: str, title: str = "Memory of a training step") -> None:
-        """Write the step's timeline and tables as one HTML page; ValueError if the file cannot be
-        written.
+        """Write the step's timeline and tables as one HTML page; to a file that ends in .svg the
+        timeline alone, in .pickle what CUDA's allocator would record. ValueError if the file cannot
+        be written.
         """
+        if path.endswith(".svg"):
+            self.svg(path)
+            return
+        if path.endswith(".pickle"):
+            self.snapshot(path)
+            return
         note = f"predicted for {'a GPU (CUDA)' if self.demand else 'a CPU'}: nothing was run"
         facts = {}
         both = None
@@ -148,3 +171,9 @@ class Report:
         """Write the timeline alone, as a picture; ValueError if the file cannot be written."""
         both = (self.demand.classic, self.demand.expandable) if self.demand else replays(self.trace)
         write(path, still(self.trace, moments(self.trace), both))
+
+    def snapshot(self, path: str) -> None:
+        """Write what torch.cuda.memory._dump_snapshot would of such a step, for PyTorch's viewer
+        (docs.pytorch.org/memory_viz); ValueError if the file cannot be written.
+        """
+        write_snapshot(path, self.trace)

@@ -44,8 +44,9 @@ def moments(trace: Trace) -> list[Moment]:
             sizes[trace.storages[event.storage].category] += event.bytes
 
         if ends_a_moment(trace.events, index):
-            sizes["workspace"] = workspaces.get(event.time, 0)
-            found.append(Moment(event.time, tuple(sizes.values())))
+            inside = workspaces.get(event.time, 0)
+            now = sizes | {"workspace": sizes["workspace"] + inside}
+            found.append(Moment(event.time, tuple(now.values())))
     if not found:
         raise ValueError("the trace has no events: nothing was recorded, so record a step first")
     return found

@@ -83,8 +83,11 @@ class Trace:
         """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
 
-    def levels(self) -> list[tuple[int, int]]:
-        """(time, bytes alive, the workspace of that moment included), ascending in time."""
+    def levels(self, block: int = 1) -> list[tuple[int, int]]:
+        """(time, bytes alive, the workspace of that moment included), ascending in time; each
+        storage takes whole blocks of so many bytes.
+        """
+        sizes: dict[int, int] = {}
         workspaces: dict[int, int] = {}
         for time, size, _ in self.workspaces:
             workspaces[time] = max(workspaces.get(time, 0), size)
@@ -92,10 +95,12 @@ class Trace:
         points = []
         alive = 0
         for index, event in enumerate(self.events):
-            alive += event.bytes
+            size = sizes.get(event.storage, 0)
+            sizes[event.storage] = size + event.bytes
+            alive += rounded_up(size + event.bytes, block) - rounded_up(size, block)
             is_last = index + 1 == len(self.events) or self.events[index + 1].time != event.time
             inside = workspaces.get(event.time, 0) if is_last else 0
-            points.append((event.time, alive + inside))
+            points.append((event.time, alive + rounded_up(inside, block)))
         return points
 
     def peak(self) -> tuple[int, int]:
@@ -114,6 +119,11 @@ class Trace:
                 following += 1
             peaks[stage] = max(peaks.get(stage, 0), size)
         return peaks
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is at least `size`."""
+    return -(-size // multiple) * multiple
 
 
 def _name_at(starts: list[tuple[int, str]], time: int) -> str:

@@ -17,14 +17,25 @@ from torch.utils._pytree import tree_iter
 
 from footprint.trace import Event, Storage, Trace
 
-READ_VALUE = torch.ops.aten._local_scalar_dense.default
-ADD = torch.ops.aten.add.Tensor
+aten = torch.ops.aten
+READ_VALUE = aten._local_scalar_dense.default
+ADD = aten.add.Tensor
+# Backward formulas write into zeros in place. Under a dispatch mode they do not
+# (torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike).
+IN_PLACE = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_fill.int_Tensor: aten.index_fill_.int_Tensor,
+    aten.index_put.default: aten.index_put_.default,
+    aten.put.default: aten.put_.default,
+}
 # They work in place, but their imitations on fake tensors allocate.
 FUSED_OPTIMIZERS = (
-    torch.ops.aten._fused_adamw_.default,
-    torch.ops.aten._fused_adam_.default,
-    torch.ops.aten._fused_adagrad_.default,
-    torch.ops.aten._fused_sgd_.default,
+    aten._fused_adamw_.default,
+    aten._fused_adam_.default,
+    aten._fused_adagrad_.default,
+    aten._fused_sgd_.default,
 )
 # files of PyTorch whose frames lie between __torch_dispatch__ and what called the operator
 DISPATCH_FILES = (
@@ -46,9 +57,14 @@ def sum_of_gradients(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     for total, other in ((old, new), (new, old)):
         storage_uses = torch._C._storage_Use_Count(total.untyped_storage()._cdata)
         is_last = storage_uses == 2 and total._use_count() == 4
-        if is_last and torch.ops.aten.is_non_overlapping_and_dense(total):
+        if is_last and aten.is_non_overlapping_and_dense(total):
             return total.add_(other)
     return old + new
+
+
+def is_a_formula(func, args) -> bool:
+    """Whether a backward adds into zeros: an index that is assigned to is one of the gradient."""
+    return func is not aten.index_put.default or args[3:] == (True,)
 
 
 def called_by_the_engine() -> bool:
@@ -106,6 +122,9 @@ class Tracker(TorchDispatchMode):
 
         if func is ADD and called_by_the_engine():
             outputs = sum_of_gradients(*args)
+        elif func in IN_PLACE and called_by_the_engine() and is_a_formula(func, args):
+            func = IN_PLACE[func]
+            outputs = self.run(func, args, kwargs or {})
         else:
             outputs = self.run(func, args, kwargs or {})
         self._record(func, args, outputs)

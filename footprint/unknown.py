@@ -1,15 +1,14 @@
 """Numbers that a step reads from tensors without values, and what may be done with them.
 
-They can be computed with and written, as if they were 1. Where they decide, or where Python wants a
-plain float (`float(loss)`, `math.exp`), they are 1, too, and `footprint/trials.py` then runs the
-step again with other numbers; where no step can run again, a decision is refused.
+They can be computed with and written, as if they were 1. Where they are compared, or where Python
+wants a plain float (`float(loss)`, `math.exp`), they are 1, too, and the report names the line,
+unless the user has given the number.
 """
 
 import contextlib
 import dis
 import json
 import json.encoder
-import math
 import numbers
 import operator
 import sys
@@ -22,44 +21,22 @@ from torch import Tensor
 from footprint.refusal import HERE, TORCH, Refused
 
 USUAL = 1.0  # in place of every number that is not known
-OTHERS = (1e-6, 300.0)  # above 0, which has no logarithm; exp(1000) is not a float
 MOST_READS = 100_000  # of one line in a step: a loop that never ends
 WHOLE = tuple("bcdoxX")  # ends of format specifications that want an integer
 
 
 class Reads:
-    """Where the step has read a plain number, and which one it got."""
+    """Where the step has read a plain number."""
 
     def __init__(self):
         self.places: Counter[str] = Counter()  # "file.py:12" -> how often
-        self.number = USUAL
-        self.only = ""  # the place that gets `number`, the others the usual one; "" is all
-        self.are_tried = False  # whether the step runs again with other numbers
 
     def plain(self, place: str) -> float:
         """The number read at `place`, as a float that nothing can follow."""
         self.places[place] += 1
-        if self.is_endless():
+        if self.places[place] > MOST_READS:  # a loop without an end
             raise branches(place)
-        return self.number if self.only in ("", place) else USUAL
-
-    def is_endless(self) -> bool:
-        """Whether a line has read so often that it is in a loop without an end."""
-        return any(count > MOST_READS for count in self.places.values())
-
-    def begin(self) -> None:
-        """Forget what was read, before a step."""
-        self.places.clear()
-
-    @contextlib.contextmanager
-    def other(self, number: float, only: str = "") -> Iterator[None]:
-        """Inside the `with` block the numbers read are `number`, at all places or at one."""
-        self.number, self.only = number, only
-        self.begin()
-        try:
-            yield
-        finally:
-            self.number, self.only = USUAL, ""
+        return USUAL
 
 
 def _computed(self: "Unknown", *others: object) -> "Unknown":
@@ -70,15 +47,12 @@ def _computed(self: "Unknown", *others: object) -> "Unknown":
 
 
 def _compared(relation: Callable) -> Callable[["Unknown", object], bool]:
-    """A comparison as method. A number that is tried is on one side of all others, then on the
-    other side.
-    """
+    """A comparison as method, which is that of the usual number."""
 
     def compare(self: "Unknown", other: object) -> bool:
         if isinstance(other, Tensor):
             return NotImplemented
-        against = USUAL if isinstance(other, Unknown) else other
-        return relation(self._side(), against)
+        return relation(float(self), USUAL if isinstance(other, Unknown) else other)
 
     return compare
 
@@ -116,29 +90,15 @@ class Unknown(torch.SymFloat):
 
     # ---- decisions
 
-    def _side(self) -> float:
-        """The number to compare: the usual one, or one below or above all others."""
-        if not self.reads.are_tried:
-            self._refuse()
-        number = self.reads.plain(self.origin)
-        if number == USUAL:
-            return number
-        return math.inf if number > USUAL else -math.inf
-
     __lt__ = _compared(operator.lt)
     __le__ = _compared(operator.le)
     __gt__ = _compared(operator.gt)
     __ge__ = _compared(operator.ge)
-
-    def __eq__(self, other: object) -> bool:
-        side = self._side()
-        return side == other if side == USUAL else side < USUAL
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    __eq__ = _compared(operator.eq)
+    __ne__ = _compared(operator.ne)
 
     def __bool__(self) -> bool:
-        return self._side() > 0
+        return bool(float(self))
 
     # ---- other types
 

@@ -10,6 +10,7 @@ for the twin; where one is read, the prediction is that of this draw, and says s
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.refusal import HERE, TORCH, Refused, lines, place
+from footprint.refusal import HERE, TORCH, Refused, is_deciding, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
 # torch draws until no number is out of bounds, which it asks there
@@ -112,6 +113,11 @@ class KnownValues:
     def suppose(self, words: str) -> None:
         """Take something for granted, and say so."""
         self.assumed.setdefault(words)
+
+    def suppose_numbers(self) -> None:
+        """Say which numbers without a value the step has read as plain ones."""
+        for line in self.reads.places:
+            self.suppose(f"the number that {line} reads is taken as {USUAL:g}")
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its values; None if they are not known."""
@@ -294,6 +300,23 @@ def _usual(value):
 
 # ---- reading
 
+# what Python insists on when it asks for a value
+KINDS = {Tensor.__bool__: bool, Tensor.__int__: int, Tensor.__float__: float, Tensor.__index__: int}
+
+
+def _in_turn(answer: object) -> Iterator[object]:
+    return itertools.cycle(answer if isinstance(answer, list) else [answer])
+
+
+def converted(func, answer: object) -> object:
+    """The user's answer as the kind of number that is read."""
+    kind = KINDS.get(func)
+    if kind is None:
+        return answer
+    if not isinstance(answer, bool | int | float):
+        raise Refused(f"{place()}: the answer {answer!r} is no {kind.__name__}, which is read here")
+    return kind(answer)
+
 
 class Reading(TorchFunctionMode):
     """Answers when Python code asks a fake tensor for its value."""
@@ -301,7 +324,8 @@ class Reading(TorchFunctionMode):
     def __init__(self, known: KnownValues, answers: Mapping[str, object]):
         super().__init__()
         self.known = known
-        self.answers = answers  # "file.py:12" -> the value that is read there
+        # "file.py:12" -> the value that is read there; of a list, one after another
+        self.answers = {line: _in_turn(answer) for line, answer in answers.items()}
         self.gave_unknown = False  # whether there can be any
         self.running: list[tuple] = []  # functions with their arguments, innermost last
 
@@ -337,7 +361,7 @@ class Reading(TorchFunctionMode):
             kwargs = {name: self._size(value) for name, value in kwargs.items()}
         if self._unknown_in(args, kwargs):
             computes = getattr(func, "__name__", "") in COMPUTES
-            plain = _usual if computes else self._tried
+            plain = _usual if computes else self._known
             self.known.given_unknown = self.known.given_unknown or computes
             args, kwargs = tree_map(plain, (args, kwargs))
         result = func(*args, **kwargs)
@@ -352,13 +376,11 @@ class Reading(TorchFunctionMode):
             return []
         return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Unknown)]
 
-    def _tried(self, value):
+    def _known(self, value):
         """For a function whose result may have another shape with another number."""
-        if not isinstance(value, Unknown):
-            return value
-        if not self.known.reads.are_tried:
+        if isinstance(value, Unknown):
             raise branches(value.origin)
-        return float(value)
+        return value
 
     def text(self, tensor: Tensor, form: str) -> str:
         """What f"{loss:.3f}" writes: the value, if it is known; else as if it were 1."""
@@ -381,12 +403,12 @@ class Reading(TorchFunctionMode):
             return False
         answer = self._answered()
         if answer is not None:
-            return answer
+            return converted(func, answer)
         where = place()
         if func is Tensor.item and tensor.dtype != torch.bool:
             self.gave_unknown = True
             return Unknown(where, self.known.reads)
-        if func is Tensor.__float__:
+        if func is Tensor.__float__ and not is_deciding():
             return self.known.reads.plain(where)
         if func is Tensor.__int__ and is_formatting():
             return int(USUAL)
@@ -394,7 +416,7 @@ class Reading(TorchFunctionMode):
 
     def _answered(self) -> object:
         """What the user has said is read here; None if nothing."""
-        return next((self.answers[line] for line in lines() if line in self.answers), None)
+        return next((next(self.answers[line]) for line in lines() if line in self.answers), None)
 
     def _drawn(self, tensor: Tensor, value: object):
         """The value; one that depends on random integers only if the user has not answered."""

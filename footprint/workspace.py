@@ -209,6 +209,37 @@ def group_norm_backward_cuda(threads: int, *args) -> int:
     return 4 * N * (3 * C + 2 * groups)
 
 
+def embedding_backward_cuda(threads: int, grad: Tensor, tokens: Tensor, vocabulary: int, *_) -> int:
+    """More than 3,072 tokens are sorted: their values and their order; where those of each word
+    begin; and fp32 sums of up to ten gradients of one word (EmbeddingBackwardKernel.cu).
+    """
+    count = tokens.numel()
+    if count <= 3072:
+        return 0
+    words = min(count, vocabulary)
+    sums = count // 10 + words
+    wide = max(4, grad.element_size())
+    return 2 * tokens.nbytes + 8 * (3 * words + sums) + wide * sums * grad.shape[-1]
+
+
+def sort_cuda(threads: int, x: Tensor, *args) -> int:
+    """Rows of more than 4,096: the indices, and cub's copies of values and indices; up to 127 rows
+    are sorted as one, with their numbers (SortStable.cu).
+    """
+    if x.dim() == 0 or x.numel() == 0:
+        return 0
+    places = [value for value in args if isinstance(value, int) and not isinstance(value, bool)]
+    length = x.shape[places[0] if places else -1]
+    if length <= 4096:
+        return 0
+    rows = x.numel() // length
+    pairs = x.element_size() + 8
+    if rows == 1 or length >= 1_000_000:
+        return length * (8 + pairs)
+    held = 16 + x.element_size() if rows < 128 else 8
+    return x.numel() * (held + pairs)
+
+
 def sort_cpu(threads: int, x: Tensor, *args) -> int:
     """The indices of one row, which are copied into all of them."""
     return 8 * (x.shape[-1] if x.ndim else 1)
@@ -237,6 +268,8 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::native_group_norm_backward": group_norm_backward_cuda,
         "aten::_cudnn_rnn": forward_copies,
         "aten::_cudnn_rnn_backward": backward_copies,
+        "aten::embedding_dense_backward": embedding_backward_cuda,
+        "aten::sort": sort_cuda,
         "aten::_flash_attention_backward": flash_backward_of_documents,
     },
 }

@@ -20,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from footprint.allocator import GIB
-from footprint.device import CARDS
+from footprint.device import Card, cublas_size, multiplying_threads
 from footprint.memories import DEVICE, HOST, Memories, Moved
 from footprint.patches import patched
 from footprint.places import StepTracker, local
 from footprint.refusal import HERE, TORCH
 from footprint.tracker import Tracker
 
-CARD = "H100"  # the card that answers when a step asks which one there is
 MODULES = torch.nn.modules.module.__file__  # where Module.to moves tensors for the step
 CUDA = torch.device("cuda", 0)
 MOVES = (Tensor.to, Tensor.cuda, Tensor.cpu, Tensor.pin_memory)
@@ -158,25 +157,31 @@ class Idle:
 class Meter:
     """torch.cuda's counters, answered from the tracker's record."""
 
-    def __init__(self, tracker: Tracker):
+    def __init__(self, tracker: StepTracker, card: Card):
         self.tracker = tracker
+        self.cublas = cublas_size(card.cc)
+        self.total = int(card.gib * GIB)
         self.since = 0  # the time from which peaks count
 
+    def workspaces(self) -> int:
+        tracker = self.tracker
+        return self.cublas * len(tracker.multiplied | multiplying_threads(tracker.trace))
+
     def allocated(self, *_, **__) -> int:
-        return sum(self.tracker.held.values())
+        return sum(self.tracker.held.values()) + self.workspaces()
 
     def peak(self, *_, **__) -> int:
         if self.since > self.tracker.time:  # another record has begun
             self.since = 0
         levels = self.tracker.trace.levels()
-        return max((size for time, size in levels if time > self.since), default=self.allocated())
+        sizes = [size for time, size in levels if time > self.since]
+        return max(sizes) + self.workspaces() if sizes else self.allocated()
 
     def reset(self, *_, **__) -> None:
         self.since = self.tracker.time
 
     def free(self, *_, **__) -> tuple[int, int]:
-        total = total_memory()
-        return total - self.allocated(), total
+        return self.total - self.allocated(), self.total
 
     def stats(self, *_, **__) -> dict[str, int]:
         found = collections.defaultdict(int)
@@ -186,14 +191,10 @@ class Meter:
         return found
 
 
-def total_memory() -> int:
-    return int(CARDS[CARD][0] * GIB)
-
-
-def properties(*_, **__) -> types.SimpleNamespace:
-    major, minor = divmod(CARDS[CARD][1], 10)
-    sizes = dict(total_memory=total_memory(), multi_processor_count=132, warp_size=32)
-    return types.SimpleNamespace(name=f"NVIDIA {CARD}", major=major, minor=minor, **sizes)
+def properties(card: Card) -> types.SimpleNamespace:
+    major, minor = divmod(card.cc, 10)
+    sizes = dict(total_memory=int(card.gib * GIB), multi_processor_count=132, warp_size=32)
+    return types.SimpleNamespace(name=f"NVIDIA {card.name}", major=major, minor=minor, **sizes)
 
 
 def constant(value: object, original: object = None):
@@ -241,7 +242,7 @@ IDLE = (
 )
 
 
-def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
+def _answers(tracker: Tracker, ranks: int, card: Card) -> dict[tuple[object, str], object]:
     """What torch.cuda and torch.accelerator say to the step."""
     cuda, accelerator = torch.cuda, torch.accelerator
     found: dict[tuple[object, str], object] = {}
@@ -253,8 +254,8 @@ def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
         "current_device": 0,
         "current_device_index": 0,
         "current_accelerator": torch.device("cuda"),
-        "get_device_name": f"NVIDIA {CARD}",
-        "get_device_capability": divmod(CARDS[CARD][1], 10),
+        "get_device_name": f"NVIDIA {card.name}",
+        "get_device_capability": divmod(card.cc, 10),
         "set_device_index": None,
         "memory_summary": "",
     }
@@ -265,13 +266,13 @@ def _answers(tracker: Tracker, ranks: int) -> dict[tuple[object, str], object]:
         for name in DOES_NOTHING:
             if name in vars(owner):
                 found[owner, name] = constant(None)
-        meter = Meter(tracker)
+        meter = Meter(tracker, card)
         for name, counter in COUNTERS.items():
             if name in vars(owner):
                 found[owner, name] = getattr(meter, counter)
     for name in IDLE:
         found[cuda, name] = Idle
-    found[cuda, "get_device_properties"] = properties
+    found[cuda, "get_device_properties"] = lambda *_, **__: properties(card)
     found[cuda, "get_rng_state"] = lambda *_: torch.get_rng_state()
     found[cuda, "get_rng_state_all"] = lambda *_: [torch.get_rng_state()]
     return found
@@ -325,11 +326,11 @@ GENERATOR = torch.Generator
 
 
 @contextlib.contextmanager
-def with_a_device(tracker: StepTracker, ranks: int) -> Iterator[None]:
+def with_a_device(tracker: StepTracker, ranks: int, card: Card) -> Iterator[None]:
     """Steps inside the `with` block find a CUDA device."""
     default, environment = torch._GLOBAL_DEVICE_CONTEXT, dict(os.environ)
     before = getattr(default, "device_context", None)
-    patches = _answers(tracker, ranks) | _autocast() | {(torch, "Generator"): Generator}
+    patches = _answers(tracker, ranks, card) | _autocast() | {(torch, "Generator"): Generator}
     patches[Tensor, "record_stream"] = constant(None)
     patches[FakeTensor, "device"] = _device_of_fakes(tracker.memories)
     if ranks > 1:

@@ -4,6 +4,7 @@ trace must have.
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,8 +14,10 @@ from footprint.device import (
     Placement,
     beyond_the_allocator,
     card,
+    multiplying_threads,
     runs_within,
     waterfall,
+    with_cublas,
 )
 from footprint.trace import Event, Storage, Trace
 from longhaul.config import TrainConfig
@@ -231,8 +234,31 @@ def test_the_waterfall_adds_up_from_live_to_device():
         rows = dict(waterfall(found, ranks))
         added = rows["rounding to blocks"] + rows["reserved, not in use"]
         assert rows["live"] + added == rows["reserved"]
-        assert rows["device"] == rows["reserved"] + GIB // 2 + 64 * MIB + rows.get("NCCL", 0)
+        assert rows["device"] == rows["reserved"] + GIB // 2 + rows.get("NCCL", 0)
         assert ("NCCL" in rows) == (ranks > 1)
+
+
+def with_products(*stages: str) -> Trace:
+    """A trace of one product in each of the stages."""
+    trace = trace_of(*[(identity, MIB) for identity in range(len(stages))])
+    for identity, stage in enumerate(stages):
+        product = replace(trace.storages[identity], stage=stage, op="aten.mm.default")
+        trace.storages[identity] = product
+    return trace
+
+
+@pytest.mark.parametrize(
+    "stages, threads",
+    [(["forward", "loss"], 1), (["forward", "mlp backward"], 2), (["recompute"], 1), ([], 0)],
+)
+@pytest.mark.parametrize("capability, each", [(90, 32), (80, 8.125), (86, 8.125), (89, 8.125)])
+def test_each_thread_that_multiplies_has_a_workspace_of_cublas(stages, threads, capability, each):
+    trace = with_products(*stages)
+    found = with_cublas(trace, multiplying_threads(trace), capability)
+    assert found.peak()[0] - trace.peak()[0] == threads * each * MIB
+    if capability == 90 and stages:
+        assert Demand.of(trace).classic.peak_allocated == found.peak()[0]
+    assert with_cublas(found, multiplying_threads(found), capability) is found or not threads
 
 
 def test_a_device_must_hold_the_live_peak_and_the_reserved_size_is_enough():

@@ -283,7 +283,7 @@ profile --dtype fp16
 profile --json /nonexistent/x.json
 profile --html /nonexistent/x.html
 profile --measure --nproc 2 --device cpu
-profile --snapshot x
+profile --snapshot x --device cpu
 profile --batch-size 0
 profile --contxt_length 5
 profile --optimizer sgd

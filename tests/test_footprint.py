@@ -9,8 +9,6 @@ import io
 import json
 import logging
 import math
-import random
-import signal
 import subprocess
 import sys
 import urllib.request
@@ -114,8 +112,7 @@ def test_logs_guards_and_schedules_of_training_loops_take_the_memory_of_the_real
 
     assert "numbers that the step tests are finite" in report.assumed
     line = Loop.__call__.__code__.co_firstlineno + 14
-    tried = "reads may be any: the step takes the same memory if it is 1e-06, 1 or 300"
-    assert f"the number that test_footprint.py:{line} {tried}" in report.assumed
+    assert f"the number that test_footprint.py:{line} reads is taken as 1" in report.assumed
     assert "assumed: " in str(report)
 
 
@@ -131,7 +128,7 @@ def test_numbers_that_are_tested_are_finite_however_many_and_known_ones_are_what
     assert found[:2] == [[True, False], [False, True]]
 
 
-def test_a_number_read_by_a_step_that_cannot_run_again_is_said():
+def test_a_number_that_is_read_as_a_float_is_said_and_the_step_runs_twice():
     build, step = TRANSFORMER
     rest = iter(range(2))
 
@@ -142,68 +139,6 @@ def test_a_number_read_by_a_step_that_cannot_run_again_is_said():
 
     (words,) = predict(build, only_twice, "cpu").assumed
     assert words.endswith("reads is taken as 1")
-
-
-class Differs:
-    """A step that reads a number and is not the same from call to call."""
-
-    def __init__(self, differ):
-        self.differ = differ
-        self.calls = 0
-
-    def __call__(self, state):
-        self.calls += 1
-        model, optimizer = state
-        loss = model(torch.randn(8, 64)).mean()
-        loss.backward()
-        self.differ(self, model, float(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def evaluates(step, model, loss):
-    if step.calls % 4 == 0:
-        model(torch.randn(99, 64))
-
-
-def stops_changing(step, model, loss):
-    if step.calls < 4:
-        model(torch.randn(99, 64))
-
-
-def draws(step, model, loss):
-    sizes = [random.randrange(8, 2000), numpy.random.randint(8, 2000)]
-    return [torch.ones(size) for size in sizes]
-
-
-def diverges(step, model, loss):
-    if loss > 100:
-        raise RuntimeError("diverged")
-
-
-def interrupts(step, model, loss):
-    if loss > 100:
-        raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    "differ, words",
-    [
-        (evaluates, "is taken as 1"),
-        (stops_changing, "is taken as 1"),
-        (draws, "1e-06, 1 or 300"),
-        (diverges, "1e-06 or 1; if it is 300, test_footprint.py:LINE raises RuntimeError"),
-        (interrupts, "1e-06 or 1; if it is 300, test_footprint.py:LINE raises KeyboardInterrupt"),
-    ],
-)
-def test_a_step_that_differs_from_call_to_call_or_stops_is_not_blamed_on_a_number(differ, words):
-    def build():
-        model = torch.nn.Linear(64, 64)
-        return model, torch.optim.SGD(model.parameters())
-
-    (found,) = predict(build, Differs(differ), "cpu").assumed
-    line = differ.__code__.co_firstlineno + 2
-    assert found.endswith(words.replace("LINE", str(line)))
 
 
 def test_a_file_that_is_saved_to_stays_as_it_is_and_json_is_written(tmp_path):
@@ -265,27 +200,10 @@ def test_only_the_two_steps_that_are_predicted_are_heard(capsys, caplog):
 
     predict(TRANSFORMER[0], step, "cpu")
     heard = capsys.readouterr()
-    assert calls.n == 5
+    assert calls.n == 2
     assert (heard.out, heard.err) == ("out\n" * 2, "error\n" * 2)
     assert caplog.messages == ["log"] * 2
     assert "2/9" in drawn.getvalue() and "3/9" not in drawn.getvalue()
-
-
-@pytest.fixture
-def ctrl_c():
-    """Python's own handler of Ctrl-C, which a job in the background of a shell does not have."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_the_user_can_stop_a_trial(ctrl_c):
-    def step(state):
-        if float(forward(state).mean()) > 100:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        predict(TRANSFORMER[0], step, "cpu")
 
 
 def test_a_number_scales_a_tensor_and_bounds_what_an_optimizer_of_pytorch_does():
@@ -673,7 +591,7 @@ def test_on_cuda_attention_keeps_no_scores_dropout_keeps_booleans_and_lists_are_
     on_cpu, on_cuda = predict(build, step, "cpu"), predict(build, step)
     assert on_cpu.reserved is None
     assert on_cuda.reserved >= on_cuda.peak
-    assert on_cuda.peak < on_cpu.peak
+    assert on_cuda.peak - on_cuda.stages["optimizer"]["workspace"] < on_cpu.peak
     assert on_cuda.stages["optimizer"]["temporary"] > on_cpu.stages["optimizer"]["temporary"]
     operators = {storage.op for storage in on_cuda.trace.storages.values()}
     assert "aten.native_dropout.default" in operators
@@ -841,16 +759,6 @@ def decides_by_a_float(state):
     return torch.ones(9) if float(forward(state).mean()) > 3 else 2
 
 
-def decides_by_what_python_computes(state):
-    return torch.ones(9) if math.exp(forward(state).mean().item()) < 2 else 2
-
-
-def keeps_the_best(state, best=[math.inf]):  # noqa: B006
-    loss = float(forward(state).mean())
-    if loss < best[0]:
-        best[:] = loss, [value.clone() for value in state[0].state_dict().values()]
-
-
 def loops_by_a_number(state):
     logits = forward(state)
     while logits.mean().item() < 3:
@@ -956,10 +864,6 @@ def aligns(state):
         (leaves_torch, "takes values out of a tensor"),
         (downloads, "connects to models.invalid, but nothing is downloaded"),
         (decides, "answers={'test_footprint.py:"),
-        (decides_by_a_number, "answers={'test_footprint.py:"),
-        (decides_by_a_float, "answers={'test_footprint.py:"),
-        (decides_by_what_python_computes, "answers={'test_footprint.py:"),
-        (keeps_the_best, "answers={'test_footprint.py:"),
         (loops_by_a_number, "answers={'test_footprint.py:"),
         (makes_a_range, "answers={'test_footprint.py:"),
         (counts, "decides by it"),
@@ -999,6 +903,17 @@ def test_memory_that_is_pinned_is_the_hosts():
         torch.empty(2**20).pin_memory()
 
     predict(build, step)
+
+
+@pytest.mark.parametrize("step", [decides_by_a_float, decides_by_a_number])
+def test_a_number_that_decides_is_taken_as_1_which_is_said_or_is_answered(step):
+    build, _ = TRANSFORMER
+    line = f"test_footprint.py:{step.__code__.co_firstlineno + 1}"
+    low = predict(build, step, "cpu")
+    assert low.assumed == [f"the number that {line} reads is taken as 1"]
+    high = predict(build, step, "cpu", answers={line: 4.0})
+    assert high.assumed == []
+    assert len(high.trace.storages) == len(low.trace.storages) + 1
 
 
 def test_an_answer_decides():

@@ -308,7 +308,7 @@ def test_data_that_build_makes_stay_on_the_host_until_a_batch_is_moved():
         model(data[:1024].pin_memory().to(next(model.parameters()).device)).sum().backward()
 
     report = predict(build, step, "cuda")
-    assert report.peak < 1024 * 8 * 4 * 4
+    assert report.peak - 2 * 32 * 2**20 < 1024 * 8 * 4 * 4  # without the workspaces of cuBLAS
     assert report.host_peak >= LARGE * 8 * 4
 
 

@@ -64,7 +64,7 @@ def test_measure_runs_the_step_on_this_machine_and_agrees(capsys):
         (["--gpu_memory_gib", "-1"], "GiB above 0"),
         (["--nproc", "3", "--dp_replicate", "2"], "does not divide"),
         (["--measure"], "--device cpu"),
-        (["--snapshot", "x"], "on a machine with a GPU"),
+        (["--snapshot", "x", "--device", "cpu"], "what a GPU's allocator records"),
         (["--dtype", "fp16"], "no loss scaler"),
         (["--advise", "--gpu", "RTX 9"], "choose one of RTX 3060"),
         (["--advise"], "give one of them"),

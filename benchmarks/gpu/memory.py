@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, free
-from footprint.device import CUBLAS_WORKSPACES, CUDA_CONTEXT, Demand, waterfall
+from footprint.device import CUDA_CONTEXT, Demand, cublas_size, waterfall
 from footprint.measure import peak_bytes
 from footprint.workspace import DECLARED
 from longhaul import step
@@ -274,7 +274,7 @@ def workspaces(run: Run, place: Place, cfg: TrainConfig):
         return
     for name, declared, measured in (
         ("CUDA context (and other processes)", CUDA_CONTEXT, context_bytes(place)),
-        ("cuBLAS and cuBLASLt", CUBLAS_WORKSPACES, cublas_bytes(place)),
+        ("cuBLAS of one thread", declared_cublas(place), cublas_bytes(place)),
     ):
         run.row(
             WORKSPACES,
@@ -291,6 +291,12 @@ def context_bytes(place: Place) -> int:
     """What the driver counts beyond the allocator's segments."""
     free, total = torch.cuda.mem_get_info(place.device)
     return total - free - torch.cuda.memory_reserved(place.device)
+
+
+def declared_cublas(place: Place) -> int:
+    """The workspace of one thread on this card."""
+    major, minor = torch.cuda.get_device_capability(place.device)
+    return cublas_size(10 * major + minor)
 
 
 def cublas_bytes(place: Place) -> int:
@@ -314,7 +320,7 @@ def allocator(run: Run, place: Place, cfg: TrainConfig, words: str):
     if not place.cuda:
         run.note("the allocator's curve: needs a CUDA device, since a CPU has no caching allocator")
         return
-    if torch.cuda.memory_allocated(place.device) > 2 * CUBLAS_WORKSPACES:
+    if torch.cuda.memory_allocated(place.device) > 4 * declared_cublas(place):
         run.note(
             f"allocator: {torch.cuda.memory_allocated(place.device) / MIB:,.0f} MiB were "
             "allocated before its history began"

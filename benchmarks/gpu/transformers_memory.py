@@ -15,7 +15,6 @@ import torch
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, free
 from footprint import Report, measure, predict
-from footprint.device import CUBLAS_WORKSPACES
 from longhaul.memory.hugging_face import Training
 from model import GIB
 
@@ -173,9 +172,7 @@ def on_cpu(report: Report, training: Training) -> dict:
 def on_gpu(report: Report, training: Training) -> dict:
     """What the caching allocator records, which also gives cuBLAS its workspaces."""
     found = peaks(*training.functions("cuda"))
-    demand = report.demand
-    allocated = demand.classic.peak_allocated + CUBLAS_WORKSPACES
-    reserved = demand.classic.peak_reserved + CUBLAS_WORKSPACES
+    allocated, reserved = report.allocated, report.reserved
     return {
         "allocated predicted, GiB": allocated / GIB,
         "measured, GiB": found[0] / GIB,

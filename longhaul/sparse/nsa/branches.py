@@ -9,8 +9,8 @@ log-sum-exp. From the importance, nsa/selected.py chooses blocks.
 
 PyTorch's attention kernel for CPUs could compute the compressed branch as square causal attention,
 as sparse/triton/stock.py does on GPUs. It took as long or longer (ns a pair, 4 heads of 128 in
-bf16, 16,384 tokens, forward and backward: 8.9 and 13.8 against 7.4 and 11.3 here), its forward gives no
-probabilities, and its backward needs an output that would have to be saved.
+bf16, 16,384 tokens, forward and backward: 8.9 and 13.8 against 7.4 and 11.3 here), its forward
+gives no probabilities, and its backward needs an output that would have to be saved.
 
 Letters: T tokens, C queries of a chunk (c of a step), M query heads per KV head, K head dim, N
 compressed blocks, J selection blocks, R = c*M matrix rows (query, head), S keys, E keys after the

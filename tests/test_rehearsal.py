@@ -11,7 +11,7 @@ import torch
 import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
-from footprint.device import Demand
+from footprint.device import HOPPER, Demand, cublas_size
 from footprint.measure import peak_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
@@ -263,8 +263,10 @@ LONG = dataclasses.replace(
 def test_a_long_soft_response_reserves_as_much_more_as_it_needs():
     found = demand(LONG, 1)
     on_a_gpu = dataclasses.replace(LONG, device="cuda")
-    assert found.classic.peak_live == pytest.approx(needs(on_a_gpu).peak, rel=1e-6)
     assert found.scale > 1
+    workspaces = found.scale * 2 * cublas_size(HOPPER)  # of the program's thread and autograd's
+    wanted = needs(on_a_gpu).peak + workspaces
+    assert found.classic.peak_live == pytest.approx(wanted, rel=1e-6)
     assert max(found.trace.peak()) < found.classic.peak_live <= found.classic.peak_reserved
     assert soft.shortened(LONG, 5).longest_prompt == LONG.longest_prompt
 

@@ -71,6 +71,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        simulate_alone(cfg, world, device)
         dist.start(world, device)
         guard.watch()
 
@@ -109,6 +110,15 @@ def train_stage(program: Program, ready: Ready, plan: planner.Plan, guard: Guard
         if not out_of_memory(error):
             raise
         raise exits.Halt(report(plan, run.watch, error), 1) from None
+
+
+def simulate_alone(cfg: TrainConfig, world: dist.World, device: torch.device):
+    """Simulate the step before the ranks meet, which the plan then remembers: after that it takes a
+    process of its own. A refusal comes with the plan, on all ranks.
+    """
+    if world.rank == 0 and world.size > 1:
+        with contextlib.suppress(ValueError):
+            _ = planner.plan(cfg, cfg.model(), world, device).fits
 
 
 def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> planner.Plan:

@@ -222,7 +222,7 @@ def compiling(marker: Path):
 
 
 PHASES = {  # where the run is when the signal comes: (flags, what holds it there)
-    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 5)),
+    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 7)),
     "between micro-batches": (
         ["--gradient_accumulation_steps", "4"],
         lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),
@@ -360,7 +360,7 @@ def terminated_group(trials: int, folder: Path) -> str:
 
 def slow_down(step_marker: Path, save_marker: Path):
     """In the child: hold a step for a moment and a save for long, and mark that they began."""
-    held(step, "count_valid", step_marker, 0.3, 5)
+    held(step, "count_valid", step_marker, 0.3, 7)  # twice by the plan, and in step 5
     held(durable, "rename", save_marker, 30, 5)
 
 

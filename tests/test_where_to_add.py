@@ -91,7 +91,7 @@ def test_a_flag_is_a_field(tmp_path):
     with pytest.raises(ValueError, match="did you mean --patience"):
         cli.parse(MoreConfig, ["--patiens", "4"])
     (field,) = [spec for spec in dataclasses.fields(MoreConfig) if spec.name == "patience"]
-    assert settings.row(field).startswith("| `--patience` | `3` | evaluations without a gain")
+    assert settings.row(field).startswith("- `--patience` (`3`): evaluations without a gain")
 
 
 def paragraphs(self, file):

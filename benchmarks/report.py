@@ -63,7 +63,7 @@ class ReportConfig:
     """Which files, and whether to write them."""
 
     files: str = flag(
-        ("docs/BENCHMARKS.md",),
+        ("docs/BENCHMARKS.md", "docs/FITTING.md"),
         "Markdown files with marked sections",
         many=True,
         group="report",

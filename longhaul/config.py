@@ -76,84 +76,75 @@ class TrainConfig:
     )
     attention_type: str = model_flag(
         "standard",
-        "kind of attention: standard is full causal attention, nsa is Native Sparse Attention, "
-        "indexed reads the blocks that a trained indexer chooses; without new weights, exact reads "
-        "the blocks with the largest logits, bounds those with the largest bounds of them, pooled "
-        "and mean those whose means of keys fit best",
+        "standard: full causal; nsa: Native Sparse Attention; indexed: a trained indexer's blocks; "
+        "without new weights: blocks by largest logits (exact), their bounds (bounds), or means of "
+        "keys (pooled, mean)",
         choices=KINDS,
     )
     nsa: tuple[str, ...] = model_flag(
         (),
-        "fields of NSAConfig as name=value, for example kv=separate sel_count=8; "
-        "needs --attention_type nsa",
+        "fields of NSAConfig, such as kv=separate sel_count=8; needs --attention_type nsa",
         many=True,
     )
     blocks: tuple[str, ...] = model_flag(
         (),
-        "fields of the settings of indexed, exact, bounds, pooled or mean as name=value, for "
-        "example count=32 local=4; needs one of these as --attention_type",
+        "sizes of indexed, exact, bounds, pooled or mean attention, such as count=32 local=4",
         many=True,
     )
     vocab_size: int = model_flag(
-        0, "number of tokens in the vocabulary; 0: the preset's", at_least=0, at_most=10**8
+        0, "tokens in the vocabulary; 0: the preset's", at_least=0, at_most=10**8
     )
     rope_theta: float = model_flag(
         0.0,
-        "base of the rotary frequencies, larger for longer contexts (ABF); 0: the preset's",
+        "base of the rotary frequencies; 0: the preset's",
         at_least=0,
     )
     rope_scaling: str = model_flag(
         "none",
-        "how rotary positions are stretched beyond the context that the weights were trained at: "
-        "none, linear:FACTOR, yarn:FACTOR[:ORIGINAL] or llama3:FACTOR[:ORIGINAL], where FACTOR is "
-        "the new context length divided by the trained one, which is ORIGINAL "
-        f"({ModelConfig.rope_original_context}, or what the folder of --init_from says)",
+        "stretch rotary positions: none, linear:FACTOR, yarn:FACTOR[:ORIGINAL] or "
+        "llama3:FACTOR[:ORIGINAL]; FACTOR is the new context length divided by the trained one, "
+        f"ORIGINAL ({ModelConfig.rope_original_context}, or the folder's of --init_from)",
     )
     model_overrides: tuple[str, ...] = model_flag(
         (),
-        "fields of ModelConfig as name=value, for shapes between the presets, "
-        "for example num_layers=12; and for loss_chunk_size, the tokens per tile of the loss",
+        "fields of ModelConfig, for shapes between the presets, such as num_layers=12",
         many=True,
     )
     init_from: str = model_flag(
         "",
-        "folder whose weights training starts from: a Hugging Face model, or a run or step-* "
-        "folder of longhaul; its shape, vocabulary and positions are the model's, and so is the "
-        "context of a longhaul run, unless flags say otherwise; empty: random weights",
+        "start from the weights, shape and positions of a Hugging Face folder, a run, or a step-* "
+        "folder; empty: random weights",
     )
 
     # ---- data
 
     data: str = data_flag(
         "",
-        "folder written by `python -m data.prepare`; or several with their shares of the tokens, "
-        "such as web:0.7,books:0.3, or a TOML file with these; empty: the embedded corpus, which "
-        "is the source text of the installed Python, torch and numpy",
+        "folder of data.prepare; or several with shares, such as web:0.7,books:0.3, or a TOML file "
+        "of these; empty: the sources of Python, torch and numpy",
     )
     long_fraction: float = data_flag(
         0.0,
-        "share of the tokens that comes from documents of at least --context_length tokens, at "
-        "most 4 decimals; 0: as documents come",
+        "share of the tokens from documents of at least --context_length tokens; 0: as they come",
         at_least=0,
         at_most=1,
     )
     length_schedule: str = data_flag(
         "",
-        "context lengths to train at one after the other, as LENGTH:STEPS[:THETA] for each stage, "
-        "such as 4096:1000,32768:500; steps keep their tokens, the batch flags are those of the "
-        "longest, and --context_length and --max_steps follow",
+        "context lengths to train at in turn, as LENGTH:STEPS[:THETA], such as "
+        "4096:1000,32768:500; batch flags are for the longest; --context_length and --max_steps "
+        "follow",
     )
     short_fraction: float = data_flag(
         0.0,
-        "--length_schedule: from the second stage on, the share of the tokens that comes from "
-        "documents no longer than the first stage's length; 0: as documents come",
+        "--length_schedule: later stages' share of documents that fit the first length; "
+        "0: as they come",
         at_least=0,
         at_most=1,
     )
     whole_documents: bool = data_flag(
         False,
-        "pack rows only from documents of at most --context_length tokens, in a length schedule "
-        "those of each stage; longer ones are left out instead of cut",
+        "leave out documents longer than --context_length (of each stage) instead of cutting them",
     )
     batch_size: int = data_flag(
         1, "rows per micro-batch on each rank; activation memory grows with it", at_least=1
@@ -163,7 +154,7 @@ class TrainConfig:
     )
     global_batch_size: int = data_flag(
         0,
-        "rows per optimizer step over all ranks, from which the micro-batches per step follow; "
+        "rows per optimizer step over all ranks; "
         "0: batch_size x gradient_accumulation_steps x ranks",
         at_least=0,
     )
@@ -179,16 +170,15 @@ class TrainConfig:
     lr: float = optimisation_flag(3e-4, "peak learning rate", at_least=0, at_most=1000)
     schedule: str = optimisation_flag(
         "cosine",
-        "learning rate after the warmup: cosine decay to the end, "
-        "wsd (constant, then a linear decay), or constant",
+        "learning rate after the warmup; wsd: constant, then a linear decay",
         choices=("cosine", "wsd", "constant"),
     )
     warmup_steps: int = optimisation_flag(
-        100, "steps over which the learning rate rises linearly to its peak", at_least=0
+        100, "steps over which the learning rate rises to its peak", at_least=0
     )
     decay_fraction: float = optimisation_flag(
         0.2,
-        "wsd: fraction of the run, at its end, during which the learning rate decays",
+        "wsd: fraction of the run, at its end, in which the learning rate decays",
         at_least=0,
         at_most=1,
     )
@@ -197,7 +187,7 @@ class TrainConfig:
     )
     weight_decay: float = optimisation_flag(
         0.1,
-        "decoupled weight decay of matrices; norms and biases do not decay",
+        "decoupled weight decay of matrices, not of norms and biases",
         at_least=0,
         at_most=1000,
     )
@@ -212,13 +202,12 @@ class TrainConfig:
     )
     grad_clip: float = optimisation_flag(
         1.0,
-        "scale gradients down to this global norm if theirs is larger; 0: no clipping",
+        "scale gradients down to this global norm; 0: no clipping",
         at_least=0,
     )
     indexer_warmup: int = optimisation_flag(
         0,
-        "steps at the start of the run in which attention stays dense and only the indexer learns; "
-        "needs --attention_type indexed",
+        "first steps, in which attention is dense and only the indexer learns",
         at_least=0,
     )
 
@@ -227,96 +216,87 @@ class TrainConfig:
     dtype: str = memory_flag(
         "bf16",
         "compute precision; weights, gradients and optimizer states stay fp32 "
-        "unless --master_weights, --offload_optimizer or --optimizer changes them",
+        "unless other flags change them",
         choices=tuple(DTYPE_SPELLINGS),
     )
     gradient_checkpointing: str = memory_flag(
         "none",
-        "run layers again in the backward pass instead of keeping their activations: "
-        "full keeps only layer inputs and costs about a third more compute, "
-        "selective also keeps attention's outputs so that attention runs once; "
-        "the flag without a value means full",
+        "run layers again in the backward: full (the flag alone) keeps only their inputs, "
+        "selective also attention's outputs",
         choices=("none", "full", "selective"),
         bare="full",
     )
     offload_activations: bool = memory_flag(
         False,
-        "keep checkpointed layer inputs in host memory until the backward pass; "
-        "needs --gradient_checkpointing",
+        "keep checkpointed layer inputs in host memory; needs --gradient_checkpointing",
     )
     mlp_tiles: int = memory_flag(
         1,
-        "number of token tiles that each MLP computes one after another; "
-        "above 1 its forward runs again in the backward pass; "
-        f"0, or the flag without a value: tiles of {TOKENS_PER_TILE:,} tokens",
+        "token tiles that each MLP computes in turn, its forward twice; "
+        f"0, or the flag alone: tiles of {TOKENS_PER_TILE:,} tokens",
         bare=0,
         at_least=0,
     )
     attention_head_groups: int = memory_flag(
         1,
-        "number of groups of KV heads that attention computes one after another; "
-        "above 1 its forward runs again in the backward pass",
+        "groups of KV heads that attention computes in turn, its forward twice",
         at_least=1,
     )
     optimizer: str = memory_flag(
         "adamw",
-        "AdamW with fp32, bf16 or 8-bit moments (8, 4 or about 2 bytes per parameter; "
-        "bf16 and 8-bit round), "
-        "or Muon for the matrices of the layers with AdamW for the rest",
+        "AdamW with fp32, bf16 or 8-bit moments (8, 4 or 2 bytes per parameter; the last two "
+        "round), or Muon for the layers' matrices",
         choices=tuple(OPTIMIZERS),
     )
     master_weights: str = memory_flag(
         "fp32",
-        "fp32: keep fp32 weights and round them to --dtype for computing; "
-        "none: keep only weights in --dtype, updated by stochastic rounding",
+        "fp32: round fp32 weights to --dtype for computing; "
+        "none: weights in --dtype only, updated by stochastic rounding",
         choices=("fp32", "none"),
     )
     offload_optimizer: bool = memory_flag(
         False,
-        "keep fp32 weights and moments in host memory and update them there "
-        "(12 bytes per parameter); in bf16, weights and gradients on the device are bf16",
+        "keep and update fp32 weights and moments in host memory (12 bytes per parameter); the "
+        "device's are in --dtype",
     )
     optimizer_in_backward: bool = memory_flag(
         False,
-        "update each weight as soon as its gradient is complete, then free the gradient; "
-        "needs --grad_clip 0 and one micro-batch per step",
+        "update each weight when its gradient is complete, and free the gradient; needs "
+        "--grad_clip 0 and one micro-batch per step",
     )
     loss: str = memory_flag(
         "auto",
-        "standard computes all logits at once; chunked computes them tile by tile, twice; one_pass "
-        "computes the gradients with the loss, for a block of tokens at a time; auto: tiles if the "
-        "logits exceed 10 GiB (logits_threshold_gib of --model_overrides) or if tiles are at least "
-        "as fast, and in one pass if the weights are not in low precision",
+        "standard: all logits at once; chunked: by tiles, twice; one_pass: gradients with the "
+        "loss; auto: tiles above 10 GiB of logits, or if as fast",
         choices=CHOICES["loss"],
     )
     kernels: str = memory_flag(
         "auto",
-        "backend for fused ops: eager torch, torch.compile, or Triton (CUDA)",
+        "fused functions by eager torch, torch.compile, or Triton (CUDA)",
         choices=CHOICES["kernels"],
     )
     compile: bool = memory_flag(
-        False, "compile each layer with torch.compile; the first step takes about a minute longer"
+        False, "compile each layer; the first step takes about a minute longer"
     )
     dp_replicate: int = memory_flag(
         1,
-        "number of replicas that each hold all parameters (HSDP); 1: shard over all ranks",
+        "replicas that each hold all parameters (HSDP); 1: shard over all ranks",
         at_least=1,
     )
     context_parallel_size: int = memory_flag(
         0,
-        "number of ranks that share the tokens of each row; "
-        "0: as few as a row needs, which is 1 if it fits on one rank",
+        "ranks that share the tokens of each row; 0: as few as a row needs",
         at_least=0,
     )
     context_parallel_mode: str = memory_flag(
         "auto",
-        "communication for context parallelism: ulysses (all-to-all over heads), "
-        "gather_kv (all-gather keys and values), or auto (whichever moves fewer bytes)",
+        "ranks share rows by all-to-all over heads (ulysses), by gathering keys and values "
+        "(gather_kv), or by whichever moves fewer bytes",
         choices=context.MODES,
     )
     device: str = memory_flag(
         "auto",
-        "where to run; auto: on the GPU if torch sees one, otherwise on the CPU",
+        "auto: the GPU if torch sees one",
         choices=("auto", "cpu", "cuda"),
     )
 
@@ -324,14 +304,13 @@ class TrainConfig:
 
     max_skipped_steps: int = numerics_flag(
         10,
-        "number of steps that may be skipped because of a NaN or infinite gradient; "
-        "one more ends the run with exit code 5, and so does one at the end of the run",
+        "steps that may be skipped for a NaN or infinite gradient; one more ends the run with exit "
+        "code 5",
         at_least=0,
     )
     skip_rows: tuple[str, ...] = numerics_flag(
         (),
-        "rows to skip, as ranges a:b in the numbering the log uses; "
-        "resume from a checkpoint taken before them",
+        "rows to skip, as ranges a:b in the log's numbering; resume from a checkpoint before them",
         many=True,
     )
 
@@ -343,57 +322,51 @@ class TrainConfig:
     )
     keep_last: int = run_flag(
         2,
-        "number of newest checkpoints to keep, at least 2; the newest one from which a step was "
-        "taken stays, too",
+        "newest checkpoints to keep; the newest one from which a step was taken stays, too",
         at_least=2,
     )
     resume: str = run_flag(
         "auto",
-        "auto: continue from the newest intact checkpoint in output_dir, if there is one; "
-        "none: start anew, and refuse a folder that holds a run; "
-        "or the path of a step-* folder to continue from, also with other settings of the group "
-        "optimisation",
+        "auto: from the newest intact checkpoint in output_dir; none: refuse a folder that holds a "
+        "run; or a step-* folder, also with other optimisation settings",
     )
     async_save: bool = run_flag(
         False,
-        "write checkpoints in the background, from a copy in host memory, while training goes on",
+        "write checkpoints from a copy in host memory during training",
     )
     deterministic: bool = run_flag(
         False,
-        "on a GPU, use only kernels that repeat their bits, so that a resumed run does too; "
-        "attention is slower (its backward, and no cuDNN); on a CPU all runs repeat anyway",
+        "on a GPU, use only kernels that repeat their bits; attention is slower",
     )
     eval_every: int = run_flag(
         100,
-        "steps between evaluations, each with a text sample in TensorBoard; 0: never",
+        "steps between evaluations, with a text sample in TensorBoard; 0: never",
         at_least=0,
     )
     evals: str = run_flag(
         "loss,position",
-        f"what --eval_every measures, of {', '.join(EVALS)}: the validation loss, the loss by "
-        "position, the gain of the full context on a short one, retrieval",
+        f"what --eval_every measures, of {', '.join(EVALS)}",
     )
     eval_rows: int = run_flag(
-        8, "rows of each corpus's validation split that are measured, over all ranks", at_least=1
+        8, "validation rows of each corpus that are measured, over all ranks", at_least=1
     )
     eval_lengths: str = run_flag(
         "",
-        "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024 to "
-        "the context length",
+        "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024",
     )
     log_every: int = run_flag(
         1,
-        "steps between progress lines and TensorBoard points; metrics.jsonl has every step",
+        "steps between lines on screen; metrics.jsonl has every step",
         at_least=1,
     )
     config: str = run_flag("", "TOML file with these settings; flags win over the file")
     fit: str = run_flag(
         "refuse",
-        "what to do if the run would not fit in memory: refuse it, or auto, which turns on memory "
-        "levers that keep the model, the context and the batch",
+        "if a run does not fit: refuse it, or turn on memory levers, which keep model, context and "
+        "batch",
         choices=("refuse", "auto"),
     )
-    plan: bool = run_flag(False, "print what the run needs and what this machine has, then stop")
+    plan: bool = run_flag(False, "print what the run needs and this machine has, then stop")
 
     def __post_init__(self):
         self._normalise_dtype()

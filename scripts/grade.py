@@ -2,7 +2,7 @@
 
 A response is a mixture of tokens at each place, which a frozen reward model reads, so that the
 gradient of the reward reaches the policy (GRADE). --demo needs nothing else: it makes reviews,
-trains a first model and a reward model on them, and improves the first. docs/POSTTRAIN.md has more.
+trains a first model and a reward model on them, and improves the first. docs/LAB.md has more.
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)

@@ -2,7 +2,7 @@
 
 Of each prompt a group of responses is sampled and rewarded, by self-certainty or by another
 --reward, and the policy learns from how they differ (GRPO). --demo needs nothing else: it makes a
-task of sums, trains a first model on it, and improves that. docs/POSTTRAIN.md says more.
+task of sums, trains a first model on it, and improves that. docs/LAB.md says more.
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)

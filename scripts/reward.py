@@ -3,7 +3,7 @@
 Each line of a JSONL file has a text and its label, a number from 0 to 1. The body of the reward
 model is the checkpoint as it is; a linear layer on the mean hidden state of a text learns the
 labels, and what it makes of held-out texts is printed. scripts.grade takes the folder as
---reward_checkpoint (docs/POSTTRAIN.md).
+--reward_checkpoint (docs/LAB.md).
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)

@@ -2,7 +2,7 @@
 
 It reads rows of the validation split and writes DIR/report.html and DIR/analysis.json. The model is
 a checkpoint of longhaul or a Hugging Face folder. A command that was killed continues
-with the parts that are done; on a finished folder it prints the result. docs/ANALYSIS.md says what
+with the parts that are done; on a finished folder it prints the result. docs/LAB.md says what
 the figures mean.
 """
 

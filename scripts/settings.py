@@ -13,18 +13,13 @@ from base.flags import Parser
 from longhaul.config import TrainConfig
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "SETTINGS.md"
-OPENING = """# Settings of train.py
+OPENING = """# Which settings does train.py have?
 
-Every setting is a flag of `train.py` and a key of the TOML file given with `--config`; flags win
-over the file. Underscores and hyphens are both accepted. `python train.py --help` prints this list,
-which is written by `python -m scripts.settings`. A flag has one name and may be given once; names
-that nanochat, transformers, torchtitan and litgpt use are answered with ours. A file may group its
-keys in tables:
+Each is a flag of `train.py` and a key of the TOML file of `--config`; flags win. Defaults stand in
+parentheses, and `python train.py --help` prints this list. A file may group keys:
 
 ```toml
-[model]
 model_size = "tiny"
-context_length = 1024
 
 [memory]
 gradient_checkpointing = true    # as the flag without a value
@@ -44,9 +39,8 @@ def group_of(field: dataclasses.Field) -> str:
 
 
 def section(group: str, fields: list[dataclasses.Field]) -> str:
-    """A heading and a table of the group's flags."""
-    rows = [f"## {group}", "", "| flag | default | meaning |", "|---|---|---|"]
-    rows += [row(field) for field in fields]
+    """A heading and a list of the group's flags."""
+    rows = [f"## {group}", "", *map(row, fields)]
     return "\n".join(rows) + "\n"
 
 
@@ -54,15 +48,15 @@ def row(field: dataclasses.Field) -> str:
     """One flag with its default, meaning and choices."""
     meaning = field.metadata["help"]
     if field.metadata["choices"]:
-        meaning += f" ({', '.join(map(str, field.metadata['choices']))})"
-    return f"| `--{field.name}` | {default_of(field)} | {meaning.replace('|', ' or ')} |"
+        meaning += f" {{{','.join(map(str, field.metadata['choices']))}}}"
+    return f"- `--{field.name}`{default_of(field)}: {meaning}"
 
 
 def default_of(field: dataclasses.Field) -> str:
-    """The default as a user would write it; empty for none."""
-    if field.default is dataclasses.MISSING or field.default == "":
+    """The default in parentheses; empty for none and for a switch that is off."""
+    if field.default in (dataclasses.MISSING, "") or field.default is False:
         return ""
-    return f"`{field.default}`"
+    return f" (`{field.default}`)"
 
 
 def main(args: Sequence[str] | None = None) -> int:

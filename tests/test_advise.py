@@ -42,7 +42,7 @@ def test_each_card_gets_its_precision(card, code, change, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert change in printed
     assert ("instead of fp32" in printed) == (code > 0)
-    # the table of docs/ANALYSIS.md
+    # the table of docs/LAB.md
     assert re.search(r"as asked +8\.85 ", printed)
     if code == 2:
         assert re.search(rf"{change} +4\.71 +\d+\.\d\d  fits", printed)

@@ -298,12 +298,3 @@ def test_the_flags_of_the_documents_exist(name):
 
 def test_every_setting_is_documented():
     assert settings.DOCUMENT.read_text() == settings.document(), "run python -m scripts.settings"
-
-
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *DOCUMENTS])
-def test_the_links_of_the_documents_lead_somewhere(name):
-    path = ROOT / name
-    text = re.sub(r"`[^`]*`", "", path.read_text())  # `x[i](a, b)` in code is no link
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    missing = [link for link in links if not (path.parent / link).exists()]
-    assert not missing

@@ -38,8 +38,9 @@ TINY = {"model_size": "tiny", "attention_type": "block_mean", "context_length": 
 
 
 def example() -> str:
-    """The first block of Python code of the document."""
-    return re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1]
+    """The block of Python code that adds an attention."""
+    _, section = DOCUMENT.read_text(encoding="utf-8").split("## Adding an attention")
+    return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
 
 
 def add_block_mean() -> type:

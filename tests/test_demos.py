@@ -1,4 +1,4 @@
-"""The two demos of training from rewards, as README has them, and what they must reach."""
+"""The two demos of training from rewards, which docs/LAB.md tells of, and what they must reach."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """One language: statements that hide a second idea are banned, and a line holds about eight tokens.
 
 `python tests/test_style.py FILES` lists what these tests would refuse, with line numbers.
-docs/STYLE.md says what to write instead.
+CONTRIBUTING.md says what to write instead.
 """
 
 import ast
@@ -206,7 +206,7 @@ def test_prose_says_next_to_and_not_beside():
     banned = re.compile(r"\bbeside\b", re.IGNORECASE)
     files = [path for path in [*SOURCES, *others] if banned.search(path.read_text("utf-8"))]
     found = {path.name for path in files if banned.search(prose_of(path))}
-    assert found == {"STYLE.md"}, "it says what to write instead"
+    assert found == {"CONTRIBUTING.md"}, "it says what to write instead"
 
 
 def test_a_line_of_the_product_holds_about_eight_tokens():

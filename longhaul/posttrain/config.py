@@ -65,7 +65,7 @@ class PolicyConfig(TrainConfig):
         TrainConfig,
         "data",
         help="folder of a dataset whose documents are prompts; in one with a loss mask, the tokens "
-        "that are learned are the answer to the prompt before them (docs/POSTTRAIN.md)",
+        "that are learned are the answer to the prompt before them (docs/LAB.md)",
     )
     batch_size: int = changed_flag(
         TrainConfig,
@@ -312,9 +312,7 @@ class GradeConfig(PolicyConfig):
         choices=(*METHODS, "all"),
         group="policy",
     )
-    reward_checkpoint: str = flag(
-        "", "folder of the reward model (docs/POSTTRAIN.md)", group="policy"
-    )
+    reward_checkpoint: str = flag("", "folder of the reward model (docs/LAB.md)", group="policy")
     max_new_tokens: int = flag(
         64, "tokens of a response", aliases=("max_response_length",), at_least=1, group="policy"
     )

@@ -86,7 +86,7 @@ def require_answers(dataset: Dataset, split: Split, reward: str):
     if not dataset.masked:
         raise ValueError(
             f"--reward {reward} compares responses with answers, but {dataset.path} has no loss "
-            "mask, which would tell them from prompts: prepare it with one (docs/POSTTRAIN.md), or "
+            "mask, which would tell them from prompts: prepare it with one (docs/LAB.md), or "
             "choose another --reward"
         )
     answers = Answers.of(dataset)

@@ -47,7 +47,7 @@ LONG_FILES = (
     "test_hosts",
     "test_rehearsal",
     "test_grade_run",
-    "test_tutorial",
+    "test_docs",
     "test_fused_nsa",
     "test_parallel",
     "test_analysis_memory",

@@ -140,7 +140,9 @@ def test_no_code_names_a_page_that_is_not_there():
 def test_the_figures_of_the_readme_stand_on_a_page():
     rows = re.findall(r"^\|(.*)\|$", text_of("README.md").split("```")[0], re.M)
     results = [row.split("|")[1] for row in rows[2:]]
-    figures = {figure for cell in results for figure in re.findall(r"\d[\d,.]*(?:e-\d+)?", cell)}
+    figures = {
+        figure for cell in results for figure in re.findall(r"\d[\d,.]*(?:e-\d+)?[%x]?", cell)
+    }
     pages = "\n".join(text_of(name) for name in ANSWERS)
     assert len(results) == 8
     assert {figure for figure in figures if figure.rstrip(".,") not in pages} == set()

@@ -193,7 +193,7 @@ names = {"__name__": page}
 for kind, text in blocks:
     print(text, flush=True)
     if kind == "bash":
-        subprocess.run(["bash", "-c", shell + text], check=True)
+        subprocess.run(["bash", "-c", shell + text + "true"], check=True)
     else:
         exec(compile(text, page, "exec"), names)
 """

@@ -1,6 +1,6 @@
 """Predicted peaks of steps against peaks that other people measured on their GPUs.
 
-    python -m benchmarks.gpu_peaks [--only STEP ...] [--json FILE]
+    python -m benchmarks.gpu_peaks [--only STEP ...] [--json FILE] [--svg FILE]
 
 benchmarks/gpu_peaks.json has the measured peaks, their cards and sources. Each step is written
 here from the description of what was alive, and predicted for the card on fake tensors: nothing is
@@ -15,7 +15,7 @@ E experts.
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from torch.nn import functional as F
 
 from base.flags import Parser
 from footprint import predict
+from footprint.html import PALETTE, element, title
+from footprint.picture import COLOURS, WORDS
 
 MEASURED = Path(__file__).with_suffix(".json")
 MIB = 2**20
@@ -639,10 +641,76 @@ class Comparison:
         return f"{self.row.card:<10}{numbers}  {self.row.words}  {self.cause}".rstrip()
 
 
+# ---- the picture: a point for each row, both axes logarithmic
+
+LEFT = 70  # edges of the square, in points; the key is right of it
+TOP = 16
+FLOOR = 380
+WIDTH = 590
+HEIGHT = 426
+DECADES = (-3, 5)  # MiB as powers of ten
+
+
+def place(mib: float) -> float:
+    """Points from the start of an axis."""
+    first, last = DECADES
+    return (math.log10(mib) - first) / (last - first) * (FLOOR - TOP)
+
+
+def label(words: str, x: float, y: float, anchor: str = "start") -> str:
+    return element("text", words, x=f"{x:g}", y=f"{y:g}", text_anchor=anchor)
+
+
+def grid() -> str:
+    """Lines at every power of ten, and the diagonal of equal values."""
+    right = LEFT + FLOOR - TOP
+    parts = []
+    for power in range(DECADES[0], DECADES[1] + 1):
+        at = place(10.0**power)
+        across = f"M{LEFT},{FLOOR - at:g}H{right}M{LEFT + at:g},{FLOOR}V{TOP}"
+        parts.append(element("path", d=across, stroke="var(--line)"))
+        if power % 2:
+            words = f"{10.0**power:,g}"
+            parts.append(label(words, LEFT - 8, FLOOR - at + 4, "end"))
+            parts.append(label(words, LEFT + at, FLOOR + 18, "middle"))
+    parts.append(element("path", d=f"M{LEFT},{FLOOR}L{right},{TOP}", stroke="var(--faint)"))
+    parts.append(label("published peak, MiB", (LEFT + right) / 2, FLOOR + 38, "middle"))
+    return "".join(parts) + label("predicted, MiB", LEFT + 6, TOP + 14)
+
+
+def picture(found: Sequence[Comparison]) -> str:
+    """Predicted against published peaks, coloured by card, as SVG."""
+    colours = dict(zip(sorted({each.row.card for each in found}), COLOURS.values(), strict=False))
+    points = []
+    for each in found:
+        x = LEFT + place(each.row.published_mib)
+        y = FLOOR - place(each.predicted_mib)
+        words = title(each.text)
+        colour = colours[each.row.card]
+        points.append(
+            element("circle", words, cx=f"{x:.1f}", cy=f"{y:.1f}", r=4, fill=colour, opacity=0.7)
+        )
+    keys = []
+    for index, (card, colour) in enumerate(colours.items()):
+        y = TOP + 20 + 22 * index
+        keys.append(element("circle", cx=FLOOR + LEFT + 20, cy=y - 4, r=5, fill=colour))
+        keys.append(label(card, FLOOR + LEFT + 32, y))
+    paper = element("rect", width=WIDTH, height=HEIGHT, fill="var(--paper)")
+    return element(
+        "svg",
+        element("style", PALETTE + WORDS) + paper + grid() + "".join(points + keys),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        aria_label=f"Predicted against published peaks of {len(found)} steps on GPUs",
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=STEPS, help="these steps")
     parser.add_argument("--json", help="write the comparisons to this file")
+    parser.add_argument("--svg", help="draw the comparisons into this file")
     chosen = parser.parse_args(arguments)
 
     print(f"{'card':<10}{'predicted':>11}{'published':>11}{'error':>9}  step (MiB)")
@@ -658,6 +726,8 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.json:
         listed = [vars(each.row) | {"predicted_mib": each.predicted_mib} for each in found]
         Path(chosen.json).write_text(json.dumps(listed, indent=1) + "\n")
+    if chosen.svg:
+        Path(chosen.svg).write_text(picture(found) + "\n")
     return 0 if close >= 0.9 * len(found) else 1
 
 

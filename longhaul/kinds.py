@@ -171,7 +171,7 @@ class NSAKind(SparseKind):
 
 
 # How much of what full attention finds was found by choosing 16 of 256 blocks without training, in
-# `python -m benchmarks.selectors` (docs/ATTENTION.md); of bounds by page, of pooled by what it
+# `python -m benchmarks.selectors` (docs/SPARSE.md); of bounds by page, of pooled by what it
 # reduces with.
 FOUND = {
     ("exact", None): "98%",

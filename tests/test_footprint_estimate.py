@@ -1,8 +1,6 @@
 """footprint.estimate_memory: a model and a batch that are there, against build and step."""
 
 import functools
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 from footprint import estimate_memory, measure, predict
 from tests.footprint_models import Transformer, convolutions, images, tokens
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "FOOTPRINT.md"
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
@@ -89,9 +86,3 @@ def test_the_loss_that_a_model_returns_is_taken_and_nothing_is_updated_without_a
 def test_a_model_that_is_not_trained_runs_forward_alone():
     report = estimate_memory(Named().requires_grad_(False), {"rows": torch.ones(8, 64), "scale": 1})
     assert not any("backward" in stage for stage in report.by_stage)
-
-
-def test_the_first_example_of_the_document_runs(capsys):
-    example = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(), re.S)[1]
-    exec(compile(example, "example", "exec"), {})
-    assert "<- peak" in capsys.readouterr().out

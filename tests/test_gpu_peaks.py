@@ -1,6 +1,7 @@
 """Predicted peaks against those that others measured on GPUs: a sample of the benchmark's rows."""
 
 import json
+import re
 
 import pytest
 
@@ -39,3 +40,17 @@ def test_every_row_has_its_source_and_a_step():
     for group in groups:
         assert group["step"] in gpu_peaks.STEPS
         assert group["repository"] and group["commit"] and group["date"]
+
+
+def test_the_picture_has_a_point_for_each_row_and_equal_values_on_its_diagonal(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(gpu_peaks, "predicted_mib", lambda row: row.published_mib)
+    drawn = tmp_path / "peaks.svg"
+    assert gpu_peaks.main(["--svg", str(drawn)]) == 0
+    points = re.findall(r'cx="([\d.]+)" cy="([\d.]+)" r="4"', drawn.read_text())
+    assert len(points) == len(ROWS)
+    for x, y in points:
+        across = float(x) - gpu_peaks.LEFT
+        assert 0 < across < gpu_peaks.FLOOR - gpu_peaks.TOP
+        assert across == pytest.approx(gpu_peaks.FLOOR - float(y), abs=0.11)

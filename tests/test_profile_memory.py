@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +19,6 @@ from longhaul.memory.search import Verdict
 from model import GIB
 from tests.tiers import slow
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "PLANNING.md").read_text()
-COMMANDS = re.findall(r"^python profile_memory\.py ([^#\n]*)", DOCUMENT, re.M)
 SMALL = ["--model_size", "tiny", "--context_length", "512"]
 ANALYSIS = ["--task", "analysis", "--dtype", "float32", "--model_size", "1.7B"]
 
@@ -227,12 +223,3 @@ def test_advice_says_what_to_change_and_exits_with_the_verdict(
     monkeypatch.setattr(profile_memory, "host_available_bytes", lambda: 8 * GIB)
     assert profile_memory.main(["--advise", *args]) == code
     assert words in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_commands_of_the_document_run(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    code = profile_memory.main(shlex.split(command))
-    assert code in (Verdict.FITS.exit_code, Verdict.AFTER_CHANGES.exit_code)
-    assert not capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""The rooms that are usable by themselves, each in a folder that holds only what it names."""
+"""The rooms that are usable by themselves, each in a folder that holds only what it names; the
+examples of their pages run so in tests/test_docs.py.
+"""
 
 import shutil
 import subprocess
@@ -34,20 +36,15 @@ print("computed")
 """
 
 
-def test_the_engine_of_sparse_attention_needs_its_folder_two_files_and_torch(tmp_path):
-    """Runs the example of docs/SPARSE.md."""
-    page = (ROOT / "docs/SPARSE.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
-    copy_room(tmp_path, "longhaul/sparse", "base/machine.py", "model.py")
-    checks = "assert o.shape == q.shape and k.grad.isfinite().all()\nprint('computed')"
-    assert run_alone(tmp_path, f"{PATH}{example}\n{checks}") == "computed\n"
-
-
-def copy_room(folder: Path, room: str, *files: str) -> None:
-    shutil.copytree(ROOT / room, folder / room)
-    for name in files:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
+def copy_room(folder: Path, *names: str) -> None:
+    """Folders and files of the product, and nothing else, in a folder."""
+    for name in names:
+        copy = folder / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy)
+        else:
+            shutil.copy(ROOT / name, copy)
 
 
 def run_alone(folder: Path, code: str) -> str:

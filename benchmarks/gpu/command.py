@@ -11,9 +11,8 @@ FOLDER/results.json and results.md have every result as soon as it is known, wit
 versions and clocks; errors.txt has every traceback; results.tar.gz, written last, also has what
 each job printed. Code that fails its check against float64 is not timed. Without a GPU,
 --toy runs everything at toy sizes on one CPU thread, and the report says so. Keep a run with
-`--out benchmarks/results/NAME`; `python -m benchmarks.report` then puts it into docs/BENCHMARKS.md.
-Exit code 0: done; 1: a part of longhaul is wrong or failed; 2: bad input, or a GPU that torch
-cannot use.
+`--out benchmarks/results/NAME`, and say in docs/RESULTS.md what it found. Exit code 0: done; 1: a
+part of longhaul is wrong or failed; 2: bad input, or a GPU that torch cannot use.
 """
 
 import faulthandler

@@ -1,0 +1,293 @@
+"""README and the pages of docs/: their words, their links, and every block of them that a CPU runs.
+
+Blocks of a page run in order in one folder, so that a page is one walk. `python -m pytest -s
+tests/test_docs.py` says what was not run, and why.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.test_rooms import copy_room
+from tests.tiers import slow
+
+ROOT = Path(__file__).parent.parent
+MOST_WORDS = {  # as `wc -w` counts them
+    "README.md": 1100,
+    "CONTRIBUTING.md": 800,
+    "CHANGELOG.md": 100,
+    "docs/ARCHITECTURE.md": 1300,
+    "docs/DATA.md": 1700,
+    "docs/EVALUATION.md": 2000,
+    "docs/EXTEND.md": 1100,
+    "docs/FOOTPRINT.md": 2100,
+    "docs/LAB.md": 2100,
+    "docs/LOG.md": 2500,
+    "docs/RESULTS.md": 1800,
+    "docs/RESUME.md": 1600,
+    "docs/SETTINGS.md": 1100,
+    "docs/SPARSE.md": 1800,
+    "docs/TRAIN.md": 2000,
+    "docs/VERIFY.md": 800,
+    "docs/VOCAB.md": 1000,
+}
+MOST_IN_ALL = 25_000
+MOST_LINES = 120  # of README.md
+MOST_NOT_RUN = 5
+LISTS = ("docs/LOG.md", "docs/SETTINGS.md")  # the others of docs/ answer a question
+ANSWERS = [name for name in MOST_WORDS if name.startswith("docs/") and name not in LISTS]
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+# ---- words
+
+
+def test_there_are_these_pages_and_no_others():
+    there = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    assert {str(path.relative_to(ROOT)) for path in there} == MOST_WORDS.keys()
+
+
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_a_page_has_no_more_words_than_it_may(name):
+    assert len(text_of(name).split()) <= MOST_WORDS[name]
+
+
+def test_all_pages_together_have_at_most_25000_words():
+    assert sum(len(text_of(name).split()) for name in MOST_WORDS) <= MOST_IN_ALL
+
+
+def test_the_readme_has_at_most_120_lines():
+    assert len(text_of("README.md").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_page_is_one_question_and_ends_with_its_limits(name):
+    headings = headings_of(text_of(name))
+    assert headings[0].endswith("?")
+    assert headings[-1] == "Limits"
+
+
+def test_that_no_gpu_has_run_it_stands_once():
+    pages = "\n".join(text_of(name) for name in MOST_WORDS if name not in LISTS)
+    assert re.findall(r"(?i)\bno gpu has\b|\bon a gpu yet\b", pages) == ["No GPU has"]
+
+
+# ---- links
+
+FENCED = re.compile(r"^```.*?^```", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def prose_of(text: str) -> str:
+    """The text without blocks and without code within sentences, in which x[i](a) is no link."""
+    return re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
+
+
+def headings_of(text: str) -> list[str]:
+    return re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.M)
+
+
+def anchors_of(text: str) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings_of(text)]
+    return {heading.replace(" ", "-") for heading in words}
+
+
+def links_of(name: str) -> list[str]:
+    found = LINK.findall(prose_of(text_of(name)))
+    return [link for link in found if not link.startswith(("https://", "http://"))]
+
+
+@pytest.mark.parametrize("name", MOST_WORDS)
+def test_the_links_of_a_page_lead_to_a_file_and_to_a_heading(name):
+    broken = []
+    for link in links_of(name):
+        target, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / target if target else ROOT / name
+        if not path.exists() or (anchor and anchor not in anchors_of(path.read_text("utf-8"))):
+            broken.append(link)
+    assert not broken
+
+
+def test_the_readme_leads_to_every_page():
+    linked = {link.partition("#")[0] for link in links_of("README.md")}
+    assert MOST_WORDS.keys() - {"README.md"} <= linked
+
+
+def test_no_code_names_a_page_that_is_not_there():
+    files = [ROOT / name for name in ("train.py", "profile_memory.py", "verify_chunked_loss.py")]
+    for folder in ("base", "benchmarks", "data", "footprint", "longhaul", "scripts", "selfcheck"):
+        files += [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.sh")]
+    named = {
+        name for path in files for name in re.findall(r"docs/\w+\.md", path.read_text("utf-8"))
+    }
+    assert named and named <= MOST_WORDS.keys()
+
+
+# ---- figures
+
+
+def test_the_figures_of_the_readme_stand_on_a_page():
+    rows = re.findall(r"^\|(.*)\|$", text_of("README.md").split("```")[0], re.M)
+    results = [row.split("|")[1] for row in rows[2:]]
+    figures = {
+        figure for cell in results for figure in re.findall(r"\d[\d,.]*(?:e-\d+)?[%x]?", cell)
+    }
+    pages = "\n".join(text_of(name) for name in ANSWERS)
+    assert len(results) == 8
+    assert {figure for figure in figures if figure.rstrip(".,") not in pages} == set()
+
+
+# ---- blocks
+
+BLOCK = re.compile(r"^(?:`([^`\n]+)`:\n\n)?```(\w+)\n(.*?)^```", re.M | re.S)
+NOT_RUN = re.compile(r"# not run: (.+)\n")
+# Python blocks of these pages run where only this is, with torch.
+ROOMS = {
+    "docs/FOOTPRINT.md": ("footprint",),
+    "docs/RESUME.md": ("data/sampler.py", "data/order.py"),
+    "docs/SPARSE.md": ("longhaul/sparse", "base/machine.py", "model.py"),
+    "docs/VOCAB.md": ("longhaul/vocab", "base/machine.py"),
+}
+# What README's examples take from the reader.
+READERS_OWN = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 100))
+inputs = torch.randint(100, (2, 8))
+optimizer = torch.optim.AdamW
+q_BTHK = torch.randn(1, 256, 4, 32)
+k_BSGK = torch.randn(1, 256, 2, 32)
+v_BSGK = torch.randn(1, 256, 2, 32)
+hidden_ND = torch.randn(8, 16, requires_grad=True)
+head = nn.Linear(16, 100)
+labels_N = torch.randint(100, (8,))
+rows = range(100)
+rank = 0
+world_size = 4
+from data.sampler import ElasticSampler
+state = ElasticSampler(100, 0, 8, seed=0).state_dict()
+"""
+# A plan, or a search, may find that what is asked for does not fit; torchrun makes 2 a 1.
+SHELL = """set -o pipefail
+trap 'code=$?; case "$code $BASH_COMMAND" in
+    [12]" "*" --plan"*|"2 "*" --advise"*|"2 "*" --solve"*) ;;
+    *) exit $code ;;
+esac' ERR
+"""
+WALK = """
+import json, subprocess, sys
+page, shell, blocks = json.load(sys.stdin)
+sys.path.insert(0, "")
+names = {"__name__": page}
+for kind, text in blocks:
+    print(text, flush=True)
+    if kind == "bash":
+        subprocess.run(["bash", "-c", shell + text + "true"], check=True)
+    else:
+        exec(compile(text, page, "exec"), names)
+"""
+
+
+class Block(NamedTuple):
+    """A block of a page: of a kind such as "bash", or the content of the file named before it."""
+
+    file: str
+    kind: str
+    text: str
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not run."""
+        found = NOT_RUN.match(self.text)
+        return found[1] if found else None
+
+
+def blocks_of(name: str) -> list[Block]:
+    return [Block(*found) for found in BLOCK.findall(text_of(name))]
+
+
+def run_of(name: str) -> list[tuple[str, str]]:
+    """(kind, text) of the blocks that run, in order."""
+    found = blocks_of(name)
+    run = [each for each in found if each.kind in ("bash", "python") and not each.file]
+    return [(each.kind, each.text) for each in run if each.reason is None]
+
+
+def not_run() -> list[tuple[str, str]]:
+    """(page, reason) of each block that is not run."""
+    blocks = [(name, block) for name in MOST_WORDS for block in blocks_of(name)]
+    return [(name, block.reason) for name, block in blocks if block.reason is not None]
+
+
+@pytest.fixture(scope="module")
+def product(tmp_path_factory) -> Path:
+    """A copy of the product, which each page copies again."""
+    folder = tmp_path_factory.mktemp("docs") / "product"
+    ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "cuda_build")
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    return folder
+
+
+def walk(name: str, folder: Path, blocks: list[tuple[str, str]]) -> str:
+    """Run the blocks in the folder, in which the page's files are written first."""
+    for block in blocks_of(name):
+        if block.file:
+            path = folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", WALK],
+        input=json.dumps([name, SHELL, blocks]),
+        cwd=folder,
+        env=dict(os.environ, PATH=path, OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert not done.returncode, f"{done.stdout[-3000:]}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+FAST = ("docs/VOCAB.md",)
+WITH_BLOCKS = [name for name in MOST_WORDS if (ROOT / name).exists() and run_of(name)]
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else slow(name) for name in WITH_BLOCKS])
+def test_the_blocks_of_a_page_run_from_top_to_bottom(name, product, tmp_path):
+    blocks = run_of(name)
+    room = ROOMS.get(name)
+    if room:
+        alone = [block for block in blocks if block[0] == "python"]
+        assert alone
+        copy_room(tmp_path / "room", *room)
+        walk(name, tmp_path / "room", alone)
+        blocks = [block for block in blocks if block[0] != "python"]
+    if name == "README.md":
+        blocks = [("python", READERS_OWN), *blocks]
+
+    if blocks:
+        clone = shutil.copytree(product, tmp_path / "clone")
+        said = walk(name, clone, blocks)
+        shell = "\n".join(text for kind, text in blocks if kind == "bash").replace("\\\n", " ")
+        plans = re.findall(r"^.*\btrain\.py\b.* --plan\b", shell, re.M)
+        assert said.count("plan (computed)") >= len(plans)
+        assert not re.search(r"error: (unknown|argument|unrecognized)", said)
+
+
+def test_few_blocks_are_not_run_and_each_has_its_reason():
+    found = not_run()
+    for name, reason in found:
+        print(f"not run: {name}: {reason}")
+    assert 0 < len(found) <= MOST_NOT_RUN

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from footprint.cudnn import MODES, recurrent
+from footprint.places import StepTracker
 from footprint.trace import Trace
 
 aten = torch.ops.aten
@@ -24,7 +24,6 @@ WIDEST_HEAD = 256  # of FlashAttention
 # part of an operator's name -> what the prediction leaves out if the step runs it
 NOT_MODELLED = {
     "convolution": "workspaces of cuDNN's convolutions, which it chooses by their time",
-    "_cudnn_rnn": "reserved memory and workspaces of cuDNN's recurrent layers",
     "batch_norm": "what cuDNN's batch norm reserves for the backward",
     "_grouped_mm": "workspaces of grouped products",
     "topk": "scratch memory of top-k",
@@ -66,12 +65,14 @@ ON_A_CPU = {
     ".max.default": BY_VALUES,
     ".min.default": BY_VALUES,
     "median.default": BY_VALUES,
+    "mkldnn_rnn": "what oneDNN keeps for the backward of an LSTM, and its scratch memory",
     "im2col": "scratch memory of unfolding images",
     "col2im": "scratch memory of unfolding images",
     ".isinf.": "comparisons with infinity",
     ".isnan.": "comparisons with infinity",
 }
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
+RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
 
 
@@ -182,7 +183,6 @@ RULES: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     F.rms_norm: rms_norm,
-    **{function: recurrent(function) for function in MODES},
 }
 
 
@@ -205,13 +205,16 @@ def gpu_optimizers() -> Iterator[None]:
         handle.remove()
 
 
-def not_modelled(trace: Trace, target: str, autocast: bool, ranks: int = 1) -> list[str]:
+def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:
     """What of this step the prediction leaves out."""
     ran = {storage.op for storage in trace.storages.values()}
-    parts = ANYWHERE | (NOT_MODELLED if target == "cuda" else ON_A_CPU)
+    is_cuda = tracker.target == "cuda"
+    parts = ANYWHERE | (NOT_MODELLED if is_cuda else ON_A_CPU)
     found = [words for part, words in parts.items() if any(part in op for op in ran)]
-    if autocast and target == "cuda":
+    if is_cuda and tracker.recurrent:
+        found.append(RECURRENT)
+    if is_cuda and tracker.autocast:
         found.append(AUTOCAST)
-    if ranks > 1 and target == "cuda":
+    if is_cuda and ranks > 1:
         found.append(RANKS)
     return list(dict.fromkeys(found))

@@ -40,7 +40,7 @@ class Report:
             threads = tracker.multiplied | multiplying_threads(trace)
             trace = with_cublas(trace, threads, card.cc)
         missing = tracker.workspace.not_modelled()
-        missing += left_out(trace, target, tracker.autocast, world_size)
+        missing += left_out(trace, tracker, world_size)
         assumed = list(tracker.known.assumed)
         name = card.name if card else ""
         return cls(trace, target, world_size, tracker.first_peak, missing, assumed, name)

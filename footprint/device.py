@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay
+from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay, replays_of
 from footprint.trace import Event, Storage, Trace
 
 # Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; NCCL:
@@ -147,11 +147,6 @@ def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
     ]
 
 
-def replays(trace: Trace) -> tuple[Replay, Replay]:
-    """What classic and expandable segments reserve for the trace."""
-    return replay(trace), replay(trace, expandable=True)
-
-
 @dataclass(frozen=True)
 class Demand:
     """A step's trace and what the caching allocator reserves for it."""
@@ -165,7 +160,7 @@ class Demand:
     @classmethod
     def of(cls, trace: Trace, ranks: int = 1, scale: float = 1.0) -> "Demand":
         trace = with_cublas(trace, multiplying_threads(trace))
-        classic, expandable = (found.scaled(scale) for found in replays(trace))
+        classic, expandable = (found.scaled(scale) for found in replays_of(trace))
         return cls(trace, ranks, classic, expandable, scale)
 
     @property

@@ -7,9 +7,9 @@ events. Sizes and addresses are bytes.
 """
 
 import pickle
-from pathlib import Path
 
-from footprint.allocator import Allocator, Block, Pool, Run, play, step_events
+from footprint.allocator import Allocator, Block, Pool, Run, of_step, play
+from footprint.page import write
 from footprint.trace import Trace
 
 LARGE = 2**44  # the address of the pool of large blocks
@@ -126,10 +126,10 @@ def address(block: Block, pool: Pool) -> int:
 
 def recorded(trace: Trace) -> dict:
     """The history of one step, after what is alive before it, and the segments at its end."""
-    events = step_events(trace)
+    trace = of_step(trace)
     recorder = Recorder(trace)
-    recorder.become({event.storage: event.bytes for event in events if not event.time})
-    play(recorder, trace, events, {})
+    recorder.become({event.storage: event.bytes for event in trace.events if not event.time})
+    play(recorder, trace, {})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
     return {
         "segments": recorder.segments(),
@@ -141,7 +141,4 @@ def recorded(trace: Trace) -> dict:
 
 def write_snapshot(path: str, trace: Trace) -> None:
     """Write the step as a file for PyTorch's viewer; ValueError if that cannot be written."""
-    try:
-        Path(path).write_bytes(pickle.dumps(recorded(trace)))
-    except OSError as error:
-        raise ValueError(f"{path!r} cannot be written: {error.strerror}") from error
+    write(path, pickle.dumps(recorded(trace)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from footprint.allocator import MIB, Allocator, OutOfMemory, replay, step_events
+from footprint.allocator import MIB, Allocator, OutOfMemory, of_step, replay
 from footprint.device import (
     Demand,
     Placement,
@@ -169,7 +169,7 @@ def test_what_is_freed_with_the_model_after_the_step_is_no_part_of_it():
     trace = trace_of((1, 30 * MIB), (1, -30 * MIB), (0, -20 * MIB))
     trace.events.insert(0, Event(0, 20 * MIB, 0))
     trace.storages[0] = Storage(0, 20 * MIB, "parameter", "start", "weight", (), "float32", "")
-    assert len(step_events(trace)) == 3
+    assert len(of_step(trace).events) == 3
     assert replay(trace, steps=4) == replay(trace, steps=1)
 
 

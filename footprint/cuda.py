@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.patches import patched
 from footprint.places import StepTracker
 from footprint.trace import Trace
 
@@ -168,13 +169,8 @@ def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
     """The function behind nn.MultiheadAttention, with the attention and the dropout of CUDA. It is
     written in Python, inside which PyTorch has modes for functions off.
     """
-    names = {"scaled_dot_product_attention": attention, "dropout": dropout}
-    originals = {name: getattr(F, name) for name in names}
-    vars(F).update(names)
-    try:
+    with patched({(F, "scaled_dot_product_attention"): attention, (F, "dropout"): dropout}):
         return MULTI_HEAD(*args, **kwargs)
-    finally:
-        vars(F).update(originals)
 
 
 MULTI_HEAD = F.multi_head_attention_forward

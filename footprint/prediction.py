@@ -129,7 +129,7 @@ def predict(
 
     Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
     """
-    card = checked_card(target)
+    card = target_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(card, fake=True, depth=depth)
@@ -155,14 +155,6 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
         return state
 
     return peak_of_last(first_step, step)
-
-
-def checked_card(target: str) -> Card | None:
-    """The GPU of a target; None for a CPU. Refused for a target that is not known."""
-    try:
-        return target_card(target)
-    except ValueError as error:
-        raise Refused(str(error)) from None
 
 
 def _tracker(card: Card | None, fake: bool, depth: int) -> StepTracker:
@@ -212,7 +204,7 @@ class Recording:
     def __init__(
         self, target: str = "cuda", depth: int = DEPTH, answers: Mapping[str, object] = NO_ANSWERS
     ):
-        self.card = checked_card(target)
+        self.card = target_card(target)
         self.answers = answers
         self.tracker = _tracker(self.card, fake=True, depth=depth)
         self.optimizer: Optimizer | None = None  # whose steps are counted

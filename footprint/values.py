@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from footprint.patches import patched
 from footprint.refusal import HERE, TORCH, Refused, is_deciding, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
@@ -503,17 +504,11 @@ class Undisclosed(metaclass=_TellsTorchOnly):
     """In place of FakeTensor's public name: only PyTorch is told whether a tensor is fake."""
 
 
-@contextlib.contextmanager
-def undisclosed() -> Iterator[None]:
+def undisclosed() -> contextlib.AbstractContextManager[None]:
     """Models inside the `with` block run as they do on real tensors.
 
     `transformers` asks whether a tensor is fake, to read no value of it. Then it makes attention
     masks that the real step does without, and attention takes another kernel. Here small values
     are known, and others are refused where they are read.
     """
-    public = torch._subclasses.FakeTensor
-    torch._subclasses.FakeTensor = Undisclosed
-    try:
-        yield
-    finally:
-        torch._subclasses.FakeTensor = public
+    return patched({(torch._subclasses, "FakeTensor"): Undisclosed})

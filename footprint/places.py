@@ -259,6 +259,11 @@ class StepTracker(Tracker):
         return reached
 
     def _optimizer_starts(self, optimizer: Optimizer, args, kwargs) -> None:
+        if self.fake and isinstance(optimizer, torch.optim.LBFGS):
+            raise Refused(
+                f"{place()}: LBFGS decides by every loss how often it runs the step, so it is not "
+                "predicted: predict one closure with SGD, and add 2 x history_size parameters"
+            )
         self.adopt_optimizer(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:

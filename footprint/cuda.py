@@ -45,6 +45,9 @@ BY_VALUES = "backward formulas that depend on values, such as whether an element
 ON_A_CPU = {
     r"\.(cum)?prod\.|\.sgn\.|\.(max|min)\.default|median\.default": BY_VALUES,
     "mkldnn_rnn": "what oneDNN keeps for the backward of an LSTM, and its scratch memory",
+    r"\.(atan2|xlogy)\.|\.pow\.Tensor_Tensor|\.clamp\.Tensor": "backward formulas of two tensors",
+    "searchsorted": "copies of what searchsorted is given",
+    r"attention_for_cpu\S* (b?float16)": "keys and values that attention packs for the processor",
     "im2col|col2im": "scratch memory of unfolding images",
     r"\.is(inf|nan)\.": "comparisons with infinity",
 }

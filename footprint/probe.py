@@ -20,9 +20,17 @@ MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
 MEASURED += ("aten::_trilinear",)
-LINEAR_ALGEBRA = re.compile("linalg_(?!vector_norm|cross)|matrix_exp|cholesky|geqrf|householder")
-# Of half precision, sums are made in fp32.
-SCATTERS = ("aten::scatter_add", "aten::scatter_add_", "aten::scatter", "aten::scatter_reduce")
+LINEAR_ALGEBRA = re.compile(
+    "linalg_(?!vector_norm|cross|check|solve_tri|lu_solve)|matrix_exp|cholesky|geqrf|householder"
+)
+# Of half precision, sums are made in fp32, and what is gathered is copied.
+SCATTERS = (
+    "aten::gather",
+    "aten::scatter_add",
+    "aten::scatter_add_",
+    "aten::scatter",
+    "aten::scatter_reduce",
+)
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 HALF = (torch.float16, torch.bfloat16)
 

@@ -11,32 +11,22 @@ from itertools import groupby
 
 from footprint.allocator import GIB, MIB, Replay
 from footprint.html import PALETTE, element, nice, title
-from footprint.timeline import Moment, alike, columns, largest, moments, sampled
+from footprint.timeline import Moment, alike, by_name, columns, largest, moments, sampled
 from footprint.trace import CATEGORIES, Storage, Trace
 
+# From the bottom to the top: what changes least lies below
 COLOURS = {
     "parameter": "#0072b2",
-    "gradient": "#d55e00",
     "optimizer": "#e69f00",
-    "unsharded": "#56b4e9",
-    "activation": "#009e73",
-    "temporary": "#cc79a7",
     "buffer": "#8c8c8c",
     "input": "#f0e442",
+    "unsharded": "#56b4e9",
+    "gradient": "#d55e00",
+    "activation": "#009e73",
+    "temporary": "#cc79a7",
     "workspace": "#7a3b8f",
 }
-# From the bottom to the top: what changes least lies below
-STACK = (
-    "parameter",
-    "optimizer",
-    "buffer",
-    "input",
-    "unsharded",
-    "gradient",
-    "activation",
-    "temporary",
-    "workspace",
-)
+
 # In the units of the picture
 WIDTH = 1200
 HEIGHT = 440  # of the stacked areas
@@ -106,15 +96,13 @@ def areas(points: list[Moment], scale: Scale) -> str:
     starts = [scale.x(point.time) for point in points]
     ends = [*starts[1:], scale.x(scale.last)]
     base = [0] * len(points)
-    for name in STACK:
+    for name, colour in COLOURS.items():
         index = CATEGORIES.index(name)
         top = [low + point.sizes[index] for low, point in zip(base, points, strict=True)]
         if top != base:
             upper = _steps(ends, top, scale)
             lower = _steps(starts[::-1], base[::-1], scale)
-            shapes.append(
-                element("path", d=f"M{starts[0]:g},{FLOOR}{upper}{lower}Z", fill=COLOURS[name])
-            )
+            shapes.append(element("path", d=f"M{starts[0]:g},{FLOOR}{upper}{lower}Z", fill=colour))
         base = top
     return "".join(shapes)
 
@@ -325,7 +313,8 @@ def picture(trace: Trace, replays: tuple[Replay, Replay]) -> str:
 
 def _key(found: list[Moment], y: int) -> str:
     """The colours of the categories that occur, in one row."""
-    used = [name for name in STACK if any(moment.sizes[CATEGORIES.index(name)] for moment in found)]
+    sizes = [by_name(moment) for moment in found]
+    used = [name for name in COLOURS if any(name in each for each in sizes)]
     parts = []
     for place, name in enumerate(used):
         x = LEFT + place * (WIDTH - LEFT - RIGHT) // len(used)

@@ -7,7 +7,6 @@ the same of a real run on this machine's CPU, and `measure` asks the CPU's alloc
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from footprint.outside import (
 )
 from footprint.owners import adopt, label, move_data
 from footprint.places import DEPTH, StepTracker
-from footprint.ranks import GlooWorkspaces, data_parallel, joining
+from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
@@ -133,7 +132,11 @@ def predict(
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(card, fake=True, depth=depth)
-    with _rank_of(world_size), _on_fake_tensors(tracker, card, answers, world_size):
+    with (
+        fake_process_group(world_size),
+        as_rank(world_size, _start_fake_group),
+        _on_fake_tensors(tracker, card, answers, world_size),
+    ):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
 
@@ -327,18 +330,6 @@ def _words(error: RuntimeError, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _rank_of(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of `ranks` for the wrappers of PyTorch. A group of one rank starts if
-    the step asks for it.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_process_group(ranks))
-        stack.enter_context(data_parallel())
-        stack.enter_context(joining(ranks, _start_fake_group))
-        yield
-
-
-@contextlib.contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
     """A process group of `ranks` in which this process is rank 0 and no other exists; nothing for
     one rank.
@@ -346,19 +337,14 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    excepthook = sys.excepthook  # a group prefixes the errors of its process
 
     # A group that failed to start has used up the first name for groups, by which PyTorch's caches
     # of sharded operators know the default group. The end of a group frees all names.
-    _start_fake_group(ranks)
-    torch.distributed.destroy_process_group()
-    _start_fake_group(ranks)
-    try:
+    with group_ends():
+        _start_fake_group(ranks)
+        torch.distributed.destroy_process_group()
+        _start_fake_group(ranks)
         yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        sys.excepthook = excepthook
 
 
 def _start_fake_group(ranks: int, start: Callable = torch.distributed.init_process_group) -> None:

@@ -14,7 +14,7 @@ from footprint import timeline
 from footprint.allocator import MIB, replay
 from footprint.html import nice
 from footprint.page import page, write
-from footprint.picture import COLOURS, STACK, Scale, amount, areas
+from footprint.picture import COLOURS, Scale, amount, areas
 from footprint.trace import CATEGORIES, Event, Storage, Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
@@ -116,7 +116,7 @@ def test_the_tooltips_name_the_largest_tensors_of_their_moment(text, trace):
 
 
 def test_every_category_has_its_colour_and_its_place():
-    assert sorted(STACK) == sorted(CATEGORIES) == sorted(COLOURS)
+    assert sorted(CATEGORIES) == sorted(COLOURS)
     assert len(set(COLOURS.values())) == len(CATEGORIES)
 
 

@@ -272,13 +272,6 @@ class Replay:
         peaks = (self.peak_live, self.peak_allocated, self.peak_reserved)
         return Replay(*(int(scale * peak) for peak in peaks), self.segments)
 
-    @property
-    def fragmentation(self) -> float:
-        """The part of the reserved memory that is never live, from 0 to 1."""
-        if not self.peak_reserved:
-            return 0.0
-        return 1 - self.peak_live / self.peak_reserved
-
 
 class Run:
     """An allocator, the block of each storage, and the peaks so far."""

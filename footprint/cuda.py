@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from footprint.copies import HALF
 from footprint.patches import patched
 from footprint.places import StepTracker
 from footprint.probe import LINEAR_ALGEBRA
 from footprint.trace import Trace
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # of FlashAttention
 
 # pattern in "operator dtype" of a result -> what the prediction leaves out if the step makes it

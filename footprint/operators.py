@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from footprint.copies import LEFT_OVER, left_over
+from footprint.copies import HALF, LEFT_OVER, left_over
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:

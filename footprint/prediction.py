@@ -60,14 +60,13 @@ NEEDS_CUDA = (
     "found two different devices",
     "found at least two devices",
 )
-# In what PyTorch says to code that wants the memory of a tensor -> what to do
-MEMORY = {
+NEEDS_RANKS = "it needs ranks: give world_size above 1"
+# in what PyTorch says -> what to do
+REMEDIES = {
+    **dict.fromkeys(NEEDS_CUDA, ON_THE_CPU),
     "no fake impl registered": KERNEL,
     "active drivers": KERNEL,  # of Triton, without a GPU
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
-}
-# In what PyTorch says about tensors that are not dense, and about tracing -> what to do
-FORMS = {
     "shape_env must not be None": (
         "nested tensors are not predicted: predict the padded batch, which needs more memory"
     ),
@@ -78,16 +77,12 @@ FORMS = {
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
         "scaled_dot_product_attention, which also keeps no scores"
     ),
-}
-# In what PyTorch says about process groups -> what to do
-GROUPS = {
     "initialize the default process group twice": (
         "there is a process group of world_size ranks: leave init_process_group out of build"
     ),
-    "Default process group has not been initialized": "it needs ranks: give world_size above 1",
-    "Error initializing torch.distributed": "it needs ranks: give world_size above 1",
+    "Default process group has not been initialized": NEEDS_RANKS,
+    "Error initializing torch.distributed": NEEDS_RANKS,
 }
-REMEDIES = GROUPS | MEMORY | FORMS | dict.fromkeys(NEEDS_CUDA, ON_THE_CPU)
 # operators whose results have a shape that depends on values -> what to do
 FIXED_SHAPE = "use an operator whose results have a fixed shape"
 SHAPES = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from footprint.copies import HALF
 from footprint.measure import peak_bytes
 
 LARGEST = 2**28  # bytes of the inputs of a convolution that is run
@@ -32,7 +33,6 @@ SCATTERS = (
     "aten::scatter_reduce",
 )
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-HALF = (torch.float16, torch.bfloat16)
 
 
 def is_probed(func, args) -> bool:

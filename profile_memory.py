@@ -367,29 +367,20 @@ def predicted(cfg: ProfileConfig) -> tuple[dict, int]:
 
 
 def write_page(cfg: ProfileConfig, found: Profile, demand: Demand | None):
-    """The step as an HTML page."""
-    device = "a CPU" if demand is None else "a GPU (CUDA)"
-    title = (
-        f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens, "
-        f"one of {cfg.nproc} rank(s) on {device}"
-    )
-    facts = {}
-    replays = None
-    if demand:
-        facts["cards"] = demand.cards_text()
-        replays = demand.classic, demand.expandable
+    """The step as an HTML page: its timeline, and what is printed."""
     training = cfg.training()
-    facts["time"] = report.run_time(training, cfg.nproc, demand)
-    step = longest_step(training, training.model(), cfg.nproc, "cuda" if demand else "cpu")
+    device = "cuda" if demand else "cpu"
+    step = longest_step(training, training.model(), cfg.nproc, device)
     timeout = shutdown_timeout(training, cfg.nproc, step)
     world = dist.World(size=cfg.nproc, local_size=cfg.nproc)
-    facts["command"] = command(training, world, timeout)
-
-    note = f"predicted for {device}: nothing was run"
-    page.write(
-        cfg.html,
-        page.page(found.trace, title, note, cfg.nproc, found.stages, replays, facts),
-    )
+    rows = [
+        report.table(found, training, cfg.nproc, demand),
+        f"time: {report.run_time(training, cfg.nproc, demand)}",
+        f"command: {command(training, world, timeout)}",
+    ]
+    title = f"{cfg.model_size}, {cfg.batch_size} x {cfg.row_tokens:,} tokens"
+    replays = (demand.classic, demand.expandable) if demand else None
+    page.write(cfg.html, page.page(found.trace, title, "\n".join(rows), replays))
 
 
 def check_measure(cfg: ProfileConfig, target: str):

@@ -14,9 +14,9 @@ as one block. Sizes are bytes; GiB = 2^30 bytes.
 """
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from footprint.trace import Event, Trace, rounded_up
+from footprint.trace import Trace, rounded_up
 
 MIB = 2**20
 GIB = 2**30
@@ -272,13 +272,6 @@ class Replay:
         peaks = (self.peak_live, self.peak_allocated, self.peak_reserved)
         return Replay(*(int(scale * peak) for peak in peaks), self.segments)
 
-    @property
-    def fragmentation(self) -> float:
-        """The part of the reserved memory that is never live, from 0 to 1."""
-        if not self.peak_reserved:
-            return 0.0
-        return 1 - self.peak_live / self.peak_reserved
-
 
 class Run:
     """An allocator, the block of each storage, and the peaks so far."""
@@ -324,19 +317,19 @@ class Run:
         self.peak_reserved = max(self.peak_reserved, self.allocator.reserved)
 
 
-def step_events(trace: Trace) -> list[Event]:
-    """The events of the step itself.
+def of_step(trace: Trace) -> Trace:
+    """The trace without what follows the step.
 
-    They end where a parameter, buffer or optimizer state is freed that was there before the step,
-    because the step is over and the model is dropped. The keys and values of a rollout are buffers
-    of the step itself.
+    The step ends where a parameter, buffer or optimizer state is freed that was there before it,
+    because then the model is dropped. The keys and values of a rollout are buffers of the step
+    itself.
     """
     before = {event.storage for event in trace.events if not event.time}
     for index, event in enumerate(trace.events):
         freed = event.bytes < 0 and event.time and event.storage in before
         if freed and trace.storages[event.storage].category in PERMANENT:
-            return trace.events[:index]
-    return trace.events
+            return replace(trace, events=trace.events[:index])
+    return trace
 
 
 def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int = STEPS) -> Replay:
@@ -345,8 +338,8 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     In the first repetition the optimizer's states are allocated when the optimizer first runs, as
     in training: they settle in segments that activations left, and later steps must replace those.
     """
-    events = step_events(trace)
-    before = {event.storage: event.bytes for event in events if event.time == 0}
+    trace = of_step(trace)
+    before = {event.storage: event.bytes for event in trace.events if event.time == 0}
     states = {}
     for storage, size in before.items():
         if size and trace.storages[storage].category == "optimizer":
@@ -356,7 +349,7 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     stateless = {storage: size for storage, size in before.items() if storage not in states}
     run.become(stateless)
     for _ in range(steps):
-        play(run, trace, events, states)
+        play(run, trace, states)
         run.become(before)
         states = {}
 
@@ -364,33 +357,22 @@ def replay(trace: Trace, expandable: bool = False, capacity: int = 0, steps: int
     return Replay(run.peak_live, run.peak_allocated, run.peak_reserved, segments)
 
 
-def play(run: Run, trace: Trace, events: list[Event], states: dict[int, int]):
+def replays_of(trace: Trace) -> tuple[Replay, Replay]:
+    """What classic and expandable segments reserve for the trace."""
+    return replay(trace), replay(trace, expandable=True)
+
+
+def play(run: Run, trace: Trace, states: dict[int, int]):
     """The events after time 0; `states` are allocated when the optimizer starts, or at the end."""
-    workspaces = largest_workspaces(trace)
     starts = [time for time, name in trace.stages if name == "optimizer"]
-    for index, event in enumerate(events):
-        if states and starts and event.time >= starts[0]:
+    for time, events, workspace in trace.by_time():
+        if states and starts and time >= starts[0]:
             run.become(run.sizes | states)
             states = {}
-        if event.time and event.bytes:
-            size = run.sizes.get(event.storage, 0)
-            run.resize(event.storage, size + event.bytes)
-
-        if event.time in workspaces and ends_a_moment(events, index):
-            run.workspace(workspaces[event.time])
+        for event in events:
+            if time and event.bytes:
+                size = run.sizes.get(event.storage, 0)
+                run.resize(event.storage, size + event.bytes)
+        if workspace:
+            run.workspace(workspace)
     run.become(run.sizes | states)
-
-
-def ends_a_moment(events: list[Event], index: int) -> bool:
-    """Whether the event is the last one of its time."""
-    if index + 1 == len(events):
-        return True
-    return events[index + 1].time != events[index].time
-
-
-def largest_workspaces(trace: Trace) -> dict[int, int]:
-    """Time -> bytes of the largest workspace at that time."""
-    found: dict[int, int] = {}
-    for time, size, _ in trace.workspaces:
-        found[time] = max(found.get(time, 0), size)
-    return found

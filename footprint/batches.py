@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler, Subset, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from footprint.patches import patched
 from footprint.places import StepTracker
 from footprint.values import KnownValues
 
@@ -39,15 +40,15 @@ def real_batches(tracker: StepTracker) -> Iterator[None]:
             batch = read(batches)
         return _imagined(batch, tracker, DEEPEST)
 
-    DataLoader.__iter__ = started
-    _BaseDataLoaderIter.__next__ = imagined
-    DataLoader._get_iterator = lambda loader: choose(_without_workers(loader, tracker.known))
-    try:
+    patches = {
+        (DataLoader, "__iter__"): started,
+        (_BaseDataLoaderIter, "__next__"): imagined,
+        (DataLoader, "_get_iterator"): lambda loader: choose(
+            _without_workers(loader, tracker.known)
+        ),
+    }
+    with patched(patches):
         yield
-    finally:
-        DataLoader.__iter__ = start
-        _BaseDataLoaderIter.__next__ = read
-        DataLoader._get_iterator = choose
 
 
 def _without_workers(loader: DataLoader, known: KnownValues) -> DataLoader:

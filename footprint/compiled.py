@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+from footprint.patches import patched
 from footprint.refusal import Refused, place
 
 
@@ -22,11 +23,8 @@ def refusing_compiled() -> Iterator[None]:
             return None
         return choose(callback)
 
-    eval_frame._callback_from_stance = eager
-    try:
+    with patched({(eval_frame, "_callback_from_stance"): eager}):
         yield
-    finally:
-        eval_frame._callback_from_stance = choose
     if places:
         raise Refused(
             f"{places[0]}: what runs here is compiled, which is not predicted: predict it without "

@@ -40,7 +40,7 @@ PRODUCTS = {
     "aten::baddbmm": (1, 2),
 }
 # operator -> which of its arguments it copies
-COPIES = {"aten::clone": 0, "aten::_to_copy": 0, "aten::copy_": 1}
+COPIES = {"aten::clone": 0, "aten::_to_copy": 0, "aten::copy_": 1, "aten::masked_fill": 0}
 BLOCK = 60  # rows and columns of a block
 SUMS = [
     "sum",

@@ -5,6 +5,7 @@ operators that the step has run.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,17 +15,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from footprint.cudnn import MODES, recurrent
+from footprint.copies import HALF
+from footprint.patches import patched
+from footprint.places import StepTracker
+from footprint.probe import LINEAR_ALGEBRA
 from footprint.trace import Trace
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256  # of FlashAttention
 
-# part of an operator's name -> what the prediction leaves out if the step runs it
+# pattern in "operator dtype" of a result -> what the prediction leaves out if the step makes it
 NOT_MODELLED = {
     "convolution": "workspaces of cuDNN's convolutions, which it chooses by their time",
-    "_cudnn_rnn": "reserved memory and workspaces of cuDNN's recurrent layers",
     "batch_norm": "what cuDNN's batch norm reserves for the backward",
     "_grouped_mm": "workspaces of grouped products",
     "topk": "scratch memory of top-k",
@@ -32,46 +34,25 @@ NOT_MODELLED = {
     "_efficient_attention": "scratch memory of the memory-efficient attention's backward",
     "_flash_attention": "attention by cuDNN, which PyTorch prefers on some GPUs (9.0, 10.0)",
 }
-PARTS = (
-    "matrix_exp",
-    "cholesky",
-    "linalg_eig",
-    "_linalg_eigh",
-    "_linalg_svd",
-    "linalg_qr",
-    "geqrf",
-)
-PARTS += (
-    "householder",
-    "linalg_lu",
-    "linalg_inv",
-    "_linalg_det",
-    "_linalg_slogdet",
-    "linalg_solve",
-)
-PARTS += ("_linalg_solve", "linalg_lstsq", "linalg_pinv")
-DECOMPOSITIONS = "scratch memory of linear algebra, such as decompositions and matrix_exp"
 # the same on any device
 ANYWHERE = {
-    **dict.fromkeys(PARTS, DECOMPOSITIONS),
+    LINEAR_ALGEBRA.pattern: "scratch memory of linear algebra, such as decompositions",
     "_embedding_bag": "scratch memory of bags of embeddings by their largest elements",
     "kthvalue": "scratch memory of kthvalue and of quantiles",
 }
 # the same on a CPU, under a dispatch mode
 BY_VALUES = "backward formulas that depend on values, such as whether an element is zero"
 ON_A_CPU = {
-    ".prod.": BY_VALUES,
-    ".cumprod.": BY_VALUES,
-    ".sgn.": BY_VALUES,
-    ".max.default": BY_VALUES,
-    ".min.default": BY_VALUES,
-    "median.default": BY_VALUES,
-    "im2col": "scratch memory of unfolding images",
-    "col2im": "scratch memory of unfolding images",
-    ".isinf.": "comparisons with infinity",
-    ".isnan.": "comparisons with infinity",
+    r"\.(cum)?prod\.|\.sgn\.|\.(max|min)\.default|median\.default": BY_VALUES,
+    "mkldnn_rnn": "what oneDNN keeps for the backward of an LSTM, and its scratch memory",
+    r"\.(atan2|xlogy)\.|\.pow\.Tensor_Tensor|\.clamp\.Tensor": "backward formulas of two tensors",
+    "searchsorted": "copies of what searchsorted is given",
+    r"attention_for_cpu\S* (b?float16)": "keys and values that attention packs for the processor",
+    "im2col|col2im": "scratch memory of unfolding images",
+    r"\.is(inf|nan)\.": "comparisons with infinity",
 }
 AUTOCAST = "operators that autocast runs in another precision on CUDA than on a CPU"
+RECURRENT = "recurrent layers, which cuDNN runs in one kernel: taken as a CPU runs them"
 RANKS = "parameters that FSDP2 gathers ahead, and buckets that NCCL holds, on streams of their own"
 
 
@@ -167,13 +148,8 @@ def multi_head_attention(*args, **kwargs) -> tuple[Tensor, Tensor | None]:
     """The function behind nn.MultiheadAttention, with the attention and the dropout of CUDA. It is
     written in Python, inside which PyTorch has modes for functions off.
     """
-    names = {"scaled_dot_product_attention": attention, "dropout": dropout}
-    originals = {name: getattr(F, name) for name in names}
-    vars(F).update(names)
-    try:
+    with patched({(F, "scaled_dot_product_attention"): attention, (F, "dropout"): dropout}):
         return MULTI_HEAD(*args, **kwargs)
-    finally:
-        vars(F).update(originals)
 
 
 MULTI_HEAD = F.multi_head_attention_forward
@@ -182,7 +158,6 @@ RULES: dict[Callable, Callable] = {
     F.scaled_dot_product_attention: attention,
     F.dropout: dropout,
     F.rms_norm: rms_norm,
-    **{function: recurrent(function) for function in MODES},
 }
 
 
@@ -205,13 +180,16 @@ def gpu_optimizers() -> Iterator[None]:
         handle.remove()
 
 
-def not_modelled(trace: Trace, target: str, autocast: bool, ranks: int = 1) -> list[str]:
+def not_modelled(trace: Trace, tracker: StepTracker, ranks: int) -> list[str]:
     """What of this step the prediction leaves out."""
-    ran = {storage.op for storage in trace.storages.values()}
-    parts = ANYWHERE | (NOT_MODELLED if target == "cuda" else ON_A_CPU)
-    found = [words for part, words in parts.items() if any(part in op for op in ran)]
-    if autocast and target == "cuda":
+    ran = {f"{storage.op} {storage.dtype}" for storage in trace.storages.values()}
+    is_cuda = tracker.target == "cuda"
+    parts = ANYWHERE | (NOT_MODELLED if is_cuda else ON_A_CPU)
+    found = [words for pattern, words in parts.items() if any(map(re.compile(pattern).search, ran))]
+    if is_cuda and tracker.recurrent:
+        found.append(RECURRENT)
+    if is_cuda and tracker.autocast:
         found.append(AUTOCAST)
-    if ranks > 1 and target == "cuda":
+    if is_cuda and ranks > 1:
         found.append(RANKS)
     return list(dict.fromkeys(found))

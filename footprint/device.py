@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay
+from footprint.allocator import GIB, MIB, OutOfMemory, Replay, replay, replays_of
+from footprint.refusal import Refused
 from footprint.trace import Event, Storage, Trace
 
 # Declared, not simulated. The context is about what an idle process holds on sm80 and sm90; NCCL:
@@ -147,11 +148,6 @@ def waterfall(found: Replay, ranks: int = 1) -> list[tuple[str, int]]:
     ]
 
 
-def replays(trace: Trace) -> tuple[Replay, Replay]:
-    """What classic and expandable segments reserve for the trace."""
-    return replay(trace), replay(trace, expandable=True)
-
-
 @dataclass(frozen=True)
 class Demand:
     """A step's trace and what the caching allocator reserves for it."""
@@ -165,7 +161,7 @@ class Demand:
     @classmethod
     def of(cls, trace: Trace, ranks: int = 1, scale: float = 1.0) -> "Demand":
         trace = with_cublas(trace, multiplying_threads(trace))
-        classic, expandable = (found.scaled(scale) for found in replays(trace))
+        classic, expandable = (found.scaled(scale) for found in replays_of(trace))
         return cls(trace, ranks, classic, expandable, scale)
 
     @property
@@ -251,27 +247,23 @@ def card(gpu: str = "", vram: float = 0.0, cc: int = 0) -> Card:
 
 
 def target_card(target: str) -> Card | None:
-    """The GPU of a target, "cuda" (an H100) or the name of one; None for "cpu". ValueError for any
+    """The GPU of a target, "cuda" (an H100) or the name of one; None for "cpu". Refused for any
     other.
     """
     if target == "cpu":
         return None
-    name = DEFAULT if target == "cuda" else _spelled().get(_plain(target))
-    if name is None:
-        raise ValueError(
+    try:
+        return card(DEFAULT if target == "cuda" else target)
+    except ValueError:
+        raise Refused(
             f"target {target!r} is unknown: choose one of cpu, cuda (an {DEFAULT}), "
             f"{', '.join(CARDS)}"
-        )
-    return Card(name, *CARDS[name])
-
-
-def _spelled() -> dict[str, str]:
-    return {_plain(name): name for name in CARDS}
+        ) from None
 
 
 def _known_name(gpu: str) -> str:
     """The key of CARDS that `gpu` spells; ValueError if there is none."""
-    names = _spelled()
+    names = {_plain(name): name for name in CARDS}
     plain = _plain(gpu)
     if plain in names:
         return names[plain]

@@ -1,9 +1,8 @@
-"""What HTML pages share: their style, tables, and the elements of pictures (SVG).
+"""What HTML pages share: their style, and the elements of pictures (SVG).
 
 A page needs no network and no other file.
 """
 
-from collections.abc import Container, Iterable
 from html import escape
 
 PALETTE = """
@@ -48,42 +47,6 @@ code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: 
 .peak th, .peak td { color: var(--mark); font-weight: 650; }
 """
 )
-
-
-# ---- tables
-
-
-def table(
-    caption: str,
-    head: list[str],
-    rows: Iterable[tuple[str, list[str]]],
-    words: Container[int] = (0,),
-) -> str:
-    """rows: (class of the row, cells); the columns in `words` hold words, the others numbers."""
-    names = "".join(_cell("th", "col", name, index in words) for index, name in enumerate(head))
-    body = "".join(_row(kind, cells, words) for kind, cells in rows)
-    return (
-        f'<div class="wide"><table><caption>{caption}</caption>'
-        f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def _row(kind: str, cells: list[str], words: Container[int]) -> str:
-    """A row whose first cell is its heading."""
-    found = [_cell("th", "row", cells[0], 0 in words)]
-    for index, value in enumerate(cells[1:], 1):
-        found.append(_cell("td", "", value, index in words))
-    return f'<tr class="{kind}">{"".join(found)}</tr>'
-
-
-def _cell(tag: str, scope: str, value: str, words: bool) -> str:
-    attributes = f' scope="{scope}"' if scope else ""
-    if not words:
-        attributes += ' class="n"'
-    return f"<{tag}{attributes}>{value}</{tag}>"
-
-
-# ---- pictures
 
 
 def element(tag: str, content: str = "", **attributes: object) -> str:

@@ -18,13 +18,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """
     if device.type == "cuda":
         return _cuda_peak_bytes(function, device)
-    gc.collect()  # what earlier runs have left is not freed while the profiler runs
-    # otherwise Kineto prints two lines with the time of day for each record
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        result = function()
-    del result  # not freed before the profiler has stopped
-    return peak_of(record)
+    return peak_of_last(lambda: None, lambda _: function())
 
 
 def _cuda_peak_bytes(function: Callable[[], object], device: torch.device) -> int:
@@ -35,20 +29,6 @@ def _cuda_peak_bytes(function: Callable[[], object], device: torch.device) -> in
     torch.cuda.synchronize(device)
     del result  # not freed before the device has finished
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def peak_of(record: profile) -> int:
-    """Peak of the bytes that the CPU allocator gave out while the profiler ran, above what was
-    allocated before.
-    """
-    events = record.profiler.kineto_results.events()
-    allocations = [event for event in events if event.name() == "[memory]"]
-    live = 0
-    peak = 0
-    for event in sorted(allocations, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def saved_bytes(function: Callable[[], object]) -> int:
@@ -74,6 +54,7 @@ def peak_of_last(first: Callable[[], object], last: Callable[[object], object]) 
     `first` has left.
     """
     gc.collect()  # what earlier runs have left is not freed while the profiler runs
+    # otherwise Kineto prints two lines with the time of day for each record
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         state = first()

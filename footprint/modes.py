@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from footprint.patches import patched
+
 
 @contextlib.contextmanager
 def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
@@ -20,12 +22,8 @@ def switched_on(modes: list[TorchFunctionMode]) -> Iterator[None]:
         with _missing(modes):
             return run(*args, **kwargs)
 
-    torch.autograd._engine_run_backward = run_with_modes
-    try:
-        with _missing(modes):
-            yield
-    finally:
-        torch.autograd._engine_run_backward = run
+    with patched({(torch.autograd, "_engine_run_backward"): run_with_modes}), _missing(modes):
+        yield
 
 
 @contextlib.contextmanager

@@ -8,13 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from footprint.copies import LEFT_OVER, left_over
-from footprint.cudnn import backward as cudnn_backward
-from footprint.cudnn import forward as cudnn_forward
-from footprint.lstm import taken
+from footprint.copies import HALF, LEFT_OVER, left_over
 
 aten = torch.ops.aten
-HALF = (torch.float16, torch.bfloat16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs=None, bias=None, out_dtype=None) -> Tensor:
@@ -69,20 +65,6 @@ def with_statistics(target: str, func, x: Tensor, *args) -> tuple[Tensor, Tensor
     return result, *found
 
 
-def lstm_layer(x_TBI: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the layer keeps for its backward comes last; in the imitation it has no bytes."""
-    output, hy, cy, nothing = aten.mkldnn_rnn_layer(x_TBI, *args)
-    kept = taken(x_TBI, hy.shape[-1]).kept
-    return output, hy, cy, nothing.new_empty(kept)
-
-
-def lstm_layer_backward(*args) -> tuple[Tensor, ...]:
-    """The gradients of the two biases are two tensors; in the imitation they are one."""
-    gradients = list(aten.mkldnn_rnn_layer_backward(*args))
-    gradients[4] = torch.empty_like(gradients[3])
-    return tuple(gradients)
-
-
 NORMS = (
     aten.native_layer_norm.default,
     aten.native_group_norm.default,
@@ -91,10 +73,6 @@ NORMS = (
 CORRECTED: dict[object, Callable] = {
     aten._grouped_mm.default: grouped_mm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
-    aten._cudnn_rnn.default: cudnn_forward,
-    aten._cudnn_rnn_backward.default: cudnn_backward,
-    aten.mkldnn_rnn_layer.default: lstm_layer,
-    aten.mkldnn_rnn_layer_backward.default: lstm_layer_backward,
 }
 
 

@@ -32,11 +32,9 @@ def random_states(tracker: Tracker) -> Iterator[None]:
         tracker.register(state, "torch.get_rng_state")
         return state
 
-    torch.get_rng_state = torch.random.get_rng_state = seen
-    try:
+    places = (torch, "get_rng_state"), (torch.random, "get_rng_state")
+    with patched(dict.fromkeys(places, seen)):
         yield
-    finally:
-        torch.get_rng_state = torch.random.get_rng_state = get_state
 
 
 @contextlib.contextmanager
@@ -50,11 +48,8 @@ def arrays(tracker: Tracker) -> Iterator[None]:
         with tracker.on_host():
             return from_numpy(array)
 
-    torch.from_numpy = shared
-    try:
+    with patched({(torch, "from_numpy"): shared}):
         yield
-    finally:
-        torch.from_numpy = from_numpy
 
 
 @contextlib.contextmanager

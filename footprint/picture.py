@@ -1,4 +1,4 @@
-"""The timeline of a step as inline SVG.
+"""The timeline of a step as a picture (SVG): a file of its own, or part of a page.
 
 Memory is stacked by category over the events of the step. Lines show the peak and what the caching
 allocator reserves; two rows below name the phases and the stages. Every part has its text as an SVG
@@ -7,49 +7,24 @@ colour-blind readers can tell apart. Sizes are bytes; GiB = 2^30 bytes.
 """
 
 from html import escape
+from itertools import groupby
 
 from footprint.allocator import GIB, MIB, Replay
 from footprint.html import PALETTE, element, nice, title
-from footprint.timeline import Moment, alike, alive_at, columns, largest, sampled
+from footprint.timeline import Moment, alike, by_name, columns, largest, moments, sampled
 from footprint.trace import CATEGORIES, Storage, Trace
 
+# From the bottom to the top: what changes least lies below
 COLOURS = {
     "parameter": "#0072b2",
-    "gradient": "#d55e00",
     "optimizer": "#e69f00",
-    "unsharded": "#56b4e9",
-    "activation": "#009e73",
-    "temporary": "#cc79a7",
     "buffer": "#8c8c8c",
     "input": "#f0e442",
+    "unsharded": "#56b4e9",
+    "gradient": "#d55e00",
+    "activation": "#009e73",
+    "temporary": "#cc79a7",
     "workspace": "#7a3b8f",
-}
-# From the bottom to the top: what changes least lies below
-STACK = (
-    "parameter",
-    "optimizer",
-    "buffer",
-    "input",
-    "unsharded",
-    "gradient",
-    "activation",
-    "temporary",
-    "workspace",
-)
-BACKWARD = "backward"  # the phase of every stage that is not listed
-PHASES = {
-    "start": "forward",
-    "embedding": "forward",
-    "layer forward": "forward",
-    "norm forward": "forward",
-    "loss forward": "loss",
-    "loss backward": "loss",
-    "forward": "forward",
-    "loss": "loss",
-    "gradient norm": "optimizer",
-    "gradients": "optimizer",
-    "end": "optimizer",
-    "optimizer": "optimizer",
 }
 
 # In the units of the picture
@@ -61,23 +36,17 @@ RIGHT = 14
 BANDS = 46  # height of the two rows below the areas
 FLOOR = TOP + HEIGHT
 
-POINTS = 480  # columns of the areas
-STILL_POINTS = 160  # of a picture without tooltips
 WORDS = """
 svg { font: 13px system-ui, sans-serif; }
 text { fill: var(--ink); }
 .faint { fill: var(--faint); }
 """
-HOVERS = 240  # columns that show a tooltip
+COLUMNS = 240  # of the areas; each has a tooltip
+DASHES = ("9 4", "2 4")  # of the lines of classic and expandable segments
 NAMED = 6  # tensors that a tooltip names
 
 
 # ---- words
-
-
-def gib(size: int) -> str:
-    """Bytes as GiB."""
-    return f"{size / GIB:,.3f}"
 
 
 def amount(size: int) -> str:
@@ -85,19 +54,14 @@ def amount(size: int) -> str:
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
 
 
-def shape(group: dict) -> str:
-    """The shape of a group of tensors, such as 2 x 3."""
-    return " x ".join(str(length) for length in group["shape"]) or "scalar"
-
-
 def line(group: dict) -> str:
     """A group of tensors as one line."""
     size = amount(group["bytes"] * group["count"])
     if group["count"] > 1:
         size = f"{group['count']} x {amount(group['bytes'])} = {size}"
-    module = group["module"] or "(top)"
-    tensor = f"[{shape(group)}] {group['dtype']}"
-    return f"{size}  {group['category']}  {tensor}  {module}  {group['op']}"
+    shape = " x ".join(str(length) for length in group["shape"]) or "scalar"
+    tensor = f"[{shape}] {group['dtype']}"
+    return f"{size}  {group['category']}  {tensor}  {group['module'] or '(top)'}  {group['op']}"
 
 
 # ---- coordinates
@@ -129,36 +93,27 @@ def areas(points: list[Moment], scale: Scale) -> str:
     Memory keeps its level until the next moment, so that the outlines run in steps.
     """
     shapes = []
+    starts = [scale.x(point.time) for point in points]
+    ends = [*starts[1:], scale.x(scale.last)]
     base = [0] * len(points)
-    for name in STACK:
+    for name, colour in COLOURS.items():
         index = CATEGORIES.index(name)
         top = [low + point.sizes[index] for low, point in zip(base, points, strict=True)]
         if top != base:
-            upper = _steps(points, top, scale)
-            lower = _steps(points, base, scale)
-            outline = "L".join(upper + lower[::-1])
-            shapes.append(element("path", d=f"M{outline}Z", fill=COLOURS[name]))
+            upper = _steps(ends, top, scale)
+            lower = _steps(starts[::-1], base[::-1], scale)
+            shapes.append(element("path", d=f"M{starts[0]:g},{FLOOR}{upper}{lower}Z", fill=colour))
         base = top
     return "".join(shapes)
 
 
-def _steps(points: list[Moment], heights: list[int], scale: Scale) -> list[str]:
-    """Corners "x,y" of a step line, without corners that repeat or lie within one level."""
-    ends = [point.time for point in points[1:]] + [scale.last]
-    corners: list[str] = []
-    for point, end, height in zip(points, ends, heights, strict=True):
-        level = f"{scale.y(height):g}"
-        left = f"{scale.x(point.time):g},{level}"
-        right = f"{scale.x(end):g},{level}"
-
-        if corners and corners[-1] == left:
-            if len(corners) > 1 and corners[-2].endswith("," + level):
-                corners.pop()  # the line goes on at the same level
-        elif left != right:
-            corners.append(left)
-        if not corners or corners[-1] != right:
-            corners.append(right)
-    return corners
+def _steps(ends: list[float], heights: list[int], scale: Scale) -> str:
+    """A line that keeps each height until its end."""
+    parts = []
+    for y, same in groupby(zip(ends, map(scale.y, heights), strict=True), lambda pair: pair[1]):
+        *_, (end, _) = same
+        parts.append(f"V{y:g}H{end:g}")
+    return "".join(parts)
 
 
 def axis(scale: Scale) -> str:
@@ -187,14 +142,16 @@ def bands(trace: Trace, scale: Scale) -> str:
 
 
 def phase(stage: str) -> str:
-    """The phase that a stage belongs to."""
-    usual = "forward" if stage.endswith(" forward") else BACKWARD
-    return PHASES.get(stage, usual)
+    """The phase that a stage belongs to: the last word of its name."""
+    return stage.rpartition(" ")[2].replace("recompute", "backward")
 
 
 def _band(starts: list[tuple[int, str]], scale: Scale, y: int, height: int, size: int) -> str:
     """A row of boxes, each with its name if the name has room."""
-    merged = _merged(starts, scale.last)
+    merged: list[tuple[int, str]] = []
+    for time, name in starts:
+        if time <= scale.last and not (merged and merged[-1][1] == name):
+            merged.append((time, name))
     ends = [time for time, _ in merged[1:]] + [scale.last]
     names = list(dict.fromkeys(name for _, name in merged))
     boxes = []
@@ -224,28 +181,7 @@ def _band(starts: list[tuple[int, str]], scale: Scale, y: int, height: int, size
     return "".join(boxes)
 
 
-def _merged(starts: list[tuple[int, str]], last: int) -> list[tuple[int, str]]:
-    """The starts up to `last`, without those that repeat the name before them."""
-    found = []
-    before = None
-    for time, name in starts:
-        if time <= last and name != before:
-            found.append((time, name))
-        before = name
-    return found
-
-
 # ---- marks
-
-
-def marks(trace: Trace, peak: Moment, replays: tuple[Replay, Replay], scale: Scale) -> str:
-    """The peak, and what the allocator reserves with classic and with expandable segments."""
-    classic, expandable = replays
-    return (
-        _reserved(classic, scale, "9 4")
-        + _reserved(expandable, scale, "2 4")
-        + _peak(peak, trace.stage_at(peak.time), scale)
-    )
 
 
 def _reserved(found: Replay, scale: Scale, dashes: str) -> str:
@@ -295,11 +231,11 @@ def _peak(peak: Moment, stage: str, scale: Scale) -> str:
 
 def hovers(trace: Trace, found: list[Moment], scale: Scale) -> tuple[str, int]:
     """Columns whose tooltips describe their largest moment, and the index of the peak's column."""
-    groups = columns(found, HOVERS)
+    groups = columns(found, COLUMNS)
     chosen = [largest(group) for group in groups]
     lefts = [scale.x(group[0].time) for group in groups]
     rights = lefts[1:] + [scale.x(scale.last)]
-    alive = [storages for _, storages in alive_at(trace, [moment.time for moment in chosen])]
+    alive = trace.alive_at([moment.time for moment in chosen])
 
     rows = []
     for left, right, moment, storages in zip(lefts, rights, chosen, alive, strict=True):
@@ -336,72 +272,49 @@ def tooltip(trace: Trace, moment: Moment, alive: list[Storage]) -> str:
 # ---- the picture
 
 
-def picture(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
-    """The timeline of the moments `found`; `replays` are classic and expandable."""
-    scale = _scale(found, replays)
+def picture(trace: Trace, replays: tuple[Replay, Replay]) -> str:
+    """The timeline; `replays` are classic and expandable. ValueError for a trace without events."""
+    found = moments(trace)
+    peak = largest(found)
+    stage = trace.stage_at(peak.time)
+    highest = max(peak.total, *(each.peak_reserved for each in replays))
+    scale = Scale(found[0].time, found[-1].time, round(1.06 * highest))
+    below = FLOOR + BANDS + 40
     tooltips, index = hovers(trace, found, scale)
+    note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
+    summary = (
+        f"Stacked memory over the step: from {amount(found[0].total)} at its start to "
+        f"{amount(peak.total)} at the peak, in {stage}."
+    )
+    parts = [
+        element("style", PALETTE + WORDS),
+        element("rect", width=WIDTH, height=below, fill="var(--paper)"),
+        axis(scale),
+        areas(sampled(found, COLUMNS), scale),
+        bands(trace, scale),
+        *(_reserved(each, scale, dashes) for each, dashes in zip(replays, DASHES, strict=True)),
+        _peak(peak, stage, scale),
+        element("text", note, x=LEFT, y=FLOOR + BANDS + 14, class_="faint", font_size=12),
+        _key(found, below - 8),
+        tooltips,
+    ]
     return element(
         "svg",
-        _drawing(trace, found, replays, scale, POINTS) + tooltips,
+        "".join(parts),
+        xmlns="http://www.w3.org/2000/svg",
         id="timeline",
-        viewBox=f"0 0 {WIDTH} {FLOOR + BANDS + 18}",
+        viewBox=f"0 0 {WIDTH} {below}",
         role="img",
-        aria_label=escape(_summary(trace, found)),
+        aria_label=escape(summary),
         tabindex=0,
         data_peak=index,
     )
 
 
-def still(trace: Trace, found: list[Moment], replays: tuple[Replay, Replay]) -> str:
-    """The same as a file of its own, smaller and without tooltips, with the key of its colours."""
-    below = FLOOR + BANDS + 40
-    paper = element("rect", width=WIDTH, height=below, fill="var(--paper)")
-    drawing = _drawing(trace, found, replays, _scale(found, replays), STILL_POINTS)
-    return element(
-        "svg",
-        element("style", PALETTE + WORDS) + paper + drawing + _key(found, below - 8),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {WIDTH} {below}",
-        role="img",
-        aria_label=escape(_summary(trace, found)),
-    )
-
-
-def _scale(found: list[Moment], replays: tuple[Replay, Replay]) -> Scale:
-    highest = max(largest(found).total, *(each.peak_reserved for each in replays))
-    return Scale(found[0].time, found[-1].time, round(1.06 * highest))
-
-
-def _summary(trace: Trace, found: list[Moment]) -> str:
-    peak = largest(found)
-    return (
-        f"Stacked memory over the step: from {amount(found[0].total)} at its start to "
-        f"{amount(peak.total)} at the peak, in {trace.stage_at(peak.time)}."
-    )
-
-
-def _drawing(
-    trace: Trace,
-    found: list[Moment],
-    replays: tuple[Replay, Replay],
-    scale: Scale,
-    points: int,
-) -> str:
-    """All but the tooltips."""
-    note = f"allocations and releases in their order ({len(trace.events):,} events; not seconds)"
-    parts = [
-        axis(scale),
-        areas(sampled(found, points), scale),
-        bands(trace, scale),
-        marks(trace, largest(found), replays, scale),
-        element("text", note, x=LEFT, y=FLOOR + BANDS + 14, class_="faint", font_size=12),
-    ]
-    return "".join(parts)
-
-
 def _key(found: list[Moment], y: int) -> str:
     """The colours of the categories that occur, in one row."""
-    used = [name for name in STACK if any(moment.sizes[CATEGORIES.index(name)] for moment in found)]
+    sizes = [by_name(moment) for moment in found]
+    used = [name for name in COLOURS if any(name in each for each in sizes)]
     parts = []
     for place, name in enumerate(used):
         x = LEFT + place * (WIDTH - LEFT - RIGHT) // len(used)

@@ -100,6 +100,7 @@ class StepTracker(Tracker):
         # the value of a tensor that PyTorch itself reads (Reading.argument)
         self.read_argument: Callable[[Tensor], object] | None = None
         self.autocast = False  # whether any operator ran under autocast
+        self.recurrent = False  # whether any recurrent layer ran
         self.first_peak = 0  # bytes, before the step that is recorded
         self.multiplied: set[str] = set()  # threads that have, before that step
 
@@ -237,6 +238,7 @@ class StepTracker(Tracker):
     def _forward_starts(self, module: nn.Module, args) -> None:
         if module not in self.names:
             self.adopt(module, "" if not self.seen_models else type(module).__name__)
+        self.recurrent = self.recurrent or isinstance(module, nn.RNNBase)
         self.running.append((self.names[module], in_backward()))
         self.locate()
 
@@ -257,6 +259,11 @@ class StepTracker(Tracker):
         return reached
 
     def _optimizer_starts(self, optimizer: Optimizer, args, kwargs) -> None:
+        if self.fake and isinstance(optimizer, torch.optim.LBFGS):
+            raise Refused(
+                f"{place()}: LBFGS decides by every loss how often it runs the step, so it is not "
+                "predicted: predict one closure with SGD, and add 2 x history_size parameters"
+            )
         self.adopt_optimizer(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:

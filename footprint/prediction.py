@@ -7,7 +7,6 @@ the same of a real run on this machine's CPU, and `measure` asks the CPU's alloc
 """
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -40,7 +39,7 @@ from footprint.outside import (
 )
 from footprint.owners import adopt, label, move_data
 from footprint.places import DEPTH, StepTracker
-from footprint.ranks import GlooWorkspaces, data_parallel, joining
+from footprint.ranks import GlooWorkspaces, as_rank, group_ends
 from footprint.refusal import ON_THE_CPU, Refused, place_of
 from footprint.report import Report
 from footprint.unknown import branches, written_as_json
@@ -61,14 +60,13 @@ NEEDS_CUDA = (
     "found two different devices",
     "found at least two devices",
 )
-# In what PyTorch says to code that wants the memory of a tensor -> what to do
-MEMORY = {
+NEEDS_RANKS = "it needs ranks: give world_size above 1"
+# in what PyTorch says -> what to do
+REMEDIES = {
+    **dict.fromkeys(NEEDS_CUDA, ON_THE_CPU),
     "no fake impl registered": KERNEL,
     "active drivers": KERNEL,  # of Triton, without a GPU
     "numpy() is not supported": "it takes values out of a tensor, which has none: do without them",
-}
-# In what PyTorch says about tensors that are not dense, and about tracing -> what to do
-FORMS = {
     "shape_env must not be None": (
         "nested tensors are not predicted: predict the padded batch, which needs more memory"
     ),
@@ -79,16 +77,12 @@ FORMS = {
         "FlexAttention is compiled on a GPU, which is not predicted: predict "
         "scaled_dot_product_attention, which also keeps no scores"
     ),
-}
-# In what PyTorch says about process groups -> what to do
-GROUPS = {
     "initialize the default process group twice": (
         "there is a process group of world_size ranks: leave init_process_group out of build"
     ),
-    "Default process group has not been initialized": "it needs ranks: give world_size above 1",
-    "Error initializing torch.distributed": "it needs ranks: give world_size above 1",
+    "Default process group has not been initialized": NEEDS_RANKS,
+    "Error initializing torch.distributed": NEEDS_RANKS,
 }
-REMEDIES = GROUPS | MEMORY | FORMS | dict.fromkeys(NEEDS_CUDA, ON_THE_CPU)
 # operators whose results have a shape that depends on values -> what to do
 FIXED_SHAPE = "use an operator whose results have a fixed shape"
 SHAPES = {
@@ -129,11 +123,15 @@ def predict(
 
     Refused (a ValueError) for a step that cannot be predicted, with the line and what to do.
     """
-    card = checked_card(target)
+    card = target_card(target)
     if world_size < 1:
         raise Refused(f"world_size {world_size} is out of range: give the number of ranks")
     tracker = _tracker(card, fake=True, depth=depth)
-    with _rank_of(world_size), _on_fake_tensors(tracker, card, answers, world_size):
+    with (
+        fake_process_group(world_size),
+        as_rank(world_size, _start_fake_group),
+        _on_fake_tensors(tracker, card, answers, world_size),
+    ):
         trace_two_steps(tracker, build, step)
     return Report.of(tracker, card, world_size)
 
@@ -155,14 +153,6 @@ def measure(build: Callable[[], State], step: Callable[[State], object]) -> int:
         return state
 
     return peak_of_last(first_step, step)
-
-
-def checked_card(target: str) -> Card | None:
-    """The GPU of a target; None for a CPU. Refused for a target that is not known."""
-    try:
-        return target_card(target)
-    except ValueError as error:
-        raise Refused(str(error)) from None
 
 
 def _tracker(card: Card | None, fake: bool, depth: int) -> StepTracker:
@@ -212,7 +202,7 @@ class Recording:
     def __init__(
         self, target: str = "cuda", depth: int = DEPTH, answers: Mapping[str, object] = NO_ANSWERS
     ):
-        self.card = checked_card(target)
+        self.card = target_card(target)
         self.answers = answers
         self.tracker = _tracker(self.card, fake=True, depth=depth)
         self.optimizer: Optimizer | None = None  # whose steps are counted
@@ -335,18 +325,6 @@ def _words(error: RuntimeError, reason: str) -> str:
 
 
 @contextlib.contextmanager
-def _rank_of(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of `ranks` for the wrappers of PyTorch. A group of one rank starts if
-    the step asks for it.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_process_group(ranks))
-        stack.enter_context(data_parallel())
-        stack.enter_context(joining(ranks, _start_fake_group))
-        yield
-
-
-@contextlib.contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
     """A process group of `ranks` in which this process is rank 0 and no other exists; nothing for
     one rank.
@@ -354,19 +332,14 @@ def fake_process_group(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    excepthook = sys.excepthook  # a group prefixes the errors of its process
 
     # A group that failed to start has used up the first name for groups, by which PyTorch's caches
     # of sharded operators know the default group. The end of a group frees all names.
-    _start_fake_group(ranks)
-    torch.distributed.destroy_process_group()
-    _start_fake_group(ranks)
-    try:
+    with group_ends():
+        _start_fake_group(ranks)
+        torch.distributed.destroy_process_group()
+        _start_fake_group(ranks)
         yield
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        sys.excepthook = excepthook
 
 
 def _start_fake_group(ranks: int, start: Callable = torch.distributed.init_process_group) -> None:

@@ -4,11 +4,14 @@ oneDNN chooses layouts and scratch memory of convolutions and of products in hal
 processor, which no declaration can know.
 """
 
+import re
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
+from footprint.copies import HALF
 from footprint.measure import peak_bytes
 
 LARGEST = 2**28  # bytes of the inputs of a convolution that is run
@@ -17,16 +20,19 @@ MEASURED = ("aten::convolution", "aten::convolution_backward")
 MEASURED += ("aten::native_batch_norm", "aten::native_batch_norm_backward")
 MEASURED += ("aten::binary_cross_entropy_with_logits",)
 MEASURED += ("aten::kthvalue", "aten::argmax", "aten::argmin", "aten::count_nonzero")
-DECOMPOSITIONS = ("linalg_cholesky_ex", "_linalg_eigh", "linalg_eig", "_linalg_svd", "linalg_qr")
-DECOMPOSITIONS += ("linalg_inv_ex", "linalg_lu_factor_ex", "linalg_lu", "_linalg_det", "geqrf")
-DECOMPOSITIONS += ("_linalg_slogdet", "_linalg_solve_ex", "linalg_lstsq")
-DECOMPOSITIONS += ("linalg_householder_product", "linalg_matrix_exp", "cholesky_inverse")
-MEASURED += tuple(f"aten::{name}" for name in DECOMPOSITIONS)
 MEASURED += ("aten::_trilinear",)
-# Of half precision, sums are made in fp32.
-SCATTERS = ("aten::scatter_add", "aten::scatter_add_", "aten::scatter", "aten::scatter_reduce")
+LINEAR_ALGEBRA = re.compile(
+    "linalg_(?!vector_norm|cross|check|solve_tri|lu_solve)|matrix_exp|cholesky|geqrf|householder"
+)
+# Of half precision, sums are made in fp32, and what is gathered is copied.
+SCATTERS = (
+    "aten::gather",
+    "aten::scatter_add",
+    "aten::scatter_add_",
+    "aten::scatter",
+    "aten::scatter_reduce",
+)
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-HALF = (torch.float16, torch.bfloat16)
 
 
 def is_probed(func, args) -> bool:
@@ -34,7 +40,7 @@ def is_probed(func, args) -> bool:
     name = func._schema.name
     if name == "aten::gelu_backward":
         return not all(value.is_contiguous() for value in args)
-    if name in MEASURED:
+    if name in MEASURED or LINEAR_ALGEBRA.search(name):
         return True
     if name in SCATTERS:
         return args[0].dtype in HALF

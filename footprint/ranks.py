@@ -32,40 +32,24 @@ class GlooWorkspaces(ProbedWorkspaces):
 
 
 @contextlib.contextmanager
-def data_parallel() -> Iterator[None]:
-    """DistributedDataParallel inside the `with` block runs on fake tensors.
+def as_rank(ranks: int, start_group: Callable[[int], None]) -> Iterator[None]:
+    """Inside the `with` block init_process_group finds the group that there is, or one of a single
+    rank, and DistributedDataParallel runs on fake tensors: wrappers that are given GPUs take the
+    CPU, on which fake tensors lie.
 
     Shapes are not compared with other ranks. The buckets of gradients keep their first order: in
     the second step, real ones are freed and made again in the order of the backward, which is the
     same number of bytes. A bucket that is sent is its own result.
     """
+    from torch.distributed import device_mesh, distributed_c10d
     from torch.nn.parallel import DistributedDataParallel, distributed
 
-    start = DistributedDataParallel._ddp_init_helper
+    start, replicate = DistributedDataParallel._ddp_init_helper, DistributedDataParallel.__init__
+    arrange = device_mesh.DeviceMesh.__init__
 
     def started(self, *args, **kwargs) -> None:
         start(self, *args, **kwargs)
         torch.distributed._register_comm_hook(self.reducer, None, _sent)
-
-    patches = {
-        (distributed, "_verify_param_shape_across_processes"): lambda *_: None,
-        (DistributedDataParallel, "_ddp_init_helper"): started,
-        (DistributedDataParallel, "register_comm_hook"): _refuse_hooks,
-        (torch.distributed.Reducer, "_rebuild_buckets"): lambda _: False,
-    }
-    with patched(patches):
-        yield
-
-
-@contextlib.contextmanager
-def joining(ranks: int, start_group: Callable[[int], None]) -> Iterator[None]:
-    """Inside the `with` block init_process_group finds the group that there is, or one of a single
-    rank, and wrappers that are given GPUs take the CPU, on which fake tensors lie.
-    """
-    from torch.distributed import device_mesh, distributed_c10d
-    from torch.nn.parallel import DistributedDataParallel
-
-    replicate, arrange = DistributedDataParallel.__init__, device_mesh.DeviceMesh.__init__
 
     def join(*_, **__) -> None:
         if not torch.distributed.is_initialized():
@@ -79,13 +63,25 @@ def joining(ranks: int, start_group: Callable[[int], None]) -> Iterator[None]:
 
     modules = (torch.distributed, distributed_c10d, device_mesh)
     patches = {(module, "init_process_group"): join for module in modules}
-    patches[DistributedDataParallel, "__init__"] = replicated
-    patches[device_mesh.DeviceMesh, "__init__"] = arranged
+    patches |= {
+        (distributed, "_verify_param_shape_across_processes"): lambda *_: None,
+        (DistributedDataParallel, "__init__"): replicated,
+        (DistributedDataParallel, "_ddp_init_helper"): started,
+        (DistributedDataParallel, "register_comm_hook"): _refuse_hooks,
+        (torch.distributed.Reducer, "_rebuild_buckets"): lambda _: False,
+        (device_mesh.DeviceMesh, "__init__"): arranged,
+    }
+    with group_ends(), patched(patches):
+        yield
+
+
+@contextlib.contextmanager
+def group_ends() -> Iterator[None]:
+    """A process group that starts inside the `with` block ends with it."""
     was_there = torch.distributed.is_initialized()
     excepthook = sys.excepthook  # a group prefixes the errors of its process
     try:
-        with patched(patches):
-            yield
+        yield
     finally:
         if torch.distributed.is_initialized() and not was_there:
             torch.distributed.destroy_process_group()

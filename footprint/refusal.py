@@ -11,8 +11,6 @@ import torch
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
 PACKAGES = sysconfig.get_paths()["purelib"]
-# files of PyTorch that decide by values: what is read there is not read at the user's line
-DECIDES = (str(Path(TORCH, "optim", "lbfgs.py")),)
 LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ON_THE_CPU = (
@@ -44,12 +42,6 @@ def lines() -> list[str]:
     return [_line(entry) for entry in _entries(traceback.extract_stack(sys._getframe(1)))]
 
 
-def is_deciding() -> bool:
-    """Whether a file of PyTorch that decides by every number that it reads is running."""
-    entries = _entries(traceback.extract_stack(sys._getframe(1)))
-    return bool(entries) and entries[0][0] in DECIDES
-
-
 def _entries(stack: traceback.StackSummary) -> list[Entry]:
     """Innermost first, without PyTorch, Python and this package."""
     found = [(frame.filename, frame.lineno) for frame in reversed(stack)]
@@ -57,8 +49,6 @@ def _entries(stack: traceback.StackSummary) -> list[Entry]:
 
 
 def _is_machinery(file: str) -> bool:
-    if file in DECIDES:
-        return False
     if file.startswith(PACKAGES):
         return file.startswith(TORCH)
     return file.startswith((TORCH, HERE, LIBRARY, "<"))

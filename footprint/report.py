@@ -5,15 +5,15 @@ GiB = 2^30 bytes.
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from footprint.allocator import GIB, STEP
+from footprint.allocator import GIB, STEP, Replay, of_step, replays_of
 from footprint.cuda import not_modelled as left_out
-from footprint.device import Card, Demand, multiplying_threads, replays, with_cublas
+from footprint.device import Card, Demand, multiplying_threads, with_cublas
 from footprint.page import page, write
-from footprint.picture import still
+from footprint.picture import picture
 from footprint.places import StepTracker
 from footprint.snapshot import write_snapshot
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
-from footprint.timeline import Sizes, alike, moments, of_step, stages_at_peak
+from footprint.timeline import Sizes, alike, moments, stages_at_peak
 from footprint.trace import Trace
 
 LISTED = 40  # groups of tensors in `largest`
@@ -40,7 +40,7 @@ class Report:
             threads = tracker.multiplied | multiplying_threads(trace)
             trace = with_cublas(trace, threads, card.cc)
         missing = tracker.workspace.not_modelled()
-        missing += left_out(trace, target, tracker.autocast, world_size)
+        missing += left_out(trace, tracker, world_size)
         assumed = list(tracker.known.assumed)
         name = card.name if card else ""
         return cls(trace, target, world_size, tracker.first_peak, missing, assumed, name)
@@ -65,7 +65,7 @@ class Report:
     @cached_property
     def by_stage(self) -> dict[str, int]:
         """Most bytes alive within each stage, in the order in which stages first start."""
-        return self.trace.peak_by_stage()
+        return {stage: sum(sizes.values()) for stage, sizes in self.stages.items()}
 
     @cached_property
     def stages(self) -> dict[str, Sizes]:
@@ -155,22 +155,17 @@ class Report:
         if path.endswith(".pickle"):
             self.snapshot(path)
             return
-        note = f"predicted for {'a GPU (CUDA)' if self.demand else 'a CPU'}: nothing was run"
-        facts = {}
-        both = None
-        if self.demand:
-            facts["cards"] = self.demand.cards_text()
-            both = self.demand.classic, self.demand.expandable
-        if self.not_modelled:
-            facts["not in the prediction"] = "; ".join(self.not_modelled)
-        if self.assumed:
-            facts["assumed"] = "; ".join(self.assumed)
-        write(path, page(self.trace, title, note, self.world_size, self.stages, both, facts))
+        write(path, page(self.trace, title, str(self), self._replays))
 
     def svg(self, path: str) -> None:
         """Write the timeline alone, as a picture; ValueError if the file cannot be written."""
-        both = (self.demand.classic, self.demand.expandable) if self.demand else replays(self.trace)
-        write(path, still(self.trace, moments(self.trace), both))
+        write(path, picture(self.trace, self._replays))
+
+    @property
+    def _replays(self) -> tuple[Replay, Replay]:
+        if self.demand:
+            return self.demand.classic, self.demand.expandable
+        return replays_of(self.trace)
 
     def snapshot(self, path: str) -> None:
         """Write what torch.cuda.memory._dump_snapshot would of such a step, for PyTorch's viewer

@@ -7,55 +7,56 @@ events. Sizes and addresses are bytes.
 """
 
 import pickle
-from pathlib import Path
 
-from footprint.allocator import Allocator, Block, Pool, Run, play, step_events
+from footprint.allocator import Allocator, Block, Pool, Run, of_step, play
+from footprint.page import write
 from footprint.trace import Trace
 
 LARGE = 2**44  # the address of the pool of large blocks
 
 
-class Recorder(Run):
-    """A replay that keeps what the real allocator would record."""
+class Recorder(Allocator):
+    """An allocator that keeps what the real one would record."""
+
+    def __init__(self):
+        super().__init__()
+        self.history: list[dict] = []
+        self.frames: list[dict] = []  # of what is allocated or freed now
+
+    def malloc(self, size: int) -> tuple[Block, Pool]:
+        taken = super().malloc(size)
+        self._log("alloc", address(*taken), size)
+        return taken
+
+    def free(self, block: Block, pool: Pool):
+        for action in ("free_requested", "free_completed"):
+            self._log(action, address(block, pool), block.size)
+        super().free(block, pool)
+
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        block = super()._new_segment(pool, size)
+        self._log("segment_alloc", address(block, pool), block.size)
+        return block
+
+    def _log(self, action: str, where: int, size: int):
+        event = {"action": action, "addr": where, "size": size, "stream": 0, "frames": self.frames}
+        self.history.append(event | {"time_us": len(self.history)})
+
+
+class Recording(Run):
+    """A replay by an allocator that records."""
 
     def __init__(self, trace: Trace):
-        super().__init__(Allocator())
+        super().__init__(Recorder())
         self.trace = trace
-        self.history: list[dict] = []
 
     def resize(self, storage: int, size: int):
-        if size == self.sizes.get(storage, 0):
-            return
-        frames = self._frames(storage)
-        if storage in self.blocks:
-            self._note_free(self.blocks[storage], frames)
-        self._watched(super().resize, storage, size)
-        if size:
-            self._log("alloc", address(*self.blocks[storage]), size, frames)
+        self.allocator.frames = self._frames(storage)
+        super().resize(storage, size)
 
     def workspace(self, size: int):
-        frames = [frame("inside an operator", "workspace")]
-        taken = self._watched(self.allocator.malloc, size)
-        self._log("alloc", address(*taken), size, frames)
-        self._note_free(taken, frames)
-        self.allocator.free(*taken)
-
-    def _watched(self, function, *args):
-        """What the function returns; new segments are recorded."""
-        ends = [pool.end for pool in self.allocator.pools]
-        result = function(*args)
-        for pool, end in zip(self.allocator.pools, ends, strict=True):
-            if pool.end > end:
-                self._log("segment_alloc", _start(pool) + end, pool.end - end, [])
-        return result
-
-    def _note_free(self, taken: tuple[Block, Pool], frames: list[dict]):
-        for action in ("free_requested", "free_completed"):
-            self._log(action, address(*taken), taken[0].size, frames)
-
-    def _log(self, action: str, where: int, size: int, frames: list[dict]):
-        event = {"action": action, "addr": where, "size": size, "stream": 0, "frames": frames}
-        self.history.append(event | {"time_us": len(self.history)})
+        self.allocator.frames = [frame("inside an operator", "workspace")]
+        super().workspace(size)
 
     def _frames(self, storage: int) -> list[dict]:
         found = self.trace.storages[storage]
@@ -115,25 +116,21 @@ def frame(file: str, name: str) -> dict:
     return {"filename": file, "line": 0, "name": name}
 
 
-def _start(pool: Pool) -> int:
-    return 0 if pool.small else LARGE
-
-
 def address(block: Block, pool: Pool) -> int:
     """Where a block is in the memory that both pools share."""
-    return _start(pool) + block.address
+    return block.address if pool.small else LARGE + block.address
 
 
 def recorded(trace: Trace) -> dict:
     """The history of one step, after what is alive before it, and the segments at its end."""
-    events = step_events(trace)
-    recorder = Recorder(trace)
-    recorder.become({event.storage: event.bytes for event in events if not event.time})
-    play(recorder, trace, events, {})
+    trace = of_step(trace)
+    recording = Recording(trace)
+    recording.become({event.storage: event.bytes for event in trace.events if not event.time})
+    play(recording, trace, {})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "expandable_segments": False}
     return {
-        "segments": recorder.segments(),
-        "device_traces": [recorder.history],
+        "segments": recording.segments(),
+        "device_traces": [recording.allocator.history],
         "allocator_settings": settings,
         "external_annotations": [],
     }
@@ -141,7 +138,4 @@ def recorded(trace: Trace) -> dict:
 
 def write_snapshot(path: str, trace: Trace) -> None:
     """Write the step as a file for PyTorch's viewer; ValueError if that cannot be written."""
-    try:
-        Path(path).write_bytes(pickle.dumps(recorded(trace)))
-    except OSError as error:
-        raise ValueError(f"{path!r} cannot be written: {error.strerror}") from error
+    write(path, pickle.dumps(recorded(trace)))

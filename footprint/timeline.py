@@ -3,12 +3,10 @@
 Sizes are bytes; GiB = 2^30 bytes.
 """
 
-import dataclasses
 import re
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
-from footprint.allocator import ends_a_moment, largest_workspaces, step_events
 from footprint.trace import CATEGORIES, Storage, Trace
 
 Sizes = dict[str, int]  # category -> bytes
@@ -26,27 +24,19 @@ class Moment(NamedTuple):
         return sum(self.sizes)
 
 
-def of_step(trace: Trace) -> Trace:
-    """The trace without what follows the step, when the model itself is dropped."""
-    return dataclasses.replace(trace, events=step_events(trace))
-
-
 # ---- moments
 
 
 def moments(trace: Trace) -> list[Moment]:
     """One moment per time at which something changes; ValueError for a trace without events."""
-    workspaces = largest_workspaces(trace)
     sizes = dict.fromkeys(CATEGORIES, 0)
     found = []
-    for index, event in enumerate(trace.events):
-        if event.bytes:
-            sizes[trace.storages[event.storage].category] += event.bytes
-
-        if ends_a_moment(trace.events, index):
-            inside = workspaces.get(event.time, 0)
-            now = sizes | {"workspace": sizes["workspace"] + inside}
-            found.append(Moment(event.time, tuple(now.values())))
+    for time, events, inside in trace.by_time():
+        for event in events:
+            if event.bytes:
+                sizes[trace.storages[event.storage].category] += event.bytes
+        now = sizes | {"workspace": sizes["workspace"] + inside}
+        found.append(Moment(time, tuple(now.values())))
     if not found:
         raise ValueError("the trace has no events: nothing was recorded, so record a step first")
     return found
@@ -75,10 +65,7 @@ def stages_at_peak(trace: Trace, found: list[Moment]) -> dict[str, Sizes]:
 
 def used_categories(stages: dict[str, Sizes]) -> list[str]:
     """The categories that any stage has."""
-    used = set()
-    for sizes in stages.values():
-        used |= {name for name, size in sizes.items() if size}
-    return [name for name in CATEGORIES if name in used]
+    return [name for name in CATEGORIES if any(sizes.get(name) for sizes in stages.values())]
 
 
 # ---- fewer moments, for a picture
@@ -111,55 +98,25 @@ def sampled(found: list[Moment], count: int) -> list[Moment]:
 # ---- tensors
 
 
-class Alike(NamedTuple):
-    """What storages of one group have in common; layers are counted, not listed."""
-
-    bytes: int
-    category: str
-    stage: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    op: str
-
-
 def alike(storages: list[Storage], count: int) -> list[dict]:
     """The `count` largest groups of storages that differ only by the number of their layer.
 
-    Each has the fields of `Alike`, for one storage, and the "count" of its storages.
+    Each has the fields of one storage, its "bytes", and the "count" of its storages.
     """
-    groups: dict[Alike, int] = {}
+    groups: Counter[tuple] = Counter()
     for storage in storages:
         module = NUMBER.sub(r"\1*", storage.module, count=1)
-        key = Alike(
-            storage.size,
-            storage.category,
-            storage.stage,
-            module,
-            storage.shape,
-            storage.dtype,
-            storage.op,
-        )
-        groups[key] = groups.get(key, 0) + 1
+        fields = vars(storage) | {"module": module}
+        _, *common = fields.items()
+        groups[tuple(common)] += 1
 
-    ordered = sorted(groups.items(), key=_largest_first)
-    return [key._asdict() | {"count": number} for key, number in ordered[:count]]
+    found = []
+    for common, number in groups.items():
+        fields = dict(common)
+        found.append({"bytes": fields.pop("size"), **fields, "count": number})
+    return sorted(found, key=_largest_first)[:count]
 
 
-def _largest_first(group: tuple[Alike, int]) -> tuple[int, str]:
-    key, number = group
-    return -key.bytes * number, str(tuple(key))
-
-
-def alive_at(trace: Trace, times: list[int]) -> Iterator[tuple[int, list[Storage]]]:
-    """(time, storages alive) for ascending times, in one pass over the events."""
-    alive: dict[int, int] = {}
-    index = 0
-    for time in times:
-        while index < len(trace.events) and trace.events[index].time <= time:
-            event = trace.events[index]
-            alive[event.storage] = alive.get(event.storage, 0) + event.bytes
-            if not alive[event.storage]:
-                del alive[event.storage]
-            index += 1
-        yield time, [trace.storages[key] for key in alive]
+def _largest_first(group: dict) -> tuple[int, str]:
+    *common, count = group.values()
+    return -group["bytes"] * count, str(tuple(common))

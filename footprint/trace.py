@@ -5,7 +5,9 @@ measure seconds.
 """
 
 import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 CATEGORIES = (
@@ -66,14 +68,21 @@ class Trace:
 
     def at(self, time: int) -> list[Storage]:
         """Storages alive after the events up to and including `time`, largest first."""
-        alive: dict[int, int] = {}
-        for event in self.events:
-            if event.time > time:
-                break
-            alive[event.storage] = alive.get(event.storage, 0) + event.bytes
-
-        found = [self.storages[identity] for identity, size in alive.items() if size > 0]
+        (found,) = self.alive_at([time])
         return sorted(found, key=lambda storage: -storage.size)
+
+    def alive_at(self, times: list[int]) -> Iterator[list[Storage]]:
+        """The storages alive at each of ascending times, in one pass over the events."""
+        alive: dict[int, int] = {}
+        index = 0
+        for time in times:
+            while index < len(self.events) and self.events[index].time <= time:
+                event = self.events[index]
+                alive[event.storage] = alive.get(event.storage, 0) + event.bytes
+                if not alive[event.storage]:
+                    del alive[event.storage]
+                index += 1
+            yield [self.storages[identity] for identity in alive]
 
     def stage_at(self, time: int) -> str:
         """The stage that `time` lies in."""
@@ -83,25 +92,26 @@ class Trace:
         """The module that runs at `time`; "" outside of all."""
         return _name_at(self.modules, time)
 
-    def levels(self, block: int = 1) -> list[tuple[int, int]]:
+    def by_time(self) -> Iterator[tuple[int, list[Event], int]]:
+        """(time, its events, bytes of the workspace inside them), ascending in time."""
+        workspaces: dict[int, int] = {}
+        for time, size, _ in self.workspaces:
+            workspaces[time] = max(workspaces.get(time, 0), size)
+        for time, events in groupby(self.events, key=lambda event: event.time):
+            yield time, list(events), workspaces.get(time, 0)
+
+    def levels(self, block: int = 1) -> Iterator[tuple[int, int]]:
         """(time, bytes alive, the workspace of that moment included), ascending in time; each
         storage takes whole blocks of so many bytes.
         """
         sizes: dict[int, int] = {}
-        workspaces: dict[int, int] = {}
-        for time, size, _ in self.workspaces:
-            workspaces[time] = max(workspaces.get(time, 0), size)
-
-        points = []
         alive = 0
-        for index, event in enumerate(self.events):
-            size = sizes.get(event.storage, 0)
-            sizes[event.storage] = size + event.bytes
-            alive += rounded_up(size + event.bytes, block) - rounded_up(size, block)
-            is_last = index + 1 == len(self.events) or self.events[index + 1].time != event.time
-            inside = workspaces.get(event.time, 0) if is_last else 0
-            points.append((event.time, alive + rounded_up(inside, block)))
-        return points
+        for time, events, inside in self.by_time():
+            for event in events:
+                size = sizes.get(event.storage, 0)
+                sizes[event.storage] = size + event.bytes
+                alive += rounded_up(size + event.bytes, block) - rounded_up(size, block)
+            yield time, alive + rounded_up(inside, block)
 
     def peak(self) -> tuple[int, int]:
         """(bytes, time) of the most bytes alive, workspaces included; zeros if there never were."""
@@ -111,12 +121,8 @@ class Trace:
     def peak_by_stage(self) -> dict[str, int]:
         """Most bytes alive within each stage, in the order in which stages first start."""
         peaks: dict[str, int] = {}
-        stage = "start"
-        following = 0  # index of the next stage to start
         for time, size in self.levels():
-            while following < len(self.stages) and self.stages[following][0] <= time:
-                stage = self.stages[following][1]
-                following += 1
+            stage = self.stage_at(time)
             peaks[stage] = max(peaks.get(stage, 0), size)
         return peaks
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from footprint.patches import patched
 from footprint.refusal import HERE, TORCH, Refused
 
 USUAL = 1.0  # in place of every number that is not known
@@ -171,10 +172,5 @@ def written_as_json() -> Iterator[None]:
 
         return make(markers, default, encoder, indent, known, *others)
 
-    json.JSONEncoder.default = plain
-    json.encoder._make_iterencode = made
-    try:
+    with patched({(json.JSONEncoder, "default"): plain, (json.encoder, "_make_iterencode"): made}):
         yield
-    finally:
-        json.JSONEncoder.default = default
-        json.encoder._make_iterencode = make

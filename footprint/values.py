@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from footprint.refusal import HERE, TORCH, Refused, is_deciding, lines, place
+from footprint.patches import patched
+from footprint.refusal import HERE, TORCH, Refused, lines, place
 from footprint.unknown import USUAL, Reads, Unknown, branches, is_formatting
 
 # torch draws until no number is out of bounds, which it asks there
@@ -68,18 +69,17 @@ FACTORS |= {"clamp", "clip", "full_like", "masked_fill", "fill", "lerp", "normal
 FACTORS |= {"isclose", "softplus", "threshold", "leaky_relu", "elu", "tril", "triu", "roll"}
 # functions of which one argument is such a number: its position and its name
 ONE_FACTOR = {"full": (1, "fill_value"), "select": (2, "index"), "narrow": (2, "start")}
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 SPLITS = {Tensor.split, torch.split}
 ITEMS = {Tensor.__getitem__, Tensor.__setitem__}
 PERMUTATIONS = (torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator)
-LONGEST_PERMUTATION = 2**24
-RANDOM_INTEGERS = (
+RANDOM = (
+    *PERMUTATIONS,
     torch.ops.aten.randint.default,
     torch.ops.aten.randint.generator,
     torch.ops.aten.randint.low,
     torch.ops.aten.randint.low_generator,
 )
-MOST_DRAWN = 2**20  # elements of a tensor of random integers that have values
+MOST_DRAWN = 2**24  # elements of a tensor of random integers that have values
 # GradScaler divides gradients by it, and has it say in `found_inf` whether one is not finite
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 NO_OVERFLOW = "no gradient overflows, so that GradScaler lets the optimizer step"
@@ -131,11 +131,6 @@ class KnownValues:
         twin = self.of(tensor)
         return twin is not None and hasattr(twin.untyped_storage(), DRAWN)
 
-    def settle(self, fake: Tensor, value: int) -> None:
-        """From now on, the tensor of one element has this value."""
-        with unset_fake_temporarily():
-            self._keep(fake, torch.tensor(value, dtype=fake.dtype))
-
     def _state(self, tensor: Tensor) -> tuple[int, int]:
         """The tensor's storage, and how often it was overwritten."""
         address = tensor.untyped_storage()._cdata
@@ -148,11 +143,13 @@ class KnownValues:
             with unset_fake_temporarily():
                 self._keep(results[0], self.of(args[0]).as_strided((), ()))
             return
-        if func in PERMUTATIONS and results[0].numel() <= LONGEST_PERMUTATION:
-            self._keep(results[0], _permutation(results[0]))
-            return
-        if func in RANDOM_INTEGERS and results[0].numel() <= MOST_DRAWN:
-            self._keep(results[0], _drawn(results[0], args, self.random))
+        if func in RANDOM and results[0].numel() <= MOST_DRAWN:
+            with unset_fake_temporarily():
+                given = dict(generator=self.random, dtype=results[0].dtype)
+                twin = func.overloadpacket(*args, **given)
+            self._keep(results[0], twin)
+            if func not in PERMUTATIONS:  # no memory depends on which of them it is
+                setattr(twin.untyped_storage(), DRAWN, True)
             return
         if self.given_unknown or not self._is_computable(func, args, kwargs, results):
             self._forget_written(func, args, kwargs)
@@ -253,22 +250,6 @@ def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _drawn(fake: Tensor, args, random: torch.Generator) -> Tensor:
-    """Random integers for a call of randint(high, size) or randint(low, high, size)."""
-    bounds = args[:2] if isinstance(args[1], int) else (0, args[0])
-    with unset_fake_temporarily():
-        twin = torch.randint(*bounds, fake.shape, generator=random, dtype=fake.dtype)
-    setattr(twin.untyped_storage(), DRAWN, True)
-    return twin
-
-
-def _permutation(fake: Tensor) -> Tensor:
-    """One of them: no memory depends on which."""
-    with unset_fake_temporarily():
-        generator = torch.Generator().manual_seed(0)
-        return torch.randperm(fake.numel(), dtype=fake.dtype, generator=generator)
-
-
 def _is_like(func) -> bool:
     return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in LIKE
 
@@ -334,8 +315,6 @@ class Reading(TorchFunctionMode):
         given = self.known.given_unknown
         self.running.append((func, args, kwargs))
         try:
-            if self.answers and getattr(func, "__name__", "") in COMPUTES:
-                self._settle(args)
             return self._run(func, args, kwargs)
         finally:
             self.running.pop()
@@ -408,7 +387,7 @@ class Reading(TorchFunctionMode):
         if func is Tensor.item and tensor.dtype != torch.bool:
             self.gave_unknown = True
             return Unknown(where, self.known.reads)
-        if func is Tensor.__float__ and not is_deciding():
+        if func is Tensor.__float__:
             return self.known.reads.plain(where)
         if func is Tensor.__int__ and is_formatting():
             return int(USUAL)
@@ -427,22 +406,6 @@ class Reading(TorchFunctionMode):
             return answer
         self.known.suppose(f"the random integers that {place()} reads are those of one draw")
         return value
-
-    def _settle(self, args) -> None:
-        """An integer that is answered is the value of the tensors that the line computes with, so
-        that in `x[i : i + 8]` both bounds follow from it.
-        """
-        unknown = [tensor for tensor in args if self._is_unknown_integer(tensor)]
-        answer = self._answered() if unknown else None
-        if type(answer) is not int:
-            return
-        for tensor in unknown:
-            self.known.settle(tensor, answer)
-
-    def _is_unknown_integer(self, tensor: object) -> bool:
-        if not isinstance(tensor, FakeTensor) or tensor.dim() or tensor.dtype not in INTEGERS:
-            return False
-        return self.known.of(tensor) is None or self.known.is_drawn(tensor)
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """As PyTorch makes it on real tensors; on fake ones it would hold booleans, too."""
@@ -503,17 +466,11 @@ class Undisclosed(metaclass=_TellsTorchOnly):
     """In place of FakeTensor's public name: only PyTorch is told whether a tensor is fake."""
 
 
-@contextlib.contextmanager
-def undisclosed() -> Iterator[None]:
+def undisclosed() -> contextlib.AbstractContextManager[None]:
     """Models inside the `with` block run as they do on real tensors.
 
     `transformers` asks whether a tensor is fake, to read no value of it. Then it makes attention
     masks that the real step does without, and attention takes another kernel. Here small values
     are known, and others are refused where they are read.
     """
-    public = torch._subclasses.FakeTensor
-    torch._subclasses.FakeTensor = Undisclosed
-    try:
-        yield
-    finally:
-        torch._subclasses.FakeTensor = public
+    return patched({(torch._subclasses, "FakeTensor"): Undisclosed})

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from footprint.copies import copied_bytes
-from footprint.cudnn import backward_copies, forward_copies
-from footprint.lstm import taken
 from footprint.probe import inside_bytes, is_probed, is_small
 
 
@@ -157,25 +155,6 @@ def processors() -> int:
     return 132
 
 
-def lstm_forward_cpu(threads: int, x_TBI: Tensor, w0: Tensor, w1_4HH: Tensor, *_) -> int:
-    """A layer of nn.LSTM by oneDNN."""
-    return taken(x_TBI, w1_4HH.shape[1]).forward
-
-
-def lstm_backward_cpu(
-    threads: int, x_TBI: Tensor, w0: Tensor, w1_4HH: Tensor, *args: Tensor | None
-) -> int:
-    """The same, for a contiguous gradient of the result and none of the last states: copies of one
-    that is not, and zeros for those that are missing, are made inside.
-    """
-    with torch.enable_grad():  # a backward has kept something, whether or not autograd is on now
-        inside = taken(x_TBI, w1_4HH.shape[1]).backward
-    state, output = args[2], args[4]
-    do, *do_states = args[7:10]
-    inside -= sum(state.nbytes for given in do_states if given is not None)
-    return inside + (0 if do is not None and do.is_contiguous() else output.nbytes)
-
-
 def embedding_bag_cpu(
     threads: int,
     weight: Tensor,
@@ -257,8 +236,6 @@ DECLARED: dict[str, dict[str, Declared]] = {
         "aten::_embedding_bag": embedding_bag_cpu,
         "aten::_embedding_bag_forward_only": embedding_bag_cpu,
         "aten::_embedding_bag_backward": embedding_bag_backward_cpu,
-        "aten::mkldnn_rnn_layer": lstm_forward_cpu,
-        "aten::mkldnn_rnn_layer_backward": lstm_backward_cpu,
     },
     "cuda": {
         FLASH + "_backward": flash_backward_cuda,
@@ -266,8 +243,6 @@ DECLARED: dict[str, dict[str, Declared]] = {
         # heads dk and dv of each query head
         CUDNN + "_backward": flash_backward_cuda,
         "aten::native_group_norm_backward": group_norm_backward_cuda,
-        "aten::_cudnn_rnn": forward_copies,
-        "aten::_cudnn_rnn_backward": backward_copies,
         "aten::embedding_dense_backward": embedding_backward_cuda,
         "aten::sort": sort_cuda,
         "aten::_flash_attention_backward": flash_backward_of_documents,

@@ -536,16 +536,16 @@ def test_a_shape_that_depends_on_random_integers_is_refused():
         predict(mlp, lambda _: torch.randint(2, (9,)).nonzero(), "cpu")
 
 
-def test_an_integer_that_is_answered_is_that_of_the_tensor_and_not_of_what_is_computed_with_it():
+def test_a_list_answers_one_reading_of_a_line_after_another():
     def step(model):
         count = model(torch.ones(2, 8)).argmax()
         found.append(torch.arange(20)[count : count + 8].tolist())
         return torch.ones(2)
 
     found: list = []
-    answers = {f"test_footprint.py:{step.__code__.co_firstlineno + 2}": 3}
+    answers = {f"test_footprint.py:{step.__code__.co_firstlineno + 2}": [3, 11]}
     predict(lambda: torch.nn.Linear(8, 8), step, "cpu", answers=answers)
-    assert found[0] == list(range(3, 11))
+    assert found == [list(range(3, 11))] * 2
 
 
 # ---- a script

@@ -91,8 +91,8 @@ def test_the_html_page_shows_every_layer(tmp_path, capsys):
     text = path.read_text()
     assert "layers.8" in text
     assert "predicted for a GPU (CUDA)" in text
-    assert "cards: <code>8 GB, 12 GB, 16 GB, 24 GB" in text
-    assert "command: <code>python train.py --model_size tiny" in text
+    assert "cards: 8 GB, 12 GB, 16 GB, 24 GB" in text
+    assert "command: python train.py --model_size tiny" in text
 
 
 def test_the_html_page_of_a_policy_has_its_stages(tmp_path, capsys):

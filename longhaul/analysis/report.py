@@ -5,10 +5,10 @@ in a single piece does.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from html import escape
 
-from footprint.html import STYLE, table
+from footprint.html import STYLE
 from longhaul.analysis.charts import cells, short
 from longhaul.analysis.charts import lines as curves
 from longhaul.analysis.patching import PATCHED, Effects, joined
@@ -299,3 +299,36 @@ def _memory(result: dict) -> str:
 def _settings(settings: dict) -> str:
     rows = [("", [escape(name), escape(str(value))]) for name, value in settings.items()]
     return table("What was asked", ["setting", "value"], rows, words=(0, 1))
+
+
+# ---- tables
+
+
+def table(
+    caption: str,
+    head: list[str],
+    rows: Iterable[tuple[str, list[str]]],
+    words: Container[int] = (0,),
+) -> str:
+    """rows: (class of the row, cells); the columns in `words` hold words, the others numbers."""
+    names = "".join(_cell("th", "col", name, index in words) for index, name in enumerate(head))
+    body = "".join(_row(kind, cells, words) for kind, cells in rows)
+    return (
+        f'<div class="wide"><table><caption>{caption}</caption>'
+        f"<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _row(kind: str, cells: list[str], words: Container[int]) -> str:
+    """A row whose first cell is its heading."""
+    found = [_cell("th", "row", cells[0], 0 in words)]
+    for index, value in enumerate(cells[1:], 1):
+        found.append(_cell("td", "", value, index in words))
+    return f'<tr class="{kind}">{"".join(found)}</tr>'
+
+
+def _cell(tag: str, scope: str, value: str, words: bool) -> str:
+    attributes = f' scope="{scope}"' if scope else ""
+    if not words:
+        attributes += ' class="n"'
+    return f"<{tag}{attributes}>{value}</{tag}>"

@@ -6,9 +6,10 @@ hold it. GiB = 2^30 bytes.
 
 import dataclasses
 
+from footprint.allocator import of_step
 from footprint.device import Demand
 from footprint.tables import device_rows, stage_rows, tensor_rows, waterfalls
-from footprint.timeline import alike, of_step
+from footprint.timeline import alike
 from longhaul.config import TrainConfig
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.memory.deep import Profile

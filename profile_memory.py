@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch
 
+from base.flags import PRECISIONS, spellings
 from footprint import page
 from footprint.device import SIZES, Card, Demand, Placement, card
 from footprint.snapshot import write_snapshot
@@ -28,7 +29,6 @@ from longhaul.config import TrainConfig
 from longhaul.flops import longest_step
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
-from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.needs import kinds_in_words, largest
@@ -38,6 +38,8 @@ from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
 
+DTYPES = spellings(*PRECISIONS)
+TASKS = ("train", "grade", "intuitor", "analysis")
 MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
 DEFAULT_GIB = SIZES["80 GB"]  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
@@ -97,7 +99,7 @@ class Profiler:
         "train",
         "the task to run, whose flags are then known",
         (),
-        tuple(SCRIPTS),
+        TASKS,
         group="profiler",
     )
     gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
@@ -227,10 +229,15 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
 
     def analysed(self) -> Analysed:
         """What is planned."""
-        request = advise.request(
-            self.task, self.training(), self.dtype, measures=analysis.measures_of(self)
+        return Analysed(
+            dataclasses.replace(self.model(), compute_dtype=PRECISIONS[self.half]),
+            analysis.measures_of(self),
+            self.batch_size,
+            self.context_length,
+            checkpoint=self.init_from,
+            data=self.data,
+            device="cpu" if self.device == "cpu" else "cuda",
         )
-        return request.analysed
 
 
 CONFIGS = {  # others have the flags of train.py
@@ -406,11 +413,11 @@ def check_measure(cfg: ProfileConfig, target: str):
 
 def plan_analysis(cfg: ProfileAnalysis) -> int:
     """Predict the parts of an analysis."""
-    target = "cpu" if cfg.device == "cpu" else "cuda"
     asked = cfg.analysed()
-    plan = analysis.Plan(analysis.peaks(asked, target), target)
+    plan = analysis.planned(asked)
     print(
-        f"predicted for {target}: {asked.words(cfg.model_size)}; tensors at the peak of each part"
+        f"predicted for {plan.target}: {cfg.model_size}, {asked.words()}; tensors at the peak of "
+        "each part"
     )
     print(plan.table())
     print(f"  {'device':<20}{plan.gib:>9.2f} GiB, with the process or the CUDA context")
@@ -432,7 +439,7 @@ def solve_analysis(cfg: ProfileAnalysis) -> int:
     if found is None:
         say("nothing fits")
         return Verdict.NOTHING.exit_code
-    say(analysis.command(found, cfg.init_from, cfg.data, found.config.compute_dtype, "cuda"))
+    say(found.command())
     unchanged = found == cfg.analysed()
     return (Verdict.FITS if unchanged else Verdict.AFTER_CHANGES).exit_code
 
@@ -458,12 +465,11 @@ def give_advice(cfg: ProfileConfig) -> int:
             "--advise counts cards by --gpus: give that instead of --nproc, or use --solve "
             "world_size to find the ranks that fit"
         )
-    measures = Measures()
     if isinstance(cfg, ProfileAnalysis):
-        measures = analysis.measures_of(cfg)
-    request = advise.request(cfg.task, cfg.training(), cfg.dtype, cfg.gpus or 1, measures)
-    on = cfg.card()
-    found = advise.advise(request, on, host_available_bytes() / GIB, say)
+        asked = cfg.analysed()
+    else:
+        asked = solver.Run(cfg.training(), cfg.gpus or 1)
+    found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
     say(found.text())
     if cfg.json:

@@ -11,13 +11,13 @@ import torch
 import profile_memory
 from data.prompts import Prompt
 from footprint.allocator import replay
-from footprint.device import Demand
+from footprint.device import CUBLAS_OF_HOPPER, Demand, Placement
 from footprint.measure import peak_bytes
 from footprint.trace import Trace
 from footprint.tracker import Tracker
 from longhaul import cli, dist, step
 from longhaul.config import TrainConfig
-from longhaul.memory import advise, fit, solve
+from longhaul.memory import fit, solve
 from longhaul.memory import plan as planner
 from longhaul.memory.deep import profile
 from longhaul.memory.needs import PROCESS_GIB, at_least, demand, needs
@@ -262,7 +262,9 @@ LONG = dataclasses.replace(
 def test_a_long_soft_response_reserves_as_much_more_as_it_needs():
     found = demand(LONG, 1)
     on_a_gpu = dataclasses.replace(LONG, device="cuda")
-    assert found.classic.peak_live == pytest.approx(needs(on_a_gpu).peak, rel=1e-6)
+    cublas = found.scale * 2 * CUBLAS_OF_HOPPER  # of the program's thread and of autograd's
+    live = pytest.approx(needs(on_a_gpu).peak + cublas, rel=1e-6)
+    assert found.classic.peak_live == live
     assert found.scale > 1
     assert max(found.trace.peak()) < found.classic.peak_live <= found.classic.peak_reserved
 
@@ -286,11 +288,10 @@ def test_what_a_long_soft_response_reserves_is_that_of_all_its_tokens():
     ],
 )
 def test_advice_is_a_command_with_the_flags_of_its_program(task, cfg):
-    found = advise.run(advise.request(task, cfg))
+    found = solve.Run(cfg).command(Placement.FITS)
     before, words = found.split(f" -m scripts.{task} ")
     assert before == "python"
     assert cli.parse(type(cfg), shlex.split(words)) == cfg
-    assert not advise.request(task, cfg).logits  # of which no flag of the program speaks
 
 
 @pytest.mark.parametrize("kl_coef, last", [(0.0, "no reference"), (0.1, "head groups")])

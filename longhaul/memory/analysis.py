@@ -12,6 +12,7 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,15 +29,17 @@ from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.patching import Pairs, Patching
 from longhaul.analysis.precision import at_precision
 from longhaul.analysis.samples import Rows
+from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Bounds, Found, Say, Search
+from longhaul.memory.search import Bounds, Found, Lever, Say, Search, placed
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Block, Decoder, ModelConfig
 
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
 UNIT = 1024  # tokens: the longest context is a multiple
+FEW_LAYERS = 3  # of an analysis that looks at a few only
 CHUNK = 4096  # tokens of a part, if rows shall pass in parts
 
 
@@ -113,14 +116,21 @@ class Analysed:
     batch_size: int
     context_length: int
     longest: int = 0
+    checkpoint: str = ""
+    data: str = ""
+    device: str = "cuda"
+    ranks: ClassVar[int] = 1
 
-    def words(self, model: str = "") -> str:
+    @property
+    def dtype(self) -> str:
+        return self.config.compute_dtype
+
+    def words(self) -> str:
         """What is analysed, in words."""
         layers = len(self.measures.chosen(self.config))
-        name = f"{model}, " if model else ""
         parts = f" in parts of {self.measures.chunk:,}" if self.measures.chunk else ""
         return (
-            f"{name}{layers} layer(s), {self.batch_size} x {self.context_length:,} tokens{parts}, "
+            f"{layers} layer(s), {self.batch_size} x {self.context_length:,} tokens{parts}, "
             f"{self.config.compute_dtype}"
         )
 
@@ -134,6 +144,40 @@ class Analysed:
                 layers=",".join(str(layer) for layer in range(layers - chosen, layers)),
             ),
         )
+
+    def measure(self, **settings) -> "Analysed":
+        """The same with other measures."""
+        measures = dataclasses.replace(self.measures, **settings)
+        return dataclasses.replace(self, measures=measures)
+
+    def command(self, placement: Placement = Placement.FITS) -> str:
+        """The shell command: what differs from the defaults. An analysis needs no other segments,
+        whatever its placement.
+        """
+        checkpoint = shlex.quote(self.checkpoint) if self.checkpoint else "DIR"
+        words = [f"python -m scripts.run_full_analysis --checkpoint {checkpoint}"]
+        if self.data:
+            words.append(f"--data {shlex.quote(self.data)}")
+        words += [
+            f"--context_length {self.context_length}",
+            f"--batch_size {self.batch_size}",
+            f"--dtype {self.dtype}",
+            f"--device {self.device}",
+        ]
+        for spec in dataclasses.fields(self.measures):
+            value = getattr(self.measures, spec.name)
+            if value != spec.default:
+                words.append(flag_of(spec, value))
+        return " ".join([*words, "--out analysis"])
+
+    def breakdown(self) -> dict[str, int]:
+        """What the peak is made of; the sum is the live peak."""
+        weights = self.config.num_params() * self.config.dtype.itemsize
+        found = planned(self)
+        return {
+            "weights": weights,
+            f"highest part: {found.largest}": found.peaks[found.largest] - weights,
+        }
 
     @property
     def last(self) -> int:
@@ -358,6 +402,12 @@ class Plan:
             )
 
 
+def planned(asked: Analysed) -> Plan:
+    """The plan of an analysis on its device."""
+    target = "cpu" if asked.device == "cpu" else "cuda"
+    return Plan(peaks(asked, target), target)
+
+
 def plan(
     cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str, longest: int = 0
 ) -> Plan:
@@ -406,15 +456,15 @@ def candidates(asked: Analysed) -> Iterator[Analysed]:
             yield dataclasses.replace(asked, measures=fewer, batch_size=rows)
 
 
+def judged(gib: float, asked: Analysed) -> Found:
+    """What an analysis needs on a device of so many GiB."""
+    found = planned(asked)
+    return placed(found.peaks[found.largest], int(found.gib * GIB), int(gib * GIB))
+
+
 def searched(gib: float, say: Say) -> Search:
     """A search for what a card of so many GiB holds."""
-
-    def judge(asked: Analysed) -> Found:
-        found = Plan(peaks(asked, "cuda"), "cuda")
-        placement = Placement.FITS if found.gib <= gib else Placement.TOO_SMALL
-        return Found(found.peaks[found.largest], int(found.gib * GIB), placement)
-
-    return Search(judge, int(gib * GIB), say, with_costs=False)
+    return Search(functools.partial(judged, gib), int(gib * GIB), say)
 
 
 def by_layers(asked: Analysed, gib: float, say: Say) -> Analysed | None:
@@ -434,23 +484,32 @@ def by_context(asked: Analysed, gib: float, say: Say) -> Analysed | None:
     return found and found.request
 
 
-# ---- its command
+# ---- what may be changed
 
 
-def command(asked: Analysed, checkpoint: str, data: str, dtype: str, device: str) -> str:
-    """The shell command of an analysis: what differs from the defaults."""
-    words = ["python -m scripts.run_full_analysis"]
-    words.append(f"--checkpoint {shlex.quote(checkpoint) if checkpoint else 'DIR'}")
-    if data:
-        words.append(f"--data {shlex.quote(data)}")
-    words += [
-        f"--context_length {asked.context_length}",
-        f"--batch_size {asked.batch_size}",
-        f"--dtype {dtype}",
-        f"--device {device}",
-    ]
-    for spec in dataclasses.fields(asked.measures):
-        value = getattr(asked.measures, spec.name)
-        if value != spec.default:
-            words.append(flag_of(spec, value))
-    return " ".join([*words, "--out analysis"])
+def in_parts(asked: Analysed) -> Analysed:
+    """Rows over the KV cache, if they are long enough and their attention allows it."""
+    allowed = attention_kind(asked.config).prompt_in_parts
+    if asked.measures.chunk or not allowed or asked.context_length <= CHUNK:
+        return asked
+    return asked.measure(chunk=CHUNK)
+
+
+def without_sae(asked: Analysed) -> Analysed:
+    return asked.measure(skip_sae=True)
+
+
+def few_layers(asked: Analysed) -> Analysed:
+    """Only a few of the layers, from the first to the last."""
+    if len(asked.measures.chosen(asked.config)) <= FEW_LAYERS:
+        return asked
+    return dataclasses.replace(
+        asked, measures=with_layers(asked.measures, asked.config, FEW_LAYERS)
+    )
+
+
+LEVERS = (
+    Lever(f"rows in parts of {CHUNK:,}", in_parts),
+    Lever("no sparse autoencoder (--skip-sae)", without_sae),
+    Lever(f"{FEW_LAYERS} layers (--layers)", few_layers),
+)

@@ -222,8 +222,8 @@ def test_solve_names_the_layers_and_the_batch(capsys):
     room = (sizes[4] + sizes[2]) / 2
     words = f"{SMALL} --dtype fp32 --solve levers --vram {room}"
     text = said(words, capsys, 2)
-    assert re.search(r"4 layer\(s\), 4 x 512 tokens, float32 +\d\.\d\d GiB  too small", text)
-    assert re.search(r"4 layer\(s\), 2 x 512 tokens, float32 +\d\.\d\d GiB  fits", text)
+    assert re.search(r"as asked +\d\.\d\d +\d\.\d\d  too small", text)
+    assert re.search(r"\+ micro-batches of 2 +\d\.\d\d +\d\.\d\d  fits", text)
     assert "--batch_size 2" in text.splitlines()[-1]
     assert said(f"{SMALL} --solve levers --vram 80", capsys)
     assert said(f"{SMALL} --solve levers --vram 0.6", capsys, 3).endswith("nothing fits\n")
@@ -235,9 +235,12 @@ def test_solve_finds_the_longest_context(capsys):
         analysis.Analysed, ModelConfig.preset("tiny"), Measures(skip_sae=True), 1
     )
     room = analysis.Plan(analysis.peaks(holds(4096), "cuda"), "cuda").gib
-    found = analysis.by_context(holds(1024), room + 1e-6, lambda line: None)
-    assert found.context_length == 4096
-    assert analysis.by_context(holds(1024), 0.5, lambda line: None) is None
+
+    def longest(gib: float):
+        return analysis.by_context(analysis.searched(gib, lambda line: None), holds(1024))
+
+    assert longest(room + 1e-6).request.context_length == 4096
+    assert longest(0.5) is None
 
 
 @pytest.mark.parametrize(

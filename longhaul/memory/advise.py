@@ -43,27 +43,26 @@ def judged(card: Card, host_gib: float, asked: Request) -> Found:
 # ---- what to change
 
 
-def ladder(asked: Request, card: Card) -> list[Lever]:
-    """The changes, the smallest loss of quality first."""
-    return list(_changes(asked, card))
-
-
-def _changes(asked: Request, card: Card) -> Iterator[Lever]:
+def ladder(asked: Request, card: Card | None) -> Iterator[Lever]:
+    """The changes, the smallest loss of quality first; without a card those that leave precision
+    and device as they are.
+    """
     analysed = isinstance(asked, Analysed)
     first, *others = solve.LEVERS
     if not analysed:
         yield first
-    if analysed and asked.measures.compare:
-        pass  # what is compared begins with the model in float32
-    elif asked.dtype == "float32" and card.cc >= HALF_SINCE:
-        yield Lever("bf16 instead of fp32", functools.partial(in_precision, name="bf16"))
-    elif asked.dtype == "float32" and analysed:
-        yield Lever("fp16 instead of fp32", functools.partial(in_precision, name="fp16"))
+    if card and asked.dtype == "float32" and (not analysed or not asked.measures.compare):
+        # what is compared begins with the model in float32, and training has no loss scaler
+        if card.cc >= HALF_SINCE:
+            yield Lever("bf16 instead of fp32", functools.partial(in_precision, name="bf16"))
+        elif analysed:
+            yield Lever("fp16 instead of fp32", functools.partial(in_precision, name="fp16"))
 
     for rows in smaller_batches(asked.batch_size):
         yield Lever(f"micro-batches of {rows}", functools.partial(in_batches, rows=rows))
-    yield from analysis.LEVERS if analysed else others
-    yield Lever("the CPU", on_cpu)
+    yield from analysis.levers(asked) if analysed else others
+    if card:
+        yield Lever("the CPU", on_cpu)
 
 
 def in_precision(asked: Request, name: str) -> Request:
@@ -163,7 +162,7 @@ def advise(task: str, asked: Request, card: Card, host_gib: float, say: Say) -> 
     judge = functools.partial(judged, card, host_gib)
     search = Search(judge, int(card.gib * GIB), say, with_costs=isinstance(asked, Run))
     say(search.head())
-    best = search.climb(asked, ladder(asked, card)).best
+    best = search.climb(asked, list(ladder(asked, card))).best
     notes = _notes(asked, card)
     if not best.fits:
         notes += _if_nothing_fits(asked, card)

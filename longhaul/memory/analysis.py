@@ -33,13 +33,12 @@ from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Bounds, Found, Lever, Say, Search, placed
+from longhaul.memory.search import Bounds, Found, Lever, Say, Search, Tried, placed
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Block, Decoder, ModelConfig
 
 FEWER, LAYERS = 3, 4  # layers of the simulations from which a deeper model's peak follows
 UNIT = 1024  # tokens: the longest context is a multiple
-FEW_LAYERS = 3  # of an analysis that looks at a few only
 CHUNK = 4096  # tokens of a part, if rows shall pass in parts
 
 
@@ -424,14 +423,6 @@ def measures_of(cfg: Measures) -> Measures:
 # ---- what fits a card
 
 
-def smaller(rows: int) -> list[int]:
-    """Batches to try: as asked, then halves."""
-    found = [rows]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found
-
-
 def spread(layers: int, count: int) -> list[int]:
     """`count` layers from the first to the last, evenly."""
     return sorted({round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)})
@@ -442,18 +433,6 @@ def with_layers(measures: Measures, config: ModelConfig, count: int) -> Measures
     chosen = measures.chosen(config)
     kept = [chosen[index] for index in spread(len(chosen), min(count, len(chosen)))]
     return dataclasses.replace(measures, layers=",".join(str(layer) for layer in kept))
-
-
-def candidates(asked: Analysed) -> Iterator[Analysed]:
-    """All layers with ever smaller batches, then half of the layers, and so on: what is looked at
-    is the last thing to give up.
-    """
-    for count in smaller(len(asked.measures.chosen(asked.config))):
-        fewer = asked.measures
-        if count < len(fewer.chosen(asked.config)):
-            fewer = with_layers(fewer, asked.config, count)
-        for rows in smaller(asked.batch_size):
-            yield dataclasses.replace(asked, measures=fewer, batch_size=rows)
 
 
 def judged(gib: float, asked: Analysed) -> Found:
@@ -467,21 +446,14 @@ def searched(gib: float, say: Say) -> Search:
     return Search(functools.partial(judged, gib), int(gib * GIB), say)
 
 
-def by_layers(asked: Analysed, gib: float, say: Say) -> Analysed | None:
-    """The first candidate that a card holds."""
-    found = searched(gib, say).first((one.words(), one) for one in candidates(asked))
-    return found and found.request
-
-
-def by_context(asked: Analysed, gib: float, say: Say) -> Analysed | None:
+def by_context(search: Search, asked: Analysed) -> Tried | None:
     """The longest context, a multiple of 1,024 tokens, that a card holds."""
 
     def at(context: int) -> Analysed:
         return dataclasses.replace(asked, context_length=context)
 
     bounds = Bounds(UNIT, nearly=True, least=UNIT)
-    found = searched(gib, say).largest("--context_length", UNIT, at, bounds)
-    return found and found.request
+    return search.largest("--context_length", UNIT, at, bounds)
 
 
 # ---- what may be changed
@@ -499,17 +471,16 @@ def without_sae(asked: Analysed) -> Analysed:
     return asked.measure(skip_sae=True)
 
 
-def few_layers(asked: Analysed) -> Analysed:
-    """Only a few of the layers, from the first to the last."""
-    if len(asked.measures.chosen(asked.config)) <= FEW_LAYERS:
-        return asked
-    return dataclasses.replace(
-        asked, measures=with_layers(asked.measures, asked.config, FEW_LAYERS)
-    )
+def fewer_layers(asked: Analysed, count: int) -> Analysed:
+    measures = with_layers(asked.measures, asked.config, count)
+    return dataclasses.replace(asked, measures=measures)
 
 
-LEVERS = (
-    Lever(f"rows in parts of {CHUNK:,}", in_parts),
-    Lever("no sparse autoencoder (--skip-sae)", without_sae),
-    Lever(f"{FEW_LAYERS} layers (--layers)", few_layers),
-)
+def levers(asked: Analysed) -> Iterator[Lever]:
+    """What is measured otherwise, and in the end of fewer layers, from the first to the last."""
+    yield Lever(f"rows in parts of {CHUNK:,}", in_parts)
+    yield Lever("no sparse autoencoder (--skip-sae)", without_sae)
+    layers = len(asked.measures.chosen(asked.config))
+    while layers > 1:
+        layers //= 2
+        yield Lever(f"{layers} layers (--layers)", functools.partial(fewer_layers, count=layers))

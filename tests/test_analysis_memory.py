@@ -70,8 +70,22 @@ def slow_if(names, is_slow) -> list:
     return [pytest.param(name, marks=pytest.mark.slow if is_slow(name) else ()) for name in names]
 
 
+MEASURED = [part for part in analysis.PARTS if part != "loading"]
+
+
+def test_a_model_that_is_loaded_has_its_tied_head_twice_until_it_is_tied():
+    config = SETTINGS["standard"][0]
+    with torch.device("meta"):
+        skeleton = kernels.decoder(config).to(config.dtype)
+    tracker = analysis.PeakTracker("cpu")
+    with tracker:
+        model = skeleton.to_empty(device="cpu")
+        model.tie_weights()
+    assert analysis.peak(asked("standard"), "cpu", "loading") == tracker.peak > tracker.live
+
+
 # a plan that reads every tile of every head takes seconds, as does one of many parts of a row
-@pytest.mark.parametrize("part", slow_if(analysis.PARTS, lambda part: part == "distances"))
+@pytest.mark.parametrize("part", slow_if(MEASURED, lambda part: part == "distances"))
 @pytest.mark.parametrize("name", slow_if(SETTINGS, lambda name: name != "standard"))
 def test_each_part_is_planned_within_five_percent(name, part):
     what = asked(name)

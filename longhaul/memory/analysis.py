@@ -244,8 +244,14 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     longest = asked.longest if asked.measures.chunk else 0
     samples = FakeSamples(rows, asked.context_length, longest)
     with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
+        if part is not loading:
+            tracker.peak = tracker.live
         part(model, samples, asked)
         return tracker.peak
+
+
+def loading(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """Nothing more than the model, whose tied head has memory of its own until it is tied."""
 
 
 def statistics(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
@@ -293,6 +299,7 @@ def costs(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
 
 
 PARTS: dict[str, Callable] = {
+    "loading": loading,
     "patching": patching,
     "statistics": statistics,
     "distances": distances,

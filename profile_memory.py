@@ -18,8 +18,9 @@ from typing import ClassVar
 
 import torch
 
+from base.flags import PRECISIONS, spellings
 from footprint import page
-from footprint.device import SIZES, Card, Demand, Placement, card
+from footprint.device import Demand, Placement
 from footprint.snapshot import write_snapshot
 from longhaul import cli, dist
 from longhaul.analysis.config import Measures
@@ -28,23 +29,23 @@ from longhaul.config import TrainConfig
 from longhaul.flops import longest_step
 from longhaul.memory import advise, analysis, door, reconcile, report
 from longhaul.memory import solve as solver
-from longhaul.memory.advise import DTYPES, SCRIPTS
 from longhaul.memory.analysis import Analysed
 from longhaul.memory.deep import Profile, profile
 from longhaul.memory.needs import kinds_in_words, largest
 from longhaul.memory.plan import command, host_available_bytes, shutdown_timeout
-from longhaul.memory.search import Verdict, note_on_size
+from longhaul.memory.search import Verdict, note_on_size, verdict
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from longhaul.run import start
 from model import GIB, ModelConfig
 
+DTYPES = spellings(*PRECISIONS)
+TASKS = ("train", "grade", "intuitor", "analysis")
 MOST_RANKS = 2**16  # that are planned for
 MOST_GPUS = 8  # that --solve world_size tries unless --gpus or --nproc asks for more
-DEFAULT_GIB = SIZES["80 GB"]  # of one GPU, if --solve is given neither --gpu nor --gpu_memory_gib
 
 
 @dataclass(frozen=True)
-class Profiler:
+class Profiler(door.CardFlags):
     """The profiler's own flags, next to those of a program that trains (`SETTINGS`).
 
     `--device cpu` predicts a run on a CPU, any other device a run on CUDA.
@@ -97,21 +98,7 @@ class Profiler:
         "train",
         "the task to run, whose flags are then known",
         (),
-        tuple(SCRIPTS),
-        group="profiler",
-    )
-    gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
-    gpu_memory_gib: float = flag(
-        0.0,
-        f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
-        ("vram",),
-        group="profiler",
-    )
-    cc: int = flag(
-        0,
-        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
-        at_least=0,
-        at_most=999,
+        TASKS,
         group="profiler",
     )
     gpus: int = flag(
@@ -146,17 +133,6 @@ class Profiler:
     def half(self) -> str:
         """The compute precision by its short name."""
         return DTYPES[self.dtype]
-
-    @property
-    def has_card(self) -> bool:
-        return bool(self.gpu or self.gpu_memory_gib)
-
-    def card(self) -> Card:
-        """The card of --gpu or --vram; for --solve one of DEFAULT_GIB if neither is given."""
-        gib = self.gpu_memory_gib
-        if self.solve != "none" and not self.has_card:
-            gib = DEFAULT_GIB
-        return card(self.gpu, gib, self.cc)
 
     def training(self) -> TrainConfig:
         """The trainer's settings."""
@@ -227,10 +203,15 @@ class ProfileAnalysis(Profiler, Measures, TrainConfig):
 
     def analysed(self) -> Analysed:
         """What is planned."""
-        request = advise.request(
-            self.task, self.training(), self.dtype, measures=analysis.measures_of(self)
+        return Analysed(
+            dataclasses.replace(self.model(), compute_dtype=PRECISIONS[self.half]),
+            analysis.measures_of(self),
+            self.batch_size,
+            self.context_length,
+            checkpoint=self.init_from,
+            data=self.data,
+            device="cpu" if self.device == "cpu" else "cuda",
         )
-        return request.analysed
 
 
 CONFIGS = {  # others have the flags of train.py
@@ -284,18 +265,16 @@ def answer(cfg: Profiler) -> int:
 
 def check_question(cfg: Profiler):
     """ValueError for a flag that is about another question than the one that is asked."""
-    searches = cfg.advise or cfg.solve != "none"
     if cfg.json and cfg.solve != "none":
         raise ValueError("--json has no results of --solve: drop --json")
-    if cfg.gpus and not searches:
+    if cfg.gpus and not cfg.searches:
         raise ValueError("--gpus is for --solve and --advise: give --nproc for a number of ranks")
-    if cfg.device == "cpu" and cfg.has_card and not searches:
+    if cfg.device == "cpu" and cfg.has_card and not cfg.searches:
         raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
-    if cfg.device == "cpu" and searches:
-        flag = "--advise" if cfg.advise else "--solve"
+    if cfg.device == "cpu" and cfg.searches:
         raise ValueError(
-            f"{flag} looks for what fits a GPU, and `python {cfg.PROGRAM} --plan` says what a CPU "
-            "holds: drop --device cpu"
+            f"{cfg.searches} looks for what fits a GPU, and `python {cfg.PROGRAM} --plan` says "
+            "what a CPU holds: drop --device cpu"
         )
 
 
@@ -397,11 +376,11 @@ def check_measure(cfg: ProfileConfig, target: str):
 
 def plan_analysis(cfg: ProfileAnalysis) -> int:
     """Predict the parts of an analysis."""
-    target = "cpu" if cfg.device == "cpu" else "cuda"
     asked = cfg.analysed()
-    plan = analysis.Plan(analysis.peaks(asked, target), target)
+    plan = analysis.planned(asked)
     print(
-        f"predicted for {target}: {asked.words(cfg.model_size)}; tensors at the peak of each part"
+        f"predicted for {plan.target}: {cfg.model_size}, {asked.words()}; tensors at the peak of "
+        "each part"
     )
     print(plan.table())
     print(f"  {'device':<20}{plan.gib:>9.2f} GiB, with the process or the CUDA context")
@@ -417,15 +396,18 @@ def solve_analysis(cfg: ProfileAnalysis) -> int:
     """Find the layers and the batch of an analysis, or its context, that a card holds."""
     if cfg.solve == "world_size":
         raise ValueError("one process analyses a model: use --solve levers or --solve context")
-    room = cfg.card().gib
-    search = analysis.by_context if cfg.solve == "context" else analysis.by_layers
-    found = search(cfg.analysed(), room, say)
-    if found is None:
+    asked = cfg.analysed()
+    search = analysis.searched(cfg.card().gib, say)
+    say(search.head())
+    if cfg.solve == "context":
+        best = analysis.by_context(search, asked)
+    else:
+        best = search.climb(asked, list(advise.ladder(asked, None))).best
+    if best is None or not best.fits:
         say("nothing fits")
         return Verdict.NOTHING.exit_code
-    say(analysis.command(found, cfg.init_from, cfg.data, found.config.compute_dtype, "cuda"))
-    unchanged = found == cfg.analysed()
-    return (Verdict.FITS if unchanged else Verdict.AFTER_CHANGES).exit_code
+    say(best.request.command())
+    return verdict(best, best.request == asked).exit_code
 
 
 def solve(cfg: ProfileConfig) -> int:
@@ -449,12 +431,11 @@ def give_advice(cfg: ProfileConfig) -> int:
             "--advise counts cards by --gpus: give that instead of --nproc, or use --solve "
             "world_size to find the ranks that fit"
         )
-    measures = Measures()
     if isinstance(cfg, ProfileAnalysis):
-        measures = analysis.measures_of(cfg)
-    request = advise.request(cfg.task, cfg.training(), cfg.dtype, cfg.gpus or 1, measures)
-    on = cfg.card()
-    found = advise.advise(request, on, host_available_bytes() / GIB, say)
+        asked = cfg.analysed()
+    else:
+        asked = solver.Run(cfg.training(), cfg.gpus or 1)
+    found = advise.advise(cfg.task, asked, cfg.card(), host_available_bytes() / GIB, say)
 
     say(found.text())
     if cfg.json:

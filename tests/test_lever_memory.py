@@ -69,7 +69,7 @@ def test_what_stays_on_the_host_is_counted_there(layers):
         )
         | HOST
     )
-    config, trace = cfg.model(), profile(cfg).trace
+    config, trace = cfg.model(), simulate(cfg)
     inputs = layers * 6144 * config.hidden_size * 2
     assert (
         12 * config.num_params() + inputs
@@ -107,14 +107,12 @@ LADDER = [
 @pytest.mark.slow
 @pytest.mark.parametrize("changes, live, host", LADDER, ids=str)
 def test_the_ladder_of_the_4b(changes, live, host):
-    found = profile(
-        TrainConfig(
-            **dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes
-        )
+    cfg = TrainConfig(
+        **dict(context_length=131072, gradient_checkpointing="full", loss="chunked") | changes
     )
-    assert found.peak / GIB == pytest.approx(
-        live, rel=5e-3
-    ) and found.trace.host_peak / GIB == pytest.approx(host, rel=1e-2)
+    assert profile(cfg).peak / GIB == pytest.approx(live, rel=5e-3)
+    if host:
+        assert simulate(cfg).host_peak / GIB == pytest.approx(host, rel=1e-2)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory import reserve
-from longhaul.memory.deep import whole_trace
+from longhaul.memory.deep import profile
 from longhaul.memory.needs import usual
 from model import GIB
 
@@ -25,7 +25,7 @@ CFG = TrainConfig(model_size="tiny", model_overrides=("num_layers=2",), context_
 
 @pytest.fixture(scope="module")
 def trace():
-    return whole_trace(dataclasses.replace(CFG, device="cuda"))
+    return profile(dataclasses.replace(CFG, device="cuda")).trace
 
 
 def planned(available: float) -> planner.Plan:
@@ -108,4 +108,4 @@ def test_a_rank_of_a_process_group_simulates_in_a_process_of_its_own(tmp_path, m
     finally:
         torch.distributed.destroy_process_group()
     monkeypatch.undo()
-    assert inside == replay(whole_trace(cfg, 2), expandable=True).peak_reserved
+    assert inside == replay(profile(cfg, 2).trace, expandable=True).peak_reserved

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.gpu import history
 from benchmarks.gpu.jobs import Job, Place
 from benchmarks.record import Run, Table, free
 from footprint.device import CUDA_CONTEXT, Demand, cublas_size, waterfall
@@ -18,7 +19,7 @@ from footprint.measure import peak_bytes
 from footprint.workspace import DECLARED
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.memory import history, reconcile
+from longhaul.memory import reconcile
 from longhaul.memory.deep import profile
 from longhaul.memory.reserve import expandable_segments
 from longhaul.memory.simulate import row_batch

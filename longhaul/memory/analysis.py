@@ -12,6 +12,7 @@ import functools
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,10 +29,11 @@ from longhaul.analysis.config import AnalysisConfig, Measures
 from longhaul.analysis.patching import Pairs, Patching
 from longhaul.analysis.precision import at_precision
 from longhaul.analysis.samples import Rows
+from longhaul.kinds import attention_kind
 from longhaul.memory.needs import CUDA_CONTEXT_GIB, PROCESS_GIB
 from longhaul.memory.plan import flag_of
 from longhaul.memory.platforms import predicting
-from longhaul.memory.search import Bounds, Found, Say, Search
+from longhaul.memory.search import Bounds, Found, Lever, Say, Search, Tried, placed
 from longhaul.memory.workspace import Workspaces
 from model import GIB, Block, Decoder, ModelConfig
 
@@ -113,14 +115,21 @@ class Analysed:
     batch_size: int
     context_length: int
     longest: int = 0
+    checkpoint: str = ""
+    data: str = ""
+    device: str = "cuda"
+    ranks: ClassVar[int] = 1
 
-    def words(self, model: str = "") -> str:
+    @property
+    def dtype(self) -> str:
+        return self.config.compute_dtype
+
+    def words(self) -> str:
         """What is analysed, in words."""
         layers = len(self.measures.chosen(self.config))
-        name = f"{model}, " if model else ""
         parts = f" in parts of {self.measures.chunk:,}" if self.measures.chunk else ""
         return (
-            f"{name}{layers} layer(s), {self.batch_size} x {self.context_length:,} tokens{parts}, "
+            f"{layers} layer(s), {self.batch_size} x {self.context_length:,} tokens{parts}, "
             f"{self.config.compute_dtype}"
         )
 
@@ -134,6 +143,40 @@ class Analysed:
                 layers=",".join(str(layer) for layer in range(layers - chosen, layers)),
             ),
         )
+
+    def measure(self, **settings) -> "Analysed":
+        """The same with other measures."""
+        measures = dataclasses.replace(self.measures, **settings)
+        return dataclasses.replace(self, measures=measures)
+
+    def command(self, placement: Placement = Placement.FITS) -> str:
+        """The shell command: what differs from the defaults. An analysis needs no other segments,
+        whatever its placement.
+        """
+        checkpoint = shlex.quote(self.checkpoint) if self.checkpoint else "DIR"
+        words = [f"python -m scripts.run_full_analysis --checkpoint {checkpoint}"]
+        if self.data:
+            words.append(f"--data {shlex.quote(self.data)}")
+        words += [
+            f"--context_length {self.context_length}",
+            f"--batch_size {self.batch_size}",
+            f"--dtype {self.dtype}",
+            f"--device {self.device}",
+        ]
+        for spec in dataclasses.fields(self.measures):
+            value = getattr(self.measures, spec.name)
+            if value != spec.default:
+                words.append(flag_of(spec, value))
+        return " ".join([*words, "--out analysis"])
+
+    def breakdown(self) -> dict[str, int]:
+        """What the peak is made of; the sum is the live peak."""
+        weights = self.config.num_params() * self.config.dtype.itemsize
+        found = planned(self)
+        return {
+            "weights": weights,
+            f"highest part: {found.largest}": found.peaks[found.largest] - weights,
+        }
 
     @property
     def last(self) -> int:
@@ -201,8 +244,14 @@ def simulated(asked: Analysed, target: str, part: Callable) -> int:
     longest = asked.longest if asked.measures.chunk else 0
     samples = FakeSamples(rows, asked.context_length, longest)
     with on_fake_tensors(asked.config, target, every_tile) as (tracker, model):
+        if part is not loading:
+            tracker.peak = tracker.live
         part(model, samples, asked)
         return tracker.peak
+
+
+def loading(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
+    """Nothing more than the model, whose tied head has memory of its own until it is tied."""
 
 
 def statistics(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
@@ -250,6 +299,7 @@ def costs(model: Decoder, samples: FakeSamples, asked: Analysed) -> None:
 
 
 PARTS: dict[str, Callable] = {
+    "loading": loading,
     "patching": patching,
     "statistics": statistics,
     "distances": distances,
@@ -358,6 +408,12 @@ class Plan:
             )
 
 
+def planned(asked: Analysed) -> Plan:
+    """The plan of an analysis on its device."""
+    target = "cpu" if asked.device == "cpu" else "cuda"
+    return Plan(peaks(asked, target), target)
+
+
 def plan(
     cfg: AnalysisConfig, config: ModelConfig, context_length: int, target: str, longest: int = 0
 ) -> Plan:
@@ -374,14 +430,6 @@ def measures_of(cfg: Measures) -> Measures:
 # ---- what fits a card
 
 
-def smaller(rows: int) -> list[int]:
-    """Batches to try: as asked, then halves."""
-    found = [rows]
-    while found[-1] > 1:
-        found.append(found[-1] // 2)
-    return found
-
-
 def spread(layers: int, count: int) -> list[int]:
     """`count` layers from the first to the last, evenly."""
     return sorted({round(index * (layers - 1) / max(count - 1, 1)) for index in range(count)})
@@ -394,63 +442,52 @@ def with_layers(measures: Measures, config: ModelConfig, count: int) -> Measures
     return dataclasses.replace(measures, layers=",".join(str(layer) for layer in kept))
 
 
-def candidates(asked: Analysed) -> Iterator[Analysed]:
-    """All layers with ever smaller batches, then half of the layers, and so on: what is looked at
-    is the last thing to give up.
-    """
-    for count in smaller(len(asked.measures.chosen(asked.config))):
-        fewer = asked.measures
-        if count < len(fewer.chosen(asked.config)):
-            fewer = with_layers(fewer, asked.config, count)
-        for rows in smaller(asked.batch_size):
-            yield dataclasses.replace(asked, measures=fewer, batch_size=rows)
+def judged(gib: float, asked: Analysed) -> Found:
+    """What an analysis needs on a device of so many GiB."""
+    found = planned(asked)
+    return placed(found.peaks[found.largest], int(found.gib * GIB), int(gib * GIB))
 
 
 def searched(gib: float, say: Say) -> Search:
     """A search for what a card of so many GiB holds."""
-
-    def judge(asked: Analysed) -> Found:
-        found = Plan(peaks(asked, "cuda"), "cuda")
-        placement = Placement.FITS if found.gib <= gib else Placement.TOO_SMALL
-        return Found(found.peaks[found.largest], int(found.gib * GIB), placement)
-
-    return Search(judge, int(gib * GIB), say, with_costs=False)
+    return Search(functools.partial(judged, gib), int(gib * GIB), say)
 
 
-def by_layers(asked: Analysed, gib: float, say: Say) -> Analysed | None:
-    """The first candidate that a card holds."""
-    found = searched(gib, say).first((one.words(), one) for one in candidates(asked))
-    return found and found.request
-
-
-def by_context(asked: Analysed, gib: float, say: Say) -> Analysed | None:
+def by_context(search: Search, asked: Analysed) -> Tried | None:
     """The longest context, a multiple of 1,024 tokens, that a card holds."""
 
     def at(context: int) -> Analysed:
         return dataclasses.replace(asked, context_length=context)
 
     bounds = Bounds(UNIT, nearly=True, least=UNIT)
-    found = searched(gib, say).largest("--context_length", UNIT, at, bounds)
-    return found and found.request
+    return search.largest("--context_length", UNIT, at, bounds)
 
 
-# ---- its command
+# ---- what may be changed
 
 
-def command(asked: Analysed, checkpoint: str, data: str, dtype: str, device: str) -> str:
-    """The shell command of an analysis: what differs from the defaults."""
-    words = ["python -m scripts.run_full_analysis"]
-    words.append(f"--checkpoint {shlex.quote(checkpoint) if checkpoint else 'DIR'}")
-    if data:
-        words.append(f"--data {shlex.quote(data)}")
-    words += [
-        f"--context_length {asked.context_length}",
-        f"--batch_size {asked.batch_size}",
-        f"--dtype {dtype}",
-        f"--device {device}",
-    ]
-    for spec in dataclasses.fields(asked.measures):
-        value = getattr(asked.measures, spec.name)
-        if value != spec.default:
-            words.append(flag_of(spec, value))
-    return " ".join([*words, "--out analysis"])
+def in_parts(asked: Analysed) -> Analysed:
+    """Rows over the KV cache, if they are long enough and their attention allows it."""
+    allowed = attention_kind(asked.config).prompt_in_parts
+    if asked.measures.chunk or not allowed or asked.context_length <= CHUNK:
+        return asked
+    return asked.measure(chunk=CHUNK)
+
+
+def without_sae(asked: Analysed) -> Analysed:
+    return asked.measure(skip_sae=True)
+
+
+def fewer_layers(asked: Analysed, count: int) -> Analysed:
+    measures = with_layers(asked.measures, asked.config, count)
+    return dataclasses.replace(asked, measures=measures)
+
+
+def levers(asked: Analysed) -> Iterator[Lever]:
+    """What is measured otherwise, and in the end of fewer layers, from the first to the last."""
+    yield Lever(f"rows in parts of {CHUNK:,}", in_parts)
+    yield Lever("no sparse autoencoder (--skip-sae)", without_sae)
+    layers = len(asked.measures.chosen(asked.config))
+    while layers > 1:
+        layers //= 2
+        yield Lever(f"{layers} layers (--layers)", functools.partial(fewer_layers, count=layers))

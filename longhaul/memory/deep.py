@@ -1,45 +1,42 @@
-"""The memory of a deep model from simulations of four and of five layers.
+"""The memory of a step: one simulation of at most five layers, whose trace is unrolled to all.
 
-The peaks: at a given moment of a given layer, memory is that of the static part, of the layers
-before and of the layers after, which are all identical. So every byte is affine both in the number
-of layers and in the layer's place, and a peak lies in one of the first two or last two layers
-(their neighbours differ: FSDP2 gathers the next layer early). Two simulations give both
-coefficients.
-
-The trace: it falls into runs, from one layer's start to the next one's. Of five layers, layers 1, 2
+The trace falls into runs, from one layer's start to the next one's. Of five layers, layers 1, 2
 and 3 each have a neighbour like themselves on either side, so a deeper model's trace repeats the
 run of layer 2, and each copy has storages of its own. This leaves out how the scratch memory of the
-gradient norm, a few KiB after the peak, grows with the number of parameters; the peaks include it.
+gradient norm, a few KiB after the peak, grows with the number of parameters, and what levers keep
+in host memory, which needs.py counts.
 """
 
 import bisect
 import dataclasses
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from footprint.trace import CATEGORIES, Event, Trace
 from longhaul.config import TrainConfig
 from longhaul.memory.simulate import simulate
-from longhaul.memory.stages import ROLLOUT, VALIDATION
 
-FEWER, LAYERS = 4, 5  # layers of the two simulations: the trace that is unrolled has LAYERS
+LAYERS = 5  # that are simulated
 MIDDLE = 2  # the layer of that trace that is repeated
-EDGES = (0, 1, -2, -1)  # layers in which a peak may lie
 
 Sizes = dict[str, int]  # category -> bytes
-Place = int | str  # a layer of EDGES, "middle", or "" outside of the layers
-Moment = tuple[str, int, Place]  # stage, number of the forward in it, place
+Moment = tuple[str, str]  # stage, and the operator whose result is new
 Name = tuple  # what a storage shares with its twins in the other layers
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Peaks of one rank's step in bytes: by stage, and at each stage's peak by category."""
+    """One rank's step: its trace, and the bytes by category at the largest of its moments."""
 
-    stages: dict[str, Sizes]  # at each stage's peak, the workspace included
     trace: Trace  # of the whole model
-    layers: int
+    moments: dict[Moment, Sizes]  # the workspace included
+
+    @cached_property
+    def stages(self) -> dict[str, Sizes]:
+        """Of each stage, the sizes at its peak."""
+        return stage_sizes(self.moments)
 
     @property
     def peak_stage(self) -> str:
@@ -51,111 +48,57 @@ class Profile:
         return sum(self.stages[self.peak_stage].values())
 
 
-def profile(cfg: TrainConfig, ranks: int = 1, target: str = "cuda", full: bool = False) -> Profile:
-    """The step's profile. `full` simulates every layer and every tile, and must agree with what two
-    shallow models give.
+def profile(
+    cfg: TrainConfig,
+    ranks: int = 1,
+    target: str = "cuda",
+    full: bool = False,
+    tokens: int = 0,
+) -> Profile:
+    """The step's profile. `full` simulates every layer and every tile, and must agree with what a
+    shallow model gives; `tokens` as for `simulate`.
     """
     layers = cfg.model().num_layers
     if full or layers <= LAYERS:
-        trace = simulate(cfg, ranks, target, every_tile=full)
-        return Profile(_largest_by_stage(_peaks(trace, layers)), trace, layers)
-
-    low = simulate(cfg, ranks, target, FEWER)
-    high = simulate(cfg, ranks, target, LAYERS)
-    low_peaks = _peaks(low, FEWER)
-    high_peaks = _peaks(high, LAYERS)
-    peaks = {key: _affine(low_peaks[key], high_peaks[key], layers) for key in low_peaks}
-
-    host_peaks = _affine(low.host_peaks, high.host_peaks, layers)
-    trace = dataclasses.replace(unroll(high, layers), host_peaks=host_peaks)
-    return Profile(_largest_by_stage(peaks), trace, layers)
+        trace = simulate(cfg, ranks, target, every_tile=full, tokens=tokens)
+    else:
+        trace = unroll(simulate(cfg, ranks, target, LAYERS, tokens=tokens), layers)
+    return Profile(trace, largest_moments(trace))
 
 
-def whole_trace(cfg: TrainConfig, ranks: int = 1, target: str = "cuda") -> Trace:
-    """The trace of a profile, in half its time: from one simulation instead of two. Its host_peaks
-    are those of the layers that were simulated.
-    """
-    layers = cfg.model().num_layers
-    if layers <= LAYERS:
-        return simulate(cfg, ranks, target)
-    return unroll(simulate(cfg, ranks, target, layers=LAYERS), layers)
+def stage_sizes(moments: dict[Moment, Sizes]) -> dict[str, Sizes]:
+    """Of each stage, the sizes at its largest moment."""
+    found: dict[str, Sizes] = {}
+    for (stage, _), sizes in moments.items():
+        if sum(sizes.values()) > sum(found.get(stage, {}).values()):
+            found[stage] = sizes
+    return found
 
 
-def stage_sizes(trace: Trace) -> dict[str, Sizes]:
-    """Of each stage of a whole trace, the bytes by category at its peak."""
-    return _largest_by_stage(_peaks(trace, trace.config["layers"]))
+def largest_moments(trace: Trace) -> dict[Moment, Sizes]:
+    """Of each stage and operator, the bytes by category when most are alive."""
+    workspaces = {time: size for time, size, _ in trace.workspaces}
+    sizes = dict.fromkeys(CATEGORIES, 0)
+    found: dict[Moment, tuple[int, Sizes]] = {}
+    for time, events in groupby(trace.events, key=lambda event: event.time):
+        op = ""
+        for event in events:
+            if event.bytes:
+                storage = trace.storages[event.storage]
+                sizes[storage.category] += event.bytes
+                op = storage.op
+        workspace = workspaces.get(time, 0)
+        total = sum(sizes.values()) + workspace
+        moment = trace.stage_at(time), op
+        if moment not in found or total > found[moment][0]:
+            found[moment] = total, sizes | {"workspace": workspace}
+    return {moment: at_peak for moment, (_, at_peak) in found.items()}
 
 
 def layer_of(module: str) -> int | None:
     """The layer that a module belongs to; None outside of the layers."""
     found = re.match(r"layers\.(\d+)", module)
     return int(found[1]) if found else None
-
-
-# ---- peaks
-
-
-def _affine(low: dict[str, int], high: dict[str, int], layers: int) -> dict[str, int]:
-    """What FEWER layers have and what LAYERS have, extrapolated."""
-    found = {}
-    for name in high | low:
-        of_one_layer = high.get(name, 0) - low.get(name, 0)
-        found[name] = low.get(name, 0) + (layers - FEWER) * of_one_layer
-    return found
-
-
-def _largest_by_stage(peaks: dict[Moment, Sizes]) -> dict[str, Sizes]:
-    """Of each stage, the sizes at the place whose peak is largest."""
-    best: dict[str, Sizes] = {}
-    for (stage, _, _), sizes in peaks.items():
-        if sum(sizes.values()) > sum(best.get(stage, {}).values()):
-            best[stage] = sizes
-    return best
-
-
-def _peaks(trace: Trace, layers: int) -> dict[Moment, Sizes]:
-    """(stage, forward, place) -> bytes by category at the largest moment."""
-    workspaces = {time: size for time, size, _ in trace.workspaces}
-    forwards = _forwards(trace)
-    sizes = dict.fromkeys(CATEGORIES, 0)
-    found: dict[Moment, tuple[int, Sizes]] = {}
-
-    for time, events in groupby(trace.events, key=lambda event: event.time):
-        for event in events:
-            if event.bytes:
-                sizes[trace.storages[event.storage].category] += event.bytes
-
-        workspace = workspaces.get(time, 0)
-        total = sum(sizes.values()) + workspace
-        forward = bisect.bisect_right(forwards, time)
-        for place in _places(trace.module_at(time), layers):
-            key = trace.stage_at(time), forward, place
-            if key not in found or total > found[key][0]:
-                found[key] = total, sizes | {"workspace": workspace}
-    return {key: at_peak for key, (_, at_peak) in found.items()}
-
-
-def _forwards(trace: Trace) -> list[int]:
-    """The times at which the layers begin anew in a stage of several forwards. Each of these grows
-    with the layers in its own way, so that of few layers another one may be the largest.
-    """
-    starts = []
-    before = -1
-    for time, module in trace.modules:
-        layer = layer_of(module)
-        if layer is None:
-            continue
-        if layer < before and trace.stage_at(time) in (ROLLOUT, VALIDATION):
-            starts.append(time)
-        before = layer
-    return starts
-
-
-def _places(module: str, layers: int) -> list[Place]:
-    layer = layer_of(module)
-    if layer is None:
-        return [""]
-    return [place for place in EDGES if place % layers == layer] or ["middle"]
 
 
 # ---- the trace

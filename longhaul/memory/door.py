@@ -34,7 +34,17 @@ from longhaul.cli import flag
 from longhaul.memory import hugging_face, users_file
 from longhaul.memory.hugging_face import DTYPES, OPTIMIZERS, Training
 from longhaul.memory.search import MOST as MOST_TRIED
-from longhaul.memory.search import Bounds, Found, Lever, Say, Search, Tried, Verdict, note_on_size
+from longhaul.memory.search import (
+    Bounds,
+    Found,
+    Lever,
+    Say,
+    Search,
+    Tried,
+    Verdict,
+    note_on_size,
+    verdict,
+)
 from longhaul.memory.users_file import UsersFile
 from model import GIB
 
@@ -62,7 +72,45 @@ MANY = 8  # ranks that --advise tries at most, unless --gpus says otherwise
 
 
 @dataclass(frozen=True)
-class StepConfig:
+class CardFlags:
+    """The card that shall hold a step, and the questions about it."""
+
+    gpu: str = flag("", "name of the card that shall hold the step, such as H100", group="profiler")
+    gpu_memory_gib: float = flag(
+        0.0,
+        f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
+        ("vram",),
+        group="profiler",
+    )
+    cc: int = flag(
+        0,
+        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
+        at_least=0,
+        at_most=999,
+        group="profiler",
+    )
+
+    @property
+    def has_card(self) -> bool:
+        return bool(self.gpu or self.gpu_memory_gib)
+
+    @property
+    def searches(self) -> str:
+        """The flag of a search that is asked for, or nothing."""
+        if self.advise:
+            return "--advise"
+        return "--solve" if self.solve != "none" else ""
+
+    def card(self) -> Card:
+        """The card of --gpu or --vram; for --solve one of DEFAULT_GIB if neither is given."""
+        gib = self.gpu_memory_gib
+        if self.solve != "none" and not self.has_card:
+            gib = DEFAULT_GIB
+        return card(self.gpu, gib, self.cc)
+
+
+@dataclass(frozen=True)
+class StepConfig(CardFlags):
     """The flags of `profile_memory.py --step` and `--hf`."""
 
     step: str = flag("", "FILE.py[:build,step]: a file with build() and step(state)")
@@ -97,18 +145,6 @@ class StepConfig:
         "none", "what to find: the longest row or the most rows", (), ("none", "context", "batch")
     )
     advise: bool = flag(False, "say what to change so that the step fits --gpu or --vram")
-    gpu: str = flag("", "name of the card that shall hold the step")
-    gpu_memory_gib: float = flag(
-        0.0,
-        f"memory of one GPU, instead of --gpu; --solve assumes {DEFAULT_GIB:g} if neither is given",
-        ("vram",),
-    )
-    cc: int = flag(
-        0,
-        "compute capability x 10 of the GPU, such as 86; 0: that of --gpu, or 80",
-        at_least=0,
-        at_most=999,
-    )
     gpus: int = flag(
         MANY, "most GPUs that share the model, with --advise", at_least=1, at_most=MOST_RANKS
     )
@@ -119,9 +155,8 @@ class StepConfig:
             raise ValueError("--step FILE.py and --hf FOLDER say what is predicted: give one")
         if self.advise and self.solve != "none":
             raise ValueError("--solve and --advise answer different questions: give one")
-        if self.device == "cpu" and (self.advise or self.solve != "none"):
-            asked = "--advise" if self.advise else "--solve"
-            raise ValueError(f"{asked} looks for what fits a GPU: drop --device cpu")
+        if self.device == "cpu" and self.searches:
+            raise ValueError(f"{self.searches} looks for what fits a GPU: drop --device cpu")
         if self.device == "cpu" and self.has_card:
             raise ValueError("--gpu and --vram say what a GPU holds: drop them, or --device cpu")
         self.answers()
@@ -145,15 +180,9 @@ class StepConfig:
                 raise ValueError(f"--{name} {path} cannot be written ({reason}): name another file")
 
     @property
-    def has_card(self) -> bool:
-        return bool(self.gpu or self.gpu_memory_gib)
-
-    def card(self) -> Card:
-        """The card of --gpu or --vram; for --solve one of DEFAULT_GIB if neither is given."""
-        gib = self.gpu_memory_gib
-        if self.solve != "none" and not self.has_card:
-            gib = DEFAULT_GIB
-        return card(self.gpu, gib, self.cc)
+    def target(self) -> str:
+        """What footprint predicts for: workspaces of kernels differ by card."""
+        return self.card().name if self.gpu else self.device
 
     def answers(self) -> dict[str, object]:
         """The values of --answer by their lines, as footprint.predict takes them."""
@@ -210,14 +239,13 @@ def main(words: list[str], say: Say) -> int:
 
 def _answer(cfg: StepConfig, typed: Mapping[str, Any], say: Say) -> int:
     """Predict, search or advise, as it is asked for; the exit code."""
-    asks = cfg.solve != "none" or cfg.advise
-    on = cfg.card() if asks or cfg.has_card else None
+    on = cfg.card() if cfg.searches or cfg.has_card else None
     note = note_on_size(cfg.gpu_memory_gib)
     if note:
         say(note)
     predicted = of_file(cfg, typed.keys()) if cfg.step else of_hugging_face(cfg, typed.keys())
 
-    if not asks:
+    if not cfg.searches:
         return _predict(cfg, on, predicted, say).exit_code
     room = int(on.gib * GIB)
     search = Search(functools.partial(_judged, predicted, room), room, say)
@@ -260,12 +288,6 @@ def _judged(predicted: Callable[[StepConfig], Report], room: int, cfg: StepConfi
     return Found(report.peak, asked.least_bytes, asked.placement(room), report=report)
 
 
-def _verdict(best: Tried, as_asked: bool) -> Verdict:
-    """The verdict of the best candidate; `as_asked`: whether the request fits as it is."""
-    fits = as_asked and best.found.placement is Placement.FITS
-    return Verdict.FITS if fits else Verdict.AFTER_CHANGES
-
-
 def _segments(one: Tried) -> str:
     """What else has to be set for a candidate that fits."""
     if one.found.placement is not Placement.EXPANDABLE:
@@ -288,7 +310,7 @@ def _solved(cfg: StepConfig, search: Search) -> Answer:
         few = bounds.most < MOST_TRIED
         limit = " (the model has no more positions)" if few else " (no more are tried)"
     words = f"the largest --{name} that fits: {bounds.low:,}{limit}{_segments(best)}"
-    return Answer(best, _verdict(best, search.tried[0].fits), words)
+    return Answer(best, verdict(best, search.tried[0].fits), words)
 
 
 def _set(cfg: StepConfig, name: str, value: object) -> StepConfig:
@@ -334,7 +356,7 @@ def _advised(cfg: StepConfig, card: Card, search: Search) -> Answer:
     rows = ["fits after these changes:" if climbed.made else "fits as asked"]
     rows += [f"  {change.name}: {change.code}" for change in climbed.made]
     words = "\n".join(rows) + _segments(best)
-    return Answer(best, _verdict(best, not climbed.made), words)
+    return Answer(best, verdict(best, not climbed.made), words)
 
 
 # ---- the command line and its files
@@ -344,7 +366,7 @@ def _check_questions(cfg: StepConfig, typed: Set[str]) -> None:
     """ValueError for a flag of a question that is not asked."""
     if "gpus" in typed and not cfg.advise:
         raise ValueError("--gpus is for --advise: give --advise, or --fsdp for a number of ranks")
-    if "cc" in typed and not (cfg.has_card or cfg.advise or cfg.solve != "none"):
+    if "cc" in typed and not (cfg.has_card or cfg.searches):
         raise ValueError("--cc is about the card of --gpu or --vram: give one")
 
 
@@ -429,7 +451,7 @@ def of_hugging_face(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], 
     def predicted(cfg: StepConfig) -> Report:
         with _worded_for_the_shell(), hugging_face.ToldInOneLine(cfg.hf):
             build, step = cfg.training().functions()
-            return predict(build, step, cfg.device, cfg.fsdp, cfg.depth, cfg.answers())
+            return predict(build, step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
     return predicted
 
@@ -454,7 +476,7 @@ def of_file(cfg: StepConfig, typed: Set[str]) -> Callable[[StepConfig], Report]:
         checked = functools.partial(_built, build, cfg.fsdp)
         one_step = functools.partial(step, **given)
         with _worded_for_the_shell(), users_file.ToldInOneLine():
-            return predict(checked, one_step, cfg.device, cfg.fsdp, cfg.depth, cfg.answers())
+            return predict(checked, one_step, cfg.target, cfg.fsdp, cfg.depth, cfg.answers())
 
     return predicted
 

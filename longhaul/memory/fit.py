@@ -22,7 +22,7 @@ from footprint.device import Placement
 from longhaul.config import TrainConfig
 from longhaul.kernels import loss_path
 from longhaul.kinds import attention_kind
-from longhaul.memory.plan import Plan, command, plan
+from longhaul.memory.plan import Plan, command, cost_words, plan
 from longhaul.memory.search import Found, Lever, Search, Verdict, pulled
 from longhaul.memory.stages import ROLLOUT
 from longhaul.posttrain.config import IntuitorConfig, PolicyConfig
@@ -326,7 +326,7 @@ def proposal(nearest: Plan, request: Plan) -> str:
         if after != before:
             changes.append(f"{spec.name} {_shown(spec, before)} -> {_shown(spec, after)}")
 
-    changes.append(_times(nearest, request))
+    changes.append(cost_words(_times(nearest, request), nearest.needs.host))
     shell = command(nearest.asked, request.world, nearest.shutdown_timeout)
     found = f"closest command that runs here ({', '.join(changes)}):\n{shell}"
     if nearest.asked.max_steps < min(FEW_STEPS, request.asked.max_steps):

@@ -7,8 +7,10 @@ what is reserved for it grows as the live bytes do. Sizes are bytes.
 
 import dataclasses
 import functools
+import itertools
+import math
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +19,7 @@ import torch
 
 from footprint.device import Demand
 from longhaul.config import TrainConfig
-from longhaul.memory import soft
-from longhaul.memory.deep import Sizes, stage_sizes, whole_trace
+from longhaul.memory.deep import Profile, Sizes, profile, stage_sizes
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
 from model import GIB
@@ -36,6 +37,7 @@ CUDA_CONTEXT_GIB = 1.0
 LARGEST = ("ste_legacy", "reinforce")
 KEPT = ("parameter", "optimizer")  # categories of what every stage holds
 COPY = "copy for --async_save"  # a category of its own
+SHORT = (7, 8, 9)  # tokens of the responses that stand for a long one: fewer have other peaks
 # settings that decide no byte
 WEIGHTLESS = {"output_dir", "data", "seed", "max_steps", "warmup_steps", "lr", "resume"}
 WEIGHTLESS |= {"skip_rows", "demo", "plan", "fit", "save_every", "log_every"}
@@ -125,15 +127,45 @@ def _simulated(cfg: TrainConfig, ranks: int) -> tuple[dict[str, Sizes], Any, flo
     GRADE stands for a long one, of which every token would be simulated.
     """
     target = "cpu" if cfg.device == "cpu" else "cuda"
-    if not soft.is_long(cfg):
-        # compiled layers are not simulated; the eager step is an upper bound
-        trace = whole_trace(dataclasses.replace(cfg, compile=False), ranks, target)
-        return stage_sizes(trace), trace, 1.0
+    # compiled layers are not simulated; the eager step is an upper bound
+    simulated = functools.partial(profile, dataclasses.replace(cfg, compile=False), ranks, target)
+    if not isinstance(cfg, GradeConfig) or cfg.max_new_tokens <= SHORT[-1]:
+        found = simulated()
+        return found.stages, found.trace, 1.0
 
-    stages, _ = soft.stages(cfg, ranks, target)
-    *_, (_, short) = soft.profiles(cfg, ranks, target)
-    peak = max(sum(sizes.values()) for sizes in stages.values())
-    return stages, short.trace, peak / short.trace.peak()[0]
+    # what is kept of a token depends on its place if each one keeps a copy of the row before it
+    copies = cfg.gradient_checkpointing == "none" or cfg.method.endswith("_legacy")
+    shorts = [simulated(tokens=tokens) for tokens in (SHORT if copies else SHORT[:2])]
+    stages = _extended(shorts, cfg.max_new_tokens - SHORT[0])
+    last = shorts[-1]
+    return stages, last.trace, max(sum(sizes.values()) for sizes in stages.values()) / last.peak
+
+
+def _extended(shorts: Sequence[Profile], more: int) -> dict[str, Sizes]:
+    """The stages of responses of consecutive numbers of tokens, continued to `more` tokens than the
+    first one's.
+
+    A byte is alive with the parameters, with the tokens before it or with those of the response,
+    which are alike. So at each moment it is a polynomial in their number.
+    """
+    *others, last = (short.moments for short in shorts)
+    found = {}
+    for moment, sizes in last.items():
+        if all(moment in other for other in others):
+            series = [[other[moment][name] for name in sizes] for other in (*others, last)]
+            found[moment] = dict(zip(sizes, _continued(series, more), strict=True))
+    return stage_sizes(found)
+
+
+def _continued(series: list[list[int]], more: int) -> list[int]:
+    """The numbers at `more` of the polynomials with these values at 0, 1, 2 (Newton's formula)."""
+    total = [0 for _ in series[0]]
+    for order in range(len(series)):
+        factor = math.comb(more, order)
+        total = [sum_ + factor * value for sum_, value in zip(total, series[0], strict=True)]
+        pairs = itertools.pairwise(series)
+        series = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return total
 
 
 @remembered(most=4096)

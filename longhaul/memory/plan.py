@@ -164,6 +164,10 @@ class Plan:
         """Seconds that torchrun must wait at the end of this run; 0: those that it waits anyway."""
         return shutdown_timeout(self.cfg, self.world.size, self.longest_step)
 
+    def costs(self) -> str:
+        """What a step and the whole run take, in words."""
+        return cost_words(self.time(), self.needs.host)
+
     def time(self) -> str:
         """The time of a step and of the whole run, in words."""
         if self.stages:
@@ -257,6 +261,13 @@ class Plan:
         if self.device.type == "cpu":
             return f"this machine's free memory / {self.world.local_size} rank(s)"
         return "the GPU"
+
+
+def cost_words(time: str, host: int) -> str:
+    """What a proposal takes: its time, and the host memory that levers use, in words."""
+    if not host:
+        return f"time: {time}"
+    return f"time: {time}; host memory: {host / GIB:.2f} GiB per rank, moving it takes more time"
 
 
 def _row(name: str, gib: float, note: str = "") -> str:

@@ -89,12 +89,14 @@ class Rehearsal:
         storage.module = name
 
 
-def rehearsal(cfg: TrainConfig, ranks: int, every: bool) -> Rehearsal | None:
-    """What settings of post-training add to a step; None for those of pretraining."""
+def rehearsal(cfg: TrainConfig, ranks: int, every: bool, tokens: int = 0) -> Rehearsal | None:
+    """What settings of post-training add to a step; None for those of pretraining. `tokens`: how
+    many a soft response has, instead of all.
+    """
     if isinstance(cfg, IntuitorConfig):
         return Intuitor(cfg, ranks, every)
     if isinstance(cfg, GradeConfig):
-        return Grade(cfg, ranks, every)
+        return Grade(cfg, ranks, every, tokens)
     return None
 
 
@@ -183,10 +185,12 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
 class Grade(Rehearsal):
     """Responses of soft tokens, which are made inside the loss, and their reward, by one method."""
 
-    def __init__(self, cfg: GradeConfig, ranks: int, every: bool):
+    def __init__(self, cfg: GradeConfig, ranks: int, every: bool, tokens: int = 0):
         super().__init__(cfg, ranks, every)
         # a run always leaves out the ids that are padding, though there may be none
-        self.settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
+        settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)
+        made = tokens or cfg.max_new_tokens
+        self.settings = dataclasses.replace(settings, max_new_tokens=made)
         one = torch.zeros(1, dtype=torch.long)
         prompts = [one for _ in range(cfg.batch_size)]
         numbers = range(cfg.batch_size)
@@ -226,7 +230,7 @@ class Grade(Rehearsal):
         if self.cfg.eval_every and self.state.step:
             self._validate()
         # a first step, which only makes the optimizer's states, is as good with one token
-        tokens = self.cfg.max_new_tokens if self.state.step else 1
+        tokens = self.settings.max_new_tokens if self.state.step else 1
         self.state.objective.settings = dataclasses.replace(self.settings, max_new_tokens=tokens)
         shapes: list[tuple[int, ...]] = [
             (),
@@ -278,13 +282,3 @@ def table_lengths(cfg: GradeConfig) -> list[list[int]]:
     at_once = {"gumbel_legacy": whole, "ste_legacy": whole, "reinforce": whole - 1}
     of_reference = [at_once[cfg.method]] if cfg.method in at_once else grown
     return [grown, of_reference, [whole]]
-
-
-def table_bytes(cfg: GradeConfig) -> int:
-    """Bytes of these tables, cos and sin of half a head each, in fp32."""
-    policy, reference, judge = (lengths[-1] for lengths in table_lengths(cfg))
-    head = cfg.model().head_dim
-    of_reward = head
-    if cfg.reward_checkpoint:
-        of_reward = reward.read_config(cfg.reward_checkpoint).head_dim
-    return 4 * (head * (policy + reference) + of_reward * judge)

@@ -84,6 +84,12 @@ class Found(NamedTuple):
     report: Any = None
 
 
+def placed(live: int, device: int, room: int, **more: Any) -> Found:
+    """What needs so many bytes of a device that has `room`."""
+    placement = Placement.FITS if device <= room else Placement.TOO_SMALL
+    return Found(live, device, placement, **more)
+
+
 class Tried(NamedTuple):
     """A request that was judged."""
 
@@ -106,6 +112,14 @@ class Tried(NamedTuple):
             "device_bytes": self.found.device,
             "placement": self.found.placement,
         }
+
+
+def verdict(best: Tried | None, unchanged: bool) -> Verdict:
+    """The verdict of the best candidate; `unchanged`: it is the request as asked."""
+    if best is None:
+        return Verdict.NOTHING
+    fits = unchanged and best.found.placement is Placement.FITS
+    return Verdict.FITS if fits else Verdict.AFTER_CHANGES
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from longhaul.dist import World
 from longhaul.flops import run_words, step_seconds, warm_up_seconds
 from longhaul.kinds import attention_kind, unfit_exchanges
 from longhaul.memory import fit
-from longhaul.memory.needs import demand, needs
-from longhaul.memory.plan import command, flag_of, shutdown_timeout
+from longhaul.memory.needs import PROCESS_GIB, Needs, demand, needs
+from longhaul.memory.plan import command, cost_words, flag_of, shutdown_timeout
 from longhaul.memory.search import (
     AS_ASKED,
     Bounds,
@@ -31,7 +31,9 @@ from longhaul.memory.search import (
     Search,
     Tried,
     Verdict,
+    placed,
     pulled,
+    verdict,
 )
 from longhaul.memory.simulate import MOST_TOKENS
 from longhaul.parallel.context import allowed_sizes
@@ -45,37 +47,65 @@ class Run(NamedTuple):
     """A request on a number of ranks."""
 
     cfg: TrainConfig
-    ranks: int
+    ranks: int = 1
 
     @property
-    def seconds(self) -> float:
-        """Predicted time of a step, all ranks working in parallel."""
-        return step_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
+    def device(self) -> str:
+        return "cpu" if self.cfg.device == "cpu" else "cuda"
 
     @property
-    def warm_up_seconds(self) -> float:
-        """The same of a step of an indexer's dense warm-up; 0 for a run without one."""
-        return warm_up_seconds(self.cfg, self.cfg.model(), self.ranks, "cuda")
+    def dtype(self) -> str:
+        return self.cfg.model().compute_dtype
 
-    def at(self, context: int) -> "Run":
-        """The same with another context."""
-        return self._replace(cfg=dataclasses.replace(self.cfg, context_length=context))
+    @property
+    def batch_size(self) -> int:
+        return self.cfg.batch_size
+
+    def words(self) -> str:
+        """The request in words."""
+        cfg = self.cfg
+        return (
+            f"{cfg.model_size} ({cfg.model().num_params():,} parameters), "
+            f"{cfg.batch_size} x {cfg.row_tokens:,} tokens, {cfg.dtype}"
+        )
+
+    def breakdown(self) -> dict[str, int]:
+        """What the peak is made of; the sum is the live peak."""
+        found = self.needs
+        name = found.peak_stage
+        return {"parameters and optimizer": found.static, name: found.peak - found.static}
+
+    @property
+    def needs(self) -> Needs:
+        """What one rank needs."""
+        return needs(dataclasses.replace(self.cfg, device=self.device), self.ranks)
+
+    def step_seconds(self) -> tuple[float, float]:
+        """Predicted time of a step, all ranks working in parallel, and of one of an indexer's dense
+        warm-up; 0 for a run without one.
+        """
+        request = self.cfg, self.cfg.model(), self.ranks, self.device
+        return step_seconds(*request), warm_up_seconds(*request)
+
+    def change(self, **settings) -> "Run":
+        """The same with other settings."""
+        return self._replace(cfg=dataclasses.replace(self.cfg, **settings))
 
     def cost(self, asked: TrainConfig) -> tuple[bool, float, int]:
         """By what more ranks are chosen: the attention as asked, then the time of all ranks."""
         other_attention = attention_kind(self.cfg) is not attention_kind(asked)
-        return other_attention, self.seconds * self.ranks, self.ranks
+        seconds, _ = self.step_seconds()
+        return other_attention, seconds * self.ranks, self.ranks
 
     def command(self, placement: Placement) -> str:
         """What trains it."""
-        step = max(self.seconds, self.warm_up_seconds)
-        timeout = shutdown_timeout(self.cfg, self.ranks, step)
+        timeout = shutdown_timeout(self.cfg, self.ranks, max(self.step_seconds()))
         line = command(self.cfg, World(size=self.ranks, local_size=self.ranks), timeout)
         return EXPANDABLE_SEGMENTS + line if placement is Placement.EXPANDABLE else line
 
-    def time(self) -> str:
-        """Of a step and of the run, in words."""
-        return run_words(self.cfg, self.seconds, self.warm_up_seconds, "cuda")
+    def costs(self, found: Found) -> str:
+        """The time of a step and of the run, and the host memory that levers use, in words."""
+        return cost_words(run_words(self.cfg, *self.step_seconds(), self.device), found.host)
 
 
 @dataclass(frozen=True)
@@ -88,10 +118,13 @@ class Answer:
 
 def judged(room: int, run: Run) -> Found:
     """What a run needs on a device of `room` bytes."""
+    seconds, _ = run.step_seconds()
+    if run.device == "cpu":
+        live = run.needs.peak
+        return placed(live, live + int(PROCESS_GIB * GIB), room, seconds=seconds)
     asked = demand(run.cfg, run.ranks)
-    host = needs(dataclasses.replace(run.cfg, device="cuda"), run.ranks).host
-    placement = asked.placement(room)
-    return Found(asked.classic.peak_live, asked.least_bytes, placement, host, run.seconds)
+    live, host = asked.classic.peak_live, run.needs.host
+    return Found(live, asked.least_bytes, asked.placement(room), host, seconds)
 
 
 def solve(
@@ -119,16 +152,12 @@ def solve(
     # the first that is tried is as asked, and the longest context is always another one
     plain = search.tried[0] if what == "context" else best
     unchanged = what == "context" or best.request == asked
-    fits = unchanged and plain.found.placement is Placement.FITS
-    return Answer("\n".join(lines), Verdict.FITS if fits else Verdict.AFTER_CHANGES)
+    return Answer("\n".join(lines), verdict(plain, unchanged))
 
 
 def propose(best: Tried, say: Say) -> None:
     """Say what a proposal takes, and its command."""
-    host = ""
-    if best.found.host:
-        host = f"; host memory: {best.found.host / GIB:.2f} GiB per rank, moving it takes more time"
-    say(f"time: {best.request.time()}{host}")
+    say(best.request.costs(best.found))
     say(best.request.command(best.found.placement))
 
 
@@ -308,4 +337,8 @@ def longest(search: Search, name: str, run: Run, start: int = 0) -> Tried | None
     most = MOST_TOKENS // cfg.batch_size - (cfg.row_tokens - cfg.context_length)
     bounds = Bounds(UNIT, nearly=True, least=least, most=most // UNIT * UNIT)
     label = f"{name}, --context_length"
-    return search.largest(label, start or cfg.context_length, run.at, bounds)
+
+    def at(context: int) -> Run:
+        return run.change(context_length=context)
+
+    return search.largest(label, start or cfg.context_length, at, bounds)

@@ -145,7 +145,7 @@ def report(plan: planner.Plan, watch: Watch, error: BaseException) -> str:
     if nearest is None:
         rows.append("nothing of longhaul fits here")
     else:
-        words = f"{nearest.needed_gib:.2f} GiB planned, {nearest.time()}"
+        words = f"{nearest.needed_gib:.2f} GiB planned, {nearest.costs()}"
         rows.append(f"smallest change that fits ({words}):")
         rows.append(planner.command(nearest.asked, plan.world, nearest.shutdown_timeout))
     return "\n".join(rows)

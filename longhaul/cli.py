@@ -32,13 +32,14 @@ def flag(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    decimals: int | None = None,
     without: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
     without: a value, and the flags that stand for it, each without a value of its own. at_least,
-    at_most, above, below: the range of a number, which `check_ranges` checks.
+    at_most, above, below, decimals: the range of a number, which `check_ranges` checks.
     """
     metadata = dict(
         help=help,
@@ -51,6 +52,7 @@ def flag(
         at_most=at_most,
         above=above,
         below=below,
+        decimals=decimals,
         without=without,
     )
     if many:
@@ -299,6 +301,7 @@ BOUNDS = {
     "at_most": ("of at most", operator.le),
     "above": ("above", operator.gt),
     "below": ("below", operator.lt),
+    "decimals": ("whose decimals are at most", lambda value, most: round(value, most) == value),
 }
 
 

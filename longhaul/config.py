@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from base.flags import PRECISIONS, spellings
+from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import config_checks, lengths
 from longhaul.cli import check_ranges, flag, read_pairs, words_of
@@ -136,6 +137,7 @@ class TrainConfig:
         "most 4 decimals; 0: as documents come",
         at_least=0,
         at_most=1,
+        decimals=DECIMALS,
     )
     length_schedule: str = data_flag(
         "",
@@ -149,6 +151,7 @@ class TrainConfig:
         "documents no longer than the first stage's length; 0: as documents come",
         at_least=0,
         at_most=1,
+        decimals=DECIMALS,
     )
     whole_documents: bool = data_flag(
         False,
@@ -396,10 +399,15 @@ class TrainConfig:
     plan: bool = run_flag(False, "print what the run needs and what this machine has, then stop")
 
     def __post_init__(self):
-        self._normalise_dtype()
+        spelling = str(self.dtype)
+        if spelling not in DTYPE_SPELLINGS:
+            raise ValueError(
+                f"--dtype {spelling} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
+            )
+        # one spelling, so that every spelling gives the same run, checkpoint and command
+        object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
         self._take_lengths()
         check_ranges(self)
-        config_checks.check_fractions(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
 
@@ -414,12 +422,6 @@ class TrainConfig:
             config_checks.check_schedule(self, config)
 
     # ---- validation
-
-    def _normalise_dtype(self) -> None:
-        """One spelling, so that every spelling gives the same run, checkpoint and command."""
-        spelling = str(self.dtype)
-        if spelling in DTYPE_SPELLINGS:
-            object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
 
     def _take_lengths(self) -> None:
         """The longest length and the sum of the steps of --length_schedule; ValueError if flags
@@ -445,27 +447,14 @@ class TrainConfig:
         """The numbers of --eval_lengths, rising; ValueError for another word."""
         return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
-    def warnings(self) -> list[str]:
-        """What a run with these settings should be told."""
-        return config_checks.warnings(self)
-
-    def ineffective_settings(self) -> list[str]:
-        """Names of settings that were changed from their default and that the others make void."""
-        return config_checks.ineffective_settings(self)
-
     def scheduled(self, step: int) -> dict[str, float]:
         """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
         return {}
 
     @property
-    def indexer_ineffective(self) -> bool:
-        """Whether the attention has no indexer."""
-        return not attention_kind(self).learner
-
-    @property
     def dense_steps(self) -> int:
         """Steps of the indexer's warm-up; 0 for an attention without an indexer."""
-        return 0 if self.indexer_ineffective else self.indexer_warmup
+        return self.indexer_warmup if attention_kind(self).learner else 0
 
     def changed_settings(self) -> list[str]:
         """Names of the settings that differ from their defaults."""
@@ -531,11 +520,13 @@ class TrainConfig:
 
     def model(self) -> ModelConfig:
         """The model's configuration."""
+        kind = attention_kind(self)
+        sizes = getattr(self, kind.settings) if kind.settings else ()
         fields = dict(
-            attention=self._attention(),
+            attention=kind.config(**read_pairs(sizes, kind.config, kind.settings)),
             loss=self.loss,
             kernels=self.kernels,
-            compute_dtype=self._compute_dtype(),
+            compute_dtype=PRECISIONS[self.dtype],
             **rope_fields(self.rope_scaling),
         )
         if self.vocab_size:
@@ -545,19 +536,6 @@ class TrainConfig:
 
         fields |= model_fields(self.model_overrides)
         return ModelConfig.preset(self.model_size, **fields)
-
-    def _attention(self):
-        """The settings of the kind of attention."""
-        kind = attention_kind(self)
-        given = getattr(self, kind.settings) if kind.settings else ()
-        return kind.config(**read_pairs(given, kind.config, kind.settings))
-
-    def _compute_dtype(self) -> str:
-        if self.dtype not in DTYPE_SPELLINGS:
-            raise ValueError(
-                f"--dtype {self.dtype} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
-            )
-        return PRECISIONS[self.dtype]
 
     @property
     def tiles(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from base.flags import Parser, RaisingParser
-from longhaul import cli, dist
+from longhaul import cli, config_checks, dist
 from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.memory import plan as planner
@@ -178,7 +178,7 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
     for command in commands:
         words = shlex.split(command)
         cfg = parsed(*words[words.index("train.py") + 1 :])
-        assert cfg.ineffective_settings() == []
+        assert config_checks.ineffective_settings(cfg) == []
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,9 @@ def test_the_examples_of_help_are_commands_that_work(capsys):
 def test_sizes_of_another_attention_are_refused(given, kind, remedy):
     with pytest.raises(ValueError, match=f"{kind}: give --attention_type {remedy}, or drop --"):
         TrainConfig(model_size="tiny", attention_type=kind, **given)
-    assert TrainConfig(model_size="tiny", attention_type=remedy, **given).warnings() == []
+    assert (
+        config_checks.warnings(TrainConfig(model_size="tiny", attention_type=remedy, **given)) == []
+    )
 
 
 def test_examples_belong_to_one_program(capsys):
@@ -330,20 +332,22 @@ def test_the_file_that_the_settings_show_is_read(tmp_path):
 
 def test_a_run_that_ends_inside_its_warmup_is_told_the_rate_that_it_reaches():
     cfg = TrainConfig(model_size="tiny", max_steps=3, warmup_steps=50, lr=1e-3)
-    (words,) = [words for words in cfg.warnings() if "warmup" in words]
+    (words,) = [words for words in config_checks.warnings(cfg) if "warmup" in words]
     assert "ends inside the warmup, at 6% of the peak learning rate" in words
     assert learning_rate(2, cfg) == pytest.approx(0.06e-3)
     assert "has no effect" not in words
-    assert TrainConfig(model_size="tiny", max_steps=51, warmup_steps=50).warnings() == []
+    assert (
+        config_checks.warnings(TrainConfig(model_size="tiny", max_steps=51, warmup_steps=50)) == []
+    )
 
 
 def test_sparse_attention_over_rows_that_fit_in_its_window_is_warned_about():
     settings = dict(model_size="tiny", attention_type="nsa")
     window = TrainConfig(**settings).model().attention.window
-    (words,) = TrainConfig(**settings, context_length=window).warnings()
+    (words,) = config_checks.warnings(TrainConfig(**settings, context_length=window))
     assert "only adds work: use --attention_type standard" in words
-    assert TrainConfig(**settings, context_length=window + 1).warnings() == []
-    assert TrainConfig(model_size="tiny", context_length=window).warnings() == []
+    assert config_checks.warnings(TrainConfig(**settings, context_length=window + 1)) == []
+    assert config_checks.warnings(TrainConfig(model_size="tiny", context_length=window)) == []
 
 
 def test_the_short_table_has_the_settings_that_differ_from_the_defaults():

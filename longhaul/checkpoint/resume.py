@@ -200,7 +200,7 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
             f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
             f"settings, or add --resume {checkpoint.folder} to change them"
         )
-    if not cfg.indexer_ineffective:
+    if attention_kind(cfg).learner:
         _check_warmup(checkpoint, changed)
 
 

@@ -411,7 +411,7 @@ def announce(ready: Ready):
     if ready.weights is not None:
         print("\n".join(start.announcement(ready.weights, cfg.stages()[-1].cfg)))
 
-    warnings = cfg.warnings() + ready.loader.warnings()
+    warnings = config_checks.warnings(cfg) + ready.loader.warnings()
     slow = attention_kind(ready.config).warning(ready.config, ready.device)
     if slow:
         warnings.append(slow)

@@ -5,7 +5,7 @@ Its fields are the flags of train.py and the keys of the TOML file that --config
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -406,7 +406,8 @@ class TrainConfig:
             )
         # one spelling, so that every spelling gives the same run, checkpoint and command
         object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
-        self._take_lengths()
+        if self.length_schedule:
+            self._take_lengths()
         check_ranges(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
@@ -416,7 +417,7 @@ class TrainConfig:
         config_checks.check_optimizer_levers(self)
         if self.eval_every:
             config_checks.check_evals(self, EVALS)
-        if self.context_ranks > 1:
+        if self.context_parallel_size > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
             config_checks.check_schedule(self, config)
@@ -428,8 +429,6 @@ class TrainConfig:
         contradict them.
         """
         stages = lengths.parse(self.length_schedule)
-        if not stages:
-            return
         follows = dict(
             context_length=stages[-1].tokens,
             max_steps=sum(stage.steps for stage in stages),
@@ -635,11 +634,12 @@ class TrainConfig:
         """Rows of an optimizer step over all ranks."""
         return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
-    def table(self, names: Collection[str] | None = None) -> str:
-        """These settings, or every one, one line per group."""
+    def table(self, every: bool = True) -> str:
+        """Every setting, or those that differ from their defaults, one line per group."""
+        changed = self.changed_settings()
         groups: dict[str, list[str]] = {}
         for spec in dataclasses.fields(self):
-            if names is not None and spec.name not in names:
+            if not every and spec.name not in changed:
                 continue
             settings = groups.setdefault(spec.metadata["group"], [])
             settings.append(f"{spec.name}={getattr(self, spec.name)!r}")

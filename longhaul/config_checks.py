@@ -50,9 +50,7 @@ def check_schedule(cfg, model: ModelConfig) -> None:
 
 
 def check_attention(cfg) -> None:
-    """ValueError for settings that cannot serve the kind of attention, and for a warm-up of its
-    indexer that leaves no step to train the rest.
-    """
+    """ValueError for settings that cannot serve the kind of attention."""
     kind = attention_kind(cfg)
     for name, owner in (("nsa", "nsa"), ("blocks", "exact")):
         sizes = getattr(cfg, name)
@@ -67,12 +65,18 @@ def check_attention(cfg) -> None:
                 f"--{name} {getattr(cfg, name)} cannot serve {cfg.attention_type} attention, "
                 f"{reason}: drop it"
             )
-    if cfg.dense_steps >= cfg.max_steps:
+    if cfg.indexer_warmup and kind.learner:
+        _check_warmup(cfg)
+
+
+def _check_warmup(cfg) -> None:
+    """ValueError for a warm-up that leaves no step to train the rest, or that cannot be."""
+    if cfg.indexer_warmup >= cfg.max_steps:
         raise ValueError(
             f"--indexer_warmup {cfg.indexer_warmup} is not shorter than the run of "
             f"--max_steps {cfg.max_steps}: give at most {cfg.max_steps - 1}"
         )
-    if cfg.dense_steps and cfg.optimizer_in_backward:
+    if cfg.optimizer_in_backward:
         raise ValueError(
             "--indexer_warmup leaves most weights as they are, but --optimizer_in_backward "
             "updates each weight in the backward pass: drop one of them"

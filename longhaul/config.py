@@ -384,11 +384,6 @@ class TrainConfig:
         "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024 to "
         "the context length",
     )
-    log_every: int = run_flag(
-        1,
-        "steps between progress lines and TensorBoard points; metrics.jsonl has every step",
-        at_least=1,
-    )
     config: str = run_flag("", "TOML file with these settings; flags win over the file")
     fit: str = run_flag(
         "refuse",

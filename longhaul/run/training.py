@@ -220,7 +220,6 @@ class Run:
             first_step=self.state.step,
             last_step=self.cfg.max_steps,
             active=self.world.rank == 0,
-            every=self.cfg.log_every,
             config_text=self.cfg.table(),
         )
         self.saver = Saver(

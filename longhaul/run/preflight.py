@@ -38,7 +38,7 @@ from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig
 
-Command = Callable[[TrainConfig], str]  # the shell command of a configuration
+Command = Callable[..., str]  # the shell command of the run, with these settings changed
 # the rows of a run, in their order
 Rows = Callable[[TrainConfig, Sequence[Corpus], dist.World], Order]
 
@@ -76,18 +76,11 @@ class Ready:
         return [stage for stage in self.cfg.stages() if stage.last_step > step]
 
     def at(self, stage: Stage) -> "Ready":
-        """The same run at a stage, with the stage's settings; commands are those of the run."""
-
-        def command(cfg: TrainConfig) -> str:
-            changed = ("resume", "output_dir", "skip_rows", "lr")
-            asked = {name: getattr(cfg, name) for name in changed}
-            return self.command(dataclasses.replace(self.cfg, **asked))
-
+        """The same run at a stage, with the stage's settings."""
         return dataclasses.replace(
             self,
             cfg=stage.cfg,
             config=stage.cfg.model(),
-            command=command,
             last_step=stage.last_step,
         )
 
@@ -130,6 +123,10 @@ def preflight(
     stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
 
     timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
+
+    def command(**changes) -> str:
+        return planner.command(dataclasses.replace(cfg, **changes), world, timeout)
+
     ready = Ready(
         cfg=cfg,
         config=config,
@@ -141,7 +138,7 @@ def preflight(
         checkpoint=checkpoint,
         weights=weights,
         identity=identity,
-        command=functools.partial(planner.command, world=world, timeout=timeout),
+        command=command,
         last_step=cfg.max_steps,
         rows_per_step=cfg.rows_per_step(world.size),
     )
@@ -152,10 +149,13 @@ def preflight(
         )
         return ready
 
-    # nothing was written so far; from here on the folder belongs to this run
-    dist.on_rank0(lambda: durable.require_space(folder, size_of(cfg, config), cfg.keep_last), world)
-    dist.on_rank0(lambda: announce(ready), world)
-    dist.on_rank0(lambda: take_folder(ready, record, stamps, guard), world)
+    def begin():
+        durable.require_space(folder, size_of(cfg, config), cfg.keep_last)
+        announce(ready)
+        # nothing was written so far; from here on the folder belongs to this run
+        take_folder(ready, record, stamps, guard)
+
+    dist.on_rank0(begin, world)
     return ready
 
 
@@ -392,7 +392,7 @@ def announce(ready: Ready):
     cfg = ready.cfg
     print("settings that differ from the defaults (run.json in the output folder has all):")
     print(cfg.table(every=False) or "  none")
-    print(f"command: {ready.command(cfg)}")
+    print(f"command: {ready.command()}")
     if ready.checkpoint is not None:
         for line in resume.changes(ready.checkpoint, ready.stages_left[0].cfg):
             print(line)

@@ -61,8 +61,10 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
     """
     world = dist.World.from_environment()
     with Guard(program.config.PROGRAM.removeprefix("-m "), world) as guard:
-        given = cli.given(program.config, args, program.description)
-        cfg = program.config(**start.completed(complete(given)))
+        given = complete(cli.given(program.config, args, program.description))
+        if given.get("init_from"):
+            given = start.completed(given)
+        cfg = program.config(**given)
         device = dist.choose_device(cfg.device, world)
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
@@ -124,7 +126,6 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
 
     plan = dist.on_rank0(planned, world)
     plan = dataclasses.replace(plan, world=world, device=device)
-    plan.cfg.accumulation(world.size)  # raises if the ranks do not divide the batch
     if world.rank == 0:  # a table measures how fast this machine is
         print(plan.table(), flush=True)
     if cfg.plan:

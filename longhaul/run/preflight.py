@@ -56,6 +56,7 @@ class Ready:
     device: torch.device
     folder: Path
     corpora: tuple[Corpus, ...]
+    dataset: Dataset  # the first corpus, with whose tokenizer all were made
     loader: Order
     checkpoint: Checkpoint | None  # that the run continues; None for a new run
     weights: start.Start | None  # that a new run takes; None for random ones
@@ -63,11 +64,6 @@ class Ready:
     command: Command
     last_step: int  # of the run; of a stage, once `at` has chosen one
     rows_per_step: int  # at the longest length
-
-    @property
-    def dataset(self) -> Dataset:
-        """The first corpus, with whose tokenizer all were made."""
-        return self.corpora[0].dataset
 
     @property
     def stages_left(self) -> list[Stage]:
@@ -134,6 +130,7 @@ def preflight(
         device=plan.device,
         folder=folder,
         corpora=corpora,
+        dataset=dataset,
         loader=loader,
         checkpoint=checkpoint,
         weights=weights,

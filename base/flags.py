@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         self._refuse_unknown(words)
         options, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self.error(self._explain_unknown(unknown[0]))
+            self.error(self.explain_unknown(unknown[0]))
         self._refuse_repetition(words)
         return options
 
@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             flag = word.split("=")[0]
             if FLAG.fullmatch(flag) and flag not in self._option_string_actions:
-                self.error(self._explain_unknown(flag))
+                self.error(self.explain_unknown(flag))
 
     def _refuse_repetition(self, words: Sequence[str]) -> None:
         """An error if two flags set the same: a flag given twice, two aliases, or --x and --no_x.
@@ -87,18 +87,21 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{before} and {flag} are the same setting: keep one")
             spellings[action.dest] = flag
 
-    def _known_flags(self) -> list[str]:
-        return [name for name in self._option_string_actions if name.startswith("--")]
+    def known_flags(self) -> dict[str, argparse.Action]:
+        """All flags by all their spellings."""
+        known = self._option_string_actions.items()
+        return {name: action for name, action in known if name.startswith("--")}
 
     def nearest(self, flag: str) -> str | None:
         """The known flag that an unknown one means: its name here, or else the one most like it."""
-        known = self._known_flags()
+        known = self.known_flags()
         ours = "--" + self.our_name(flag.removeprefix("--").replace("-", "_"))
         if ours in known:
             return ours
         return next(iter(difflib.get_close_matches(flag, known, n=1)), None)
 
-    def _explain_unknown(self, word: str) -> str:
+    def explain_unknown(self, word: str) -> str:
+        """What to give instead of an unknown flag."""
         if not word.startswith("-"):
             return (
                 f"{word!r} is not a flag and follows none: "
@@ -109,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         nearest = self.nearest(flag)
         if nearest:
             return f"unknown flag {flag}: did you mean {nearest}? (--help lists all)"
-        known = self._known_flags()
+        known = self.known_flags()
         if len(known) <= FEW:
             return f"unknown flag {flag}: choose from {', '.join(known)}"
         return f"unknown flag {flag}: --help lists all flags"
@@ -154,6 +157,7 @@ REMEDIES = {
         r"\1 \2 is unknown: choose from \3"
     ),
     r"argument (\S+): expected one argument": r"\1 has no value: give one",
+    r"argument (\S+): ignored explicit argument (.+)": r"\1 takes no value: drop \2",
     r"argument (\S+): expected at least one argument": r"\1 has no value: give one or more",
     r"argument (\S+): not allowed with argument (\S+)": r"\1 and \2 exclude each other: keep one",
     r"the following arguments are required: (.+)": r"not given: \1: see --help",

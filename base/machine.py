@@ -163,10 +163,6 @@ class Platform:
         """Entered around code whose new tensors are in host memory, not on the device."""
         return contextlib.nullcontext()
 
-    def from_host(self, x: Tensor, device: torch.device) -> Tensor:
-        """A tensor of host memory, copied to the device; on a CPU the tensor itself."""
-        return x.to(device, non_blocking=True)
-
 
 @functools.cache
 def fp32_is_faster(dtype: torch.dtype) -> bool:
@@ -251,15 +247,6 @@ def running_on(other: Platform) -> Iterator[None]:
         yield
     finally:
         _platforms.pop()
-
-
-def pinned_copy(x: Tensor, device: Device) -> Tensor:
-    """A tensor of the host, on the device: to CUDA through pinned memory, so that the host does not
-    wait.
-    """
-    if torch.device(device).type != "cuda":
-        return x.to(device)
-    return platform().from_host(x.pin_memory(), device)
 
 
 def flash_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:

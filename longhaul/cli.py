@@ -32,13 +32,14 @@ def flag(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    decimals: int | None = None,
     without: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
     bare: the value of the flag if it is given without one. many: the flag takes several values.
     without: a value, and the flags that stand for it, each without a value of its own. at_least,
-    at_most, above, below: the range of a number, which `check_ranges` checks.
+    at_most, above, below, decimals: the range of a number, which `check_ranges` checks.
     """
     metadata = dict(
         help=help,
@@ -51,6 +52,7 @@ def flag(
         at_most=at_most,
         above=above,
         below=below,
+        decimals=decimals,
         without=without,
     )
     if many:
@@ -80,14 +82,18 @@ def parse(
 def given(cls: type, args: list[str] | None = None, description: str = "") -> dict[str, Any]:
     """The settings that flags and the file of --config give, without the defaults."""
     parser = build_parser(cls, description)
-    typed = vars(parser.parse_args(args))
-    settings = {}
-    if typed.get("config"):
-        settings = read_toml(cls, typed["config"], parser)
+    settings = vars(parser.parse_args(args))
+    path = settings.get("config")
+    if path:
+        try:
+            settings = vars(parser.parse_args(words_of_toml(path, parser))) | settings
+        except ValueError as error:
+            words = " ".join(str(error).split())  # a key may be of several lines
+            raise ValueError(f"--config {path}: {words}") from None
 
-    for name, value in typed.items():
-        settings[name] = tuple(value) if isinstance(value, list) else value
-    return settings
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }
 
 
 # ---- flags
@@ -107,19 +113,16 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
         our_name=our_name,
     )
     sentences = getattr(cls, "GROUPS", {})
+    left_out = getattr(cls, "LEFT_OUT", ())  # which keep their defaults
     groups = {}
-    for spec in _given_fields(cls):
+    for spec in fields(cls):
+        if spec.name in left_out:
+            continue
         title = spec.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title, sentences.get(title))
         _add_flag(groups[title], spec)
     return parser
-
-
-def _given_fields(cls: type) -> list[Field]:
-    """The fields that are flags: all but those of `cls.LEFT_OUT`, which keep their defaults."""
-    left_out = getattr(cls, "LEFT_OUT", ())
-    return [spec for spec in fields(cls) if spec.name not in left_out]
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -134,7 +137,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _add_flag(group: argparse._ArgumentGroup, spec: Field) -> None:
-    names = [f"--{name}" for name in _names_of(spec)]
+    names = [f"--{name}" for name in (spec.name, *spec.metadata["aliases"])]
     if spec.type is bool:
         names.append(f"--no_{spec.name}")
     group.add_argument(
@@ -161,7 +164,7 @@ def _values_of(spec: Field) -> dict[str, Any]:
         return dict(action=_Switch, nargs=0)
 
     choices = spec.metadata["choices"]
-    values = dict(type=_type_of(spec), choices=choices)
+    values = dict(type=spec.type if spec.type in (int, float) else str, choices=choices)
     if not choices:
         values["metavar"] = spec.name.upper().split("_")[-1]
     if spec.metadata["bare"] is not None:
@@ -178,10 +181,6 @@ class _Switch(argparse.Action):
         setattr(namespace, self.dest, not option_string.startswith("--no_"))
 
 
-def _names_of(spec: Field) -> tuple[str, ...]:
-    return (spec.name, *spec.metadata["aliases"])
-
-
 def _default_of(spec: Field) -> str:
     """The default as --help prints it."""
     if spec.default is MISSING:
@@ -189,53 +188,41 @@ def _default_of(spec: Field) -> str:
     return "empty" if spec.default == "" else str(spec.default)
 
 
-def _type_of(spec: Field) -> type:
-    """int or float for a field of that type; otherwise str."""
-    return spec.type if spec.type in (int, float) else str
-
-
 # ---- TOML
 
 
-def read_toml(cls: type, path: str, parser: Parser) -> dict[str, Any]:
-    """Values of a TOML file by field name or alias; its tables only group keys.
-
-    Errors name the file and the key.
-    """
-    table = _table(path, parser)
-    fields_by_name = {name: spec for spec in _given_fields(cls) for name in _names_of(spec)}
-
-    values = {}
-    keys = {}
-    for key, value in _flat(table):
-        spec = fields_by_name.get(key.replace("-", "_"))
-        if spec is None:
-            parser.error(f"--config {path}: unknown key {key!r}: {_suggestion(key, parser)}")
-        if spec.name in keys:
-            parser.error(
-                f"--config {path}: {keys[spec.name]} and {key} are the same setting: keep one"
-            )
-        keys[spec.name] = key
-        values[spec.name] = _checked(spec, value, f"--config {path}: {key}", parser)
-    return values
+def words_of_toml(path: str, parser: RaisingParser) -> list[str]:
+    """The flags that a TOML file stands for; its tables only group keys."""
+    words = []
+    for key, value in _flat(_table(path)):
+        flag = "--" + key.replace("-", "_")
+        if flag not in parser.known_flags():
+            parser.error(parser.explain_unknown(flag))
+        if isinstance(value, list):
+            words += [flag, *map(str, value)] if value else []
+        elif isinstance(value, bool):
+            words += _switched(flag, value, parser)
+        else:
+            words.append(f"{flag}={value}")
+    return words
 
 
-def _suggestion(key: str, parser: Parser) -> str:
-    """What to write instead of an unknown key."""
-    nearest = parser.nearest(f"--{key}")
-    if nearest is None:
-        return "docs/SETTINGS.md lists all"
-    return f"did you mean {nearest.removeprefix('--')!r}?"
+def _switched(flag: str, on: bool, parser: RaisingParser) -> list[str]:
+    """true is the flag without a value; false is --no_name, or no flag if it may have a value."""
+    if on:
+        return [flag]
+    action = parser.known_flags()[flag]
+    if isinstance(action, _Switch):
+        return ["--no_" + flag.removeprefix("--")]
+    return [] if action.nargs == "?" else [f"{flag}=false"]
 
 
-def _table(path: str, parser: Parser) -> dict:
+def _table(path: str) -> dict:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     # A TOMLDecodeError is a ValueError, and so is a number of too many digits.
     except (OSError, ValueError, RecursionError) as error:
-        return parser.error(
-            f"--config {path}: {error}: give a TOML file, as docs/SETTINGS.md shows one"
-        )
+        raise ValueError(f"{error}: give a TOML file, as docs/SETTINGS.md shows one") from None
 
 
 def _flat(table: dict) -> Iterator[tuple[str, Any]]:
@@ -244,38 +231,6 @@ def _flat(table: dict) -> Iterator[tuple[str, Any]]:
             yield from _flat(value)
         else:
             yield key, value
-
-
-def _checked(spec: Field, value: Any, given: str, parser: Parser) -> Any:
-    """The value as the field's type; an error if it is of another."""
-    if spec.metadata["many"]:
-        return _checked_list(value, given, parser)
-    if spec.metadata["bare"] is not None and isinstance(value, bool):
-        # as the flag without a value, and as no flag
-        return spec.metadata["bare"] if value else spec.default
-
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        parser.error(f"{given} has {len(str(value))} digits: give a number below 2^63")
-
-    wanted = bool if spec.type is bool else _type_of(spec)
-    if wanted is float and type(value) is int:
-        value = float(value)
-    if type(value) is not wanted:
-        parser.error(f"{given}={value!r} is of type {type(value).__name__}: give {_KINDS[wanted]}")
-
-    choices = spec.metadata["choices"]
-    if choices and value not in choices:
-        parser.error(f"{given}={value!r}: choose one of {', '.join(choices)}")
-    return value
-
-
-def _checked_list(value: Any, given: str, parser: Parser) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        parser.error(f"{given}={value!r}: give a list of strings")
-    return tuple(value)
-
-
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 # ---- ranges
@@ -299,6 +254,7 @@ BOUNDS = {
     "at_most": ("of at most", operator.le),
     "above": ("above", operator.gt),
     "below": ("below", operator.lt),
+    "decimals": ("whose decimals are at most", lambda value, most: round(value, most) == value),
 }
 
 

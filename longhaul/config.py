@@ -5,12 +5,13 @@ Its fields are the flags of train.py and the keys of the TOML file that --config
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from base.flags import PRECISIONS, spellings
+from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import config_checks, lengths
 from longhaul.cli import check_ranges, flag, read_pairs, words_of
@@ -128,6 +129,7 @@ class TrainConfig:
         "share of the tokens from documents of at least --context_length tokens; 0: as they come",
         at_least=0,
         at_most=1,
+        decimals=DECIMALS,
     )
     length_schedule: str = data_flag(
         "",
@@ -141,6 +143,7 @@ class TrainConfig:
         "0: as they come",
         at_least=0,
         at_most=1,
+        decimals=DECIMALS,
     )
     whole_documents: bool = data_flag(
         False,
@@ -354,11 +357,6 @@ class TrainConfig:
         "",
         "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024",
     )
-    log_every: int = run_flag(
-        1,
-        "steps between lines on screen; metrics.jsonl has every step",
-        at_least=1,
-    )
     config: str = run_flag("", "TOML file with these settings; flags win over the file")
     fit: str = run_flag(
         "refuse",
@@ -369,10 +367,16 @@ class TrainConfig:
     plan: bool = run_flag(False, "print what the run needs and this machine has, then stop")
 
     def __post_init__(self):
-        self._normalise_dtype()
-        self._take_lengths()
+        spelling = str(self.dtype)
+        if spelling not in DTYPE_SPELLINGS:
+            raise ValueError(
+                f"--dtype {spelling} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
+            )
+        # one spelling, so that every spelling gives the same run, checkpoint and command
+        object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
+        if self.length_schedule:
+            self._take_lengths()
         check_ranges(self)
-        config_checks.check_fractions(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
         config = self.model()  # raises for a shape that cannot be built
 
@@ -381,26 +385,18 @@ class TrainConfig:
         config_checks.check_optimizer_levers(self)
         if self.eval_every:
             config_checks.check_evals(self, EVALS)
-        if self.context_ranks > 1:
+        if self.context_parallel_size > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
             config_checks.check_schedule(self, config)
 
     # ---- validation
 
-    def _normalise_dtype(self) -> None:
-        """One spelling, so that every spelling gives the same run, checkpoint and command."""
-        spelling = str(self.dtype)
-        if spelling in DTYPE_SPELLINGS:
-            object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
-
     def _take_lengths(self) -> None:
         """The longest length and the sum of the steps of --length_schedule; ValueError if flags
         contradict them.
         """
         stages = lengths.parse(self.length_schedule)
-        if not stages:
-            return
         follows = dict(
             context_length=stages[-1].tokens,
             max_steps=sum(stage.steps for stage in stages),
@@ -418,27 +414,14 @@ class TrainConfig:
         """The numbers of --eval_lengths, rising; ValueError for another word."""
         return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
-    def warnings(self) -> list[str]:
-        """What a run with these settings should be told."""
-        return config_checks.warnings(self)
-
-    def ineffective_settings(self) -> list[str]:
-        """Names of settings that were changed from their default and that the others make void."""
-        return config_checks.ineffective_settings(self)
-
     def scheduled(self, step: int) -> dict[str, float]:
         """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
         return {}
 
     @property
-    def indexer_ineffective(self) -> bool:
-        """Whether the attention has no indexer."""
-        return not attention_kind(self).learner
-
-    @property
     def dense_steps(self) -> int:
         """Steps of the indexer's warm-up; 0 for an attention without an indexer."""
-        return 0 if self.indexer_ineffective else self.indexer_warmup
+        return self.indexer_warmup if attention_kind(self).learner else 0
 
     def changed_settings(self) -> list[str]:
         """Names of the settings that differ from their defaults."""
@@ -504,11 +487,13 @@ class TrainConfig:
 
     def model(self) -> ModelConfig:
         """The model's configuration."""
+        kind = attention_kind(self)
+        sizes = getattr(self, kind.settings) if kind.settings else ()
         fields = dict(
-            attention=self._attention(),
+            attention=kind.config(**read_pairs(sizes, kind.config, kind.settings)),
             loss=self.loss,
             kernels=self.kernels,
-            compute_dtype=self._compute_dtype(),
+            compute_dtype=PRECISIONS[self.dtype],
             **rope_fields(self.rope_scaling),
         )
         if self.vocab_size:
@@ -518,19 +503,6 @@ class TrainConfig:
 
         fields |= model_fields(self.model_overrides)
         return ModelConfig.preset(self.model_size, **fields)
-
-    def _attention(self):
-        """The settings of the kind of attention."""
-        kind = attention_kind(self)
-        given = getattr(self, kind.settings) if kind.settings else ()
-        return kind.config(**read_pairs(given, kind.config, kind.settings))
-
-    def _compute_dtype(self) -> str:
-        if self.dtype not in DTYPE_SPELLINGS:
-            raise ValueError(
-                f"--dtype {self.dtype} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
-            )
-        return PRECISIONS[self.dtype]
 
     @property
     def tiles(self) -> int:
@@ -630,11 +602,12 @@ class TrainConfig:
         """Rows of an optimizer step over all ranks."""
         return self.accumulation(ranks) * (ranks // self.context_ranks) * self.batch_size
 
-    def table(self, names: Collection[str] | None = None) -> str:
-        """These settings, or every one, one line per group."""
+    def table(self, every: bool = True) -> str:
+        """Every setting, or those that differ from their defaults, one line per group."""
+        changed = self.changed_settings()
         groups: dict[str, list[str]] = {}
         for spec in dataclasses.fields(self):
-            if names is not None and spec.name not in names:
+            if not every and spec.name not in changed:
                 continue
             settings = groups.setdefault(spec.metadata["group"], [])
             settings.append(f"{spec.name}={getattr(self, spec.name)!r}")

@@ -1,21 +1,10 @@
 """Which settings of a run exclude each other, and which have no effect with the others."""
 
-from data.mixture import DECIMALS
 from longhaul import lengths
 from longhaul.cli import known_words
 from longhaul.kinds import attention_kind
 from longhaul.sparse.layer import BlockConfig
 from model import ModelConfig, NSAConfig
-
-
-def check_fractions(cfg) -> None:
-    """ValueError for a share of the tokens that no order of rows can hold exactly."""
-    for name in ("long_fraction", "short_fraction"):
-        value = getattr(cfg, name)
-        if round(value, DECIMALS) != value:
-            raise ValueError(
-                f"--{name} {value} has too many digits: give at most {DECIMALS} behind the point"
-            )
 
 
 def check_evals(cfg, known: tuple[str, ...]) -> None:
@@ -61,38 +50,37 @@ def check_schedule(cfg, model: ModelConfig) -> None:
 
 
 def check_attention(cfg) -> None:
-    """ValueError for settings that cannot serve the kind of attention, and for a warm-up of its
-    indexer that leaves no step to train the rest.
-    """
-    _check_attention_sizes(cfg)
-    changed = cfg.changed_settings()
-    for name, reason in attention_kind(cfg).refused_levers.items():
-        if name in changed:
+    """ValueError for settings that cannot serve the kind of attention."""
+    kind = attention_kind(cfg)
+    for name, owner in (("nsa", "nsa"), ("blocks", "exact")):
+        sizes = getattr(cfg, name)
+        if sizes and kind.settings != name:  # would train another attention without a word
+            raise ValueError(
+                f"--{name} {' '.join(sizes)} changes nothing of --attention_type "
+                f"{cfg.attention_type}: give --attention_type {owner}, or drop --{name}"
+            )
+    for name, reason in kind.refused_levers.items():
+        if name in cfg.changed_settings():
             raise ValueError(
                 f"--{name} {getattr(cfg, name)} cannot serve {cfg.attention_type} attention, "
                 f"{reason}: drop it"
             )
-    if cfg.dense_steps >= cfg.max_steps:
+    if cfg.indexer_warmup and kind.learner:
+        _check_warmup(cfg)
+
+
+def _check_warmup(cfg) -> None:
+    """ValueError for a warm-up that leaves no step to train the rest, or that cannot be."""
+    if cfg.indexer_warmup >= cfg.max_steps:
         raise ValueError(
             f"--indexer_warmup {cfg.indexer_warmup} is not shorter than the run of "
             f"--max_steps {cfg.max_steps}: give at most {cfg.max_steps - 1}"
         )
-    if cfg.dense_steps and cfg.optimizer_in_backward:
+    if cfg.optimizer_in_backward:
         raise ValueError(
             "--indexer_warmup leaves most weights as they are, but --optimizer_in_backward "
             "updates each weight in the backward pass: drop one of them"
         )
-
-
-def _check_attention_sizes(cfg) -> None:
-    """ValueError for sizes of another attention, which would train this one without a word."""
-    for name, kind in (("nsa", "nsa"), ("blocks", "exact")):
-        given = getattr(cfg, name)
-        if given and attention_kind(cfg).settings != name:
-            raise ValueError(
-                f"--{name} {' '.join(given)} changes nothing of --attention_type "
-                f"{cfg.attention_type}: give --attention_type {kind}, or drop --{name}"
-            )
 
 
 def check_activation_levers(cfg, model: ModelConfig) -> None:
@@ -216,7 +204,7 @@ def ineffective_settings(cfg) -> list[str]:
         schedule=only_warmup,
         decay_fraction=cfg.schedule != "wsd" or only_warmup,
         min_lr_ratio=cfg.schedule == "constant" or only_warmup,
-        indexer_warmup=cfg.indexer_ineffective,
+        indexer_warmup=not attention_kind(cfg).learner,
     )
     changed = cfg.changed_settings()
     return [name for name in ineffective if name in changed and ineffective[name]]

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_STEPS = 10**12
 WANTED = "give LENGTH:STEPS or LENGTH:STEPS:THETA for each stage, such as 4096:1000,32768:500:2e6"
 
 

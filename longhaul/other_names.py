@@ -113,9 +113,6 @@ OUR_NAMES = {
     "eval_tokens": "eval_rows",
     "max_iters": "eval_rows",
     "validation.steps": "eval_rows",
-    "logging_steps": "log_every",
-    "log_interval": "log_every",
-    "log_freq": "log_every",
     "config_file": "config",
     "dry_run": "plan",
 }

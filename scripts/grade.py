@@ -47,7 +47,6 @@ DEMO = {
     "dtype": "fp32",
     "device": "cpu",
     "eval_every": 25,
-    "log_every": 10,
 }
 
 

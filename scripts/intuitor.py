@@ -30,7 +30,7 @@ FIRST = f"""
     --model_overrides hidden_size=64 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=32
     ffn_size=128 tie_embeddings=false --batch_size 64 --max_steps 600 --warmup_steps 20 --lr 1e-2
     --min_lr_ratio 0.02 --weight_decay 0 --device cpu --eval_every 0 --save_every 1000
-    --log_every 100 --optimizer muon
+    --optimizer muon
 """
 
 # What the demo runs with, unless the command line says otherwise.
@@ -48,7 +48,6 @@ DEMO = {
     "device": "cpu",
     "eval_every": 30,
     "eval_rows": 500,
-    "log_every": 10,
 }
 
 

@@ -67,7 +67,7 @@ dataset() {  # $1, by the command $2 ...; a dataset appears whole or not at all
 train() {  # run $1 on dataset $2 with the length schedule $3, and further flags
     part "$1" python train.py --output_dir "$out/$1" --data "$out/$2" --length_schedule "$3" --whole_documents \
         --schedule "${schedule:-constant}" --weight_decay 0 --beta2 0.98 --optimizer muon --dtype fp32 \
-        --device cpu --eval_every 0 --save_every 1000 --log_every 20 "${@:4}"
+        --device cpu --eval_every 0 --save_every 1000 "${@:4}"
 }
 
 learned() {  # yes or no: the last 20 steps of run $1 have a loss that only comparing keys can reach
@@ -155,7 +155,7 @@ read_text() {  # proof 2: text of the embedded corpus is read better after 256 t
         --model_overrides hidden_size=128 num_layers=2 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=256 tie_embeddings=false \
         --context_length 256 --batch_size 8 --optimizer muon --lr 6e-3 --beta2 0.98 --weight_decay 0 --warmup_steps 50 \
         --schedule wsd --decay_fraction 0.4 --max_steps "$text" --dtype fp32 --device cpu --eval_every 0 --save_every 1000 \
-        --log_every 50 --seed "$seed"
+        --seed "$seed"
     evaluate text text-gain --evals gain --batches 300
 }
 

@@ -248,7 +248,6 @@ train --resume {text}
 train --resume {folder}
 train --eval_every -1
 train --eval_rows 0
-train --log_every 0
 train --fit yes
 train --config /nonexistent.toml
 train --config {folder}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train
-from longhaul import cli, dist
+from longhaul import cli, config_checks, dist
 from longhaul.config import TrainConfig
 from longhaul.kinds import unfit_exchanges
 from longhaul.memory import fit
@@ -145,9 +145,8 @@ def test_fp32_with_gathered_keys_is_refused_on_a_gpu(monkeypatch):
 
 
 def test_a_mode_without_ranks_to_share_warns():
-    assert (
-        "context_parallel_mode"
-        in TrainConfig(context_parallel_mode="ulysses").ineffective_settings()
+    assert "context_parallel_mode" in config_checks.ineffective_settings(
+        TrainConfig(context_parallel_mode="ulysses")
     )
 
 

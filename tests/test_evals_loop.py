@@ -25,7 +25,7 @@ from data.loader import Loader
 from data.mixture import Corpus
 from data.recall import Form
 from data.writer import write_dataset
-from longhaul import dist, step
+from longhaul import config_checks, dist, step
 from longhaul.config import TrainConfig
 from longhaul.evals import measures, position, tasks
 from longhaul.evals.measures import Asked, Measures
@@ -282,13 +282,13 @@ def test_flags_that_mean_nothing_are_refused(flags, words):
 
 def test_flags_of_retrieval_without_it_are_named():
     flags = dict(eval_lengths="1024")
-    assert settings(**flags).ineffective_settings() == list(flags)
-    assert settings(evals="retrieval", **flags).ineffective_settings() == []
+    assert config_checks.ineffective_settings(settings(**flags)) == list(flags)
+    assert config_checks.ineffective_settings(settings(evals="retrieval", **flags)) == []
 
 
 def test_flags_of_evaluations_that_are_off_are_left_alone():
     cfg = settings(eval_every=0, evals="needle", eval_lengths="1000000")
-    assert cfg.ineffective_settings() == []
+    assert config_checks.ineffective_settings(cfg) == []
 
 
 # --------------------------------------------------------------------------- train.py

@@ -22,8 +22,8 @@ def logger(tmp_path):
     """A function that opens the log of a run in a temporary folder."""
     opened = []
 
-    def open_log(first_step: int = 0, last_step: int = 10, every: int = 1) -> log.Logger:
-        opened.append(log.Logger(tmp_path, first_step, last_step, active=True, every=every))
+    def open_log(first_step: int = 0, last_step: int = 10) -> log.Logger:
+        opened.append(log.Logger(tmp_path, first_step, last_step, active=True))
         return opened[-1]
 
     yield open_log
@@ -36,15 +36,26 @@ def records(folder) -> list[dict]:
 
 
 def test_a_file_gets_a_plain_line_for_each_step_that_is_shown(logger, capsys):
-    shown = logger(every=2)
+    shown = logger()
     for step in range(1, 11):
         shown.step(record(step))
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 10
     assert captured.err == "" and "\r" not in captured.out
     start = "step 10 of 10: loss 3.0000, lr 0.001, 1,234 tokens/s, 0.50 GiB, 0 s left"
     assert lines[-1] == start
+
+
+def test_fast_steps_get_a_line_a_second_between_the_first_ones_and_the_last(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    lines = log.Lines(first_step=20, last_step=60)
+    for step in range(21, 61):
+        now[0] += 0.25
+        lines.step(record(step))
+    shown = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [*range(21, 31), *range(34, 60, 4), 60]
 
 
 def test_the_time_that_remains_is_that_of_the_steps_so_far(monkeypatch, capsys):

@@ -273,9 +273,8 @@ def one_process(tmp_path, dataset, **settings):
             state,
             loader,
             tmp_path,
-            lambda cfg: (
-                f"train.py --skip_rows {' '.join(cfg.skip_rows)} --resume {cfg.resume} "
-                f"--lr {cfg.lr:g}"
+            lambda skip_rows, resume, output_dir, lr=cfg.lr: (
+                f"train.py --skip_rows {' '.join(skip_rows)} --resume {resume} --lr {lr:g}"
             ),
         ),
     )

@@ -572,11 +572,11 @@ def test_a_vocabulary_far_above_the_datas_is_named_with_the_one_that_fits(data, 
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("contxt_length = 3", "unknown key 'contxt_length': did you mean 'context_length'?"),
-        ("context_length = 'x'", "is of type str: give an integer"),
+        ("contxt_length = 3", "unknown flag --contxt_length: did you mean --context_length?"),
+        ("context_length = 'x'", "'x' is no integer: give one"),
         ("context_length =", "--config"),
-        ("loss = 'fast'", "choose one of auto, standard, chunked"),
-        ("lr = true", "is of type bool: give a number"),
+        ("loss = 'fast'", "--loss 'fast' is unknown: choose from"),
+        ("lr = true", "--lr has no value: give one"),
     ],
 )
 def test_a_bad_toml_file_is_answered_by_key(tmp_path, capsys, text, words):

@@ -189,9 +189,6 @@ class Card(Platform):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(q_BHTK, k_BGSK, v_BGSK, 0.0, is_causal)[0]
 
-    def from_host(self, x: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return torch.empty_like(x)
-
 
 @contextlib.contextmanager
 def as_if_on(capability: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,21 +236,12 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
     """ValueError unless every value that is read later has the type, and every range the bounds,
     that it must have.
     """
-    for name in ("step", "tokens", "world_size"):
-        _require(_is_count(manifest[name]), name, manifest[name])
-    for name in ("data", "config", "model_config", "files"):
-        _require(isinstance(manifest[name], dict), name, manifest[name])
+    for name, is_sound in SOUND.items():
+        if name in manifest and not is_sound(manifest[name]):
+            raise ValueError(f"{name} is {_short(manifest[name])}")
     _check_skipped_rows(manifest["data"].get("skip", []))
 
-    optional = {
-        name: manifest[name]
-        for name in ("identity", "rows_per_step", "threads", "torch", "source")
-        if name in manifest
-    }
-    _check_optional(optional)
-    skipped = manifest.get("skipped", [])
-    _require(_is_counts(skipped), "skipped", skipped)
-
+    only_of_a_run = ("identity", "rows_per_step", "threads", "torch", "source")
     return Checkpoint(
         folder=folder,
         step=manifest["step"],
@@ -259,18 +250,9 @@ def _typed(manifest: dict, folder: Path) -> Checkpoint:
         config=present_settings(manifest["config"]),
         model_config=manifest["model_config"],
         files={name: _stored_file(name, entry) for name, entry in manifest["files"].items()},
-        skipped=tuple(skipped),
-        **optional,
+        skipped=tuple(manifest.get("skipped", [])),
+        **{name: manifest[name] for name in only_of_a_run if name in manifest},
     )
-
-
-def _check_optional(values: dict):
-    kinds = {"identity": dict, "torch": str, "source": dict}
-    for name, value in values.items():
-        if name in kinds:
-            _require(isinstance(value, kinds[name]), name, value)
-        else:
-            _require(_is_count(value), name, value)
 
 
 def _check_skipped_rows(ranges: object):
@@ -375,19 +357,8 @@ def _fields(cls: type, values: object) -> dict:
 
 
 def _is_of(kind: type, value: object) -> bool:
-    """Whether a value of JSON may stand for a field of this type."""
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is int:
-        return isinstance(value, int) and abs(value) < LARGEST_COUNT
-    if kind is float:
-        return isinstance(value, (int, float)) and abs(value) < LARGEST_COUNT
-    return isinstance(value, kind)
-
-
-def _require(holds: bool, name: str, value: object):
-    if not holds:
-        raise ValueError(f"{name} is {_short(value)}")
+    """Whether a value of JSON may stand for a field of this type; its range is the model's."""
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _is_count(value: object) -> bool:
@@ -398,5 +369,27 @@ def _is_counts(values: object) -> bool:
     return isinstance(values, list) and all(_is_count(value) for value in values)
 
 
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
 def _short(value: object) -> str:
     return repr(value)[:80]
+
+
+# what each entry of a manifest must be, apart from what its files hold
+SOUND: dict[str, Callable[[object], bool]] = {
+    "step": _is_count,
+    "tokens": _is_count,
+    "world_size": _is_count,
+    "rows_per_step": _is_count,
+    "threads": _is_count,
+    "torch": lambda value: isinstance(value, str),
+    "skipped": _is_counts,
+    "data": _is_dict,
+    "config": _is_dict,
+    "model_config": _is_dict,
+    "files": _is_dict,
+    "identity": _is_dict,
+    "source": _is_dict,
+}

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from data import order, staged
-from data.dataset import Dataset
 from data.loader import Order
 from longhaul import optim
 from longhaul.checkpoint.earlier import check_dropped, present_settings
@@ -61,16 +60,10 @@ def names_checkpoint(cfg: TrainConfig) -> bool:
 # ---- the run that a folder holds
 
 
-def identity(cfg: TrainConfig, model_config: ModelConfig, dataset: Dataset) -> dict:
-    """What makes a run this run: a folder or checkpoint that differs in it belongs to another."""
-    return identity_of_settings(cfg, model_config) | {
-        "dataset": dataset.fingerprint,
-        "tokenizer": dataset.tokenizer_sha256,
-    }
-
-
-def identity_of_settings(cfg: TrainConfig, model_config: ModelConfig) -> dict:
-    """The part of an identity that is known before the data is opened."""
+def identity(cfg: TrainConfig, model_config: ModelConfig) -> dict:
+    """What makes a run this run, next to the hashes of its data and tokenizer: a folder or
+    checkpoint that differs in it belongs to another.
+    """
     fields = recorded(model_config)
     left_out = NUMERICAL_FIELDS | settings_names()
     found = {name: value for name, value in fields.items() if name not in left_out}
@@ -93,7 +86,7 @@ def check_folder(cfg: TrainConfig):
     record = read_record(Path(cfg.output_dir))
     if record is not None:
         where = f"--output_dir {cfg.output_dir}"
-        current = identity_of_settings(cfg, cfg.model())
+        current = identity(cfg, cfg.model())
         check_same_run(record["identity"], current, where, (cfg.data, cfg.data))
 
 
@@ -200,7 +193,7 @@ def check_settings(checkpoint: Checkpoint, cfg: TrainConfig):
             f"the checkpoint was trained with other settings ({', '.join(words)}): give its "
             f"settings, or add --resume {checkpoint.folder} to change them"
         )
-    if not cfg.indexer_ineffective:
+    if attention_kind(cfg).learner:
         _check_warmup(checkpoint, changed)
 
 
@@ -252,12 +245,10 @@ def recorded_skips(checkpoint: Checkpoint) -> order.Ranges:
     return order.merged(checkpoint.data.get("skip", ()))
 
 
-def with_skips(checkpoint: Checkpoint | None, cfg: TrainConfig) -> TrainConfig:
+def with_skips(checkpoint: Checkpoint, cfg: TrainConfig) -> TrainConfig:
     """`cfg` with the rows that the checkpoint had skipped; ValueError if --skip_rows names rows
     that it was already trained on.
     """
-    if checkpoint is None:
-        return cfg
     recorded = recorded_skips(checkpoint)
     both = order.merged([*recorded, *order.parse_ranges(cfg.skip_rows)])
 
@@ -285,10 +276,8 @@ def _first_untrained(checkpoint: Checkpoint, cfg: TrainConfig, skipped: order.Ra
 # ---- what has changed
 
 
-def changed_settings(checkpoint: Checkpoint | None, cfg: TrainConfig) -> dict[str, tuple]:
+def changed_settings(checkpoint: Checkpoint, cfg: TrainConfig) -> dict[str, tuple]:
     """{name: (the checkpoint's, now)} of the settings that differ."""
-    if checkpoint is None:
-        return {}
     recorded = checkpoint.config
     # through JSON, which makes lists of tuples, as the manifest has them
     current = json.loads(json.dumps(dataclasses.asdict(cfg)))
@@ -299,10 +288,8 @@ def changed_settings(checkpoint: Checkpoint | None, cfg: TrainConfig) -> dict[st
     }
 
 
-def changes(checkpoint: Checkpoint | None, cfg: TrainConfig) -> list[str]:
+def changes(checkpoint: Checkpoint, cfg: TrainConfig) -> list[str]:
     """A line for everything that differs from when the checkpoint was written."""
-    if checkpoint is None:
-        return []
     lines = []
     current = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     for name, value in current.items():

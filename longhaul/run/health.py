@@ -5,7 +5,6 @@ here it is counted, and its rows are written to a file. A loss spike is reported
 that trains around it.
 """
 
-import dataclasses
 import json
 import math
 import statistics
@@ -88,14 +87,14 @@ def recent_losses(log: Path, step: int) -> list[float]:
 
 
 class Health:
-    """The watch over one run. `command(cfg)` is the shell command of a configuration."""
+    """The watch over one run. `command(**changes)` is its shell command with other settings."""
 
     def __init__(
         self,
         state: TrainState,
         loader: Order,
         folder: Path,
-        command: Callable[[TrainConfig], str],
+        command: Callable[..., str],
         skipped: Iterable[int] = (),
     ):
         self.state = state
@@ -144,15 +143,14 @@ class Health:
                 resume = str(path)
 
         skipped = [(max(begin, start), end) for begin, end in ranges if end > start]
-        cfg = dataclasses.replace(
-            self.state.cfg,
+        changes = dict(
             resume=resume,
             output_dir=f"{self.folder}-around-{skipped[0][0]}",
             skip_rows=format_ranges(merged([*self.loader.skip, *skipped])),
         )
         if self._may_be_broken():
-            cfg = dataclasses.replace(cfg, lr=lower_rate(cfg))
-        return self.command(cfg)
+            changes["lr"] = lower_rate(self.state.cfg)
+        return self.command(**changes)
 
     def _good_checkpoints(self) -> list[Path]:
         """Those from whose weights a step was taken, oldest first: the one that --resume names and

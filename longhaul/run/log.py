@@ -46,6 +46,11 @@ OF_A_POLICY = ("reward", "reward_label", "accuracy", "truncated", "kl")
 WATCHED = (*OF_A_POLICY, "indexer_kl", "indexer_recall")
 
 
+# Lines of progress in a file: of so many first steps, then so many seconds apart.
+FIRST_LINES = 10
+BETWEEN_LINES = 1.0
+
+
 # ---- figures
 
 
@@ -122,16 +127,23 @@ class Bar:
 
 
 class Lines:
-    """Progress in a file or pipe: a line for each step that is shown."""
+    """Progress in a file or pipe: a line for each of the first steps and for the last one, and for
+    those between them one a second at most.
+    """
 
     def __init__(self, first_step: int, last_step: int):
         self.first_step = first_step
         self.last_step = last_step
-        self.start = time.perf_counter()
+        self.start = self.shown = time.perf_counter()
 
     def step(self, record: dict):
-        """Print the step of this record, and the time that remains."""
+        """Print the step of this record, and the time that remains, unless one was just shown."""
         step = record["step"]
+        now = time.perf_counter()
+        is_first = step <= self.first_step + FIRST_LINES
+        if not is_first and step < self.last_step and now - self.shown < BETWEEN_LINES:
+            return
+        self.shown = now
         self.say(
             f"step {step} of {self.last_step}: loss {record['loss']:.4f}, "
             f"{watched(record)}lr {record['lr']:.3g}, "
@@ -173,11 +185,9 @@ class Logger:
         first_step: int,
         last_step: int,
         active: bool,
-        every: int = 1,
         config_text: str = "",
     ):
         self.active = active
-        self.every = every
         self.warned = False
         if not active:
             return
@@ -195,9 +205,6 @@ class Logger:
         if not self.active:
             return
         self._append(record)
-        if record["step"] % self.every:
-            return
-
         figures = {f"train/{key}": record[key] for key in record if key not in ("step", "time")}
         self.scalars(record["step"], figures)
         self.progress.step(record)

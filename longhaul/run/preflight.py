@@ -32,11 +32,13 @@ from longhaul.config import Stage, TrainConfig
 from longhaul.evals.measures import Asked, Measures
 from longhaul.kernels import chosen_in_words
 from longhaul.kinds import VERIFIED, attention_kind
+from longhaul.memory import plan as planner
+from longhaul.memory.plan import Plan
 from longhaul.run import start
 from longhaul.run.guard import Guard
 from model import ModelConfig
 
-Command = Callable[[TrainConfig], str]  # the shell command of a configuration
+Command = Callable[..., str]  # the shell command of the run, with these settings changed
 # the rows of a run, in their order
 Rows = Callable[[TrainConfig, Sequence[Corpus], dist.World], Order]
 
@@ -54,6 +56,7 @@ class Ready:
     device: torch.device
     folder: Path
     corpora: tuple[Corpus, ...]
+    dataset: Dataset  # the first corpus, with whose tokenizer all were made
     loader: Order
     checkpoint: Checkpoint | None  # that the run continues; None for a new run
     weights: start.Start | None  # that a new run takes; None for random ones
@@ -63,34 +66,17 @@ class Ready:
     rows_per_step: int  # at the longest length
 
     @property
-    def dataset(self) -> Dataset:
-        """The first corpus, with whose tokenizer all were made."""
-        return self.corpora[0].dataset
-
-    @property
-    def finished(self) -> bool:
-        """Whether the checkpoint has all steps already, so that nothing is left to do."""
-        return self.checkpoint is not None and self.checkpoint.step >= self.cfg.max_steps
-
-    @property
     def stages_left(self) -> list[Stage]:
         """The stages of the length schedule that have steps left; without a schedule, the run."""
         step = self.checkpoint.step if self.checkpoint else 0
         return [stage for stage in self.cfg.stages() if stage.last_step > step]
 
     def at(self, stage: Stage) -> "Ready":
-        """The same run at a stage, with the stage's settings; commands are those of the run."""
-
-        def command(cfg: TrainConfig) -> str:
-            changed = ("resume", "output_dir", "skip_rows", "lr")
-            asked = {name: getattr(cfg, name) for name in changed}
-            return self.command(dataclasses.replace(self.cfg, **asked))
-
+        """The same run at a stage, with the stage's settings."""
         return dataclasses.replace(
             self,
             cfg=stage.cfg,
             config=stage.cfg.model(),
-            command=command,
             last_step=stage.last_step,
         )
 
@@ -101,41 +87,50 @@ class Ready:
 
 
 def preflight(
-    cfg: TrainConfig,
-    world: dist.World,
-    device: torch.device,
-    command: Command,
+    plan: Plan,
     guard: Guard,
     rows: Rows,
 ) -> Ready:
     """Check everything, take the run's folder, and return what training needs."""
+    cfg, world = plan.cfg, plan.world
     folder = Path(cfg.output_dir)
     corpora = open_data(cfg, world)
     dataset = corpora[0].dataset
     config = model_config(cfg, dataset, world)
-    identity = resume.identity(cfg, config, dataset) | {"dataset": mixture.fingerprint(corpora)}
+    hashes = {"dataset": mixture.fingerprint(corpora), "tokenizer": dataset.tokenizer_sha256}
+    identity = resume.identity(cfg, config) | hashes
     record = resume.read_record(folder)
 
     # one rank verifies hashes and may rename what is damaged; all ranks then read the manifest
     found = dist.on_rank0(lambda: find_checkpoint(cfg, identity, record, guard), world)
-    checkpoint = resume.continued(Path(found), cfg) if found else None
-    weights = None if checkpoint else starting_weights(cfg, config, dataset, world)
-    cfg = with_recorded_batch(cfg, checkpoint, world)
-    cfg = resume.with_skips(checkpoint, cfg)
+    checkpoint = weights = None
+    if found:
+        checkpoint = resume.continued(Path(found), cfg)
+        cfg = with_recorded_batch(cfg, checkpoint, world)
+        cfg = resume.with_skips(checkpoint, cfg)
+    elif cfg.init_from:
+        weights = starting_weights(cfg, config, dataset, world)
 
     loader = rows(cfg, corpora, world)
-    dist.on_rank0(lambda: check_evals(cfg, config, corpora), world)
+    if cfg.eval_every:
+        dist.on_rank0(lambda: check_evals(cfg, config, corpora), world)
     if checkpoint is not None:
         resume.check_position(checkpoint, loader, cfg)
     stamps = dist.on_rank0(lambda: verify_data(corpora, record), world)
+
+    timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
+
+    def command(**changes) -> str:
+        return planner.command(dataclasses.replace(cfg, **changes), world, timeout)
 
     ready = Ready(
         cfg=cfg,
         config=config,
         world=world,
-        device=device,
+        device=plan.device,
         folder=folder,
         corpora=corpora,
+        dataset=dataset,
         loader=loader,
         checkpoint=checkpoint,
         weights=weights,
@@ -144,17 +139,20 @@ def preflight(
         last_step=cfg.max_steps,
         rows_per_step=cfg.rows_per_step(world.size),
     )
-    if ready.finished:
+    if checkpoint is not None and checkpoint.step >= cfg.max_steps:  # nothing is left to do
         dist.print0(
             f"{checkpoint.folder} has {checkpoint.step} of {cfg.max_steps} steps: nothing to do",
             world=world,
         )
         return ready
 
-    # nothing was written so far; from here on the folder belongs to this run
-    dist.on_rank0(lambda: require_space(ready), world)
-    dist.on_rank0(lambda: announce(ready), world)
-    dist.on_rank0(lambda: take_folder(ready, record, stamps, guard), world)
+    def begin():
+        durable.require_space(folder, size_of(cfg, config), cfg.keep_last)
+        announce(ready)
+        # nothing was written so far; from here on the folder belongs to this run
+        take_folder(ready, record, stamps, guard)
+
+    dist.on_rank0(begin, world)
     return ready
 
 
@@ -216,21 +214,19 @@ def _unused_vocabulary(cfg: TrainConfig, config: ModelConfig, dataset: Dataset) 
 
 def starting_weights(
     cfg: TrainConfig, config: ModelConfig, dataset: Dataset, world: dist.World
-) -> start.Start | None:
-    """The folder of --init_from, found intact and fitting; None for random weights.
+) -> start.Start:
+    """The folder of --init_from, found intact and fitting.
 
     One rank chooses it, because the run that it belongs to may write another checkpoint meanwhile.
     """
-    if not cfg.init_from:
-        return None
 
-    def intact() -> str:
+    def intact() -> start.Start:
         found = start.read(cfg.init_from)
         start.check_tokenizer(found, dataset)
         start.check(found, config)
-        return str(found.folder)
+        return found
 
-    return start.read(dist.on_rank0(intact, world))
+    return dist.on_rank0(intact, world)
 
 
 def verify_data(corpora: Sequence[Corpus], record: dict | None) -> dict:
@@ -275,7 +271,7 @@ def rows_of(stage: Stage, cfg: TrainConfig, corpora: Sequence[Corpus], world: di
         stage.cfg.context_length,
         stage.cfg.rows_per_step(world.size),
         seed=cfg.seed,
-        split=documents_by_length(cfg, stage),
+        split=documents_by_length(cfg, stage) if cfg.long_fraction or cfg.short_fraction else None,
         whole=cfg.whole_documents,
     )
 
@@ -287,7 +283,7 @@ def documents_by_length(cfg: TrainConfig, stage: Stage) -> mixture.Split | None:
     if cfg.long_fraction:
         share = 1 - Fraction(str(cfg.long_fraction))
         return mixture.Split(stage.cfg.context_length - 1, share, "--long_fraction")
-    if cfg.short_fraction and stage.number:
+    if stage.number:
         shortest = cfg.stages()[0].cfg.context_length
         share = Fraction(str(cfg.short_fraction))
         return mixture.Split(shortest, share, "--short_fraction")
@@ -296,8 +292,6 @@ def documents_by_length(cfg: TrainConfig, stage: Stage) -> mixture.Split | None:
 
 def check_evals(cfg: TrainConfig, config: ModelConfig, corpora: Sequence[Corpus]):
     """ValueError if evaluations would measure at the longest context what they cannot."""
-    if not cfg.eval_every:
-        return
     config_checks.check_eval_lengths(cfg)
     asked = Asked.of(cfg.stages()[-1].cfg, config.vocab_size)
     costly = set(asked.names) - {"loss", "position"}
@@ -364,14 +358,10 @@ def named_checkpoint(cfg: TrainConfig, identity: dict, record: dict | None) -> s
     )
 
 
-def with_recorded_batch(
-    cfg: TrainConfig, checkpoint: Checkpoint | None, world: dist.World
-) -> TrainConfig:
+def with_recorded_batch(cfg: TrainConfig, checkpoint: Checkpoint, world: dist.World) -> TrainConfig:
     """`cfg` with the global batch of the checkpoint, whatever the number of ranks, so that rows
     keep their order.
     """
-    if checkpoint is None:
-        return cfg
     rows = checkpoint.rows_per_step
     if rows == cfg.rows_per_step(world.size):
         return cfg
@@ -394,24 +384,19 @@ def with_recorded_batch(
 # ---- the folder
 
 
-def require_space(ready: Ready):
-    """ValueError unless the disk has space for the checkpoints that the run will keep."""
-    checkpoint_bytes = size_of(ready.cfg, ready.config)
-    durable.require_space(ready.folder, checkpoint_bytes, ready.cfg.keep_last)
-
-
 def announce(ready: Ready):
     """Print the settings, what has changed since the checkpoint, the loss that runs, the data."""
     cfg = ready.cfg
     print("settings that differ from the defaults (run.json in the output folder has all):")
-    print(cfg.table(cfg.changed_settings()) or "  none")
-    print(f"command: {ready.command(cfg)}")
-    for line in resume.changes(ready.checkpoint, ready.stages_left[0].cfg):
-        print(line)
+    print(cfg.table(every=False) or "  none")
+    print(f"command: {ready.command()}")
+    if ready.checkpoint is not None:
+        for line in resume.changes(ready.checkpoint, ready.stages_left[0].cfg):
+            print(line)
     if ready.weights is not None:
         print("\n".join(start.announcement(ready.weights, cfg.stages()[-1].cfg)))
 
-    warnings = cfg.warnings() + ready.loader.warnings()
+    warnings = config_checks.warnings(cfg) + ready.loader.warnings()
     slow = attention_kind(ready.config).warning(ready.config, ready.device)
     if slow:
         warnings.append(slow)

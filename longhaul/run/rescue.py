@@ -198,27 +198,20 @@ class Rescue:
         """Save the state on all ranks, and end the process."""
         code = 1
         try:
-            code = self._save_or_lost()
+            end = self._saved()
+            self.guard.leave(end.exit_code, str(end))
+            code = end.exit_code
+            if code == exits.PREEMPTED:  # nobody leaves before rank 0 has spoken for all
+                dist.barrier(self.saver.group)
         finally:
             if code == 1:  # a bug, whose traceback nobody else would print
                 traceback.print_exc()
             os._exit(code)
 
-    def _save_or_lost(self) -> int:
-        """The exit code of a run that was saved, or of one whose collectives failed because a rank
-        is gone.
+    def _saved(self) -> exits.Halt | exits.StorageError:
+        """How the run ends: saved, with a disk that refuses, or with a rank that is gone, so that
+        a collective failed.
         """
-        try:
-            return self._save_and_say()
-        except RuntimeError:
-            lost = self.guard.heartbeat and self.guard.heartbeat.lost()
-            if not lost:
-                raise
-            self.guard.leave(lost.exit_code, str(lost))
-            return lost.exit_code
-
-    def _save_and_say(self) -> int:
-        """The exit code of a run that was saved, or of the disk that refused."""
         stream = None
         if self.state.device.type == "cuda":
             # not behind the kernels that the main thread has launched
@@ -227,13 +220,14 @@ class Rescue:
             with torch.cuda.stream(stream):
                 self.saver.save_now(snapshot_of(self.state, self.parameters, self.manifest))
         except exits.StorageError as error:
-            self.guard.leave(error.exit_code, str(error))
-            return error.exit_code
+            return error
+        except RuntimeError:
+            lost = self.guard.heartbeat and self.guard.heartbeat.lost()
+            if not lost:
+                raise
+            return lost
 
         self.flush_log()
         sys.stdout.flush()
         self.guard.step = self.state.step
-        halt = self.guard.preempted()
-        self.guard.leave(halt.exit_code, str(halt))
-        dist.barrier(self.saver.group)
-        return halt.exit_code
+        return self.guard.preempted()

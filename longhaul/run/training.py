@@ -7,7 +7,6 @@ reported in one line before anything is allocated or overwritten.
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import os
 import sys
@@ -60,13 +59,12 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
     """The command line, whose settings `complete` may change. Whatever a user can mend ends with
     one line and an exit code of longhaul/exits.py.
     """
-
-    def completed(settings: dict) -> dict:
-        return start.completed(complete(settings))
-
     world = dist.World.from_environment()
     with Guard(program.config.PROGRAM.removeprefix("-m "), world) as guard:
-        cfg = cli.parse(program.config, args, program.description, completed)
+        given = complete(cli.given(program.config, args, program.description))
+        if given.get("init_from"):
+            given = start.completed(given)
+        cfg = program.config(**given)
         device = dist.choose_device(cfg.device, world)
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
@@ -76,9 +74,7 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
         guard.watch()
 
         plan = plan_or_refuse(cfg, world, device)
-        timeout = dist.on_rank0(lambda: plan.shutdown_timeout, world)
-        command = functools.partial(planner.command, world=world, timeout=timeout)
-        ready = preflight(plan.cfg, world, device, command, guard, program.rows)
+        ready = preflight(plan, guard, program.rows)
         for stage in ready.stages_left:
             if cfg.length_schedule:
                 dist.print0(stage.in_words(), world=world)
@@ -134,9 +130,12 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
         choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))
     attention_kind(config).check(config, device)
 
-    plan = dist.on_rank0(lambda: fitting(planner.plan(cfg, config, world, device)), world)
+    def planned() -> planner.Plan:
+        plan = planner.plan(cfg, config, world, device)
+        return plan if plan.fits else fitting(plan)
+
+    plan = dist.on_rank0(planned, world)
     plan = dataclasses.replace(plan, world=world, device=device)
-    plan.cfg.accumulation(world.size)  # raises if the ranks do not divide the batch
     if world.rank == 0:  # a table measures how fast this machine is
         print(plan.table(), flush=True)
     if cfg.plan:
@@ -145,11 +144,9 @@ def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) ->
 
 
 def fitting(plan: planner.Plan) -> planner.Plan:
-    """The plan, or with --fit auto the one that the fewest levers make fit; ValueError with the
-    closest command if none fits.
+    """With --fit auto, the plan that the fewest levers make fit; otherwise, and if none fits,
+    ValueError with the closest command.
     """
-    if plan.fits:
-        return plan
     # if a flag of the run in this folder was forgotten, that is what should be said
     resume.check_folder(plan.cfg)
 
@@ -234,7 +231,6 @@ class Run:
             first_step=self.state.step,
             last_step=self.cfg.max_steps,
             active=self.world.rank == 0,
-            every=self.cfg.log_every,
             config_text=self.cfg.table(),
         )
         self.saver = Saver(
@@ -247,8 +243,9 @@ class Run:
         )
         self.rescue = Rescue(self.guard, self.saver, self.state.model, self.log.flush)
         self.state.listeners.append(self._before_change)
-        changes = resume.changes(ready.checkpoint, self.cfg)
-        self.log.text(self.state.step, "changes", "\n".join(changes))
+        if ready.checkpoint is not None:
+            changes = resume.changes(ready.checkpoint, self.cfg)
+            self.log.text(self.state.step, "changes", "\n".join(changes))
         self.source.open(self.log)
 
     def _loop(self):

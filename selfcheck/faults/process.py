@@ -360,7 +360,8 @@ def terminated_group(trials: int, folder: Path) -> str:
 
 def slow_down(step_marker: Path, save_marker: Path):
     """In the child: hold a step for a moment and a save for long, and mark that they began."""
-    held(step, "count_valid", step_marker, 0.3, 7)  # twice by the plan, and in step 5
+    # the plan's simulation asks twice; the fourth step comes after the first checkpoint
+    held(step, "count_valid", step_marker, 0.3, 6)
     held(durable, "rename", save_marker, 30, 5)
 
 

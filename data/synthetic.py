@@ -1,4 +1,4 @@
-"""The command line that the synthetic datasets share: data.recall, data.reviews and data.sums.
+"""The command line that the synthetic datasets share: data.recall and data.sums.
 
 Exit codes: 0 done, 2 bad input, 6 storage.
 """

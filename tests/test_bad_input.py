@@ -25,7 +25,7 @@ import verify_chunked_loss
 from base.flags import underscored
 from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
 from benchmarks.gpu import command
-from data import prepare, recall, report, reviews, sums
+from data import prepare, recall, report, sums
 from scripts import (
     conversion_figures,
     convert_qwen3,
@@ -77,7 +77,6 @@ DOORS = {
     "harness": (lm_eval.main, "--checkpoint {run} --tasks x --device cpu"),
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
-    "reviews": (reviews.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
     "converted": (conversion_figures.main, ""),
     "settings": (settings.main, ""),
@@ -495,8 +494,6 @@ sums --output {folder}
 sums --worked 2
 recall --lengths 16
 recall --tokens -1
-reviews --reviews 1
-reviews --val_fraction 1
 proof {folder}
 proof /nonexistent
 converted {folder}

@@ -58,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, EXIT_INTEGRITY)
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
-    except ChildProcessError as error:
-        return _fail(error, EXIT_STORAGE)
     except OSError as error:
         return _fail(
             f"cannot read or write: {error}: check the free space and the permissions, then run "
@@ -273,7 +271,7 @@ def _parser() -> _Parser:
         type=int,
         default=2,
         metavar="N",
-        help="number of encoding processes (default 2); it does not change the result",
+        help="number of encoding threads (default 2); it does not change the result",
     )
     add(
         "--max_bytes",

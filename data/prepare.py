@@ -26,15 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base import flags
+from data import report
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
 from data.manifest import IntegrityError
-from data.packing import effective_context
 from data.pipeline import build_dataset
 from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
-
-CONTEXTS = (2048, 8192, 32768, 131072)
 
 # The flags that the embedded corpus ignores.
 NEED_INPUT = {"text_field", "answer_field", "on_error", "max_document_mib"}
@@ -51,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         begin = time.perf_counter()
         dataset = prepare(options)
-        print(summary(dataset))
+        print("\n".join(report.summary(dataset)))
         print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
+        print(f"what it can teach: python -m data.report {dataset.path}")
         return 0
     except IntegrityError as error:
         return _fail(error, EXIT_INTEGRITY)
@@ -138,28 +137,6 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     for note in files.notes():
         print(note, file=sys.stderr)
     return dataset
-
-
-def summary(dataset: Dataset) -> str:
-    """What a user wants to know about a dataset, in several lines."""
-    lines = [f"{dataset.path}: vocabulary {dataset.vocab_size:,}, {dataset.dtype.name}"]
-    for name, split in dataset.splits.items():
-        bytes_per_token = split.source_bytes / split.num_tokens
-        lines.append(
-            f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
-            f"{bytes_per_token:.2f} bytes/token, "
-            f"unigram entropy {split.unigram_entropy:.3f} nats/token"
-        )
-
-    lines.append(
-        "  context   half of all tokens have at least   "
-        "tokens in documents of half the context or more"
-    )
-    lengths = dataset.split("train").lengths
-    for context in CONTEXTS:
-        found = effective_context(lengths, context)
-        lines.append(f"  {context:7,}   {found.p50:31,}   {found.long_share:48.1%}")
-    return "\n".join(lines)
 
 
 # ---- flags

@@ -9,7 +9,6 @@ from data import recall
 from data.dataset import open_dataset
 from data.manifest import MANIFEST
 from data.recall import END, KEYS, NOISE, VALUES, VOCABULARY, Form
-from data.writer import write_dataset
 from longhaul.evals.tasks import Sizes, TaskItems, Vocabulary
 
 FORM = Form(64, 9)
@@ -161,19 +160,6 @@ def test_the_folder_is_a_masked_dataset_that_says_what_its_ids_mean(tmp_path, ca
     lengths = np.concatenate([split.lengths for split in dataset.splits.values()])
     assert (lengths == 16).sum() == 125 and (lengths == 64).sum() == 32 and len(lengths) == 157
     assert dataset.split("val").num_documents > 0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"keys": [5, 5]}, {"values": [0, 386]}, {"noise": "all"}, {"query": 385}, {"more": None}],
-)
-def test_a_task_that_names_no_ids_is_refused(tmp_path, change):
-    task = recall.task() | change
-    documents = [recall.recall(FORM, random())]
-    with pytest.raises(ValueError, match="field 'task' is wrong"):
-        write_dataset(
-            documents, tmp_path / "d", vocab_size=VOCABULARY, eod_id=END, masked=True, task=task
-        )
 
 
 def test_retrieval_asks_in_the_ids_of_the_task(tmp_path):

@@ -27,7 +27,6 @@ from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
 from benchmarks.gpu import command
 from data import prepare, recall, report, sums
 from scripts import (
-    conversion_figures,
     convert_qwen3,
     evaluate,
     generate,
@@ -78,7 +77,6 @@ DOORS = {
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
-    "converted": (conversion_figures.main, ""),
     "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
     "levers": (levers.main, "--out {new}"),
@@ -496,9 +494,8 @@ recall --lengths 16
 recall --tokens -1
 proof {folder}
 proof /nonexistent
-converted {folder}
-converted /nonexistent
-converted {folder} --seeds x
+proof {folder} convert
+proof {folder} --seeds x
 settings --ouput x
 gpu --only lss
 gpu --deadline -1

@@ -14,28 +14,20 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from base.flags import PRECISIONS, Parser, precision
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from longhaul import qwen3
-from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+from data.load_tokenizer import AnyTokenizer
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
-from longhaul.run.start import trained_context
-from model import Decoder
+from scripts.generate import Source, opened, tokenizer_of
 
 INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
-# exceptions of these packages are of a network
-NETWORK = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
-
-
-class Evaluated(NamedTuple):
-    """A model on the CPU, its tokenizer, and the tokens that its positions reach."""
-
-    model: Decoder
-    tokenizer: AnyTokenizer
-    window: int
+# What a wrong task raises, and the packages whose exceptions are of its data or of a network.
+OF_TASKS = (ImportError, OSError, ValueError, TypeError, LookupError)
+LIBRARIES = {"aiohttp", "datasets", "httpx", "httpx2", "requests", "urllib3"}
 
 
 def build_parser() -> Parser:
@@ -120,12 +112,11 @@ def evaluate(given: argparse.Namespace):
         go_offline()
     require_extra()
     device = named_device(given.device)
-    folder = Path(given.checkpoint)
-    tokenizer = load_tokenizer(tokenizer_path(folder, given.tokenizer))
+    source = opened(Path(given.checkpoint))
+    tokenizer = tokenizer_of(source, given.tokenizer)
 
     tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
-    evaluated = opened(folder, tokenizer, PRECISIONS[given.dtype])
-    results = run(given, evaluated, device, tasks, manager)
+    results = run(given, source, tokenizer, device, tasks, manager)
     show(results)
     if given.output:
         write(results, Path(given.output))
@@ -211,14 +202,10 @@ def unknown(name: str, known: list[str], include_path: str | None) -> str:
     nearest = difflib.get_close_matches(name, known, n=3)
     if nearest:
         return f"--tasks: {name!r} is unknown: did you mean {' or '.join(nearest)}?"
-    if include_path:
-        return (
-            f"--tasks: {name!r} is unknown: define it in a YAML file of {include_path}, and see "
-            "whether that can be parsed, because the harness passes over one that cannot"
-        )
+    folder = include_path or "a folder for --include_path"
     return (
-        f"--tasks: {name!r} is unknown: give names from `lm_eval ls tasks`, or --include_path with "
-        "a YAML file that defines it"
+        f"--tasks: {name!r} is unknown: give names from `lm_eval ls tasks`, or a YAML file of "
+        f"{folder} that defines it and that can be parsed, because the harness passes over others"
     )
 
 
@@ -226,107 +213,42 @@ def loaded(name: str, manager) -> list:
     """The group of this name, or the tasks; ValueError if they or their data cannot be had."""
     try:
         found = manager.load(name)
-    except ImportError as error:
-        raise ValueError(f"task {name} needs another package: {one_line(error)}") from None
-    except Exception as error:  # of the harness and of datasets; what has no remedy is raised again
-        if is_network(error):
+    except Exception as error:  # what is neither of a task nor of a library is raised again
+        packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        if isinstance(error, OF_TASKS) or not LIBRARIES.isdisjoint(packages):
+            where = getattr(manager.task_index.get(name), "yaml_path", None) or "its YAML file"
+            words = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"task {name} has no data here and cannot download it ({one_line(error)}): run it "
-                "once where there is a network, and copy ~/.cache/huggingface"
+                f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need "
+                "another package, a network (run it once where there is one, and copy "
+                f"~/.cache/huggingface), or other settings in {where}"
             ) from None
-        if is_wrong_task(error):
-            raise ValueError(broken(name, error, manager.task_index.get(name))) from None
         raise
     group = found["groups"].get(name)
     return [group] if group else list(found["tasks"].values())
-
-
-def broken(name: str, error: Exception, entry: Any) -> str:
-    """What to say of a task that the harness cannot load; `entry` is its place in the index."""
-    kind = type(error).__name__
-    where = getattr(entry, "yaml_path", None) or "the YAML file that defines it"
-    if isinstance(error, FileNotFoundError):
-        remedy = f"correct dataset_path and dataset_kwargs in {where}"
-    elif isinstance(error, TypeError) and "dataset_path" not in (getattr(entry, "cfg", None) or {}):
-        remedy = f"give dataset_path in {where}"
-    else:
-        remedy = f"correct {where} or its data"
-    return f"task {name} cannot be loaded ({kind}, {one_line(error)}): {remedy}"
-
-
-def is_network(error: Exception) -> bool:
-    """Whether an exception is of the network."""
-    of_system = isinstance(error, (ConnectionError, TimeoutError))
-    return of_system or not NETWORK.isdisjoint(packages(error))
-
-
-def is_wrong_task(error: Exception) -> bool:
-    """Whether an exception is of the kind that a wrong setting of a task, or wrong data, raise."""
-    of_settings = isinstance(error, (OSError, ValueError, TypeError, LookupError))
-    return of_settings or "datasets" in packages(error)
-
-
-def packages(error: Exception) -> set[str]:
-    """The packages that define an exception and what it is derived from."""
-    return {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-
-
-def one_line(error: Exception) -> str:
-    """The beginning of an exception's message, in one line."""
-    return " ".join(str(error).split())[:200]
-
-
-# ---- the model
-
-
-def tokenizer_path(folder: Path, given: str | None) -> Path:
-    """The tokenizer that is given, or that of the checkpoint; ValueError if it has none."""
-    if given:
-        return Path(given)
-    home = folder if is_hugging_face(folder) else newest(folder).parent
-    found = find_tokenizer(home)
-    if found is None:
-        raise ValueError(f"{home} has no tokenizer: give --tokenizer PATH")
-    return found
-
-
-def opened(folder: Path, tokenizer: AnyTokenizer, dtype: str) -> Evaluated:
-    """What is evaluated, from a Hugging Face folder or a checkpoint of longhaul."""
-    if is_hugging_face(folder):
-        model = qwen3.from_hf(folder, compute_dtype=dtype)
-        return Evaluated(model, tokenizer, model.config.rope_reach)
-
-    checkpoint = verified(newest(folder))
-    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
-    return Evaluated(load_model(checkpoint, dtype=dtype), tokenizer, trained_context(checkpoint))
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder is of Hugging Face, not of longhaul."""
-    return (folder / "config.json").is_file()
 
 
 # ---- running
 
 
 def run(
-    given: argparse.Namespace, evaluated: Evaluated, device, tasks: list, manager
+    given: argparse.Namespace,
+    source: Source,
+    tokenizer: AnyTokenizer,
+    device: torch.device,
+    tasks: list,
+    manager,
 ) -> dict[str, Any]:
     """The harness's results, without its samples."""
     from lm_eval import simple_evaluate
 
     from longhaul.evals.harness import LonghaulLM
 
-    model = evaluated.model.to(device)
+    model = source.load(device, PRECISIONS[given.dtype])
     if device.type == "cuda":
         cast_matrices(model)
-    lm = LonghaulLM(
-        model,
-        evaluated.tokenizer,
-        given.max_length or evaluated.window,
-        device,
-        batch_size=given.batch_size,
-    )
+    window = given.max_length or source.reach
+    lm = LonghaulLM(model, tokenizer, window, device, batch_size=given.batch_size)
     results = simple_evaluate(
         lm,
         tasks=tasks,

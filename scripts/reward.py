@@ -19,16 +19,15 @@ from typing import BinaryIO, NamedTuple
 from base import durable
 from base.flags import Parser, precision
 from data.fields import TextField
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
+from data.load_tokenizer import AnyTokenizer
 from longhaul import qwen3, step
-from longhaul.checkpoint.load import check_tokenizer
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
 from longhaul.run import start
-from longhaul.run.start import Start
+from scripts.generate import Source, tokenizer_of
 
 FEWEST = 10  # texts that a head is trained and judged on
 FP32 = 4  # bytes of a weight that is saved
@@ -93,7 +92,8 @@ def run(given: argparse.Namespace):
 
     durable.require_free(Path(given.output), FP32 * config.num_params())
 
-    tokenizer = tokenizer_of(origin, given.tokenizer, config.vocab_size)
+    source = Source(origin.tokenizer_folder, config, origin.checkpoint)
+    tokenizer = tokenizer_of(source, given.tokenizer)
     texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
     random.Random(given.seed).shuffle(texts)
     number = max(1, round(given.held_out * len(texts)))
@@ -249,25 +249,6 @@ def encoded(text: Text, tokenizer: AnyTokenizer, context: int) -> Labelled:
             "context: shorten this text, or leave it out"
         )
     return Labelled(ids, len(prompt), text.label)
-
-
-def tokenizer_of(origin: Start, path: str | None, vocab_size: int) -> AnyTokenizer:
-    """The tokenizer of the body, from `path` or next to its weights; ValueError if there is none,
-    or if it is another one.
-    """
-    folder = origin.tokenizer_folder
-    path = path or find_tokenizer(folder)
-    if path is None:
-        raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH")
-    tokenizer = load_tokenizer(path)
-    if origin.checkpoint is not None:
-        check_tokenizer(origin.checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"{path} has {tokenizer.vocab_size:,} ids and the checkpoint {vocab_size:,}: give the "
-            "--tokenizer of the checkpoint"
-        )
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -368,11 +368,6 @@ evaluate --chunk x
 evaluate --dtype int8
 evaluate --output {text}
 evaluate --output {text}/below
-evaluate --json {folder}
-evaluate --png {folder}
-evaluate --png {new} --evals loss
-evaluate --output {new} --json {new}
-evaluate --json {new} --png {new}
 evaluate --against /nonexistent
 evaluate --against {folder}
 evaluate --against {other_run}
@@ -672,7 +667,6 @@ def full_disk():
         "profile --json {new}",
         "step --hf {hf} --seq 32 --json {new}",
         "step --hf {hf} --seq 32 --html {new}",
-        "evaluate --evals loss --batches 1 --json {new}",
         "evaluate --evals loss --batches 1 --output {new}",
         "analysis --num_samples 1 --skip_patching",
         "convert --checkpoint {run} --output {new}",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from data import prepare
+from data.load_tokenizer import load_tokenizer
 from longhaul import kernels, qwen3
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
@@ -73,7 +74,7 @@ def loaded(out: Path) -> RewardModel:
 
 
 def rewarded(model: RewardModel, folder: Path, text: str) -> float:
-    ids = program.load_tokenizer(folder / "base").encode(text)
+    ids = load_tokenizer(folder / "base").encode(text)
     tokens_1T = torch.tensor([ids])
     model.requires_grad_(False)
     return float(model.forward_hard(tokens_1T[:, :0], tokens_1T, torch.ones(tokens_1T.shape)))
@@ -250,7 +251,7 @@ def test_grade_trains_by_it_and_draws_no_padding(folder, tmp_path, capsys):
     flags = "--context_length 32 --max_new_tokens 4 --gumbel_topk 0 --max_steps 1 --eval_every 0"
     where = f"--data {tmp_path}/asked --output_dir {tmp_path}/run --device cpu --dtype fp32"
     grade.main(f"{paths} {flags} {where}".split())
-    tokenizer = program.load_tokenizer(folder / "base")
+    tokenizer = load_tokenizer(folder / "base")
     said = f"mixtures: over the tokenizer's {tokenizer.vocab_size} ids; the KL is over the model's"
     assert said in capsys.readouterr().out and tokenizer.vocab_size < V
     record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])

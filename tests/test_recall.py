@@ -185,7 +185,7 @@ def test_a_seed_is_a_dataset(tmp_path):
         (["--lengths", "16"], "'16' is no length: give LENGTH:PAIRS"),
         (["--lengths", "16:7"], "take 17 tokens: give longer documents, or fewer pairs"),
         (["--lengths", "999:65"], "has 65 pairs: give 1 to 64"),
-        (["--lengths", "16:2", "16:3"], "names 16 twice: keep one"),
+        (["--lengths", "16:2", "16:3"], "names a length twice: keep one"),
         (["--tokens", "15"], "less than one document of 64 tokens: give 64 or more"),
         (["--periodic", "1.5"], "is no share: give 0 to 1"),
         (["--seed", "-1"], "is negative: give 0 or more"),

@@ -14,7 +14,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from base import durable
 from base.flags import Parser, precision
@@ -170,70 +170,33 @@ class Text(NamedTuple):
 
 def read(given: argparse.Namespace) -> Iterator[Text]:
     """The texts of a file; ValueError names the first line that is wrong."""
+    if not Path(given.data).is_file():
+        raise ValueError(f"--data {given.data} is no file: name a JSONL file of labelled texts")
     fields = [TextField(given.text_field)]
     if given.prompt_field:
         fields.append(TextField(given.prompt_field, "--prompt_field"))
-    with opened(given.data) as lines:
+    with open(given.data, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            place = f"{given.data}:{number}"
             if not line.strip():
                 continue
-            record = parsed(line, place)
+            place = f"{given.data}:{number}"
             try:
+                record = json.loads(line)
                 text, prompt = [*(field.text_of(record) for field in fields), ""][:2]
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-            if not text:
-                raise ValueError(f"{place}: the text is empty: leave this line out")
-            require_unicode(prompt + text, place)
-            yield Text(place, prompt, text, label_of(record, given.label_field, place))
+                (prompt + text).encode()  # an error for a lone surrogate
+                yield Text(place, prompt, text, label_of(record, given.label_field))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: {error}: mend this line, or leave it out") from None
 
 
-def opened(path: str) -> BinaryIO:
-    """The file; ValueError if it cannot be read."""
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ValueError(
-            f"--data {path} cannot be read ({error.strerror}): name a JSONL file of labelled texts"
-        ) from None
-
-
-def parsed(line: bytes, place: str) -> dict:
-    """The record of a line; ValueError if it has none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: this line is not JSON ({error}): mend it") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: this line is no JSON object: give one with a text and a label")
-    return record
-
-
-def require_unicode(text: str, place: str) -> None:
-    """ValueError for a lone surrogate."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{place}: the lone surrogate U+{ord(text[error.start]):04X} is not Unicode text: "
-            "mend this line, or leave it out"
-        ) from None
-
-
-def label_of(record: dict, field: str, place: str) -> float:
+def label_of(record: dict, field: str) -> float:
     """The label of a record, in which true is 1; ValueError if it is no number from 0 to 1."""
     if field not in record:
-        raise ValueError(
-            f"{place}: there is no field {field!r} (found: {', '.join(list(record)[:8])}): set "
-            "--label_field"
-        )
+        found = ", ".join(list(record)[:8])
+        raise ValueError(f"there is no field {field!r} (found: {found}); set --label_field")
     label = record[field]
     if not isinstance(label, int | float) or not 0 <= label <= 1:
-        raise ValueError(
-            f"{place}: the label {str(label)[:40]!r} is no number from 0 to 1, as rewards are: "
-            "scale the labels"
-        )
+        raise ValueError(f"the label {str(label)[:40]!r} is no number from 0 to 1, as rewards are")
     return float(label)
 
 
@@ -241,6 +204,8 @@ def encoded(text: Text, tokenizer: AnyTokenizer, context: int) -> Labelled:
     """The ids of a prompt and its text, which end as a document does; ValueError if these are too
     many.
     """
+    if not text.text:
+        raise ValueError(f"{text.place}: the text is empty: leave this line out")
     prompt = tokenizer.encode(text.prompt) if text.prompt else []
     ids = [*prompt, *tokenizer.encode(text.text), tokenizer.eod_id]
     if len(ids) > context:

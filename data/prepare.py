@@ -34,8 +34,17 @@ from data.pipeline import build_dataset
 from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
 
-# The flags that the embedded corpus ignores.
-NEED_INPUT = {"text_field", "answer_field", "on_error", "max_document_mib"}
+# What a flag needs, without which it would have no effect.
+NEEDS = {
+    "tokenizer": "output DIR",
+    "character_coverage": "output DIR",
+    "input": "output DIR",
+    "text_field": "input PATH",
+    "answer_field": "input PATH",
+    "on_error": "input PATH",
+    "max_document_mib": "input PATH",
+    "eod": "tokenizer PATH",
+}
 
 EXIT_BAD_INPUT = 2
 EXIT_INTEGRITY = 3
@@ -262,19 +271,9 @@ def _parser() -> _Parser:
 def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other or would have no effect."""
     given = {name for name, value in vars(options).items() if value is not None}
-    for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
-        if "output" not in given:
-            raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
-    for name in sorted(given & NEED_INPUT):
-        if "input" not in given:
-            raise ValueError(
-                f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "
-                f"--{name}"
-            )
-    if "answer_field" in given:
-        _check_answers(options)
-    if "eod" in given and "tokenizer" not in given:
-        raise ValueError("--eod needs --tokenizer PATH: add that, or drop --eod")
+    for name, needed in NEEDS.items():
+        if name in given and needed.split()[0] not in given:
+            raise ValueError(f"--{name} needs --{needed}: add that, or drop --{name}")
     for name in sorted(given & {"vocab_size", "character_coverage"}):
         if "tokenizer" in given:
             raise ValueError(
@@ -285,13 +284,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             "--max_bytes is for the embedded corpus: leave it out, or leave out --input"
         )
-
-
-def _check_answers(options: argparse.Namespace) -> None:
-    """Raise ValueError for flags that leave documents without an answer."""
-    if not options.answer_field:
+    if options.answer_field == "":
         raise ValueError("--answer_field is empty: name a field, or drop --answer_field")
-    if options.documents == "directory":
+    if "answer_field" in given and options.documents == "directory":
         raise ValueError(
             "--documents directory joins records, and --answer_field is for each of them: drop one "
             "of the two"

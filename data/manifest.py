@@ -154,9 +154,9 @@ class Manifest:
         content = _read(path)
         try:
             manifest = _parse(folder, content)
+            _check_vocabulary(path, content["dtype"], manifest)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is malformed ({error}): {PREPARE_AGAIN}") from None
-        _check_vocabulary(path, content["dtype"], manifest)
         if not manifest.shards or not all(one.tokens and one.documents for one in manifest.shards):
             raise ValueError(f"{path} describes an empty dataset or shard: {PREPARE_AGAIN}")
 

@@ -5,7 +5,6 @@ exported folder; docs/EVALUATION.md says where the two differ. Many tasks downlo
 the Hugging Face Hub; a task defined in a YAML file of --include_path may read a local file.
 """
 
-import argparse
 import difflib
 import importlib.util
 import json
@@ -13,13 +12,16 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from base.flags import PRECISIONS, Parser, precision
+from base.flags import PRECISIONS, precision, spellings
 from data.load_tokenizer import AnyTokenizer
+from longhaul import cli
+from longhaul.cli import flag
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
 from scripts.generate import Source, opened, tokenizer_of
@@ -30,84 +32,61 @@ OF_TASKS = (ImportError, OSError, ValueError, TypeError, LookupError)
 LIBRARIES = {"aiohttp", "datasets", "httpx", "httpx2", "requests", "urllib3"}
 
 
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.lm_eval")
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
+@dataclass(frozen=True)
+class LmEvalConfig:
+    """The flags."""
+
+    checkpoint: str = flag(
+        "",
+        "a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
         "Qwen3 folder",
     )
-    parser.add_argument(
-        "--tasks", required=True, metavar="A,B", help="names of tasks, groups or tags; * matches"
+    tasks: str = flag("", "names of tasks, groups or tags with commas; * matches")
+    include_path: str = flag(
+        "", "folder with tasks of your own as YAML files, besides those of the harness"
     )
-    parser.add_argument(
-        "--include_path",
-        default=None,
-        metavar="DIR",
-        help="folder with tasks of your own as YAML files, besides those of the harness",
+    limit: int = flag(0, "only so many documents of each task; 0: all", at_least=0)
+    num_fewshot: int = flag(
+        -1, "examples before each question; -1: what the task says", at_least=-1
     )
-    parser.add_argument(
-        "--limit", type=int, default=None, help="only so many documents of each task; default: all"
+    batch_size: int = flag(
+        64,
+        "texts that pass through the model at once, at most; they are packed into one row",
+        at_least=1,
     )
-    parser.add_argument(
-        "--num_fewshot",
-        type=int,
-        default=None,
-        help="examples before each question; default: what the task says",
+    max_length: int = flag(
+        0,
+        "the window in tokens: longer prompts are refused, longer texts are scored in windows; 0: "
+        "what the model was trained for",
+        at_least=0,
     )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=64,
-        help="texts that pass through the model at once, at most; they are packed into one row",
+    tokenizer: str = flag(
+        "", "sentencepiece model, tokenizer.json or a folder with one; empty: the checkpoint's"
     )
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        default=None,
-        help="the window in tokens: longer prompts are refused, longer texts are scored in "
-        "windows; default: what the model was trained for",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default=None,
-        help="sentencepiece model, tokenizer.json or a folder with one; default: the checkpoint's",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=precision,
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="compute precision",
-    )
-    parser.add_argument(
-        "--output", default=None, metavar="FILE.json", help="also write all results to this file"
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="ask no network: only data that is here already"
-    )
-    return parser
+    device: str = flag("auto", "where to compute: auto, cpu, cuda or cuda:N")
+    dtype: str = flag("fp32", "compute precision", choices=tuple(spellings("fp32", "bf16")))
+    output: str = flag("", "also write all results to this JSON file")
+    offline: bool = flag(False, "ask no network: only data that is here already")
+
+    def __post_init__(self):
+        cli.require(self, "checkpoint", "tasks")
+        cli.check_ranges(self)
+        if self.include_path and not Path(self.include_path).is_dir():
+            raise ValueError(
+                f"--include_path {self.include_path} is no folder: name one with YAML files"
+            )
+        output = Path(self.output).resolve()
+        if self.output and (output.is_dir() or not output.parent.is_dir()):
+            raise ValueError(f"--output {self.output}: name a file in a folder that exists")
 
 
 def main(args: list[str] | None = None):
     """Evaluate and print the harness's table; bad input ends with one line and exit code 2."""
-    parser = build_parser()
-    given = parser.parse_args(args)
-    try:
-        evaluate(given)
-    except ValueError as error:
-        parser.error(str(error))
+    cli.run(LmEvalConfig, evaluate, args, "scripts.lm_eval", __doc__.splitlines()[0])
 
 
-def evaluate(given: argparse.Namespace):
+def evaluate(given: LmEvalConfig):
     """Load tasks and model, run the tasks, print and write the results."""
-    check(given)
     if given.offline:
         go_offline()
     require_extra()
@@ -120,25 +99,6 @@ def evaluate(given: argparse.Namespace):
     show(results)
     if given.output:
         write(results, Path(given.output))
-
-
-def check(given: argparse.Namespace):
-    """ValueError for numbers and paths that cannot be."""
-    for name in ("limit", "batch_size", "max_length"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is out of range: give at least 1")
-    if given.num_fewshot is not None and given.num_fewshot < 0:
-        raise ValueError(f"--num_fewshot {given.num_fewshot} is out of range: give at least 0")
-
-    if given.include_path and not Path(given.include_path).is_dir():
-        raise ValueError(
-            f"--include_path {given.include_path} is no folder: name one with YAML files"
-        )
-    if given.output and not Path(given.output).resolve().parent.is_dir():
-        raise ValueError(f"--output {given.output}: its folder does not exist: make it first")
-    if given.output and Path(given.output).is_dir():
-        raise ValueError(f"--output {given.output} is a folder: name a file, such as lm_eval.json")
 
 
 def go_offline():
@@ -232,7 +192,7 @@ def loaded(name: str, manager) -> list:
 
 
 def run(
-    given: argparse.Namespace,
+    given: LmEvalConfig,
     source: Source,
     tokenizer: AnyTokenizer,
     device: torch.device,
@@ -244,7 +204,7 @@ def run(
 
     from longhaul.evals.harness import LonghaulLM
 
-    model = source.load(device, PRECISIONS[given.dtype])
+    model = source.load(device, PRECISIONS[precision(given.dtype)])
     if device.type == "cuda":
         cast_matrices(model)
     window = given.max_length or source.reach
@@ -253,8 +213,8 @@ def run(
         lm,
         tasks=tasks,
         task_manager=manager,
-        num_fewshot=given.num_fewshot,
-        limit=given.limit,
+        num_fewshot=None if given.num_fewshot < 0 else given.num_fewshot,
+        limit=given.limit or None,
         log_samples=False,
     )
     results["config"] |= {

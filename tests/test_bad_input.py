@@ -482,7 +482,7 @@ reward --data /nonexistent
 reward --output {folder}
 reward --steps -1
 reward --held_out 1
-harness --limit 0
+harness --limit -1
 sums --output {folder}
 sums --worked 2
 recall --lengths 16

@@ -5,10 +5,8 @@ nothing written.
 import gzip
 import hashlib
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -541,27 +539,3 @@ def test_help_names_every_flag_and_ends_well():
 def test_hyphens_and_underscores_in_flags_are_the_same():
     assert parse(["--max-bytes=5"]) == parse(["--max_bytes", "5"])
     assert parse(["--input", "a-b", "--output", "c-d"]).input == ["a-b"]
-
-
-def test_a_preparation_killed_midway_is_finished_by_a_rerun_to_the_same_bytes(folder, tmp_path):
-    for n in range(20, 60):
-        (folder / f"{n}.txt").write_text(text_of(n, 12_000))
-    arguments = ["--input", folder, "--vocab_size", 350, "--output"]
-    begin = time.monotonic()
-    assert run(*arguments, tmp_path / "whole").returncode == 0
-    duration = time.monotonic() - begin
-    for part in (0.4, 0.7, 0.9):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "data.prepare", *map(str, arguments), str(tmp_path / "d")],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-        )
-        time.sleep(part * duration)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (tmp_path / "d").exists() or contents_of(tmp_path / "d") == contents_of(
-            tmp_path / "whole"
-        )
-    if not (tmp_path / "d").exists():
-        assert run(*arguments, tmp_path / "d").returncode == 0
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")

@@ -590,12 +590,12 @@ def test_a_file_that_cannot_be_written_is_answered_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--limit 0", "--limit 0 is out of range: give at least 1"),
-        ("--batch_size -1", "--batch_size -1 is out of range: give at least 1"),
-        ("--num_fewshot -1", "--num_fewshot -1 is out of range: give at least 0"),
+        ("--limit -1", "--limit -1 is out of range: give a number of at least 0"),
+        ("--batch_size -1", "--batch_size -1 is out of range: give a number of at least 1"),
+        ("--num_fewshot -2", "--num_fewshot -2 is out of range: give a number of at least -1"),
         ("--include_path /nonexistent", "--include_path /nonexistent is no folder: name one"),
-        ("--output /nonexistent/x.json", "its folder does not exist: make it first"),
-        ("--output /", "--output / is a folder: name a file"),
+        ("--output /nonexistent/x.json", "name a file in a folder that exists"),
+        ("--output /", "--output /: name a file in a folder that exists"),
         ("--task x", "unknown flag --task: did you mean --tasks?"),
     ],
 )

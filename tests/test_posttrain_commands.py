@@ -57,7 +57,7 @@ def parse(program: str, words: list[str]):
     elif program == "benchmarks.posttrain":
         cli.parse(PosttrainConfig, words)
     elif program == "scripts.reward":
-        reward.build_parser().parse_args(words)
+        cli.parse(reward.RewardConfig, words)
     elif program == "profile_memory.py":
         cli.parse(profile_memory.flags_of(words), words, "", start.completed)
     else:

@@ -340,7 +340,8 @@ class Writer:
         shard = self._open_shard.close()
         counts = np.zeros_like(self.counts)
         with open(shard.ids.path, "rb") as file:
-            while len(stored := np.fromfile(file, self.storage.dtype, COUNT_TOKENS)):
+            for _ in range(0, shard.tokens, COUNT_TOKENS):
+                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
                 targets = self.storage.targets(stored)
                 counts += np.bincount(targets, minlength=self.vocab_size)
 

@@ -3,14 +3,14 @@
 
 The text is a part of the embedded corpus. "library" opens the tokenizer and encodes each
 document in one thread, with one call (sentencepiece: with one for each 8,192 characters, which is
-the fastest); "encode" is what `data.prepare` runs for it (data/pipeline.py), all its processes
+the fastest); "encode" is what `data.prepare` runs for it (data/pipeline.py), all its threads
 counted, without reading files and writing shards. The ids are compared first. Two busy threads of
-one core each take more CPU time: compare several processes on an idle machine only.
+one core each take more CPU time: compare several threads on an idle machine only.
 """
 
 import os
-import resource
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,15 +30,10 @@ ROUNDS = 3
 
 
 def cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU time of this process and of the children that the call starts and ends."""
-    before = _used()
+    """CPU time of all threads of this process during the call."""
+    before = time.process_time()
     call()
-    return _used() - before
-
-
-def _used() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return time.process_time() - before
 
 
 def library_call(tokenizer: AnyTokenizer) -> Callable[[str], list[int]]:
@@ -103,8 +98,8 @@ def main(args: Sequence[str] | None = None):
     check(tokenizer, documents)
     candidates = {
         "library": lambda: list(directly(tokenizer, documents)),
-        "encode, 1 process": lambda: list(through_longhaul(tokenizer.path, 1, documents)),
-        f"encode, {given.workers} processes": lambda: list(
+        "encode, 1 thread": lambda: list(through_longhaul(tokenizer.path, 1, documents)),
+        f"encode, {given.workers} threads": lambda: list(
             through_longhaul(tokenizer.path, given.workers, documents)
         ),
     }

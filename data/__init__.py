@@ -1,9 +1,9 @@
-"""From text files to rows of tokens, with numpy, sentencepiece and the standard library;
+"""From text files to rows of tokens, with numpy, sentencepiece, tqdm and the standard library;
 tokenizers, pyarrow and zstandard are optional.
 
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
-    inputs.py     paths, patterns, URLs            -> files and their bytes
+    inputs.py     paths, patterns                  -> files and their bytes
     fields.py     a record                         -> its text
     parquet.py    parquet                          -> records
     sources.py    text, JSONL, parquet             -> documents

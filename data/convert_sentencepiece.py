@@ -16,12 +16,10 @@ A tokenizer.json has a space in its tokens, where sentencepiece has U+2581, so t
 is no space but three byte tokens, as in data/tokenizer.py. What a tokenizer.json cannot say, or
 says only nearly, is refused.
 
-The model file is read as protobuf, by the field numbers of sentencepiece_model.proto.
+The model file is read with sentencepiece's own protobuf, which tensorboard installs.
 """
 
-import struct
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -39,11 +37,6 @@ BYTE = 6
 
 MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "character"}  # TrainerSpec.ModelType
 REMEDY = "train one with data.prepare --vocab_size N, or export with --tokenizer none"
-
-# Wire types of protobuf
-VARINT = 0
-BYTES = 2
-FLOAT = 5
 
 
 class Piece(NamedTuple):
@@ -64,10 +57,10 @@ def tokenizer_json(path: Path) -> dict:
 
     Raises ValueError for a model that no tokenizer.json equals.
     """
-    model = _message(path, path.read_bytes())
     pieces = read_pieces(path)
-    _refuse_other_models(path, model)
-    _refuse_other_pieces(path, pieces)
+    reason = _reason_against(_read(path), pieces)
+    if reason:
+        raise ValueError(f"tokenizer {path} {reason}: {REMEDY}")
 
     added = [_added(index, piece) for index, piece in enumerate(pieces) if _is_added(piece)]
     return {
@@ -89,29 +82,26 @@ def tokenizer_json(path: Path) -> dict:
             "byte_fallback": True,
             "ignore_merges": False,
             "vocab": _vocabulary(pieces),
-            "merges": merges(path, pieces),
+            "merges": merges(pieces),
         },
     }
 
 
+def _read(path: Path):
+    """The ModelProto of a model. Raises ValueError if it is malformed."""
+    # here, because they take half a second to import, and only conversions need them
+    from google.protobuf.message import DecodeError
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    try:
+        return ModelProto.FromString(path.read_bytes())
+    except DecodeError as error:
+        raise ValueError(f"tokenizer {path} is damaged ({error}): copy it again") from None
+
+
 def read_pieces(path: Path) -> list[Piece]:
     """The tokens of a sentencepiece model, by their ids. Raises ValueError if it is malformed."""
-    pieces = []
-    for number, content in _fields(path, path.read_bytes()):
-        if number == (1, BYTES):
-            pieces.append(_piece(path, content))
-    return pieces
-
-
-def _piece(path: Path, content: bytes) -> Piece:
-    """A token. One without a spelling has an empty one, as in sentencepiece."""
-    fields = _message(path, content)
-    [score] = struct.unpack("<f", fields.get((2, FLOAT), bytes(4)))
-    kind = fields.get((3, VARINT), NORMAL)
-    try:
-        return Piece(fields.get((1, BYTES), b"").decode(), score, kind)
-    except UnicodeDecodeError:
-        raise ValueError(f"tokenizer {path} has a token that is not UTF-8: {REMEDY}") from None
+    return [Piece(one.piece, one.score, one.type) for one in _read(path).pieces]
 
 
 def hash_as_json(path: Path) -> str:
@@ -119,19 +109,12 @@ def hash_as_json(path: Path) -> str:
     return hash_of(_vocabulary(read_pieces(path)))
 
 
-def merges(path: Path, pieces: list[Piece]) -> list[list[str]]:
+def merges(pieces: list[Piece]) -> list[list[str]]:
     """The pair that each token is joined from, the best score first."""
     ordered = sorted(_joined(pieces), key=lambda piece: -piece.score)
     ranks = {piece.text: rank for rank, piece in enumerate(ordered)}
-    single = {piece.text for piece in pieces if piece.kind == NORMAL and len(piece.text) == 1}
-
-    pairs = []
-    for piece in ordered:
-        parts = last_parts(piece.text, ranks)
-        if len(parts) == 2:
-            _refuse_missing(path, parts, ranks.keys() | single)
-            pairs.append(parts)
-    return pairs
+    parts = [last_parts(piece.text, ranks) for piece in ordered]
+    return [pair for pair in parts if len(pair) == 2]
 
 
 def last_parts(token: str, ranks: dict[str, int]) -> list[str]:
@@ -178,123 +161,34 @@ def _added(index: int, piece: Piece) -> dict:
 # ---- what a tokenizer.json cannot say
 
 
-def _refuse_other_models(path: Path, model: dict) -> None:
-    """ValueError for an algorithm or a normalisation that would not be exactly the same."""
-    trainer = _message(path, model.get((2, BYTES), b""))
-    kind = trainer.get((3, VARINT), 1)
+def _reason_against(model, pieces: list[Piece]) -> str | None:
+    """Why no tokenizer.json gives every text the ids of a model; None if one does."""
+    kind = model.trainer_spec.model_type
     if kind != 2:
         # sentencepiece adds the scores of a unigram model in float32, tokenizers in float64, and
         # the best of two nearly equal sums decides about ids
-        raise ValueError(
-            f"tokenizer {path} is a sentencepiece {MODEL_TYPES.get(kind, kind)} model, and only "
-            f"BPE models have an equal tokenizer.json: {REMEDY}"
-        )
-
-    normalizer = _message(path, model.get((3, BYTES), b""))
-    adds, removes, escapes = (normalizer.get((number, VARINT), 1) for number in (3, 4, 5))
-    if normalizer.get((2, BYTES)) or adds or removes or not escapes:
-        raise ValueError(
-            f"tokenizer {path} normalises texts or their spaces, so it has no equal "
-            f"tokenizer.json: {REMEDY}"
-        )
-
-
-def _refuse_other_pieces(path: Path, pieces: list[Piece]) -> None:
-    """ValueError for tokens that would be found elsewhere, or in another order."""
-    texts = Counter(piece.text for piece in pieces)
-    scores = Counter(piece.score for piece in _joined(pieces))
-    unused = [piece.text for piece in pieces if piece.kind == UNUSED]
-    if unused:
-        raise ValueError(
-            f"tokenizer {path} marks {unused[0]!r} as unused, which no tokenizer.json can: {REMEDY}"
-        )
-    spaced = [piece.spelling for piece in pieces if " " in piece.spelling]
-    if spaced:
-        raise ValueError(
-            f"tokenizer {path} spells {spaced[0]!r} with a space, so sentencepiece never finds it, "
-            f"and tokenizers would: {REMEDY}"
-        )
-    _refuse_specials_in_text(path, pieces)
+        name = MODEL_TYPES.get(kind, kind)
+        return f"is a sentencepiece {name} model, and only BPE models have an equal tokenizer.json"
+    rules = model.normalizer_spec
+    adds_or_removes = rules.add_dummy_prefix or rules.remove_extra_whitespaces
+    if rules.precompiled_charsmap or adds_or_removes or not rules.escape_whitespaces:
+        return "normalises texts or their spaces, so it has no equal tokenizer.json"
     num_bytes = sum(piece.kind == BYTE for piece in pieces)
     if num_bytes != 256:
-        raise ValueError(
-            f"tokenizer {path} has {num_bytes} of the 256 byte tokens, so some texts have no "
-            f"tokens in a tokenizer.json: {REMEDY}"
-        )
+        return f"has {num_bytes} of the 256 byte tokens, so some texts have no tokens"
 
-    for counts, what in ((texts, "spelling"), (scores, "score")):
-        value, count = counts.most_common(1)[0] if counts else (None, 0)
-        if count > 1:
-            raise ValueError(
-                f"tokenizer {path} has {count} tokens of the {what} {value!r}, which a "
-                f"tokenizer.json cannot tell apart: {REMEDY}"
-            )
-
-
-def _refuse_specials_in_text(path: Path, pieces: list[Piece]) -> None:
-    """ValueError for a special token of one character: tokenizers begins with the characters that
-    are tokens, and sentencepiece does not find special ones.
-    """
+    texts = Counter(piece.text for piece in pieces)
+    scores = Counter(piece.score for piece in _joined(pieces))
+    known = {piece.text for piece in pieces if piece.kind == NORMAL}
+    parts = {part for pair in merges(pieces) for part in pair}
     for piece in pieces:
-        if piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1:
-            raise ValueError(
-                f"tokenizer {path} has the special token {piece.text!r} of one character, which "
-                f"tokenizers would find in a text: {REMEDY}"
+        # tokenizers begins with the characters that are tokens; sentencepiece finds no special ones
+        is_special = piece.kind in (UNKNOWN, CONTROL) and len(piece.text) == 1
+        is_twice = texts[piece.text] > 1 or scores[piece.score] > 1
+        is_lost = piece.text in parts - known
+        if piece.kind == UNUSED or " " in piece.spelling or is_special or is_twice or is_lost:
+            return (
+                f"has the token {piece.spelling!r} of score {piece.score:g}, which it finds "
+                "elsewhere than a tokenizer.json would"
             )
-
-
-def _refuse_missing(path: Path, parts: list[str], known: set[str]) -> None:
-    for part in parts:
-        if part not in known:
-            raise ValueError(
-                f"tokenizer {path} has the token {''.join(parts)!r} without {part!r}, from which a "
-                f"tokenizer.json would join it: {REMEDY}"
-            )
-
-
-# ---- protobuf
-
-
-def _message(path: Path, content: bytes) -> dict[tuple[int, int], int | bytes]:
-    """{(number, wire type): value} of the fields of a message, the last one of those that repeat.
-
-    A known number with another wire type is an unknown field, which sentencepiece skips, too.
-    """
-    return dict(_fields(path, content))
-
-
-def _fields(path: Path, content: bytes) -> Iterator[tuple[tuple[int, int], int | bytes]]:
-    """((number, wire type), value) of each field: an integer, or bytes."""
-    place = 0
-    while place < len(content):
-        key, place = _varint(path, content, place)
-        kind = key & 7
-        if kind == VARINT:
-            value, place = _varint(path, content, place)
-            yield (key >> 3, kind), value
-            continue
-
-        size = {1: 8, FLOAT: 4}.get(kind)
-        if kind == BYTES:
-            size, place = _varint(path, content, place)
-        if size is None or place + size > len(content):
-            raise ValueError(
-                f"tokenizer {path} is damaged: its field of type {kind} at byte {place} is no "
-                "protobuf: copy it again"
-            )
-        yield (key >> 3, kind), content[place : place + size]
-        place += size
-
-
-def _varint(path: Path, content: bytes, place: int) -> tuple[int, int]:
-    """The integer at `place` in base 128, its lowest digit first, and the place behind it."""
-    value = 0
-    shift = 0
-    while place < len(content):
-        byte = content[place]
-        place += 1
-        value |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return value, place
-    raise ValueError(f"tokenizer {path} is damaged: an integer is cut off: copy it again")
+    return None

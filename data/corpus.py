@@ -158,7 +158,8 @@ def read_corpus(
     over the "name hash" lines of the package's files.
     """
     documents = []
-    packages: dict[str, _Package] = {}
+    records: dict[str, dict] = {}
+    lines: dict[str, str] = {}
     skipped: list[str] = []
     for file in files:
         content = read_verified(file)
@@ -166,55 +167,34 @@ def read_corpus(
         if text is None:
             continue
         documents.append(Document(file.name, text))
-        package = packages.setdefault(file.package, _Package(file.package))
-        package.add(file, content)
+        name = file.package
+        new = {"name": name, "version": _version(name), "files": 0, "bytes": 0}
+        record = records.setdefault(name, new)
+        record["files"] += 1
+        record["bytes"] += file.size
+        hashed = f"{file.name} {hashlib.sha256(content).hexdigest()}\n"
+        lines[name] = lines.get(name, "") + hashed
 
     if skipped:
         report(
             f"embedded corpus: {len(skipped)} files that are not UTF-8 were left out "
             f"({'; '.join(skipped)})"
         )
-    return documents, [package.record() for package in packages.values()]
-
-
-class _Package:
-    """What was read of a package."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._files = 0
-        self._bytes = 0
-        self._digest = hashlib.sha256()
-
-    def add(self, file: SourceFile, content: bytes) -> None:
-        self._files += 1
-        self._bytes += file.size
-        line = f"{file.name} {hashlib.sha256(content).hexdigest()}\n"
-        self._digest.update(line.encode())
-
-    def record(self) -> dict:
-        return {
-            "name": self._name,
-            "version": _version(self._name),
-            "files": self._files,
-            "bytes": self._bytes,
-            "sha256": self._digest.hexdigest(),
-        }
+    for name, record in records.items():
+        record["sha256"] = hashlib.sha256(lines[name].encode()).hexdigest()
+    return documents, list(records.values())
 
 
 def read_verified(file: SourceFile) -> bytes:
     """The bytes of a file. Raises IntegrityError if RECORD has another hash."""
     content = file.path.read_bytes() if file.path.is_file() else b"missing"
-    if file.sha256 is not None and _base64(hashlib.sha256(content)) != file.sha256:
+    found = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    if file.sha256 not in (None, found):
         raise IntegrityError(
             f"{file.path} is not the file that {file.package} was installed with (its SHA-256 "
             f"differs from RECORD): reinstall {file.package}, or prepare your own text with --input"
         )
     return content
-
-
-def _base64(digest) -> str:
-    return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
 
 
 def _version(package: str) -> str:

@@ -57,9 +57,7 @@ class HuggingFaceTokenizer:
         _require_all_in_file(self.path, content, ids)
         self._ids = ids
         self.vocab_size: int = max(ids.values()) + 1
-        self._panics = _Panics(self.path)
-        with self._panics:
-            self._library = _open(self.path, content)
+        self._library = _open(self.path, content)
 
         named = eod or _end_of_document(self.path, ids)
         self.eod_token = _known_end(named, self.path, content, ids)
@@ -77,8 +75,7 @@ class HuggingFaceTokenizer:
         """The ids of `text`, without an end-of-document id. ValueError for a lone surrogate."""
         require_encodable(text)
         # `encode_batch_fast` leaves out the offsets, which take a third of the time of `encode`
-        with self._panics:
-            [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
+        [encoding] = self._library.encode_batch_fast([text], add_special_tokens=False)
         return encoding.ids
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -101,15 +98,12 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have none. ValueError for an unknown id."""
-        known = [self._known(index) for index in ids]
-        with self._panics:
-            return self._library.decode(known)
+        return self._library.decode([self._known(index) for index in ids])
 
     def spell(self, ids: Iterable[int]) -> str:
         """The text of `ids` with special tokens as they are written, such as <|endoftext|>."""
         known = [self._known(index) for index in ids]
-        with self._panics:
-            return self._library.decode(known, skip_special_tokens=False)
+        return self._library.decode(known, skip_special_tokens=False)
 
     def stream(self) -> "StreamDecoder":
         """A decoder to be fed one id at a time."""
@@ -316,27 +310,6 @@ def require_installed() -> None:
     """Raise ValueError if the `tokenizers` library is not installed."""
     if importlib.util.find_spec("tokenizers") is None:
         raise ValueError(f"a tokenizer.json needs the package tokenizers: run {INSTALL}")
-
-
-class _Panics:
-    """Within it, a bug of the library in Rust that a damaged file meets is a ValueError.
-
-    The library raises it as a BaseException of a class that cannot be imported.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None and kind.__name__ == "PanicException":
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"tokenizer {self._path} is one that tokenizers fails on ({reason}): save it again "
-                "with transformers, or update tokenizers"
-            ) from None
 
 
 def _open(path: Path, content: dict):

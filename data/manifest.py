@@ -1,9 +1,8 @@
 """The manifest of a dataset folder: one JSON file that names, sizes and hashes all the others.
 
 `Manifest.open(folder)` is the only way to open a dataset on disk. What it returns has been checked:
-the fields have their types and do not contradict each other, every file is a plain file inside the
-folder and has the size that was written, and the tokenizer has its hash. The other files are hashed
-by `Dataset.verify`.
+every file is a plain file inside the folder and has the size that was written, and the tokenizer
+has its hash. The other files are hashed by `Dataset.verify`.
 
 The manifest is written last, so a folder without one is not a dataset. Its `checksum` is the
 SHA-256 of everything else in it, so a flipped bit in the manifest itself is found too.
@@ -30,32 +29,6 @@ HASH_CHUNK = 1 << 22
 PREPARE = "python -m data.prepare --input FILES --output DIR"
 PREPARE_AGAIN = f"prepare the data again with `{PREPARE}`"
 RESTORE = f"restore it, or {PREPARE_AGAIN}"
-
-FIELDS = {
-    "dtype": str,
-    "vocab_size": int,
-    "eod_id": int,
-    "tokenizer": (dict, type(None)),
-    "sources": list,
-    "splits": dict,
-    "validation": dict,
-    "shards": list,
-}
-# what only some datasets have
-OPTIONAL_FIELDS = {"masked": bool, "task": dict, "answer_id": int}
-FILE_FIELDS = {"file": str, "bytes": int, "sha256": str}
-HUGGING_FACE_FIELDS = {"ids_sha256": str, "settings": dict}
-SPLIT_FIELDS = {"documents": int, "tokens": int, "source_bytes": int, "unigram_entropy": float}
-SHARD_FIELDS = {
-    "bin": str,
-    "idx": str,
-    "bytes": int,
-    "tokens": int,
-    "documents": int,
-    "max_id": int,
-    "bin_sha256": str,
-    "idx_sha256": str,
-}
 
 
 class IntegrityError(ValueError):
@@ -177,9 +150,15 @@ class Manifest:
         and IntegrityError if the manifest or a file was changed after it was written.
         """
         folder = Path(folder)
-        content = _read(folder / MANIFEST)
-        _check(folder / MANIFEST, content)
-        manifest = _parse(folder, content)
+        path = folder / MANIFEST
+        content = _read(path)
+        try:
+            manifest = _parse(folder, content)
+            _check_vocabulary(path, content["dtype"], manifest)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is malformed ({error}): {PREPARE_AGAIN}") from None
+        if not manifest.shards or not all(one.tokens and one.documents for one in manifest.shards):
+            raise ValueError(f"{path} describes an empty dataset or shard: {PREPARE_AGAIN}")
 
         for file in manifest.files():
             file.check_size()
@@ -240,12 +219,8 @@ def write_manifest(
         "tokenizer": tokenizer,
         "sources": list(sources),
     }
-    if masked:
-        content["masked"] = True
-    if task is not None:
-        content["task"] = task
-    if answer_id is not None:
-        content["answer_id"] = answer_id
+    optional = {"masked": masked or None, "task": task, "answer_id": answer_id}
+    content |= {name: value for name, value in optional.items() if value is not None}
     content["checksum"] = _checksum(content)
     text = json.dumps(content, indent=1, sort_keys=True)
     with replacing(folder / MANIFEST) as temporary:
@@ -308,43 +283,56 @@ def _read_object(path: Path) -> dict:
 
 
 def _parse(folder: Path, content: dict) -> Manifest:
-    """The typed form of a manifest that was checked. ValueError for a file outside the folder."""
-    dtype = np.dtype(content["dtype"])
+    """The typed form of a manifest. ValueError for a file outside the folder."""
     tokenizer = content["tokenizer"] or {}
     settings = tokenizer.get("settings")
+    validation = _parse_file(folder, content["validation"])
+    splits = ("train", "val") if validation.size else ("train",)
+    masked = bool(content.get("masked"))
+    vocab_size = _count(content, "vocab_size")
+    dtype = Storage.of(vocab_size, masked).dtype
     return Manifest(
         folder=folder,
-        vocab_size=content["vocab_size"],
-        eod_id=content["eod_id"],
+        vocab_size=vocab_size,
+        eod_id=_count(content, "eod_id"),
         shards=tuple(parse_shard(folder, record, dtype) for record in content["shards"]),
-        splits={name: _parse_split(record) for name, record in content["splits"].items()},
-        validation=_parse_file(folder, content["validation"]),
+        splits={name: _parse_split(content["splits"][name]) for name in splits},
+        validation=validation,
         tokenizer=_parse_file(folder, tokenizer) if tokenizer else None,
         tokenizer_settings=_parse_file(folder, settings) if settings else None,
         tokenizer_sha256=tokenizer.get("ids_sha256", tokenizer.get("sha256")),
         sources=content["sources"],
         fingerprint=content["checksum"],
-        masked=content.get("masked", False),
+        masked=masked,
         task=content.get("task"),
-        answer_id=content.get("answer_id"),
+        answer_id=_count(content, "answer_id") if "answer_id" in content else None,
     )
+
+
+def _count(record: dict, name: str) -> int:
+    """A number of something. TypeError for any other value."""
+    value = record[name]
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{name} is {value!r}")
+    return value
 
 
 def parse_shard(folder: Path, record: dict, dtype: np.dtype) -> Shard:
     """A shard of `folder` as `Shard.record` describes it."""
-    tokens = record["tokens"]
-    documents = record["documents"]
+    tokens = _count(record, "tokens")
+    documents = _count(record, "documents")
     ids = StoredFile(_inside(folder, record["bin"]), tokens * dtype.itemsize, record["bin_sha256"])
     ends = StoredFile(_inside(folder, record["idx"]), documents * 8, record["idx_sha256"])
-    return Shard(ids, ends, tokens, documents, record["max_id"])
+    return Shard(ids, ends, tokens, documents, _count(record, "max_id"))
 
 
 def _parse_split(record: dict) -> SplitSummary:
-    return SplitSummary(**{name: record[name] for name in SPLIT_FIELDS})
+    counts = [_count(record, name) for name in ("documents", "tokens", "source_bytes")]
+    return SplitSummary(*counts, float(record["unigram_entropy"]))
 
 
 def _parse_file(folder: Path, record: dict) -> StoredFile:
-    return StoredFile(_inside(folder, record["file"]), record["bytes"], record["sha256"])
+    return StoredFile(_inside(folder, record["file"]), _count(record, "bytes"), record["sha256"])
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -358,111 +346,18 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-# ---- checking
-
-
-def _check(path: Path, content: dict) -> None:
-    """ValueError unless the fields have their types and agree with each other."""
-    _check_fields(path, content, FIELDS)
-    _check_fields(
-        path, content, {name: OPTIONAL_FIELDS[name] for name in OPTIONAL_FIELDS & content.keys()}
-    )
-    for shard in content["shards"]:
-        _check_fields(path, shard, SHARD_FIELDS)
-    for split in content["splits"].values():
-        _check_fields(path, split, SPLIT_FIELDS)
-    _check_fields(path, content["validation"], FILE_FIELDS)
-    if content["tokenizer"] is not None:
-        _check_fields(path, content["tokenizer"], FILE_FIELDS)
-        if "ids_sha256" in content["tokenizer"]:
-            _check_fields(path, content["tokenizer"], HUGGING_FACE_FIELDS)
-            _check_fields(path, content["tokenizer"]["settings"], FILE_FIELDS)
-
-    _check_splits(path, content)
-    _check_vocabulary(path, content)
-    if "task" in content:
-        _check_task(path, content["task"], content["vocab_size"])
-    if not 0 <= content.get("answer_id", 0) < content["vocab_size"]:
-        raise ValueError(
-            f"{path}: field 'answer_id' is wrong ({content['answer_id']}): {PREPARE_AGAIN}"
-        )
-
-
-def _check_task(path: Path, task: dict, vocab_size: int) -> None:
-    """ValueError unless the task has ranges of ids, and an id or none before a question."""
-    ranges = [task.get(name) for name in ("keys", "values", "noise")]
-    query = task.get("query")
-    sound = (
-        task.keys() == {"keys", "values", "noise", "query"}
-        and all(_is_range(one, vocab_size) for one in ranges)
-        and (query is None or _is_range([query, vocab_size], vocab_size))
-    )
-    if not sound:
-        raise ValueError(f"{path}: field 'task' is wrong ({str(task)[:80]}): {PREPARE_AGAIN}")
-
-
-def _is_range(value: object, vocab_size: int) -> bool:
-    """Whether it is [first, stop] of ids."""
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return all(type(one) is int for one in value) and 0 <= value[0] < value[1] <= vocab_size
-
-
-def _check_fields(path: Path, content: object, fields: dict) -> None:
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is malformed: {PREPARE_AGAIN}")
-    for name, kind in fields.items():
-        if name not in content or not _is_kind(content[name], kind):
-            raise ValueError(
-                f"{path}: field {name!r} is missing or wrong ({content.get(name)!r}): "
-                f"{PREPARE_AGAIN}"
-            )
-
-
-def _is_kind(value: object, kind: type | tuple) -> bool:
-    """Whether a JSON value has this type; true and false are not numbers, and no number is < 0."""
-    if isinstance(value, bool):
-        return kind is bool
-    if not isinstance(value, kind):
-        return False
-    return kind is not int or value >= 0
-
-
-def _check_splits(path: Path, content: dict) -> None:
-    """ValueError unless the splits hold the documents of the shards, and there are some."""
-    shards = content["shards"]
-    if "train" not in content["splits"] or not shards:
-        raise ValueError(f"{path} describes an empty dataset: {PREPARE_AGAIN}")
-
-    documents = sum(shard["documents"] for shard in shards)
-    validation = content["validation"]["bytes"] // 8
-    expected = {"train": documents - validation}
-    if validation:
-        expected["val"] = validation
-    found = {name: split["documents"] for name, split in content["splits"].items()}
-    if expected["train"] <= 0 or found != expected:
-        raise ValueError(
-            f"{path}: documents per split are {found}, but the shards hold {expected}: "
-            f"{PREPARE_AGAIN}"
-        )
-
-    if not all(shard["tokens"] and shard["documents"] for shard in shards):
-        raise ValueError(f"{path} describes an empty shard: {PREPARE_AGAIN}")
-
-
-def _check_vocabulary(path: Path, content: dict) -> None:
-    vocab_size = content["vocab_size"]
-    masked = content.get("masked", False)
-    dtype = token_dtype(vocab_size, masked)
-    if content["dtype"] != dtype:
+def _check_vocabulary(path: Path, dtype: str, manifest: Manifest) -> None:
+    """ValueError for ids that are stored in another type than their vocabulary needs."""
+    needed = manifest.storage.dtype.name
+    if dtype != needed:
         # ids that did not fit when they were written, or a file that was changed later
-        kind = ValueError if dtype == "uint32" else IntegrityError
+        kind = ValueError if needed == "uint32" else IntegrityError
         raise kind(
-            f"{path}: a vocabulary of {vocab_size} needs {dtype} ids, but the manifest says "
-            f"{content['dtype']!r}: {PREPARE_AGAIN}"
+            f"{path}: a vocabulary of {manifest.vocab_size} needs {needed} ids, but the manifest "
+            f"says {dtype!r}: {PREPARE_AGAIN}"
         )
-    if content["eod_id"] >= vocab_size:
+    if max(manifest.eod_id, manifest.answer_id or 0) >= manifest.vocab_size:
         raise ValueError(
-            f"{path}: eod_id {content['eod_id']} is outside the vocabulary of {vocab_size}: "
-            f"{PREPARE_AGAIN}"
+            f"{path}: eod_id {manifest.eod_id} or answer_id {manifest.answer_id} is outside the "
+            f"vocabulary of {manifest.vocab_size}: {PREPARE_AGAIN}"
         )

@@ -34,10 +34,10 @@ from data.loader import Batch, Loader, Order
 from data.order import Ranges
 from data.packing import too_short
 
-DECIMALS = 4  # of a share
+DECIMALS = 4  # of a share, at most
 EMBEDDED = "embedded corpus"
 LONGEST_PERIOD = 10**6
-SHARE = re.compile(rf"\d{{0,3}}(\.\d{{0,{DECIMALS}}})?")
+SHARE = re.compile(rf"\d{{1,3}}|\d{{0,3}}\.\d{{1,{DECIMALS}}}")
 
 
 # ---- what --data says
@@ -66,24 +66,27 @@ def parse(data: str) -> dict[str, Fraction]:
     Raises ValueError for a share that is no decimal, a folder that is named twice, and shares that
     do not sum to 1.
     """
-    pairs = _of_toml(Path(data)) if data.endswith(".toml") else _of_words(data)
+    pairs = _table(Path(data)) if data.endswith(".toml") else _words(data)
     shares: dict[str, Fraction] = {}
     for folder, share in pairs:
         if folder in shares:
             raise ValueError(f"--data {data} names {folder} twice: keep one")
-        shares[folder] = _share(data, folder, share)
+        if not SHARE.fullmatch(share) or not Fraction(share):
+            raise ValueError(
+                f"--data {data}: the share of {folder} is {share[:40]!r}: give a decimal between 0 "
+                f"and 1 with at most {DECIMALS} digits behind the point"
+            )
+        shares[folder] = Fraction(share)
 
     total = sum(shares.values())
     if total != 1:
-        nearest = ",".join(f"{name}:{share}" for name, share in _scaled(shares).items())
         raise ValueError(
-            f"--data {data}: the shares sum to {float(total):g}: give shares that sum to 1, "
-            f"such as {nearest}"
+            f"--data {data}: the shares sum to {float(total):g}: give shares that sum to 1"
         )
     return shares
 
 
-def _of_words(data: str) -> list[tuple[str, str]]:
+def _words(data: str) -> list[tuple[str, str]]:
     pairs = []
     for word in data.split(","):
         folder, colon, share = word.rpartition(":")
@@ -96,40 +99,20 @@ def _of_words(data: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def _of_toml(path: Path) -> list[tuple[str, str]]:
+def _table(path: Path) -> list[tuple[str, str]]:
     """The pairs of a file with lines such as `"data/web" = 0.5`, all at its top or in a table."""
-    wanted = 'give a TOML file with a line such as "data/web" = 0.5 for each corpus'
     try:
         # as text, because a float has already rounded what was written
         table = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=str)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--data {path}: {error}: {wanted}") from None
-
-    entries = list(table.items())
-    if len(entries) == 1 and isinstance(entries[0][1], dict):
-        entries = list(entries[0][1].items())
-    if not entries:
-        raise ValueError(f"--data {path} names no corpus: {wanted}")
-    return [(folder, str(share)) for folder, share in entries]
-
-
-def _share(data: str, folder: str, text: str) -> Fraction:
-    if not SHARE.fullmatch(text) or not any(digit in text for digit in "123456789"):
         raise ValueError(
-            f"--data {data}: the share of {folder} is {text[:40]!r}: give a decimal between 0 and "
-            f"1 with at most {DECIMALS} digits behind the point"
-        )
-    return Fraction(f"0{text}" if text.startswith(".") else text.rstrip("."))
-
-
-def _scaled(shares: dict[str, Fraction]) -> dict[str, float]:
-    """Shares in the same ratios that sum to 1, rounded; the largest takes what rounding leaves."""
-    unit = 10**DECIMALS
-    total = sum(shares.values())
-    counts = {name: max(1, round(share / total * unit)) for name, share in shares.items()}
-    largest = max(counts, key=counts.get)
-    counts[largest] += unit - sum(counts.values())
-    return {name: count / unit for name, count in counts.items()}
+            f'--data {path}: {error}: give a TOML file with a line such as "data/web" = 0.5 for '
+            "each corpus"
+        ) from None
+    if len(table) == 1:
+        [only] = table.values()
+        table = only if isinstance(only, dict) else table
+    return [(folder, str(share)) for folder, share in table.items()]
 
 
 def open_corpora(data: str) -> tuple[Corpus, ...]:

@@ -3,11 +3,11 @@
     documents       files -> documents                       data/sources.py, data/corpus.py
     scan            documents -> a sample of their text, and the number of characters
     train           the sample -> a tokenizer, unless one is given       data/tokenizer.py
-    encode          documents -> token ids, on several processes, in order
+    encode          documents -> token ids, on several threads, in order
     Writer          token ids -> shards and a manifest                   data/writer.py
 
-Every SAVE_SECONDS the ids so far are forced to the disk, with the number of documents that they are
-of (`State`). The same command after kill -9 reads these documents again, without encoding them, and
+With each shard that is full, the number of documents that are done is recorded (`State`). The same
+command after kill -9 keeps these shards: it reads their documents again, without encoding them, and
 goes on with the next one.
 
 Training then reads the folder (data/dataset.py), packs pieces of documents into rows
@@ -18,9 +18,7 @@ The documents are read twice. The first reading checks every document before any
 and takes the sample that the tokenizer is trained on; the second encodes them. Keeping the text
 between the two would take as much memory as the input has bytes.
 
-Encoding runs in plain child processes rather than in those of
-multiprocessing: they never import the caller's main module (and torch with it), work from any
-script or prompt, and end when their parent does, because their input closes.
+Encoding runs in threads: both libraries let go of Python's lock while they encode.
 """
 
 import errno
@@ -28,16 +26,11 @@ import hashlib
 import heapq
 import itertools
 import json
-import os
-import subprocess
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -55,12 +48,11 @@ from data.writer import WORKING, TokenizedDocument, Writer, require_fraction, re
 
 SAMPLE_CHARS = 8_000_000  # 8,192 ids trained on 8 MB: 3.43 bytes/token in 2 s; on 32 MB: 3.44, 7 s
 SAMPLE_CHUNK = 16_384
-BATCH_BYTES = 1 << 20
-SAVE_SECONDS = 2.0  # a killed preparation loses so much time, and a save takes about 20 ms
+BATCH_CHARS = 1 << 20
 SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
 SPACE_MARGIN = 1.05
 STATE = "state.json"
-STATE_VERSION = 2  # of the places where a text is cut, which decide about ids
+STATE_VERSION = 3  # of what a preparation leaves when it is killed
 TINY_CHARS = 64  # a document with fewer has no context to speak of
 
 
@@ -111,7 +103,7 @@ def build_dataset(
 
     output = Path(output)
     with durable.building(output, keep=key is not None) as folder:
-        state = State.open(folder, [key, settings], masked=answers)
+        state = State(folder, [key, settings], masked=answers)
         if state.scanned is None:
             found = scan(documents())
             for line in found.notes():
@@ -166,18 +158,15 @@ def _fill(
         report(f"continuing after {position:,} documents, {sum(writer.lengths):,} tokens")
         done = shown(itertools.islice(texts, position), "reading what is done", num_chars)
         num_chars -= sum(document.num_chars for document in done)
-    if num_chars <= BATCH_BYTES:
-        workers = 1
 
-    saved = time.monotonic()
     for document in encode(texts, state.tokenizer, workers, num_chars):
         if state.masked:
             _require_both(document, position)
+        full = len(writer.shards)
         writer.add(document)
+        if len(writer.shards) > full:  # this document begins the next one
+            state.save_shards(position, writer)
         position += 1
-        if time.monotonic() - saved >= SAVE_SECONDS:
-            state.save_written(position, writer.save())
-            saved = time.monotonic()
     writer.finish(state.tokenizer, sources(), val_fraction)
 
 
@@ -192,23 +181,13 @@ def _require_both(document: TokenizedDocument, position: int) -> None:
 
 
 def _require_space(state: "State") -> None:
-    """Raise ValueError if the disk is too small for what is missing; OSError, after which a folder
-    stays, if something is done already.
-    """
-    needed = state.scanned["bytes"] - _size_of(state.folder)
-    if not state.position:
-        durable.require_free(state.folder, needed)
-        return
+    """OSError if the disk is too small for what is missing; what is done stays."""
+    done = sum(path.stat().st_size for path in state.folder.glob("shard-*"))
+    needed = state.scanned["bytes"] - done
     free = durable.free_bytes(state.folder)
     if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free",
-        )
-
-
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("shard-*"))
+        words = f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free"
+        raise OSError(errno.ENOSPC, words)
 
 
 # ---- what is done, on disk
@@ -218,28 +197,23 @@ class State:
     """How far a preparation is: a JSON file in the `working` folder of the unfinished dataset.
 
     `scanned` is what the first reading found, None before; `position` is the number of documents
-    whose ids are safely on the disk. `masked`: whether the dataset is.
+    whose ids are in full shards. A state of another command is cleared with all that it describes.
     """
 
-    def __init__(self, folder: Path, content: dict, masked: bool = False):
+    def __init__(self, folder: Path, key: object, masked: bool = False):
         self.folder = folder
-        self.masked = masked
+        self.masked = masked  # whether the dataset is
         self.working = folder / WORKING
-        self._content = content
-
-    @classmethod
-    def open(cls, folder: Path, key: object, masked: bool = False) -> "State":
-        """The state in `folder`, or a new one if it has none, or that of another command."""
         digest = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
-        file = folder / WORKING / STATE
-        if file.is_file():
-            content = json.loads(file.read_text())
-            if content["key"] == digest:
-                return cls(folder, content, masked)
-        durable.clear(folder)
-        durable.make_folder(folder / WORKING)
-        content = {"key": digest, "scan": None, "position": 0, "writer": None}
-        return cls(folder, content, masked)
+        self._content = {"key": digest, "scan": None, "position": 0, "shards": []}
+
+        file = self.working / STATE
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        if found.get("key") == digest:
+            self._content = found
+        else:
+            durable.clear(folder)
+            durable.make_folder(self.working)
 
     @property
     def scanned(self) -> dict | None:
@@ -259,25 +233,26 @@ class State:
     def writer(self) -> Writer:
         """The writer, at `position`."""
         model = load_tokenizer(self.tokenizer)
-        vocab_size = model.padded_vocab_size()
-        saved = self._content["writer"]
-        if saved is None:
-            return Writer(self.folder, vocab_size, model.eod_id, masked=self.masked)
-        return Writer.restore(self.folder, vocab_size, model.eod_id, saved, masked=self.masked)
+        writer = Writer(self.folder, model.padded_vocab_size(), model.eod_id, masked=self.masked)
+        writer.restore(self._content["shards"])
+        return writer
 
     def save_scan(self, found: "Scan", model: AnyTokenizer) -> None:
         """Record that the first reading is done, and the tokenizer in `working`."""
-        self._content["scan"] = {
+        scan = {
             "characters": found.num_chars,
             "documents": found.num_documents,
             "bytes": _bytes_needed(found, model, self.masked),
             "tokenizer": model.path.name,
         }
-        durable.write_json(self.working / STATE, self._content)
+        self._save(scan=scan)
 
-    def save_written(self, position: int, writer: dict) -> None:
-        """Record that `position` documents are on the disk."""
-        self._content |= {"position": position, "writer": writer}
+    def save_shards(self, position: int, writer: Writer) -> None:
+        """Record that the full shards hold `position` documents."""
+        self._save(position=position, shards=[shard.record() for shard in writer.shards])
+
+    def _save(self, **changes: object) -> None:
+        self._content |= changes
         durable.write_json(self.working / STATE, self._content)
 
 
@@ -412,15 +387,6 @@ class Part(NamedTuple):
         return len(self.text)
 
 
-class EncodedPart(NamedTuple):
-    """The ids of a part, and what is known of it."""
-
-    ids: np.ndarray
-    num_bytes: int
-    is_last: bool
-    learned: bool | None = None
-
-
 def encode(
     documents: Iterable[Document], tokenizer: Path, workers: int, num_chars: int | None = None
 ) -> Iterator[TokenizedDocument]:
@@ -430,16 +396,14 @@ def encode(
     """
     model = load_tokenizer(tokenizer)
     parts = shown(_parts(documents, model), "encoding", num_chars)
-    if workers == 1:
-        return _joined(_encode_here(parts, model))
-    return _joined(_encode_in_processes(parts, tokenizer, workers))
+    return _joined(_encoded(parts, model, workers))
 
 
 def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[Part]:
-    """The documents, long ones in parts of BATCH_BYTES characters or a little more.
+    """The documents, long ones in parts of BATCH_CHARS characters or a little more.
 
     They are cut where the tokenizer may be cut, so that the ids of the parts are those of the
-    whole: all processes can work on one long document, and nobody holds it as a list of numbers.
+    whole: all threads can work on one long document, and nobody holds it as a list of numbers.
     """
     for document in documents:
         if document.answer is None:
@@ -452,81 +416,38 @@ def _parts(documents: Iterable[Document], tokenizer: AnyTokenizer) -> Iterator[P
 
 
 def _parts_of(text: str, tokenizer: AnyTokenizer) -> Iterator[Part]:
-    *others, last = tokenizer.parts(text, BATCH_BYTES)
+    *others, last = tokenizer.parts(text, BATCH_CHARS)
     for part in others:
         yield Part(part, is_last=False)
     yield Part(last, is_last=True)
 
 
-def _joined(parts: Iterable[EncodedPart]) -> Iterator[TokenizedDocument]:
-    """The documents that the parts are of."""
-    ids: list[np.ndarray] = []
-    marks: list[np.ndarray] = []
-    num_bytes = 0
-    for part in parts:
-        ids.append(part.ids)
-        if part.learned is not None:
-            marks.append(np.full(len(part.ids), part.learned))
-        num_bytes += part.num_bytes
-        if part.is_last:
-            learned = np.concatenate(marks) if marks else None
-            yield TokenizedDocument(np.concatenate(ids), num_bytes, learned)
-            ids = []
-            marks = []
-            num_bytes = 0
+def _encoded(
+    parts: Iterable[Part], tokenizer: AnyTokenizer, workers: int
+) -> Iterator[tuple[Part, np.ndarray]]:
+    """The parts with their ids, uint32, in order; a few batches are encoded ahead."""
 
+    def encode_batch(batch: list[Part]) -> list[tuple[Part, np.ndarray]]:
+        return [(part, tokenizer.encode_array(part.text)) for part in batch]
 
-def _encode_here(parts: Iterable[Part], tokenizer: AnyTokenizer) -> Iterator[EncodedPart]:
-    for part in parts:
-        num_bytes = len(part.text.encode())
-        ids = tokenizer.encode_array(part.text)
-        yield EncodedPart(ids, num_bytes, part.is_last, part.learned)
-
-
-def _encode_in_processes(
-    parts: Iterable[Part], tokenizer: Path, workers: int
-) -> Iterator[EncodedPart]:
-    """A thread per process feeds it batches; the results are taken in the order of the batches."""
-    processes = [Worker(tokenizer) for _ in range(workers)]
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for process in processes:
-        idle.put(process)
-
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            waiting: deque[Future[list[EncodedPart]]] = deque()
-            for batch in _batches(parts):
-                waiting.append(pool.submit(_encode_batch, batch, idle))
-                if len(waiting) > 2 * workers:
-                    yield from waiting.popleft().result()
-            while waiting:
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = deque()
+        for batch in _batches(parts):
+            waiting.append(pool.submit(encode_batch, batch))
+            if len(waiting) > 2 * workers:
                 yield from waiting.popleft().result()
-    finally:
-        for process in processes:
-            process.close()
-
-
-def _encode_batch(batch: list[Part], idle: "SimpleQueue[Worker]") -> list[EncodedPart]:
-    texts = [part.text.encode() for part in batch]
-    process = idle.get()
-    try:
-        encoded = process.encode(texts)
-    finally:
-        idle.put(process)
-    return [
-        EncodedPart(ids, len(text), part.is_last, part.learned)
-        for ids, text, part in zip(encoded, texts, batch, strict=True)
-    ]
+        while waiting:
+            yield from waiting.popleft().result()
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Lists of at least BATCH_BYTES characters."""
+    """Lists of at least BATCH_CHARS characters."""
     batch: list[Part] = []
     size = 0
     for part in parts:
         batch.append(part)
         size += len(part.text)
-        if size >= BATCH_BYTES:
+        if size >= BATCH_CHARS:
             yield batch
             batch = []
             size = 0
@@ -534,76 +455,19 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-# ---- encoding processes
-
-
-# what a child process runs
-WORKER = "import sys; from data.pipeline import serve; serve(sys.argv[1])"
-
-
-class Worker:
-    """A child process that encodes batches of text with one tokenizer."""
-
-    def __init__(self, tokenizer: Path):
-        root = str(Path(__file__).resolve().parent.parent)
-        inherited = os.environ.get("PYTHONPATH")
-        path = os.pathsep.join([root, inherited] if inherited else [root])
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tokenizer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for the parent, which decides what to do
-            # `tokenizers` would start a thread for each core in every process
-            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"},
-        )
-
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """The ids of each UTF-8 text, uint32. Raises ChildProcessError if the process has ended."""
-        try:
-            _send(self._process.stdin, texts)
-            parts = _receive(self._process.stdout)
-        except BrokenPipeError:
-            parts = None
-        if parts is None:
-            raise ChildProcessError(
-                "an encoding process ended early, most likely for lack of memory: run the same "
-                "command again, which continues, with --workers 1"
-            )
-        return [np.frombuffer(part, dtype="<u4") for part in parts]
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-
-def _send(pipe: BinaryIO, parts: list[bytes]) -> None:
-    """A message: the number of parts and the length of each (uint64), then the parts."""
-    head = [len(parts), *(len(part) for part in parts)]
-    pipe.write(np.array(head, dtype="<u8").tobytes())
-    for part in parts:
-        pipe.write(part)
-    pipe.flush()
-
-
-def _receive(pipe: BinaryIO) -> list[bytes] | None:
-    """The parts of one message; None at the end of the pipe."""
-    head = pipe.read(8)
-    if len(head) < 8:
-        return None
-    num_parts = int.from_bytes(head, "little")
-    lengths = np.frombuffer(pipe.read(8 * num_parts), dtype="<u8").tolist()
-    parts = [pipe.read(length) for length in lengths]
-    is_whole = [len(part) for part in parts] == lengths
-    return parts if is_whole else None
-
-
-def serve(tokenizer: str) -> None:
-    """What a worker process does until its input closes."""
-    model = load_tokenizer(tokenizer)
-    while (texts := _receive(sys.stdin.buffer)) is not None:
-        encoded = [model.encode(text.decode()) for text in texts]
-        try:
-            _send(sys.stdout.buffer, [np.array(ids, dtype="<u4").tobytes() for ids in encoded])
-        except BrokenPipeError:  # the parent was killed
-            os._exit(1)
+def _joined(parts: Iterable[tuple[Part, np.ndarray]]) -> Iterator[TokenizedDocument]:
+    """The documents that the parts are of."""
+    ids: list[np.ndarray] = []
+    marks: list[np.ndarray] = []
+    num_bytes = 0
+    for part, own_ids in parts:
+        ids.append(own_ids)
+        if part.learned is not None:
+            marks.append(np.full(len(own_ids), part.learned))
+        num_bytes += len(part.text.encode())
+        if part.is_last:
+            learned = np.concatenate(marks) if marks else None
+            yield TokenizedDocument(np.concatenate(ids), num_bytes, learned)
+            ids = []
+            marks = []
+            num_bytes = 0

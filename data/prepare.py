@@ -26,18 +26,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from base import flags
+from data import report
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
 from data.manifest import IntegrityError
-from data.packing import effective_context
 from data.pipeline import build_dataset
 from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
 
-CONTEXTS = (2048, 8192, 32768, 131072)
-
-# The flags that the embedded corpus ignores.
-NEED_INPUT = {"text_field", "answer_field", "on_error", "max_document_mib"}
+# What a flag needs, without which it would have no effect.
+NEEDS = {
+    "tokenizer": "output DIR",
+    "character_coverage": "output DIR",
+    "input": "output DIR",
+    "text_field": "input PATH",
+    "answer_field": "input PATH",
+    "on_error": "input PATH",
+    "max_document_mib": "input PATH",
+    "eod": "tokenizer PATH",
+}
 
 EXIT_BAD_INPUT = 2
 EXIT_INTEGRITY = 3
@@ -51,15 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parse(arguments)
         begin = time.perf_counter()
         dataset = prepare(options)
-        print(summary(dataset))
+        print("\n".join(report.summary(dataset)))
         print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
+        print(f"what it can teach: python -m data.report {dataset.path}")
         return 0
     except IntegrityError as error:
         return _fail(error, EXIT_INTEGRITY)
     except ValueError as error:
         return _fail(error, EXIT_BAD_INPUT)
-    except ChildProcessError as error:
-        return _fail(error, EXIT_STORAGE)
     except OSError as error:
         return _fail(
             f"cannot read or write: {error}: check the free space and the permissions, then run "
@@ -140,28 +146,6 @@ def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
     for note in files.notes():
         print(note, file=sys.stderr)
     return dataset
-
-
-def summary(dataset: Dataset) -> str:
-    """What a user wants to know about a dataset, in several lines."""
-    lines = [f"{dataset.path}: vocabulary {dataset.vocab_size:,}, {dataset.dtype.name}"]
-    for name, split in dataset.splits.items():
-        bytes_per_token = split.source_bytes / split.num_tokens
-        lines.append(
-            f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
-            f"{bytes_per_token:.2f} bytes/token, "
-            f"unigram entropy {split.unigram_entropy:.3f} nats/token"
-        )
-
-    lines.append(
-        "  context   half of all tokens have at least   "
-        "tokens in documents of half the context or more"
-    )
-    lengths = dataset.split("train").lengths
-    for context in CONTEXTS:
-        found = effective_context(lengths, context)
-        lines.append(f"  {context:7,}   {found.p50:31,}   {found.long_share:48.1%}")
-    return "\n".join(lines)
 
 
 # ---- flags
@@ -273,7 +257,7 @@ def _parser() -> _Parser:
         type=int,
         default=2,
         metavar="N",
-        help="number of encoding processes (default 2); it does not change the result",
+        help="number of encoding threads (default 2); it does not change the result",
     )
     add(
         "--max_bytes",
@@ -287,19 +271,9 @@ def _parser() -> _Parser:
 def _check(options: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other or would have no effect."""
     given = {name for name, value in vars(options).items() if value is not None}
-    for name in sorted(given & {"tokenizer", "character_coverage", "input"}):
-        if "output" not in given:
-            raise ValueError(f"--{name} needs --output DIR: add it, with the dataset's new folder")
-    for name in sorted(given & NEED_INPUT):
-        if "input" not in given:
-            raise ValueError(
-                f"--{name} needs --input PATH (the embedded corpus ignores it): add that, or drop "
-                f"--{name}"
-            )
-    if "answer_field" in given:
-        _check_answers(options)
-    if "eod" in given and "tokenizer" not in given:
-        raise ValueError("--eod needs --tokenizer PATH: add that, or drop --eod")
+    for name, needed in NEEDS.items():
+        if name in given and needed.split()[0] not in given:
+            raise ValueError(f"--{name} needs --{needed}: add that, or drop --{name}")
     for name in sorted(given & {"vocab_size", "character_coverage"}):
         if "tokenizer" in given:
             raise ValueError(
@@ -310,13 +284,9 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             "--max_bytes is for the embedded corpus: leave it out, or leave out --input"
         )
-
-
-def _check_answers(options: argparse.Namespace) -> None:
-    """Raise ValueError for flags that leave documents without an answer."""
-    if not options.answer_field:
+    if options.answer_field == "":
         raise ValueError("--answer_field is empty: name a field, or drop --answer_field")
-    if options.documents == "directory":
+    if "answer_field" in given and options.documents == "directory":
         raise ValueError(
             "--documents directory joins records, and --answer_field is for each of them: drop one "
             "of the two"

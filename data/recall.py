@@ -30,15 +30,13 @@ import base.installed  # noqa: F401  (first: a missing package is answered in on
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from base import flags
 from data import synthetic
-from data.dataset import Dataset
-from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
+from data.writer import TokenizedDocument
 
 KINDS = 128  # of keys, of values, and of noise
 KEYS = range(KINDS)
@@ -157,25 +155,25 @@ def draw_form(form: Form, random: np.random.Generator) -> Form:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return synthetic.run(_parser(), write, arguments)
+    settings = {"vocab_size": VOCABULARY, "eod_id": END, "task": task()}
+    return synthetic.run(_parser(), asked_for, arguments, **settings)
 
 
-def write(options: argparse.Namespace) -> Dataset:
-    """Do what the flags ask for. Raises ValueError for what cannot be made."""
+def asked_for(options: argparse.Namespace) -> Iterator[TokenizedDocument]:
+    """The documents that the flags ask for. Raises ValueError for what cannot be made."""
     forms = [parse_form(word) for word in options.lengths]
-    _check(options, forms)
+    lengths = [form.length for form in forms]
+    if len(set(lengths)) < len(lengths):
+        raise ValueError(f"--lengths {' '.join(options.lengths)} names a length twice: keep one")
+    if options.tokens < max(lengths):
+        raise ValueError(
+            f"--tokens {options.tokens} is less than one document of {max(lengths)} tokens: "
+            f"give {max(lengths)} or more"
+        )
+    if not 0 <= options.periodic <= 1:
+        raise ValueError(f"--periodic {options.periodic} is no share: give 0 to 1")
     forms = [form._replace(again=form.length <= options.easy) for form in forms]
-    require_fraction(options.val_fraction)
-    require_new(Path(options.output))
-    return write_dataset(
-        documents(forms, options.tokens, options.periodic, options.seed),
-        options.output,
-        vocab_size=VOCABULARY,
-        eod_id=END,
-        val_fraction=options.val_fraction,
-        masked=True,
-        task=task(),
-    )
+    return documents(forms, options.tokens, options.periodic, options.seed)
 
 
 def parse_form(word: str) -> Form:
@@ -196,30 +194,9 @@ def parse_form(word: str) -> Form:
     return form
 
 
-def _check(options: argparse.Namespace, forms: Sequence[Form]) -> None:
-    lengths = [form.length for form in forms]
-    for length in lengths:
-        if lengths.count(length) > 1:
-            raise ValueError(f"--lengths names {length} twice: keep one")
-    if options.tokens < max(lengths):
-        raise ValueError(
-            f"--tokens {options.tokens} is less than one document of {max(lengths)} tokens: "
-            f"give {max(lengths)} or more"
-        )
-    if not 0 <= options.periodic <= 1:
-        raise ValueError(f"--periodic {options.periodic} is no share: give 0 to 1")
-    if options.seed < 0:
-        raise ValueError(f"--seed {options.seed} is negative: give 0 or more")
-
-
 def _parser() -> flags.RaisingParser:
-    parser = flags.RaisingParser(
-        prog="python -m data.recall",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = synthetic.new_parser("data.recall", __doc__, val_fraction=0.01)
     add = parser.add_argument
-    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
     add(
         "--lengths",
         nargs="+",
@@ -248,14 +225,6 @@ def _parser() -> flags.RaisingParser:
         metavar="N",
         default=64,
         help="tokens of the longest document that is short (default 64)",
-    )
-    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
-    add(
-        "--val_fraction",
-        type=float,
-        metavar="SHARE",
-        default=0.01,
-        help="share of the tokens that is held out for validation (default 0.01)",
     )
     return parser
 

@@ -251,7 +251,7 @@ class TextFiles:
         with open_raw(file) as stored:
             try:
                 for number, found in parquet.texts(stored, self._fields):
-                    document = self._of_row(found, f"{file}:{number}")
+                    document = self._document(found, f"{file}:{number}")
                     if document is not None:
                         yield document
             except FieldError as error:
@@ -295,28 +295,26 @@ class TextFiles:
         except (ValueError, RecursionError) as error:
             self._report(f"{place}: this line is not JSON ({error})")
             return None
-        try:
-            texts = [field.text_of(record) for field in self._fields]
-        except FieldError as error:
-            self._report(f"{place}: {error}")
-            return None
-        for field, text in zip(self._fields, texts, strict=True):
-            if self._without_surrogates(text, place, field) is None:
-                return None
-        return self._document(place, *texts)
+        return self._document([_found(field, record) for field in self._fields], place)
 
-    def _of_row(self, found: Sequence[parquet.Found], place: str) -> Document | None:
-        """The document of a row; None after a report that names file:row."""
+    def _document(self, found: Sequence[parquet.Found], place: str) -> Document | None:
+        """The document of a record; None after a report that names its place, also if it has an
+        answer and one of the two is empty.
+        """
         texts = []
         for field, one in zip(self._fields, found, strict=True):
-            text = self._row_text(one, place, field)
+            text = self._text(one, place, field)
             if text is None:
                 return None
+            if not text and len(self._fields) > 1:
+                name = "answer" if texts else "prompt"
+                self._report(f"{place}: the {name} ({field.flag} {field.spelled!r}) is empty")
+                return None
             texts.append(text)
-        return self._document(place, *texts)
+        return Document(place, *texts)
 
-    def _row_text(self, found: parquet.Found, place: str, field: TextField) -> str | None:
-        """One text of a row; None after a report that names file:row."""
+    def _text(self, found: parquet.Found, place: str, field: TextField) -> str | None:
+        """One text of a record; None after a report."""
         if isinstance(found, FieldError):
             self._report(f"{place}: {found}")
             return None
@@ -325,29 +323,23 @@ class TextFiles:
             return None
         if isinstance(found, bytes):
             return self._decode(found, place)
-        return self._without_surrogates(found, place, field)
-
-    def _document(self, place: str, text: str, answer: str | None = None) -> Document | None:
-        """The document of a record; None after a report if it has an empty part and an answer."""
-        document = Document(place, text, answer)
-        if answer is None:
-            return document
-        for name, part, field in zip(("prompt", "answer"), document[1:], self._fields, strict=True):
-            if not part:
-                self._report(f"{place}: the {name} ({field.flag} {field.spelled!r}) is empty")
-                return None
-        return document
-
-    def _without_surrogates(self, text: str, place: str, field: TextField) -> str | None:
         try:
-            text.encode("utf-8")
+            found.encode("utf-8")
         except UnicodeEncodeError as error:
             self._report(
                 f"{place}: character {error.start} of {field.spelled!r} is a lone surrogate, "
                 "which is not text"
             )
             return None
-        return text
+        return found
+
+
+def _found(field: TextField, record: object) -> parquet.Found:
+    """The text of a record, or why it has none."""
+    try:
+        return field.text_of(record)
+    except FieldError as error:
+        return error
 
 
 # What reads the files whose records have fields, by the suffix of their names; others are text.

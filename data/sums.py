@@ -25,14 +25,11 @@ import base.installed  # noqa: F401  (first: a missing package is answered in on
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from base import flags
 from data import synthetic
-from data.dataset import Dataset
-from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
+from data.writer import TokenizedDocument
 
 DIGITS = range(10)
 PLUS = 10
@@ -86,52 +83,23 @@ def documents(worked: float, seed: int) -> Iterator[TokenizedDocument]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return synthetic.run(_parser(), write, arguments)
-
-
-def write(options: argparse.Namespace) -> Dataset:
-    """Do what the flags ask for. Raises ValueError for what cannot be made."""
-    if not 0 <= options.worked <= 1:
-        raise ValueError(f"--worked {options.worked} is no share: give 0 to 1")
-    if options.seed < 0:
-        raise ValueError(f"--seed {options.seed} is negative: give 0 or more")
-    require_fraction(options.val_fraction)
-    require_new(Path(options.output))
-    return write_dataset(
-        documents(options.worked, options.seed),
-        options.output,
-        vocab_size=VOCABULARY,
-        eod_id=END,
-        val_fraction=options.val_fraction,
-        masked=True,
-        answer_id=ANSWER,
-    )
-
-
-def _parser() -> flags.RaisingParser:
-    parser = flags.RaisingParser(
-        prog="python -m data.sums",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
-    add(
+    parser = synthetic.new_parser("data.sums", __doc__, val_fraction=0.1)
+    parser.add_argument(
         "--worked",
         type=float,
         metavar="SHARE",
         default=0.4,
         help="share of the responses that work before they answer (default 0.4)",
     )
-    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
-    add(
-        "--val_fraction",
-        type=float,
-        metavar="SHARE",
-        default=0.1,
-        help="share of the tokens that is held out for validation (default 0.1)",
-    )
-    return parser
+    settings = {"vocab_size": VOCABULARY, "eod_id": END, "answer_id": ANSWER}
+    return synthetic.run(parser, asked_for, arguments, **settings)
+
+
+def asked_for(options: argparse.Namespace) -> Iterator[TokenizedDocument]:
+    """The documents that the flags ask for. Raises ValueError for what cannot be made."""
+    if not 0 <= options.worked <= 1:
+        raise ValueError(f"--worked {options.worked} is no share: give 0 to 1")
+    return documents(options.worked, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,71 @@
-"""The command line that the synthetic datasets share: data.recall, data.reviews and data.sums.
+"""The command line that the synthetic datasets share: data.recall and data.sums.
 
 Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from base import flags
-from data.dataset import Dataset
+from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
 
-EXIT_BAD_INPUT = 2
-EXIT_STORAGE = 6
+
+def new_parser(program: str, description: str, val_fraction: float) -> flags.RaisingParser:
+    """The flags that all of them have; each adds its own."""
+    parser = flags.RaisingParser(
+        prog=f"python -m {program}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
+    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
+    add(
+        "--val_fraction",
+        type=float,
+        metavar="SHARE",
+        default=val_fraction,
+        help=f"share of the tokens that is held out for validation (default {val_fraction})",
+    )
+    return parser
 
 
 def run(
     parser: flags.RaisingParser,
-    write: Callable[[argparse.Namespace], Dataset],
+    documents: Callable[[argparse.Namespace], Iterable[TokenizedDocument]],
     arguments: Sequence[str] | None,
-    unit: str = "documents",
+    **settings: object,
 ) -> int:
-    """Write the dataset that the arguments ask for and say what it holds; the exit code. `unit`:
-    what a document is called.
+    """Write the documents that the arguments ask for, with these settings of `write_dataset`, and
+    say what the dataset holds; the exit code.
     """
     program = parser.prog.removeprefix("python -m ")
     try:
-        dataset = write(parser.parse_args(arguments))
-    except ValueError as error:
-        return _fail(program, error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            program,
-            f"cannot write: {error}: check the free space and the permissions, then run the same "
-            "command again",
-            EXIT_STORAGE,
+        options = parser.parse_args(arguments)
+        if options.seed < 0:
+            raise ValueError(f"--seed {options.seed} is negative: give 0 or more")
+        require_fraction(options.val_fraction)
+        require_new(Path(options.output))
+        dataset = write_dataset(
+            documents(options),
+            options.output,
+            val_fraction=options.val_fraction,
+            masked=True,
+            **settings,
         )
+    except ValueError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(
+            f"{program}: cannot write: {error}: check the free space and the permissions, then run "
+            "the same command again",
+            file=sys.stderr,
+        )
+        return 6
     for name, split in dataset.splits.items():
-        print(f"  {name}: {split.num_documents:,} {unit}, {split.num_tokens:,} tokens")
-    print(f"train with --data {dataset.path} --vocab_size {dataset.manifest.vocab_size}")
+        print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
+    print(f"train with --data {dataset.path} --vocab_size {dataset.vocab_size}")
     return 0
-
-
-def _fail(program: str, message: object, code: int) -> int:
-    print(f"{program}: {message}", file=sys.stderr)
-    return code

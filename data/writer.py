@@ -2,10 +2,10 @@
 
 The folder is built next to its final place and renamed, so it appears whole or not at all. Until
 then it is called `.tmp-NAME` and has a folder more, `working`, with what a writer needs in order to
-continue after kill -9 (data/pipeline.py saves it every few seconds):
+continue after kill -9 with the shards that are full (data/pipeline.py records which ones):
 
-    documents.bin      uint64 [documents, 2]: tokens, and bytes of text
-    counts-00003.bin   int64 [V]: how often each id occurs in the first three shards
+    shard-00003.counts   int64 [V + documents]: how often each id is a target in that shard, and the
+                         bytes of text of each of its documents
 """
 
 import hashlib
@@ -22,7 +22,6 @@ from data import hugging_face
 from data.dataset import Dataset, ShardReader
 from data.manifest import (
     MANIFEST,
-    IntegrityError,
     Shard,
     SplitSummary,
     StoredFile,
@@ -37,7 +36,6 @@ SHARD_TOKENS = 1 << 27  # 256 MiB of uint16
 COUNT_TOKENS = 1 << 20  # ids are counted this many at a time
 VALIDATION_FILE = "val.idx"
 WORKING = "working"
-JOURNAL = "documents.bin"
 
 
 class TokenizedDocument(NamedTuple):
@@ -180,10 +178,10 @@ def unigram_entropy(counts: np.ndarray) -> float:
 
 
 class Writer:
-    """Fills shards in the order of the documents, hashing and counting the ids on the way.
+    """Fills shards in the order of the documents, hashing the ids on the way and counting them when
+    a shard is full. What is written depends on the documents only.
 
-    `save` forces them to the disk, and `restore` continues from there, in another process too. What
-    is written depends only on the documents, not on when it was saved.
+    `restore` continues in another process, with the shards that were full.
     """
 
     def __init__(
@@ -202,61 +200,23 @@ class Writer:
 
         self.lengths = array("q")
         self.source_bytes = array("q")
-        self.counts = _Counts(vocab_size)
-        self.shards: list[Shard] = []
+        self.counts = np.zeros(vocab_size, dtype=np.int64)
+        self.shards: list[Shard] = []  # those that are full
         self._open_shard: _OpenShard | None = None
-        self._num_saved = 0
 
         self.working = folder / WORKING
         durable.make_folder(self.working)
 
-    @classmethod
-    def restore(
-        cls,
-        folder: Path,
-        vocab_size: int,
-        eod_id: int,
-        saved: dict,
-        shard_tokens: int = SHARD_TOKENS,
-        masked: bool = False,
-    ) -> "Writer":
-        """The writer as it was when `save` returned `saved`; what came later is cut off.
-
-        Raises IntegrityError if the files are shorter than they were.
-        """
-        writer = cls(folder, vocab_size, eod_id, shard_tokens, masked)
-        writer._num_saved = saved["documents"]
-        _cut(writer.working / JOURNAL, 16 * writer._num_saved)
-        journal = np.fromfile(writer.working / JOURNAL, dtype="<i8").reshape(-1, 2)
-        writer.lengths = array("q", journal[:, 0].tobytes())
-        writer.source_bytes = array("q", journal[:, 1].tobytes())
-
-        dtype = writer.storage.dtype
-        writer.shards = [parse_shard(folder, record, dtype) for record in saved["shards"]]
-        if writer.shards:
-            writer.counts = _Counts(vocab_size, np.fromfile(writer._counts_file(), dtype="<i8"))
-        in_shards = sum(shard.documents for shard in writer.shards)
-        lengths = journal[in_shards:, 0]
-        if len(lengths):
-            path = writer._next_shard()
-            writer._open_shard = _OpenShard.restore(path, lengths, writer.storage, writer.counts)
-        return writer
-
-    def save(self) -> dict:
-        """Force everything that was added to the disk; returns what `restore` takes, for JSON."""
-        if self._open_shard is not None:
-            self._open_shard.flush()
-        new = [self.lengths[self._num_saved :], self.source_bytes[self._num_saved :]]
-        # A process that was killed during its first save has left entries that no state counts.
-        mode = "ab" if self._num_saved else "wb"
-        with open(self.working / JOURNAL, mode) as file:
-            file.write(np.array(new, dtype="<i8").T.tobytes())
-        durable.fsync(self.working / JOURNAL)
-        self._num_saved = len(self.lengths)
-        return {
-            "documents": self._num_saved,
-            "shards": [shard.record() for shard in self.shards],
-        }
+    def restore(self, records: list[dict]) -> None:
+        """Begin after the full shards of these records. IntegrityError if one is damaged."""
+        self.shards = [parse_shard(self.folder, record, self.storage.dtype) for record in records]
+        for shard in self.shards:
+            shard.ids.check_size()
+            counted = np.fromfile(self._counts_file(shard.ids.path), dtype="<i8")
+            self.counts += counted[: self.vocab_size]
+            self.source_bytes.extend(counted[self.vocab_size :].tolist())
+        if self.shards:
+            self.lengths.extend(ShardReader(self.shards, self.storage).lengths.tolist())
 
     def finish(
         self,
@@ -304,7 +264,6 @@ class Writer:
 
         stored = self.storage.stored(tokens, learned)
         self._shard_with_room(len(stored)).append(stored, int(tokens.max()))
-        self.counts.add(self.storage.targets(stored))
         self.lengths.append(len(stored))
         self.source_bytes.append(document.source_bytes)
 
@@ -318,22 +277,24 @@ class Writer:
                 "give --input with text in it"
             )
         self._close_shard()
-        if not self.counts.total().any():
+        if not self.counts.any():
             raise ValueError("no token of the documents is learned: mark some as targets")
         return self.shards
 
     def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
         """What each split holds, given the indices of the validation documents."""
         everything = np.arange(len(self.lengths))
-        counts = self.counts.total()
         if len(validation) == 0:
-            return {"train": self._summary(everything, counts)}
+            return {"train": self._summary(everything, self.counts)}
 
-        validation_counts = self._count_documents(validation)
+        reader = ShardReader(self.shards, self.storage)
+        counts = np.zeros_like(self.counts)
+        for document in validation:
+            np.add.at(counts, reader.targets(document), 1)
         training = np.delete(everything, validation)
         return {
-            "train": self._summary(training, counts - validation_counts),
-            "val": self._summary(validation, validation_counts),
+            "train": self._summary(training, self.counts - counts),
+            "val": self._summary(validation, counts),
         }
 
     def _check(self, tokens: np.ndarray, learned: np.ndarray | None) -> None:
@@ -376,16 +337,25 @@ class Writer:
         return self._open_shard
 
     def _close_shard(self) -> None:
-        self.shards.append(self._open_shard.close())
+        shard = self._open_shard.close()
+        counts = np.zeros_like(self.counts)
+        with open(shard.ids.path, "rb") as file:
+            for _ in range(0, shard.tokens, COUNT_TOKENS):
+                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
+                targets = self.storage.targets(stored)
+                counts += np.bincount(targets, minlength=self.vocab_size)
+
+        counted = np.concatenate([counts, self.source_bytes[-shard.documents :]])
+        durable.write_bytes(self._counts_file(shard.ids.path), counted.astype("<i8").tobytes())
+        self.counts += counts
+        self.shards.append(shard)
         self._open_shard = None
-        durable.write_bytes(self._counts_file(), self.counts.total().tobytes())
 
     def _next_shard(self) -> Path:
         return self.folder / f"shard-{len(self.shards):05d}.bin"
 
-    def _counts_file(self) -> Path:
-        """The counts of the ids in the shards that are closed."""
-        return self.working / f"counts-{len(self.shards):05d}.bin"
+    def _counts_file(self, shard: Path) -> Path:
+        return self.working / f"{shard.stem}.counts"
 
     def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
         return SplitSummary(
@@ -395,48 +365,17 @@ class Writer:
             unigram_entropy=unigram_entropy(counts),
         )
 
-    def _count_documents(self, documents: np.ndarray) -> np.ndarray:
-        """How often each id is a target in these documents, read from the shards."""
-        reader = ShardReader(self.shards, self.storage)
-        counts = _Counts(self.vocab_size)
-        for document in documents:
-            counts.add(reader.targets(document))
-        return counts.total()
-
 
 class _OpenShard:
     """A shard that is being written."""
 
-    def __init__(self, path: Path, mode: str = "wb"):
+    def __init__(self, path: Path):
         self.path = path
         self.tokens = 0
-        self._file = open(path, mode)  # noqa: SIM115 (closed by `close`, not by a block)
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by `close`, not by a block)
         self._ends = array("Q")
         self._max_id = 0
         self._digest = hashlib.sha256()
-
-    @classmethod
-    def restore(
-        cls, path: Path, lengths: np.ndarray, storage: Storage, counts: "_Counts"
-    ) -> "_OpenShard":
-        """The shard when it held documents of these lengths; its ids are added to the counts."""
-        _cut(path, int(lengths.sum()) * storage.dtype.itemsize)
-        stored = np.memmap(path, dtype=storage.dtype, mode="r")
-        shard = cls(path, mode="ab")
-        shard._ends = array("Q", np.cumsum(lengths).astype("<u8").tobytes())
-        shard.tokens = len(stored)
-        for start in range(0, len(stored), COUNT_TOKENS):
-            part = stored[start : start + COUNT_TOKENS]
-            shard._digest.update(part)
-            shard._max_id = max(shard._max_id, int(storage.ids(part).max()))
-            counts.add(storage.targets(part))
-        counts.total()
-        return shard
-
-    def flush(self) -> None:
-        """Force what was appended to the disk."""
-        self._file.flush()
-        durable.fsync(self.path)
 
     def append(self, stored: np.ndarray, max_id: int) -> None:
         """Append the stored ids of a document, and their largest."""
@@ -455,44 +394,7 @@ class _OpenShard:
         return Shard(ids, ends, self.tokens, len(self._ends), self._max_id)
 
 
-class _Counts:
-    """How often each id occurs; many documents are counted at once, which is faster."""
-
-    def __init__(self, vocab_size: int, counts: np.ndarray | None = None):
-        self._counts = np.zeros(vocab_size, dtype=np.int64) if counts is None else counts
-        self._waiting: list[np.ndarray] = []
-        self._num_waiting = 0
-
-    def add(self, tokens: np.ndarray) -> None:
-        self._waiting.append(tokens)
-        self._num_waiting += len(tokens)
-        if self._num_waiting >= COUNT_TOKENS:
-            self._count()
-
-    def total(self) -> np.ndarray:
-        """The counts of everything that was added, int64 [V]."""
-        self._count()
-        return self._counts
-
-    def _count(self) -> None:
-        if self._waiting:
-            tokens = np.concatenate(self._waiting)
-            self._counts += np.bincount(tokens, minlength=len(self._counts))
-            self._waiting = []
-            self._num_waiting = 0
-
-
 # ---- the other files
-
-
-def _cut(path: Path, size: int) -> None:
-    """Cut a file off after `size` bytes. Raises IntegrityError if it is shorter."""
-    if not path.is_file() or path.stat().st_size < size:
-        raise IntegrityError(
-            f"{path} of an unfinished preparation is damaged and was removed: run the same command "
-            "again, which begins anew"
-        )
-    os.truncate(path, size)
 
 
 def _store(path: Path, content: bytes) -> StoredFile:

@@ -7,14 +7,16 @@ import argparse
 import difflib
 import math
 import operator
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from base.durable import StorageError
 from base.flags import Parser as Parser
-from base.flags import RaisingParser
+from base.flags import RaisingParser, line_and_code
 from longhaul.other_names import our_name
 
 Config = TypeVar("Config")
@@ -96,6 +98,24 @@ def given(cls: type, args: list[str] | None = None, description: str = "") -> di
     }
 
 
+def run(
+    cls: type[Config],
+    act: Callable[[Config], None],
+    args: list[str] | None,
+    program: str,
+    description: str,
+) -> None:
+    """The command line of a script: `act` on its settings. What a user can mend ends the program
+    with one line and an exit code.
+    """
+    try:
+        act(parse(cls, args, description))
+    except (ValueError, OSError, StorageError) as error:
+        line, code = line_and_code(error)
+        print(f"python -m {program}: error: {line}", file=sys.stderr)
+        raise SystemExit(code) from None
+
+
 # ---- flags
 
 
@@ -115,10 +135,10 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
     sentences = getattr(cls, "GROUPS", {})
     left_out = getattr(cls, "LEFT_OUT", ())  # which keep their defaults
     groups = {}
-    for spec in fields(cls):
+    for spec in _given_fields(cls):
         if spec.name in left_out:
             continue
-        title = spec.metadata["group"]
+        title = spec.metadata["group"] or "flags"
         if title not in groups:
             groups[title] = parser.add_argument_group(title, sentences.get(title))
         _add_flag(groups[title], spec)
@@ -247,6 +267,13 @@ def check_ranges(cfg: Any) -> None:
                 raise ValueError(
                     f"--{spec.name} {value} is out of range: give a number {words} {bound}"
                 )
+
+
+def require(cfg: Any, *names: str) -> None:
+    """ValueError for a flag of these that was not given."""
+    for name in names:
+        if not getattr(cfg, name):
+            raise ValueError(f"--{name} is missing: give it")
 
 
 BOUNDS = {

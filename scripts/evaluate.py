@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from base import durable
 from base.flags import Parser, precision
@@ -32,7 +33,7 @@ from data.corpus import prepare_embedded
 from data.dataset import Dataset
 from data.load_tokenizer import hash_of_ids
 from data.mixture import EMBEDDED, Corpus, open_corpora
-from data.progress import duration
+from data.progress import bar, duration
 from longhaul import flops, lengths, qwen3
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
@@ -59,7 +60,6 @@ from model import Decoder, ModelConfig
 COLUMNS = 100  # of the table
 INDENT = 19  # of its figures
 UNBROKEN = "\u00a0"  # a space at which no line is folded
-EVERY = 15.0  # seconds between two lines of progress, if no terminal shows them
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: "5" resets the peak of resident memory
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -155,10 +155,11 @@ def add_where(parser: Parser):
         "holds that (default: auto)",
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="write DIR/eval.json, and DIR/heatmap.png of retrieval"
+        "--output",
+        metavar="DIR",
+        help="write DIR/eval.json, all figures and those by document, and DIR/heatmap.png, "
+        "retrieval by depth and length",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures, and those by document")
-    parser.add_argument("--png", metavar="FILE", help="write retrieval by depth and length")
 
 
 def main(args: list[str] | None = None):
@@ -174,7 +175,6 @@ def main(args: list[str] | None = None):
 def evaluate(given: argparse.Namespace):
     """Measure, print the table, and write the files."""
     names = EVALS if given.evals is None else known_words("--evals", given.evals, EVALS)
-    files = Files.of(given, names)
     check_flags(given, names)
     device = named_device(given.device)
     first = Opened.of(given.checkpoint, given.dtype, device)
@@ -195,7 +195,8 @@ def evaluate(given: argparse.Namespace):
     plans = [planned(opened, tokens, given.chunk, device) for opened in models]
     for opened in models:
         note_if_beyond(opened, tokens)
-    files.prepare()
+    if given.output:
+        make_output(Path(given.output))
 
     results = []
     for opened, plan in zip(models, plans, strict=True):
@@ -208,7 +209,8 @@ def evaluate(given: argparse.Namespace):
         comparison = Comparison(results[0].report, results[1].report)
         print(f"\nthis: {models[0].folder}\nother: {models[1].folder}")
         print("\n".join(comparison.lines()))
-    files.write(models, results, comparison)
+    if given.output:
+        write(Path(given.output), record(models, results, comparison), results[0].report)
 
 
 # ---- what is asked
@@ -520,9 +522,8 @@ def measured(
     total = Counter(opened.config)
     measures.run(total)
 
-    watched = Watched(scorer, total)
-    report = measures.run(watched)
-    watched.finish()
+    with bar("evaluating", total.operations, unit="FLOP", unit_scale=True) as progress:
+        report = measures.run(Watched(scorer, opened.config, progress))
     assert report is not None, "nobody asked to stop"
     peak_gib = peak_memory_gib(device) if own_peak else None
     return Result(report, plan, peak_gib, time.monotonic() - begin, device)
@@ -560,34 +561,16 @@ class Counter:
 class Watched:
     """A scorer that says on standard error how far it is."""
 
-    def __init__(self, scorer: Scorer, total: Counter):
+    def __init__(self, scorer: Scorer, config: ModelConfig, progress: tqdm):
         self.scorer = scorer
-        self.total = total
-        self.done = 0.0
-        self.begin = self.printed = time.monotonic()
-        self.on_terminal = sys.stderr.isatty()
+        self.config = config
+        self.progress = progress
 
     def score(self, item: Item, *, hits: bool = False) -> Scores:
         """The scores of the scorer."""
         scores = self.scorer.score(item, hits=hits)
-        self.done += operations(self.total.config, item)
-        now = time.monotonic()
-        if now - self.printed >= (1.0 if self.on_terminal else EVERY):
-            self.printed = now
-            self.show(now - self.begin)
+        self.progress.update(operations(self.config, item))
         return scores
-
-    def show(self, seconds: float):
-        """Print the share that is done and the time that is left."""
-        share = self.done / self.total.operations
-        left = duration(seconds * (1 - share) / share)
-        end = "\r" if self.on_terminal else "\n"
-        print(f"evaluating: {share:.0%}, {left} left   ", end=end, file=sys.stderr, flush=True)
-
-    def finish(self):
-        """Clear the line of a terminal."""
-        if self.on_terminal:
-            print(" " * 40, end="\r", file=sys.stderr, flush=True)
 
 
 def operations(config: ModelConfig, item: Item) -> float:
@@ -633,11 +616,10 @@ def by_position(losses: Losses) -> str:
     return f"{'by position':<{INDENT}}{words}"
 
 
-def print_folded(text: str, file: TextIO | None = None):
+def print_folded(text: str):
     """Print lines of at most COLUMNS characters; what is folded goes below the figures."""
     for line in text.splitlines():
-        for part in folded(line):
-            print(part, file=file or sys.stdout)
+        print("\n".join(folded(line)))
 
 
 def folded(line: str) -> list[str]:
@@ -657,58 +639,28 @@ def folded(line: str) -> list[str]:
 # ---- the files
 
 
-@dataclass(frozen=True)
-class Files:
-    """Where the results go; None for nowhere."""
+def make_output(folder: Path):
+    """Make the folder; ValueError if its files cannot be written, before any computing."""
+    for name in ("eval.json", "heatmap.png"):
+        if (folder / name).is_dir():
+            raise ValueError(f"--output {folder}: {name} in it is a folder: name another place")
+    try:
+        durable.make_folder(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"--output {folder} cannot be written ({error.strerror}): name another place"
+        ) from None
 
-    json: Path | None
-    png: Path | None
 
-    @classmethod
-    def of(cls, given: argparse.Namespace, names: tuple[str, ...]) -> "Files":
-        """ValueError for paths that exclude each other, and for what is in the way of one."""
-        if given.output and (given.json or given.png):
-            raise ValueError("--output names both files: drop it, or drop --json and --png")
-        if given.png and "retrieval" not in names:
-            raise ValueError("--png draws retrieval, which --evals leaves out: drop one of them")
-        if given.output:
-            folder = Path(given.output)
-            if folder.exists() and not folder.is_dir():
-                raise ValueError(f"--output {folder} is a file: name a folder")
-            png = folder / "heatmap.png" if "retrieval" in names else None
-            return cls(checked("--output", folder / "eval.json"), png and checked("--output", png))
-        if given.json and given.png and Path(given.json).resolve() == Path(given.png).resolve():
-            raise ValueError(f"--json and --png both name {given.json}: name two files")
-        return cls(
-            json=checked("--json", Path(given.json)) if given.json else None,
-            png=checked("--png", Path(given.png)) if given.png else None,
-        )
-
-    def prepare(self):
-        """Make the folders; ValueError for a file that cannot be written, before any computing."""
-        for path in (self.json, self.png):
-            if path is None:
-                continue
-            try:
-                durable.make_folder(path.parent)
-                tempfile.TemporaryFile(dir=path.parent).close()
-            except OSError as error:
-                raise ValueError(
-                    f"{path} cannot be written ({error.strerror}): name another place"
-                ) from None
-
-    def write(self, models: list[Opened], results: list[Result], comparison: Comparison | None):
-        """Write what was asked for, and say so."""
-        written = []
-        if self.json:
-            durable.write_json(self.json, record(models, results, comparison))
-            written.append(str(self.json))
-        picture = results[0].report.heatmap
-        if self.png and picture is not None:
-            durable.write_bytes(self.png, heatmap.png(picture))
-            written.append(str(self.png))
-        if written:
-            print_folded(f"{'written':<{INDENT}}{', '.join(written)}")
+def write(folder: Path, figures: dict[str, Any], report: Report):
+    """Write the figures and the picture, and say so."""
+    written = [folder / "eval.json"]
+    durable.write_json(written[0], figures)
+    if report.heatmap is not None:
+        written.append(folder / "heatmap.png")
+        durable.write_bytes(written[1], heatmap.png(report.heatmap))
+    print_folded(f"{'written':<{INDENT}}{', '.join(map(str, written))}")
 
 
 def record(
@@ -722,16 +674,6 @@ def record(
     if comparison:
         first["against"] = others[0] | {"differences": comparison.record()}
     return first
-
-
-def checked(flag: str, path: Path) -> Path:
-    """ValueError if a folder, or a file in the place of a folder, is in the way."""
-    if path.is_dir():
-        raise ValueError(f"{flag} {path} is a folder: name a file")
-    for parent in path.parents:
-        if parent.exists() and not parent.is_dir():
-            raise ValueError(f"{flag} {path}: {parent} is a file: name another place")
-    return path
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from longhaul.generate import (
 )
 from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory.plan import available_gib
+from longhaul.run.start import trained_context
 from model import GIB, Decoder, ModelConfig
 
 
@@ -114,7 +115,7 @@ def run(given: argparse.Namespace):
         stream(" ".join(map(str, given.ids)), ids, lambda token: f" {token}", lambda: "")
         return
 
-    tokenizer = tokenizer_of(source, given.tokenizer)
+    tokenizer = tokenizer_of(source, given.tokenizer, ", or --ids instead of --prompt")
     prompt = tokenizer.encode(given.prompt) or [tokenizer.eod_id]
     stop = {"stop_id": tokenizer.eod_id, "vocab_size": tokenizer.vocab_size}
     ids = sampled(given, source, device, prompt, **stop)
@@ -141,6 +142,11 @@ class Source:
     config: ModelConfig
     checkpoint: Checkpoint | None  # None for a Hugging Face folder
 
+    @property
+    def reach(self) -> int:
+        """Tokens that the positions of its weights were trained for."""
+        return trained_context(self.checkpoint) if self.checkpoint else self.config.rope_reach
+
     def load(self, device: torch.device, dtype: str) -> Decoder:
         """The model on `device`, computing in this precision by its name in torch."""
         if self.checkpoint is None:
@@ -159,15 +165,13 @@ def opened(folder: Path) -> Source:
     return Source(checkpoint.folder.parent, model_config(checkpoint), checkpoint)
 
 
-def tokenizer_of(source: Source, path: str | None) -> AnyTokenizer:
+def tokenizer_of(source: Source, path: str | None, otherwise: str = "") -> AnyTokenizer:
     """The tokenizer that the model was trained with, from `path` or from its folder; ValueError if
-    it is another one, or if there is none.
+    it is another one, or if there is none, which says `otherwise`, too.
     """
     path = path or find_tokenizer(source.folder)
     if path is None:
-        raise ValueError(
-            f"{source.folder} has no tokenizer: give --tokenizer PATH, or --ids instead of --prompt"
-        )
+        raise ValueError(f"{source.folder} has no tokenizer: give --tokenizer PATH{otherwise}")
     tokenizer = load_tokenizer(path)
     if source.checkpoint is not None:
         check_tokenizer(source.checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))

@@ -16,13 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from base import durable
-from data import reviews
 from data.writer import choose_validation, write_dataset
 from longhaul import cli, dist, qwen3, step
 from longhaul.checkpoint import load
 from longhaul.config import TrainConfig
 from longhaul.memory import posttrain
-from longhaul.posttrain import demo, grade_demo, reward
+from longhaul.posttrain import demo, grade_demo, reviews, reward
 from longhaul.posttrain.config import GradeConfig, with_sources
 from longhaul.posttrain.grade import METHODS
 from longhaul.posttrain.grade_demo import Score

@@ -5,7 +5,6 @@ exported folder; docs/EVALUATION.md says where the two differ. Many tasks downlo
 the Hugging Face Hub; a task defined in a YAML file of --include_path may read a local file.
 """
 
-import argparse
 import difflib
 import importlib.util
 import json
@@ -13,141 +12,93 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from base.flags import PRECISIONS, Parser, precision
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from longhaul import qwen3
-from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+import torch
+
+from base.flags import PRECISIONS, precision, spellings
+from data.load_tokenizer import AnyTokenizer
+from longhaul import cli
+from longhaul.cli import flag
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
-from longhaul.run.start import trained_context
-from model import Decoder
+from scripts.generate import Source, opened, tokenizer_of
 
 INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
-# exceptions of these packages are of a network
-NETWORK = {"aiohttp", "httpx", "httpx2", "requests", "urllib3"}
+# What a wrong task raises, and the packages whose exceptions are of its data or of a network.
+OF_TASKS = (ImportError, OSError, ValueError, TypeError, LookupError)
+LIBRARIES = {"aiohttp", "datasets", "httpx", "httpx2", "requests", "urllib3"}
 
 
-class Evaluated(NamedTuple):
-    """A model on the CPU, its tokenizer, and the tokens that its positions reach."""
+@dataclass(frozen=True)
+class LmEvalConfig:
+    """The flags."""
 
-    model: Decoder
-    tokenizer: AnyTokenizer
-    window: int
-
-
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.lm_eval")
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
+    checkpoint: str = flag(
+        "",
+        "a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
         "Qwen3 folder",
     )
-    parser.add_argument(
-        "--tasks", required=True, metavar="A,B", help="names of tasks, groups or tags; * matches"
+    tasks: str = flag("", "names of tasks, groups or tags with commas; * matches")
+    include_path: str = flag(
+        "", "folder with tasks of your own as YAML files, besides those of the harness"
     )
-    parser.add_argument(
-        "--include_path",
-        default=None,
-        metavar="DIR",
-        help="folder with tasks of your own as YAML files, besides those of the harness",
+    limit: int = flag(0, "only so many documents of each task; 0: all", at_least=0)
+    num_fewshot: int = flag(
+        -1, "examples before each question; -1: what the task says", at_least=-1
     )
-    parser.add_argument(
-        "--limit", type=int, default=None, help="only so many documents of each task; default: all"
+    batch_size: int = flag(
+        64,
+        "texts that pass through the model at once, at most; they are packed into one row",
+        at_least=1,
     )
-    parser.add_argument(
-        "--num_fewshot",
-        type=int,
-        default=None,
-        help="examples before each question; default: what the task says",
+    max_length: int = flag(
+        0,
+        "the window in tokens: longer prompts are refused, longer texts are scored in windows; 0: "
+        "what the model was trained for",
+        at_least=0,
     )
-    parser.add_argument(
-        "--batch_size",
-        type=int,
-        default=64,
-        help="texts that pass through the model at once, at most; they are packed into one row",
+    tokenizer: str = flag(
+        "", "sentencepiece model, tokenizer.json or a folder with one; empty: the checkpoint's"
     )
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        default=None,
-        help="the window in tokens: longer prompts are refused, longer texts are scored in "
-        "windows; default: what the model was trained for",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default=None,
-        help="sentencepiece model, tokenizer.json or a folder with one; default: the checkpoint's",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="where to compute: auto, cpu, cuda or cuda:N"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=precision,
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="compute precision",
-    )
-    parser.add_argument(
-        "--output", default=None, metavar="FILE.json", help="also write all results to this file"
-    )
-    parser.add_argument(
-        "--offline", action="store_true", help="ask no network: only data that is here already"
-    )
-    return parser
+    device: str = flag("auto", "where to compute: auto, cpu, cuda or cuda:N")
+    dtype: str = flag("fp32", "compute precision", choices=tuple(spellings("fp32", "bf16")))
+    output: str = flag("", "also write all results to this JSON file")
+    offline: bool = flag(False, "ask no network: only data that is here already")
+
+    def __post_init__(self):
+        cli.require(self, "checkpoint", "tasks")
+        cli.check_ranges(self)
+        if self.include_path and not Path(self.include_path).is_dir():
+            raise ValueError(
+                f"--include_path {self.include_path} is no folder: name one with YAML files"
+            )
+        output = Path(self.output).resolve()
+        if self.output and (output.is_dir() or not output.parent.is_dir()):
+            raise ValueError(f"--output {self.output}: name a file in a folder that exists")
 
 
 def main(args: list[str] | None = None):
     """Evaluate and print the harness's table; bad input ends with one line and exit code 2."""
-    parser = build_parser()
-    given = parser.parse_args(args)
-    try:
-        evaluate(given)
-    except ValueError as error:
-        parser.error(str(error))
+    cli.run(LmEvalConfig, evaluate, args, "scripts.lm_eval", __doc__.splitlines()[0])
 
 
-def evaluate(given: argparse.Namespace):
+def evaluate(given: LmEvalConfig):
     """Load tasks and model, run the tasks, print and write the results."""
-    check(given)
     if given.offline:
         go_offline()
     require_extra()
     device = named_device(given.device)
-    folder = Path(given.checkpoint)
-    tokenizer = load_tokenizer(tokenizer_path(folder, given.tokenizer))
+    source = opened(Path(given.checkpoint))
+    tokenizer = tokenizer_of(source, given.tokenizer)
 
     tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
-    evaluated = opened(folder, tokenizer, PRECISIONS[given.dtype])
-    results = run(given, evaluated, device, tasks, manager)
+    results = run(given, source, tokenizer, device, tasks, manager)
     show(results)
     if given.output:
         write(results, Path(given.output))
-
-
-def check(given: argparse.Namespace):
-    """ValueError for numbers and paths that cannot be."""
-    for name in ("limit", "batch_size", "max_length"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} is out of range: give at least 1")
-    if given.num_fewshot is not None and given.num_fewshot < 0:
-        raise ValueError(f"--num_fewshot {given.num_fewshot} is out of range: give at least 0")
-
-    if given.include_path and not Path(given.include_path).is_dir():
-        raise ValueError(
-            f"--include_path {given.include_path} is no folder: name one with YAML files"
-        )
-    if given.output and not Path(given.output).resolve().parent.is_dir():
-        raise ValueError(f"--output {given.output}: its folder does not exist: make it first")
-    if given.output and Path(given.output).is_dir():
-        raise ValueError(f"--output {given.output} is a folder: name a file, such as lm_eval.json")
 
 
 def go_offline():
@@ -211,14 +162,10 @@ def unknown(name: str, known: list[str], include_path: str | None) -> str:
     nearest = difflib.get_close_matches(name, known, n=3)
     if nearest:
         return f"--tasks: {name!r} is unknown: did you mean {' or '.join(nearest)}?"
-    if include_path:
-        return (
-            f"--tasks: {name!r} is unknown: define it in a YAML file of {include_path}, and see "
-            "whether that can be parsed, because the harness passes over one that cannot"
-        )
+    folder = include_path or "a folder for --include_path"
     return (
-        f"--tasks: {name!r} is unknown: give names from `lm_eval ls tasks`, or --include_path with "
-        "a YAML file that defines it"
+        f"--tasks: {name!r} is unknown: give names from `lm_eval ls tasks`, or a YAML file of "
+        f"{folder} that defines it and that can be parsed, because the harness passes over others"
     )
 
 
@@ -226,113 +173,48 @@ def loaded(name: str, manager) -> list:
     """The group of this name, or the tasks; ValueError if they or their data cannot be had."""
     try:
         found = manager.load(name)
-    except ImportError as error:
-        raise ValueError(f"task {name} needs another package: {one_line(error)}") from None
-    except Exception as error:  # of the harness and of datasets; what has no remedy is raised again
-        if is_network(error):
+    except Exception as error:  # what is neither of a task nor of a library is raised again
+        packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        if isinstance(error, OF_TASKS) or not LIBRARIES.isdisjoint(packages):
+            where = getattr(manager.task_index.get(name), "yaml_path", None) or "its YAML file"
+            words = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"task {name} has no data here and cannot download it ({one_line(error)}): run it "
-                "once where there is a network, and copy ~/.cache/huggingface"
+                f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need "
+                "another package, a network (run it once where there is one, and copy "
+                f"~/.cache/huggingface), or other settings in {where}"
             ) from None
-        if is_wrong_task(error):
-            raise ValueError(broken(name, error, manager.task_index.get(name))) from None
         raise
     group = found["groups"].get(name)
     return [group] if group else list(found["tasks"].values())
-
-
-def broken(name: str, error: Exception, entry: Any) -> str:
-    """What to say of a task that the harness cannot load; `entry` is its place in the index."""
-    kind = type(error).__name__
-    where = getattr(entry, "yaml_path", None) or "the YAML file that defines it"
-    if isinstance(error, FileNotFoundError):
-        remedy = f"correct dataset_path and dataset_kwargs in {where}"
-    elif isinstance(error, TypeError) and "dataset_path" not in (getattr(entry, "cfg", None) or {}):
-        remedy = f"give dataset_path in {where}"
-    else:
-        remedy = f"correct {where} or its data"
-    return f"task {name} cannot be loaded ({kind}, {one_line(error)}): {remedy}"
-
-
-def is_network(error: Exception) -> bool:
-    """Whether an exception is of the network."""
-    of_system = isinstance(error, (ConnectionError, TimeoutError))
-    return of_system or not NETWORK.isdisjoint(packages(error))
-
-
-def is_wrong_task(error: Exception) -> bool:
-    """Whether an exception is of the kind that a wrong setting of a task, or wrong data, raise."""
-    of_settings = isinstance(error, (OSError, ValueError, TypeError, LookupError))
-    return of_settings or "datasets" in packages(error)
-
-
-def packages(error: Exception) -> set[str]:
-    """The packages that define an exception and what it is derived from."""
-    return {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-
-
-def one_line(error: Exception) -> str:
-    """The beginning of an exception's message, in one line."""
-    return " ".join(str(error).split())[:200]
-
-
-# ---- the model
-
-
-def tokenizer_path(folder: Path, given: str | None) -> Path:
-    """The tokenizer that is given, or that of the checkpoint; ValueError if it has none."""
-    if given:
-        return Path(given)
-    home = folder if is_hugging_face(folder) else newest(folder).parent
-    found = find_tokenizer(home)
-    if found is None:
-        raise ValueError(f"{home} has no tokenizer: give --tokenizer PATH")
-    return found
-
-
-def opened(folder: Path, tokenizer: AnyTokenizer, dtype: str) -> Evaluated:
-    """What is evaluated, from a Hugging Face folder or a checkpoint of longhaul."""
-    if is_hugging_face(folder):
-        model = qwen3.from_hf(folder, compute_dtype=dtype)
-        return Evaluated(model, tokenizer, model.config.rope_reach)
-
-    checkpoint = verified(newest(folder))
-    check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
-    return Evaluated(load_model(checkpoint, dtype=dtype), tokenizer, trained_context(checkpoint))
-
-
-def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder is of Hugging Face, not of longhaul."""
-    return (folder / "config.json").is_file()
 
 
 # ---- running
 
 
 def run(
-    given: argparse.Namespace, evaluated: Evaluated, device, tasks: list, manager
+    given: LmEvalConfig,
+    source: Source,
+    tokenizer: AnyTokenizer,
+    device: torch.device,
+    tasks: list,
+    manager,
 ) -> dict[str, Any]:
     """The harness's results, without its samples."""
     from lm_eval import simple_evaluate
 
     from longhaul.evals.harness import LonghaulLM
 
-    model = evaluated.model.to(device)
+    model = source.load(device, PRECISIONS[precision(given.dtype)])
     if device.type == "cuda":
         cast_matrices(model)
-    lm = LonghaulLM(
-        model,
-        evaluated.tokenizer,
-        given.max_length or evaluated.window,
-        device,
-        batch_size=given.batch_size,
-    )
+    window = given.max_length or source.reach
+    lm = LonghaulLM(model, tokenizer, window, device, batch_size=given.batch_size)
     results = simple_evaluate(
         lm,
         tasks=tasks,
         task_manager=manager,
-        num_fewshot=given.num_fewshot,
-        limit=given.limit,
+        num_fewshot=None if given.num_fewshot < 0 else given.num_fewshot,
+        limit=given.limit or None,
         log_samples=False,
     )
     results["config"] |= {

@@ -180,7 +180,5 @@ for seed in $seeds; do
         read_text
     fi
 done
-figures=proof_figures
-if [ "$proof" = convert ]; then figures=conversion_figures; fi
 # shellcheck disable=SC2086
-python -m scripts.$figures "$folder" --seeds $seeds
+python -m scripts.proof_figures "$folder" "$proof" --seeds $seeds

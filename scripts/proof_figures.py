@@ -1,17 +1,17 @@
 """The figures of scripts/long_context_proof.sh: `python -m scripts.proof_figures OUTPUT_DIR`.
 
 Gathers what the evaluations found for every seed and the seconds of every part, writes them to
-OUTPUT_DIR/proof.json and prints them as a table in Markdown. With --docs DIR they also become the
-documented ones: DIR/proof.json, the heatmap of the first seed, and the table in DIR/EVALUATION.md.
-Exit codes: 0 every figure passes its bar, 1 one does not, 2 bad input, 6 storage.
+OUTPUT_DIR/proof.json and prints them as a table in Markdown. With the word `convert` behind the
+folder they are of PROOF=convert: what sparse and indexed attention keep of a model's retrieval
+(conversion.json). Exit codes: 0 every figure passes its bar, 1 one does not, 2 bad input, 6
+storage.
 """
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
-import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,6 @@ from base.flags import RaisingParser
 from base.untrusted import parse_json, read_json
 
 SCRIPT = "bash scripts/long_context_proof.sh"
-EXIT_MISSED = 1
-EXIT_BAD_INPUT = 2
-EXIT_STORAGE = 6
 
 
 class Bar(NamedTuple):
@@ -38,7 +35,8 @@ class Bar(NamedTuple):
 
     @property
     def what(self) -> str:
-        attention = "sparse attention, " if self.folder == "sparse-retrieval" else ""
+        name = self.folder.split("-")[0]
+        attention = f"{name} attention, " if name in ("sparse", "indexed") else ""
         return f"retrieval at {self.tokens:,} tokens, {attention}{NOISES[self.task]}"
 
     def words(self) -> str:
@@ -70,66 +68,50 @@ GAIN = "text-gain"
 SHORT = 64
 CONTEXT = 256
 
-
-class Figure(NamedTuple):
-    """One figure of a seed, and whether it passes its bar; without a value it was not measured."""
-
-    what: str
-    bar: str
-    remedy: str
-    passed: bool = False
-    value: float | None = None
-    interval: tuple[float, float] | None = None
-    counted: str = ""
-    reason: str = ""
+# PROOF=convert: the last ones are held to the first ones, of standard attention.
+CONVERTED = tuple(
+    Bar(f"{run}-converted", "multikey", tokens, 0.0, setting)
+    for run, setting in (("far", "FAR"), ("sparse", "SPARSE"), ("indexed", "INDEXED"))
+    for tokens in (4_096, 16_384)
+)
+KEPT = 0.95
+LAST = 10  # steps of the warm-up of an indexer whose recall counts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    parser = RaisingParser(prog="python -m scripts.proof_figures", description=__doc__)
+    parser.add_argument("folder", metavar="OUTPUT_DIR", type=Path, help="folder of the proof")
+    parser.add_argument("proof", nargs="?", choices=("context", "convert"), default="context")
+    parser.add_argument("--seeds", type=int, nargs="+", metavar="SEED", help="only these")
     try:
-        options = _parser().parse_args(arguments)
-        folder = Path(options.folder)
-        proof = proof_of(folder, options.seeds or seeds_in(folder))
-        durable.write_json(folder / "proof.json", proof)
-        if options.docs:
-            publish(folder, proof, Path(options.docs))
+        given = parser.parse_args(arguments)
+        folder = given.folder
+        name = "conversion" if given.proof == "convert" else "proof"
+        proof = proof_of(folder, given.seeds or seeds_in(folder), given.proof)
+        durable.write_json(folder / f"{name}.json", proof)
     except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
+        print(f"scripts.proof_figures: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
-        return _fail(
-            f"{error}: check the permissions and the free space, then run the same command again",
-            EXIT_STORAGE,
-        )
+        print(f"scripts.proof_figures: {error}: check the folder", file=sys.stderr)
+        return 6
 
     print(table(proof))
-    print(f"written to {folder / 'proof.json'}")
-    return report_missed(folder, proof)
-
-
-def _fail(message: object, code: int) -> int:
-    print(f"scripts.proof_figures: {message}", file=sys.stderr)
-    return code
-
-
-def report_missed(folder: Path, proof: dict[str, Any]) -> int:
-    """Name each missed figure and the command that repeats its seed; returns the exit code."""
+    print(f"written to {folder / name}.json")
     missed = []
     for one in proof["seeds"]:
         for figure in one["figures"]:
             if not figure["passed"]:
-                missed.append(one["seed"])
+                missed.append(str(one["seed"]))
                 print(f"seed {one['seed']}, {missed_words(figure)}", file=sys.stderr)
     if not missed:
         return 0
-
-    seeds = " ".join(str(seed) for seed in dict.fromkeys(missed))
-    settings = " ".join(shlex.quote(word) for word in [f"SEEDS={seeds}", *proof["settings"]])
-    print(
-        "to repeat only what was missed, with the settings changed that are named above: "
-        f"{settings} {SCRIPT} {shlex.quote(f'{folder}-again')}",
-        file=sys.stderr,
-    )
-    return EXIT_MISSED
+    words = [f"SEEDS={' '.join(dict.fromkeys(missed))}", *proof["settings"]]
+    words += ["PROOF=convert"] if given.proof == "convert" else []
+    again = f"env {shlex.join(words)} {SCRIPT} {shlex.quote(f'{folder}-again')}"
+    print(f"to repeat only these, with the settings changed: {again}", file=sys.stderr)
+    return 1
 
 
 def missed_words(figure: dict[str, Any]) -> str:
@@ -138,27 +120,7 @@ def missed_words(figure: dict[str, Any]) -> str:
     return f"{figure['what']}: {found}: {figure['remedy']}"
 
 
-def more_steps(setting: str) -> str:
-    """What may help a model that misses its bar."""
-    return f"more steps in {setting} may help"
-
-
 # ---- what the folder has
-
-
-def proof_of(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    """Everything for JSON. ValueError if anything is missing or damaged."""
-    return {
-        "settings": settings_of(folder),
-        "seeds": [
-            {
-                "seed": seed,
-                "figures": [figure._asdict() for figure in figures_of(folder, seed)],
-                "seconds": seconds_of(folder, seed),
-            }
-            for seed in seeds
-        ],
-    }
 
 
 def seeds_in(folder: Path) -> list[int]:
@@ -176,122 +138,139 @@ def settings_of(folder: Path) -> list[str]:
     return durable.read_text(path).splitlines() if path.exists() else []
 
 
-def repeat(folder: Path, seed: int, damaged: str) -> str:
-    """The remedy for a part of a seed that is missing or cannot be read."""
-    where = shlex.quote(str(folder / f"seed-{seed}" / damaged))
-    settings = " ".join(shlex.quote(word) for word in [f"SEEDS={seed}", *settings_of(folder)])
-    return f"rm -rf {where}; {settings} {SCRIPT} {shlex.quote(str(folder))}"
-
-
-def figures_of(folder: Path, seed: int) -> list[Figure]:
-    """The figures of a seed, in the order of the proof. ValueError if an evaluation is missing."""
-    not_learned = folder / f"seed-{seed}" / "not-learned"
-    if not_learned.exists():
-        reason = "not measured, " + durable.read_text(not_learned).strip()
-        found = [
-            Figure(bar.what, bar.words(), more_steps("SHORT"), reason=reason) for bar in RETRIEVAL
-        ]
-    else:
-        found = [evaluated(folder, seed, bar.folder, bar) for bar in RETRIEVAL]
-    return [*found, evaluated(folder, seed, GAIN)]
-
-
-def evaluated(folder: Path, seed: int, name: str, bar: Bar | None = None) -> Figure:
-    """The figure of an evaluation: of retrieval if it has a bar of its own, or else the gain.
-
-    Raises ValueError if it is missing or damaged.
-    """
-    path = folder / f"seed-{seed}" / name / "eval.json"
-    if not path.exists():
-        raise ValueError(
-            f"{path} is missing, so the proof has not ended: {repeat(folder, seed, name)}"
-        )
+def read(path: Path, make: Callable[[Path], Any]) -> Any:
+    """What `make` makes of a file. ValueError if that is missing or damaged."""
     try:
-        record = read_json(path)
-        return retrieval(bar, record) if bar else gain(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): {repeat(folder, seed, name)}") from None
+        return make(path)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+        part = path if path.name == "seconds.jsonl" else path.parent
+        raise ValueError(
+            f"{path} is missing or damaged ({error}): remove {part}, and run {SCRIPT} with the "
+            "same folder and settings again"
+        ) from None
 
 
-def retrieval(bar: Bar, record: dict[str, Any]) -> Figure:
-    """The score at the length of the bar."""
-    found = record["retrieval"]["scores"]
-    scores = {score["length"]: score for score in found if score["task"] == bar.task}
-    figure = Figure(bar.what, bar.words(), more_steps(bar.setting))
-    if bar.tokens not in scores:
-        lengths = " and ".join(f"{length:,}" for length in sorted(scores))
-        return figure._replace(
-            reason=f"not measured at this length, only at {lengths} tokens",
-            remedy=f"let {bar.setting} end at {bar.tokens}",
-        )
-
-    score = scores[bar.tokens]
-    value = float(score["score"])
-    low, high = map(float, score["interval"])
-    return figure._replace(
-        passed=value >= bar.score,
-        value=value,
-        interval=(low, high),
-        counted=f"{score['answers']} answers",
-    )
-
-
-def gain(record: dict[str, Any]) -> Figure:
-    """The context gain over all compared tokens."""
-    (found,) = record["gain"].values()
-    what = f"context gain, {SHORT} -> {CONTEXT} tokens, nats per token"
-    figure = Figure(what, "interval above 0", more_steps("TEXT"))
-    lengths = (found["short"], found["context"])
-    if lengths != (SHORT, CONTEXT):
-        return figure._replace(
-            reason=f"not measured so, only {lengths[0]} -> {lengths[1]} tokens",
-            remedy=f"train on text with a context of {CONTEXT}",
-        )
-
-    low, high = map(float, found["all"]["interval"])
-    return figure._replace(
-        passed=low > 0,
-        value=float(found["all"]["gain"]),
-        interval=(low, high),
-        counted=f"{found['all']['documents']} documents",
-    )
-
-
-def seconds_of(folder: Path, seed: int) -> list[dict[str, Any]]:
+def seconds_of(path: Path) -> list[dict[str, Any]]:
     """Wall and CPU seconds of each part, in the order in which they began.
 
     `stopped` counts the processes that did not end, as after a kill; their seconds are unknown.
     """
-    path = folder / f"seed-{seed}" / "seconds.jsonl"
-    if not path.exists():
-        raise ValueError(f"{path} is missing: {repeat(folder, seed, path.name)}")
     parts: dict[str, dict[str, Any]] = {}
-    try:
-        for line in path.read_bytes().splitlines():
-            add_seconds(parts, parse_json(line))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): {repeat(folder, seed, path.name)}"
-        ) from None
+    for line in path.read_bytes().splitlines():
+        record = parse_json(line)
+        if "begun" in record:
+            name = record["begun"]
+            new = {"part": name, "wall": 0.0, "cpu": 0.0, "cores": 0, "stopped": 0}
+            part = parts.setdefault(name, new)
+            part["cores"] = max(part["cores"], int(record["cores"]))
+            part["stopped"] += 1
+            continue
+        part = parts[record["ended"]]
+        part["stopped"] -= 1
+        part["wall"] = round(part["wall"] + record["wall"], 3)
+        part["cpu"] = round(part["cpu"] + record["user"] + record["system"], 3)
     if not parts:
-        raise ValueError(f"{path} is empty: {repeat(folder, seed, path.name)}")
+        raise ValueError("it is empty")
     return list(parts.values())
 
 
-def add_seconds(parts: dict[str, dict[str, Any]], record: dict[str, Any]) -> None:
-    """Add a line of seconds.jsonl: a part has begun, or it has ended."""
-    if "begun" in record:
-        name = record["begun"]
-        new = {"part": name, "wall": 0.0, "cpu": 0.0, "cores": 0, "stopped": 0}
-        part = parts.setdefault(name, new)
-        part["cores"] = max(part["cores"], int(record["cores"]))
-        part["stopped"] += 1
-        return
+# ---- figures
 
-    part = parts[record["ended"]]
-    part["stopped"] -= 1
-    part["wall"] = round(part["wall"] + record["wall"], 3)
-    part["cpu"] = round(part["cpu"] + record["user"] + record["system"], 3)
+
+def proof_of(folder: Path, seeds: Sequence[int], proof: str) -> dict[str, Any]:
+    """Everything for JSON. ValueError if anything is missing or damaged."""
+    figures_of = conversion if proof == "convert" else context
+    found = []
+    for seed in seeds:
+        own = folder / f"seed-{seed}"
+        seconds = read(own / "seconds.jsonl", seconds_of)
+        found.append({"seed": seed, "figures": figures_of(own), "seconds": seconds})
+    return {"settings": settings_of(folder), "seeds": found}
+
+
+def context(own: Path) -> list[dict[str, Any]]:
+    """Retrieval of a seed, and the gain of the context on text."""
+    return [*retrieval(own, RETRIEVAL), read(own / GAIN / "eval.json", gain)]
+
+
+def conversion(own: Path) -> list[dict[str, Any]]:
+    """Retrieval of a seed by each attention, and the recall of the indexer."""
+    found = retrieval(own, CONVERTED)
+    if found[0]["value"] is None:
+        return found
+    for figure, standard in zip(found[-2:], found, strict=False):
+        figure["bar"] = f"{KEPT:.0%} of standard attention's"
+        figure["passed"] = figure["value"] >= KEPT * standard["value"]
+    return [*found, read(own / "indexed" / "metrics.jsonl", recall)]
+
+
+def retrieval(own: Path, bars: Sequence[Bar]) -> list[dict[str, Any]]:
+    """The figures of retrieval of a seed, which may have learned nothing."""
+    reason = own / "not-learned"
+    if reason.exists():
+        words = "not measured, " + durable.read_text(reason).strip()
+        return [new_figure(bar.what, bar.words(), "SHORT") | {"reason": words} for bar in bars]
+    return [
+        read(own / bar.folder / "eval.json", lambda path, bar=bar: score(path, bar)) for bar in bars
+    ]
+
+
+def new_figure(what: str, bar: str, setting: str) -> dict[str, Any]:
+    """A figure that was not measured, unless it gets a value."""
+    return {
+        "what": what,
+        "bar": bar,
+        "remedy": f"more steps in {setting} may help",
+        "passed": False,
+        "value": None,
+        "interval": None,
+        "counted": "",
+        "reason": "",
+    }
+
+
+def score(path: Path, bar: Bar) -> dict[str, Any]:
+    """The score of retrieval at the length of the bar."""
+    found = read_json(path)["retrieval"]["scores"]
+    scores = {one["length"]: one for one in found if one["task"] == bar.task}
+    figure = new_figure(bar.what, bar.words(), bar.setting)
+    if bar.tokens not in scores:
+        lengths = " and ".join(f"{length:,}" for length in sorted(scores))
+        return figure | {"reason": f"not measured at this length, only at {lengths} tokens"}
+
+    one = scores[bar.tokens]
+    counted = f"{one['answers']} answers"
+    return figure | valued(one["score"], one["interval"], counted, one["score"] >= bar.score)
+
+
+def valued(value: float, interval: Sequence[float], counted: str, passed: bool) -> dict[str, Any]:
+    low, high = map(float, interval)
+    return {"passed": passed, "value": float(value), "interval": (low, high), "counted": counted}
+
+
+def gain(path: Path) -> dict[str, Any]:
+    """The context gain over all compared tokens."""
+    (found,) = read_json(path)["gain"].values()
+    what = f"context gain, {SHORT} -> {CONTEXT} tokens, nats per token"
+    figure = new_figure(what, "interval above 0", "TEXT")
+    lengths = (found["short"], found["context"])
+    if lengths != (SHORT, CONTEXT):
+        return figure | {"reason": f"not measured so, only {lengths[0]} -> {lengths[1]} tokens"}
+    of_all = found["all"]
+    counted = f"{of_all['documents']} documents"
+    return figure | valued(of_all["gain"], of_all["interval"], counted, of_all["interval"][0] > 0)
+
+
+def recall(path: Path) -> dict[str, Any]:
+    """What the indexer reads of full attention's mass, up to what the best choice of as many blocks
+    would read, at the end of the warm-up, whose last step is not read.
+    """
+    records = [parse_json(line) for line in path.read_bytes().splitlines()]
+    measured = [record for record in records if "indexer_recall" in record][-LAST - 1 : -1]
+    names = ("indexer_recall", "indexer_recall_limit")
+    found, limit = (sum(record[name] for record in measured) / len(measured) for name in names)
+    figure = new_figure("the indexer's recall, up to the limit", "-", "INDEXED")
+    return figure | valued(found, (found, limit), f"{len(measured)} steps", True)
 
 
 # ---- the table
@@ -300,13 +279,9 @@ def add_seconds(parts: dict[str, dict[str, Any]], record: dict[str, Any]) -> Non
 def table(proof: dict[str, Any]) -> str:
     """The figures, a column for each seed, and the seconds of all parts, in Markdown."""
     seeds = proof["seeds"]
-    rows = [
-        ["", "bar", *(f"seed {one['seed']}" for one in seeds)],
-        ["---"] * (2 + len(seeds)),
-    ]
+    rows = [["", "bar", *(f"seed {one['seed']}" for one in seeds)], ["---"] * (2 + len(seeds))]
     for figures in zip(*(one["figures"] for one in seeds), strict=True):
         rows.append([figures[0]["what"], figures[0]["bar"], *map(cell, figures)])
-
     for name, words in (("wall", "seconds"), ("cpu", "CPU seconds")):
         totals = [total(one["seconds"], name) for one in seeds]
         rows.append([f"{words} of all parts", "-", *totals])
@@ -336,57 +311,6 @@ def total(parts: Sequence[dict[str, Any]], name: str) -> str:
     stopped = sum(part["stopped"] for part in parts)
     words = f" and those of {stopped} that did not end" if stopped else ""
     return f"{seconds:,.0f} on {cores} cores{words}"
-
-
-# ---- the document
-
-BEGIN = (
-    "<!-- the table of docs/proof.json: python -m scripts.proof_figures OUTPUT_DIR --docs docs -->"
-)
-END = "<!-- end of the table -->"
-
-
-def publish(folder: Path, proof: dict[str, Any], docs: Path) -> None:
-    """Make these the documented figures. Raises ValueError if there is no place for them."""
-    document = docs / "EVALUATION.md"
-    if not document.exists():
-        raise ValueError(f"{document} does not exist: give --docs the docs folder of longhaul")
-    text = with_table(document.read_text(encoding="utf-8"), table(proof))
-
-    heatmap = folder / f"seed-{proof['seeds'][0]['seed']}" / RETRIEVAL[0].folder / "heatmap.png"
-    if heatmap.exists():
-        (docs / "heatmap.png").write_bytes(heatmap.read_bytes())
-    document.write_text(text, encoding="utf-8")
-    durable.write_json(docs / "proof.json", proof)
-
-
-def with_table(text: str, new: str) -> str:
-    """The document with another table between its two comments."""
-    before, begin, rest = text.partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(
-            f"the document has no place for the table: add the lines {BEGIN} and {END}"
-        )
-    return f"{before}{BEGIN}\n{new}\n{END}{after}"
-
-
-def _parser() -> RaisingParser:
-    parser = RaisingParser(
-        prog="python -m scripts.proof_figures",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", metavar="OUTPUT_DIR", help="folder of the proof")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        nargs="+",
-        metavar="SEED",
-        help="only these (default: all in OUTPUT_DIR)",
-    )
-    parser.add_argument("--docs", metavar="DIR", help="write them into the documentation, too")
-    return parser
 
 
 if __name__ == "__main__":

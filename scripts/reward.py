@@ -8,92 +8,84 @@ labels, and what it makes of held-out texts is printed. scripts.grade takes the 
 
 import base.installed  # noqa: F401  (first: a missing package is answered in one line)
 
-import argparse
 import json
 import random
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from base import durable
-from base.flags import Parser, precision
+from base.flags import precision, spellings
 from data.fields import TextField
-from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
-from longhaul import qwen3, step
-from longhaul.checkpoint.load import check_tokenizer
+from data.load_tokenizer import AnyTokenizer
+from longhaul import cli, qwen3, step
+from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.dist import named_device
 from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
 from longhaul.run import start
-from longhaul.run.start import Start
+from scripts.generate import Source, tokenizer_of
 
 FEWEST = 10  # texts that a head is trained and judged on
 FP32 = 4  # bytes of a weight that is saved
-LARGEST = 100  # learning rate and weight decay
 
 
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(description=__doc__.splitlines()[0], prog="python -m scripts.reward")
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        help="the body, usually the policy's first weights: a run or step-* folder of longhaul, or "
-        "a Hugging Face model",
+@dataclass(frozen=True)
+class RewardConfig:
+    """The flags."""
+
+    checkpoint: str = flag(
+        "",
+        "the body, usually the policy's first weights: a run or step-* folder of longhaul, or a "
+        "Hugging Face model",
     )
-    parser.add_argument("--data", required=True, help="JSONL file of texts with labels")
-    parser.add_argument("--output", required=True, help="folder to write; must be new or empty")
-    parser.add_argument("--text_field", default="text", help="field of the text that is judged")
-    parser.add_argument("--label_field", default="label", help="field of the label, from 0 to 1")
-    parser.add_argument(
-        "--prompt_field", default="", help="field of what the text answers, if there is one"
-    )
-    parser.add_argument("--tokenizer", help="file or folder; default: the checkpoint's own")
-    parser.add_argument(
-        "--held_out", type=float, default=0.1, help="share of the texts that is not learned from"
-    )
-    parser.add_argument("--steps", type=int, default=Fit().steps, help="steps of the linear layer")
-    parser.add_argument("--lr", type=float, default=Fit().lr, help="learning rate of AdamW")
-    parser.add_argument(
-        "--weight_decay", type=float, default=Fit().weight_decay, help="weight decay of AdamW"
-    )
-    parser.add_argument("--batch_size", type=int, default=8, help="texts that are read at once")
-    parser.add_argument("--seed", type=int, default=0, help="decides what is held out")
-    parser.add_argument(
-        "--dtype", type=precision, choices=("fp32", "bf16"), default="fp32", help="of the body"
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    return parser
+    data: str = flag("", "JSONL file of texts with labels")
+    output: str = flag("", "folder to write; must be new or empty")
+    text_field: str = flag("text", "field of the text that is judged")
+    label_field: str = flag("label", "field of the label, from 0 to 1")
+    prompt_field: str = flag("", "field of what the text answers, if there is one")
+    tokenizer: str = flag("", "file or folder; empty: the checkpoint's own")
+    held_out: float = flag(0.1, "share of the texts that is not learned from", above=0, below=1)
+    steps: int = flag(Fit().steps, "steps of the linear layer", at_least=1)
+    lr: float = flag(Fit().lr, "learning rate of AdamW", at_least=0, at_most=100)
+    weight_decay: float = flag(Fit().weight_decay, "weight decay of AdamW", at_least=0, at_most=100)
+    batch_size: int = flag(8, "texts that are read at once", at_least=1)
+    seed: int = flag(0, "decides what is held out")
+    dtype: str = flag("fp32", "of the body", choices=tuple(spellings("fp32", "bf16")))
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N")
+
+    def __post_init__(self):
+        cli.require(self, "checkpoint", "data", "output")
+        cli.check_ranges(self)
 
 
 def main(args: list[str] | None = None):
     """Train, say how good it is, write the folder; bad input ends with one line and exit code 2."""
-    parser = build_parser()
-    given = parser.parse_args(args)
-    try:
-        run(given)
-    except ValueError as error:
-        parser.error(str(error).replace("--init_from", "--checkpoint"))  # its name elsewhere
-    except (OSError, durable.StorageError) as error:
-        parser.refuse(error)
+    cli.run(RewardConfig, run, args, "scripts.reward", __doc__.splitlines()[0])
 
 
-def run(given: argparse.Namespace):
+def run(given: RewardConfig):
     """Read, train and save."""
-    check(given)
+    require_writable(Path(given.output))
     device = named_device(given.device)
-    origin = start.read(given.checkpoint)
-    settings = start.completed({"init_from": given.checkpoint, "dtype": given.dtype})
-    cfg = TrainConfig(**settings)
+    try:
+        origin = start.read(given.checkpoint)
+        dtype = precision(given.dtype)
+        settings = start.completed({"init_from": given.checkpoint, "dtype": dtype})
+        cfg = TrainConfig(**settings)
+    except ValueError as error:  # in which the checkpoint has its name in other commands
+        raise ValueError(str(error).replace("--init_from", "--checkpoint")) from None
     config = cfg.model()
     qwen3.require_counterpart(config)
 
     durable.require_free(Path(given.output), FP32 * config.num_params())
 
-    tokenizer = tokenizer_of(origin, given.tokenizer, config.vocab_size)
+    source = Source(origin.tokenizer_folder, config, origin.checkpoint)
+    tokenizer = tokenizer_of(source, given.tokenizer)
     texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
     random.Random(given.seed).shuffle(texts)
     number = max(1, round(given.held_out * len(texts)))
@@ -111,23 +103,6 @@ def run(given: argparse.Namespace):
     print(f"wrote {given.output}; train with --reward_checkpoint {given.output}")
 
 
-def check(given: argparse.Namespace):
-    """ValueError for numbers out of range, and for an output that cannot be made."""
-    if not 0 < given.held_out < 1:
-        raise ValueError(
-            f"--held_out {given.held_out:g} is out of range: give a share above 0 and below 1"
-        )
-    for name in ("steps", "batch_size"):
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name} {getattr(given, name)} is out of range: give at least 1")
-    for name in ("lr", "weight_decay"):
-        if not 0 <= getattr(given, name) <= LARGEST:
-            raise ValueError(
-                f"--{name} {getattr(given, name):g} is out of range: give 0 to {LARGEST}"
-            )
-    require_writable(Path(given.output))
-
-
 def require_writable(output: Path):
     """ValueError unless `output` can be made where it does not exist yet, or is an empty folder."""
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
@@ -143,7 +118,7 @@ def require_writable(output: Path):
         ) from None
 
 
-def require_variety(learned: list[Labelled], given: argparse.Namespace):
+def require_variety(learned: list[Labelled], given: RewardConfig):
     """ValueError if the labels teach nothing."""
     if len(learned) < FEWEST:
         raise ValueError(
@@ -168,72 +143,35 @@ class Text(NamedTuple):
     label: float
 
 
-def read(given: argparse.Namespace) -> Iterator[Text]:
+def read(given: RewardConfig) -> Iterator[Text]:
     """The texts of a file; ValueError names the first line that is wrong."""
+    if not Path(given.data).is_file():
+        raise ValueError(f"--data {given.data} is no file: name a JSONL file of labelled texts")
     fields = [TextField(given.text_field)]
     if given.prompt_field:
         fields.append(TextField(given.prompt_field, "--prompt_field"))
-    with opened(given.data) as lines:
+    with open(given.data, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            place = f"{given.data}:{number}"
             if not line.strip():
                 continue
-            record = parsed(line, place)
+            place = f"{given.data}:{number}"
             try:
+                record = json.loads(line)
                 text, prompt = [*(field.text_of(record) for field in fields), ""][:2]
-            except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-            if not text:
-                raise ValueError(f"{place}: the text is empty: leave this line out")
-            require_unicode(prompt + text, place)
-            yield Text(place, prompt, text, label_of(record, given.label_field, place))
+                (prompt + text).encode()  # an error for a lone surrogate
+                yield Text(place, prompt, text, label_of(record, given.label_field))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: {error}: mend this line, or leave it out") from None
 
 
-def opened(path: str) -> BinaryIO:
-    """The file; ValueError if it cannot be read."""
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise ValueError(
-            f"--data {path} cannot be read ({error.strerror}): name a JSONL file of labelled texts"
-        ) from None
-
-
-def parsed(line: bytes, place: str) -> dict:
-    """The record of a line; ValueError if it has none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: this line is not JSON ({error}): mend it") from None
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: this line is no JSON object: give one with a text and a label")
-    return record
-
-
-def require_unicode(text: str, place: str) -> None:
-    """ValueError for a lone surrogate."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{place}: the lone surrogate U+{ord(text[error.start]):04X} is not Unicode text: "
-            "mend this line, or leave it out"
-        ) from None
-
-
-def label_of(record: dict, field: str, place: str) -> float:
+def label_of(record: dict, field: str) -> float:
     """The label of a record, in which true is 1; ValueError if it is no number from 0 to 1."""
     if field not in record:
-        raise ValueError(
-            f"{place}: there is no field {field!r} (found: {', '.join(list(record)[:8])}): set "
-            "--label_field"
-        )
+        found = ", ".join(list(record)[:8])
+        raise ValueError(f"there is no field {field!r} (found: {found}); set --label_field")
     label = record[field]
     if not isinstance(label, int | float) or not 0 <= label <= 1:
-        raise ValueError(
-            f"{place}: the label {str(label)[:40]!r} is no number from 0 to 1, as rewards are: "
-            "scale the labels"
-        )
+        raise ValueError(f"the label {str(label)[:40]!r} is no number from 0 to 1, as rewards are")
     return float(label)
 
 
@@ -241,6 +179,8 @@ def encoded(text: Text, tokenizer: AnyTokenizer, context: int) -> Labelled:
     """The ids of a prompt and its text, which end as a document does; ValueError if these are too
     many.
     """
+    if not text.text:
+        raise ValueError(f"{text.place}: the text is empty: leave this line out")
     prompt = tokenizer.encode(text.prompt) if text.prompt else []
     ids = [*prompt, *tokenizer.encode(text.text), tokenizer.eod_id]
     if len(ids) > context:
@@ -249,25 +189,6 @@ def encoded(text: Text, tokenizer: AnyTokenizer, context: int) -> Labelled:
             "context: shorten this text, or leave it out"
         )
     return Labelled(ids, len(prompt), text.label)
-
-
-def tokenizer_of(origin: Start, path: str | None, vocab_size: int) -> AnyTokenizer:
-    """The tokenizer of the body, from `path` or next to its weights; ValueError if there is none,
-    or if it is another one.
-    """
-    folder = origin.tokenizer_folder
-    path = path or find_tokenizer(folder)
-    if path is None:
-        raise ValueError(f"{folder} has no tokenizer: give --tokenizer PATH")
-    tokenizer = load_tokenizer(path)
-    if origin.checkpoint is not None:
-        check_tokenizer(origin.checkpoint, tokenizer.sha256, tokenizer.path, str(tokenizer.path))
-    if tokenizer.vocab_size > vocab_size:
-        raise ValueError(
-            f"{path} has {tokenizer.vocab_size:,} ids and the checkpoint {vocab_size:,}: give the "
-            "--tokenizer of the checkpoint"
-        )
-    return tokenizer
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ STANDARD_LIBRARY_AND = {  # what a room of the lower floors may import from outs
     "longhaul.vocab": {"torch", "triton"},
     "base": {"torch", "safetensors"},
     "footprint": {"torch"},
-    "data": {"numpy", "sentencepiece", "tqdm"} | OPTIONAL,
+    "data": {"numpy", "sentencepiece", "google", "tqdm"} | OPTIONAL,  # google.protobuf
     "longhaul.dist": {"torch"},
     "longhaul.cli": set(),
     "longhaul.staging": {"torch"},

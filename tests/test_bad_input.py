@@ -25,9 +25,8 @@ import verify_chunked_loss
 from base.flags import underscored
 from benchmarks import attention, levers, linear_ce, tokenize, vocab_loss
 from benchmarks.gpu import command
-from data import prepare, recall, report, reviews, sums
+from data import prepare, recall, report, sums
 from scripts import (
-    conversion_figures,
     convert_qwen3,
     evaluate,
     generate,
@@ -77,9 +76,7 @@ DOORS = {
     "harness": (lm_eval.main, "--checkpoint {run} --tasks x --device cpu"),
     "sums": (sums.main, "--output {new}"),
     "recall": (recall.main, "--output {new}"),
-    "reviews": (reviews.main, "--output {new}"),
     "proof": (proof_figures.main, ""),
-    "converted": (conversion_figures.main, ""),
     "settings": (settings.main, ""),
     "gpu": (command.main, "--out {new}"),
     "levers": (levers.main, "--out {new}"),
@@ -370,11 +367,6 @@ evaluate --chunk x
 evaluate --dtype int8
 evaluate --output {text}
 evaluate --output {text}/below
-evaluate --json {folder}
-evaluate --png {folder}
-evaluate --png {new} --evals loss
-evaluate --output {new} --json {new}
-evaluate --json {new} --png {new}
 evaluate --against /nonexistent
 evaluate --against {folder}
 evaluate --against {other_run}
@@ -489,18 +481,15 @@ reward --data /nonexistent
 reward --output {folder}
 reward --steps -1
 reward --held_out 1
-harness --limit 0
+harness --limit -1
 sums --output {folder}
 sums --worked 2
 recall --lengths 16
 recall --tokens -1
-reviews --reviews 1
-reviews --val_fraction 1
 proof {folder}
 proof /nonexistent
-converted {folder}
-converted /nonexistent
-converted {folder} --seeds x
+proof {folder} convert
+proof {folder} --seeds x
 settings --ouput x
 gpu --only lss
 gpu --deadline -1
@@ -677,7 +666,6 @@ def full_disk():
         "profile --json {new}",
         "step --hf {hf} --seq 32 --json {new}",
         "step --hf {hf} --seq 32 --html {new}",
-        "evaluate --evals loss --batches 1 --json {new}",
         "evaluate --evals loss --batches 1 --output {new}",
         "analysis --num_samples 1 --skip_patching",
         "convert --checkpoint {run} --output {new}",

@@ -204,10 +204,10 @@ def test_the_hash_is_that_of_the_written_file(small):
         (dict(normalization_rule_name="nmt_nfkc"), "normalises texts or their spaces"),
         (dict(add_dummy_prefix=True), "normalises texts or their spaces"),
         (dict(remove_extra_whitespaces=True), "normalises texts or their spaces"),
-        (dict(user_defined_symbols=["a b"]), "spells 'a b' with a space"),
+        (dict(user_defined_symbols=["a b"]), "has the token 'a b' of score"),
         (dict(byte_fallback=False), "has 0 of the 256 byte tokens"),
-        (dict(control_symbols=["\u00a4"]), "has the special token '\u00a4' of one character"),
-        (dict(unk_piece="?"), r"has the special token '\?' of one character"),
+        (dict(control_symbols=["\u00a4"]), "has the token '\u00a4' of score"),
+        (dict(unk_piece="?"), r"has the token '\?' of score"),
     ],
 )
 def test_a_model_without_an_equal_tokenizer_json_is_refused(tmp_path, changes, words):
@@ -244,16 +244,16 @@ def score_of(number: int):
 def test_pieces_that_a_tokenizer_json_cannot_express_are_refused(small):
     joined = [piece for piece in read_pieces(small.path) if piece.kind == 1 and len(piece.text) > 1]
     unused = edited(small.path, joined[-1].text, lambda piece: piece + b"\x18\x05")
-    with pytest.raises(ValueError, match="marks .* as unused, which no tokenizer.json can"):
+    with pytest.raises(ValueError, match="which it finds elsewhere"):
         tokenizer_json(unused)
 
     equal = edited(small.path, joined[-1].text, score_of(3))
-    with pytest.raises(ValueError, match="has 2 tokens of the score -3.0"):
+    with pytest.raises(ValueError, match="of score -3, which it finds elsewhere"):
         tokenizer_json(equal)
 
     part = last_parts(joined[0].text, {})[0]
     found_first = edited(small.path, part, lambda piece: piece + b"\x18\x04")
-    with pytest.raises(ValueError, match=f"without '{part}', from which"):
+    with pytest.raises(ValueError, match="which it finds elsewhere"):
         tokenizer_json(found_first)
 
 
@@ -262,28 +262,6 @@ def test_a_file_that_is_cut_off_is_no_protobuf(small, tmp_path):
     torn.write_bytes(small.path.read_bytes()[:1001])
     with pytest.raises(ValueError, match=f"tokenizer {torn} is damaged.*: copy it again"):
         tokenizer_json(torn)
-
-
-def test_a_known_number_with_another_wire_type_is_an_unknown_field(small, tmp_path):
-    """sentencepiece loads such files. Their last piece has an integer for its score."""
-    piece_as_integer = b"\x08\x01"
-    piece = b"\x0a\x02zq\x11" + bytes(8)
-    copy = tmp_path / "copy.model"
-    added = piece_as_integer + b"\x0a" + bytes([len(piece)]) + piece
-    copy.write_bytes(small.path.read_bytes() + added)
-    assert Tokenizer(copy).vocab_size == small.vocab_size + 1
-    assert read_pieces(copy) == [*read_pieces(small.path), ("zq", 0.0, 1)]
-
-
-def test_a_piece_without_a_spelling_is_read_and_one_that_is_not_utf8_is_refused(small, tmp_path):
-    empty = tmp_path / "empty.model"
-    empty.write_bytes(small.path.read_bytes() + b"\x0a\x05\x15" + bytes(4))
-    assert read_pieces(empty)[-1] == ("", 0.0, 1)
-
-    no_text = tmp_path / "no_text.model"
-    no_text.write_bytes(small.path.read_bytes() + b"\x0a\x03\x0a\x01\xff")
-    with pytest.raises(ValueError, match=f"tokenizer {no_text} has a token that is not UTF-8: "):
-        read_pieces(no_text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 learned.
 """
 
+import functools
 import json
 import math
 import re
@@ -118,16 +119,14 @@ def test_prompts_and_answers_are_read_back_as_their_texts(inputs, dataset):
     assert texts.items() <= expected.items()
 
 
-def test_two_processes_and_texts_in_parts_give_the_same_bytes(
-    inputs, dataset, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 100)
+def test_two_threads_and_texts_in_parts_give_the_same_bytes(inputs, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", 100)
     assert main(arguments(inputs, tmp_path / "d", "--workers", "2")) == 0
     assert contents_of(tmp_path / "d") == contents_of(dataset.path)
 
 
 def test_a_long_prompt_and_answer_in_many_parts_keep_their_marks(inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 10_000)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", 10_000)
     tokenizer = Tokenizer(inputs / "tokenizer.model")
     prompt, answer = "What is 1?\n" * 5000, "8 and 2\n" * 3000
     made = build_dataset(
@@ -193,30 +192,19 @@ def stopping(after: int):
     return stopped
 
 
-@pytest.mark.parametrize("after", [1, 15])
-def test_a_killed_preparation_continues_with_the_same_bytes(
-    inputs, dataset, tmp_path, monkeypatch, capsys, after
+@pytest.mark.parametrize("change", [FIELDS, ["--text_field", "question"], [*FIELDS[:3], "{id}"]])
+def test_a_killed_preparation_continues_unless_another_field_is_asked(
+    inputs, tmp_path, monkeypatch, capsys, change
 ):
-    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
-    with monkeypatch.context() as killed:
-        killed.setattr(pipeline, "_joined", stopping(after))
-        with pytest.raises(Killed):
-            main(arguments(inputs, tmp_path / "d"))
-    assert not (tmp_path / "d").exists()
-    assert main(arguments(inputs, tmp_path / "d")) == 0
-    assert f"continuing after {after} documents" in capsys.readouterr().out
-    assert contents_of(tmp_path / "d") == contents_of(dataset.path)
-
-
-@pytest.mark.parametrize("change", [["--text_field", "question"], [*FIELDS[:3], "{id}"]])
-def test_another_answer_field_begins_anew(inputs, tmp_path, monkeypatch, capsys, change):
-    monkeypatch.setattr(pipeline, "SAVE_SECONDS", 0.0)
+    writer = functools.partial(pipeline.Writer, shard_tokens=1)
+    monkeypatch.setattr(pipeline, "Writer", writer)
     with monkeypatch.context() as killed:
         killed.setattr(pipeline, "_joined", stopping(9))
         with pytest.raises(Killed):
             main(arguments(inputs, tmp_path / "d"))
+    assert not (tmp_path / "d").exists()
     assert main(arguments(inputs, tmp_path / "d", fields=change)) == 0
-    assert "continuing" not in capsys.readouterr().out
+    assert ("continuing after 8 documents" in capsys.readouterr().out) == (change == FIELDS)
     assert main(arguments(inputs, tmp_path / "whole", fields=change)) == 0
     assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")
 

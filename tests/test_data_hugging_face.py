@@ -151,8 +151,8 @@ def test_a_long_text_is_cut_into_parts_unless_its_kind_is_unknown(tokenizer, qwe
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_processes_give_the_ids_of_one_call(small, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 5000)
+def test_threads_give_the_ids_of_one_call(small, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
     texts = [*TRAINING, "", "short"]
     documents = [pipeline.Document(str(n), text) for n, text in enumerate(texts)]
     path = pipeline.copy_tokenizer(load_tokenizer(small), tmp_path)

@@ -5,18 +5,16 @@ nothing written.
 import gzip
 import hashlib
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import pipeline, progress
+from data import pipeline
 from data.dataset import Dataset, open_dataset
-from data.pipeline import Worker, build_dataset, encode, scan
+from data.pipeline import build_dataset, encode, scan
 from data.prepare import main, parse
 from data.sources import Document, TextFiles, by_directory, list_files, refuse
 from data.tokenizer import Tokenizer
@@ -287,10 +285,10 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
     assert sample == scan(documents).sample
 
 
-def test_worker_processes_give_the_ids_of_one_process_in_order(folder, tmp_path, monkeypatch):
+def test_threads_give_the_ids_of_one_thread_in_order(folder, tmp_path, monkeypatch):
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
     documents = [Document(str(n), text_of(n, 50 * n)) for n in range(40)] + [Document("", "")]
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", 5000)
     one = list(encode(documents, dataset.tokenizer_path, 1))
     for workers in (2, 3):
         many = list(encode(iter(documents), dataset.tokenizer_path, workers))
@@ -304,7 +302,7 @@ def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
     folder, tmp_path, monkeypatch, workers
 ):
     dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
-    monkeypatch.setattr(pipeline, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(pipeline, "BATCH_CHARS", 20_000)
     texts = ["".join(text_of(n) for n in range(60)), "no newline \u00e9 " * 9000, "", "short"]
     whole = Tokenizer(dataset.tokenizer_path)
     assert len(list(pipeline._parts([Document("long", texts[0])], whole))) > 4
@@ -314,18 +312,6 @@ def test_a_long_document_is_encoded_in_parts_with_the_ids_of_the_whole(
     ):
         assert encoded.tokens.tolist() == whole.encode(text)
         assert encoded.source_bytes == len(text.encode())
-
-
-def test_a_killed_worker_is_an_error_and_not_a_hang(folder, tmp_path):
-    dataset = build_dataset(TextFiles([folder]).documents, tmp_path / "d", vocab_size=350)
-    worker = Worker(dataset.tokenizer_path)
-    assert worker.encode([b"the fox"])[0].tolist() == Tokenizer(dataset.tokenizer_path).encode(
-        "the fox"
-    )
-    worker._process.kill()
-    with pytest.raises(ChildProcessError, match="--workers 1"):
-        worker.encode([b"the fox"])
-    worker.close()
 
 
 # --- the command line
@@ -370,21 +356,6 @@ def test_an_only_document_is_cut_without_losing_a_character(text):
     head, *tail = pipeline._end_apart(documents, 0.01, lambda message: None)
     assert head.text + "".join(part.text for part in tail) == text
     assert head.text
-
-
-def test_progress_is_a_line_now_and_then_if_there_is_no_terminal(capsys):
-    times = iter([0, 10, 20, 30, 40])
-    documents = [Document(str(n), "x" * 1_000_000) for n in range(4)]
-    shown = progress.shown(documents, "encoding", 8_000_000, clock=lambda: next(times))
-    assert list(shown) == documents
-    assert capsys.readouterr().err.splitlines() == [
-        "encoding: 2.0 million characters, 0.10 million per second, 25% done, about 60 s left",
-        "encoding: 4.0 million characters, 0.10 million per second, 50% done, about 40 s left",
-    ]
-    assert list(progress._with_bar(documents, "encoding", 4_000_000)) == documents
-    assert progress.line("reading", 3_000_000, None, 2.0) == (
-        "reading: 3.0 million characters, 1.50 million per second"
-    )
 
 
 def test_an_existing_tokenizer_is_used_as_it_is(folder, tmp_path):
@@ -568,27 +539,3 @@ def test_help_names_every_flag_and_ends_well():
 def test_hyphens_and_underscores_in_flags_are_the_same():
     assert parse(["--max-bytes=5"]) == parse(["--max_bytes", "5"])
     assert parse(["--input", "a-b", "--output", "c-d"]).input == ["a-b"]
-
-
-def test_a_preparation_killed_midway_is_finished_by_a_rerun_to_the_same_bytes(folder, tmp_path):
-    for n in range(20, 60):
-        (folder / f"{n}.txt").write_text(text_of(n, 12_000))
-    arguments = ["--input", folder, "--vocab_size", 350, "--output"]
-    begin = time.monotonic()
-    assert run(*arguments, tmp_path / "whole").returncode == 0
-    duration = time.monotonic() - begin
-    for part in (0.4, 0.7, 0.9):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "data.prepare", *map(str, arguments), str(tmp_path / "d")],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-        )
-        time.sleep(part * duration)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (tmp_path / "d").exists() or contents_of(tmp_path / "d") == contents_of(
-            tmp_path / "whole"
-        )
-    if not (tmp_path / "d").exists():
-        assert run(*arguments, tmp_path / "d").returncode == 0
-    assert contents_of(tmp_path / "d") == contents_of(tmp_path / "whole")

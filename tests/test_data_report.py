@@ -7,7 +7,7 @@ import pytest
 
 from data import report
 from data.corpus import prepare_embedded
-from data.packing import Plan, pack
+from data.packing import pack
 from data.writer import write_dataset
 
 LENGTHS = np.array([5, 64, 64, 100, 3, 257, 1, 30, 31, 32, 1000])
@@ -24,51 +24,28 @@ def dataset(tmp_path_factory):
     return write_dataset(documents, output, vocab_size=90, eod_id=0, val_fraction=0)
 
 
-def test_the_histogram_counts_every_document_and_token_once():
-    buckets = report.histogram(LENGTHS)
-    assert sum(bucket.documents for bucket in buckets) == len(LENGTHS)
-    assert sum(bucket.tokens for bucket in buckets) == LENGTHS.sum()
-    for bucket in buckets:
-        inside = [length for length in LENGTHS if bucket.low <= length < 2 * bucket.low]
-        assert (bucket.documents, bucket.tokens) == (len(inside), sum(inside))
-    assert (buckets[0].low, buckets[-1].low) == (1, 512)
-
-
 @pytest.mark.parametrize("context", [1, 2, 31, 64, 999, 1000, 5000])
 def test_the_share_of_tokens_with_context_is_that_of_a_count(context):
     counted = sum(place >= context for length in LENGTHS for place in range(length))
     assert report.share_with_context(LENGTHS, context) == counted / LENGTHS.sum()
 
 
-@pytest.mark.parametrize("context", [16, 64, 100, 1024])
-def test_packing_figures_are_those_of_a_count(context):
-    found = report.packing(LENGTHS, context)
-    plan = pack(LENGTHS, context)
+def test_packing_figures_are_those_of_a_count():
+    plan = pack(LENGTHS, 1024)
     tokens = pairs = 0
     for row in range(plan.num_rows):
         for _, _, length in plan.row(row):
             tokens += length
             pairs += length**2
-    assert found.rows == plan.num_rows
-    assert found.padding == pytest.approx(1 - tokens / (plan.num_rows * context))
-    assert found.real_pairs == pytest.approx(pairs / (plan.num_rows * context**2))
-    assert found.needless_cuts == 0
-
-
-def test_a_needless_cut_is_counted():
-    def plan_of(*pieces: tuple[int, int]) -> Plan:
-        document, length = np.array(pieces).T
-        return Plan(10, document, np.zeros_like(length), length, np.arange(len(length) + 1))
-
-    lengths = np.array([10, 25])
-    assert report.needless_cuts(plan_of((0, 10), (1, 10), (1, 10), (1, 5)), lengths) == 0
-    assert report.needless_cuts(plan_of((0, 4), (0, 6), (1, 10), (1, 10), (1, 5)), lengths) == 1
-    assert report.needless_cuts(plan_of((0, 10), (1, 5), (1, 5), (1, 10), (1, 5)), lengths) == 1
+    padding = 1 - tokens / (plan.num_rows * 1024)
+    real = pairs / (plan.num_rows * 1024**2)
+    cells = report.contexts(LENGTHS)[1].split()
+    assert cells[:5] == ["1,024", "0", "0.0%", f"{plan.num_rows}", f"{padding:.2%}"]
+    assert cells[5] == f"{real:.1%}"
 
 
 def test_copies_are_found_by_their_ids(dataset):
-    split = dataset.split("train")
-    assert report.duplicates(report.digests(split), split.lengths) == (1, 64)
+    assert report.copies(dataset) == ["  of train, 1 documents are copies"]
 
 
 def test_documents_of_validation_that_training_sees_too_are_counted(tmp_path):
@@ -87,19 +64,17 @@ def test_documents_of_validation_that_training_sees_too_are_counted(tmp_path):
 def test_the_report_has_all_figures_and_warns_of_contexts_that_are_not_real(dataset, capsys):
     assert report.main([str(dataset.path)]) == 0
     text = capsys.readouterr().out
-    assert "11 documents, 1,587 tokens, 1 documents are copies of others (4.0% of the" in text
-    for context in (*report.CONTEXTS, *report.PACKED):
-        assert f" {context:,} " in text
+    assert "11 documents, 1,587 tokens, " in text
+    for context in report.CONTEXTS:
+        assert f"{context:,} " in text
     warnings = [line for line in text.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == len(report.PACKED)  # no document has 1,024 tokens
+    assert len(warnings) == 7  # from 2,048 to 131,072: the longest document has 1,000 tokens
     assert "this is not training at 131072" in warnings[-1]
 
 
 @pytest.mark.slow
-def test_the_embedded_corpus_packs_without_needless_cuts_and_with_little_padding():
+def test_the_embedded_corpus_packs_with_little_padding():
     lengths = prepare_embedded().split("train").lengths
-    for context in report.PACKED:
-        found = report.packing(lengths, context)
-        assert found.needless_cuts == 0
-        assert found.padding <= 0.01
-        assert found.warning is None
+    for context in (2**11, 2**17):
+        assert pack(lengths, context).padding() <= 0.01
+    assert not [line for line in report.contexts(lengths) if line.startswith("warning")]

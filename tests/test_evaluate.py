@@ -97,7 +97,7 @@ def test_figures_have_unit_interval_and_number(compared):
 @pytest.mark.slow
 def test_the_measured_peak_is_near_the_planned_one(folder, tmp_path):
     """In a process of its own, because the figure is the peak of the whole process."""
-    words = f"--checkpoint {folder}/a --device cpu --evals loss --json {tmp_path}/eval.json"
+    words = f"--checkpoint {folder}/a --device cpu --evals loss --output {tmp_path}"
     command = [sys.executable, "-m", "scripts.evaluate", *words.split()]
     subprocess.run(command, cwd=Path(__file__).parent.parent, check=True)
     memory = json.loads((tmp_path / "eval.json").read_text())["memory"]
@@ -127,13 +127,12 @@ def test_the_heatmap_is_a_png(compared):
     assert (compared / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("flag", ["--output /proc/nope", "--json /proc/nope.json"])
 def test_a_place_that_cannot_be_written_is_refused_before_a_model_is_read(
-    folder, flag, capsys, monkeypatch
+    folder, capsys, monkeypatch
 ):
     monkeypatch.setattr(evaluate, "measured", None)
     with pytest.raises(SystemExit) as stop:
-        evaluate.main(f"--checkpoint {folder}/a {FEW} {flag}".split())
+        evaluate.main(f"--checkpoint {folder}/a {FEW} --output /proc/nope".split())
     line = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 2 and "/proc/nope" in line
     assert re.search(r"cannot be written \(.+\): name another place$", line)
@@ -319,7 +318,7 @@ def hungry(folder, monkeypatch) -> str:
 def test_the_second_model_has_a_peak_of_its_own(hungry, tmp_path, capsys):
     if not evaluate.reset_peak(CPU):
         pytest.skip("this system cannot reset the peak of resident memory")
-    printed(capsys, f"{hungry} --json {tmp_path}/eval.json")
+    printed(capsys, f"{hungry} --output {tmp_path}")
     first = json.loads((tmp_path / "eval.json").read_text())
     second = first["against"]
     assert first["memory"]["measured_gib"] > second["memory"]["measured_gib"] + 0.2
@@ -357,13 +356,12 @@ def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
 # --------------------------------------------------------------------------- progress
 
 
-def test_progress_says_the_share_and_the_time_that_is_left(folder, capsys):
-    opened = evaluate.Opened.of(f"{folder}/a", None, CPU)
+def test_progress_adds_up_to_what_was_counted_before(folder):
+    config = evaluate.Opened.of(f"{folder}/a", None, CPU).config
     item = evaluate.Item(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long))
-    total = evaluate.Counter(opened.config)
-    for _ in range(4):
-        total.score(item)
-    watched = evaluate.Watched(evaluate.Counter(opened.config), total)
-    watched.printed -= 100
-    watched.score(item)
-    assert re.search(r"evaluating: 25%, \S+ s left", capsys.readouterr().err)
+    total = evaluate.Counter(config)
+    with evaluate.bar("evaluating", 1.0) as progress:
+        watched = evaluate.Watched(total, config, progress)
+        for _ in range(4):
+            watched.score(item)
+        assert progress.n == total.operations > 0

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from data import reviews
 from longhaul import kernels
-from longhaul.posttrain import grade_demo
+from longhaul.posttrain import grade_demo, reviews
 from longhaul.posttrain.prompts import embedded
 from longhaul.posttrain.reward import RewardModel
 

@@ -16,14 +16,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from data import reviews
 from data.dataset import open_dataset
 from data.writer import TokenizedDocument, write_dataset
 from longhaul import cli, qwen3, step
 from longhaul.checkpoint import load, resume
 from longhaul.config import TrainConfig
 from longhaul.exits import NUMERICS
-from longhaul.posttrain import grade_demo, reward
+from longhaul.posttrain import grade_demo, reviews, reward
 from longhaul.posttrain.config import GradeConfig
 from longhaul.posttrain.grade import METHODS
 from longhaul.run import start as starting
@@ -46,14 +45,26 @@ SMALL = (
 VALIDATED = "--max_steps 4 --eval_every 2 --eval_rows 6"
 
 
+def write_reviews(folder: Path):
+    """Reviews of which the first words are a prompt, and the rest is learned."""
+    drawn = [review.tokens for review in reviews.reviews(300, 0)]
+    write_dataset(
+        [TokenizedDocument(one, 0, np.arange(len(one)) >= reviews.PROMPT) for one in drawn],
+        folder,
+        vocab_size=reviews.VOCABULARY,
+        eod_id=reviews.END,
+        val_fraction=0.1,
+        masked=True,
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Prompts of one length in `reviews` and of several in `asked`, a first model in `base`, and a
     reward model of its body in `reward`.
     """
     folder = tmp_path_factory.mktemp("grade")
-    made = ["--output", str(folder / "reviews"), "--reviews", "300", "--val_fraction", "0.1"]
-    assert reviews.main(made) == 0
+    write_reviews(folder / "reviews")
     flags = f"{MODEL} --data {folder}/reviews --output_dir {folder}/base --max_steps 8 --lr 3e-3"
     train.main(f"{flags} --warmup_steps 2 --batch_size 8 --eval_every 0".split())
     save_reward(folder / "base", folder / "reward")

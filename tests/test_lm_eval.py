@@ -421,10 +421,9 @@ def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(run, tasks
 
     from longhaul.evals.harness import LonghaulLM
 
-    model, tokenizer, window = command.opened(
-        run, load_tokenizer(command.tokenizer_path(run, None)), "float32"
-    )
-    lm = LonghaulLM(model, tokenizer, WINDOW, batch_size=5)
+    source = command.opened(run)
+    model = source.load(torch.device("cpu"), "float32")
+    lm = LonghaulLM(model, command.tokenizer_of(source, None), WINDOW, batch_size=5)
     convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "exported")])
     # HFLM adds log-likelihoods in fp32, in which 7,683 has steps of 0.0005, unless it is told
     theirs = HFLM(
@@ -435,7 +434,7 @@ def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(run, tasks
         max_length=WINDOW,
         batch_size=3,
     )
-    assert theirs.config.max_position_embeddings == window >= WINDOW
+    assert theirs.config.max_position_embeddings == source.reach >= WINDOW
     assert theirs.prefix_token_id == lm.prefix_token_id
 
     ours = evaluated(lm, tasks)
@@ -518,23 +517,20 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    "manager, said",
+    "error",
     [
-        (Failing(ConnectionError("no route")), "cannot download it .no route.: run it once"),
-        (
-            Failing(FileNotFoundError("Unable to find x.jsonl"), dataset_path="json"),
-            "Unable to find x.jsonl.: correct dataset_path and dataset_kwargs in mine.yaml",
-        ),
-        (Failing(TypeError("not NoneType")), "not NoneType.: give dataset_path in mine.yaml"),
-        (
-            Failing(KeyError("tests"), dataset_path="json"),
-            ".KeyError, 'tests'.: correct mine.yaml or its data",
-        ),
+        ConnectionError("no\nroute"),
+        FileNotFoundError("Unable to find x.jsonl"),
+        TypeError("not NoneType"),
+        KeyError("tests"),
+        ImportError("Please install `wonderwords`"),
+        type("ConnectError", (Exception,), {"__module__": "httpx._exceptions"})("no name"),
     ],
 )
-def test_a_task_that_cannot_be_loaded_is_answered_in_one_line(manager, said):
-    with pytest.raises(ValueError, match=f"task mine .*{said}"):
-        command.loaded("mine", manager)
+def test_a_task_that_cannot_be_loaded_is_answered_in_one_line(error):
+    with pytest.raises(ValueError, match="task mine cannot be loaded .*in mine.yaml") as said:
+        command.loaded("mine", Failing(error))
+    assert type(error).__name__ in str(said.value) and "\n" not in str(said.value)
 
 
 def test_an_error_of_the_harness_itself_keeps_its_traceback():
@@ -544,7 +540,7 @@ def test_an_error_of_the_harness_itself_keeps_its_traceback():
 
 def test_a_task_of_a_folder_that_is_unknown_may_be_in_a_file_that_is_no_yaml(tmp_path):
     manager = SimpleNamespace(match_tasks=lambda names: [], all_tasks=["good"])
-    with pytest.raises(ValueError, match=f"'bad' is unknown: define it .*{tmp_path}.* be parsed"):
+    with pytest.raises(ValueError, match=f"'bad' is unknown: .*{tmp_path}.* be parsed"):
         command.matched(["bad"], manager, str(tmp_path))
 
 
@@ -558,7 +554,7 @@ def test_a_data_file_that_is_absent_is_named_in_one_line(folder, tmp_path, capsy
     words = ["--checkpoint", folder, "--include_path", tmp_path, "--tasks", "far", "--offline"]
     said = refusal(capsys, *words)
     assert "task far cannot be loaded" in said and str(absent) in said
-    assert f"correct dataset_path and dataset_kwargs in {tmp_path}/far.yaml" in said
+    assert said.endswith(f"settings in {tmp_path}/far.yaml")
 
 
 @pytest.mark.slow  # the libraries are imported, and try to connect several times
@@ -569,25 +565,7 @@ def test_data_that_must_be_downloaded_is_named_in_one_line(folder, tmp_path, cap
     task = "task: far\noutput_type: generate_until\ndataset_path: example/absent\n" + WRITE
     (tmp_path / "far.yaml").write_text(task)
     words = ["--checkpoint", folder, "--include_path", tmp_path, "--tasks", "far", "--offline"]
-    assert "task far has no data here and cannot download it" in refusal(capsys, *words)
-
-
-def test_exceptions_of_a_network_are_known_and_others_are_not():
-    client = type("ConnectError", (Exception,), {"__module__": "httpx._exceptions"})
-    assert command.is_network(client("no name")) and command.is_network(ConnectionError())
-    assert not command.is_network(KeyError("a task that is wrong"))
-    assert not command.is_network(FileNotFoundError("a file that is not there"))
-
-
-def test_a_task_that_needs_a_package_says_so(capsys):
-    class Manager:
-        def load(self, name):
-            raise ImportError("Please install\n  `wonderwords`")
-
-    with pytest.raises(
-        ValueError, match="task ruler needs another package: Please install `wonder"
-    ):
-        command.loaded("ruler", Manager())
+    assert "task far cannot be loaded" in refusal(capsys, *words)
 
 
 def test_a_model_without_the_extra_is_answered_in_one_line(folder, capsys, monkeypatch):
@@ -612,12 +590,12 @@ def test_a_file_that_cannot_be_written_is_answered_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--limit 0", "--limit 0 is out of range: give at least 1"),
-        ("--batch_size -1", "--batch_size -1 is out of range: give at least 1"),
-        ("--num_fewshot -1", "--num_fewshot -1 is out of range: give at least 0"),
+        ("--limit -1", "--limit -1 is out of range: give a number of at least 0"),
+        ("--batch_size -1", "--batch_size -1 is out of range: give a number of at least 1"),
+        ("--num_fewshot -2", "--num_fewshot -2 is out of range: give a number of at least -1"),
         ("--include_path /nonexistent", "--include_path /nonexistent is no folder: name one"),
-        ("--output /nonexistent/x.json", "its folder does not exist: make it first"),
-        ("--output /", "--output / is a folder: name a file"),
+        ("--output /nonexistent/x.json", "name a file in a folder that exists"),
+        ("--output /", "--output /: name a file in a folder that exists"),
         ("--task x", "unknown flag --task: did you mean --tasks?"),
     ],
 )

@@ -280,7 +280,7 @@ def test_shares_are_exact_decimals(tmp_path):
 @pytest.mark.parametrize(
     "data, message",
     [
-        ("a:0.5,b:0.6", "sum to 1.1: give shares that sum to 1, such as a:0.4545,b:0.5455"),
+        ("a:0.5,b:0.6", "sum to 1.1: give shares that sum to 1"),
         ("a:1,b", "'b' has no share"),
         ("a:0.5,a:0.5", "names a twice"),
         ("a:0,b:1", "the share of a is '0'"),

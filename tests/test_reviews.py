@@ -1,9 +1,8 @@
-"""The synthetic reviews: their words, splits and labels, and the command that writes them."""
+"""The synthetic reviews: their words, splits and labels."""
 
 import numpy as np
 
-from data import reviews
-from data.dataset import Dataset
+from longhaul.posttrain import reviews
 
 
 def test_the_vocabulary_has_104_different_words():
@@ -46,25 +45,3 @@ def test_a_seed_gives_the_same_reviews():
     first = [review.tokens.tolist() for review in reviews.reviews(20, 4)]
     assert first == [review.tokens.tolist() for review in reviews.reviews(20, 4)]
     assert first != [review.tokens.tolist() for review in reviews.reviews(20, 5)]
-
-
-def test_the_command_writes_a_dataset_whose_prompts_are_not_learned(tmp_path, capsys):
-    folder = tmp_path / "reviews"
-    assert reviews.main(["--output", str(folder), "--reviews", "100"]) == 0
-    dataset = Dataset(folder)
-    assert dataset.vocab_size == 104
-    assert dataset.masked
-    split = dataset.split("train")
-    learned = split.learned(0, 0, int(split.lengths[0]))
-    assert not learned[:7].any()
-    assert learned[7:].all()
-    assert "--vocab_size 104" in capsys.readouterr().out
-
-
-def test_bad_input_is_one_line(tmp_path, capsys):
-    assert reviews.main(["--output", str(tmp_path / "a"), "--reviews", "1"]) == 2
-    assert reviews.main(["--output", str(tmp_path / "a"), "--seed", "-1"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    assert "give 2 or more" in lines[0]
-    assert not (tmp_path / "a").exists()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from data import hugging_face
 from selfcheck.faults.readers import TARGETS, Target
 
 INPUTS = 400
@@ -77,17 +76,3 @@ def memory_mb(key: str) -> float:
     """A field of /proc/self/status."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(int(line.split()[1]) / 1000 for line in file if line.startswith(key))
-
-
-def test_a_tokenizer_whose_library_panics_is_refused():
-    """As tokenizers 0.23.3 does on seeds 2414 and 7924 of tokenizer.json."""
-
-    class PanicException(BaseException):
-        pass
-
-    panics = hugging_face._Panics(Path("t.json"))
-    message = "t.json is one that tokenizers fails on .at 3.: save"
-    with pytest.raises(ValueError, match=message), panics:
-        raise PanicException("at\n3")
-    with pytest.raises(KeyboardInterrupt), panics:
-        raise KeyboardInterrupt

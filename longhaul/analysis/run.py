@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from data.progress import Reached, counted
+from data.progress import bar
 from longhaul.analysis import autoencoder
 from longhaul.analysis.activations import Consume, require_finite, stream
 from longhaul.analysis.activations import run as forward
@@ -90,12 +90,13 @@ def over_batches(
         return
 
     done = _continue(totals, partial.load())
-    left = counted(firsts[done:], what, len(firsts) - done)
-    for number, first in enumerate(left, done + 1):
-        add(first)
-        if partial.is_due():
-            states = {str(layer): of_layer.state_dict() for layer, of_layer in totals.items()}
-            partial.save(flattened({"batches": number} | states))
+    with bar(what, len(firsts), done) as progress:
+        for first in firsts[done:]:
+            add(first)
+            progress.update()
+            if partial.is_due():
+                states = {str(layer): of_layer.state_dict() for layer, of_layer in totals.items()}
+                partial.save(flattened({"batches": progress.n} | states))
 
 
 def _continue(totals: Mapping[int, Totals], stored: Mapping[str, Tensor]) -> int:
@@ -273,8 +274,8 @@ def train_autoencoder(
     if file is None:
         autoencoder.fit(trainer, part)
         return trainer
-    with Reached(f"autoencoder of layer {layer}", settings.tokens) as reached:
-        autoencoder.fit(trainer, part, file, lambda trainer: reached.at(trainer.tokens))
+    with bar(f"autoencoder of layer {layer}", settings.tokens) as progress:
+        autoencoder.fit(trainer, part, file, lambda one: progress.update(one.tokens - progress.n))
     return trainer
 
 

@@ -1,4 +1,4 @@
-"""What GRADE is shown on: a language model of data/reviews.py, and a reward learned from labels.
+"""What GRADE is shown on: a language model of reviews, and a reward learned from their labels.
 
 The base model learns the responses to prompts. The reward model starts from its weights and learns
 which reviews are positive. Neither sees the lexicon: `evaluate` measures with it, as gold, whether
@@ -14,10 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import reviews
 from longhaul import step
 from longhaul.config import TrainConfig
-from longhaul.posttrain import grade, labels
+from longhaul.posttrain import grade, labels, reviews
 from longhaul.posttrain.prompts import SoftTokens
 from longhaul.posttrain.reward import RewardModel
 from model import IGNORE, Decoder

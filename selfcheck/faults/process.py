@@ -222,7 +222,7 @@ def compiling(marker: Path):
 
 
 PHASES = {  # where the run is when the signal comes: (flags, what holds it there)
-    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 7)),
+    "step": ([], lambda marker: held(step, "count_valid", marker, 0.3, 6)),
     "between micro-batches": (
         ["--gradient_accumulation_steps", "4"],
         lambda marker: held(step.Decoder, "forward", marker, 0.3, 18),

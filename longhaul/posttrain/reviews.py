@@ -1,6 +1,4 @@
-"""Synthetic product reviews, for policies that learn from a reward: `python -m data.reviews`.
-
-    python -m data.reviews --output data/reviews
+"""Synthetic product reviews, for policies that learn from a reward: the demo of GRADE.
 
 A review has a label, positive or negative, that stands nowhere in it. Most of its opinions are of
 that kind, the others are not, so a reward model learns from labels which words are positive:
@@ -10,24 +8,14 @@ that kind, the others are not, so a reward model learns from labels which words 
 `LEXICON` knows the words' kind. Nothing is trained with it: it measures, as `gold`, what a policy
 learned from the reward model. A prompt is a review's first seven words. Pairs of a product and a
 maker are split into training, validation and test; reviews are only of the first.
-
-The folder is an ordinary dataset. Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
-import base.installed  # noqa: F401  (first: a missing package is answered in one line)
-
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from base import flags
-from data import synthetic
-from data.dataset import Dataset
 from data.order import permute
-from data.writer import TokenizedDocument, require_fraction, write_dataset
 
 
 def _words(text: str) -> list[str]:
@@ -82,9 +70,6 @@ class Review(NamedTuple):
     positive: bool
 
 
-# ---- reviews
-
-
 def prompts(split: str) -> np.ndarray:
     """The prompts of a split, int64 [N, 7]: no two splits have a pair of product and maker in
     common.
@@ -136,11 +121,6 @@ def ids(text: str) -> list[int]:
     return [IDS[word] for word in text.split()]
 
 
-def text_of(tokens: Sequence[int]) -> str:
-    """The words of token ids."""
-    return " ".join(WORDS[token] for token in tokens)
-
-
 def gold(tokens: Sequence[int]) -> float:
     """(positive - negative) / (positive + negative) of the opinions up to the end, from -1 to 1; 0
     without an opinion.
@@ -151,62 +131,3 @@ def gold(tokens: Sequence[int]) -> float:
             break
         kinds.append(LEXICON.get(int(token), 0))
     return sum(kinds) / max(1, sum(abs(kind) for kind in kinds))
-
-
-# ---- the command line
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    return synthetic.run(_parser(), _write, arguments, "reviews")
-
-
-def _write(options: argparse.Namespace) -> Dataset:
-    return write(options.output, options.reviews, options.seed, options.val_fraction)
-
-
-def write(output: str, number: int, seed: int = 0, val_fraction: float = 0.01) -> Dataset:
-    """A dataset of `number` reviews in a new folder. Raises ValueError for what cannot be made."""
-    if number < 2:
-        raise ValueError(f"--reviews {number} is too few: give 2 or more")
-    if seed < 0:
-        raise ValueError(f"--seed {seed} is negative: give 0 or more")
-    require_fraction(val_fraction)
-    return write_dataset(
-        (_document(review) for review in reviews(number, seed)),
-        output,
-        vocab_size=VOCABULARY,
-        eod_id=END,
-        val_fraction=val_fraction,
-        masked=True,
-    )
-
-
-def _document(review: Review) -> TokenizedDocument:
-    """A prompt, and the rest of the review, which is learned."""
-    learned = np.arange(len(review.tokens)) >= PROMPT
-    return TokenizedDocument(review.tokens, learned=learned)
-
-
-def _parser() -> flags.RaisingParser:
-    parser = flags.RaisingParser(
-        prog="python -m data.reviews",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--output", metavar="DIR", required=True, help="new folder for the dataset")
-    add("--reviews", type=int, metavar="N", default=20_000, help="(default 20000)")
-    add("--seed", type=int, metavar="N", default=0, help="(default 0)")
-    add(
-        "--val_fraction",
-        type=float,
-        metavar="SHARE",
-        default=0.01,
-        help="share of the tokens that is held out for validation (default 0.01)",
-    )
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -135,7 +135,7 @@ def build_parser(cls: type, description: str = "") -> RaisingParser:
     sentences = getattr(cls, "GROUPS", {})
     left_out = getattr(cls, "LEFT_OUT", ())  # which keep their defaults
     groups = {}
-    for spec in _given_fields(cls):
+    for spec in fields(cls):
         if spec.name in left_out:
             continue
         title = spec.metadata["group"] or "flags"

@@ -40,7 +40,7 @@ COPY = "copy for --async_save"  # a category of its own
 SHORT = (7, 8, 9)  # tokens of the responses that stand for a long one: fewer have other peaks
 # settings that decide no byte
 WEIGHTLESS = {"output_dir", "data", "seed", "max_steps", "warmup_steps", "lr", "resume"}
-WEIGHTLESS |= {"skip_rows", "demo", "plan", "fit", "save_every", "log_every"}
+WEIGHTLESS |= {"skip_rows", "demo", "plan", "fit", "save_every"}
 
 
 @dataclass(frozen=True)

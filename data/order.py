@@ -25,7 +25,12 @@ Ranges = Sequence[tuple[int, int]]  # each is [begin, end); ascending and disjoi
 # ---- the permutation
 
 
-def permute(seed: int, epoch: int, n: int, position: int) -> int:
+def permute(
+    seed: int,
+    epoch: int,
+    n: int,
+    position: int,
+) -> int:
     """The row at `position` of an epoch of n rows. Raises ValueError unless 0 <= position < n."""
     if not 0 <= position < n:
         raise ValueError(f"position is {position}: allowed are 0 to {n - 1} (n = {n})")
@@ -58,7 +63,11 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
     return [mix((key + number * GOLDEN) & MASK) for number in range(1, ROUNDS + 1)]
 
 
-def _feistel(x: int, half_bits: int, keys: list[int]) -> int:
+def _feistel(
+    x: int,
+    half_bits: int,
+    keys: list[int],
+) -> int:
     mask = (1 << half_bits) - 1
     left = x >> half_bits
     right = x & mask
@@ -113,7 +122,11 @@ def ranges_below(ranges: Ranges, limit: int) -> Ranges:
     return tuple((begin, min(end, limit)) for begin, end in ranges if begin < limit)
 
 
-def ranges_within(ranges: Ranges, begin: int, end: int) -> Ranges:
+def ranges_within(
+    ranges: Ranges,
+    begin: int,
+    end: int,
+) -> Ranges:
     """The part of `ranges` between two positions, counted from the first of them."""
     found = []
     for first, last in ranges:

@@ -71,7 +71,12 @@ class Staged(Order):
             state["skip"] = [list(span) for span in skip]
         return state
 
-    def positions(self, step: int, rank: int = 0, world_size: int = 1) -> Sequence[int]:
+    def positions(
+        self,
+        step: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> Sequence[int]:
         """The positions of one rank in one step.
 
         Raises ValueError unless world_size divides the global batch of its stage.
@@ -125,7 +130,11 @@ class Staged(Order):
         return [words for stage in self.stages for words in stage.order.warnings()]
 
 
-def require_longer_documents(lengths: np.ndarray, before: int, tokens: int) -> None:
+def require_longer_documents(
+    lengths: np.ndarray,
+    before: int,
+    tokens: int,
+) -> None:
     """Raise ValueError if no document of `lengths` is longer than the stage of `before` tokens, so
     that one of more `tokens` would teach nothing new.
     """

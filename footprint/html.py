@@ -49,7 +49,11 @@ code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; overflow-wrap: 
 )
 
 
-def element(tag: str, content: str = "", **attributes: object) -> str:
+def element(
+    tag: str,
+    content: str = "",
+    **attributes: object,
+) -> str:
     """An SVG element; in the names of attributes `_` stands for `-`, and `class_` for class."""
     words = [tag]
     for name, value in attributes.items():

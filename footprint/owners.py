@@ -76,7 +76,11 @@ def move_data(tracker: StepTracker, state: object) -> None:
 # ---- categories
 
 
-def label(tracker: StepTracker, state: object, origins: dict[int, str]) -> None:
+def label(
+    tracker: StepTracker,
+    state: object,
+    origins: dict[int, str],
+) -> None:
     """Give every storage of the tracker's trace its category, and what is owned its name.
 
     origins: id of a storage that was alive before the step -> the phase that made it.
@@ -163,7 +167,11 @@ def _kept_and_inputs(tracker: StepTracker) -> tuple[set[int], set[int]]:
     return kept, inputs
 
 
-def _reaches(last: float, marks: list[int], time: int) -> bool:
+def _reaches(
+    last: float,
+    marks: list[int],
+    time: int,
+) -> bool:
     """Whether what is made at `time` and freed at `last` is alive at the next of the marks."""
     following = bisect.bisect_right(marks, time)
     return following < len(marks) and last >= marks[following]

@@ -38,7 +38,12 @@ class Recorder(Allocator):
         self._log("segment_alloc", address(block, pool), block.size)
         return block
 
-    def _log(self, action: str, where: int, size: int):
+    def _log(
+        self,
+        action: str,
+        where: int,
+        size: int,
+    ):
         event = {"action": action, "addr": where, "size": size, "stream": 0, "frames": self.frames}
         self.history.append(event | {"time_us": len(self.history)})
 

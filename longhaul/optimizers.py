@@ -37,7 +37,11 @@ def generator(device: torch.device, *key) -> torch.Generator | None:
     return torch.Generator(device).manual_seed(seed)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, draw: torch.Generator | None) -> Tensor:
+def rounded(
+    x: Tensor,
+    dtype: torch.dtype,
+    draw: torch.Generator | None,
+) -> Tensor:
     """fp32 x in `dtype`; bf16 by stochastic rounding.
 
     An update is often smaller than half the distance between two bf16 numbers, and rounding to the
@@ -51,7 +55,11 @@ def rounded(x: Tensor, dtype: torch.dtype, draw: torch.Generator | None) -> Tens
     return bits.view(torch.float32).to(dtype)
 
 
-def store(target: Tensor, new: Tensor, skip: Tensor | None = None) -> None:
+def store(
+    target: Tensor,
+    new: Tensor,
+    skip: Tensor | None = None,
+) -> None:
     """Write `new` into the target, unless `skip`, which the device decides: the host never reads it
     and so does not wait for it. None stands for no.
     """
@@ -74,7 +82,12 @@ class Plain:
         """State tensors of a moment before the first step."""
         return {name: torch.zeros_like(like, dtype=self.dtype)}
 
-    def read(self, state: dict[str, Tensor], name: str, slab: slice) -> Tensor:
+    def read(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        slab: slice,
+    ) -> Tensor:
         """The moment in fp32; for fp32 moments the stored tensor itself."""
         return state[name][slab].float()
 
@@ -108,7 +121,12 @@ class EightBit:
             f"{name}_scale": torch.zeros(shape, dtype=torch.float32, device=like.device),
         }
 
-    def read(self, state: dict[str, Tensor], name: str, slab: slice) -> Tensor:
+    def read(
+        self,
+        state: dict[str, Tensor],
+        name: str,
+        slab: slice,
+    ) -> Tensor:
         """The moment in fp32."""
         values = _code(name, state[name].device)[state[name][slab].int()]
         return values.mul_(_spread(state[f"{name}_scale"][slab], values))
@@ -288,7 +306,12 @@ class AdamW(torch.optim.Optimizer):
         return platform().host_memory() if self.host else contextlib.nullcontext()
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict, skip: Tensor | None = None) -> None:
+    def update(
+        self,
+        p: Tensor,
+        group: dict,
+        skip: Tensor | None = None,
+    ) -> None:
         """One step of one parameter, from its gradient; `skip` is a number of the device, where all
         of the parameter stays as it is if it is true.
         """
@@ -394,7 +417,12 @@ class Muon(AdamW):
         return any(p is other for group in groups for other in group["params"])
 
     @torch.no_grad()
-    def update(self, p: Tensor, group: dict, skip: Tensor | None = None) -> None:
+    def update(
+        self,
+        p: Tensor,
+        group: dict,
+        skip: Tensor | None = None,
+    ) -> None:
         """One step of one parameter, from its gradient."""
         if not group.get("muon"):
             super().update(p, group, skip)

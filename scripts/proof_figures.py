@@ -177,7 +177,11 @@ def seconds_of(path: Path) -> list[dict[str, Any]]:
 # ---- figures
 
 
-def proof_of(folder: Path, seeds: Sequence[int], proof: str) -> dict[str, Any]:
+def proof_of(
+    folder: Path,
+    seeds: Sequence[int],
+    proof: str,
+) -> dict[str, Any]:
     """Everything for JSON. ValueError if anything is missing or damaged."""
     figures_of = conversion if proof == "convert" else context
     found = []
@@ -215,7 +219,11 @@ def retrieval(own: Path, bars: Sequence[Bar]) -> list[dict[str, Any]]:
     ]
 
 
-def new_figure(what: str, bar: str, setting: str) -> dict[str, Any]:
+def new_figure(
+    what: str,
+    bar: str,
+    setting: str,
+) -> dict[str, Any]:
     """A figure that was not measured, unless it gets a value."""
     return {
         "what": what,
@@ -243,7 +251,12 @@ def score(path: Path, bar: Bar) -> dict[str, Any]:
     return figure | valued(one["score"], one["interval"], counted, one["score"] >= bar.score)
 
 
-def valued(value: float, interval: Sequence[float], counted: str, passed: bool) -> dict[str, Any]:
+def valued(
+    value: float,
+    interval: Sequence[float],
+    counted: str,
+    passed: bool,
+) -> dict[str, Any]:
     low, high = map(float, interval)
     return {"passed": passed, "value": float(value), "interval": (low, high), "counted": counted}
 

@@ -100,7 +100,12 @@ class Autoencoder(nn.Module):
            a dead one says nothing, and is mostly what it was at the beginning
     """
 
-    def __init__(self, D: int, settings: Settings, device: Device = "cpu"):
+    def __init__(
+        self,
+        D: int,
+        settings: Settings,
+        device: Device = "cpu",
+    ):
         super().__init__()
         M = settings.latents(D)
         self.k = settings.k
@@ -171,7 +176,12 @@ class Trainer:
     Its state after a part, and the parts that follow, decide all that follows, to the bit.
     """
 
-    def __init__(self, D: int, settings: Settings, device: Device = "cpu"):
+    def __init__(
+        self,
+        D: int,
+        settings: Settings,
+        device: Device = "cpu",
+    ):
         self.settings = settings
         self.autoencoder = Autoencoder(D, settings, device)
         self.highest_lr = settings.learning_rate(D)
@@ -388,7 +398,11 @@ def dictionary_match(directions_AD: Tensor, others_MD: Tensor) -> Match:
     return Match(cosine_A.mean().item(), found_A.double().mean().item())
 
 
-def jaccard(a: Code, b: Code, latents: int) -> Tensor:
+def jaccard(
+    a: Code,
+    b: Code,
+    latents: int,
+) -> Tensor:
     """Latents active in both over latents active in either, the mean over tokens, 0-d; a token
     without any active latent counts as 1.
     """

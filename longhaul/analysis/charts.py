@@ -40,7 +40,12 @@ def short(value: Number) -> str:
 # ---- lines
 
 
-def lines(series: Mapping[str, Points], x_name: str, y_name: str, log: bool = False) -> str:
+def lines(
+    series: Mapping[str, Points],
+    x_name: str,
+    y_name: str,
+    log: bool = False,
+) -> str:
     """A line for each name. log: the vertical axis is logarithmic, and takes numbers above 0."""
     known = {name: _numbers(points, log) for name, points in series.items()}
     xs = [x for points in known.values() for x, _ in points]
@@ -74,7 +79,12 @@ def _range(ys: list[float], log: bool) -> tuple[float, float]:
 class _Scale:
     """Maps numbers to the coordinates of the picture."""
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], log: bool):
+    def __init__(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        log: bool,
+    ):
         self.x_range = x
         self.y_range = y
         self.log = log
@@ -106,7 +116,11 @@ class _Scale:
         return sorted(found)
 
 
-def _axes(scale: _Scale, x_name: str, y_name: str) -> str:
+def _axes(
+    scale: _Scale,
+    x_name: str,
+    y_name: str,
+) -> str:
     rows = []
     for value in scale.y_labels():
         y = scale.y(value)
@@ -119,7 +133,12 @@ def _axes(scale: _Scale, x_name: str, y_name: str) -> str:
     return "".join(rows)
 
 
-def _line(name: str, points: list[tuple[float, float]], colour: str, scale: _Scale) -> str:
+def _line(
+    name: str,
+    points: list[tuple[float, float]],
+    colour: str,
+    scale: _Scale,
+) -> str:
     corners = [f"{scale.x(x):g},{scale.y(y):g}" for x, y in points]
     path = ""
     if len(corners) > 1:
@@ -185,7 +204,10 @@ def cells(
 
 
 def _cell(
-    value: Number, span: tuple[float, float], box: tuple[float, float, float], words: str
+    value: Number,
+    span: tuple[float, float],
+    box: tuple[float, float, float],
+    words: str,
 ) -> str:
     """box: left, top, width."""
     left, top, width = box
@@ -210,7 +232,11 @@ def _cell(
     return shape + label
 
 
-def _viridis(value: float, low: float, high: float) -> str:
+def _viridis(
+    value: float,
+    low: float,
+    high: float,
+) -> str:
     """The colour of a number between the smallest and the largest."""
     part = (value - low) / (high - low) if high > low else 0.5
     place = part * (len(VIRIDIS) - 1)
@@ -224,11 +250,20 @@ def _viridis(value: float, low: float, high: float) -> str:
 # ---- both
 
 
-def _text(words: str, x: float, y: float, anchor: str) -> str:
+def _text(
+    words: str,
+    x: float,
+    y: float,
+    anchor: str,
+) -> str:
     return element("text", words, x=round(x, 1), y=round(y, 1), text_anchor=anchor, class_="faint")
 
 
-def _svg(parts: list[str], height: float, label: str) -> str:
+def _svg(
+    parts: list[str],
+    height: float,
+    label: str,
+) -> str:
     return element(
         "svg",
         "".join(parts),

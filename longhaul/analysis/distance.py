@@ -106,7 +106,12 @@ class _Totals:
         self.distance_H = zeros(heads)
         self.gate_H = zeros(heads)
 
-    def add(self, sums_GMCE: Tensor, queries: int, gate_CH: Tensor | None) -> None:
+    def add(
+        self,
+        sums_GMCE: Tensor,
+        queries: int,
+        gate_CH: Tensor | None,
+    ) -> None:
         """What `_bucket_sums` returned for C queries, of which `queries` see a key."""
         total_GMC1 = sums_GMCE[..., :-1].sum(-1, keepdim=True)
         total_GMC1.clamp_(min=torch.finfo(total_GMC1.dtype).tiny)  # 0 if a query sees no key
@@ -126,7 +131,12 @@ class LayerDistances:
     a fixed hash chooses. Time falls with it.
     """
 
-    def __init__(self, config: ModelConfig, device: Device = "cpu", every: int = 1):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device = "cpu",
+        every: int = 1,
+    ):
         if config.attention.name not in PARTS:
             raise ValueError(
                 f"{config.attention.name} attention has no distance profile: measure one of "
@@ -289,7 +299,11 @@ def _logits(q_GMCK: Tensor, k_sGK: Tensor) -> Tensor:
     return torch.bmm(q_GMCK.flatten(1, 2), k_GKs).view(*q_GMCK.shape[:3], -1)
 
 
-def _bucket_sums(q_GMCK: Tensor, start: int, keys: Keys) -> Tensor:
+def _bucket_sums(
+    q_GMCK: Tensor,
+    start: int,
+    keys: Keys,
+) -> Tensor:
     """sums [G, M, C, buckets + 1] of exp(logit) of the queries start, start + 1, ...: by bucket,
     and last times the distance. They have a common factor for each query.
     """
@@ -323,7 +337,12 @@ def _bucket_sums(q_GMCK: Tensor, start: int, keys: Keys) -> Tensor:
     return sums_GMCE
 
 
-def _add_by_bucket(sums_GMCE: Tensor, p_GMCs: Tensor, distance: Tensor, buckets: range) -> None:
+def _add_by_bucket(
+    sums_GMCE: Tensor,
+    p_GMCs: Tensor,
+    distance: Tensor,
+    buckets: range,
+) -> None:
     """Add p, whose distances [..., C, s] lie in the buckets, to the sums of `_bucket_sums`."""
     distance = distance.unsqueeze(-3)  # over M
     if len(buckets) == 1:
@@ -342,7 +361,12 @@ def _tile_size(q_GMCK: Tensor) -> int:
     return max(1, elements // q_GMCK[..., 0].numel())
 
 
-def _tiles(start: int, stop: int, keys: Keys, size: int) -> Sequence[slice]:
+def _tiles(
+    start: int,
+    stop: int,
+    keys: Keys,
+    size: int,
+) -> Sequence[slice]:
     """The keys that the queries start..stop-1 may see, in tiles of at most `size`, the largest
     first, because a planner visits only a few.
 
@@ -399,7 +423,11 @@ def _measure_sparse(
 
 
 def _compressed_keys(
-    attention: NativeSparseAttention, raw: Tensor, v_raw: Tensor, rope: Rope, layout: Layout
+    attention: NativeSparseAttention,
+    raw: Tensor,
+    v_raw: Tensor,
+    rope: Rope,
+    layout: Layout,
 ) -> Tensor:
     """[B, N, G, K] of the compressed blocks."""
     cos, sin = rope if layout.rope is None else layout.rope
@@ -468,7 +496,13 @@ class SparseText(NamedTuple):
             )
         return torch.cat(parts, dim=2)
 
-    def _at(self, q_GMCK: Tensor, query_C1: Tensor, key_GCX: Tensor, stop: int) -> Tensor:
+    def _at(
+        self,
+        q_GMCK: Tensor,
+        query_C1: Tensor,
+        key_GCX: Tensor,
+        stop: int,
+    ) -> Tensor:
         """`_bucket_sums` of queries over keys by index, -1 for none."""
         group_G11 = torch.arange(len(q_GMCK), device=q_GMCK.device)[:, None, None]
         k_GCXK = self.k_TGK[key_GCX.clamp(min=0), group_G11].to(q_GMCK.dtype)

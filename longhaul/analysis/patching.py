@@ -57,7 +57,12 @@ class Pairs(NamedTuple):
     foil_B: Tensor
 
 
-def copy_pairs(texts: Sequence[NDArray], length: int, count: int, seed: int = 0) -> Pairs:
+def copy_pairs(
+    texts: Sequence[NDArray],
+    length: int,
+    count: int,
+    seed: int = 0,
+) -> Pairs:
     """Pairs of prompts of `length` tokens from the copies in the texts, at most `count`.
 
     A token B can be asked for if it stands after A, as another B does in the `length` tokens before
@@ -141,7 +146,11 @@ def span_name(span: slice) -> str:
 
 @torch.no_grad()
 def logit_differences(
-    model: Decoder, tokens_RT: Tensor, answer_R: Tensor, foil_R: Tensor, chunk: int = 0
+    model: Decoder,
+    tokens_RT: Tensor,
+    answer_R: Tensor,
+    foil_R: Tensor,
+    chunk: int = 0,
 ) -> Tensor:
     """Logit of the answer - logit of the foil at the last position, fp32 [R] on the device.
 
@@ -154,7 +163,11 @@ def logit_differences(
         rows = zip(tokens_RT[:, None], answer_R[:, None], foil_R[:, None], strict=True)
         return torch.cat([logit_differences(model, *row, chunk) for row in rows])
 
-    def at_the_end(hidden_ND: Tensor, weight_VD: Tensor, _) -> Tensor:
+    def at_the_end(
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        _,
+    ) -> Tensor:
         """The difference after the tokens that passed, [1, N]."""
         last_RD = hidden_ND.unflatten(0, (R, -1))[:, -1].float()
         answers_RD = weight_VD[answer_R.to(device)].float()
@@ -229,7 +242,12 @@ class Patching:
         """Those of no pair."""
         return Gains(torch.zeros(len(PATCHED), len(self.columns), dtype=torch.float64))
 
-    def add(self, gains: "Gains", layer: int, start: int) -> None:
+    def add(
+        self,
+        gains: "Gains",
+        layer: int,
+        start: int,
+    ) -> None:
         """Add what patching a layer gains to the pairs of the forward that begins with `start`."""
         part = Pairs(*(x[start : start + self.rows] for x in self.pairs))
         gains.sums_2C += self._gains(part, layer)
@@ -298,7 +316,11 @@ class Patching:
         """What the layer's attention and MLP add to the clean prompts, [B, T, D] each."""
         parts: dict[str, list[Tensor]] = {site: [] for site in PATCHED}
 
-        def keep(_, site: str, x_BtD: Tensor) -> None:
+        def keep(
+            _,
+            site: str,
+            x_BtD: Tensor,
+        ) -> None:
             parts[site].append(x_BtD)
 
         stream(self.model, pairs.clean_BT, [layer], PATCHED, keep, chunk=self.chunk)

@@ -105,7 +105,12 @@ class LayerStatistics:
         self._fold(other.tokens, *(x.to(self.mean_D.device) for x in totals))
 
     def _fold(
-        self, tokens: int, max_abs: Tensor, moments: Tensor, mean_D: Tensor, scatter_DD: Tensor
+        self,
+        tokens: int,
+        max_abs: Tensor,
+        moments: Tensor,
+        mean_D: Tensor,
+        scatter_DD: Tensor,
     ) -> None:
         """Totals of both sets of tokens, in place."""
         if not tokens:
@@ -209,7 +214,12 @@ def _moments(x_nD: Tensor, mean: Tensor) -> Tensor:
     return torch.stack([mean, squared.sum(), squared @ x, squared @ squared])
 
 
-def merged_moments(a: Tensor, count_a: int, b: Tensor, count_b: int) -> Tensor:
+def merged_moments(
+    a: Tensor,
+    count_a: int,
+    b: Tensor,
+    count_b: int,
+) -> Tensor:
     """The mean and the sums of the second to fourth power about it [4], over two sets of numbers.
 
     With p = a's share of the numbers, q = b's, n their count and d = mean_b - mean_a:

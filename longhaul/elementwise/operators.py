@@ -17,7 +17,12 @@ from longhaul.elementwise.sizes import programs
 
 
 @torch.library.custom_op("longhaul::rotate", mutates_args=())
-def _rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, inverse: bool) -> Tensor:
+def _rotate(
+    x_BTHK: Tensor,
+    cos_BT1k: Tensor,
+    sin_BT1k: Tensor,
+    inverse: bool,
+) -> Tensor:
     from longhaul.elementwise import kernels as elementwise_kernels
 
     y_BTHK = torch.empty(x_BTHK.shape, device=x_BTHK.device, dtype=x_BTHK.dtype)
@@ -26,11 +31,20 @@ def _rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, inverse: bool) -
 
 
 @_rotate.register_fake
-def _(x_BTHK, cos_BT1k, sin_BT1k, inverse):
+def _(
+    x_BTHK,
+    cos_BT1k,
+    sin_BT1k,
+    inverse,
+):
     return x_BTHK.new_empty(x_BTHK.shape)
 
 
-def _save_angles(ctx, inputs, output):
+def _save_angles(
+    ctx,
+    inputs,
+    output,
+):
     _, *angles, ctx.inverse = inputs
     ctx.save_for_backward(*angles)
 
@@ -42,7 +56,11 @@ def _rotate_back(ctx, dy_BTHK):
 _rotate.register_autograd(_rotate_back, setup_context=_save_angles)
 
 
-def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
+def rotate(
+    x_BTHK: Tensor,
+    cos_BT1k: Tensor,
+    sin_BT1k: Tensor,
+) -> Tensor:
     """The twin of model.rotate: cos and sin [B or 1, T, 1, K/2] in fp32."""
     return _rotate(x_BTHK, cos_BT1k, sin_BT1k, False)
 
@@ -52,7 +70,11 @@ def rotate(x_BTHK: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor) -> Tensor:
 
 @torch.library.custom_op("longhaul::norm_rotate", mutates_args=())
 def _norm_rotate(
-    x_BTHK: Tensor, weight_K: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, eps: float
+    x_BTHK: Tensor,
+    weight_K: Tensor,
+    cos_BT1k: Tensor,
+    sin_BT1k: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     from longhaul.elementwise import kernels as elementwise_kernels
 
@@ -63,7 +85,13 @@ def _norm_rotate(
 
 
 @_norm_rotate.register_fake
-def _(x_BTHK, weight_K, cos_BT1k, sin_BT1k, eps):
+def _(
+    x_BTHK,
+    weight_K,
+    cos_BT1k,
+    sin_BT1k,
+    eps,
+):
     rstd_BTH = x_BTHK.new_empty(x_BTHK.shape[:-1], dtype=torch.float32)
     return x_BTHK.new_empty(x_BTHK.shape), rstd_BTH
 
@@ -90,12 +118,23 @@ def _norm_rotate_backward(
 
 
 @_norm_rotate_backward.register_fake
-def _(dy_BTHK, x_BTHK, weight_K, cos_BT1k, sin_BT1k, rstd_BTH):
+def _(
+    dy_BTHK,
+    x_BTHK,
+    weight_K,
+    cos_BT1k,
+    sin_BT1k,
+    rstd_BTH,
+):
     shape = programs(rstd_BTH.numel()), len(weight_K)
     return x_BTHK.new_empty(x_BTHK.shape), x_BTHK.new_empty(shape, dtype=torch.float32)
 
 
-def _save_norm(ctx, inputs, output):
+def _save_norm(
+    ctx,
+    inputs,
+    output,
+):
     *tensors, _eps = inputs
     _, rstd_BTH = output
     ctx.save_for_backward(*tensors, rstd_BTH)
@@ -103,7 +142,11 @@ def _save_norm(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _norm_rotate_gradients(ctx, dy_BTHK, _):
+def _norm_rotate_gradients(
+    ctx,
+    dy_BTHK,
+    _,
+):
     saved = ctx.saved_tensors  # a checkpoint allows to read them once
     dx_BTHK, dw_PK = _norm_rotate_backward(dy_BTHK, *saved)
     _, weight_K, *_ = saved
@@ -114,7 +157,11 @@ _norm_rotate.register_autograd(_norm_rotate_gradients, setup_context=_save_norm)
 
 
 def norm_rotate(
-    x_BTHK: Tensor, weight_K: Tensor, cos_BT1k: Tensor, sin_BT1k: Tensor, eps: float
+    x_BTHK: Tensor,
+    weight_K: Tensor,
+    cos_BT1k: Tensor,
+    sin_BT1k: Tensor,
+    eps: float,
 ) -> Tensor:
     """The twin of model.rotate(norm(x)): RMSNorm over K with `weight_K`, then the rotation.
 
@@ -141,7 +188,11 @@ def _(gate, up):
 
 
 @torch.library.custom_op("longhaul::swiglu_backward", mutates_args=())
-def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor,
+) -> tuple[Tensor, Tensor]:
     from longhaul.elementwise import kernels as elementwise_kernels
 
     d_gate = torch.empty(gate.shape, device=gate.device, dtype=gate.dtype)
@@ -151,11 +202,19 @@ def _swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tens
 
 
 @_swiglu_backward.register_fake
-def _(dy, gate, up):
+def _(
+    dy,
+    gate,
+    up,
+):
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
-def _save_inputs(ctx, inputs, output):
+def _save_inputs(
+    ctx,
+    inputs,
+    output,
+):
     ctx.save_for_backward(*inputs)
 
 

@@ -61,7 +61,12 @@ def cell_width(names: Iterable[str], columns: Sequence[str]) -> int:
     return LETTER * max(widest + 1, math.ceil(longest / len(columns)))
 
 
-def panel(name: str, scores_EL: NDArray, columns: Sequence[str], width: int) -> NDArray:
+def panel(
+    name: str,
+    scores_EL: NDArray,
+    columns: Sequence[str],
+    width: int,
+) -> NDArray:
     """One table with its name above, the lengths below, and the depths on the left."""
     depths, lengths = scores_EL.shape
     image = blank((depths + 3) * LINE, LABEL + lengths * width + LETTER)

@@ -58,7 +58,12 @@ class ModelScorer:
     the cache. Ranks of a sharded model then need items of the same shape and documents.
     """
 
-    def __init__(self, model: Decoder, device: torch.device | str, chunk: int = 0):
+    def __init__(
+        self,
+        model: Decoder,
+        device: torch.device | str,
+        chunk: int = 0,
+    ):
         self.model = model
         self.device = torch.device(device)
         self.chunk = chunk
@@ -78,7 +83,12 @@ class ModelScorer:
         return Scores(figures_SBT[0], figures_SBT[1].bool() if hits else None)
 
     @torch.no_grad()
-    def figures(self, item: Item, head: Callable, cache: KVCache | None = None) -> Tensor:
+    def figures(
+        self,
+        item: Item,
+        head: Callable,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """What `head` of Decoder.forward makes of an item's tokens, for callers that ask something
         else than the scores of its labels. `cache`: the rows continue what it holds.
         """
@@ -87,7 +97,12 @@ class ModelScorer:
         apply.reshard(self.model)
         return found
 
-    def _forward(self, item: Item, head: Callable, cache: KVCache | None) -> Tensor:
+    def _forward(
+        self,
+        item: Item,
+        head: Callable,
+        cache: KVCache | None,
+    ) -> Tensor:
         tokens_BT = item.tokens_BT.to(self.device)
         labels_BT = item.labels_BT.to(self.device)
         if cache is not None:
@@ -102,7 +117,11 @@ class ModelScorer:
         )
 
     def _in_parts(
-        self, tokens_BT: Tensor, labels_BT: Tensor, sizes: list[list[int]], head: Callable
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor,
+        sizes: list[list[int]],
+        head: Callable,
     ) -> Tensor:
         """Figures [S, N] of rows whose texts pass one after another, each over a cache of its own.
 
@@ -114,7 +133,12 @@ class ModelScorer:
             figures += [self._over_cache(tokens_t, labels_t, head) for tokens_t, labels_t in texts]
         return torch.cat(figures, dim=1)
 
-    def _over_cache(self, tokens_T: Tensor, labels_T: Tensor, head: Callable) -> Tensor:
+    def _over_cache(
+        self,
+        tokens_T: Tensor,
+        labels_T: Tensor,
+        head: Callable,
+    ) -> Tensor:
         """Figures [S, T] of a text that passes in parts."""
         T = len(tokens_T)
         cache = self.model.new_cache(1, T)
@@ -134,7 +158,12 @@ class ModelScorer:
 
     # ---- what the output weight is used for
 
-    def _losses(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    def _losses(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+    ) -> Tensor:
         """-log p [1, N] of the labels, 0 without one."""
         kernels = self.model.config.kernels
         nll_N = linear_cross_entropy(
@@ -142,7 +171,12 @@ class ModelScorer:
         )
         return nll_N[None]
 
-    def _answers(self, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+    def _answers(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        labels_N: Tensor,
+    ) -> Tensor:
         """`answers` [2, N] of the labels, 0 without one."""
         asked_n = (labels_N != IGNORE).nonzero()[:, 0]
         figures_2n = answers(hidden_ND[asked_n], weight_VD, labels_N[asked_n])
@@ -151,7 +185,11 @@ class ModelScorer:
         return figures_2N
 
 
-def answers(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+def answers(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+) -> Tensor:
     """-log p of the labels, and 1 where the label is the most likely token: [2, N]."""
     stats = vocab_stats(hidden_ND, weight_VD, labels_N)
     hit_N = (stats.argmax == labels_N).to(stats.logprob.dtype)
@@ -204,7 +242,12 @@ def score_all(
     return [found[index] for index in range(len(items))]
 
 
-def _score_divisible(scorer: Scorer, item: Item, hits: bool, parts: int) -> Scores:
+def _score_divisible(
+    scorer: Scorer,
+    item: Item,
+    hits: bool,
+    parts: int,
+) -> Scores:
     """The scores of an item, whose rows are padded if ranks could not cut them into `parts`."""
     T = item.tokens_BT.shape[1]
     missing = -T % parts if parts > 2 else 0

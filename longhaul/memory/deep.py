@@ -215,7 +215,12 @@ class _Unrolling:
         for copy in copies if is_forward else reversed(copies):
             self._copy_events(run, events, copy)
 
-    def _copy_events(self, run: int, events: list[Event], copy: int | None) -> None:
+    def _copy_events(
+        self,
+        run: int,
+        events: list[Event],
+        copy: int | None,
+    ) -> None:
         """A run's events, of one copy of the middle layer or of another layer (None), with the
         marks of stages and modules.
         """
@@ -230,7 +235,12 @@ class _Unrolling:
             for storage in self._targets(event.storage, run, copy):
                 self.new.events.append(Event(self.time, event.bytes, storage))
 
-    def _copy_marks(self, run: int, shift: int, copy: int) -> None:
+    def _copy_marks(
+        self,
+        run: int,
+        shift: int,
+        copy: int,
+    ) -> None:
         begin, end = self.runs.begin(run), self.runs.end(run)
         layer = self.runs.layer(run)
         for new, old in (
@@ -241,7 +251,12 @@ class _Unrolling:
                 if begin <= time < end:
                     new.append((time + shift, self._renamed(name, layer, copy)))
 
-    def _renamed(self, module: str, layer: int, copy: int) -> str:
+    def _renamed(
+        self,
+        module: str,
+        layer: int,
+        copy: int,
+    ) -> str:
         """The module's name with its layer's number in the new trace."""
         place = layer
         if layer == MIDDLE:
@@ -252,7 +267,12 @@ class _Unrolling:
 
     # storages
 
-    def _targets(self, storage: int, run: int, copy: int | None) -> list[int]:
+    def _targets(
+        self,
+        storage: int,
+        run: int,
+        copy: int | None,
+    ) -> list[int]:
         """Ids in the new trace of the storages that an event on `storage` concerns."""
         layer, name = self.family[storage]
 

@@ -184,7 +184,11 @@ def _computed(cfg: TrainConfig, ranks: int) -> Needs:
     return Needs(stages, _host_bytes(cfg, ranks, copy), *reserved)
 
 
-def _copy_to_save(cfg: TrainConfig, ranks: int, static: int) -> int:
+def _copy_to_save(
+    cfg: TrainConfig,
+    ranks: int,
+    static: int,
+) -> int:
     """What a background save holds of this rank's weights and optimizer states."""
     if not cfg.async_save:
         return 0
@@ -192,7 +196,11 @@ def _copy_to_save(cfg: TrainConfig, ranks: int, static: int) -> int:
     return static + on_host if cfg.offload_optimizer and cfg.device != "cpu" else static
 
 
-def _host_bytes(cfg: TrainConfig, ranks: int, copy: int) -> int:
+def _host_bytes(
+    cfg: TrainConfig,
+    ranks: int,
+    copy: int,
+) -> int:
     """Host memory that levers of a GPU take: layer inputs, in blocks of pinned memory that CUDA
     rounds up to powers of two, fp32 weights and two moments, the copy that a background save
     writes, and the pinned slabs through which these pass.

@@ -40,7 +40,12 @@ class Rehearsal:
     the start of each step. `every`: all micro-batches of a step run, not only the first ones.
     """
 
-    def __init__(self, cfg: PolicyConfig, ranks: int, every: bool):
+    def __init__(
+        self,
+        cfg: PolicyConfig,
+        ranks: int,
+        every: bool,
+    ):
         self.cfg = cfg
         self.ranks = ranks
         self.every = every
@@ -82,14 +87,24 @@ class Rehearsal:
             batch[0]["others"] = torch.empty((number - running) * size, dtype=torch.uint8)
         return batch
 
-    def name(self, tensor: Tensor, category: str, name: str) -> None:
+    def name(
+        self,
+        tensor: Tensor,
+        category: str,
+        name: str,
+    ) -> None:
         """What a tensor's storage is, wherever it was made."""
         storage = self.tracker.trace.storages[self.tracker.register(tensor, category)]
         storage.category = category
         storage.module = name
 
 
-def rehearsal(cfg: TrainConfig, ranks: int, every: bool, tokens: int = 0) -> Rehearsal | None:
+def rehearsal(
+    cfg: TrainConfig,
+    ranks: int,
+    every: bool,
+    tokens: int = 0,
+) -> Rehearsal | None:
     """What settings of post-training add to a step; None for those of pretraining. `tokens`: how
     many a soft response has, instead of all.
     """
@@ -106,7 +121,12 @@ def rehearsal(cfg: TrainConfig, ranks: int, every: bool, tokens: int = 0) -> Reh
 class Intuitor(Rehearsal):
     """A rollout of the policy, and the update over one row for each group."""
 
-    def __init__(self, cfg: IntuitorConfig, ranks: int, every: bool):
+    def __init__(
+        self,
+        cfg: IntuitorConfig,
+        ranks: int,
+        every: bool,
+    ):
         super().__init__(cfg, ranks, every)
         self.short = shortest_micro_batch(cfg)  # with values that fake tensors do not have
 
@@ -185,7 +205,13 @@ def stretched(short: step.MicroBatch, cfg: IntuitorConfig) -> step.MicroBatch:
 class Grade(Rehearsal):
     """Responses of soft tokens, which are made inside the loss, and their reward, by one method."""
 
-    def __init__(self, cfg: GradeConfig, ranks: int, every: bool, tokens: int = 0):
+    def __init__(
+        self,
+        cfg: GradeConfig,
+        ranks: int,
+        every: bool,
+        tokens: int = 0,
+    ):
         super().__init__(cfg, ranks, every)
         # a run always leaves out the ids that are padding, though there may be none
         settings = cfg.settings(eod_id=0, vocab_size=cfg.model().vocab_size)

@@ -21,7 +21,12 @@ def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
     return any("expandable_segments:true" in value.lower() for value in values)
 
 
-def reserved(found: Needs, cfg: TrainConfig, ranks: int, device_bytes: int) -> int:
+def reserved(
+    found: Needs,
+    cfg: TrainConfig,
+    ranks: int,
+    device_bytes: int,
+) -> int:
     """What one rank's allocator reserves at most during a step on a device of that size; classic
     segments that are free are given back before the allocator fails.
     """
@@ -33,7 +38,11 @@ def reserved(found: Needs, cfg: TrainConfig, ranks: int, device_bytes: int) -> i
     return found.classic
 
 
-def _runs(cfg: TrainConfig, ranks: int, device_bytes: int) -> bool:
+def _runs(
+    cfg: TrainConfig,
+    ranks: int,
+    device_bytes: int,
+) -> bool:
     """Whether classic segments hold the step."""
     one = demand(cfg, ranks)
     return runs_within(one.trace, device_bytes, ranks, one.scale)

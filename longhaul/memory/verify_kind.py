@@ -68,7 +68,11 @@ def _run(kind, **changes) -> TrainConfig:
     return Run(attention_type=kind.name, **settings | dict(context_length=T) | changes)
 
 
-def _compared(name: str, found: Tensor, expected: Tensor) -> Check:
+def _compared(
+    name: str,
+    found: Tensor,
+    expected: Tensor,
+) -> Check:
     """Two tensors that are equal but for rounding; NaN equals nothing."""
     figure = float((found - expected).abs().max() / expected.abs().max())
     return name, figure <= ROUNDING, figure

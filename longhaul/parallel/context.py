@@ -36,7 +36,13 @@ class Choice(NamedTuple):
     why: str
 
 
-def bytes_moved(mode: str, heads: int, kv_heads: int, ranks: int, element: int) -> float:
+def bytes_moved(
+    mode: str,
+    heads: int,
+    kv_heads: int,
+    ranks: int,
+    element: int,
+) -> float:
     """Bytes that a rank receives in a forward and a backward, per token, layer and head dimension.
 
     ulysses: q, k and v on the way there, o on the way back, and their gradients the other way, all
@@ -83,7 +89,13 @@ def choose(
     return Choice(best, f"it moves {moved[best] / moved[other]:.2f} of the bytes of {other}")
 
 
-def refusal(mode: str, unfit: Mapping[str, str], kv_heads: int, tokens: int, ranks: int) -> str:
+def refusal(
+    mode: str,
+    unfit: Mapping[str, str],
+    kv_heads: int,
+    tokens: int,
+    ranks: int,
+) -> str:
     """Why `mode` cannot run, or an empty string."""
     if mode in unfit:
         return unfit[mode]
@@ -180,7 +192,13 @@ class _Exchange(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, shard: Shard, exchange: Callable, inverse: Callable):
+    def forward(
+        ctx,
+        x: Tensor,
+        shard: Shard,
+        exchange: Callable,
+        inverse: Callable,
+    ):
         ctx.shard = shard
         ctx.inverse = inverse
         return exchange(x, shard)
@@ -225,7 +243,11 @@ class Piece(NamedTuple):
     end: int  # of the document, in the whole row
 
 
-def pieces(cu_seqlens: Tensor, shape: tuple[int, int], shard: Shard) -> list[Piece]:
+def pieces(
+    cu_seqlens: Tensor,
+    shape: tuple[int, int],
+    shard: Shard,
+) -> list[Piece]:
     """This rank's pieces of rows of `shape` = (B, T) tokens.
 
     cu_seqlens: boundaries of documents over the B*T tokens; each row begins a document.
@@ -241,7 +263,11 @@ def pieces(cu_seqlens: Tensor, shape: tuple[int, int], shard: Shard) -> list[Pie
     return found
 
 
-def _documents_of_rows(cu_seqlens: Tensor, B: int, T: int) -> list[list[tuple[int, int]]]:
+def _documents_of_rows(
+    cu_seqlens: Tensor,
+    B: int,
+    T: int,
+) -> list[list[tuple[int, int]]]:
     """For each row, where its documents begin and end in it."""
     documents = [[] for _ in range(B)]
     ends = cu_seqlens.tolist()
@@ -252,7 +278,9 @@ def _documents_of_rows(cu_seqlens: Tensor, B: int, T: int) -> list[list[tuple[in
 
 
 def _pieces_of_row(
-    rows: slice, documents: list[tuple[int, int]], spans: list[slice]
+    rows: slice,
+    documents: list[tuple[int, int]],
+    spans: list[slice],
 ) -> Iterator[Piece]:
     before = 0  # this rank's tokens in earlier spans
     for span in spans:
@@ -279,7 +307,11 @@ def choose_kernel(q_BtHK: Tensor, parts: list[Piece]) -> str:
 
 
 def gathered_attention(
-    q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts: list[Piece]
+    q_BtHK: Tensor,
+    k_BtGK: Tensor,
+    v_BtGK: Tensor,
+    shard: Shard,
+    parts: list[Piece],
 ) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
@@ -296,7 +328,14 @@ class _GatheredAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q_BtHK: Tensor, k_BtGK: Tensor, v_BtGK: Tensor, shard: Shard, parts):
+    def forward(
+        ctx,
+        q_BtHK: Tensor,
+        k_BtGK: Tensor,
+        v_BtGK: Tensor,
+        shard: Shard,
+        parts,
+    ):
         q_BtHK = q_BtHK.contiguous()  # the kernels expect a head's elements next to each other
         k_BTGK, v_BTGK = gather_rows(torch.stack((k_BtGK, v_BtGK)), shard)
 
@@ -349,7 +388,12 @@ class _GatheredAttention(torch.autograd.Function):
 
 
 def _over_past_and_own(
-    kernel: str, q_BnHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, past: slice, own: slice
+    kernel: str,
+    q_BnHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    past: slice,
+    own: slice,
 ) -> tuple[Tensor, Tensor]:
     """(o [B, n, H, K], log-sum-exp [B, H, n]) of a piece's queries.
 

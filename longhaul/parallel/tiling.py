@@ -54,7 +54,12 @@ class _SaveInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gradients, x, *weights):
+    def forward(
+        ctx,
+        gradients,
+        x,
+        *weights,
+    ):
         ctx.gradients = gradients
         ctx.save_for_backward(x, *weights)
         return x.view_as(x)
@@ -68,7 +73,11 @@ class _RunForward(torch.autograd.Function):
     """y = function(x). Its backward hands the gradient of y to `_SaveInput` unchanged."""
 
     @staticmethod
-    def forward(ctx, function, x):
+    def forward(
+        ctx,
+        function,
+        x,
+    ):
         return function(x)
 
     @staticmethod
@@ -96,7 +105,11 @@ class _InParts:
         def outputs(x: Tensor) -> Tensor:
             return self.outputs(x, [w.detach() for w in weights], *inputs)
 
-        def gradients(dy: Tensor, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        def gradients(
+            dy: Tensor,
+            x: Tensor,
+            *weights: Tensor,
+        ) -> tuple[Tensor, ...]:
             return self.gradients(dy, x, weights, *inputs)
 
         saved = _SaveInput.apply(gradients, x, *weights)
@@ -109,7 +122,9 @@ class _InParts:
 
 
 def recomputed_gradients(
-    function: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor
+    function: Callable[..., Tensor],
+    inputs: list[Tensor],
+    dy: Tensor,
 ) -> tuple[Tensor, ...]:
     """Gradients of the inputs of y = function(*inputs), which is computed again here."""
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -148,7 +163,12 @@ class TiledMLP(_InParts):
             y_ND[tile].copy_(self._mlp(x_ND[tile], *weights))
         return y_BTD
 
-    def gradients(self, dy_BTD: Tensor, x_BTD: Tensor, weights: Sequence[Tensor]) -> tuple:
+    def gradients(
+        self,
+        dy_BTD: Tensor,
+        x_BTD: Tensor,
+        weights: Sequence[Tensor],
+    ) -> tuple:
         dx_BTD = torch.empty_like(x_BTD)
         sums = [_wide_zeros(w) for w in weights]
         x_ND = x_BTD.flatten(0, 1)
@@ -163,7 +183,12 @@ class TiledMLP(_InParts):
     def _mlp(self, x: Tensor, *weights: Tensor) -> Tensor:
         return functional_call(self.plain, dict(zip(self.names, weights, strict=True)), (x,))
 
-    def _add(self, gradients: tuple[Tensor, ...], dx: Tensor, sums: list[Tensor]) -> None:
+    def _add(
+        self,
+        gradients: tuple[Tensor, ...],
+        dx: Tensor,
+        sums: list[Tensor],
+    ) -> None:
         # A method of its own: the caller holds none of a tile's gradients while the next tile runs.
         dx.copy_(gradients[0])
         wide = [grad.to(total.dtype) for grad, total in zip(gradients[1:], sums, strict=True)]
@@ -191,7 +216,12 @@ class GroupedAttention(_InParts):
     tensor for itself: the projections add to the sums in place.
     """
 
-    def __init__(self, attention: torch.nn.Module, config: ModelConfig, groups: int):
+    def __init__(
+        self,
+        attention: torch.nn.Module,
+        config: ModelConfig,
+        groups: int,
+    ):
         super().__init__(attention)
         self.groups = [HeadGroup(config, group, groups) for group in range(groups)]
         self.inner_names = [name for name in self.names if name != OUTPUT]
@@ -205,12 +235,24 @@ class GroupedAttention(_InParts):
         replaced = self.projections | {"o_proj": torch.nn.Identity()}
         self.heads._modules = dict(attention._modules) | replaced
 
-    def __call__(self, x_BTD: Tensor, rope, rows=None, cache=None) -> Tensor:
+    def __call__(
+        self,
+        x_BTD: Tensor,
+        rope,
+        rows=None,
+        cache=None,
+    ) -> Tensor:
         if cache is not None:
             return self.plain(x_BTD, rope, rows, cache)
         return self.run(x_BTD.contiguous(), rope, rows)
 
-    def outputs(self, x_BTD: Tensor, weights: Sequence[Tensor], rope, rows) -> Tensor:
+    def outputs(
+        self,
+        x_BTD: Tensor,
+        weights: Sequence[Tensor],
+        rope,
+        rows,
+    ) -> Tensor:
         y_BTD = torch.zeros_like(x_BTD)
         y_ND = y_BTD.view(-1, y_BTD.shape[-1])
 
@@ -222,7 +264,12 @@ class GroupedAttention(_InParts):
         return y_BTD
 
     def gradients(
-        self, dy_BTD: Tensor, x_BTD: Tensor, weights: Sequence[Tensor], rope, rows
+        self,
+        dy_BTD: Tensor,
+        x_BTD: Tensor,
+        weights: Sequence[Tensor],
+        rope,
+        rows,
     ) -> tuple:
         dx_BTD = torch.zeros_like(x_BTD)
         sums = [self._zeros(name, w) for name, w in zip(self.names, weights, strict=True)]
@@ -236,7 +283,13 @@ class GroupedAttention(_InParts):
         return dx_BTD, *(total.to(w.dtype) for total, w in zip(sums, weights, strict=True))
 
     def _group_gradients(
-        self, dy_BTD: Tensor, x_BTD: Tensor, own: dict[str, Tensor], rope, rows, dx_BTD: Tensor
+        self,
+        dy_BTD: Tensor,
+        x_BTD: Tensor,
+        own: dict[str, Tensor],
+        rope,
+        rows,
+        dx_BTD: Tensor,
     ) -> dict[str, Tensor]:
         """Gradients of one group's weights by name; the gradient of x is added to dx."""
         x_BTD = x_BTD.detach().requires_grad_()
@@ -256,7 +309,12 @@ class GroupedAttention(_InParts):
         return dict(zip(own, grads, strict=True)) | {OUTPUT: d_output}
 
     def _heads(
-        self, x_BTD: Tensor, own: dict[str, Tensor], rope, rows, dx_BTD: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        own: dict[str, Tensor],
+        rope,
+        rows,
+        dx_BTD: Tensor | None = None,
     ) -> Tensor:
         """Outputs [B, T, heads * K] of the heads whose weights are given.
 
@@ -279,7 +337,12 @@ class GroupedAttention(_InParts):
             own[name] = view.flatten(0, 1) if view.ndim == 3 else view
         return own
 
-    def _add(self, group: "HeadGroup", grads: dict[str, Tensor], sums: list[Tensor]) -> None:
+    def _add(
+        self,
+        group: "HeadGroup",
+        grads: dict[str, Tensor],
+        sums: list[Tensor],
+    ) -> None:
         for name, total in zip(self.names, sums, strict=True):
             view = group.view(name, total)
             view.add_(grads[name].view(view.shape))
@@ -294,7 +357,12 @@ class GroupedAttention(_InParts):
 class HeadGroup:
     """The part of each weight of an attention layer that one group of heads uses."""
 
-    def __init__(self, config: ModelConfig, group: int, groups: int):
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: int,
+        groups: int,
+    ):
         queries = config.num_heads // groups
         keys = config.num_kv_heads // groups
 
@@ -351,7 +419,12 @@ class _AddingProduct(torch.autograd.Function):
     """x [.., D] @ w [O, D]^T; the gradient of x is added to dx."""
 
     @staticmethod
-    def forward(ctx, x, w, dx):
+    def forward(
+        ctx,
+        x,
+        w,
+        dx,
+    ):
         ctx.save_for_backward(x, w)
         ctx.dx = dx
         return torch.nn.functional.linear(x, w)

@@ -95,7 +95,11 @@ def counted(tokens_BT: Tensor) -> Tensor:
     return grade.counted(tokens_BT[:, reviews.PROMPT :], reviews.END)
 
 
-def train_reward(base: Decoder, cfg: TrainConfig, say: Say = print) -> RewardModel:
+def train_reward(
+    base: Decoder,
+    cfg: TrainConfig,
+    say: Say = print,
+) -> RewardModel:
     """A reward model that starts from the base model and learns the labels of reviews by their
     cross-entropy. Says its accuracy on reviews that it did not learn from.
 
@@ -120,7 +124,11 @@ def train_reward(base: Decoder, cfg: TrainConfig, say: Say = print) -> RewardMod
     return reward
 
 
-def _of_words(reward: RewardModel, tokens_BT: Tensor, label_B: Tensor) -> tuple[Tensor, Tensor]:
+def _of_words(
+    reward: RewardModel,
+    tokens_BT: Tensor,
+    label_B: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Logits and labels of reviews."""
     device = reward.weight.device
     prompts_BP, responses_BT = tokens_BT.to(device).split([reviews.PROMPT, RESPONSE], 1)
@@ -129,7 +137,10 @@ def _of_words(reward: RewardModel, tokens_BT: Tensor, label_B: Tensor) -> tuple[
 
 
 def _of_mixtures(
-    reward: RewardModel, tokens_BT: Tensor, label_B: Tensor, generator: torch.Generator
+    reward: RewardModel,
+    tokens_BT: Tensor,
+    label_B: Tensor,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Logits and labels of reviews whose responses are mixed with those of others: s a + (1 - s) b
     of the embeddings at every token, the counts and the label, with a share s that is uniform in
@@ -174,7 +185,11 @@ def prompts_of(split: str) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    policy: Decoder, reward: RewardModel, split: str, responses: int = 8, seed: int = 0
+    policy: Decoder,
+    reward: RewardModel,
+    split: str,
+    responses: int = 8,
+    seed: int = 0,
 ) -> Score:
     """The rewards of tokens that are drawn from the policy, `responses` for each prompt."""
     device = reward.weight.device

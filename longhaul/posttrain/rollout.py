@@ -79,7 +79,11 @@ class Fault(NamedTuple):
 
 
 def uniforms(
-    seed: int, step: int, prompts: Sequence[int], responses: int, positions: int
+    seed: int,
+    step: int,
+    prompts: Sequence[int],
+    responses: int,
+    positions: int,
 ) -> np.ndarray:
     """Numbers in [0, 1), float64 [prompts, responses, positions]; each is a hash of its own."""
     key = np.array(mix(seed & MASK), dtype=np.uint64)
@@ -88,7 +92,11 @@ def uniforms(
     return (key[0] >> np.uint64(11)) * 2.0**-53
 
 
-def draw(logits_RV: Tensor, uniform_R: Tensor, temperature: float) -> Tensor:
+def draw(
+    logits_RV: Tensor,
+    uniform_R: Tensor,
+    temperature: float,
+) -> Tensor:
     """A token of each row by the inverse of the distribution function: the first one at which the
     sum of probabilities, which is taken in float64, exceeds the random number.
     """
@@ -215,7 +223,13 @@ def of_all_ranks(own: Any, world: dist.World) -> list:
 class _Sampler:
     """Runs batches of prompts, with as many forwards on all ranks."""
 
-    def __init__(self, model: Decoder, sampling: Sampling, step: int, world: dist.World):
+    def __init__(
+        self,
+        model: Decoder,
+        sampling: Sampling,
+        step: int,
+        world: dist.World,
+    ):
         self.model = model
         self.sampling = sampling
         self.step = step
@@ -292,7 +306,12 @@ class _Sampler:
         for _ in range(forwards):
             self.model.hidden(self._nothing())
 
-    def _decode(self, batch: list[Prompt], token_R1: Tensor, cache: KVCache | None) -> Tensor:
+    def _decode(
+        self,
+        batch: list[Prompt],
+        token_R1: Tensor,
+        cache: KVCache | None,
+    ) -> Tensor:
         """Figures [S, T, R] of drawn tokens, until every response of all ranks has ended."""
         numbers = [prompt.position for prompt in batch] or [0]
         positions = self.sampling.max_response_length
@@ -315,7 +334,12 @@ class _Sampler:
         self._require_finite()
         return torch.stack(figures, dim=1)
 
-    def drawn(self, uniform_R: Tensor, hidden_RD: Tensor, weight_VD: Tensor) -> Tensor:
+    def drawn(
+        self,
+        uniform_R: Tensor,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         """A token of each row, its log-probability and self-certainty: [S, R] in float64."""
         self.hidden_RD = hidden_RD
         logits_RV = hidden_RD.new_empty(len(hidden_RD), len(weight_VD), dtype=wide(hidden_RD.dtype))
@@ -331,7 +355,13 @@ class _Sampler:
 
     # ---- logits that are not finite
 
-    def _judge(self, figures_SR: Tensor, ended_R: Tensor, batch: list[Prompt], position: int):
+    def _judge(
+        self,
+        figures_SR: Tensor,
+        ended_R: Tensor,
+        batch: list[Prompt],
+        position: int,
+    ):
         """Remember the first row, of those that had not ended, whose figures are not finite."""
         wrong_R = ~figures_SR[1:].isfinite().all(0) & ~ended_R
         if self.fault is None and bool(wrong_R.any()):

@@ -39,7 +39,11 @@ from model import Decoder
 VALIDATED = ("accuracy", "self_certainty", "response_tokens", "truncated", "repetition")
 
 
-def prompts_in_order(cfg: IntuitorConfig, corpora: Sequence[Corpus], world: dist.World) -> Prompts:
+def prompts_in_order(
+    cfg: IntuitorConfig,
+    corpora: Sequence[Corpus],
+    world: dist.World,
+) -> Prompts:
     """The prompts of a run of Intuitor; ValueError also if answers are missing that its reward
     needs.
     """
@@ -51,7 +55,11 @@ def prompts_in_order(cfg: IntuitorConfig, corpora: Sequence[Corpus], world: dist
     return found
 
 
-def fitting_prompts(cfg: PolicyConfig, corpora: Sequence[Corpus], world: dist.World) -> Prompts:
+def fitting_prompts(
+    cfg: PolicyConfig,
+    corpora: Sequence[Corpus],
+    world: dist.World,
+) -> Prompts:
     """The prompts of a run. ValueError for several datasets, for a prompt that leaves no room for a
     response, and if validation is asked for without prompts for it.
     """
@@ -70,7 +78,11 @@ def fitting_prompts(cfg: PolicyConfig, corpora: Sequence[Corpus], world: dist.Wo
     return Prompts(dataset, cfg.longest_prompt, rows, seed=cfg.seed, skip=skip)
 
 
-def judged_prompts(cfg: GradeConfig, corpora: Sequence[Corpus], world: dist.World) -> Prompts:
+def judged_prompts(
+    cfg: GradeConfig,
+    corpora: Sequence[Corpus],
+    world: dist.World,
+) -> Prompts:
     """The prompts of a run of GRADE; ValueError also for micro-batches with prompts of several
     lengths, and for a reward model that does not fit.
     """
@@ -96,7 +108,11 @@ def drawn_ids(dataset: Dataset) -> int:
     return load_tokenizer(dataset.tokenizer_path).vocab_size
 
 
-def frozen_source(ready: Ready, what: str, named: str) -> dict[str, str]:
+def frozen_source(
+    ready: Ready,
+    what: str,
+    named: str,
+) -> dict[str, str]:
     """A model that is only read, as a checkpoint names it: its folder by the name of `what`, and
     its digest. Halt if a run that goes on would not find there what it began with.
     """
@@ -129,7 +145,11 @@ def load_reference(ready: Ready, state: TrainState) -> tuple[Decoder, dict[str, 
     return model, source
 
 
-def load_reward(cfg: GradeConfig, ready: Ready, state: TrainState) -> RewardModel:
+def load_reward(
+    cfg: GradeConfig,
+    ready: Ready,
+    state: TrainState,
+) -> RewardModel:
     """The frozen reward model of --reward_checkpoint, sharded like the policy."""
     config = dataclasses.replace(
         reward.read_config(cfg.reward_checkpoint), compute_dtype=ready.config.compute_dtype
@@ -145,7 +165,12 @@ class IntuitorSource:
 
     reads_ahead = False  # a batch is sampled by the weights of its step
 
-    def __init__(self, ready: Ready, state: TrainState, must_stop: MustStop):
+    def __init__(
+        self,
+        ready: Ready,
+        state: TrainState,
+        must_stop: MustStop,
+    ):
         self.ready = ready
         self.state = state
         self.cfg: IntuitorConfig = ready.cfg
@@ -204,7 +229,13 @@ class IntuitorSource:
         self.sampling_seconds = time.perf_counter() - begin
         return None, micro_batches
 
-    def record(self, record: dict, loaded: None, result: StepResult, seconds: float):
+    def record(
+        self,
+        record: dict,
+        loaded: None,
+        result: StepResult,
+        seconds: float,
+    ):
         """What the policy did, and what the guard of collapses says of it."""
         found = self.training.figures() | self.objective.figures()
         record |= found | {"sampling_s": self.sampling_seconds}
@@ -241,7 +272,12 @@ class GradeSource:
 
     reads_ahead = True  # prompts only: responses are made inside the loss
 
-    def __init__(self, ready: Ready, state: TrainState, must_stop: MustStop):
+    def __init__(
+        self,
+        ready: Ready,
+        state: TrainState,
+        must_stop: MustStop,
+    ):
         self.ready = ready
         self.state = state
         self.cfg: GradeConfig = ready.cfg
@@ -291,7 +327,13 @@ class GradeSource:
         prompts = [prompt for own in of_ranks for prompt in own[part]]
         return self.objective.tokens_of([len(prompt.tokens) for prompt in prompts])
 
-    def record(self, record: dict, loaded: None, result: StepResult, seconds: float):
+    def record(
+        self,
+        record: dict,
+        loaded: None,
+        result: StepResult,
+        seconds: float,
+    ):
         found = self.objective.figures()
         record |= found
         self.objective.require_finite(found)
@@ -311,7 +353,10 @@ class GradeSource:
 
 
 def hard_rewards(
-    ready: Ready, model: Decoder, rewards: RewardModel, settings: GradeSettings
+    ready: Ready,
+    model: Decoder,
+    rewards: RewardModel,
+    settings: GradeSettings,
 ) -> float:
     """The mean reward of one drawn response to each of the first --eval_rows validation prompts, of
     which --batch_size are answered at once if all are of one length.

@@ -427,17 +427,31 @@ def _(q_BTHK, *_):
 
 
 @block_sparse_backward.register_fake
-def _(do_BTHK, q_BTHK, k_BSGK, v_BSGK, *_):
+def _(
+    do_BTHK,
+    q_BTHK,
+    k_BSGK,
+    v_BSGK,
+    *_,
+):
     return tuple(x.new_empty(x.shape) for x in (q_BTHK, k_BSGK, v_BSGK))
 
 
-def _save(ctx, inputs, output):
+def _save(
+    ctx,
+    inputs,
+    output,
+):
     ctx.set_materialize_grads(False)
     *tensors, ctx.block, ctx.products = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, do_BTHK, dlse_BTH):
+def _backward(
+    ctx,
+    do_BTHK,
+    dlse_BTH,
+):
     q, k, v, chosen, cu_seqlens, *results = ctx.saved_tensors
     if do_BTHK is None:
         do_BTHK = torch.zeros_like(results[0])

@@ -272,18 +272,30 @@ def _empty_results(q_BTGE: Tensor, k_BSE: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 @index_loss_operator.register_fake
-def _(q_BTGE, k_BSE, *_):
+def _(
+    q_BTGE,
+    k_BSE,
+    *_,
+):
     return _empty_results(q_BTGE, k_BSE)
 
 
-def _save(ctx, inputs, output):
+def _save(
+    ctx,
+    inputs,
+    output,
+):
     _, *gradients = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*gradients)
     ctx.save_for_backward(*gradients)
 
 
-def _backward(ctx, dloss, *_):
+def _backward(
+    ctx,
+    dloss,
+    *_,
+):
     gradients = [None, None]
     if dloss is not None:
         gradients = [x * dloss for x in ctx.saved_tensors]

@@ -97,7 +97,11 @@ def errors_between(result: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[
     return dict(loss=abs(float(result["loss"]) - float(exact["loss"])), **errors)
 
 
-def plain_problem(subject: Subject, N: int = 256, V: int = 2048) -> tuple[Tensor, Tensor, Tensor]:
+def plain_problem(
+    subject: Subject,
+    N: int = 256,
+    V: int = 2048,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Like `problem`, and no label is ignored."""
     hidden_ND, weight_VD, labels_N = problem(N, 64, V, subject.dtype, subject.device)
     return hidden_ND, weight_VD, labels_N.where(labels_N != IGNORE, 0)
@@ -225,7 +229,10 @@ def check_memory(subject: Subject) -> str:
 
 
 def standard_loss(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, reduction: str = "mean"
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    reduction: str = "mean",
 ) -> Tensor:
     """Full logits, in fp32 at least."""
     logits_NV = hidden_ND @ weight_VD.T
@@ -234,7 +241,11 @@ def standard_loss(
 
 
 def problem(
-    N: int, D: int, V: int, dtype: torch.dtype, device: torch.device
+    N: int,
+    D: int,
+    V: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, weight and labels with logits of standard deviation 1 and every seventh token
     ignored.
@@ -248,7 +259,10 @@ def problem(
 
 
 def gradients(
-    loss, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor
+    loss,
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, dh, dW)."""
     hidden_ND = hidden_ND.detach().requires_grad_()

@@ -81,7 +81,12 @@ class NSAState(BlockCache):
         self.completes_block = self.cfg.compressed_blocks(position + 1) > before
         return self.completes_block
 
-    def attend(self, layer, inputs: Sequence[Tensor], rope: Rope) -> Tensor:
+    def attend(
+        self,
+        layer,
+        inputs: Sequence[Tensor],
+        rope: Rope,
+    ) -> Tensor:
         """o [B,T,H,K] of T tokens that follow what the state holds.
 
         The first tokens are a prompt, which `Ops.sparse` computes at once; later ones are decoded

@@ -241,7 +241,18 @@ def nsa_backward(
 
 
 @nsa_forward.register_fake
-def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
+def _(
+    q,
+    k_slc,
+    v_slc,
+    k_cmp,
+    v_cmp,
+    k_win,
+    v_win,
+    gates,
+    cu_seqlens,
+    sizes,
+):
     return tuple(_empty_outputs(q, k_slc, Sizes(*sizes)))
 
 
@@ -251,7 +262,11 @@ def _(do, *inputs_and_saved):
     return tuple(x.new_empty(x.shape) for x in inputs)
 
 
-def _save(ctx, inputs, output):
+def _save(
+    ctx,
+    inputs,
+    output,
+):
     ctx.set_materialize_grads(False)  # zeros for o_slc's absent gradient would be as large as q
     *tensors, sizes = inputs
     _, *saved = output
@@ -259,7 +274,11 @@ def _save(ctx, inputs, output):
     ctx.sizes = sizes
 
 
-def _backward(ctx, do, *_):
+def _backward(
+    ctx,
+    do,
+    *_,
+):
     *inputs, cu_seqlens, o_slc, lse, block_idx = ctx.saved_tensors
     grads = nsa_backward(do, *inputs, o_slc, lse, block_idx, cu_seqlens, ctx.sizes)
     return *grads, None, None

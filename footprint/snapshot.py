@@ -6,7 +6,7 @@ them, each with its operator, module and stage in place of a stack of Python fra
 events. Sizes and addresses are bytes.
 """
 
-import pickle
+from pickle import dumps
 
 from footprint.allocator import Allocator, Block, Pool, Run, of_step, play
 from footprint.page import write
@@ -143,4 +143,4 @@ def recorded(trace: Trace) -> dict:
 
 def write_snapshot(path: str, trace: Trace) -> None:
     """Write the step as a file for PyTorch's viewer; ValueError if that cannot be written."""
-    write(path, pickle.dumps(recorded(trace)))
+    write(path, dumps(recorded(trace)))

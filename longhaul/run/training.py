@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -69,11 +70,12 @@ def main(program: Program, args: list[str] | None = None, complete: Callable[[di
         if cfg.deterministic:
             # cuBLAS repeats its bits only with this setting, which it reads when CUDA starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        simulate_alone(cfg, world, device)
+        check_kernels(cfg, device)
+        planned = plan_ahead(cfg, world, device)
         dist.start(world, device)
         guard.watch()
 
-        plan = plan_or_refuse(cfg, world, device)
+        plan = plan_or_refuse(planned, cfg, world, device)
         ready = preflight(plan, guard, program.rows)
         for stage in ready.stages_left:
             if cfg.length_schedule:
@@ -108,32 +110,44 @@ def train_stage(program: Program, ready: Ready, plan: planner.Plan, guard: Guard
         raise exits.Halt(report(plan, run.watch, error), 1) from None
 
 
-def simulate_alone(cfg: TrainConfig, world: dist.World, device: torch.device):
-    """Simulate the step before the ranks meet, which the plan then remembers: after that it takes a
-    process of its own. A refusal comes with the plan, on all ranks.
+def check_kernels(cfg: TrainConfig, device: torch.device):
+    """ValueError if the kernels that were asked for cannot run here, or not with these sizes."""
+    config = cfg.model()
+    if cfg.kernels == "triton":
+        choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))
+    attention_kind(config).check(config, device)
+
+
+def plan_ahead(
+    cfg: TrainConfig,
+    world: dist.World,
+    device: torch.device,
+) -> Callable[[], planner.Plan]:
+    """Rank 0 plans before the ranks meet, because the simulation of several takes their place in a
+    process. The plan, or its refusal, is the result of the function that is returned.
     """
-    if world.rank == 0 and world.size > 1:
-        with contextlib.suppress(ValueError):
-            _ = planner.plan(cfg, cfg.model(), world, device).fits
+    found = Future()
+    if world.rank == 0:
+        try:
+            plan = planner.plan(cfg, cfg.model(), world, device)
+            found.set_result(plan if plan.fits else fitting(plan))
+        except (ValueError, exits.Halt, exits.StorageError) as error:
+            found.set_exception(error)
+    return found.result
 
 
-def plan_or_refuse(cfg: TrainConfig, world: dist.World, device: torch.device) -> planner.Plan:
+def plan_or_refuse(
+    planned: Callable[[], planner.Plan],
+    cfg: TrainConfig,
+    world: dist.World,
+    device: torch.device,
+) -> planner.Plan:
     """Print the plan and return it; ends the program if only the plan was asked for, or if the
     request cannot fit.
 
     Nothing smaller is ever trained instead: --fit auto uses memory levers that leave model, context
     and batch as they are.
     """
-    config = cfg.model()
-    # these two raise if the kernels that were asked for cannot run here, or not with these sizes
-    if cfg.kernels == "triton":
-        choose_kernels("triton", torch.empty(0, device=device, dtype=config.dtype))
-    attention_kind(config).check(config, device)
-
-    def planned() -> planner.Plan:
-        plan = planner.plan(cfg, config, world, device)
-        return plan if plan.fits else fitting(plan)
-
     plan = dist.on_rank0(planned, world)
     plan = dataclasses.replace(plan, world=world, device=device)
     if world.rank == 0:  # a table measures how fast this machine is

@@ -72,9 +72,6 @@ class FakeCuda(FakeCpu):
     def host_memory(self) -> contextlib.AbstractContextManager:
         return self.tracker.on_host()
 
-    def from_host(self, x: Tensor, device: torch.device) -> Tensor:
-        return torch.empty_like(x)  # fake tensors are all on the CPU, where no copy would be made
-
 
 @contextlib.contextmanager
 def predicting(target: str, tracker: Tracker, every_tile: bool = False) -> Iterator[None]:

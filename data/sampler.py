@@ -1,7 +1,7 @@
 """A sampler for torch's DataLoader whose rows and their order do not depend on the number of ranks.
 
     sampler = ElasticSampler(len(dataset), rank, world_size, seed=0)
-    loader = DataLoader(dataset, batch_size=4, sampler=sampler, drop_last=True)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
     for batch in loader:
         train(batch)
     saved = sampler.state_dict()       # the same on all ranks: any number of them may load it
@@ -21,8 +21,8 @@ class ElasticSampler:
 
     Row number i of this rank in an epoch is permute(seed, epoch, length, start + rank + i *
     world_size), where `start` rows had been trained when the sampler was made or loaded. At the end
-    of an epoch some ranks may have a row less than others: DataLoader(drop_last=True), or
-    torch.distributed.algorithms.join, keeps them in step.
+    of an epoch some ranks may have a row less than others, and so a batch less: stop all ranks after
+    as many batches, or use torch.distributed.algorithms.join.
 
     length      rows of the dataset
     rank        of this process; 0 for one process

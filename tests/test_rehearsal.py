@@ -305,7 +305,8 @@ def test_every_rung_of_a_policy_is_a_command_with_its_settings(kl_coef, last):
 
 @pytest.mark.slow
 def test_the_longest_context_of_a_policy_fills_the_device():
-    cfg = changed(model_overrides=("num_layers=1",), context_length=2100, max_response_length=2000)
+    lengths = dict(context_length=2100, max_response_length=2000)
+    cfg = changed(model_overrides=("num_layers=1",), device="cuda", **lengths)
     answer = solve.solve(cfg, "context", 2.0, 1)
     *_, words, _, command = answer.text.splitlines()
     found = cli.parse(IntuitorConfig, shlex.split(command.split(" -m scripts.intuitor ")[1]))

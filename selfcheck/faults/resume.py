@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch._guards import detect_fake_mode
 
 from base import tensors
 from data import loader
@@ -432,7 +433,7 @@ def dying_after(last: int):
 
     def update(state, *given):
         result = original(state, *given)
-        if state.step == last:
+        if state.step == last and detect_fake_mode() is None:  # not in the plan's simulation
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

@@ -95,11 +95,13 @@ def run(
     with parts.locked():
         analysis = Analysis(cfg, config, samples, pairs, load, parts, meter)
         done = analysis.run()
-        peaks = plan.peaks.items()
+        unmeasured = {*analysis.left_out, "loading"}
         result = {
             "checkpoint": str(opened.folder),
             "settings": parts.settings,
-            "planned_bytes": {name: peak for name, peak in peaks if name not in analysis.left_out},
+            "planned_bytes": {
+                name: peak for name, peak in plan.peaks.items() if name not in unmeasured
+            },
             "left_out": analysis.left_out,
             "parts": done,
         }

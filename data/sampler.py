@@ -21,8 +21,8 @@ class ElasticSampler:
 
     Row number i of this rank in an epoch is permute(seed, epoch, length, start + rank + i *
     world_size), where `start` rows had been trained when the sampler was made or loaded. At the end
-    of an epoch some ranks may have a row less than others, and so a batch less: stop all ranks after
-    as many batches, or use torch.distributed.algorithms.join.
+    of an epoch some ranks may have a row less than others, and so a batch less: stop all ranks
+    after as many batches, or use torch.distributed.algorithms.join.
 
     length      rows of the dataset
     rank        of this process; 0 for one process

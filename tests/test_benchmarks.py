@@ -4,14 +4,17 @@ it.
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import attention, selectors
 from data import recall
-from selfcheck.faults import runs
 
+ROOT = Path(__file__).parent.parent
 TRAINED = ["bounds, pages of 16, trained", "indexed, 64 wide"]
 
 
@@ -144,7 +147,9 @@ def test_models_are_read_and_trained_with_selectors_and_a_second_call_repeats_no
     shape = "hidden_size=16 num_layers=1 num_heads=2 num_kv_heads=2 head_dim=64 ffn_size=16"
     flags = f"--data {seed}/data-far --output_dir {seed}/far --context_length 256 --max_steps 1 "
     flags += f"--device cpu --dtype fp32 --eval_every 0 --vocab_size 385 --model_overrides {shape}"
-    runs.finish(["--model_size", "tiny", *flags.split()], tmp_path / "log")
+    command = [sys.executable, "train.py", "--model_size", "tiny", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
     short = {name: selectors.TRAINED[name]._replace(steps=2) for name in TRAINED}
     monkeypatch.setattr(selectors, "TRAINED", short)

@@ -87,7 +87,7 @@ MODEL = "far"  # the run of a seed that was trained at most lengths
 TRAINER = (
     "--data {data} --init_from {run} --output_dir {output} --seed {seed} --max_steps {steps} "
     "--context_length {length} --whole_documents --long_fraction 0.75 --schedule cosine "
-    "--weight_decay 0 --beta2 0.98 --loss_spike 0 --optimizer muon --dtype fp32 --device cpu "
+    "--weight_decay 0 --beta2 0.98 --optimizer muon --dtype fp32 --device cpu "
     "--eval_every 0 --save_every 1000 --attention_type {kind} --blocks {blocks}"
 )
 

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 
-from footprint.refusal import HERE, LIBRARY, PACKAGES
+from footprint.refusal import HERE, LIBRARY, PACKAGES, TORCH
 
 Place = tuple[object, str]  # a module or a class, and the name of an attribute
 
@@ -39,7 +39,7 @@ def _imported(replacements: Mapping[int, object]) -> dict[Place, object]:
     found: dict[Place, object] = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or PACKAGES
-        if file.startswith((PACKAGES, LIBRARY, HERE)):
+        if file.startswith((PACKAGES, LIBRARY, HERE, TORCH)):
             continue
         for name, value in vars(module).items():
             if id(value) in replacements:

@@ -314,7 +314,7 @@ def test_a_prompt_longer_than_the_window_is_refused_and_not_cut(adapter):
         adapter._loglikelihood_tokens(pairs_of([200], [WINDOW - 198]), disable_tqdm=True)
 
     with pytest.raises(ValueError) as error:
-        adapter.loglikelihood(asked(("a", "b"), ("b " * 2 * WINDOW, "c")), disable_tqdm=True)
+        adapter.loglikelihood(asked(("a", " b"), ("b " * 2 * WINDOW, "c")), disable_tqdm=True)
     said = str(error.value)
     assert said.startswith("request 2 (document 1 of task mine) needs ")
     assert f"the model's window is {WINDOW}; it is not cut" in said and "--max_length" in said

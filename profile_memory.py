@@ -52,6 +52,7 @@ class Profiler(door.CardFlags):
     """
 
     SETTINGS: ClassVar[type[TrainConfig]]
+    DTYPES: ClassVar[dict[str, str]] = DTYPES
 
     dtype: str = flag(
         "bf16",

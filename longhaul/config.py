@@ -48,6 +48,7 @@ class TrainConfig:
     """All settings of a run, validated once and never changed; the help of a field has its unit."""
 
     PROGRAM: ClassVar[str] = "train.py"  # what is run with these settings
+    DTYPES: ClassVar[dict[str, str]] = DTYPE_SPELLINGS  # spelling of --dtype -> the one that counts
     UNTIMED: ClassVar[str] = ""  # what the predicted time of a step leaves out
 
     # A loss is reported that is so many robust standard deviations above the median of the last 64.
@@ -368,12 +369,12 @@ class TrainConfig:
 
     def __post_init__(self):
         spelling = str(self.dtype)
-        if spelling not in DTYPE_SPELLINGS:
+        if spelling not in self.DTYPES:
             raise ValueError(
-                f"--dtype {spelling} is unknown: choose one of {', '.join(DTYPE_SPELLINGS)}"
+                f"--dtype {spelling} is unknown: choose one of {', '.join(self.DTYPES)}"
             )
         # one spelling, so that every spelling gives the same run, checkpoint and command
-        object.__setattr__(self, "dtype", DTYPE_SPELLINGS[spelling])
+        object.__setattr__(self, "dtype", self.DTYPES[spelling])
         if self.length_schedule:
             self._take_lengths()
         check_ranges(self)

@@ -387,10 +387,10 @@ def test_no_proposal_drops_init_from_or_its_size(tmp_path):
     with torch.device("meta"):
         large = Decoder(ModelConfig.preset("1.7B"))
     (tmp_path / "config.json").write_text(json.dumps(qwen3.hf_config(large)))
-    cfg = settings(f"--init_from {tmp_path} --context_length 65536 --batch_size 8")
+    cfg = settings(f"--init_from {tmp_path} --context_length 16384 --batch_size 8")
     assert cfg.model_size == "1.7B"
 
-    request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 48.0)
+    request = plan.plan(cfg, cfg.model(), World(), torch.device("cuda"), 30.0)
     proposed = list(fit._proposals(request))
     assert len(proposed) > 10
     for one in proposed:

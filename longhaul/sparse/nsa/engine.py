@@ -256,18 +256,22 @@ def _(
     return tuple(_empty_outputs(q, k_slc, Sizes(*sizes)))
 
 
+# These two also serve the Triton twin (sparse/triton/nsa.py).
+
+
 @nsa_backward.register_fake
-def _(do, *inputs_and_saved):
-    inputs = inputs_and_saved[:8]  # q, the six K/V and the gates
-    return tuple(x.new_empty(x.shape) for x in inputs)
+def empty_gradients(do, *inputs_and_saved):
+    """Of q, the six K/V and the gates."""
+    return tuple(x.new_empty(x.shape) for x in inputs_and_saved[:8])
 
 
-def _save(
+def save_call(
     ctx,
     inputs,
     output,
 ):
-    ctx.set_materialize_grads(False)  # zeros for o_slc's absent gradient would be as large as q
+    """Keep the inputs and all outputs but o for the backward."""
+    ctx.set_materialize_grads(False)  # zeros for absent gradients of outputs would be as large as q
     *tensors, sizes = inputs
     _, *saved = output
     ctx.save_for_backward(*tensors, *saved)
@@ -284,7 +288,7 @@ def _backward(
     return *grads, None, None
 
 
-nsa_forward.register_autograd(_backward, setup_context=_save)
+nsa_forward.register_autograd(_backward, setup_context=save_call)
 
 
 # ---- the entry point

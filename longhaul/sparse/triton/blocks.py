@@ -42,7 +42,7 @@ from longhaul.sparse.triton.tiles import (
     count_to,
     launch,
     padded,
-    refusal,
+    require,
     shared_memory,
     tile_sizes,
     upload,
@@ -404,16 +404,6 @@ def backward(
 
 
 # ---- the operators of PyTorch
-
-
-def require(q_BTHK: Tensor, k_BSGK: Tensor, block: int) -> None:
-    """ValueError if the kernels do not run on these tensors."""
-    if q_BTHK.is_meta:  # the planner, whose tensors have no values, launches nothing
-        return
-    M = q_BTHK.shape[2] // k_BSGK.shape[2]
-    words = refusal(M, q_BTHK.shape[3], q_BTHK.dtype, block, q_BTHK.device)
-    if words:
-        raise ValueError(words)
 
 
 def empty_outputs(q_BTHK: Tensor) -> tuple[Tensor, Tensor]:

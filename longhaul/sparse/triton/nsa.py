@@ -38,7 +38,7 @@ import triton
 from torch import Tensor
 
 from longhaul.sparse.nsa.branches import BranchKV, Sizes
-from longhaul.sparse.nsa.engine import attend
+from longhaul.sparse.nsa.engine import attend, empty_gradients, save_call
 from longhaul.sparse.triton import blocks, stock
 from longhaul.sparse.triton.nsa_kernels import (
     choose_kernel,
@@ -51,7 +51,7 @@ from longhaul.sparse.triton.tiles import (
     count_to,
     launch,
     padded,
-    refusal,
+    require,
     shared_memory,
     tile_sizes,
     upload,
@@ -326,16 +326,6 @@ def choose(
             )
 
 
-def require(q: Tensor, k_slc: Tensor, cfg: Sizes) -> None:
-    """ValueError if the kernels do not run on these tensors."""
-    if q.is_meta:  # the planner, whose tensors have no values, launches nothing
-        return
-    M = q.shape[2] // k_slc.shape[2]
-    words = refusal(M, q.shape[3], q.dtype, cfg.sel_block, q.device, stock=True)
-    if words:
-        raise ValueError(words)
-
-
 @torch.library.custom_op("longhaul::nsa_triton_paired_forward", mutates_args=())
 def nsa_triton_forward(
     q: Tensor,
@@ -351,7 +341,7 @@ def nsa_triton_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of Outputs; only o has gradients."""
     cfg = Sizes(*sizes)
-    require(q, k_slc, cfg)
+    require(q, k_slc, cfg.sel_block, stock=True)
     call = Call(q, k_cmp, cu_seqlens, sizes)
     q = q.contiguous()
     gates = gates.contiguous()
@@ -515,18 +505,7 @@ def _(q, k_slc, v_slc, k_cmp, v_cmp, k_win, v_win, gates, cu_seqlens, sizes):
     return tuple(Outputs.empty(q, k_cmp, Sizes(*sizes)))
 
 
-@nsa_triton_backward.register_fake
-def _(do, *inputs_and_saved):
-    inputs = inputs_and_saved[:8]  # q, the six K/V and the gates
-    return tuple(x.new_empty(x.shape) for x in inputs)
-
-
-def _save(ctx, inputs, output):
-    *tensors, sizes = inputs
-    _, *saved = output
-    ctx.save_for_backward(*tensors, *saved)
-    ctx.sizes = sizes
-    ctx.set_materialize_grads(False)  # zeros for the absent gradients would take 2.2 GB at 131,072
+nsa_triton_backward.register_fake(empty_gradients)
 
 
 def _backward(ctx, do, *_):
@@ -536,7 +515,7 @@ def _backward(ctx, do, *_):
     return *grads, None, None
 
 
-nsa_triton_forward.register_autograd(_backward, setup_context=_save)
+nsa_triton_forward.register_autograd(_backward, setup_context=save_call)
 
 
 # ---- the entry point

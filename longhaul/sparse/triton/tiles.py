@@ -201,6 +201,21 @@ def refusal(
     return None
 
 
+def require(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    block: int,
+    stock: bool = False,
+) -> None:
+    """ValueError if the kernels do not run on these tensors; see `refusal`."""
+    if q_BTHK.is_meta:  # the planner, whose tensors have no values, launches nothing
+        return
+    M = q_BTHK.shape[2] // k_BSGK.shape[2]
+    words = refusal(M, q_BTHK.shape[3], q_BTHK.dtype, block, q_BTHK.device, stock)
+    if words:
+        raise ValueError(words)
+
+
 # ---- launches
 
 

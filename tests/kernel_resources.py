@@ -106,7 +106,7 @@ def sparse(capability: int, dtype: torch.dtype, K: int, sel_block: int) -> None:
     """The kernels of Native Sparse Attention."""
     cfg = NSAConfig(sel_block=sel_block)
     nsa.launch = blocks.launch = compiles(capability)
-    nsa.require = lambda *_: None
+    nsa.require = lambda *_, **__: None
     blocks.PARTIAL_RESULT_NUMBERS = 2**24  # several parts
     for module in (nsa, blocks):
         module.shared_memory = lambda _: SHARED_MEMORY[capability] * 1024

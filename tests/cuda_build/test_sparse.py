@@ -42,7 +42,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(module, "upload", upload)
     monkeypatch.setattr(torch.cuda, "device_of", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(nsa, "require", lambda *_: None)
+    monkeypatch.setattr(nsa, "require", lambda *_, **__: None)
     return names
 
 

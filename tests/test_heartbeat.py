@@ -1,6 +1,7 @@
 """longhaul/run/heartbeat.py with a store that stops, as when a machine or its network does."""
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -108,3 +109,32 @@ def test_the_rank_that_is_silent_is_named_while_the_store_answers(start, ended):
     assert ended.wait(10)
     assert ended.code == exits.WORLD
     assert said[0][1].startswith("rank 0 of 2 was killed or does not answer")
+
+
+def test_a_rank_that_waits_too_long_says_in_which_line_it_is(start, monkeypatch, capsys):
+    """A stuck rank goes on beating; its place differs from that of the ranks that wait for it."""
+    store = Store()
+    beats = start(store, [])
+    beats.timeout = 60.0
+    beats.micro_batch_begins(usual_seconds=0.0)
+    assert not capsys.readouterr().err
+
+    beats.say_at = 0.0
+    said = wait_for_words(capsys)
+    assert said.startswith("rank 1 of 2: no micro-batch has begun")
+    assert f"{__file__}:" in said and "wait_for_words" in said
+    assert said.count("rank 1 of 2") == 1  # until the patience is over again
+    assert beats.say_at > time.monotonic() + heartbeat.STUCK / 2
+
+    beats.micro_batch_begins(usual_seconds=1000.0)
+    assert beats.say_at > time.monotonic() + 2900
+
+
+def wait_for_words(capsys) -> str:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        time.sleep(0.2)
+        said = capsys.readouterr().err
+        if said:
+            return said
+    raise AssertionError("the rank said nothing")

@@ -233,6 +233,8 @@ class Guard:
         votes = dist.sum_over_ranks(votes, self.decisions)
         self.save_due = votes >= SAVE_DUE
         self.began = time.monotonic()
+        if self.heartbeat is not None:
+            self.heartbeat.micro_batch_begins(self.micro_batch_seconds or 0.0)
         return votes % SAVE_DUE > 0
 
     def _save_is_due(self) -> bool:

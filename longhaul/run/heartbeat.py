@@ -4,19 +4,27 @@ that was killed or stopped.
 gloo reports a closed connection, and NCCL reports nothing for minutes; neither says which rank it
 was. Each rank watches only the next one, with two small requests every half second, however many
 ranks there are.
+
+A rank that is alive but stuck goes on counting. When no micro-batch has begun for a long time, each
+rank therefore says in which line it is: the one that the others wait for differs from them.
 """
 
 import faulthandler
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from longhaul import dist, exits
 
 EVERY = 0.5  # seconds between beats
 LOST = 60.0  # seconds without a heartbeat after which a rank is declared lost
+STUCK = 600.0  # seconds without a new micro-batch after which each rank says where it is
 PATIENCE = 5.0  # seconds in which the store must say which rank was lost first
+ROOT = Path(__file__).parents[2]
 STORE = "0 (or the launcher, which keeps the store)"
 
 
@@ -37,6 +45,8 @@ class Heartbeat:
         now = time.monotonic()
         self.answered = now  # when the store last answered
         self.heard = now  # when the next rank's counter last changed
+        self.begun = now  # the last micro-batch, or this watch
+        self.say_at = now + STUCK  # when this rank says where it is
 
         # two threads, because a store whose process was stopped never answers the first one
         self.closed = threading.Event()
@@ -52,6 +62,11 @@ class Heartbeat:
         """This rank was asked to stop: all ranks learn it with their next beat."""
         self.asked.set()
         self.when_asked()
+
+    def micro_batch_begins(self, usual_seconds: float):
+        """This rank is not stuck; a micro-batch usually takes `usual_seconds`."""
+        self.begun = time.monotonic()
+        self.say_at = self.begun + max(STUCK, 3 * usual_seconds)
 
     def close(self):
         """Stop beating; from now on nobody should wait for this rank."""
@@ -107,6 +122,19 @@ class Heartbeat:
                 self._end(STORE)
             elif now - self.heard > self.timeout:
                 self._end(self._first_lost(self.next_rank))
+            elif now > self.say_at:
+                self.say_at = now + STUCK
+                self._say_place(minutes=(now - self.begun) / 60)
+
+    def _say_place(self, minutes: float):
+        """One line, on every rank: where its main thread is."""
+        print(
+            f"rank {self.world.rank} of {self.world.size}: no micro-batch has begun for "
+            f"{minutes:.0f} minutes; this rank is in {main_thread_place()}. If the run hangs, the "
+            "rank in another line than all the others is stuck.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _end(self, silent: str):
         faulthandler.dump_traceback(all_threads=True)
@@ -143,6 +171,22 @@ class Heartbeat:
             f"{self.world.rank} waited {self.timeout:g} s for it): look at that rank's "
             "machine, then run the same command again"
         )
+
+
+def main_thread_place() -> str:
+    """File, line and function of the main thread's innermost frame, and the frame of this
+    repository that led to it.
+    """
+    frame = sys._current_frames()[threading.main_thread().ident]
+    places = [(Path(call.filename), call) for call in traceback.extract_stack(frame)]
+    ours = [
+        call
+        for path, call in places
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts
+    ]
+    calls = [places[-1][1], *ours[-1:]]
+    words = [f"{call.filename}:{call.lineno} {call.name}" for call in calls]
+    return ", called from ".join(dict.fromkeys(words))
 
 
 def launch() -> str:

@@ -28,6 +28,8 @@ PASS_ON = {"setup.sh", "slurm.sh", "test.sh"}
 WRITTEN = {".md", ".py", ".sh", ".toml", ".json", ".svg", ".png", ".html"}
 SECONDS = 90  # until a command has said something, and until it has ended
 INTERRUPTED = 130
+# a shell without job control lets what it starts in the background ignore Ctrl-C
+HEARD = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
 
 
 def command_modules() -> list[str]:
@@ -121,6 +123,7 @@ def started(module: str, folder: Path, *words: str) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=HEARD,
     )
 
 
@@ -173,10 +176,8 @@ def test_ctrl_c_is_one_line_and_ends_the_command_wherever_it_comes(statement):
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
         f"{statement}\nprint('went on')"
     )
-    # a shell without job control lets what it starts in the background ignore the signal
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=heard)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=HEARD)
     assert (done.returncode, done.stdout) == (INTERRUPTED, "")
     assert len(done.stderr.splitlines()) == 1
 

@@ -161,13 +161,3 @@ def test_two_processes_that_need_the_corpus_share_one_preparation(tmp_path):
     ]
     assert [process.wait() for process in processes] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_the_whole_embedded_corpus_is_long_context_data(tmp_path):
-    dataset = prepare_embedded(tmp_path)
-    train = dataset.split("train")
-    assert train.num_tokens > 15_000_000 and train.source_bytes / train.num_tokens > 3.2
-    assert 5.5 < train.unigram_entropy < 7.5
-    assert train.lengths[train.lengths >= 131_072].sum() > 0.4 * train.num_tokens
-    assert Loader(dataset, 131_072, 1).effective_context().warning is None

@@ -13,7 +13,6 @@ from longhaul.config import TrainConfig
 from longhaul.evals.score import Item, ModelScorer
 from longhaul.memory import evaluation
 from longhaul.memory import simulate as training
-from longhaul.memory.reconcile import allocator_peak
 from model import GIB
 from tests.tiers import few_fast, slow
 
@@ -121,14 +120,11 @@ def test_the_parts_that_a_simulation_leaves_out_change_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["standard", "nsa", "tiles"])
-def test_evaluating_131072_tokens_takes_no_more_than_training_on_them(name):
+def test_evaluating_131072_tokens_with_nsa_takes_no_more_than_training_on_them():
     T = 131_072
-    cfg = with_settings(name, context_length=T, gradient_checkpointing="full")
+    cfg = with_settings("nsa", context_length=T, gradient_checkpointing="full")
     trained, _ = training.simulate(cfg, target="cpu").peak()
     assert evaluation.peak(cfg, T, target="cpu", trained=True) <= trained
-    if name != "nsa":
-        assert evaluation.peak(cfg, T, chunk=4096, target="cpu", trained=True) <= trained / 2
 
 
 LEAN = dict(gradient_checkpointing="full", mlp_tiles=16, attention_head_groups=2)
@@ -150,6 +146,7 @@ def test_the_document_has_the_peaks_that_are_computed(levers, changes):
         evaluation.peak(cfg, T, target="cpu", trained=True),
         evaluation.peak(cfg, T, chunk=4096, target="cpu", trained=True),
     ]
+    assert peaks == sorted(peaks, reverse=True)
     row = " | ".join([levers, *(f"{peak / GIB:.2f} GiB" for peak in peaks)])
     assert f"| {row} |" in (ROOT / "docs" / "EVALUATION.md").read_text()
 
@@ -179,14 +176,6 @@ def test_an_evaluation_in_the_loop_takes_less_than_the_leanest_step(name, lean, 
     trained, _ = training.simulate(cfg, ranks, target).peak()
     asked = dict(ranks=ranks, target=target, trained=True)
     assert trained / 2 < evaluation.peak(cfg, T, **asked) < trained
-
-
-@pytest.mark.slow
-def test_evaluating_takes_no_more_than_training_as_the_allocator_records_it():
-    T = 4096
-    cfg = with_settings("standard", context_length=T, gradient_checkpointing="full")
-    cfg = dataclasses.replace(cfg, model_overrides=("num_layers=2",))
-    assert allocated(cfg, T) <= allocator_peak(cfg)
 
 
 # --------------------------------------------------------------------------- whole rows or parts

@@ -30,7 +30,6 @@ from scripts import grade
 from selfcheck.faults import runs
 from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
-from tests.test_train import TORCHRUN
 
 ROOT = Path(__file__).parent.parent
 MODEL = (
@@ -147,18 +146,6 @@ def test_the_reward_of_drawn_responses_to_validation_prompts_is_logged(whole):
     events = EventAccumulator(str(whole / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("val/reward_mean")] == [0, 2, 4]
     assert [event.step for event in events.Scalars("train/reward")] == [1, 2, 3, 4]
-
-
-@pytest.mark.slow
-def test_a_run_that_lost_its_newest_checkpoint_has_the_bits_of_a_whole_one(folder, whole, tmp_path):
-    args = asked(folder, tmp_path, "--max_steps 4 --save_every 2")
-    grade.main(args)
-    (newest,) = tmp_path.glob("step-00000004")
-    for path in sorted(newest.rglob("*")):
-        path.unlink()
-    newest.rmdir()
-    grade.main(args)
-    assert same_bits(tmp_path, whole)
 
 
 @pytest.mark.slow
@@ -327,37 +314,6 @@ def test_the_demo_measures_every_method_by_prompts_that_nothing_saw(short_demo, 
     grade.main([*more.split(), "--output_dir", str(out)])
     assert capsys.readouterr().out.count("nothing to do") == len(METHODS)
     assert (tmp_path / "demo-made" / "base" / "config.json").stat().st_mtime_ns == made
-
-
-@pytest.mark.slow
-def test_a_demo_of_two_ranks_is_measured_too(tmp_path):
-    flags = [
-        "--demo",
-        "--max_steps",
-        "2",
-        "--max_new_tokens",
-        "6",
-        "--batch_size",
-        "4",
-        "--eval_every",
-        "0",
-    ]
-    program = (
-        "from scripts import grade\n"
-        "grade.grade_demo.BASE_STEPS = grade.grade_demo.REWARD_STEPS = 2\n"
-        "if __name__ == '__main__': grade.main()\n"
-    )
-    (tmp_path / "short.py").write_text(program)
-    done = subprocess.run(
-        [*TORCHRUN, str(tmp_path / "short.py"), *flags, "--output_dir", str(tmp_path / "demo")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    score = json.loads((tmp_path / "demo" / "test.json").read_text())
-    assert f"test, after: reward {score['reward']:.3f}" in done.stdout
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from longhaul.posttrain import demo
 from longhaul.posttrain.config import GradeConfig, IntuitorConfig
 from scripts import evaluate, intuitor
 from selfcheck.faults import runs
-from tests.killed import killed_and_resumed
 from tests.policy_runs import records, same_bits
 from tests.ranks import run_program
 from tests.tiers import slow
@@ -191,14 +190,6 @@ def test_ranks_sample_the_same_responses_and_learn_the_same(folder, whole):
 
 
 @pytest.mark.slow
-def test_ranks_that_are_killed_end_with_the_same_bits(folder, tmp_path):
-    out = tmp_path / "killed"
-    args = words(folder, out, f"{VALIDATED} --batch_size 1 --save_every 1")
-    killed_and_resumed("scripts.intuitor", args, 2, out)
-    assert runs.same_end(out, on_ranks(folder, 2)) and len(runs.final_bits(out)) == 2
-
-
-@pytest.mark.slow
 def test_the_reference_stays_what_it_was_when_the_run_it_came_from_goes_on(
     folder, whole, tmp_path, capsys
 ):
@@ -304,20 +295,6 @@ def test_a_resume_may_not_change_what_the_policy_learns_from(folder, whole, caps
 
 
 # ---- the demo
-
-
-@pytest.mark.slow
-def test_the_demo_makes_its_first_model_and_improves_it(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        intuitor, "FIRST", intuitor.FIRST.replace("--max_steps 600", "--max_steps 3")
-    )
-    out = tmp_path / "demo"
-    more = "--demo --max_steps 2 --global_batch_size 4 --batch_size 2 --eval_every 2 --eval_rows 4"
-    intuitor.main([*more.split(), "--output_dir", str(out)])
-    steps = [record for record in records(out) if "loss" in record]
-    assert [record["step"] for record in steps] == [1, 2]
-    assert any("validation_accuracy" in record for record in records(out))
-    assert (tmp_path / "demo-made" / "base" / "step-00000003").exists()
 
 
 @pytest.mark.parametrize("missing", ["checkpoint", "data"])

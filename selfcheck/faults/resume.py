@@ -454,7 +454,7 @@ def killed_around_the_warmup(trials: int, folder: Path) -> str:
     """Row 51: a warm-up of two steps, on one rank and on two."""
     source = runs.dataset(folder / "data")
     flags = [*INDEXED, "--indexer_warmup", "2", "--max_steps", "4", "--save_every", "1"]
-    for ranks, deaths in {1: (1, 2, 3), 2: (2, 3)}.items():
+    for ranks, deaths in {1: (1, 2, 3), 2: (2,)}.items():
         whole = folder / f"whole-{ranks}"
         codes = lives(runs.arguments(source, whole, *flags), ranks)
         require(codes == [0] * ranks, f"the run that nothing happens to ended with {codes}")
@@ -468,8 +468,8 @@ def killed_around_the_warmup(trials: int, folder: Path) -> str:
         require(codes == [0] * ranks, f"continued, it ended with {codes}")
         require(runs.same_end(out, whole), f"{ranks} rank(s): other bits")
     return (
-        "killed in the warm-up, at its last step and behind it, on 1 rank and on 2: weights, "
-        "moments and losses of the undisturbed run"
+        "killed in the warm-up, at its last step and behind it on 1 rank, at its last step on 2: "
+        "weights, moments and losses of the undisturbed run"
     )
 
 

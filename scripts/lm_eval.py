@@ -14,17 +14,16 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from base.flags import PRECISIONS, precision, spellings
 from data.load_tokenizer import AnyTokenizer
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
-from scripts.generate import Source, opened, tokenizer_of
+from scripts.source import Source, SourceConfig, tokenizer_of
 
 INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
 # What a wrong task raises, and the packages whose exceptions are of its data or of a network.
@@ -33,14 +32,11 @@ LIBRARIES = {"aiohttp", "datasets", "httpx", "httpx2", "requests", "urllib3"}
 
 
 @dataclass(frozen=True)
-class LmEvalConfig:
+class LmEvalConfig(SourceConfig):
     """The flags."""
 
-    checkpoint: str = flag(
-        "",
-        "a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "Qwen3 folder",
-    )
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"attention_type", "blocks"})
+
     tasks: str = flag("", "names of tasks, groups or tags with commas; * matches")
     include_path: str = flag(
         "", "folder with tasks of your own as YAML files, besides those of the harness"
@@ -63,14 +59,12 @@ class LmEvalConfig:
     tokenizer: str = flag(
         "", "sentencepiece model, tokenizer.json or a folder with one; empty: the checkpoint's"
     )
-    device: str = flag("auto", "where to compute: auto, cpu, cuda or cuda:N")
-    dtype: str = flag("fp32", "compute precision", choices=tuple(spellings("fp32", "bf16")))
     output: str = flag("", "also write all results to this JSON file")
     offline: bool = flag(False, "ask no network: only data that is here already")
 
     def __post_init__(self):
-        cli.require(self, "checkpoint", "tasks")
-        cli.check_ranges(self)
+        super().__post_init__()
+        cli.require(self, "tasks")
         if self.include_path and not Path(self.include_path).is_dir():
             raise ValueError(
                 f"--include_path {self.include_path} is no folder: name one with YAML files"
@@ -91,7 +85,7 @@ def evaluate(given: LmEvalConfig):
         go_offline()
     require_extra()
     device = named_device(given.device)
-    source = opened(Path(given.checkpoint))
+    source = Source.open(given.checkpoint)
     tokenizer = tokenizer_of(source, given.tokenizer)
 
     tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
@@ -204,7 +198,7 @@ def run(
 
     from longhaul.evals.harness import LonghaulLM
 
-    model = source.load(device, PRECISIONS[precision(given.dtype)])
+    model = source.load_in(device, given.dtype)
     if device.type == "cuda":
         cast_matrices(model)
     window = given.max_length or source.reach

@@ -28,7 +28,7 @@ from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
 from longhaul.run import start
-from scripts.generate import Source, tokenizer_of
+from scripts.source import tokenizer_of
 
 FEWEST = 10  # texts that a head is trained and judged on
 FP32 = 4  # bytes of a weight that is saved
@@ -84,8 +84,7 @@ def run(given: RewardConfig):
 
     durable.require_free(Path(given.output), FP32 * config.num_params())
 
-    source = Source(origin.tokenizer_folder, config, origin.checkpoint)
-    tokenizer = tokenizer_of(source, given.tokenizer)
+    tokenizer = tokenizer_of(origin, given.tokenizer)
     texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
     random.Random(given.seed).shuffle(texts)
     number = max(1, round(given.held_out * len(texts)))

@@ -115,12 +115,13 @@ def test_json_has_the_figures_of_the_table_and_those_of_documents(compared):
     assert {one["task"] for one in record["retrieval"]["scores"]} == {"single", "copy"}
 
 
-def test_long_lines_are_folded_between_figures():
+def test_long_lines_are_folded_below_the_figures():
     cells = " | ".join(f"{n}: 6.240 +- 0.042 (4)" for n in range(9))
-    parts = evaluate.folded(f"by position        {cells}")
-    assert len(parts) == 3 and max(map(len, parts)) <= 100
-    assert all(part.endswith((" |", "(4)")) for part in parts)
-    assert "".join(part.strip() + " " for part in parts).strip() == f"by position        {cells}"
+    first, *others = evaluate.fold(f"by position        {cells}")
+    assert len(others) == 2 and max(map(len, [first, *others])) <= 100
+    assert all(part.startswith(" " * evaluate.INDENT) for part in others)
+    words = [first, *(part.strip() for part in others)]
+    assert " ".join(words) == f"by position        {cells}"
 
 
 def test_the_heatmap_is_a_png(compared):
@@ -192,7 +193,7 @@ def test_fp32_is_computed_for_a_run_that_kept_no_fp32_weights(folder, monkeypatc
     with_recorded(monkeypatch, dtype="bf16", master_weights="none")
     opened = evaluate.Opened.of(f"{folder}/a", "fp32", CPU)
     assert next(opened.load(CPU).parameters()).dtype == torch.float32
-    kept = evaluate.Opened.of(f"{folder}/a", None, CPU)
+    kept = evaluate.Opened.of(f"{folder}/a", "", CPU)
     assert next(kept.load(CPU).parameters()).dtype == torch.bfloat16
 
 
@@ -211,14 +212,14 @@ def test_a_checkpoint_of_a_policy_is_evaluated_as_one_of_train_py(folder, tmp_pa
 
 def test_a_run_with_triton_kernels_is_evaluated_on_a_cpu(folder, monkeypatch):
     with_recorded(monkeypatch, kernels="triton")
-    opened = evaluate.Opened.of(f"{folder}/a", None, CPU)
+    opened = evaluate.Opened.of(f"{folder}/a", "", CPU)
     checkpoint = dataclasses.replace(
         opened.checkpoint, model_config=opened.checkpoint.model_config | {"kernels": "triton"}
     )
     model = dataclasses.replace(opened, checkpoint=checkpoint).load(CPU)
     assert opened.config.kernels == model.config.kernels == "auto"
 
-    on_cuda = evaluate.Opened.of(f"{folder}/a", None, torch.device("cuda"))
+    on_cuda = evaluate.Opened.of(f"{folder}/a", "", torch.device("cuda"))
     assert on_cuda.cfg.kernels == "triton"
 
 
@@ -256,7 +257,7 @@ def test_rows_beyond_memory_are_refused(folder, capsys, monkeypatch):
 
 
 def test_parts_of_an_attention_that_reads_rows_at_once_are_refused(folder):
-    opened = evaluate.Opened.of(f"{folder}/a", None, CPU)
+    opened = evaluate.Opened.of(f"{folder}/a", "", CPU)
     cfg = dataclasses.replace(opened.cfg, attention_type="nsa")
     sparse = dataclasses.replace(opened, cfg=cfg, config=cfg.model())
     with pytest.raises(ValueError, match="--chunk 64: nsa attention reads .*: give --chunk 0"):
@@ -357,7 +358,7 @@ def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
 
 
 def test_progress_adds_up_to_what_was_counted_before(folder):
-    config = evaluate.Opened.of(f"{folder}/a", None, CPU).config
+    config = evaluate.Opened.of(f"{folder}/a", "", CPU).config
     item = evaluate.Item(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long))
     total = evaluate.Counter(config)
     with evaluate.bar("evaluating", 1.0) as progress:

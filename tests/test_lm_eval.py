@@ -421,9 +421,9 @@ def test_answers_and_metrics_are_those_of_hflm_on_the_exported_folder(run, tasks
 
     from longhaul.evals.harness import LonghaulLM
 
-    source = command.opened(run)
-    model = source.load(torch.device("cpu"), "float32")
-    lm = LonghaulLM(model, command.tokenizer_of(source, None), WINDOW, batch_size=5)
+    source = command.Source.open(run)
+    model = source.load_in(torch.device("cpu"), "float32")
+    lm = LonghaulLM(model, command.tokenizer_of(source), WINDOW, batch_size=5)
     convert_qwen3.main(["--checkpoint", str(run), "--output", str(tmp_path / "exported")])
     # HFLM adds log-likelihoods in fp32, in which 7,683 has steps of 0.0005, unless it is told
     theirs = HFLM(

@@ -169,7 +169,7 @@ def test_the_folder_is_complete(exported):
     settings = transformers.GenerationConfig.from_pretrained(exported)
     assert (settings.eos_token_id, settings.bos_token_id, settings.pad_token_id) == (0, 0, 0)
     assert (settings.do_sample, settings.temperature, settings.top_k) == (True, 0.8, 50)
-    usual = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "y"])
+    usual = generate.GenerateConfig(checkpoint="x", prompt="y")
     assert (usual.temperature, usual.top_k, usual.top_p) == (0.8, 50, settings.top_p)
 
 

@@ -1,5 +1,5 @@
 """From text files to rows of tokens, with numpy, sentencepiece, tqdm and the standard library;
-tokenizers, pyarrow and zstandard are optional.
+tokenizers and pyarrow are optional.
 
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages

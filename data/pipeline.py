@@ -52,7 +52,7 @@ BATCH_CHARS = 1 << 20
 SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
 SPACE_MARGIN = 1.05
 STATE = "state.json"
-STATE_VERSION = 3  # of what a preparation leaves when it is killed
+STATE_VERSION = 4  # of what a preparation leaves when it is killed
 TINY_CHARS = 64  # a document with fewer has no context to speak of
 
 

@@ -196,7 +196,7 @@ def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name)
     assert len(reports) == 1
 
 
-def test_files_are_hashed_whole_while_they_are_read_even_behind_damage(tmp_path):
+def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
     lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(2000)).encode()
@@ -230,7 +230,7 @@ def test_files_are_hashed_whole_while_they_are_read_even_behind_damage(tmp_path)
     assert len(reports) == 2 * 3
 
 
-def test_preparation_opens_each_file_twice(folder, tmp_path):
+def test_preparation_reads_each_file_twice_and_hashes_it_once(folder, tmp_path):
     script = """
 import sys
 from data.prepare import main
@@ -252,7 +252,7 @@ sys.exit(code)
     )
     assert result.returncode == 0
     texts = [str(path) for path in list_files(folder)]
-    assert sorted(result.stderr.splitlines()) == sorted(texts * 2)
+    assert sorted(result.stderr.splitlines()) == sorted(texts * 3)
 
 
 def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):

@@ -23,7 +23,6 @@ from data.hugging_face import (
     SETTINGS,
     TOKENIZER,
     HuggingFaceTokenizer,
-    end_id,
     read_settings,
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
@@ -65,8 +64,10 @@ class ConvertConfig:
 
     def __post_init__(self):
         cli.require(self, "output")
-        if bool(self.input) == bool(self.checkpoint):
-            raise ValueError("one folder is converted: give --input or --checkpoint")
+        if self.input and self.checkpoint:
+            raise ValueError("--input and --checkpoint exclude each other: keep one")
+        if not self.input and not self.checkpoint:
+            raise ValueError("nothing is converted: give --input or --checkpoint")
         output = Path(self.output)
         empty = output.is_dir() and not any(output.iterdir())
         if output.exists() and not empty:
@@ -208,8 +209,6 @@ def end_of_document(checkpoint: Checkpoint, eod: str = "") -> int | None:
     if path is None:
         dataset = data_of(checkpoint)
         return dataset.eod_id if dataset else None
-    if path.suffix == ".json":
-        return end_id(path, eod or None)
     return load_tokenizer(path, eod or None).eod_id
 
 

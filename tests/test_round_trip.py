@@ -423,11 +423,9 @@ def small_config(**changes) -> ModelConfig:
     return ModelConfig(**sizes, ffn_size=40, **changes)
 
 
-def test_weights_only_need_no_tokenizer_that_can_be_opened(imported_without_end, tmp_path):
-    """Nothing says which token ends a document, unless --eod does."""
-    silent = export(imported_without_end, tmp_path / "silent", "--tokenizer", "none")
-    assert not (silent / "generation_config.json").exists()
-
+def test_weights_only_are_exported_with_the_end_of_a_document_that_is_given(
+    imported_without_end, tmp_path
+):
     words = ("--tokenizer", "none", "--eod", "<|endoftext|>")
     said = export(imported_without_end, tmp_path / "said", *words)
     ids = load_tokenizer(imported_without_end, "<|endoftext|>")

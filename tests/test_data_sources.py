@@ -360,16 +360,14 @@ def test_a_joined_directory_is_cut_between_its_files():
 # ---- the command line
 
 
-def test_the_command_line_counts_what_is_empty_tiny_and_replaced(tmp_path, capsys):
+def test_the_command_line_counts_what_is_empty_and_replaced(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"some words and a line\n" * 2000 + b"\xff")
     (tmp_path / "in" / "empty.txt").write_bytes(b"")
-    (tmp_path / "in" / "tiny.txt").write_bytes(b"tiny")
     arguments = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "d")]
     assert main([*arguments, "--vocab_size", "280", "--on_error", "replace"]) == 0
     said = capsys.readouterr()
     assert "left out: 1 documents without text" in said.out
-    assert "1 of 2 documents have fewer than 64 characters" in said.out
     assert "replaced 1 bytes that are not UTF-8" in said.err
 
 

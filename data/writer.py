@@ -8,9 +8,10 @@ continue after kill -9 with the shards that are full (data/pipeline.py records w
 """
 
 import hashlib
-import os
+import tempfile
 from array import array
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,11 +108,13 @@ def require_new(output: Path) -> None:
         raise ValueError(f"output {output} is not empty: choose another --output")
 
     parent = next(parent for parent in output.absolute().parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
         raise ValueError(
-            f"output {output} cannot be made: {parent} is not a folder that you may write to: "
-            "choose another --output"
-        )
+            f"output {output} cannot be made in {parent} ({error.strerror}): choose another "
+            "--output"
+        ) from None
 
 
 def require_fraction(val_fraction: float) -> None:
@@ -228,19 +231,20 @@ class Writer:
         """
         shards = self.close()
         chosen = choose_validation(np.array(self.lengths), val_fraction)
-        write_manifest(
-            self.folder,
-            vocab_size=self.vocab_size,
-            eod_id=self.eod_id,
-            shards=shards,
-            splits=self.summaries(chosen),
-            validation=_store(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
-            tokenizer=_store_tokenizer(self.folder, tokenizer),
-            sources=sources,
-            masked=self.storage.masked,
-            task=task,
-            answer_id=answer_id,
-        )
+        content = {
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "shards": [shard.record() for shard in shards],
+            "splits": {name: asdict(split) for name, split in self.summaries(chosen).items()},
+            "validation": _store(
+                self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()
+            ).record(),
+            "tokenizer": _store_tokenizer(self.folder, tokenizer),
+            "sources": list(sources),
+        }
+        optional = {"masked": self.storage.masked or None, "task": task, "answer_id": answer_id}
+        content |= {name: value for name, value in optional.items() if value is not None}
+        write_manifest(self.folder, content)
 
     def add(self, document: TokenizedDocument) -> None:
         """Append a document. A closing end of a document that it lacks is learned if its last token

@@ -27,6 +27,7 @@ from data.hugging_face import (
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
+from data.writer import require_new
 from longhaul import cli, qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
@@ -68,10 +69,7 @@ class ConvertConfig:
             raise ValueError("--input and --checkpoint exclude each other: keep one")
         if not self.input and not self.checkpoint:
             raise ValueError("nothing is converted: give --input or --checkpoint")
-        output = Path(self.output)
-        empty = output.is_dir() and not any(output.iterdir())
-        if output.exists() and not empty:
-            raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
+        require_new(Path(self.output))
         for name in ("tokenizer", "eod"):
             if self.input and getattr(self, name):
                 raise ValueError(

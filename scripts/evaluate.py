@@ -517,9 +517,6 @@ fold = textwrap.TextWrapper(
 
 def make_output(folder: Path):
     """Make the folder; ValueError if its files cannot be written, before any computing."""
-    for name in ("eval.json", "heatmap.png"):
-        if (folder / name).is_dir():
-            raise ValueError(f"--output {folder}: {name} in it is a folder: name another place")
     try:
         durable.make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()

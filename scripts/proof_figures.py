@@ -99,7 +99,9 @@ def run(given: ProofConfig):
         )
     converts = given.proof == "convert"
     figures_of = conversion if converts else context
-    seeds = [{"seed": name.removeprefix("seed-"), "figures": figures_of(folder / name)} for name in names]
+    seeds = [
+        {"seed": name.removeprefix("seed-"), "figures": figures_of(folder / name)} for name in names
+    ]
     proof = {"seeds": seeds}
     path = folder / ("conversion.json" if converts else "proof.json")
     durable.write_json(path, proof)

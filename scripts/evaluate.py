@@ -401,11 +401,11 @@ def measured(
     """Run the measures on a model; `own_peak`: the peak of memory is not of another model."""
     begin = time.monotonic()
     scorer = ModelScorer(opened.load(device), device, plan.chunk)
-    total = Counter(opened.config)
+    total = Watched(opened.config)
     measures.run(total)
 
     with bar("evaluating", total.operations, unit="FLOP", unit_scale=True) as progress:
-        report = measures.run(Watched(scorer, opened.config, progress))
+        report = measures.run(Watched(opened.config, scorer, progress))
     assert report is not None, "nobody asked to stop"
     peak_gib = peak_memory_gib(device) if own_peak else None
     return Result(report, plan, peak_gib, time.monotonic() - begin, device)
@@ -426,42 +426,32 @@ def planned(opened: Opened, tokens: int, chunk: str, device: torch.device) -> pl
     return plan
 
 
-class Counter:
-    """A scorer that only counts the operations that a model will need."""
-
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        self.operations = 0.0
-
-    def score(self, item: Item, *, hits: bool = False) -> Scores:
-        """Nothing."""
-        self.operations += operations(self.config, item)
-        nothing_BT = torch.zeros(item.labels_BT.shape, dtype=torch.float64)
-        return Scores(nothing_BT, nothing_BT.bool() if hits else None)
-
-
+@dataclass
 class Watched:
-    """A scorer that says on standard error how far it is."""
+    """A scorer that counts the operations of a model, and says on a bar how far it is; without a
+    scorer it only counts.
+    """
 
-    def __init__(self, scorer: Scorer, config: ModelConfig, progress: tqdm):
-        self.scorer = scorer
-        self.config = config
-        self.progress = progress
+    config: ModelConfig
+    scorer: Scorer | None = None
+    progress: tqdm | None = None
+    operations: float = 0.0
 
     def score(self, item: Item, *, hits: bool = False) -> Scores:
         """The scores of the scorer."""
+        sizes = [tokens for row in text_sizes(item) for tokens in row]
+        done = sum(map(self._operations, sizes))
+        self.operations += done
+        if self.scorer is None:
+            nothing_BT = torch.zeros(item.labels_BT.shape, dtype=torch.float64)
+            return Scores(nothing_BT, nothing_BT.bool() if hits else None)
         scores = self.scorer.score(item, hits=hits)
-        self.progress.update(operations(self.config, item))
+        self.progress.update(done)
         return scores
 
-
-def operations(config: ModelConfig, item: Item) -> float:
-    """Floating-point operations that grow like those of scoring an item."""
-    total = 0.0
-    for of_row in text_sizes(item):
-        for tokens in of_row:
-            total += flops.train_flops(config, tokens, flops.pairs(config, tokens))
-    return total
+    def _operations(self, tokens: int) -> float:
+        """Floating-point operations that grow like those of scoring so many tokens."""
+        return flops.train_flops(self.config, tokens, flops.pairs(self.config, tokens))
 
 
 # ---- the table

@@ -360,9 +360,9 @@ def test_pairs_cancel_what_makes_a_document_hard_for_both_models():
 def test_progress_adds_up_to_what_was_counted_before(folder):
     config = evaluate.Opened.of(f"{folder}/a", "", CPU).config
     item = evaluate.Item(torch.zeros(1, 64, dtype=torch.long), torch.zeros(1, 64, dtype=torch.long))
-    total = evaluate.Counter(config)
+    total = evaluate.Watched(config)
     with evaluate.bar("evaluating", 1.0) as progress:
-        watched = evaluate.Watched(total, config, progress)
+        watched = evaluate.Watched(config, total, progress)
         for _ in range(4):
             watched.score(item)
         assert progress.n == total.operations > 0

@@ -22,6 +22,7 @@ tokenizers and pyarrow are optional.
     mixture.py    position -> corpus, for several corpora in fixed shares
     staged.py     step -> context length, for a run with a --length_schedule
 
+    commands.py   how the commands end, and with which exit code
     report.py     the command `python -m data.report`: what a dataset can teach
     recall.py     the command `python -m data.recall`: a synthetic task over long contexts
     sums.py       the command `python -m data.sums`: a synthetic task for training from rewards

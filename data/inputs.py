@@ -43,11 +43,6 @@ class Input(NamedTuple):
         return str(file).removeprefix(self.named).lstrip("/")
 
 
-def list_files(path: Path | str) -> list[Path]:
-    """The files of `look_into`."""
-    return look_into(path).files
-
-
 def look_into(named: Path | str) -> Input:
     """A file, the files of a folder and its subfolders, or those of a pattern; sorted.
 

@@ -27,9 +27,9 @@ from pathlib import Path
 
 from base import flags
 from data import report
+from data.commands import exit_code
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
-from data.manifest import IntegrityError
 from data.pipeline import build_dataset
 from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
 from data.writer import require_new
@@ -46,39 +46,20 @@ NEEDS = {
     "eod": "tokenizer PATH",
 }
 
-EXIT_BAD_INPUT = 2
-EXIT_INTEGRITY = 3
-EXIT_STORAGE = 6
-EXIT_INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = parse(arguments)
-        begin = time.perf_counter()
-        dataset = prepare(options)
-        print("\n".join(report.summary(dataset)))
-        print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
-        print(f"what it can teach: python -m data.report {dataset.path}")
-        return 0
-    except IntegrityError as error:
-        return _fail(error, EXIT_INTEGRITY)
-    except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            f"cannot read or write: {error}: check the free space and the permissions, then run "
-            "the same command again, which continues",
-            EXIT_STORAGE,
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted: run the same command again to continue", EXIT_INTERRUPTED)
+    return exit_code("data.prepare", lambda: run(arguments))
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"data.prepare: {message}", file=sys.stderr)
-    return code
+def run(arguments: Sequence[str] | None):
+    """Prepare, and say what the dataset holds."""
+    options = parse(arguments)
+    begin = time.perf_counter()
+    dataset = prepare(options)
+    print("\n".join(report.summary(dataset)))
+    print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
+    print(f"what it can teach: python -m data.report {dataset.path}")
 
 
 # ---- what the flags ask for

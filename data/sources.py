@@ -16,14 +16,11 @@ from data.inputs import (
     Input,
     compression_of,
     kind_of,
-    list_files,
     look_into,
     opened,
     require_package,
     some,
 )
-
-__all__ = ["Document", "TextFiles", "by_directory", "decode", "list_files", "refuse"]
 
 DOCUMENT_BYTES = 64 << 20  # the longest document: 16M tokens or so
 

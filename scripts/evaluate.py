@@ -7,7 +7,6 @@ evaluates. docs/EVALUATION.md says what the figures mean.
 """
 
 import dataclasses
-import gc
 import math
 import re
 import sys
@@ -53,7 +52,6 @@ from scripts.source import Source, SourceConfig, check_ids
 
 COLUMNS = 100  # of the table
 INDENT = 19  # of its figures
-CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: "5" resets the peak of resident memory
 
 
 # ---- the command line
@@ -172,7 +170,10 @@ def evaluate(given: EvaluateConfig):
     results = []
     for opened, plan in zip(models, plans, strict=True):
         print(opened.words(device))
-        own_peak = reset_peak(device) or not results
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        # on a CPU it is the peak of the process, and so may be of the first model
+        own_peak = device.type == "cuda" or not results
         results.append(measured(opened, measures, plan, device, own_peak))
         show(results[-1], given.names)
     comparison = None
@@ -381,19 +382,6 @@ def longest_row(asked: Asked) -> int:
     """Tokens of the longest row that is scored."""
     retrieved = asked.lengths if "retrieval" in asked.names else ()
     return max(asked.context_length, *retrieved, 0)
-
-
-def reset_peak(device: torch.device) -> bool:
-    """Let the peak of memory begin anew, without a model before; whether the system can do that."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def measured(

@@ -114,8 +114,10 @@ def opened(file: Path, on_damage: Callable[[str], object]) -> Iterator[BinaryIO]
     """The bytes of a file, expanded if it is compressed; damage ends them and is told."""
     with open(file, "rb", buffering=0) as stored:
         try:
-            yield _expanded(stored, compression_of(file))
-            if stored.read(1):  # the libraries take a later stream that is damaged for the end
+            stream = _expanded(stored, compression_of(file))
+            yield stream
+            # the libraries take a later stream that is damaged for the end
+            if not stream.read(1) and stored.read(1):
                 raise EOFError("its streams end before the file does")
         except (OSError, *DAMAGE) as error:
             is_of_the_disk = isinstance(error, OSError) and error.errno is not None

@@ -120,7 +120,7 @@ class TextFiles:
         self._report = report
         self._replace = replace
         self._limit = document_bytes
-        self._replaced: dict[str, int] = {}  # place of the first one of a document -> bytes
+        self._replaced: dict[str, int] = {}  # place of the first one of a document -> U+FFFD
         self._cut: dict[Path, int] = {}
 
         for one in self._inputs:
@@ -157,7 +157,7 @@ class TextFiles:
             first = next(iter(self._replaced))
             count = sum(self._replaced.values())
             lines.append(
-                f"replaced {count:,} bytes that are not UTF-8 by U+FFFD in "
+                f"replaced bytes that are not UTF-8 by {count:,} U+FFFD in "
                 f"{len(self._replaced):,} documents, the first at {first}"
             )
         return lines

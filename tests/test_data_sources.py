@@ -92,6 +92,15 @@ def test_noise_under_the_name_of_a_compression_is_named(tmp_path, suffix):
         texts_of(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_a_file_that_is_left_early_is_told_once(tmp_path, suffix):
+    content = b"\xff" + random.Random(0).randbytes(300_000).hex().encode()
+    (tmp_path / f"a.txt{suffix}").write_bytes(COMPRESS.get(suffix, bytes)(content))
+    reports = []
+    assert texts_of(tmp_path, report=reports.append, document_bytes=1000) == []
+    assert len(reports) == 1
+
+
 def test_an_error_of_the_disk_is_not_taken_for_damage(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(OSError, match="the disk"), inputs.opened(tmp_path / "a.txt", print):
@@ -311,7 +320,7 @@ def test_bad_bytes_are_replaced_and_counted_on_request(tmp_path):
         texts = [document.text for document in files.documents()]
         assert texts == ["\ufffd\u00e9\ufffd\ufffd\n\ufffd", "x", "\ufffd"]
         [note] = files.notes()
-        assert "replaced 4 bytes that are not UTF-8 by U+FFFD in 2 documents" in note
+        assert "replaced bytes that are not UTF-8 by 4 U+FFFD in 2 documents" in note
         assert f"the first at {tmp_path}/a.txt:5" in note
 
 
@@ -368,7 +377,7 @@ def test_the_command_line_counts_what_is_empty_and_replaced(tmp_path, capsys):
     assert main([*arguments, "--vocab_size", "280", "--on_error", "replace"]) == 0
     said = capsys.readouterr()
     assert "left out: 1 documents without text" in said.out
-    assert "replaced 1 bytes that are not UTF-8" in said.err
+    assert "replaced bytes that are not UTF-8 by 1 U+FFFD" in said.err
 
 
 MEASURE = """

@@ -1,5 +1,5 @@
 """From text files to rows of tokens, with numpy, sentencepiece, tqdm and the standard library;
-tokenizers, pyarrow and zstandard are optional.
+tokenizers and pyarrow are optional.
 
     prepare.py    the command `python -m data.prepare`
     pipeline.py   documents -> a tokenizer -> ids -> a dataset folder; describes the stages
@@ -22,6 +22,7 @@ tokenizers, pyarrow and zstandard are optional.
     mixture.py    position -> corpus, for several corpora in fixed shares
     staged.py     step -> context length, for a run with a --length_schedule
 
+    commands.py   how the commands end, and with which exit code
     report.py     the command `python -m data.report`: what a dataset can teach
     recall.py     the command `python -m data.recall`: a synthetic task over long contexts
     sums.py       the command `python -m data.sums`: a synthetic task for training from rewards

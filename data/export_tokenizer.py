@@ -8,11 +8,9 @@ Hugging Face tokenizer keeps its settings and its chat template.
 import json
 from pathlib import Path
 
-from data import hugging_face
 from data.convert_sentencepiece import read_pieces, tokenizer_json
-from data.hugging_face import PADDED, SETTINGS, TOKENIZER, HuggingFaceTokenizer
+from data.hugging_face import PADDED, SETTINGS, TOKENIZER, HuggingFaceTokenizer, read_settings
 from data.load_tokenizer import AnyTokenizer
-from data.tokenizer import Tokenizer
 
 # What a folder may hold besides: the form of a chat, and the vocabulary for slow tokenizers.
 EXTRAS = ("chat_template.jinja", "vocab.json", "merges.txt")
@@ -29,41 +27,20 @@ def exported(tokenizer: AnyTokenizer, vocab_size: int, context: int) -> dict[str
             f"tokenizer {tokenizer.path} has {tokenizer.vocab_size:,} tokens, and the model "
             f"{vocab_size:,}: give --tokenizer PATH with the model's own"
         )
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        files, settings = _of_hugging_face(tokenizer)
-    else:
-        files, settings = _of_sentencepiece(tokenizer)
-
-    settings["model_max_length"] = context
-    settings[PADDED] = vocab_size
-    return files | {SETTINGS: _json(settings)}
-
-
-def _of_sentencepiece(tokenizer: Tokenizer) -> tuple[dict[str, bytes], dict]:
-    content = tokenizer_json(tokenizer.path)
-    end = read_pieces(tokenizer.path)[tokenizer.eod_id].text
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": end,
-        "pad_token": end,
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
-    return {TOKENIZER: _json(content)}, settings
-
-
-def _of_hugging_face(tokenizer: HuggingFaceTokenizer) -> tuple[dict[str, bytes], dict]:
-    defaults = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": tokenizer.eod_token,
         "clean_up_tokenization_spaces": False,
     }
-    folder = tokenizer.path.parent
-    settings = defaults | hugging_face.read_settings(folder / SETTINGS)
-    settings["eos_token"] = tokenizer.eod_token
-    settings.pop("auto_map", None)  # code of the folder, which is not copied
+    fixed = {"model_max_length": context, PADDED: vocab_size}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        settings["pad_token"] = tokenizer.eod_token
+        fixed["eos_token"] = tokenizer.eod_token
+        files = {TOKENIZER: tokenizer.path.read_bytes()}
+        return files | _with_settings_of(tokenizer.path.parent, settings, fixed)
 
-    return {TOKENIZER: tokenizer.path.read_bytes()} | _extras(folder), settings
+    end = read_pieces(tokenizer.path)[tokenizer.eod_id].text
+    settings |= {"eos_token": end, "pad_token": end, "split_special_tokens": True}
+    return {TOKENIZER: _json(tokenizer_json(tokenizer.path)), SETTINGS: _json(settings | fixed)}
 
 
 def complete_tokenizer(files: dict[str, bytes], source: Path) -> dict[str, bytes]:
@@ -73,16 +50,17 @@ def complete_tokenizer(files: dict[str, bytes], source: Path) -> dict[str, bytes
     if TOKENIZER not in files or not (source / TOKENIZER).is_file():
         return files
     ours = json.loads(files[SETTINGS])
-    settings = ours | hugging_face.read_settings(source / SETTINGS)
-    settings |= {name: ours[name] for name in ("eos_token", PADDED) if name in ours}
+    fixed = {name: ours[name] for name in ("eos_token", PADDED) if name in ours}
+    return files | _with_settings_of(source, ours, fixed)
+
+
+def _with_settings_of(folder: Path, defaults: dict, fixed: dict) -> dict[str, bytes]:
+    """The settings of a folder, completed by `defaults` and changed by `fixed`, and its EXTRAS."""
+    settings = defaults | read_settings(folder / SETTINGS) | fixed
     settings.pop("auto_map", None)  # code of the folder, which is not copied
-    return files | _extras(source) | {SETTINGS: _json(settings)}
-
-
-def _extras(folder: Path) -> dict[str, bytes]:
-    """The files of EXTRAS that a folder holds."""
     paths = [folder / name for name in EXTRAS]
-    return {path.name: path.read_bytes() for path in paths if path.is_file()}
+    files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+    return files | {SETTINGS: _json(settings)}
 
 
 def _json(content: dict) -> bytes:

@@ -14,8 +14,7 @@ class FieldError(ValueError):
 
 
 class TextField:
-    """What `--text_field` or another flag asks for; `columns` are the top-level fields that it
-    reads.
+    """What `--text_field` or another flag asks for.
 
     Raises ValueError for a template without a field, or with unequal braces.
     """
@@ -24,27 +23,26 @@ class TextField:
         self.spelled = spelled
         self.flag = flag
         self._is_template = "{" in spelled
+        # pieces of text, each with the field that follows it
         self._parts = _parse(spelled, flag) if self._is_template else [("", spelled)]
-        self.fields = [field for _, field in self._parts if field is not None]
 
     def columns(self, known: list[str]) -> list[str]:
         """The columns of a table that are read. FieldError if one of them is missing."""
         columns = []
-        for field in self.fields:
+        for _, field in self._parts:
+            if field is None:
+                continue
             column = field if field in known else field.split(".")[0]
             if column not in known:
-                found = ", ".join(known[:8])
-                raise FieldError(f"there is no column {column!r} (found: {found}); set {self.flag}")
+                raise self._missing("column", column, known)
             columns.append(column)
-        return list(dict.fromkeys(columns))
+        return columns
 
     def text_of(self, record: object) -> str:
         """The text of a record. A null is no text; a template also takes numbers.
 
         Raises FieldError if there is no such field, or no text in it.
         """
-        if not self._is_template:
-            return self._text(record, self.spelled)
         pieces = []
         for literal, field in self._parts:
             pieces.append(literal)
@@ -55,18 +53,19 @@ class TextField:
     def _text(self, record: object, field: str) -> str:
         try:
             value = _value(record, field)
-        except (KeyError, IndexError, ValueError):
-            raise self._missing(record, field) from None
+        except (KeyError, IndexError, ValueError, TypeError):
+            value = ()  # no text
         if value is None:
             return ""
         is_number = isinstance(value, int | float) and self._is_template
         if isinstance(value, str) or is_number:
             return str(value)
-        raise self._missing(record, field)
+        found = list(record) if isinstance(record, Mapping) else [type(record).__name__]
+        raise self._missing("string field", field, found)
 
-    def _missing(self, record: object, field: str) -> FieldError:
-        found = _describe(record)
-        return FieldError(f"there is no string field {field!r} (found: {found}); set {self.flag}")
+    def _missing(self, what: str, name: str, found: list[str]) -> FieldError:
+        words = f"there is no {what} {name!r} (found: {', '.join(found[:8])}); set {self.flag}"
+        return FieldError(words)
 
 
 def _parse(template: str, flag: str) -> list[tuple[str, str | None]]:
@@ -74,35 +73,21 @@ def _parse(template: str, flag: str) -> list[tuple[str, str | None]]:
     spelled = template.replace("\\n", "\n").replace("\\t", "\t")
     try:
         parts = [(text, field) for text, field, _, _ in string.Formatter().parse(spelled)]
-    except ValueError as error:
+    except ValueError:
+        parts = []
+    fields = [field for _, field in parts if field is not None]
+    if not fields or "" in fields:
         raise ValueError(
-            f"{flag} {template!r} is no template ({error}): give fields in braces, such as "
+            f"{flag} {template!r} is no template with a field: give fields in braces, such as "
             "'{title}\\n\\n{text}', and write other braces twice"
-        ) from None
-    if not any(field for _, field in parts) or any(field == "" for _, field in parts):
-        raise ValueError(
-            f"{flag} {template!r} names no field: give fields in braces, such as "
-            "'{title}\\n\\n{text}'"
         )
     return parts
 
 
 def _value(record: object, field: str) -> object:
-    """The value of a field. KeyError, IndexError or ValueError if there is none."""
+    """The value of a field. KeyError, IndexError, ValueError or TypeError if there is none."""
     if isinstance(record, Mapping) and field in record:
         return record[field]
     for name in field.split("."):
-        if isinstance(record, list):
-            record = record[int(name)]
-        elif isinstance(record, Mapping):
-            record = record[name]
-        else:
-            raise KeyError(name)
+        record = record[int(name) if isinstance(record, list) else name]
     return record
-
-
-def _describe(record: object) -> str:
-    """The first fields of an object, or the type of another value."""
-    if not isinstance(record, Mapping):
-        return type(record).__name__
-    return ", ".join(list(record)[:8])

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from base.untrusted import read_json, refuse_pickle
-from data.tokenizer import require_encodable
+from data.tokenizer import StreamDecoder, known_ids, require_encodable
 
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
@@ -54,15 +54,12 @@ class HuggingFaceTokenizer:
         self.path = Path(path)
         content = read_tokenizer(self.path)
         ids = ids_of(content, self.path)
-        _require_all_in_file(self.path, content, ids)
         self._ids = ids
         self.vocab_size: int = max(ids.values()) + 1
         self._library = _open(self.path, content)
 
-        named = eod or _end_of_document(self.path, ids)
-        self.eod_token = _known_end(named, self.path, content, ids)
+        self.eod_token = _end_token(self.path, eod, content, ids)
         self.eod_id: int = ids[self.eod_token]
-        self._special = {one["id"] for one in content["added_tokens"] if one.get("special")}
         self._require_end_is_no_text(content)
         self._is_cuttable = is_cuttable(content)
 
@@ -98,16 +95,17 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens have none. ValueError for an unknown id."""
-        return self._library.decode([self._known(index) for index in ids])
+        return self._library.decode(known_ids(ids, self.vocab_size))
 
     def spell(self, ids: Iterable[int]) -> str:
         """The text of `ids` with special tokens as they are written, such as <|endoftext|>."""
-        known = [self._known(index) for index in ids]
-        return self._library.decode(known, skip_special_tokens=False)
+        return self._library.decode(known_ids(ids, self.vocab_size), skip_special_tokens=False)
 
-    def stream(self) -> "StreamDecoder":
-        """A decoder to be fed one id at a time."""
-        return StreamDecoder(self)
+    def stream(self) -> StreamDecoder:
+        """A decoder to be fed one id at a time. Ids of single bytes, such as <0x31>, wait, because
+        they become U+FFFD if the bytes that follow them are no UTF-8.
+        """
+        return StreamDecoder(self.decode, self._is_byte_or_special)
 
     def begin_and_pad(self) -> dict[str, int]:
         """{"bos_token_id": id, "pad_token_id": id} of those tokens that the folder names."""
@@ -137,17 +135,10 @@ class HuggingFaceTokenizer:
                 sizes.append(size)
         return max(sizes)
 
-    def _is_byte(self, index: int) -> bool:
-        """Whether the id stands for one byte of a character that has no id of its own."""
-        return BYTE.fullmatch(self._library.id_to_token(index) or "") is not None
-
-    def _known(self, index: int) -> int:
-        if not 0 <= index < self.vocab_size:
-            raise ValueError(
-                f"token id {index} is outside the tokenizer's vocabulary of {self.vocab_size}: "
-                "these ids come from another tokenizer"
-            )
-        return int(index)
+    def _is_byte_or_special(self, index: int) -> bool:
+        """Whether an id is one byte of a character that has no id of its own, or has no text."""
+        token = self._library.id_to_token(index) or ""
+        return BYTE.fullmatch(token) is not None or not self.decode([index])
 
     def _require_end_is_no_text(self, content: dict) -> None:
         if self.eod_id in self.encode(f"a{self.eod_token}b {self.eod_token}"):
@@ -155,42 +146,6 @@ class HuggingFaceTokenizer:
                 f"--eod {self.eod_token} is no special token of {self.path}, so a text that holds "
                 f"it would end there: give --eod TOKEN, such as {_some_special(content)}"
             )
-
-
-class StreamDecoder:
-    """Turns ids into text as they arrive. What further ids may still change waits for them: a
-    character whose bytes are incomplete, and ids of single bytes, such as <0x31>, which become
-    U+FFFD if the bytes that follow them are no UTF-8.
-    """
-
-    def __init__(self, tokenizer: HuggingFaceTokenizer):
-        self._tokenizer = tokenizer
-        self._before: list[int] = []  # the last ids with text; their neighbour may need a space
-        self._waiting: list[int] = []
-
-    def push(self, index: int) -> str:
-        """The characters that this id completes, "" if there are none yet."""
-        index = self._tokenizer._known(index)
-        if index in self._tokenizer._special:
-            return ""
-        self._waiting.append(index)
-        if self._tokenizer._is_byte(index):
-            return ""
-
-        text = self._text()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._before, self._waiting = self._waiting, []
-        return text
-
-    def finish(self) -> str:
-        """What is left; U+FFFD for an unfinished character."""
-        return self._text()
-
-    def _text(self) -> str:
-        """That of the ids that wait."""
-        written = self._tokenizer.decode(self._before)
-        return self._tokenizer.decode([*self._before, *self._waiting])[len(written) :]
 
 
 # ---- the file
@@ -231,29 +186,6 @@ def ids_of(content: dict, path: Path) -> dict[str, int]:
     if not ids or not all(type(index) is int and 0 <= index < 1 << 32 for index in ids.values()):
         raise ValueError(f"tokenizer {path} has ids that are no ids: save it with transformers")
     return ids
-
-
-def _require_all_in_file(path: Path, content: dict, ids: dict[str, int]) -> None:
-    """ValueError if the settings next to the file change ids and the file does not know it."""
-    settings = read_settings(path.parent / SETTINGS)
-    added = settings.get("added_tokens_decoder")
-    tokens = added.values() if isinstance(added, dict) else []
-    names = [one.get("content") for one in tokens if isinstance(one, dict)]
-    unknown = [name for name in names if isinstance(name, str) and name not in ids]
-    wants_space = settings.get("add_prefix_space") is True and not _adds_space(content)
-    if unknown or wants_space:
-        what = f"the token {unknown[0]!r}" if unknown else "add_prefix_space"
-        raise ValueError(
-            f"tokenizer {path} lacks {what}, which {SETTINGS} next to it adds: load the folder "
-            "with AutoTokenizer of transformers and save it with save_pretrained"
-        )
-
-
-def _adds_space(content: dict) -> bool:
-    """Whether the file itself puts a space before a text, in one of the three ways there are."""
-    steps = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
-    ways = ('"add_prefix_space": true', '"Prepend"', '"prepend_scheme": "')
-    return any(way in steps for way in ways) and '"prepend_scheme": "never"' not in steps
 
 
 def hash_of(ids: dict[str, int]) -> str:
@@ -341,47 +273,22 @@ def _open(path: Path, content: dict):
 # ---- the end of a document
 
 
-def end_id(path: Path, eod: str | None = None) -> int | None:
-    """The id of `eod`, or of the token that the folder says ends a text; None if it says nothing.
-
-    Needs no library. Raises ValueError if the file lacks the token.
+def _end_token(path: Path, eod: str | None, content: dict, ids: dict[str, int]) -> str:
+    """The token `eod`, or the one that the folder says ends a text; ValueError if it says nothing
+    or the file lacks the token.
     """
-    content = read_tokenizer(path)
-    ids = ids_of(content, path)
-    token = eod or _named_end(path, ids)
-    return None if token is None else ids[_known_end(token, path, content, ids)]
-
-
-def _known_end(token: str, path: Path, content: dict, ids: dict[str, int]) -> str:
-    """The token, if the file has it; ValueError else."""
-    if token not in ids:
-        raise ValueError(
-            f"tokenizer {path} has no token {token!r} to end documents with: "
-            f"give --eod TOKEN, such as {_some_special(content)}"
-        )
-    return token
-
-
-def _end_of_document(path: Path, ids: dict[str, int]) -> str:
-    """The token that the folder says ends a text; ValueError if it says nothing."""
-    named = _named_end(path, ids)
-    if named is None:
-        raise ValueError(
-            f"tokenizer {path}: nothing next to it says which token ends a document: give --eod "
-            "TOKEN, such as --eod '<|endoftext|>'"
-        )
-    return named
-
-
-def _named_end(path: Path, ids: dict[str, int]) -> str | None:
-    """The token that the folder says ends a text, if it says one."""
-    folder = path.parent
-    named = _named_token(folder, "eos_token")
-    if named is not None:
-        return named
-
-    index = read_settings(folder / "config.json").get("eos_token_id")
-    return next((token for token, its_id in ids.items() if its_id == index), None)
+    token = eod or _named_token(path.parent, "eos_token")
+    if token is None:
+        end_id = read_settings(path.parent / "config.json").get("eos_token_id")
+        token = next((name for name, index in ids.items() if index == end_id), None)
+    if token in ids:
+        return token
+    reason = "nothing next to it says which token ends a document"
+    if token is not None:
+        reason = f"it has no token {token!r} to end documents with"
+    raise ValueError(
+        f"tokenizer {path}: {reason}: give --eod TOKEN, such as {_some_special(content)}"
+    )
 
 
 def _named_token(folder: Path, key: str) -> str | None:

@@ -11,8 +11,7 @@ SHA-256 of everything else in it, so a flipped bit in the manifest itself is fou
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,6 @@ from data.storage import Storage, token_dtype
 MANIFEST = "manifest.json"
 MAGIC = "longhaul-dataset"
 VERSION = 1
-HASH_CHUNK = 1 << 22
 
 PREPARE = "python -m data.prepare --input FILES --output DIR"
 PREPARE_AGAIN = f"prepare the data again with `{PREPARE}`"
@@ -192,35 +190,10 @@ class Manifest:
 # ---- writing
 
 
-def write_manifest(
-    folder: Path,
-    *,
-    vocab_size: int,
-    eod_id: int,
-    shards: Iterable[Shard],
-    splits: dict[str, SplitSummary],
-    validation: StoredFile,
-    tokenizer: dict | None,
-    sources: Iterable[dict],
-    masked: bool = False,
-    task: dict | None = None,
-    answer_id: int | None = None,
-) -> None:
-    """Write the manifest of the files in `folder` and force it to the disk, all of it or none."""
-    content = {
-        "magic": MAGIC,
-        "version": VERSION,
-        "dtype": token_dtype(vocab_size, masked),
-        "vocab_size": vocab_size,
-        "eod_id": eod_id,
-        "shards": [shard.record() for shard in shards],
-        "splits": {name: asdict(split) for name, split in splits.items()},
-        "validation": validation.record(),
-        "tokenizer": tokenizer,
-        "sources": list(sources),
-    }
-    optional = {"masked": masked or None, "task": task, "answer_id": answer_id}
-    content |= {name: value for name, value in optional.items() if value is not None}
+def write_manifest(folder: Path, content: dict) -> None:
+    """Write what describes the files in `folder` and force it to the disk, all of it or none."""
+    dtype = token_dtype(content["vocab_size"], bool(content.get("masked")))
+    content = {"magic": MAGIC, "version": VERSION, "dtype": dtype, **content}
     content["checksum"] = _checksum(content)
     text = json.dumps(content, indent=1, sort_keys=True)
     with replacing(folder / MANIFEST) as temporary:
@@ -229,11 +202,8 @@ def write_manifest(
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's contents, in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(content: dict) -> str:

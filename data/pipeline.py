@@ -52,8 +52,7 @@ BATCH_CHARS = 1 << 20
 SPACE_CHARS = 200_000  # of the sample are encoded to see how much space the ids take
 SPACE_MARGIN = 1.05
 STATE = "state.json"
-STATE_VERSION = 3  # of what a preparation leaves when it is killed
-TINY_CHARS = 64  # a document with fewer has no context to speak of
+STATE_VERSION = 4  # of what a preparation leaves when it is killed
 
 
 def build_dataset(
@@ -97,26 +96,35 @@ def build_dataset(
     require_new(Path(output))
 
     given = load_tokenizer(tokenizer, eod) if tokenizer else None
-    settings = [_identity(given), vocab_size, character_coverage, val_fraction]
-    if answers:
-        settings.append("answers")
+    settings = [_identity(given), vocab_size, character_coverage, val_fraction, answers]
 
     output = Path(output)
     with durable.building(output, keep=key is not None) as folder:
-        state = State(folder, [key, settings], masked=answers)
-        if state.scanned is None:
+        state = State(folder, [key, settings])
+        if not state.scan:
             found = scan(documents())
-            for line in found.notes():
-                report(line)
+            if found.num_empty:
+                report(f"left out: {found.num_empty:,} documents without text")
             if given is None:
-                path = state.working / SENTENCEPIECE
-                model = train(found.sample, vocab_size, path, character_coverage)
+                path = folder / WORKING / SENTENCEPIECE
+                train(found.sample, vocab_size, path, character_coverage)
             else:
-                model = load_tokenizer(copy_tokenizer(given, state.working))
-            state.save_scan(found, model)
+                path = copy_tokenizer(given, folder / WORKING)
+            state.scan = {
+                "characters": found.num_chars,
+                "documents": found.num_documents,
+                "bytes": _bytes_needed(found, load_tokenizer(path), answers),
+                "tokenizer": path.name,
+            }
+            state.save()
         if not (folder / MANIFEST).exists():
-            _fill(state, documents, sources, workers, val_fraction, report)
-        durable.remove(state.working)
+            if state.scan["documents"] == 1 and val_fraction and not answers:
+                texts = _end_apart(documents(), val_fraction, report)
+            else:
+                texts = iter(documents())
+            writer = _fill(state, texts, workers, answers, report)
+            writer.finish(state.tokenizer, sources(), val_fraction)
+        durable.remove(folder / WORKING)
         require_new(output)  # again: somebody may have put a folder there meanwhile
     return Dataset(output)
 
@@ -139,35 +147,35 @@ def copy_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> Path:
 
 def _fill(
     state: "State",
-    documents: Callable[[], Iterable[Document]],
-    sources: Callable[[], Iterable[dict]],
+    texts: Iterator[Document],
     workers: int,
-    val_fraction: float,
+    answers: bool,
     report: Callable[[str], object],
-) -> None:
-    """Write the dataset into the folder, or what is missing of it."""
-    writer = state.writer()
-    position = state.position
+) -> Writer:
+    """Write the shards into the folder, or what is missing of them."""
+    model = load_tokenizer(state.tokenizer)
+    writer = Writer(state.folder, model.padded_vocab_size(), model.eod_id, masked=answers)
+    writer.restore(state.shards)
     _require_space(state)
 
-    texts = iter(documents())
-    if state.scanned["documents"] == 1 and val_fraction and not state.masked:
-        texts = _end_apart(texts, val_fraction, report)
-    num_chars = state.scanned["characters"]
+    position = state.position
+    num_chars = state.scan["characters"]
     if position:
         report(f"continuing after {position:,} documents, {sum(writer.lengths):,} tokens")
         done = shown(itertools.islice(texts, position), "reading what is done", num_chars)
         num_chars -= sum(document.num_chars for document in done)
 
     for document in encode(texts, state.tokenizer, workers, num_chars):
-        if state.masked:
+        if answers:
             _require_both(document, position)
         full = len(writer.shards)
         writer.add(document)
         if len(writer.shards) > full:  # this document begins the next one
-            state.save_shards(position, writer)
+            state.position = position
+            state.shards = [shard.record() for shard in writer.shards]
+            state.save()
         position += 1
-    writer.finish(state.tokenizer, sources(), val_fraction)
+    return writer
 
 
 def _require_both(document: TokenizedDocument, position: int) -> None:
@@ -183,7 +191,7 @@ def _require_both(document: TokenizedDocument, position: int) -> None:
 def _require_space(state: "State") -> None:
     """OSError if the disk is too small for what is missing; what is done stays."""
     done = sum(path.stat().st_size for path in state.folder.glob("shard-*"))
-    needed = state.scanned["bytes"] - done
+    needed = state.scan["bytes"] - done
     free = durable.free_bytes(state.folder)
     if free < needed:
         words = f"{state.folder} needs about {needed:,} more bytes, and {free:,} are free"
@@ -196,64 +204,34 @@ def _require_space(state: "State") -> None:
 class State:
     """How far a preparation is: a JSON file in the `working` folder of the unfinished dataset.
 
-    `scanned` is what the first reading found, None before; `position` is the number of documents
-    whose ids are in full shards. A state of another command is cleared with all that it describes.
+    scan: what the first reading found, {} before; position: the documents whose ids are in the full
+    shards, which `shards` describes. A state of another command is cleared with all that it
+    describes.
     """
 
-    def __init__(self, folder: Path, key: object, masked: bool = False):
+    def __init__(self, folder: Path, key: object):
         self.folder = folder
-        self.masked = masked  # whether the dataset is
-        self.working = folder / WORKING
-        digest = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
-        self._content = {"key": digest, "scan": None, "position": 0, "shards": []}
-
-        file = self.working / STATE
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        if found.get("key") == digest:
-            self._content = found
-        else:
+        self._file = folder / WORKING / STATE
+        self._key = hashlib.sha256(json.dumps([STATE_VERSION, key]).encode()).hexdigest()
+        found = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        if found.get("key") != self._key:
+            found = {}
             durable.clear(folder)
-            durable.make_folder(self.working)
-
-    @property
-    def scanned(self) -> dict | None:
-        """Characters and documents of the input, and the bytes that its ids will take, about."""
-        return self._content["scan"]
-
-    @property
-    def position(self) -> int:
-        """How many documents are done."""
-        return self._content["position"]
+            durable.make_folder(folder / WORKING)
+        self.scan: dict = found.get("scan", {})
+        self.position: int = found.get("position", 0)
+        self.shards: list[dict] = found.get("shards", [])
 
     @property
     def tokenizer(self) -> Path:
         """The file of the tokenizer."""
-        return self.working / self._content["scan"]["tokenizer"]
+        return self.folder / WORKING / self.scan["tokenizer"]
 
-    def writer(self) -> Writer:
-        """The writer, at `position`."""
-        model = load_tokenizer(self.tokenizer)
-        writer = Writer(self.folder, model.padded_vocab_size(), model.eod_id, masked=self.masked)
-        writer.restore(self._content["shards"])
-        return writer
-
-    def save_scan(self, found: "Scan", model: AnyTokenizer) -> None:
-        """Record that the first reading is done, and the tokenizer in `working`."""
-        scan = {
-            "characters": found.num_chars,
-            "documents": found.num_documents,
-            "bytes": _bytes_needed(found, model, self.masked),
-            "tokenizer": model.path.name,
-        }
-        self._save(scan=scan)
-
-    def save_shards(self, position: int, writer: Writer) -> None:
-        """Record that the full shards hold `position` documents."""
-        self._save(position=position, shards=[shard.record() for shard in writer.shards])
-
-    def _save(self, **changes: object) -> None:
-        self._content |= changes
-        durable.write_json(self.working / STATE, self._content)
+    def save(self) -> None:
+        """Write the file."""
+        content = {"key": self._key, "scan": self.scan}
+        content |= {"position": self.position, "shards": self.shards}
+        durable.write_json(self._file, content)
 
 
 def _bytes_needed(found: "Scan", model: AnyTokenizer, masked: bool) -> int:
@@ -274,19 +252,6 @@ class Scan(NamedTuple):
     num_chars: int
     num_documents: int  # that have text
     num_empty: int
-    num_tiny: int  # of those that have text
-
-    def notes(self) -> list[str]:
-        """What a user may want to know, in lines."""
-        lines = []
-        if self.num_empty:
-            lines.append(f"left out: {self.num_empty:,} documents without text")
-        if self.num_tiny:
-            lines.append(
-                f"{self.num_tiny:,} of {self.num_documents:,} documents have fewer than "
-                f"{TINY_CHARS} characters"
-            )
-        return lines
 
 
 def scan(documents: Iterable[Document]) -> Scan:
@@ -295,13 +260,11 @@ def scan(documents: Iterable[Document]) -> Scan:
     num_chars = 0
     num_documents = 0
     num_empty = 0
-    num_tiny = 0
     for document in shown(documents, "reading"):
         length = document.num_chars
         num_chars += length
         num_documents += length > 0
         num_empty += length == 0
-        num_tiny += 0 < length < TINY_CHARS
         sample.add(document.text)
         sample.add(document.answer or "")
 
@@ -309,7 +272,7 @@ def scan(documents: Iterable[Document]) -> Scan:
         raise ValueError(
             "there is no text in the input (every document is empty): give --input with text in it"
         )
-    return Scan(sample.chunks(), num_chars, num_documents, num_empty, num_tiny)
+    return Scan(sample.chunks(), num_chars, num_documents, num_empty)
 
 
 class _Sample:

@@ -23,16 +23,23 @@ import functools
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from base import flags
 from data import report
+from data.commands import exit_code
 from data.corpus import GROUPINGS, build_embedded, embedded_files, prepare_embedded
 from data.dataset import Dataset
-from data.manifest import IntegrityError
 from data.pipeline import build_dataset
 from data.sources import DOCUMENT_BYTES, TextFiles, by_directory, refuse
-from data.writer import require_new
+
+OF_THE_DATASET = (
+    "workers",
+    "vocab_size",
+    "val_fraction",
+    "tokenizer",
+    "eod",
+    "character_coverage",
+)
 
 # What a flag needs, without which it would have no effect.
 NEEDS = {
@@ -46,39 +53,20 @@ NEEDS = {
     "eod": "tokenizer PATH",
 }
 
-EXIT_BAD_INPUT = 2
-EXIT_INTEGRITY = 3
-EXIT_STORAGE = 6
-EXIT_INTERRUPTED = 130
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = parse(arguments)
-        begin = time.perf_counter()
-        dataset = prepare(options)
-        print("\n".join(report.summary(dataset)))
-        print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
-        print(f"what it can teach: python -m data.report {dataset.path}")
-        return 0
-    except IntegrityError as error:
-        return _fail(error, EXIT_INTEGRITY)
-    except ValueError as error:
-        return _fail(error, EXIT_BAD_INPUT)
-    except OSError as error:
-        return _fail(
-            f"cannot read or write: {error}: check the free space and the permissions, then run "
-            "the same command again, which continues",
-            EXIT_STORAGE,
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted: run the same command again to continue", EXIT_INTERRUPTED)
+    return exit_code("data.prepare", lambda: run(arguments))
 
 
-def _fail(message: object, code: int) -> int:
-    print(f"data.prepare: {message}", file=sys.stderr)
-    return code
+def run(arguments: Sequence[str] | None):
+    """Prepare, and say what the dataset holds."""
+    options = parse(arguments)
+    begin = time.perf_counter()
+    dataset = prepare(options)
+    print("\n".join(report.summary(dataset)))
+    print(f"{time.perf_counter() - begin:.1f} s; train with --data {dataset.path}")
+    print(f"what it can teach: python -m data.report {dataset.path}")
 
 
 # ---- what the flags ask for
@@ -86,28 +74,16 @@ def _fail(message: object, code: int) -> int:
 
 def prepare(options: argparse.Namespace) -> Dataset:
     """Do what the flags ask for; returns the dataset."""
-    settings = {"workers": options.workers, "vocab_size": given_or(options.vocab_size, 8192)}
-    if options.val_fraction is not None:
-        settings["val_fraction"] = options.val_fraction
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    settings = {name: given[name] for name in OF_THE_DATASET if name in given}
+    if options.input:
+        return prepare_files(options, settings)
 
-    if options.input is None and options.output is None:
-        return prepare_embedded(
-            documents=options.documents or "directory", max_bytes=options.max_bytes, **settings
-        )
-
-    require_new(Path(options.output))
-    settings["tokenizer"] = options.tokenizer
-    settings["eod"] = options.eod
-    settings["character_coverage"] = given_or(options.character_coverage, 1.0)
-    if options.input is None:
-        files = embedded_files(options.max_bytes)
-        return build_embedded(files, options.output, options.documents or "directory", **settings)
-    return prepare_files(options, settings)
-
-
-def given_or(value: float | None, default: float) -> float:
-    """The value of a flag, also if it is 0, or the default if the flag was not given."""
-    return default if value is None else value
+    documents = options.documents or "directory"
+    if options.output is None:
+        return prepare_embedded(documents=documents, max_bytes=options.max_bytes, **settings)
+    files = embedded_files(options.max_bytes)
+    return build_embedded(files, options.output, documents, **settings)
 
 
 def prepare_files(options: argparse.Namespace, settings: dict) -> Dataset:
@@ -249,8 +225,7 @@ def _parser() -> _Parser:
         "--on_error",
         choices=("error", "skip", "replace"),
         help="what to do with a document that is not UTF-8 (`iconv -t utf-8` converts others): "
-        "error stops (default), skip leaves it out and prints its place, replace writes U+FFFD for "
-        "each bad byte",
+        "error stops (default), skip leaves it out and prints its place, replace writes U+FFFD",
     )
     add(
         "--workers",

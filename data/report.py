@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from base import flags
+from data.commands import exit_code
 from data.corpus import prepare_embedded
 from data.dataset import Dataset, Split, open_dataset
-from data.manifest import IntegrityError
 from data.packing import effective_context, pack
 
 CONTEXTS = tuple(2**power for power in range(10, 21))  # 1k to 1M
@@ -100,18 +100,18 @@ def report(dataset: Dataset) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    return exit_code("data.report", lambda: run(arguments))
+
+
+def run(arguments: Sequence[str] | None):
+    """Open the dataset and print all figures."""
     parser = flags.RaisingParser(prog="python -m data.report", description=__doc__.splitlines()[0])
     parser.add_argument(
         "data", nargs="?", help="the folder of a dataset; without it, the embedded corpus"
     )
-    try:
-        options = parser.parse_args(arguments)
-        dataset = open_dataset(options.data) if options.data else prepare_embedded()
-        print("\n".join(report(dataset)))
-        return 0
-    except ValueError as error:
-        print(f"data.report: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, IntegrityError) else 2
+    options = parser.parse_args(arguments)
+    dataset = open_dataset(options.data) if options.data else prepare_embedded()
+    print("\n".join(report(dataset)))
 
 
 if __name__ == "__main__":

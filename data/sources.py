@@ -6,7 +6,6 @@ is named as file:offset, file:line or file:row, and refused, left out, or replac
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
@@ -14,23 +13,16 @@ from typing import BinaryIO, NamedTuple
 from data import parquet
 from data.fields import FieldError, TextField
 from data.inputs import (
-    Hashed,
     Input,
     compression_of,
-    hash_file,
     kind_of,
-    list_files,
     look_into,
-    open_raw,
     opened,
     require_package,
     some,
 )
 
-__all__ = ["Document", "TextFiles", "by_directory", "decode", "list_files", "refuse"]
-
 DOCUMENT_BYTES = 64 << 20  # the longest document: 16M tokens or so
-ESCAPED = re.compile("[\udc80-\udcff]")  # what surrogateescape makes of bad bytes
 
 Report = Callable[[str], object]
 
@@ -86,12 +78,8 @@ def require_extras(file: Path) -> None:
     """Raise ValueError naming the package that this file needs and that is not installed."""
     if kind_of(file) == ".parquet":
         require_package("pyarrow", f"{file} is parquet, which")
-        if compression_of(file):
-            raise ValueError(
-                f"{file} is compressed as a whole, which parquet never needs: unpack it"
-            )
     if compression_of(file) == "zstd":
-        require_package("zstandard", f"{file} is zstd, which")
+        require_package("pyarrow", f"{file} is zstd, which")
 
 
 # ---- documents
@@ -101,8 +89,7 @@ class TextFiles:
     """The user's files and folders: their documents, and a record of where these are from.
 
     A text file is one document, and so is each line of a .jsonl file and each row of a .parquet
-    file. The files are hashed while they are read, so that the record does not take another
-    reading; only parquet, which is not read from beginning to end, does.
+    file.
     """
 
     def __init__(
@@ -133,8 +120,7 @@ class TextFiles:
         self._report = report
         self._replace = replace
         self._limit = document_bytes
-        self._hashed: dict[Path, Hashed] = {}
-        self._replaced: dict[str, int] = {}  # place of the first one of a document -> bytes
+        self._replaced: dict[str, int] = {}  # place of the first one of a document -> U+FFFD
         self._cut: dict[Path, int] = {}
 
         for one in self._inputs:
@@ -171,7 +157,7 @@ class TextFiles:
             first = next(iter(self._replaced))
             count = sum(self._replaced.values())
             lines.append(
-                f"replaced {count:,} bytes that are not UTF-8 by U+FFFD in "
+                f"replaced bytes that are not UTF-8 by {count:,} U+FFFD in "
                 f"{len(self._replaced):,} documents, the first at {first}"
             )
         return lines
@@ -188,10 +174,7 @@ class TextFiles:
                 yield from read(self, file)
 
     def describe(self) -> list[dict]:
-        """Each input's files and bytes, and a SHA-256 over its "name hash" lines.
-
-        The files must have been read to the end by `documents`.
-        """
+        """Each input's files and bytes, and a SHA-256 over its "name hash" lines."""
         return [self._describe_input(one) for one in self._inputs]
 
     def stamp(self) -> list:
@@ -204,12 +187,14 @@ class TextFiles:
     def _describe_input(self, one: Input) -> dict:
         digest = hashlib.sha256()
         for file in one.files:
-            line = f"{one.name_inside(file)} {self._hashed[file].sha256}\n"
+            with open(file, "rb", buffering=0) as stored:
+                sha256 = hashlib.file_digest(stored, "sha256").hexdigest()
+            line = f"{one.name_inside(file)} {sha256}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
         return {
             "name": one.named,
             "files": len(one.files),
-            "bytes": sum(self._hashed[file].size for file in one.files),
+            "bytes": sum(file.stat().st_size for file in one.files),
             "sha256": digest.hexdigest(),
         }
 
@@ -222,7 +207,7 @@ class TextFiles:
                 if offset:
                     self._cut[file] = offset
                 if content is None:
-                    self._report(self._too_long(f"{file}:{offset}: a line", file))
+                    self._report(self._too_long(f"{file}:{offset}: a line"))
                     return
                 text = self._decode(content, str(file), offset)
                 if text is None:
@@ -237,7 +222,7 @@ class TextFiles:
                 number += 1
                 place = f"{file}:{number}"
                 if len(line) > self._limit:
-                    self._report(self._too_long(f"{place}: a line", file))
+                    self._report(self._too_long(f"{place}: a line"))
                     _skip_line(stream, line)
                     continue
                 document = self._parsed(line, place) if line.strip() else None
@@ -246,43 +231,33 @@ class TextFiles:
 
     def _rows(self, file: Path) -> Iterator[Document]:
         """A document for each row of a table."""
-        if file not in self._hashed:
-            self._hashed[file] = hash_file(file)
-        with open_raw(file) as stored:
-            try:
-                for number, found in parquet.texts(stored, self._fields):
-                    document = self._document(found, f"{file}:{number}")
-                    if document is not None:
-                        yield document
-            except FieldError as error:
-                raise ValueError(f"{file}: {error}: give a column") from None
-            except parquet.BadParquet as error:
-                self._report(f"{file} is damaged parquet ({error})")
+        try:
+            for number, record in enumerate(parquet.records(file, self._fields), 1):
+                document = self._document(record, f"{file}:{number}")
+                if document is not None:
+                    yield document
+        except FieldError as error:
+            raise ValueError(f"{file}: {error}: give a column") from None
+        except parquet.BadParquet as error:
+            self._report(f"{file} is damaged parquet ({error})")
 
     def _opened(self, file: Path):
-        def keep(hashed: Hashed) -> None:
-            self._hashed[file] = hashed
+        return opened(file, self._report)
 
-        return opened(file, self._report, keep)
-
-    def _too_long(self, what: str, file: Path) -> str:
+    def _too_long(self, what: str) -> str:
         return f"{what} has more than {self._limit:,} bytes (raise --max_document_mib)"
 
     # ---- one text
 
     def _decode(self, content: bytes, name: str, offset: int = 0) -> str | None:
         """The text of bytes; None after a report that names file:offset."""
-        if not self._replace:
-            return decode(content, name, self._report, offset)
-
-        text = content.decode("utf-8", "surrogateescape")
-        first = ESCAPED.search(text)
-        if first is None:
+        bad: list[str] = []
+        text = decode(content, name, bad.append if self._replace else self._report, offset)
+        if not bad:
             return text
-        before = text[: first.start()].encode()
-        place = f"{name}:{offset + len(before)}"
-        text, count = ESCAPED.subn("\ufffd", text)
-        self._replaced[place] = count
+        text = content.decode(errors="replace")
+        place = bad[0].split(": ")[0]
+        self._replaced[place] = text.count("\ufffd") - content.count("\ufffd".encode())
         return text
 
     def _parsed(self, line: bytes, place: str) -> Document | None:
@@ -295,51 +270,36 @@ class TextFiles:
         except (ValueError, RecursionError) as error:
             self._report(f"{place}: this line is not JSON ({error})")
             return None
-        return self._document([_found(field, record) for field in self._fields], place)
+        return self._document(record, place)
 
-    def _document(self, found: Sequence[parquet.Found], place: str) -> Document | None:
+    def _document(self, record: object, place: str) -> Document | None:
         """The document of a record; None after a report that names its place, also if it has an
         answer and one of the two is empty.
         """
-        texts = []
-        for field, one in zip(self._fields, found, strict=True):
-            text = self._text(one, place, field)
-            if text is None:
-                return None
-            if not text and len(self._fields) > 1:
-                name = "answer" if texts else "prompt"
-                self._report(f"{place}: the {name} ({field.flag} {field.spelled!r}) is empty")
-                return None
-            texts.append(text)
-        return Document(place, *texts)
-
-    def _text(self, found: parquet.Found, place: str, field: TextField) -> str | None:
-        """One text of a record; None after a report."""
-        if isinstance(found, FieldError):
-            self._report(f"{place}: {found}")
-            return None
-        if len(found) > self._limit:
-            self._report(self._too_long(f"{place}: a text", place))
-            return None
-        if isinstance(found, bytes):
-            return self._decode(found, place)
         try:
-            found.encode("utf-8")
-        except UnicodeEncodeError as error:
-            self._report(
-                f"{place}: character {error.start} of {field.spelled!r} is a lone surrogate, "
-                "which is not text"
-            )
+            return Document(place, *(self._text(record, field) for field in self._fields))
+        except FieldError as error:
+            self._report(f"{place}: {error}")
             return None
-        return found
 
-
-def _found(field: TextField, record: object) -> parquet.Found:
-    """The text of a record, or why it has none."""
-    try:
-        return field.text_of(record)
-    except FieldError as error:
-        return error
+    def _text(self, record: object, field: TextField) -> str:
+        """One text of a record, or of what is wrong with it."""
+        if isinstance(record, FieldError):
+            raise record
+        text = field.text_of(record)
+        if len(text) > self._limit:
+            raise FieldError(self._too_long("a text"))
+        if not text and len(self._fields) > 1:
+            name = "prompt" if field is self._fields[0] else "answer"
+            raise FieldError(f"the {name} ({field.flag} {field.spelled!r}) is empty")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise FieldError(
+                f"character {error.start} of {field.spelled!r} is a lone surrogate, which is not "
+                "text"
+            ) from None
+        return text
 
 
 # What reads the files whose records have fields, by the suffix of their names; others are text.
@@ -363,24 +323,17 @@ def _blocks(stream: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | None]]:
     offset = 0
     rest = b""
     while True:
-        content = rest + stream.read(limit - len(rest))
-        is_last = len(content) < limit
-        if is_last and (content or not offset):
-            yield offset, content
-        if is_last:
+        content = rest + stream.read(limit + 1 - len(rest))
+        if len(content) <= limit:
+            if content or not offset:
+                yield offset, content
             return
-
-        more = stream.read(1)
-        if not more:
-            yield offset, content
-            return
-        cut = content.rfind(b"\n") + 1
+        cut = content.rfind(b"\n", 0, limit) + 1
+        yield offset, content[:cut] if cut else None
         if not cut:
-            yield offset, None
             return
-        yield offset, content[:cut]
         offset += cut
-        rest = content[cut:] + more
+        rest = content[cut:]
 
 
 def _skip_line(stream: BinaryIO, read: bytes) -> None:

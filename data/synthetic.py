@@ -4,12 +4,11 @@ Exit codes: 0 done, 2 bad input, 6 storage.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from base import flags
-from data.writer import TokenizedDocument, require_fraction, require_new, write_dataset
+from data.commands import exit_code
+from data.writer import TokenizedDocument, write_dataset
 
 
 def new_parser(program: str, description: str, val_fraction: float) -> flags.RaisingParser:
@@ -41,13 +40,11 @@ def run(
     """Write the documents that the arguments ask for, with these settings of `write_dataset`, and
     say what the dataset holds; the exit code.
     """
-    program = parser.prog.removeprefix("python -m ")
-    try:
+
+    def write():
         options = parser.parse_args(arguments)
         if options.seed < 0:
             raise ValueError(f"--seed {options.seed} is negative: give 0 or more")
-        require_fraction(options.val_fraction)
-        require_new(Path(options.output))
         dataset = write_dataset(
             documents(options),
             options.output,
@@ -55,17 +52,8 @@ def run(
             masked=True,
             **settings,
         )
-    except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"{program}: cannot write: {error}: check the free space and the permissions, then run "
-            "the same command again",
-            file=sys.stderr,
-        )
-        return 6
-    for name, split in dataset.splits.items():
-        print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
-    print(f"train with --data {dataset.path} --vocab_size {dataset.vocab_size}")
-    return 0
+        for name, split in dataset.splits.items():
+            print(f"  {name}: {split.num_documents:,} documents, {split.num_tokens:,} tokens")
+        print(f"train with --data {dataset.path} --vocab_size {dataset.vocab_size}")
+
+    return exit_code(parser.prog.removeprefix("python -m "), write)

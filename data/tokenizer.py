@@ -6,13 +6,12 @@ spelled as its three byte tokens. The end of a document is a *control* token: no
 `<|endoftext|>` included.
 """
 
-import codecs
 import functools
 import hashlib
 import io
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -154,7 +153,6 @@ class Tokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod_id: int = self._processor.eos_id()
 
-        self._token_bytes = self._spell_all()
         self._mark_ids = [
             self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()
         ]
@@ -204,34 +202,28 @@ class Tokenizer:
         return self.vocab_size
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; control tokens have no text.
+        """The text of `ids`; control tokens have no text. ValueError for an unknown id.
 
         Broken UTF-8, to which no text encodes, becomes U+FFFD.
         """
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        unknown = self._processor.unk_id()
+        known = known_ids(ids, self.vocab_size)
+        return self._processor.decode([index for index in known if index != unknown])
 
     def spell(self, ids: Iterable[int]) -> str:
         """The text of `ids` with control tokens as they are written, such as <|endoftext|>."""
-        pieces = self._processor.id_to_piece
-        spelled = [self.token_bytes(index) or pieces(index).encode() for index in ids]
-        return b"".join(spelled).decode("utf-8", errors="replace")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`. Raises ValueError for an id outside the vocabulary."""
-        return b"".join(self.token_bytes(index) for index in ids)
-
-    def token_bytes(self, index: int) -> bytes:
-        """The bytes that one id stands for: b"" for a control token."""
-        if not 0 <= index < self.vocab_size:
-            raise ValueError(
-                f"token id {index} is outside the tokenizer's vocabulary of {self.vocab_size}: "
-                "these ids come from another tokenizer"
-            )
-        return self._token_bytes[index]
+        spelled = []
+        runs = itertools.groupby(known_ids(ids, self.vocab_size), self._processor.is_control)
+        for is_control, run in runs:
+            if is_control:
+                spelled += map(self._processor.id_to_piece, run)
+            else:
+                spelled.append(self.decode(run))
+        return "".join(spelled)
 
     def stream(self) -> "StreamDecoder":
         """A decoder to be fed one id at a time."""
-        return StreamDecoder(self)
+        return StreamDecoder(self.decode)
 
     def _chunks(self, text: str) -> Iterator[str]:
         start = 0
@@ -266,30 +258,10 @@ class Tokenizer:
     def _neighbours(self) -> set[str]:
         """Every two characters that are side by side in a token."""
         pairs = set()
-        for index, spelling in enumerate(self._token_bytes):
-            if not self._processor.is_byte(index):
-                text = spelling.decode()
-                pairs.update(map("".join, itertools.pairwise(text)))
+        for index in range(self.vocab_size):
+            text = self._processor.id_to_piece(index).replace(SPACE_MARK, " ")
+            pairs.update(map("".join, itertools.pairwise(text)))
         return pairs
-
-    def _spell_all(self) -> list[bytes]:
-        """The bytes of every id."""
-        try:
-            return [self._spell(index) for index in range(self.vocab_size)]
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"tokenizer {self.path} is damaged: a token is not UTF-8 ({error}): "
-                f"copy the file again, or {TRAIN_HINT}"
-            ) from None
-
-    def _spell(self, index: int) -> bytes:
-        processor = self._processor
-        if processor.is_control(index) or processor.is_unknown(index):
-            return b""
-        spelling = processor.id_to_piece(index)
-        if processor.is_byte(index):
-            return bytes([int(spelling[3:5], 16)])  # such as <0x0A>
-        return spelling.replace(SPACE_MARK, " ").encode()
 
     def _require_lossless(self) -> None:
         if self.eod_id < 0 or not self._processor.is_control(self.eod_id):
@@ -305,19 +277,45 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns ids into text as they arrive; a character whose bytes are incomplete waits for more."""
+    """Turns ids into text as they arrive. What further ids may still change waits for them: a
+    character whose bytes are incomplete, and ids of which `must_wait` is true.
+    """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        must_wait: Callable[[int], bool] = lambda index: False,
+    ):
+        self._decode = decode
+        self._must_wait = must_wait
+        self._before: list[int] = []  # the last ids with text; their neighbour may need a space
+        self._waiting: list[int] = []
 
     def push(self, index: int) -> str:
         """The characters that this id completes, "" if there are none yet."""
-        return self._utf8.decode(self._tokenizer.token_bytes(int(index)))
+        self._waiting.append(int(index))
+        text = self.finish()
+        if self._must_wait(index) or not text or text.endswith("\ufffd"):
+            return ""
+        self._before, self._waiting = self._waiting, []
+        return text
 
     def finish(self) -> str:
-        """What is left of an unfinished character, as U+FFFD."""
-        return self._utf8.decode(b"", final=True)
+        """What is left; U+FFFD for an unfinished character."""
+        written = self._decode(self._before)
+        return self._decode([*self._before, *self._waiting])[len(written) :]
+
+
+def known_ids(ids: Iterable[int], vocab_size: int) -> list[int]:
+    """The ids as a list. ValueError for one outside the vocabulary."""
+    known = [int(index) for index in ids]
+    for index in known:
+        if not 0 <= index < vocab_size:
+            raise ValueError(
+                f"token id {index} is outside the tokenizer's vocabulary of {vocab_size}: "
+                "these ids come from another tokenizer"
+            )
+    return known
 
 
 def require_encodable(text: str) -> None:

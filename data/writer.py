@@ -4,14 +4,14 @@ The folder is built next to its final place and renamed, so it appears whole or 
 then it is called `.tmp-NAME` and has a folder more, `working`, with what a writer needs in order to
 continue after kill -9 with the shards that are full (data/pipeline.py records which ones):
 
-    shard-00003.counts   int64 [V + documents]: how often each id is a target in that shard, and the
-                         bytes of text of each of its documents
+    shard-00003.bytes   int64 [documents]: the bytes of text of each document of that shard
 """
 
 import hashlib
-import os
+import tempfile
 from array import array
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,11 +108,13 @@ def require_new(output: Path) -> None:
         raise ValueError(f"output {output} is not empty: choose another --output")
 
     parent = next(parent for parent in output.absolute().parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
         raise ValueError(
-            f"output {output} cannot be made: {parent} is not a folder that you may write to: "
-            "choose another --output"
-        )
+            f"output {output} cannot be made in {parent} ({error.strerror}): choose another "
+            "--output"
+        ) from None
 
 
 def require_fraction(val_fraction: float) -> None:
@@ -178,8 +180,8 @@ def unigram_entropy(counts: np.ndarray) -> float:
 
 
 class Writer:
-    """Fills shards in the order of the documents, hashing the ids on the way and counting them when
-    a shard is full. What is written depends on the documents only.
+    """Fills shards in the order of the documents, hashing the ids on the way. What is written
+    depends on the documents only.
 
     `restore` continues in another process, with the shards that were full.
     """
@@ -200,7 +202,6 @@ class Writer:
 
         self.lengths = array("q")
         self.source_bytes = array("q")
-        self.counts = np.zeros(vocab_size, dtype=np.int64)
         self.shards: list[Shard] = []  # those that are full
         self._open_shard: _OpenShard | None = None
 
@@ -212,9 +213,7 @@ class Writer:
         self.shards = [parse_shard(self.folder, record, self.storage.dtype) for record in records]
         for shard in self.shards:
             shard.ids.check_size()
-            counted = np.fromfile(self._counts_file(shard.ids.path), dtype="<i8")
-            self.counts += counted[: self.vocab_size]
-            self.source_bytes.extend(counted[self.vocab_size :].tolist())
+            self.source_bytes.frombytes(self._bytes_file(shard.ids.path).read_bytes())
         if self.shards:
             self.lengths.extend(ShardReader(self.shards, self.storage).lengths.tolist())
 
@@ -232,19 +231,20 @@ class Writer:
         """
         shards = self.close()
         chosen = choose_validation(np.array(self.lengths), val_fraction)
-        write_manifest(
-            self.folder,
-            vocab_size=self.vocab_size,
-            eod_id=self.eod_id,
-            shards=shards,
-            splits=self.summaries(chosen),
-            validation=_store(self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()),
-            tokenizer=_store_tokenizer(self.folder, tokenizer),
-            sources=sources,
-            masked=self.storage.masked,
-            task=task,
-            answer_id=answer_id,
-        )
+        content = {
+            "vocab_size": self.vocab_size,
+            "eod_id": self.eod_id,
+            "shards": [shard.record() for shard in shards],
+            "splits": {name: asdict(split) for name, split in self.summaries(chosen).items()},
+            "validation": _store(
+                self.folder / VALIDATION_FILE, chosen.astype("<u8").tobytes()
+            ).record(),
+            "tokenizer": _store_tokenizer(self.folder, tokenizer),
+            "sources": list(sources),
+        }
+        optional = {"masked": self.storage.masked or None, "task": task, "answer_id": answer_id}
+        content |= {name: value for name, value in optional.items() if value is not None}
+        write_manifest(self.folder, content)
 
     def add(self, document: TokenizedDocument) -> None:
         """Append a document. A closing end of a document that it lacks is learned if its last token
@@ -268,34 +268,45 @@ class Writer:
         self.source_bytes.append(document.source_bytes)
 
     def close(self) -> list[Shard]:
-        """Close the last shard and return all of them. ValueError if there is no text, or none that
-        is learned.
-        """
+        """Close the last shard and return all of them. ValueError if there is no text."""
         if self._open_shard is None:
             raise ValueError(
                 "there is no text in the input (every document is empty): "
                 "give --input with text in it"
             )
         self._close_shard()
-        if not self.counts.any():
-            raise ValueError("no token of the documents is learned: mark some as targets")
         return self.shards
 
     def summaries(self, validation: np.ndarray) -> dict[str, SplitSummary]:
-        """What each split holds, given the indices of the validation documents."""
+        """What each split holds, given the indices of the validation documents. ValueError if no
+        token is learned.
+        """
+        counts = sum(map(self._count_targets, self.shards))
+        if not counts.any():
+            raise ValueError("no token of the documents is learned: mark some as targets")
         everything = np.arange(len(self.lengths))
         if len(validation) == 0:
-            return {"train": self._summary(everything, self.counts)}
+            return {"train": self._summary(everything, counts)}
 
         reader = ShardReader(self.shards, self.storage)
-        counts = np.zeros_like(self.counts)
+        held_out = np.zeros_like(counts)
         for document in validation:
-            np.add.at(counts, reader.targets(document), 1)
+            np.add.at(held_out, reader.targets(document), 1)
         training = np.delete(everything, validation)
         return {
-            "train": self._summary(training, self.counts - counts),
-            "val": self._summary(validation, counts),
+            "train": self._summary(training, counts - held_out),
+            "val": self._summary(validation, held_out),
         }
+
+    def _count_targets(self, shard: Shard) -> np.ndarray:
+        """How often each id is a target in a shard, int64 [V]."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        with open(shard.ids.path, "rb") as file:
+            for _ in range(0, shard.tokens, COUNT_TOKENS):
+                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
+                targets = self.storage.targets(stored)
+                counts += np.bincount(targets, minlength=self.vocab_size)
+        return counts
 
     def _check(self, tokens: np.ndarray, learned: np.ndarray | None) -> None:
         number = len(self.lengths)
@@ -338,24 +349,16 @@ class Writer:
 
     def _close_shard(self) -> None:
         shard = self._open_shard.close()
-        counts = np.zeros_like(self.counts)
-        with open(shard.ids.path, "rb") as file:
-            for _ in range(0, shard.tokens, COUNT_TOKENS):
-                stored = np.fromfile(file, self.storage.dtype, COUNT_TOKENS)
-                targets = self.storage.targets(stored)
-                counts += np.bincount(targets, minlength=self.vocab_size)
-
-        counted = np.concatenate([counts, self.source_bytes[-shard.documents :]])
-        durable.write_bytes(self._counts_file(shard.ids.path), counted.astype("<i8").tobytes())
-        self.counts += counts
+        source_bytes = self.source_bytes[-shard.documents :]
+        durable.write_bytes(self._bytes_file(shard.ids.path), source_bytes.tobytes())
         self.shards.append(shard)
         self._open_shard = None
 
     def _next_shard(self) -> Path:
         return self.folder / f"shard-{len(self.shards):05d}.bin"
 
-    def _counts_file(self, shard: Path) -> Path:
-        return self.working / f"{shard.stem}.counts"
+    def _bytes_file(self, shard: Path) -> Path:
+        return self.working / f"{shard.stem}.bytes"
 
     def _summary(self, documents: np.ndarray, counts: np.ndarray) -> SplitSummary:
         return SplitSummary(

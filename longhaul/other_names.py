@@ -1,4 +1,5 @@
-"""What other trainers call our flags, so that a flag given by such a name is answered with ours.
+"""What other trainers call our flags, or we did before, so that a flag given by such a name is
+answered with ours, or with why there is none.
 
 From nanochat's scripts/base_train.py, transformers' TrainingArguments and run_clm.py, torchtitan's
 job configuration and litgpt's pretrain. A name with a dot is looked up whole and then by its last
@@ -115,10 +116,35 @@ OUR_NAMES = {
     "validation.steps": "eval_rows",
     "config_file": "config",
     "dry_run": "plan",
+    # ours of earlier versions
+    "rope_factor": "rope_scaling",
+    "rope_original_context": "rope_scaling",
+    "logits_threshold_gib": "model_overrides",
+    "loss_chunk_size": "model_overrides",
+    "eval_batches": "eval_rows",
+    "save_minutes": "save_every",
+}
+
+LOGGED = "every step is logged"
+WITHOUT_FLAG = {
+    "log_every": LOGGED,
+    "logging_steps": LOGGED,
+    "log_interval": LOGGED,
+    "log_freq": LOGGED,
+    "num_workers": "rows need no worker processes",
+    "dataloader_num_workers": "rows need no worker processes",
+    "audit_every": "replicas are no longer compared during a run",
+    "check_replicas_every": "replicas are no longer compared during a run",
 }
 
 
 def our_name(name: str) -> str:
-    """Our flag for another trainer's, both without dashes in front; an unknown name as it is."""
+    """Our flag for another trainer's, both without dashes in front; an unknown name as it is.
+
+    ValueError for one that needs no flag here.
+    """
     last = name.rpartition(".")[2]
+    reason = WITHOUT_FLAG.get(last)
+    if reason:
+        raise ValueError(f"unknown flag --{name}: {reason}: drop it")
     return OUR_NAMES.get(name) or OUR_NAMES.get(last, last)

@@ -8,14 +8,14 @@ Training needs no conversion first: `train.py --init_from HF_DIR` reads the fold
 ends with one line and exit code 2; an existing output is never overwritten.
 """
 
-import argparse
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from base import durable
-from base.flags import PRECISIONS, Parser, precision
+from base.flags import PRECISIONS, precision, spellings
 from base.tensors import Later
 from data.dataset import Dataset, open_dataset
 from data.export_tokenizer import EXTRAS, exported
@@ -23,15 +23,16 @@ from data.hugging_face import (
     SETTINGS,
     TOKENIZER,
     HuggingFaceTokenizer,
-    end_id,
     read_settings,
 )
 from data.load_tokenizer import AnyTokenizer, find_tokenizer, load_tokenizer
 from data.manifest import MANIFEST
-from longhaul import qwen3
+from data.writer import require_new
+from longhaul import cli, qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, newest, stored_weights, verified
 from longhaul.checkpoint.save import save_weights
+from longhaul.cli import flag
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.generate import TEMPERATURE, TOP_K, TOP_P
@@ -42,69 +43,54 @@ KEEP = "keep"  # as --dtype
 NONE = "none"  # as --tokenizer
 
 
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(
-        prog="convert_qwen3",
-        description="Convert between Hugging Face folders and longhaul checkpoints.",
+@dataclass(frozen=True)
+class ConvertConfig:
+    """The flags."""
+
+    input: str = flag("", "Hugging Face folder to import", aliases=("from_hf",))
+    checkpoint: str = flag(
+        "", "step-* folder to export, or a run's folder, whose newest checkpoint is taken"
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--input", "--from_hf", metavar="HF_DIR", help="Hugging Face folder to import"
+    output: str = flag("", "folder to write; must be new or empty")
+    dtype: str = flag(KEEP, "dtype of the written weights", choices=(KEEP, *spellings(*PRECISIONS)))
+    tokenizer: str = flag(
+        "",
+        "of an export: sentencepiece model, tokenizer.json or a folder with one; empty: the run's "
+        f"own; {NONE}: weights only",
     )
-    source.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="step-* folder to export, or a run's folder, whose newest checkpoint is taken",
+    eod: str = flag(
+        "",
+        "of an export: the token that ends a document, if the tokenizer's folder does not say",
     )
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="folder to write; must be new or empty"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=precision,
-        default=KEEP,
-        choices=(KEEP, *PRECISIONS),
-        help="dtype of the written weights",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="of an export: sentencepiece model, tokenizer.json or a folder with one, instead of "
-        f"the run's own; {NONE}: weights only",
-    )
-    parser.add_argument(
-        "--eod",
-        metavar="TOKEN",
-        help="of an export: the token that ends a document, if the tokenizer's folder does not say",
-    )
-    return parser
+
+    def __post_init__(self):
+        cli.require(self, "output")
+        if self.input and self.checkpoint:
+            raise ValueError("--input and --checkpoint exclude each other: keep one")
+        if not self.input and not self.checkpoint:
+            raise ValueError("nothing is converted: give --input or --checkpoint")
+        require_new(Path(self.output))
+        for name in ("tokenizer", "eod"):
+            if self.input and getattr(self, name):
+                raise ValueError(
+                    f"--{name} is for an export, and --input is an import: drop --{name}"
+                )
 
 
 def main(args: list[str] | None = None):
     """Convert and print what was written."""
-    parser = build_parser()
-    given = parser.parse_args(args)
-    try:
-        path = convert(given)
-    except (ValueError, OSError, durable.StorageError) as error:
-        parser.refuse(error)
-    print(f"wrote {path}")
+    cli.run(ConvertConfig, convert, args, "scripts.convert_qwen3", __doc__.splitlines()[0])
 
 
-def convert(given: argparse.Namespace) -> Path:
-    """Import or export as the flags say; returns what was written."""
+def convert(given: ConvertConfig):
+    """Import or export as the flags say."""
     output = Path(given.output)
-    empty = output.is_dir() and not any(output.iterdir())
-    if output.exists() and not empty:
-        raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
-
-    if given.checkpoint is not None:
-        return export_hf(Path(given.checkpoint), output, given.dtype, given.tokenizer, given.eod)
-    for name in ("tokenizer", "eod"):
-        if getattr(given, name):
-            raise ValueError(f"--{name} is for an export, and --input is an import: drop --{name}")
-    return import_hf(Path(given.input), output, given.dtype)
+    if given.input:
+        path = import_hf(Path(given.input), output, given.dtype)
+    else:
+        source = Path(given.checkpoint)
+        path = export_hf(source, output, given.dtype, given.tokenizer, given.eod)
+    print(f"wrote {path}")
 
 
 # ---- from Hugging Face
@@ -132,9 +118,7 @@ def import_hf(source: Path, output: Path, dtype: str) -> Path:
 # ---- to Hugging Face
 
 
-def export_hf(
-    source: Path, output: Path, dtype: str, tokenizer: str | None = None, eod: str | None = None
-) -> Path:
+def export_hf(source: Path, output: Path, dtype: str, tokenizer: str = "", eod: str = "") -> Path:
     """Write a Hugging Face folder of a checkpoint, or of a run's newest, whose hashes are verified
     first.
 
@@ -182,7 +166,7 @@ def cast(weight: Later, dtype: str) -> Later:
     return Later(weight.shape, wanted, lambda: weight.read().to(wanted))
 
 
-def tokenizer_of(checkpoint: Checkpoint, given: str | None, eod: str | None) -> AnyTokenizer | None:
+def tokenizer_of(checkpoint: Checkpoint, given: str, eod: str) -> AnyTokenizer | None:
     """The tokenizer that is given, or else that of the run or of its data; None for "none".
 
     ValueError if there is none, or not the one that the model was trained with.
@@ -196,8 +180,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | None, eod: str | None) -> 
             f"{run} has no tokenizer: give --tokenizer PATH, or --tokenizer {NONE} to export the "
             "weights only"
         )
-    eod = eod or end_token(run, Path(path))
-    tokenizer = load_tokenizer(path, eod)
+    tokenizer = load_tokenizer(path, eod or end_token(run, Path(path)))
     check_tokenizer(checkpoint, tokenizer.sha256, tokenizer.path, f"--tokenizer {path}")
     return tokenizer
 
@@ -211,7 +194,7 @@ def end_token(run: Path, tokenizer: Path) -> str | None:
     return named if is_hugging_face and isinstance(named, str) else None
 
 
-def end_of_document(checkpoint: Checkpoint, eod: str | None = None) -> int | None:
+def end_of_document(checkpoint: Checkpoint, eod: str = "") -> int | None:
     """The id of `eod`, or the one that ends a document, from the run's tokenizer or from its data
     if they are still there; None if nothing says it.
     """
@@ -224,9 +207,7 @@ def end_of_document(checkpoint: Checkpoint, eod: str | None = None) -> int | Non
     if path is None:
         dataset = data_of(checkpoint)
         return dataset.eod_id if dataset else None
-    if path.suffix == ".json":
-        return end_id(path, eod)
-    return load_tokenizer(path, eod).eod_id
+    return load_tokenizer(path, eod or None).eod_id
 
 
 def tokenizer_of_data(checkpoint: Checkpoint) -> Path | None:

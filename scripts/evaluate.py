@@ -6,9 +6,7 @@ folder. `--against` compares two of them over the same documents and items. One 
 evaluates. docs/EVALUATION.md says what the figures mean.
 """
 
-import argparse
 import dataclasses
-import gc
 import math
 import re
 import sys
@@ -25,24 +23,18 @@ import torch
 from tqdm import tqdm
 
 from base import durable
-from base.flags import Parser, precision
+from base.flags import PRECISIONS, precision
 from base.machine import peak_memory_gib
-from base.untrusted import read_json, refuse_pickle
-from data import hugging_face
+from base.untrusted import read_json
 from data.corpus import prepare_embedded
 from data.dataset import Dataset
-from data.load_tokenizer import hash_of_ids
 from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import bar, duration
-from longhaul import flops, lengths, qwen3
+from longhaul import cli, flops, lengths
+from longhaul.checkpoint.earlier import present_settings
 from longhaul.checkpoint.format import Checkpoint
-from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
-from longhaul.cli import known_words
-from longhaul.config import (
-    EVALS,
-    SHORTEST_EVAL,
-    TrainConfig,
-)
+from longhaul.cli import flag, known_words
+from longhaul.config import EVALS, SHORTEST_EVAL, TrainConfig
 from longhaul.dist import World, named_device
 from longhaul.evals import heatmap
 from longhaul.evals.compare import Comparison
@@ -50,132 +42,109 @@ from longhaul.evals.measures import Asked, Measures, Report
 from longhaul.evals.position import Losses
 from longhaul.evals.score import Item, ModelScorer, Scorer, Scores, text_sizes
 from longhaul.evals.tasks import ALL_TASKS, TASKS
-from longhaul.kinds import add_attention, attention_kind, read_with
+from longhaul.kinds import attention_kind
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
 from longhaul.run import start
 from model import Decoder, ModelConfig
+from scripts.source import Source, SourceConfig, check_ids
 
 COLUMNS = 100  # of the table
 INDENT = 19  # of its figures
-UNBROKEN = "\u00a0"  # a space at which no line is folded
-CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: "5" resets the peak of resident memory
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 # ---- the command line
 
 
-def build_parser() -> Parser:
-    """The command line."""
-    parser = Parser(
-        prog="python -m scripts.evaluate",
-        description="Whether a model uses its context: validation loss, loss by position, context "
-        "gain, retrieval. See docs/EVALUATION.md.",
-        formatter_class=argparse.HelpFormatter,
-    )
-    add_what(parser)
-    add_where(parser)
-    return parser
+@dataclass(frozen=True)
+class EvaluateConfig(SourceConfig):
+    """The flags."""
 
-
-def add_what(parser: Parser):
-    """The flags that say what is measured."""
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "folder",
+    dtype: str = cli.changed_flag(
+        SourceConfig, "dtype", default="", help="compute precision; empty: the run's own"
     )
-    parser.add_argument(
-        "--against", metavar="DIR", help="a second model, compared with the first pair by pair"
+    against: str = flag("", "a second model, compared with the first pair by pair")
+    data: str = flag(
+        "", "folder made by data.prepare, or several with their shares; empty: the run's own"
     )
-    parser.add_argument(
-        "--data",
-        metavar="DIR",
-        help="folder made by data.prepare, or several with their shares; by default the run's own",
+    evals: str = flag("", f"what to measure, of {','.join(EVALS)}; empty: all that the data allow")
+    context_length: int = flag(0, "tokens of a validation row; 0: as in training", at_least=0)
+    batches: int = flag(
+        32, "rows of each validation split, at most, for losses and for gain", at_least=1
     )
-    parser.add_argument(
-        "--evals",
-        metavar="NAMES",
-        help=f"what to measure, of {','.join(EVALS)}; by default all that the data allow",
-    )
-    parser.add_argument(
+    lengths: str = flag(
+        "",
+        "retrieval: tokens of a row, with commas; empty: powers of two from 1,024 to "
         "--context_length",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a validation row; 0: as in training (default: 0)",
     )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=32,
-        metavar="N",
-        help="rows of each validation split, at most, for losses and for gain (default: 32)",
+    tasks: str = flag("", f"retrieval: of {','.join(ALL_TASKS)}; empty: {','.join(TASKS)}")
+    items: int = flag(32, "retrieval: items of each task at each length", at_least=1)
+    chunk: str = flag(
+        "auto",
+        "rows pass in parts of so many tokens over the KV cache; 0: whole; auto: whole if memory "
+        "holds that",
     )
-    parser.add_argument(
-        "--lengths",
-        metavar="N,N",
-        help="retrieval: tokens of a row; by default powers of two from 1,024 to --context_length",
-    )
-    parser.add_argument(
-        "--tasks",
-        metavar="NAMES",
-        help=f"retrieval: of {','.join(ALL_TASKS)} (default: {','.join(TASKS)})",
-    )
-    parser.add_argument(
-        "--items",
-        type=int,
-        default=32,
-        metavar="N",
-        help="retrieval: items of each task at each length (default: 32)",
+    output: str = flag(
+        "",
+        "write eval.json, all figures and those by document, and heatmap.png, retrieval by depth "
+        "and length, into this folder",
     )
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.context_length == 1:
+            raise ValueError(
+                "--context_length 1 is out of range: give at least 2, or 0 for the context of "
+                "training"
+            )
+        if self.chunk != "auto" and not re.fullmatch(r"\d{1,9}", self.chunk):
+            raise ValueError(
+                f"--chunk {self.chunk[:40]} is no number of tokens: give auto, 0 or more"
+            )
+        for name in ("lengths", "tasks"):
+            if getattr(self, name) and "retrieval" not in self.names:
+                raise ValueError(
+                    f"--{name} is of retrieval, which --evals leaves out: drop it, or add retrieval"
+                )
 
-def add_where(parser: Parser):
-    """The flags that say how it is computed, and where the results go."""
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=precision,
-        choices=tuple(DTYPES),
-        help="compute precision; by default the run's own",
-    )
-    add_attention(parser)
-    parser.add_argument(
-        "--chunk",
-        default="auto",
-        metavar="N",
-        help="rows pass in parts of N tokens over the KV cache; 0: whole; auto: whole if memory "
-        "holds that (default: auto)",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        help="write DIR/eval.json, all figures and those by document, and DIR/heatmap.png, "
-        "retrieval by depth and length",
-    )
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The measures; ValueError for one that is not known."""
+        return known_words("--evals", self.evals, EVALS) if self.evals else EVALS
+
+    def asked(self, opened: "Opened") -> Asked:
+        """What is measured; ValueError for tasks and lengths that cannot be. Losses by position
+        come from the pass of the validation loss.
+        """
+        context = self.context_length or opened.context
+        tasks = tuple(TASKS)
+        if self.tasks:
+            tasks = known_words("--tasks", self.tasks, tuple(ALL_TASKS))
+        rows = lengths.doublings(SHORTEST_EVAL, context)
+        if self.lengths:
+            rows = lengths.numbers("--lengths", self.lengths)
+        return Asked(
+            context_length=context,
+            names=tuple(dict.fromkeys("loss" if n == "position" else n for n in self.names)),
+            rows=self.batches,
+            lengths=rows,
+            tasks=tasks,
+            items=self.items,
+            vocab_size=opened.config.vocab_size,
+            seed=opened.cfg.seed,
+            key_tokens=True,
+            documents=documents_read(opened.cfg, context),
+        )
 
 
 def main(args: list[str] | None = None):
     """Evaluate; bad input ends with one line and exit code 2."""
-    parser = build_parser()
-    given = parser.parse_args(args)
-    try:
-        evaluate(given)
-    except (ValueError, OSError) as error:
-        parser.refuse(error)
+    cli.run(EvaluateConfig, evaluate, args, "scripts.evaluate", __doc__.splitlines()[0])
 
 
-def evaluate(given: argparse.Namespace):
+def evaluate(given: EvaluateConfig):
     """Measure, print the table, and write the files."""
-    names = EVALS if given.evals is None else known_words("--evals", given.evals, EVALS)
-    check_flags(given, names)
     device = named_device(given.device)
     first = Opened.of(given.checkpoint, given.dtype, device)
     models = [first.read_with(given.attention_type, given.blocks)]
@@ -188,7 +157,7 @@ def evaluate(given: argparse.Namespace):
         for opened in models:
             check_data(opened, corpus.dataset)
 
-    asked = asked_for(given, names, models[0])
+    asked = given.asked(models[0])
     measures = Measures(corpora, asked)
     require(measures, given)
     tokens = longest_row(asked)
@@ -201,9 +170,12 @@ def evaluate(given: argparse.Namespace):
     results = []
     for opened, plan in zip(models, plans, strict=True):
         print(opened.words(device))
-        own_peak = reset_peak(device) or not results
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        # on a CPU it is the peak of the process, and so may be of the first model
+        own_peak = device.type == "cuda" or not results
         results.append(measured(opened, measures, plan, device, own_peak))
-        show(results[-1], names)
+        show(results[-1], given.names)
     comparison = None
     if given.against:
         comparison = Comparison(results[0].report, results[1].report)
@@ -213,56 +185,11 @@ def evaluate(given: argparse.Namespace):
         write(Path(given.output), record(models, results, comparison), results[0].report)
 
 
-# ---- what is asked
-
-
-def check_flags(given: argparse.Namespace, names: tuple[str, ...]):
-    """ValueError for numbers that cannot be, and for flags without an effect."""
-    for flag in ("batches", "items"):
-        value = getattr(given, flag)
-        if value < 1:
-            raise ValueError(f"--{flag} {value} is out of range: give at least 1")
-    if given.context_length < 2 and given.context_length:
-        raise ValueError(
-            f"--context_length {given.context_length} is out of range: give at least 2, or 0 for "
-            "the context of training"
-        )
-    if given.chunk != "auto" and not re.fullmatch(r"\d{1,9}", given.chunk):
-        raise ValueError(f"--chunk {given.chunk[:40]} is no number of tokens: give auto, 0 or more")
-    for flag in ("lengths", "tasks"):
-        if getattr(given, flag) is not None and "retrieval" not in names:
-            raise ValueError(
-                f"--{flag} is of retrieval, which --evals leaves out: drop it, or add retrieval"
-            )
-
-
-def require(measures: Measures, given: argparse.Namespace):
+def require(measures: Measures, given: EvaluateConfig):
     """ValueError if a measure that was named is impossible; others are only left out."""
     for name, reason in measures.impossible.items():
         if given.evals or (name == "retrieval" and (given.lengths or given.tasks)):
             raise ValueError(f"{name} cannot be measured: {reason}")
-
-
-def asked_for(given: argparse.Namespace, names: tuple[str, ...], opened: "Opened") -> Asked:
-    """What the flags ask for; ValueError for tasks and lengths that cannot be. Losses by position
-    come from the pass of the validation loss.
-    """
-    context = given.context_length or opened.context
-    tasks = tuple(TASKS)
-    if given.tasks is not None:
-        tasks = known_words("--tasks", given.tasks, tuple(ALL_TASKS))
-    return Asked(
-        context_length=context,
-        names=tuple(dict.fromkeys("loss" if name == "position" else name for name in names)),
-        rows=given.batches,
-        lengths=lengths_of(given.lengths, context),
-        tasks=tasks,
-        items=given.items,
-        vocab_size=opened.config.vocab_size,
-        seed=opened.cfg.seed,
-        key_tokens=True,
-        documents=documents_read(opened.cfg, context),
-    )
 
 
 def documents_read(cfg: TrainConfig, context: int) -> range | None:
@@ -270,78 +197,45 @@ def documents_read(cfg: TrainConfig, context: int) -> range | None:
     return dataclasses.replace(cfg, length_schedule="", context_length=context).document_lengths
 
 
-def lengths_of(words: str | None, context: int) -> tuple[int, ...]:
-    """The numbers of --lengths, rising; by default powers of two up to the context."""
-    if words is None:
-        return lengths.doublings(SHORTEST_EVAL, context)
-    return lengths.numbers("--lengths", words)
-
-
 # ---- the model
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A checkpoint or a Hugging Face folder that was checked; its weights are not read yet."""
+class Opened(Source):
+    """A model with the settings of its run."""
 
-    folder: Path
     cfg: TrainConfig  # as one process evaluates it
-    config: ModelConfig
-    context: int  # tokens of a row, if no flag says
-    reach: int  # the longest context that its positions were trained for
-    checkpoint: Checkpoint | None  # None for a Hugging Face folder
 
     @classmethod
-    def of(cls, folder: str, dtype: str | None, device: torch.device) -> "Opened":
+    def of(cls, named: str, dtype: str, device: torch.device) -> "Opened":
         """ValueError or CheckpointError for a folder without a sound model."""
-        path = Path(folder)
-        refuse_pickle(path)
-        if (path / "config.json").is_file():
-            return cls._of_hugging_face(path, dtype)
+        source = Source.open(named)
+        dtype = precision(dtype)
+        if source.checkpoint is None:
+            cfg = settings_of_folder(source.folder, dtype)
+        else:
+            cfg = for_one_process(recorded_settings(source.checkpoint), dtype, device)
+        return cls(source.folder, cfg.model(), source.checkpoint, source.reach, cfg)
 
-        checkpoint = verified(newest(path))
-        cfg = for_one_process(recorded_settings(checkpoint), dtype, device)
-        reach = start.trained_context(checkpoint)
-        return cls(checkpoint.folder, cfg, cfg.model(), cfg.context_length, reach, checkpoint)
+    @property
+    def context(self) -> int:
+        """Tokens of a row, if no flag says."""
+        return self.cfg.context_length
 
-    @classmethod
-    def _of_hugging_face(cls, path: Path, dtype: str | None) -> "Opened":
-        """Computed in bf16 if the weights are, else in fp32, and stored so."""
-        config = ModelConfig(**qwen3.read_config(path))
-        settings = start.completed({"init_from": str(path), "eval_every": 0})
-        cfg = TrainConfig(**settings, dtype=dtype or dtype_of_folder(path), device="cpu")
-        if cfg.dtype == "bf16":
-            cfg = dataclasses.replace(cfg, master_weights="none")
-        reach = config.rope_reach
-        return cls(path, cfg, cfg.model(), cfg.context_length, reach, None)
-
-    def read_with(self, attention: str | None, blocks: Sequence[str]) -> "Opened":
-        """The same model with another attention, if one is given."""
-        config = read_with(self.config, attention, blocks)
-        if config == self.config:
-            return self
+    def read_with(self, attention: str, blocks: Sequence[str]) -> "Opened":
+        """The same model with another attention, if one is named."""
+        opened = super().read_with(attention, blocks)
+        if not attention:
+            return opened
         cfg = dataclasses.replace(self.cfg, attention_type=attention, blocks=tuple(blocks))
-        return dataclasses.replace(self, cfg=cfg, config=config)
+        return dataclasses.replace(opened, cfg=cfg)
 
     def load(self, device: torch.device) -> Decoder:
         """The model on `device`, with the levers of its run that a forward has."""
-        dtype = DTYPES[self.cfg.dtype]
-        if self.checkpoint is None:
-            name = str(dtype).removeprefix("torch.")
-            attention = self.config.attention
-            model = qwen3.from_hf(
-                self.folder, device, dtype, compute_dtype=name, attention=attention
-            )
-        else:
-            model = load_model(
-                self.checkpoint,
-                device,
-                self.config.compute_dtype,
-                self.config.kernels,
-                attention=self.config.attention,
-            )
-            if self.cfg.weights_in_compute_dtype:
-                model.to(dtype)
+        name = self.cfg.dtype
+        model = self.load_in(device, name)
+        if self.cfg.weights_in_compute_dtype:
+            model.to(getattr(torch, PRECISIONS[name]))
         return apply.apply(model, self.cfg, None)
 
     def words(self, device: torch.device) -> str:
@@ -350,14 +244,20 @@ class Opened:
         return f"{self.folder}: {self.config.num_params():,} parameters, {kind}"
 
 
-def dtype_of_folder(folder: Path) -> str:
-    """The precision in which a Hugging Face folder is computed: bf16 if it says so, else fp32."""
-    config = read_json(folder / "config.json")
-    named = config.get("dtype") or config.get("torch_dtype")  # transformers 5 and 4
-    return "bf16" if named == "bfloat16" else "fp32"
+def settings_of_folder(folder: Path, dtype: str) -> TrainConfig:
+    """Those that train a Hugging Face folder, computed and stored in bf16 if its weights are, else
+    in fp32.
+    """
+    if not dtype:
+        config = read_json(folder / "config.json")
+        named = config.get("dtype") or config.get("torch_dtype")  # transformers 5 and 4
+        dtype = "bf16" if named == "bfloat16" else "fp32"
+    settings = start.completed({"init_from": str(folder), "eval_every": 0})
+    cfg = TrainConfig(**settings, dtype=dtype, device="cpu")
+    return dataclasses.replace(cfg, master_weights="none") if dtype == "bf16" else cfg
 
 
-def for_one_process(cfg: TrainConfig, dtype: str | None, device: torch.device) -> TrainConfig:
+def for_one_process(cfg: TrainConfig, dtype: str, device: torch.device) -> TrainConfig:
     """The settings without those that need several ranks, a backward, or another device."""
     dtype = dtype or cfg.dtype
     return dataclasses.replace(
@@ -381,7 +281,7 @@ def recorded_settings(checkpoint: Checkpoint) -> TrainConfig:
     known = {spec.name for spec in dataclasses.fields(TrainConfig)}
     values = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in checkpoint.config.items()
+        for name, value in present_settings(checkpoint.config).items()
         if name in known
     }
     return TrainConfig(**values)
@@ -410,7 +310,7 @@ def note_if_beyond(opened: Opened, tokens: int):
 # ---- the data
 
 
-def open_data(opened: Opened, path: str | None) -> tuple[Corpus, ...]:
+def open_data(opened: Opened, path: str) -> tuple[Corpus, ...]:
     """The corpora of --data, else of the run, else the embedded corpus that it was trained on."""
     if path or opened.cfg.data:
         return open_corpora(path or opened.cfg.data)
@@ -425,24 +325,8 @@ def open_data(opened: Opened, path: str | None) -> tuple[Corpus, ...]:
 
 def check_data(opened: Opened, dataset: Dataset):
     """ValueError unless the data have the ids that the model was trained on."""
-    checkpoint = opened.checkpoint
-    if checkpoint is not None and checkpoint.identity:
-        given = f"--data {dataset.path}"
-        check_tokenizer(checkpoint, dataset.tokenizer_sha256, dataset.tokenizer_path, given)
-    else:
-        folder = opened.folder if checkpoint is None else opened.folder.parent
-        theirs = hugging_face.hash_of_folder(folder)
-        ours = dataset.tokenizer_path and hash_of_ids(dataset.tokenizer_path)
-        if theirs and ours and theirs != ours:
-            raise ValueError(
-                f"--data {dataset.path} has a different tokenizer from {folder}: prepare the data "
-                f"with --tokenizer {folder}"
-            )
-    if dataset.vocab_size > opened.config.vocab_size:
-        raise ValueError(
-            f"--data {dataset.path} has {dataset.vocab_size:,} ids, and {opened.folder} knows "
-            f"{opened.config.vocab_size:,}: prepare the data with the tokenizer of the model"
-        )
+    given = f"--data {dataset.path}"
+    check_ids(opened, dataset.vocab_size, dataset.tokenizer_sha256, dataset.tokenizer_path, given)
 
 
 def check_context(given: int, dataset: Dataset):
@@ -500,30 +384,17 @@ def longest_row(asked: Asked) -> int:
     return max(asked.context_length, *retrieved, 0)
 
 
-def reset_peak(device: torch.device) -> bool:
-    """Let the peak of memory begin anew, without a model before; whether the system can do that."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        CLEAR_REFS.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 def measured(
     opened: Opened, measures: Measures, plan: planner.Planned, device: torch.device, own_peak: bool
 ) -> Result:
     """Run the measures on a model; `own_peak`: the peak of memory is not of another model."""
     begin = time.monotonic()
     scorer = ModelScorer(opened.load(device), device, plan.chunk)
-    total = Counter(opened.config)
+    total = Watched(opened.config)
     measures.run(total)
 
     with bar("evaluating", total.operations, unit="FLOP", unit_scale=True) as progress:
-        report = measures.run(Watched(scorer, opened.config, progress))
+        report = measures.run(Watched(opened.config, scorer, progress))
     assert report is not None, "nobody asked to stop"
     peak_gib = peak_memory_gib(device) if own_peak else None
     return Result(report, plan, peak_gib, time.monotonic() - begin, device)
@@ -544,42 +415,32 @@ def planned(opened: Opened, tokens: int, chunk: str, device: torch.device) -> pl
     return plan
 
 
-class Counter:
-    """A scorer that only counts the operations that a model will need."""
-
-    def __init__(self, config: ModelConfig):
-        self.config = config
-        self.operations = 0.0
-
-    def score(self, item: Item, *, hits: bool = False) -> Scores:
-        """Nothing."""
-        self.operations += operations(self.config, item)
-        nothing_BT = torch.zeros(item.labels_BT.shape, dtype=torch.float64)
-        return Scores(nothing_BT, nothing_BT.bool() if hits else None)
-
-
+@dataclass
 class Watched:
-    """A scorer that says on standard error how far it is."""
+    """A scorer that counts the operations of a model, and says on a bar how far it is; without a
+    scorer it only counts.
+    """
 
-    def __init__(self, scorer: Scorer, config: ModelConfig, progress: tqdm):
-        self.scorer = scorer
-        self.config = config
-        self.progress = progress
+    config: ModelConfig
+    scorer: Scorer | None = None
+    progress: tqdm | None = None
+    operations: float = 0.0
 
     def score(self, item: Item, *, hits: bool = False) -> Scores:
         """The scores of the scorer."""
+        sizes = [tokens for row in text_sizes(item) for tokens in row]
+        done = sum(map(self._operations, sizes))
+        self.operations += done
+        if self.scorer is None:
+            nothing_BT = torch.zeros(item.labels_BT.shape, dtype=torch.float64)
+            return Scores(nothing_BT, nothing_BT.bool() if hits else None)
         scores = self.scorer.score(item, hits=hits)
-        self.progress.update(operations(self.config, item))
+        self.progress.update(done)
         return scores
 
-
-def operations(config: ModelConfig, item: Item) -> float:
-    """Floating-point operations that grow like those of scoring an item."""
-    total = 0.0
-    for of_row in text_sizes(item):
-        for tokens in of_row:
-            total += flops.train_flops(config, tokens, flops.pairs(config, tokens))
-    return total
+    def _operations(self, tokens: int) -> float:
+        """Floating-point operations that grow like those of scoring so many tokens."""
+        return flops.train_flops(self.config, tokens, flops.pairs(self.config, tokens))
 
 
 # ---- the table
@@ -619,21 +480,15 @@ def by_position(losses: Losses) -> str:
 def print_folded(text: str):
     """Print lines of at most COLUMNS characters; what is folded goes below the figures."""
     for line in text.splitlines():
-        print("\n".join(folded(line)))
+        print("\n".join(fold(line)))
 
 
-def folded(line: str) -> list[str]:
-    """The parts of a line, divided behind commas, semicolons and bars if that is enough."""
-    divide = textwrap.TextWrapper(
-        COLUMNS,
-        subsequent_indent=" " * INDENT,
-        break_on_hyphens=False,
-        break_long_words=False,
-    ).wrap
-    parts = divide(re.sub(r"(?<![,;|]) ", UNBROKEN, line))
-    if max(map(len, parts), default=0) > COLUMNS:
-        parts = divide(line)
-    return [part.replace(UNBROKEN, " ") for part in parts]
+fold = textwrap.TextWrapper(
+    COLUMNS,
+    subsequent_indent=" " * INDENT,
+    break_on_hyphens=False,
+    break_long_words=False,
+).wrap
 
 
 # ---- the files
@@ -641,9 +496,6 @@ def folded(line: str) -> list[str]:
 
 def make_output(folder: Path):
     """Make the folder; ValueError if its files cannot be written, before any computing."""
-    for name in ("eval.json", "heatmap.png"):
-        if (folder / name).is_dir():
-            raise ValueError(f"--output {folder}: {name} in it is a folder: name another place")
     try:
         durable.make_folder(folder)
         tempfile.TemporaryFile(dir=folder).close()

@@ -14,33 +14,28 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from base.flags import PRECISIONS, precision, spellings
 from data.load_tokenizer import AnyTokenizer
 from longhaul import cli
 from longhaul.cli import flag
 from longhaul.dist import named_device
 from longhaul.generate import cast_matrices
-from scripts.generate import Source, opened, tokenizer_of
+from scripts.source import Source, SourceConfig, tokenizer_of
 
 INSTALL = "pip install -e '.[lm_eval]', or pip install lm_eval"
-# What a wrong task raises, and the packages whose exceptions are of its data or of a network.
+# What a task raises whose settings are wrong, or whose data cannot be had.
 OF_TASKS = (ImportError, OSError, ValueError, TypeError, LookupError)
-LIBRARIES = {"aiohttp", "datasets", "httpx", "httpx2", "requests", "urllib3"}
 
 
 @dataclass(frozen=True)
-class LmEvalConfig:
+class LmEvalConfig(SourceConfig):
     """The flags."""
 
-    checkpoint: str = flag(
-        "",
-        "a step-* folder, a run's folder, whose newest checkpoint is taken, or a Hugging Face "
-        "Qwen3 folder",
-    )
+    LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"attention_type", "blocks"})
+
     tasks: str = flag("", "names of tasks, groups or tags with commas; * matches")
     include_path: str = flag(
         "", "folder with tasks of your own as YAML files, besides those of the harness"
@@ -63,14 +58,12 @@ class LmEvalConfig:
     tokenizer: str = flag(
         "", "sentencepiece model, tokenizer.json or a folder with one; empty: the checkpoint's"
     )
-    device: str = flag("auto", "where to compute: auto, cpu, cuda or cuda:N")
-    dtype: str = flag("fp32", "compute precision", choices=tuple(spellings("fp32", "bf16")))
     output: str = flag("", "also write all results to this JSON file")
     offline: bool = flag(False, "ask no network: only data that is here already")
 
     def __post_init__(self):
-        cli.require(self, "checkpoint", "tasks")
-        cli.check_ranges(self)
+        super().__post_init__()
+        cli.require(self, "tasks")
         if self.include_path and not Path(self.include_path).is_dir():
             raise ValueError(
                 f"--include_path {self.include_path} is no folder: name one with YAML files"
@@ -91,7 +84,7 @@ def evaluate(given: LmEvalConfig):
         go_offline()
     require_extra()
     device = named_device(given.device)
-    source = opened(Path(given.checkpoint))
+    source = Source.open(given.checkpoint)
     tokenizer = tokenizer_of(source, given.tokenizer)
 
     tasks, manager = load_tasks(given.tasks.split(","), given.include_path)
@@ -126,7 +119,7 @@ def load_tasks(names: list[str], include_path: str | None) -> tuple[list, Any]:
     names = [name.strip() for name in names]
     manager = task_manager(names, include_path)
     tasks = []
-    for name in matched(names, manager, include_path):
+    for name in matched(names, manager):
         print(f"loading the data of {name}", file=sys.stderr)
         tasks += loaded(name, manager)
     return tasks, manager
@@ -146,44 +139,32 @@ def task_manager(names: list[str], include_path: str | None):
     return TaskManager(include_path=include_path)
 
 
-def matched(names: list[str], manager, include_path: str | None = None) -> list[str]:
+def matched(names: list[str], manager) -> list[str]:
     """The names of tasks, without patterns; ValueError for one that matches none."""
-    found: list[str] = []
+    found: dict[str, None] = {}
     for name in names:
-        fitting = manager.match_tasks([name]) if name else []
+        fitting = manager.match_tasks([name])
         if not fitting:
-            raise ValueError(unknown(name, manager.all_tasks, include_path))
-        found += [task for task in fitting if task not in found]
-    return found
-
-
-def unknown(name: str, known: list[str], include_path: str | None) -> str:
-    """What to say of a name that is no task."""
-    nearest = difflib.get_close_matches(name, known, n=3)
-    if nearest:
-        return f"--tasks: {name!r} is unknown: did you mean {' or '.join(nearest)}?"
-    folder = include_path or "a folder for --include_path"
-    return (
-        f"--tasks: {name!r} is unknown: give names from `lm_eval ls tasks`, or a YAML file of "
-        f"{folder} that defines it and that can be parsed, because the harness passes over others"
-    )
+            nearest = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            remedy = f"did you mean {' or '.join(nearest)}?"
+            if not nearest:
+                remedy = "give names from `lm_eval ls tasks`, or of a YAML file that can be parsed"
+            raise ValueError(f"--tasks: {name!r} is unknown: {remedy}")
+        found |= dict.fromkeys(fitting)
+    return list(found)
 
 
 def loaded(name: str, manager) -> list:
     """The group of this name, or the tasks; ValueError if they or their data cannot be had."""
     try:
         found = manager.load(name)
-    except Exception as error:  # what is neither of a task nor of a library is raised again
-        packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-        if isinstance(error, OF_TASKS) or not LIBRARIES.isdisjoint(packages):
-            where = getattr(manager.task_index.get(name), "yaml_path", None) or "its YAML file"
-            words = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need "
-                "another package, a network (run it once where there is one, and copy "
-                f"~/.cache/huggingface), or other settings in {where}"
-            ) from None
-        raise
+    except OF_TASKS as error:
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"task {name} cannot be loaded ({type(error).__name__}, {words}): it may need another "
+            "package, a network (run it once where there is one, and copy ~/.cache/huggingface), "
+            "or other settings in its YAML file"
+        ) from None
     group = found["groups"].get(name)
     return [group] if group else list(found["tasks"].values())
 
@@ -204,7 +185,7 @@ def run(
 
     from longhaul.evals.harness import LonghaulLM
 
-    model = source.load(device, PRECISIONS[precision(given.dtype)])
+    model = source.load_in(device, given.dtype)
     if device.type == "cuda":
         cast_matrices(model)
     window = given.max_length or source.reach
@@ -239,10 +220,7 @@ def write(results: dict[str, Any], path: Path):
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output {path} cannot be written ({error}): name another") from None
+    path.write_text(text + "\n", encoding="utf-8")
     print(f"wrote {path}")
 
 

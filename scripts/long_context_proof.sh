@@ -5,15 +5,15 @@
 # PROOF=convert   another proof instead of these: sparse and indexed attention answer like the model of FAR that they
 #                 start from. It may have the OUTPUT_DIR of the first, whose parts it does not repeat.
 # SEEDS="0"   of the data, the weights and the order of the rows; "0 1 2": three proofs, one after the other
-# A seed that misses a bar does not stop the others. At the end the script fails, and prints how to repeat such a seed.
+# A seed that misses a bar does not stop the others. At the end the script fails.
 # The settings below are those of all seeds in OUTPUT_DIR; others need another OUTPUT_DIR:
 # ITEMS=16    rows at each length and noise of the evaluations, each with four questions; at 32,768 tokens half as many
 # SHORT, NEAR, MIDDLE, FAR, FARTHEST, SPARSE    LENGTH:STEPS:THETA,... of the runs below, which follow each other
 # INDEXED=4096:100:1.6e5    LENGTH:STEPS:THETA of the warm-up of an indexer; everything learns in the last step
 # LEARNED=1.0    nats: a run of SHORT compares keys if the mean loss of its last 20 steps is below
 # TEXT=800, TEXT_BYTES=10000000    steps of the run on text, and the most bytes of the embedded corpus that it reads from
-# OUTPUT_DIR/proof.json has the figures, and the seconds of each part; OUTPUT_DIR/seed-0/standard, farthest-retrieval,
-# sparse-retrieval and text-gain have those of each evaluation (eval.json) and its picture (heatmap.png). Those of
+# OUTPUT_DIR/proof.json has the figures; OUTPUT_DIR/seed-0/standard, farthest-retrieval, sparse-retrieval and text-gain
+# have those of each evaluation (eval.json) and its picture (heatmap.png), and seconds.jsonl what each part took. Those of
 # "convert" are in OUTPUT_DIR/seed-0/far-converted, sparse-converted and indexed-converted.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,7 +28,6 @@ fi
 folder=${1:-runs/long-context-proof}
 items=${ITEMS:-16}
 seeds=${SEEDS:-0}
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)  # at most OMP_NUM_THREADS, if that is set
 
 # The rotary base grows with the length: with the old base, almost nothing is found at four times the length.
 short=${SHORT:-16:150:1e4,32:300:1e4}
@@ -55,7 +54,6 @@ part() {  # the command $2 ... is part $1 of a seed, and makes the folder $1; it
     if [ -d "$out/$1" ] && grep -qsF "{\"ended\": \"$1\"," "$seconds"; then return; fi
 
     echo "== seed $seed: $1"
-    echo "{\"begun\": \"$1\", \"cores\": $cores}" >>"$seconds"
     { time "${@:2}" 2>&3; } 3>&2 2>"$out/seconds.part"
     cat "$out/seconds.part" >>"$seconds"
 }
@@ -181,4 +179,4 @@ for seed in $seeds; do
     fi
 done
 # shellcheck disable=SC2086
-python -m scripts.proof_figures "$folder" "$proof" --seeds $seeds
+python -m scripts.proof_figures --folder "$folder" --proof "$proof" --seeds $seeds

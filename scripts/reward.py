@@ -10,7 +10,6 @@ import base.installed  # noqa: F401  (first: a missing package is answered in on
 
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from base import durable
 from base.flags import precision, spellings
 from data.fields import TextField
 from data.load_tokenizer import AnyTokenizer
+from data.writer import require_new
 from longhaul import cli, qwen3, step
 from longhaul.cli import flag
 from longhaul.config import TrainConfig
@@ -28,7 +28,7 @@ from longhaul.posttrain import labels, reward
 from longhaul.posttrain.labels import Fit, Labelled
 from longhaul.posttrain.reward import RewardModel
 from longhaul.run import start
-from scripts.generate import Source, tokenizer_of
+from scripts.source import tokenizer_of
 
 FEWEST = 10  # texts that a head is trained and judged on
 FP32 = 4  # bytes of a weight that is saved
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None):
 
 def run(given: RewardConfig):
     """Read, train and save."""
-    require_writable(Path(given.output))
+    require_new(Path(given.output))
     device = named_device(given.device)
     try:
         origin = start.read(given.checkpoint)
@@ -84,8 +84,7 @@ def run(given: RewardConfig):
 
     durable.require_free(Path(given.output), FP32 * config.num_params())
 
-    source = Source(origin.tokenizer_folder, config, origin.checkpoint)
-    tokenizer = tokenizer_of(source, given.tokenizer)
+    tokenizer = tokenizer_of(origin, given.tokenizer)
     texts = [encoded(text, tokenizer, cfg.context_length) for text in read(given)]
     random.Random(given.seed).shuffle(texts)
     number = max(1, round(given.held_out * len(texts)))
@@ -101,21 +100,6 @@ def run(given: RewardConfig):
     print(labels.train(model, learned, held_out, given.batch_size, fit), flush=True)
     reward.save(model, given.output)
     print(f"wrote {given.output}; train with --reward_checkpoint {given.output}")
-
-
-def require_writable(output: Path):
-    """ValueError unless `output` can be made where it does not exist yet, or is an empty folder."""
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
-        raise ValueError(f"--output {output} exists and is not an empty folder: choose another")
-    above = next(folder for folder in output.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise ValueError(f"--output {output} lies below {above}, which is a file: choose another")
-    try:
-        tempfile.TemporaryFile(dir=above).close()
-    except OSError as error:
-        raise ValueError(
-            f"--output {output} cannot be written ({above}: {error.strerror}): choose another"
-        ) from None
 
 
 def require_variety(learned: list[Labelled], given: RewardConfig):

@@ -18,13 +18,12 @@ import torch
 from base.flags import line_and_code
 from data.dataset import Dataset
 from data.progress import duration
-from longhaul import cli, qwen3
+from longhaul import cli
 from longhaul.analysis import report
 from longhaul.analysis.config import AnalysisConfig
 from longhaul.analysis.parts import REPORT, RESULT, Parts
 from longhaul.analysis.run import Analysis, prompt_pairs
 from longhaul.analysis.samples import Samples
-from longhaul.checkpoint.load import load_model
 from longhaul.dist import World, named_device
 from longhaul.memory import analysis as planner
 from longhaul.memory.plan import available_gib
@@ -114,16 +113,12 @@ def load_in(opened: Opened, dtype: str, device: torch.device) -> Decoder:
     Each weight is converted as it is read, so that they never exist in another precision as a
     whole.
     """
-    wanted = getattr(torch, dtype)
-    if opened.checkpoint is None:
-        return qwen3.from_hf(opened.folder, device, wanted, compute_dtype=dtype)
-    kernels = opened.config.kernels
-    return load_model(opened.checkpoint, device, dtype, kernels, wanted)
+    return opened.load_in(device, dtype, getattr(torch, dtype))
 
 
 def the_data(cfg: AnalysisConfig, opened: Opened) -> Dataset:
     """The dataset whose rows are read; ValueError unless it is one, with the model's ids."""
-    corpora = open_data(opened, cfg.data or None)
+    corpora = open_data(opened, cfg.data)
     if len(corpora) > 1:
         names = ", ".join(corpus.name for corpus in corpora)
         raise ValueError(f"the run was trained on {names}: name one of them with --data")

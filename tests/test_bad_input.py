@@ -486,10 +486,10 @@ sums --output {folder}
 sums --worked 2
 recall --lengths 16
 recall --tokens -1
-proof {folder}
-proof /nonexistent
-proof {folder} convert
-proof {folder} --seeds x
+proof --folder {folder}
+proof --folder /nonexistent
+proof --folder {folder} --proof convert
+proof --folder {folder} --seeds x
 settings --ouput x
 gpu --only lss
 gpu --deadline -1

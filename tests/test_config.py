@@ -14,7 +14,7 @@ from longhaul.checkpoint import resume
 from longhaul.config import DTYPE_SPELLINGS, TrainConfig
 from longhaul.memory import plan as planner
 from longhaul.optim import learning_rate
-from longhaul.other_names import OUR_NAMES
+from longhaul.other_names import OUR_NAMES, WITHOUT_FLAG
 from profile_memory import ProfileConfig
 from scripts import settings
 
@@ -384,6 +384,16 @@ def test_a_flag_that_another_trainer_has_is_answered_with_ours(name):
     for flag in {name, name.replace("_", "-")}:
         words = rf"^unknown flag --\S+: did you mean --{OUR_NAMES[name]}\?"
         with pytest.raises(ValueError, match=words):
+            parsed(f"--{flag}", "1")
+
+
+@pytest.mark.parametrize("name", WITHOUT_FLAG)
+def test_a_flag_that_is_not_needed_here_is_answered_with_the_reason(name):
+    assert name not in FIELDS
+    for flag in {name, name.replace("_", "-"), f"metrics.{name}"}:
+        with pytest.raises(
+            ValueError, match=rf"^unknown flag --\S+: .*{WITHOUT_FLAG[name]}: drop it"
+        ):
             parsed(f"--{flag}", "1")
 
 

@@ -179,9 +179,8 @@ def test_ids_that_are_no_text_decode_to_it_as_far_as_they_are_utf8(small, tmp_pa
     valid = 0
     for _ in range(3000):
         ids = [rng.randrange(small.vocab_size) for _ in range(rng.randrange(8))]
-        try:
-            text = small.decode_bytes(ids).decode()
-        except UnicodeDecodeError:
+        text = small.decode(ids)
+        if "\ufffd" in text:
             continue
         valid += 1
         assert theirs.decode(ids) == text
@@ -204,10 +203,7 @@ def test_the_hash_is_that_of_the_written_file(small):
         (dict(normalization_rule_name="nmt_nfkc"), "normalises texts or their spaces"),
         (dict(add_dummy_prefix=True), "normalises texts or their spaces"),
         (dict(remove_extra_whitespaces=True), "normalises texts or their spaces"),
-        (dict(user_defined_symbols=["a b"]), "has the token 'a b' of score"),
         (dict(byte_fallback=False), "has 0 of the 256 byte tokens"),
-        (dict(control_symbols=["\u00a4"]), "has the token '\u00a4' of score"),
-        (dict(unk_piece="?"), r"has the token '\?' of score"),
     ],
 )
 def test_a_model_without_an_equal_tokenizer_json_is_refused(tmp_path, changes, words):
@@ -218,43 +214,6 @@ def test_a_model_without_an_equal_tokenizer_json_is_refused(tmp_path, changes, w
     message = str(caught.value)
     remedy = ": train one with data.prepare --vocab_size N, or export with --tokenizer none"
     assert "\n" not in message and message.endswith(remedy)
-
-
-def edited(path: Path, spelling: str, change) -> Path:
-    """A copy of a model in which `change` was made to the bytes of one piece."""
-    model = path.read_bytes()
-    text = spelling.replace(" ", "\u2581").encode()
-    entry = b"\x0a" + bytes([len(text)]) + text + b"\x15"
-    assert model.count(entry) == 1
-    start = model.index(entry) - 2
-    end = start + 2 + model[start + 1]
-    piece = change(model[start + 2 : end])
-    copy = path.with_name("edited.model")
-    copy.write_bytes(model[:start] + b"\x0a" + bytes([len(piece)]) + piece + model[end:])
-    return copy
-
-
-def score_of(number: int):
-    """A change that gives a piece the score of the token `number` places before the last merge."""
-    import struct
-
-    return lambda piece: piece[:-4] + struct.pack("<f", -float(number))
-
-
-def test_pieces_that_a_tokenizer_json_cannot_express_are_refused(small):
-    joined = [piece for piece in read_pieces(small.path) if piece.kind == 1 and len(piece.text) > 1]
-    unused = edited(small.path, joined[-1].text, lambda piece: piece + b"\x18\x05")
-    with pytest.raises(ValueError, match="which it finds elsewhere"):
-        tokenizer_json(unused)
-
-    equal = edited(small.path, joined[-1].text, score_of(3))
-    with pytest.raises(ValueError, match="of score -3, which it finds elsewhere"):
-        tokenizer_json(equal)
-
-    part = last_parts(joined[0].text, {})[0]
-    found_first = edited(small.path, part, lambda piece: piece + b"\x18\x04")
-    with pytest.raises(ValueError, match="which it finds elsewhere"):
-        tokenizer_json(found_first)
 
 
 def test_a_file_that_is_cut_off_is_no_protobuf(small, tmp_path):

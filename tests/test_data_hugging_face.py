@@ -318,30 +318,6 @@ def test_a_folder_that_asks_for_code_is_refused_whatever_it_holds(tmp_path, name
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "settings, what",
-    [
-        (dict(added_tokens_decoder={"151700": dict(content="<extra>")}), "the token '<extra>'"),
-        (dict(add_prefix_space=True), "add_prefix_space"),
-    ],
-)
-def test_settings_that_the_file_does_not_know_are_refused(small, tmp_path, settings, what):
-    settings |= dict(eos_token="<|endoftext|>")
-    folder = changed(small, tmp_path / "more", "tokenizer_config.json", settings)
-    with pytest.raises(ValueError, match=f"lacks {what}, which .*: load the folder with Auto"):
-        load_tokenizer(folder)
-
-
-def test_settings_that_the_file_knows_are_taken(small, tmp_path):
-    settings = dict(
-        added_tokens_decoder={"151643": dict(content="<|endoftext|>")},
-        add_prefix_space=False,
-        eos_token="<|endoftext|>",
-    )
-    folder = changed(small, tmp_path / "same", "tokenizer_config.json", settings)
-    assert load_tokenizer(folder).eod_token == "<|endoftext|>"
-
-
 def test_a_folder_with_a_sentencepiece_model_only_is_read(tmp_path):
     model = Tokenizer(train_sentencepiece(tmp_path))
     assert load_tokenizer(tmp_path).sha256 == model.sha256

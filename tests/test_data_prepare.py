@@ -14,9 +14,10 @@ import pytest
 
 from data import pipeline
 from data.dataset import Dataset, open_dataset
+from data.inputs import look_into
 from data.pipeline import build_dataset, encode, scan
 from data.prepare import main, parse
-from data.sources import Document, TextFiles, by_directory, list_files, refuse
+from data.sources import Document, TextFiles, by_directory, refuse
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +90,7 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
     (folder / ".hidden").write_text("hidden")
     (folder / "__pycache__").mkdir()
     (folder / "__pycache__" / "a.pyc").write_bytes(bytes([0xA7, 0x0D]))
-    names = [str(path.relative_to(folder)) for path in list_files(folder)]
+    names = [str(path.relative_to(folder)) for path in look_into(folder).files]
     assert names == [f"{n}.txt" for n in range(6)] + [f"b/{n}.txt" for n in range(6)] + [
         f"b/deep/{n}.txt" for n in range(8)
     ]
@@ -97,19 +98,19 @@ def test_folders_are_walked_in_sorted_order_without_hidden_entries(folder):
 
 def test_a_link_to_a_folder_is_not_followed_and_is_named(folder, tmp_path):
     (folder / "loop").symlink_to(folder)
-    assert len(list_files(folder)) == 20
+    assert len(look_into(folder).files) == 20
     [note] = TextFiles([folder]).notes()
     assert f"left out: {folder / 'loop'}, because links to folders are not followed" in note
 
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "link").symlink_to(folder)
     with pytest.raises(ValueError, match="no files in .*, only .*link, and links to folders are"):
-        list_files(tmp_path / "only")
+        look_into(tmp_path / "only")
 
 
 def test_every_byte_of_a_text_file_is_in_its_document(folder):
     assert [d.text.encode() for d in TextFiles([folder]).documents()] == [
-        p.read_bytes() for p in list_files(folder)
+        p.read_bytes() for p in look_into(folder).files
     ]
 
 
@@ -196,7 +197,7 @@ def test_damaged_text_is_refused_by_place_or_left_out_on_request(tmp_path, name)
     assert len(reports) == 1
 
 
-def test_files_are_hashed_whole_while_they_are_read_even_behind_damage(tmp_path):
+def test_files_are_hashed_whole_even_behind_damage(tmp_path):
     folder = tmp_path / "input"
     folder.mkdir()
     lines = "".join(json.dumps({"text": text_of(n)}) + "\n" for n in range(2000)).encode()
@@ -230,7 +231,7 @@ def test_files_are_hashed_whole_while_they_are_read_even_behind_damage(tmp_path)
     assert len(reports) == 2 * 3
 
 
-def test_preparation_opens_each_file_twice(folder, tmp_path):
+def test_preparation_reads_each_file_twice_and_hashes_it_once(folder, tmp_path):
     script = """
 import sys
 from data.prepare import main
@@ -251,15 +252,15 @@ sys.exit(code)
         text=True,
     )
     assert result.returncode == 0
-    texts = [str(path) for path in list_files(folder)]
-    assert sorted(result.stderr.splitlines()) == sorted(texts * 2)
+    texts = [str(path) for path in look_into(folder).files]
+    assert sorted(result.stderr.splitlines()) == sorted(texts * 3)
 
 
 def test_a_path_that_is_not_there_and_an_empty_folder_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing is not a file or folder"):
-        list_files(tmp_path / "nothing")
+        look_into(tmp_path / "nothing")
     with pytest.raises(ValueError, match="no files in"):
-        list_files(tmp_path)
+        look_into(tmp_path)
 
 
 def test_the_files_of_a_directory_become_one_document_with_their_names():
@@ -280,7 +281,7 @@ def test_the_sample_for_the_tokenizer_is_bounded_and_spread_over_the_documents(m
     documents = [Document(str(n), chr(97 + n) * 40_000) for n in range(20)]
     sample, num_chars, *counts = scan([*documents, Document("empty", ""), Document("tiny", "x")])
     assert num_chars == 800_001 and sum(map(len, sample)) == 50_000
-    assert counts == [21, 1, 1]
+    assert counts == [21, 1]
     assert len({chunk[0] for chunk in sample}) > 12
     assert sample == scan(documents).sample
 
@@ -323,7 +324,7 @@ def test_a_folder_becomes_a_dataset_that_gives_every_byte_back(folder, tmp_path)
     )
     assert result.returncode == 0, result.stderr
     dataset = open_dataset(tmp_path / "d", verify=True)
-    expected = [path.read_bytes().decode() for path in list_files(folder)]
+    expected = [path.read_bytes().decode() for path in look_into(folder).files]
     assert sorted(texts_of(dataset)) == sorted(expected)
     assert dataset.vocab_size == 350 and set(dataset.splits) == {"train", "val"}
     assert sum(split.source_bytes for split in dataset.splits.values()) == sum(

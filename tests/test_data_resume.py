@@ -300,7 +300,7 @@ def test_a_changed_file_begins_anew_and_other_workers_do_not(tmp_path, monkeypat
                 pipeline, "_joined", lambda parts, real=pipeline._joined: stop(real(parts))
             )
             assert main(arguments) == 130
-        assert "run the same command again to continue" in capsys.readouterr().err
+        assert "interrupted: run the same command again" in capsys.readouterr().err
         if change == "a file":
             (tmp_path / "3.txt").write_text(text_of(0))
         assert main([*arguments, "--workers", "1"]) == 0

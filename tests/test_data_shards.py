@@ -517,8 +517,9 @@ write_dataset(documents, sys.argv[1], vocab_size=100, eod_id=0, shard_tokens=300
 
 
 def test_an_unwritable_parent_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "data.writer.os.access", lambda path, mode: False
-    )  # root may write everywhere
-    with pytest.raises(ValueError, match="not a folder that you may write to"):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("data.writer.tempfile.TemporaryFile", refuse)  # root may write everywhere
+    with pytest.raises(ValueError, match=r"cannot be made in .* \(Permission denied\): choose"):
         write_dataset([np.array([1])], tmp_path / "d", vocab_size=9, eod_id=0)

@@ -27,8 +27,8 @@ def test_the_quickstart_ends_with_commands_whose_flags_exist():
         "train.py": lambda words: cli.parse(TrainConfig, words),
         "profile_memory.py": lambda words: cli.parse(ProfileConfig, words),
         "data.prepare": prepare.parse,
-        "scripts.evaluate": evaluate.build_parser().parse_args,
-        "scripts.generate": generate.build_parser().parse_args,
+        "scripts.evaluate": lambda words: cli.parse(evaluate.EvaluateConfig, words),
+        "scripts.generate": lambda words: cli.parse(generate.GenerateConfig, words),
         "tensorboard": lambda words: words.remove("--logdir"),
     }
     used = set()

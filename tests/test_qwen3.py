@@ -624,8 +624,8 @@ def test_conversion_casts_when_asked_and_takes_the_newest_step(tmp_path):
             "is not a checkpoint and does not contain one: name a run",
         ),
         (["--checkpoint", "torn", "--output", "new"], "is not a readable checkpoint"),
-        (["--input", "hf", "--output", "used"], "not an empty folder: choose another"),
-        (["--checkpoint", "hf", "--output", "used"], "not an empty folder: choose another"),
+        (["--input", "hf", "--output", "used"], "is not empty: choose another"),
+        (["--checkpoint", "hf", "--output", "used"], "is not empty: choose another"),
         (["--output", "new"], "--input"),
         (
             ["--input", "hf", "--checkpoint", "run", "--output", "new"],

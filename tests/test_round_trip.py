@@ -169,7 +169,7 @@ def test_the_folder_is_complete(exported):
     settings = transformers.GenerationConfig.from_pretrained(exported)
     assert (settings.eos_token_id, settings.bos_token_id, settings.pad_token_id) == (0, 0, 0)
     assert (settings.do_sample, settings.temperature, settings.top_k) == (True, 0.8, 50)
-    usual = generate.build_parser().parse_args(["--checkpoint", "x", "--prompt", "y"])
+    usual = generate.GenerateConfig(checkpoint="x", prompt="y")
     assert (usual.temperature, usual.top_k, usual.top_p) == (0.8, 50, settings.top_p)
 
 
@@ -423,11 +423,9 @@ def small_config(**changes) -> ModelConfig:
     return ModelConfig(**sizes, ffn_size=40, **changes)
 
 
-def test_weights_only_need_no_tokenizer_that_can_be_opened(imported_without_end, tmp_path):
-    """Nothing says which token ends a document, unless --eod does."""
-    silent = export(imported_without_end, tmp_path / "silent", "--tokenizer", "none")
-    assert not (silent / "generation_config.json").exists()
-
+def test_weights_only_are_exported_with_the_end_of_a_document_that_is_given(
+    imported_without_end, tmp_path
+):
     words = ("--tokenizer", "none", "--eod", "<|endoftext|>")
     said = export(imported_without_end, tmp_path / "said", *words)
     ids = load_tokenizer(imported_without_end, "<|endoftext|>")

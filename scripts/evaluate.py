@@ -35,6 +35,7 @@ from data.load_tokenizer import hash_of_ids
 from data.mixture import EMBEDDED, Corpus, open_corpora
 from data.progress import bar, duration
 from longhaul import flops, lengths, qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
 from longhaul.cli import known_words
@@ -54,7 +55,6 @@ from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory import evaluation as planner
 from longhaul.memory.plan import available_gib
 from longhaul.parallel import apply
-from longhaul.run import start
 from model import Decoder, ModelConfig
 
 COLUMNS = 100  # of the table

@@ -23,6 +23,7 @@ from data.load_tokenizer import AnyTokenizer, find_tokenizer, hash_of_ids, load_
 from longhaul import qwen3
 from longhaul.checkpoint.format import Checkpoint, model_config
 from longhaul.checkpoint.load import check_tokenizer, load_model, newest, verified
+from longhaul.checkpoint.start import trained_context
 from longhaul.dist import World, named_device
 from longhaul.generate import (
     TEMPERATURE,
@@ -35,7 +36,6 @@ from longhaul.generate import (
 )
 from longhaul.kinds import add_attention, attention_kind, read_with
 from longhaul.memory.plan import available_gib
-from longhaul.run.start import trained_context
 from model import GIB, Decoder, ModelConfig
 
 

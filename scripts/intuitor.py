@@ -14,8 +14,8 @@ from data import sums
 from longhaul.memory import posttrain
 from longhaul.posttrain import demo
 from longhaul.posttrain.config import IntuitorConfig, with_sources
+from longhaul.posttrain.policies import IntuitorSource, prompts_in_order
 from longhaul.run import training
-from longhaul.run.policies import IntuitorSource, prompts_in_order
 
 PROGRAM = training.Program(
     config=IntuitorConfig,

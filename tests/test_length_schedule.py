@@ -18,14 +18,14 @@ from data.mixture import Corpus, Fraction, order
 from data.staged import APART, Stage, Staged, require_longer_documents
 from data.writer import write_dataset
 from longhaul import dist, lengths
-from longhaul.checkpoint import resume
+from longhaul.checkpoint import resume, start
 from longhaul.checkpoint.format import Checkpoint
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.memory import plan as planner
 from longhaul.memory.reconcile import measure
 from longhaul.memory.simulate import simulate
-from longhaul.run import start, training
+from longhaul.run import training
 from selfcheck.faults import runs
 
 CPU = torch.device("cpu")

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 
 import train
 from longhaul import cli, dist, qwen3
+from longhaul.checkpoint import start
 from longhaul.checkpoint.load import described, newest
 from longhaul.config import TrainConfig
 from longhaul.dist import World
 from longhaul.kinds import recorded
 from longhaul.memory import fit, plan
 from longhaul.parallel import apply
-from longhaul.run import preflight, start
+from longhaul.run import preflight
 from model import Decoder, ModelConfig
 from scripts import convert_qwen3, evaluate
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ import torch
 
 from base.machine import deterministic, peak_memory_gib
 from longhaul import cli, dist, exits, step
-from longhaul.checkpoint import load, resume
+from longhaul.checkpoint import load, resume, start
 from longhaul.checkpoint.save import Saver
 from longhaul.config import TrainConfig
 from longhaul.kinds import attention_kind
@@ -33,7 +33,6 @@ from longhaul.memory.watch import (
     report,
     warning,
 )
-from longhaul.run import start
 from longhaul.run.guard import Guard
 from longhaul.run.health import Health
 from longhaul.run.log import Logger

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
@@ -19,7 +19,7 @@ from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
 from longhaul.kinds import KINDS, attention_kind, unfit_exchanges
-from longhaul.optimizers import OPTIMIZERS
+from longhaul.optimizers import OPTIMIZERS, Adam
 from longhaul.parallel import context
 from model import CHOICES, PRESETS, ModelConfig
 
@@ -83,14 +83,9 @@ class TrainConfig:
         "keys (pooled, mean)",
         choices=KINDS,
     )
-    nsa: tuple[str, ...] = model_flag(
-        (),
-        "fields of NSAConfig, such as kv=separate sel_count=8; needs --attention_type nsa",
-        many=True,
-    )
     blocks: tuple[str, ...] = model_flag(
         (),
-        "sizes of indexed, exact, bounds, pooled or mean attention, such as count=32 local=4",
+        "sizes of sparse attention: kv=separate sel_count=8 of nsa, count=32 local=4 of the others",
         many=True,
     )
     vocab_size: int = model_flag(
@@ -174,20 +169,12 @@ class TrainConfig:
     lr: float = optimisation_flag(3e-4, "peak learning rate", at_least=0, at_most=1000)
     schedule: str = optimisation_flag(
         "cosine",
-        "learning rate after the warmup; wsd: constant, then a linear decay",
-        choices=("cosine", "wsd", "constant"),
+        "learning rate after the warmup: cosine[:MIN], wsd[:DECAY[:MIN]], which is constant and "
+        "then falls linearly in the last DECAY (0.2) of the run, or constant; MIN (0.1) is the "
+        "final rate as a fraction of the peak",
     )
     warmup_steps: int = optimisation_flag(
         100, "steps over which the learning rate rises to its peak", at_least=0
-    )
-    decay_fraction: float = optimisation_flag(
-        0.2,
-        "wsd: fraction of the run, at its end, in which the learning rate decays",
-        at_least=0,
-        at_most=1,
-    )
-    min_lr_ratio: float = optimisation_flag(
-        0.1, "final learning rate as a fraction of the peak", at_least=0, at_most=1
     )
     weight_decay: float = optimisation_flag(
         0.1,
@@ -195,14 +182,11 @@ class TrainConfig:
         at_least=0,
         at_most=1000,
     )
-    beta1: float = optimisation_flag(
-        0.9, "AdamW: decay rate of the first moment", at_least=0, below=1
-    )
-    beta2: float = optimisation_flag(
-        0.95, "AdamW: decay rate of the second moment", at_least=0, below=1
-    )
-    adam_eps: float = optimisation_flag(
-        1e-8, "AdamW: number added to the root of the second moment", above=0, at_most=1
+    adam: tuple[str, ...] = optimisation_flag(
+        (),
+        "AdamW's beta1 (0.9) and beta2 (0.95), the decay rates of its moments, and eps (1e-8), "
+        "such as beta2=0.98",
+        many=True,
     )
     grad_clip: float = optimisation_flag(
         1.0,
@@ -255,13 +239,9 @@ class TrainConfig:
     master_weights: str = memory_flag(
         "fp32",
         "fp32: round fp32 weights to --dtype for computing; "
-        "none: weights in --dtype only, updated by stochastic rounding",
-        choices=("fp32", "none"),
-    )
-    offload_optimizer: bool = memory_flag(
-        False,
-        "keep and update fp32 weights and moments in host memory (12 bytes per parameter); the "
-        "device's are in --dtype",
+        "none: weights in --dtype only, updated by stochastic rounding; host: keep and update fp32 "
+        "weights and moments in host memory (12 bytes per parameter); the device's are in --dtype",
+        choices=("fp32", "none", "host"),
     )
     optimizer_in_backward: bool = memory_flag(
         False,
@@ -375,10 +355,12 @@ class TrainConfig:
             )
         # one spelling, so that every spelling gives the same run, checkpoint and command
         object.__setattr__(self, "dtype", self.DTYPES[spelling])
+        object.__setattr__(self, "schedule", self.rate_schedule().in_words())
         if self.length_schedule:
             self._take_lengths()
         check_ranges(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
+        self.adam_numbers()  # raises for what is out of range
         config = self.model()  # raises for a shape that cannot be built
 
         config_checks.check_attention(self)
@@ -489,9 +471,9 @@ class TrainConfig:
     def model(self) -> ModelConfig:
         """The model's configuration."""
         kind = attention_kind(self)
-        sizes = getattr(self, kind.settings) if kind.settings else ()
+        sizes = self.blocks if kind.settings else ()
         fields = dict(
-            attention=kind.config(**read_pairs(sizes, kind.config, kind.settings)),
+            attention=kind.config(**read_pairs(sizes, kind.config, "blocks")),
             loss=self.loss,
             kernels=self.kernels,
             compute_dtype=PRECISIONS[self.dtype],
@@ -504,6 +486,14 @@ class TrainConfig:
 
         fields |= model_fields(self.model_overrides)
         return ModelConfig.preset(self.model_size, **fields)
+
+    def rate_schedule(self) -> "RateSchedule":
+        """What --schedule says; ValueError for others."""
+        return rate_schedule(self.schedule)
+
+    def adam_numbers(self) -> Adam:
+        """The numbers of --adam; ValueError for others."""
+        return Adam(**read_pairs(self.adam, Adam, "adam"))
 
     @property
     def tiles(self) -> int:
@@ -519,7 +509,7 @@ class TrainConfig:
     @property
     def weights_in_compute_dtype(self) -> bool:
         """Whether the device holds weights only in the compute precision."""
-        return self.master_weights == "none" or self.offload_optimizer
+        return self.master_weights != "fp32"
 
     def loss_path(self, config: ModelConfig, ranks: int) -> str:
         """Which loss runs on each of `ranks` ranks: "standard", "chunked" or "one_pass"."""
@@ -639,6 +629,49 @@ class Stage:
             f"stage {self.number + 1}: context {self.cfg.context_length:,}, "
             f"theta {self.cfg.rope_theta:g}, to step {self.last_step:,}"
         )
+
+
+# ---- the learning rate
+
+
+class RateSchedule(NamedTuple):
+    """What --schedule says."""
+
+    kind: str
+    decay_fraction: float = 0.2  # of wsd
+    min_ratio: float = 0.1  # final learning rate / peak
+
+    def in_words(self) -> str:
+        """The one spelling of its numbers."""
+        if self == RateSchedule(self.kind):
+            return self.kind
+        numbers = [str(getattr(self, name)) for name in RATE_SCHEDULES[self.kind]]
+        return ":".join([self.kind, *numbers])
+
+
+# The numbers that may follow the kind.
+RATE_SCHEDULES = {
+    "cosine": ("min_ratio",),
+    "wsd": ("decay_fraction", "min_ratio"),
+    "constant": (),
+}
+
+
+def rate_schedule(text: str) -> RateSchedule:
+    """--schedule, such as wsd:0.2; ValueError for others."""
+    kind, *words = text.split(":")
+    names = RATE_SCHEDULES.get(kind, ())
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = [math.nan]
+    is_known = kind in RATE_SCHEDULES and len(numbers) <= len(names)
+    if not is_known or not all(0 <= number <= 1 for number in numbers):
+        raise ValueError(
+            f"--schedule {text[:40]} is unknown: give cosine[:MIN], wsd[:DECAY[:MIN]] or constant, "
+            "with numbers from 0 to 1"
+        )
+    return RateSchedule(kind, **dict(zip(names, numbers, strict=False)))
 
 
 # ---- the fields of the model

@@ -52,13 +52,12 @@ def check_schedule(cfg, model: ModelConfig) -> None:
 def check_attention(cfg) -> None:
     """ValueError for settings that cannot serve the kind of attention."""
     kind = attention_kind(cfg)
-    for name, owner in (("nsa", "nsa"), ("blocks", "exact")):
-        sizes = getattr(cfg, name)
-        if sizes and kind.settings != name:  # would train another attention without a word
-            raise ValueError(
-                f"--{name} {' '.join(sizes)} changes nothing of --attention_type "
-                f"{cfg.attention_type}: give --attention_type {owner}, or drop --{name}"
-            )
+    if cfg.blocks and not kind.settings:  # would train another attention without a word
+        raise ValueError(
+            f"--blocks {' '.join(cfg.blocks)} changes nothing of --attention_type "
+            f"{cfg.attention_type}: give --attention_type nsa or another sparse one, or drop "
+            "--blocks"
+        )
     for name, reason in kind.refused_levers.items():
         if name in cfg.changed_settings():
             raise ValueError(
@@ -126,21 +125,15 @@ def _check_shared_head_groups(cfg, model: ModelConfig) -> None:
 
 def check_optimizer_levers(cfg) -> None:
     """ValueError for levers of the optimizer that exclude each other."""
-    without_master = cfg.master_weights == "none"
-    if without_master and cfg.dtype == "fp32":
+    if cfg.master_weights == "none" and cfg.dtype == "fp32":
         raise ValueError(
             "--master_weights none saves nothing with --dtype fp32: use --dtype bf16, or "
             "--master_weights fp32"
         )
-    if cfg.offload_optimizer and cfg.optimizer != "adamw":
+    if cfg.master_weights == "host" and cfg.optimizer != "adamw":
         raise ValueError(
-            "--offload_optimizer keeps fp32 moments in host memory, but --optimizer "
+            "--master_weights host keeps fp32 moments in host memory, but --optimizer "
             f"{cfg.optimizer} keeps others on the device: drop one of them"
-        )
-    if cfg.offload_optimizer and without_master:
-        raise ValueError(
-            "--offload_optimizer already keeps its fp32 weights in host memory: "
-            "drop --master_weights none"
         )
     if cfg.optimizer_in_backward:
         _check_optimizer_in_backward(cfg)
@@ -202,8 +195,6 @@ def ineffective_settings(cfg) -> list[str]:
         gradient_accumulation_steps=cfg.global_batch_size > 0,
         short_fraction=not cfg.length_schedule,
         schedule=only_warmup,
-        decay_fraction=cfg.schedule != "wsd" or only_warmup,
-        min_lr_ratio=cfg.schedule == "constant" or only_warmup,
         indexer_warmup=not attention_kind(cfg).learner,
     )
     changed = cfg.changed_settings()

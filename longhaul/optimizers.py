@@ -490,7 +490,31 @@ def _shard_of(whole: Tensor, p: Tensor) -> Tensor:
     return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
-# ---- what --optimizer may name
+# ---- what --optimizer and --adam may name
+
+
+@dataclass(frozen=True)
+class Adam:
+    """The numbers of AdamW: the decay rates of its two moments, and what is added to the root of
+    the second one. ValueError if they are out of range.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(
+                    f"--adam {name}={value} is out of range: give a number of at least 0 and below "
+                    "1"
+                )
+        if not 0 < self.eps <= 1:
+            raise ValueError(
+                f"--adam eps={self.eps} is out of range: give a number above 0 and at most 1"
+            )
 
 
 @dataclass(frozen=True)

@@ -419,7 +419,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_written(
 SETTINGS = [
     {},
     dict(context_parallel_size=2, context_parallel_mode="gather_kv"),
-    {name: SPARSE[name] for name in ("attention_type", "nsa")} | dict(context_parallel_size=2),
+    {name: SPARSE[name] for name in ("attention_type", "blocks")} | dict(context_parallel_size=2),
     dict(dtype="bf16", master_weights="none"),  # rounds at random
 ]
 

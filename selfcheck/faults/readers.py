@@ -398,7 +398,7 @@ def make_toml(folder: Path) -> bytes:
     (folder / "run.toml").write_bytes(
         b'# a run\n[model]\nmodel_size = "tiny"\ncontext_length = 64\nmodel-overrides = '
         b'["num_layers=2", "ffn_size=96"]\n[data]\nbatch_size = 2\n'
-        b'[run]\nlr = 1e-3\nbeta1 = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = '
+        b'[run]\nlr = 1e-3\ngrad_clip = 0.9\ncompile = false\ndtype = "fp32"\nmax_steps = '
         b'1_000\nskip_rows = ["8:16"]\n'
     )
     return (folder / "run.toml").read_bytes()

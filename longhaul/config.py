@@ -14,7 +14,7 @@ from base.flags import PRECISIONS, spellings
 from data.mixture import DECIMALS
 from data.order import parse_ranges
 from longhaul import config_checks, lengths
-from longhaul.cli import check_ranges, flag, read_pairs, words_of
+from longhaul.cli import check_ranges, flag, known_words, read_pairs, words_of
 from longhaul.dist import divisors
 from longhaul.exits import WorldError
 from longhaul.kernels import loss_path
@@ -29,7 +29,7 @@ TOKENS_PER_TILE = 4096
 
 # What --evals may name, in the order in which it is measured.
 EVALS = ("loss", "position", "gain", "retrieval")
-SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval, if --eval_lengths does not say
+SHORTEST_EVAL = 1024  # tokens of the shortest row of retrieval
 
 # How --dtype may be spelled, and the one spelling that configurations, checkpoints and printed
 # commands use.
@@ -334,10 +334,6 @@ class TrainConfig:
     eval_rows: int = run_flag(
         8, "validation rows of each corpus that are measured, over all ranks", at_least=1
     )
-    eval_lengths: str = run_flag(
-        "",
-        "--evals retrieval: tokens of a row, such as 4096,8192; empty: powers of two from 1,024",
-    )
     config: str = run_flag("", "TOML file with these settings; flags win over the file")
     fit: str = run_flag(
         "refuse",
@@ -367,7 +363,7 @@ class TrainConfig:
         config_checks.check_activation_levers(self, config)
         config_checks.check_optimizer_levers(self)
         if self.eval_every:
-            config_checks.check_evals(self, EVALS)
+            known_words("--evals", self.evals, EVALS)
         if self.context_parallel_size > 1:
             self.context_choice(config)  # raises if the ranks cannot share a row
         if self.length_schedule:
@@ -392,10 +388,6 @@ class TrainConfig:
                     f"{value}: drop --{name}"
                 )
             object.__setattr__(self, name, value)
-
-    def given_eval_lengths(self) -> tuple[int, ...]:
-        """The numbers of --eval_lengths, rising; ValueError for another word."""
-        return lengths.numbers("--eval_lengths", self.eval_lengths) if self.eval_lengths else ()
 
     def scheduled(self, step: int) -> dict[str, float]:
         """What a schedule over --max_steps sets in a step, by name, next to the learning rate."""
@@ -451,11 +443,7 @@ class TrainConfig:
         return words_of(self.evals)
 
     def retrieval_lengths(self) -> tuple[int, ...]:
-        """Tokens of the rows of retrieval; a stage of a length schedule has those that fit."""
-        given = self.given_eval_lengths()
-        if given:
-            return tuple(length for length in given if length <= self.context_length)
-
+        """Tokens of the rows of retrieval: powers of two up to the context."""
         return lengths.doublings(SHORTEST_EVAL, self.context_length)
 
     @property

@@ -1,26 +1,9 @@
 """Which settings of a run exclude each other, and which have no effect with the others."""
 
 from longhaul import lengths
-from longhaul.cli import known_words
 from longhaul.kinds import attention_kind
 from longhaul.sparse.layer import BlockConfig
 from model import ModelConfig, NSAConfig
-
-
-def check_evals(cfg, known: tuple[str, ...]) -> None:
-    """ValueError for no measure, an unknown one, and lengths that are no numbers."""
-    known_words("--evals", cfg.evals, known)
-    cfg.given_eval_lengths()
-
-
-def check_eval_lengths(cfg) -> None:
-    """ValueError for a length beyond the context; not of a stage, which may be shorter."""
-    given = cfg.given_eval_lengths()
-    if given and given[-1] > cfg.context_length:
-        raise ValueError(
-            f"--eval_lengths {cfg.eval_lengths} has {given[-1]}, and --context_length is "
-            f"{cfg.context_length}: give at most {cfg.context_length}"
-        )
 
 
 def check_schedule(cfg, model: ModelConfig) -> None:
@@ -188,9 +171,7 @@ def warnings(cfg) -> list[str]:
 def ineffective_settings(cfg) -> list[str]:
     """Names of settings that were changed from their default and that the others make void."""
     only_warmup = cfg.warmup_steps >= cfg.max_steps
-    asks_nothing = cfg.eval_every > 0 and "retrieval" not in cfg.eval_names()
     ineffective = dict(
-        eval_lengths=asks_nothing,
         context_parallel_mode=cfg.context_ranks == 1,
         gradient_accumulation_steps=cfg.global_batch_size > 0,
         short_fraction=not cfg.length_schedule,

@@ -122,6 +122,7 @@ OUR_NAMES = {
     "beta1": "adam",
     "beta2": "adam",
     "adam_eps": "adam",
+    "eval_lengths": "evals",
     "offload_optimizer": "master_weights",
 }
 

@@ -18,7 +18,7 @@ from longhaul.run.rescue import (
     BUSY,
     LEAVING,
     Rescue,
-    slow_micro_batch,
+    slow_stop,
 )
 from tests.ranks import run_ranks
 
@@ -72,10 +72,12 @@ def test_the_timeout_that_is_named_lets_the_micro_batch_end(micro_batch, save):
 
 
 def test_a_micro_batch_for_which_torchrun_would_not_wait_is_warned_of():
-    assert slow_micro_batch(60, 0, "a step", {}) is None
-    assert slow_micro_batch(9, 0, "a step", UNDER_TORCHRUN) is None
-    said = slow_micro_batch(60, 0, "a step", UNDER_TORCHRUN)
+    assert slow_stop(60, 0, "a step", {}) is None
+    assert slow_stop(9, 0, "a step", UNDER_TORCHRUN) is None
+    said = slow_stop(60, 0, "a step", UNDER_TORCHRUN)
     assert "so a stop loses a step: put TORCH_ELASTIC_SHUTDOWN_TIMEOUT=180 in front" in said
+    said = slow_stop(0.1, 31, "a step", UNDER_TORCHRUN)
+    assert "a save 31.0 s" in said and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=70 in front" in said
 
 
 @pytest.mark.parametrize(

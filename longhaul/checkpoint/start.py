@@ -336,7 +336,7 @@ def check_same_ids(folder: Path, dataset: Dataset):
 def load_into(model: Decoder, start: Start):
     """Overwrite the parameters of a built model, sharded or whole, keeping their dtype."""
     if start.checkpoint is None:
-        qwen3.overwrite(model, start.folder)
+        qwen3.load_into(model, start.folder)
     else:
         load.load_weights(model, start.checkpoint)
 

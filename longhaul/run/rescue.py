@@ -36,19 +36,19 @@ ANSWERED = 2.0  # seconds within which the ranks answer, if they are all alive
 # ---- the warning
 
 
-def slow_micro_batch(
+def slow_stop(
     seconds: float, save_seconds: float, lost: str, environment: Mapping[str, str]
 ) -> str | None:
-    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`;
-    `lost` says what a stop then costs.
+    """A warning if torchrun would not wait for the end of a micro-batch, which takes `seconds`, and
+    for a save; `lost` says what a stop then costs.
     """
     allowed = dist.launcher_patience(environment)
     if "TORCHELASTIC_RUN_ID" not in environment or seconds <= dist.patience(allowed, save_seconds):
         return None
     enough = dist.enough_seconds(seconds, save_seconds)
     return (
-        f"warning: a micro-batch takes {seconds:.0f} s, and torchrun kills a run {allowed:g} s "
-        f"after asking it to stop, with the save in between, so a stop loses {lost}: put "
+        f"warning: a micro-batch takes {seconds:.0f} s and a save {save_seconds:.1f} s, and "
+        f"torchrun kills a run {allowed:g} s after asking it to stop, so a stop loses {lost}: put "
         f"{dist.TIMEOUT}={enough} in front of the command, which torchrun obeys from torch 2.12 on"
     )
 

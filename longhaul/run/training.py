@@ -38,7 +38,7 @@ from longhaul.run.health import Health
 from longhaul.run.log import Logger
 from longhaul.run.preflight import Ready, Rows, preflight, training_rows
 from longhaul.run.pretraining import Batches, Source
-from longhaul.run.rescue import Rescue, slow_micro_batch
+from longhaul.run.rescue import Rescue, slow_stop
 from longhaul.step import MustStop, StepResult, TrainState
 from longhaul.vocab.loss import choose_kernels
 
@@ -358,7 +358,7 @@ class Run:
         lost = "the step under way"
         if self.cfg.optimizer_in_backward:
             lost = "all steps since the last save"
-        warning = slow_micro_batch(seconds, self.saver.seconds or 0.0, lost, os.environ)
+        warning = slow_stop(seconds, self.saver.seconds or 0.0, lost, os.environ)
         if warning:
             self.log.say(warning)
             self.warned_of_stops = True

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from base.machine import platform
-from longhaul.dist import local_shard
+from longhaul.dist import local_shard, shard_like
 from longhaul.staging import Staging, slabs
 
 BLOCK = 256  # elements that share a scale in 8 bits (Dettmers et al. 2022)
@@ -442,7 +442,7 @@ class Muon(AdamW):
         weight = local_shard(p)
         rate = 0.2 * max(p.shape) ** 0.5 * group["lr"]
         decayed = weight.float().mul_(1 - group["lr"] * group["weight_decay"])
-        wide = decayed.sub_(_shard_of(direction, p), alpha=rate)
+        wide = decayed.sub_(local_shard(shard_like(direction, p)), alpha=rate)
         weight.copy_(rounded(wide, weight.dtype, self._draw(p, weight.device)))
 
 
@@ -479,15 +479,6 @@ def _full_matrix(shard: Tensor, p: Tensor) -> Tensor:
         shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
     return sharded.full_tensor()
-
-
-def _shard_of(whole: Tensor, p: Tensor) -> Tensor:
-    """This rank's shard of a matrix that every rank has."""
-    if not hasattr(p, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
 # ---- what --optimizer and --adam may name

@@ -22,7 +22,7 @@ import torch
 from base import durable
 from base.tensors import WEIGHTS, Later, opened, write_one_by_one
 from base.untrusted import read_json, refuse_pickle
-from longhaul import kernels
+from longhaul import dist, kernels
 from longhaul.kinds import attention_kind
 from model import Decoder, ModelConfig
 
@@ -451,18 +451,7 @@ def _read(stored: dict[str, Stored], name: str) -> torch.Tensor:
 def _fill(decoder: Decoder, weights: dict[str, Later]) -> None:
     for name, weight in weights.items():
         parameter = decoder.get_parameter(name)
-        parameter.copy_(_shard_of(weight.read(), parameter))
-
-
-def _shard_of(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of `full`. Every rank reads the file, and nothing is sent."""
-    if not hasattr(parameter, "device_mesh"):
-        return full
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(
-        full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+        parameter.copy_(dist.shard_like(weight.read(), parameter))
 
 
 def _widest(dtypes: Iterable[torch.dtype]) -> str:

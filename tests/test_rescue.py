@@ -146,27 +146,11 @@ def test_a_main_thread_that_other_ranks_need_is_let_through(rescue, monkeypatch)
     saves = []
     monkeypatch.setattr(rescue, "_exchange", exchange)
     monkeypatch.setattr(rescue, "_save", lambda: saves.append(rescue.state.step))
-    rescue.allowed = 0
+    rescue.guard.allowed = 0
     ended = threading.Event()
     threading.Thread(target=pass_through, daemon=True).start()
     assert ended.wait(2)
     assert not saves
-
-
-def test_what_happens_next_is_said_with_the_time_that_it_takes(rescue, guard):
-    finishing = "asked to stop: finishing this micro-batch"
-    again = ", then saving; again to leave at once"
-    with rescue.over(STATE, {}):
-        assert rescue._acknowledgement() == finishing + again
-        guard.began = time.monotonic()
-        guard.micro_batch_seconds = 8
-        assert rescue._acknowledgement() == f"{finishing} (about 8 s){again}"
-        guard.micro_batch_seconds = 60
-        assert rescue._acknowledgement() == (
-            "asked to stop: step 7 is saved now, since this micro-batch takes about 60 s more and "
-            "a launcher may kill the run in 30 s; again to leave at once"
-        )
-    assert rescue._acknowledgement() == f"{finishing} (about 60 s){again}"
 
 
 def test_a_rescue_is_left_to_the_main_thread_that_stops_between_two_micro_batches(rescue):

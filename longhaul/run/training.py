@@ -334,7 +334,7 @@ class Run:
         state.data = self.ready.loader.state(state.step)
         seen = Step(result, loss, loaded, state.tokens - tokens, end - start)
         self._report(seen)
-        self._time((end - computing) / len(batch))
+        self._warn_of_stops((end - computing) / len(batch))
         return True
 
     def _kernels(self) -> contextlib.AbstractContextManager:
@@ -346,15 +346,12 @@ class Run:
         if self.state.step + 1 < self.ready.last_step:
             self.batches.load(self.state.step + 1)
 
-    def _time(self, seconds: float):
-        """Note how long a micro-batch takes; warn once if a launcher would not wait for its end
+    def _warn_of_stops(self, seconds: float):
+        """Warn once if a launcher would not wait for the end of a micro-batch of so many seconds
         and, from the first save on, for another save.
         """
-        self.guard.micro_batch_seconds = seconds
-        if not self.warned_of_stops:
-            self._warn_of_stops(seconds)
-
-    def _warn_of_stops(self, seconds: float):
+        if self.warned_of_stops:
+            return
         lost = "the step under way"
         if self.cfg.optimizer_in_backward:
             lost = "all steps since the last save"

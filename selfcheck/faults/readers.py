@@ -244,24 +244,23 @@ def make_checkpoint(folder: Path) -> tuple[dict, bytes, str]:
 
 
 def damage_checkpoint(rng: random.Random, good: tuple, folder: Path):
-    """Hostile rather than torn: whatever was changed, sizes, hashes and checksum fit."""
+    """The shard, whose hashes then fit, or the manifest."""
     from base import durable
     from longhaul.checkpoint.format import checksum
 
     manifest, content, name = good
     step = folder / f"step-{0:08d}"
+    text = json.dumps(manifest).encode()
     if rng.random() < 0.4:
         damage_safetensors(rng, content, step)
         (step / "model.safetensors").replace(step / name)
         files = {name: manifest["files"][name] | durable.describe(step / name)}
         manifest = manifest | dict(files=files)
+        text = json.dumps(manifest | {"checksum": checksum(manifest)}).encode()
     else:
         (step / name).write_bytes(content)
-        manifest = damaged_json(rng, manifest)
-    if isinstance(manifest, dict):
-        manifest = manifest | {"checksum": checksum(manifest)}
-    text = json.dumps(manifest).encode("utf-8", "replace")
-    (step / "manifest.json").write_bytes(damaged(rng, text) if rng.random() < 0.1 else text)
+        text = damaged(rng, text)
+    (step / "manifest.json").write_bytes(text)
 
 
 def read_checkpoint(folder: Path):

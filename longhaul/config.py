@@ -352,11 +352,11 @@ class TrainConfig:
         # one spelling, so that every spelling gives the same run, checkpoint and command
         object.__setattr__(self, "dtype", self.DTYPES[spelling])
         object.__setattr__(self, "schedule", self.rate_schedule().in_words())
+        object.__setattr__(self, "adam", self.adam_numbers().changed_pairs())
         if self.length_schedule:
             self._take_lengths()
         check_ranges(self)
         parse_ranges(self.skip_rows)  # raises for what is not a range
-        self.adam_numbers()  # raises for what is out of range
         config = self.model()  # raises for a shape that cannot be built
 
         config_checks.check_attention(self)

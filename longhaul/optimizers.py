@@ -9,6 +9,7 @@ A bf16 parameter without a master copy takes 2 bytes, an fp32 one 4.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from dataclasses import dataclass
@@ -506,6 +507,11 @@ class Adam:
             raise ValueError(
                 f"--adam eps={self.eps} is out of range: give a number above 0 and at most 1"
             )
+
+    def changed_pairs(self) -> tuple[str, ...]:
+        """The numbers that differ from their defaults, in the one spelling of --adam."""
+        numbers = dataclasses.asdict(self).items()
+        return tuple(f"{name}={value}" for name, value in numbers if value != getattr(Adam, name))
 
 
 @dataclass(frozen=True)

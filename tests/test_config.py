@@ -89,6 +89,12 @@ def test_a_schedule_has_its_numbers_behind_its_name(text, expected):
     assert TrainConfig(schedule=text).rate_schedule() == expected
 
 
+def test_two_spellings_of_the_numbers_of_adamw_are_one_setting():
+    cfg = TrainConfig(adam=("eps=1e-6", "beta1=0.90", "beta2=.98"))
+    assert cfg.adam == TrainConfig(adam=("beta2=0.98", "eps=0.000001")).adam
+    assert TrainConfig(adam=("beta1=0.9",)) == TrainConfig()
+
+
 def test_two_spellings_of_a_schedule_are_one_setting():
     assert TrainConfig(schedule="wsd:0.20:0.1").schedule == "wsd"
     assert TrainConfig(schedule="wsd:0.3").schedule == TrainConfig(schedule="wsd:.3:.1").schedule

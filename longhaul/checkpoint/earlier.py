@@ -38,9 +38,7 @@ def present_settings(recorded: dict) -> dict:
             recorded["schedule"], _taken(found, NUMBERS_OF_SCHEDULE)
         )
     if NUMBERS_OF_ADAM.keys() <= recorded.keys():
-        numbers = _taken(found, NUMBERS_OF_ADAM).items()
-        changed = [(name, value) for name, value in numbers if value != getattr(Adam, name)]
-        found["adam"] = [f"{name}={value}" for name, value in changed]
+        found["adam"] = [*Adam(**_taken(found, NUMBERS_OF_ADAM)).changed_pairs()]
     if "nsa" in recorded:
         found["blocks"] = [*found.pop("nsa"), *recorded.get("blocks", ())]
     if found.pop("offload_optimizer", False):

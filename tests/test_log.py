@@ -10,6 +10,7 @@ import pytest
 
 from base import durable
 from longhaul.run import log
+from longhaul.run.health import recent_losses
 
 
 def record(step: int, loss: float = 3.0) -> dict:
@@ -102,6 +103,7 @@ def test_a_validation_is_a_record_without_a_steps_loss(logger, tmp_path, capsys)
         "validation_tokens": 77,
     }
     assert "step 1: validation loss 2.0000 nats over 77 tokens" in capsys.readouterr().out
+    assert recent_losses(tmp_path / "metrics.jsonl", 2) == [5.0, 4.0]
 
 
 def test_a_resumed_run_drops_steps_and_validations_after_its_checkpoint(logger, tmp_path):

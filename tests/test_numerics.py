@@ -1,6 +1,7 @@
 """What watches the numbers: skipped steps, spikes, drifting replicas, rows that are left out."""
 
 import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -181,6 +182,18 @@ def test_nothing_is_a_spike_before_there_is_enough_to_compare_with():
 def test_a_flat_curve_is_compared_with_one_percent_of_itself():
     spikes = health.Spikes([3.0] * 64)
     assert spikes.score(3.0001) < 1 and spikes.score(3.9) > 10
+
+
+def test_a_resumed_run_compares_with_the_losses_of_its_log(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(dict(step=n, loss=None if n == 5 else float(n))) for n in range(1, 200)]
+    lines.insert(120, json.dumps(dict(step=120, validation_loss=3.0)))
+    log.write_text("\n".join(lines) + '\n{"step": 200, "lo')
+    assert (
+        health.Spikes(health.recent_losses(log, 150)).window
+        == health.Spikes(map(float, range(1, 151))).window
+    )
+    assert health.recent_losses(tmp_path / "none", 3) == []
 
 
 # ---- replicas

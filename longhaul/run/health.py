@@ -65,6 +65,24 @@ class Spikes:
         return statistics.median(self.window)
 
 
+def recent_losses(log: Path, step: int) -> list[float]:
+    """The last losses of metrics.jsonl up to `step`, for a resumed run's window."""
+    if not log.exists():
+        return []
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 1024 * WINDOW))
+        lines = file.read().splitlines()
+
+    # the first line is cut where reading began, and the last one where a run was killed
+    whole = [line for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    records = [json.loads(line) for line in whole]
+    return [
+        record["loss"]
+        for record in records
+        if record.get("loss") is not None and record["step"] <= step  # a validation has none
+    ]
+
+
 # ---- the watch over a run
 
 
@@ -87,7 +105,7 @@ class Health:
         self.skipped = list(skipped)
         # ranks with their own rows; those that share rows count as one
         self.ranks = state.world.size // state.cfg.context_ranks
-        self.spikes = Spikes()
+        self.spikes = Spikes(recent_losses(folder / "metrics.jsonl", state.step))
 
     def after(self, result: StepResult, say: Say) -> dict[str, float]:
         """Look at the step that was just done; returns figures for the log. NumericalHalt if the

@@ -255,17 +255,19 @@ def _stored_file(name: str, entry: dict) -> StoredFile:
 # ---- the model that a checkpoint is of
 
 
-def check_model(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]]):
-    """ValueError unless the files hold these tensors whole; asked before memory is allocated."""
+def check_held(checkpoint: Checkpoint, shards: dict[str, Shard]):
+    """ValueError unless the files hold all of these shards, of tensors of their shapes."""
     for file in checkpoint.files.values():
-        for name in file.ranges.keys() & shapes.keys():
-            if tuple(file.shapes[name]) != shapes[name]:
+        for name in file.ranges.keys() & shards.keys():
+            if tuple(file.shapes[name]) != shards[name].shape:
                 raise ValueError(
-                    f"{name} has shape {file.shapes[name]}, but the model configuration says "
-                    f"{list(shapes[name])}"
+                    f"{name} has shape {file.shapes[name]}, but the model needs "
+                    f"{list(shards[name].shape)}"
                 )
 
-    lacking = [name for name, shape in shapes.items() if not checkpoint.holds(name, 0, shape[0])]
+    lacking = [
+        name for name, shard in shards.items() if not checkpoint.holds(name, shard.start, shard.end)
+    ]
     if lacking:
         raise ValueError(f"it lacks parts of {len(lacking)} tensor(s), such as {lacking[0]}")
 
